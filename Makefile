@@ -1,0 +1,30 @@
+# Everything starts from a bare python3: uv lives in .uv, the project in .venv.
+PYTHON ?= python3
+export UV_PROJECT_ENVIRONMENT := .venv
+export UV_PYTHON_DOWNLOADS := never
+RUN := .venv/bin
+
+.PHONY: setup test lint demo clean
+
+setup: .venv/.ready
+
+.venv/.ready: pyproject.toml
+	@test -x .uv/bin/uv || { $(PYTHON) -m venv .uv && .uv/bin/pip install --quiet --disable-pip-version-check uv; }
+	.uv/bin/uv sync --quiet --python $(PYTHON) --all-extras --group dev
+	@touch .venv/.ready
+
+lint: setup
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/mypy
+	$(RUN)/lint-imports
+
+test: lint
+	$(RUN)/python -m pytest -n 2 -m "not gpu and not slow and not quiet"
+	$(RUN)/python -m pytest -m "quiet and not gpu and not slow"
+
+demo: setup
+	$(RUN)/fulltilt check
+
+clean:
+	rm -rf .uv .venv .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,34 @@
+"""Fulltilt: finds out why a PyTorch training job leaves its GPU idle, fixes it, and proves the fix.
+
+The names below are loaded when they are first used, so that ``import fulltilt`` stays fast and imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from fulltilt.diagnose import diagnose as diagnose
+    from fulltilt.store import load as load
+    from fulltilt.timeline import record as record
+
+_HOME = {
+    "load": "fulltilt.store",
+    "diagnose": "fulltilt.diagnose",
+    "record": "fulltilt.timeline",
+}
+
+__all__ = ["__version__", "diagnose", "load", "record"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'fulltilt' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

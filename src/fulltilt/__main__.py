@@ -1,0 +1,5 @@
+"""`python -m fulltilt` is `fulltilt`."""
+
+from fulltilt.cli.main import main
+
+main()

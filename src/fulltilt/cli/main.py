@@ -1,0 +1,75 @@
+"""The `fulltilt` command: finds the verb, turns every error of the user's into at most three lines and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import typer
+
+from fulltilt import __version__
+from fulltilt.errors import FulltiltError
+
+app = typer.Typer(
+    name="fulltilt",
+    help="Finds out why a PyTorch training job leaves its GPU idle, fixes it, and proves the fix.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+# Each verb's file has `register(app)`. The order is the order of `fulltilt --help`.
+VERBS = ("check", "watch", "run", "report")
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"fulltilt {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    _version: bool = typer.Option(
+        False, "--version", help="Show the version and exit.", callback=_show_version, is_eager=True
+    ),
+) -> None:
+    pass
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run one verb and exit with its code."""
+    for verb in VERBS:
+        importlib.import_module(f"fulltilt.cli.{verb}").register(app)
+    try:
+        code = app(args=arguments, prog_name="fulltilt", standalone_mode=False)
+        sys.stdout.flush()
+    except FulltiltError as error:
+        _complain(str(error))
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:
+        # The reader (head, less) has gone; Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
+    except Exception as error:
+        # Typer bundles its own copy of click from 0.16 on, so its usage errors are known by their shape.
+        if not hasattr(error, "format_message"):
+            raise
+        _complain(error.format_message())
+        code = 2
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _complain(message: str) -> None:
+    first, *rest = message.strip().splitlines() or ["failed"]
+    print(f"fulltilt: {first}", file=sys.stderr)
+    for line in rest:
+        print(f"  {line}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,546 @@
+"""What Fulltilt knows, as frozen records. Standard library only, so that every floor may import this one.
+
+Units stand in the names. ``None`` means not measured; ``0.0`` means measured and zero.
+Times ending in ``_s`` that name a moment (``t_s``, ``t0_s``) are seconds since the start of the run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+SCHEMA_VERSION = 1
+
+# --------------------------------------------------------------------------- the machine
+
+
+@dataclass(frozen=True, slots=True)
+class GpuProcess:
+    """A process that holds memory on a GPU. ``ours``: it belongs to the watched job."""
+
+    pid: int
+    name: str | None
+    vram_used_bytes: int | None
+    ours: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GpuReading:
+    """One reading of one GPU. ``lost`` is true when the driver no longer answers for it."""
+
+    uuid: str
+    index: int
+    name: str
+    util_pct: float | None = None
+    mem_util_pct: float | None = None
+    vram_used_bytes: int | None = None
+    vram_total_bytes: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    energy_j: float | None = None
+    temperature_c: float | None = None
+    temperature_limit_c: float | None = None
+    sm_clock_mhz: float | None = None
+    sm_clock_max_mhz: float | None = None
+    mem_clock_mhz: float | None = None
+    throttle_reasons: tuple[str, ...] | None = None
+    pcie_tx_bytes_per_s: float | None = None
+    pcie_rx_bytes_per_s: float | None = None
+    sm_active_pct: float | None = None
+    sm_occupancy_pct: float | None = None
+    tensor_active_pct: float | None = None
+    dram_active_pct: float | None = None
+    processes: tuple[GpuProcess, ...] | None = None
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HostReading:
+    """One reading of the host, and of what the watched process tree uses of it."""
+
+    cpu_pct: float | None = None
+    cpu_per_core_pct: tuple[float, ...] | None = None
+    iowait_pct: float | None = None
+    load_1min: float | None = None
+    mem_total_bytes: int | None = None
+    mem_used_bytes: int | None = None
+    mem_limit_bytes: int | None = None
+    tree_pss_bytes: int | None = None
+    tree_cpu_pct: float | None = None
+    swap_in_bytes_per_s: float | None = None
+    shm_total_bytes: int | None = None
+    shm_free_bytes: int | None = None
+    disk_read_bytes_per_s: float | None = None
+    disk_write_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What the machine did at one moment."""
+
+    t_s: float
+    host: HostReading
+    gpus: tuple[GpuReading, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CpuCapacity:
+    """CPUs present, and how many of them this process may really use (affinity and cgroup quota)."""
+
+    present: int
+    affinity: int
+    quota: float | None
+    usable: float
+
+
+@dataclass(frozen=True, slots=True)
+class StorageReading:
+    """A data folder: what it lies on and how fast its own files read. Rates are bytes per second."""
+
+    path: str
+    filesystem: str | None = None
+    device: str | None = None
+    kind: Literal["ssd", "hdd", "nvme", "tmpfs", "network", "overlay", "unknown"] = "unknown"
+    files: int | None = None
+    total_bytes: int | None = None
+    counted_fully: bool = False
+    sequential_cold_bytes_per_s: float | None = None
+    sequential_warm_bytes_per_s: float | None = None
+    small_cold_files_per_s: float | None = None
+    small_warm_files_per_s: float | None = None
+    small_file_bytes: float | None = None
+    free_bytes: int | None = None
+    fits_in_ram: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The machine a run took place on, as far as it was asked."""
+
+    hostname: str
+    platform: str
+    python: str
+    torch: str | None
+    cuda: str | None
+    driver: str | None
+    cpu: CpuCapacity
+    mem_total_bytes: int | None
+    mem_limit_bytes: int | None
+    shm_total_bytes: int | None
+    shm_free_bytes: int | None
+    gpus: tuple[GpuReading, ...] = ()
+
+
+# --------------------------------------------------------------------------- the time of a run
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """Where time went, in seconds. The sum is the wall time that it describes."""
+
+    startup_s: float = 0.0
+    data_wait_s: float = 0.0
+    transfer_s: float = 0.0
+    compute_s: float = 0.0
+    sync_s: float = 0.0
+    host_code_s: float = 0.0
+    validation_s: float = 0.0
+    checkpoint_s: float = 0.0
+    epoch_turnover_s: float = 0.0
+    communication_s: float = 0.0
+    unattributed_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """The wall time that these buckets describe."""
+        return float(sum(getattr(self, name) for name in BUCKETS))
+
+    def plus(self, other: Buckets) -> Buckets:
+        """Both together."""
+        return Buckets(*(getattr(self, name) + getattr(other, name) for name in BUCKETS))
+
+
+BUCKETS: tuple[str, ...] = tuple(f.name for f in fields(Buckets))
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Host time of the parts of a step and what the GPU did meanwhile: one step, drawn to scale."""
+
+    load_s: float = 0.0
+    transfer_s: float = 0.0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    optimizer_s: float = 0.0
+    other_s: float = 0.0
+    gpu_busy_s: float | None = None
+    gpu_idle_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of a rank's wall time with ``steps`` optimizer steps in it (0 for time outside steps).
+
+    The spans of a rank tile its life from ``t0_s`` of the first to ``t1_s`` of the last, so that the ledger
+    closes. Early spans hold one step; later ones hold many, so that a million steps stay small.
+    """
+
+    t0_s: float
+    t1_s: float
+    first_step: int
+    steps: int
+    batches: int
+    samples: int | None
+    buckets: Buckets
+    epoch: int = 0
+    skipped_steps: int = 0
+    step_max_s: float | None = None
+    data_wait_max_s: float | None = None
+    phases: Phases | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HotLine:
+    """A line of code and the time it cost. ``where`` is ``file:line``, ``call`` the expression."""
+
+    where: str
+    function: str
+    seconds: float
+    call: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderRecord:
+    """A DataLoader as it was constructed and as it was used by one rank."""
+
+    loader_id: int
+    role: Literal["train", "eval", "unused"]
+    where: str | None
+    dataset: str
+    dataset_len: int | None
+    iterable: bool
+    batch_size: int | None
+    num_workers: int
+    prefetch_factor: int | None
+    pin_memory: bool
+    persistent_workers: bool
+    drop_last: bool
+    shuffle: bool | None
+    sampler: str | None
+    collate: str | None
+    start_method: str | None
+    given: tuple[str, ...] = ()
+    passes: int = 0
+    batches: int = 0
+    samples: int | None = None
+    batch_bytes: int | None = None
+    batch_kind: str | None = None
+    wait_s: float = 0.0
+    wait_cpu_s: float = 0.0
+    first_wait_s: float = 0.0
+    restart_s: float = 0.0
+    padding_share: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecord:
+    """All workers of one loader on one rank together: what they did and which lines cost it."""
+
+    loader_id: int
+    processes: int
+    batches: int
+    fetch_s: float
+    fetch_cpu_s: float
+    cpu_wait_s: float | None
+    idle_s: float
+    process_cpu_s: float
+    read_bytes: int | None
+    lines: tuple[HotLine, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRecord:
+    """Copies from host to GPU made by the training thread."""
+
+    copies: int
+    bytes: int | None
+    blocked_s: float
+    pageable_share: float | None
+    blocking_share: float | None
+    where: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionRecord:
+    """What arithmetic the job used, as far as it could be seen."""
+
+    autocast: str | None
+    parameters: str | None
+    tf32: bool | None
+    scaler: bool
+    compiled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicationRecord:
+    """Gradient exchange as DistributedDataParallel measured it, per step."""
+
+    backward_s: float | None
+    communication_s: float | None
+    overlapped_s: float | None
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeepRecord:
+    """What torch.profiler saw over a few steps (``--deep N``). Times are per step."""
+
+    steps: int
+    step_s: float
+    gpu_busy_s: float | None
+    kernel_gaps_s: float | None
+    copies_s: float | None
+    kernels: int | None
+    tensor_core_share: float | None
+    top_kernels: tuple[HotLine, ...] = ()
+    sync_calls: tuple[HotLine, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecord:
+    """What one rank's recorder knows besides its spans. Rewritten atomically while the job runs."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    pid: int
+    hostname: str
+    device: str
+    gpu_uuid: str | None
+    t0_s: float
+    t1_s: float
+    finished: bool
+    steps: int
+    backwards: int
+    optimizers: tuple[str, ...] = ()
+    optimizer_calls: int = 0
+    learning_rate: float | None = None
+    loaders: tuple[LoaderRecord, ...] = ()
+    workers: tuple[WorkerRecord, ...] = ()
+    host_lines: tuple[HotLine, ...] = ()
+    sync_lines: tuple[HotLine, ...] = ()
+    checkpoint_lines: tuple[HotLine, ...] = ()
+    syncs: int = 0
+    sync_blocked_s: float = 0.0
+    transfer: TransferRecord | None = None
+    precision: PrecisionRecord | None = None
+    communication: CommunicationRecord | None = None
+    deep: DeepRecord | None = None
+    gpu_busy_step_s: float | None = None
+    launch_s: float | None = None
+    vram_peak_bytes: int | None = None
+    vram_reserved_bytes: int | None = None
+    alloc_retries: int | None = None
+    torch_threads: int | None = None
+    stack_samples: int = 0
+    observer_s: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+# --------------------------------------------------------------------------- settings, runs, trials
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The knobs of a job. ``None`` leaves a knob as the job has it."""
+
+    num_workers: int | None = None
+    prefetch_factor: int | None = None
+    pin_memory: bool | None = None
+    persistent_workers: bool | None = None
+    torch_threads: int | None = None
+    start_method: str | None = None
+    batch_size: int | None = None
+    accumulation: int | None = None
+    precision: str | None = None
+    compile: bool | None = None
+    residency: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """One execution of a job. ``state`` says how it ended; ``exit_code`` is the script's own."""
+
+    name: str
+    command: tuple[str, ...]
+    started_at: str
+    machine: Machine
+    fulltilt: str
+    state: Literal["running", "done", "crashed", "interrupted", "killed"] = "running"
+    wall_s: float | None = None
+    exit_code: int | None = None
+    asked: Settings = field(default_factory=Settings)
+    data: StorageReading | None = None
+    schema_version: int = SCHEMA_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One measured try of settings. An out-of-memory trial is a result, not a failure."""
+
+    settings: Settings
+    state: Literal["ok", "oom", "crashed", "timed_out", "diverged", "throttled"]
+    samples_per_s: float | None = None
+    samples_per_s_low: float | None = None
+    samples_per_s_high: float | None = None
+    steps: int = 0
+    vram_peak_bytes: int | None = None
+    ram_peak_bytes: int | None = None
+    loss: float | None = None
+    note: str | None = None
+
+
+# --------------------------------------------------------------------------- the answer
+
+FindingCode = Literal[
+    "input_serial",
+    "input_cpu_bound",
+    "input_io_bound",
+    "input_handover",
+    "epoch_restart",
+    "transfer_blocking",
+    "sync_point",
+    "launch_bound",
+    "batch_too_small",
+    "precision_unused",
+    "padding_waste",
+    "host_code",
+    "validation_heavy",
+    "checkpoint_stall",
+    "memory_pressure",
+    "cpu_oversubscribed",
+    "shm_small",
+    "throttled",
+    "gpu_shared",
+    "straggler",
+    "communication_bound",
+    "compute_bound",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A named cause: its share of the wall time, its evidence, a concrete fix, and what that would win."""
+
+    code: FindingCode
+    share: float
+    severity: Literal["info", "warn", "severe"]
+    evidence: tuple[str, ...]
+    where: str | None
+    fix: str
+    predicted_speedup: tuple[float, float] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Abstention:
+    """A rule that could not judge, and what it lacked."""
+
+    code: FindingCode
+    lacks: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The run in one sentence. ``code`` is the first finding's, or ``no_steps`` when nothing trained."""
+
+    code: str
+    share: float
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Where the wall time of a run went."""
+
+    wall_s: float
+    buckets: Buckets
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Rates over the training part of the run (start-up left out)."""
+
+    samples_per_s: float | None
+    steps_per_s: float | None
+    steps: int
+    samples: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """The best rate each part could reach alone; None where it was not measured."""
+
+    compute_samples_per_s: float | None
+    loader_samples_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSummary:
+    """One GPU over the training part of a run: means, and peaks where the name says so."""
+
+    uuid: str
+    name: str
+    index: int
+    util_pct: float | None = None
+    sm_active_pct: float | None = None
+    sm_occupancy_pct: float | None = None
+    tensor_active_pct: float | None = None
+    dram_active_pct: float | None = None
+    vram_used_bytes: int | None = None
+    vram_peak_bytes: int | None = None
+    vram_total_bytes: int | None = None
+    power_w: float | None = None
+    energy_j: float | None = None
+    temperature_peak_c: float | None = None
+    throttled_share: float | None = None
+    throttle_reasons: tuple[str, ...] = ()
+    foreign_processes: tuple[GpuProcess, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CheckLine:
+    """One line of a checklist or preflight: passed, warned or failed, with its figure and its remedy."""
+
+    name: str
+    state: Literal["ok", "warn", "fail", "skip"]
+    figure: str
+    remedy: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """The answer: one typed result that feeds every surface."""
+
+    verdict: Verdict
+    ledger: Ledger
+    throughput: Throughput
+    ceilings: Ceilings
+    gpu: tuple[GpuSummary, ...]
+    findings: tuple[Finding, ...]
+    abstained: tuple[Abstention, ...]
+    checklist: tuple[CheckLine, ...]
+    settings: tuple[tuple[str, str | int | float | bool | None], ...]
+    schema_version: int = SCHEMA_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run folder as read: everything the rules and reports work on."""
+
+    folder: str
+    run: RunRecord
+    ranks: tuple[RankRecord, ...]
+    spans: tuple[tuple[Span, ...], ...]
+    samples: tuple[Sample, ...]
+    warnings: tuple[str, ...] = ()
