@@ -115,7 +115,10 @@ class StorageReading:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine a run took place on, as far as it was asked."""
+    """The machine a run took place on, as far as it was asked.
+
+    ``cuda`` is what torch was built for, ``driver_cuda`` the newest CUDA that the driver runs.
+    """
 
     hostname: str
     platform: str
@@ -129,6 +132,8 @@ class Machine:
     shm_total_bytes: int | None
     shm_free_bytes: int | None
     gpus: tuple[GpuReading, ...] = ()
+    driver_cuda: str | None = None
+    why_no_gpu: str | None = None
 
 
 # --------------------------------------------------------------------------- the time of a run
