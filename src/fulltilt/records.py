@@ -170,7 +170,10 @@ BUCKETS: tuple[str, ...] = tuple(f.name for f in fields(Buckets))
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Host time of the parts of a step and what the GPU did meanwhile: one step, drawn to scale."""
+    """Host time of the parts of a step and what the GPU did meanwhile: one step, drawn to scale.
+
+    Like the buckets beside them, these are sums over all steps of the span.
+    """
 
     load_s: float = 0.0
     transfer_s: float = 0.0
