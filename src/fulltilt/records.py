@@ -517,6 +517,21 @@ class GpuSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class RankSummary:
+    """One rank beside the others. ``own_work_s`` is its time after start-up without communication;
+
+    ``waits_s`` is how long it waits for the slowest rank (0 for the slowest itself).
+    """
+
+    rank: int
+    buckets: Buckets
+    steps: int
+    own_work_s: float
+    waits_s: float
+    slowest: bool
+
+
+@dataclass(frozen=True, slots=True)
 class CheckLine:
     """One line of a checklist or preflight: passed, warned or failed, with its figure and its remedy."""
 
@@ -528,7 +543,7 @@ class CheckLine:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The answer: one typed result that feeds every surface."""
+    """The answer: one typed result that feeds every surface. ``step`` is the mean training step, drawn to scale."""
 
     verdict: Verdict
     ledger: Ledger
@@ -539,6 +554,8 @@ class Diagnosis:
     abstained: tuple[Abstention, ...]
     checklist: tuple[CheckLine, ...]
     settings: tuple[tuple[str, str | int | float | bool | None], ...]
+    ranks: tuple[RankSummary, ...] = ()
+    step: Phases | None = None
     schema_version: int = SCHEMA_VERSION
 
 

@@ -1,0 +1,152 @@
+"""Where the wall time of a run went, and the rates that follow from it. Pure functions over spans.
+
+A rank's spans tile its life. What lies before the first one is start-up (the interpreter and the imports), what lies
+after the last one, or between two (a kill can tear the file), is unattributed: so the buckets of every rank add up to
+the wall time of the run, whatever was lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from fulltilt.records import BUCKETS, Buckets, Ledger, Phases, RankSummary, Run, Span, Throughput
+
+Spans = tuple[Span, ...]
+
+# --------------------------------------------------------------------------- the ledger
+
+
+def wall_seconds(run: Run) -> float:
+    """The launcher's measure of the whole job; while it runs or when it was killed, the end of the last span."""
+    last_end = max((span.t1_s for spans in run.spans for span in spans), default=0.0)
+    # The launcher's clock stops after the last rank's, but both are rounded when they are stored.
+    return max(run.run.wall_s or 0.0, last_end, 0.0)
+
+
+def close_buckets(spans: Spans, wall_s: float) -> Buckets:
+    """The buckets of one rank, which add up to ``wall_s``."""
+    total = Buckets()
+    reached_s = 0.0
+    for span in sorted(spans, key=lambda span: span.t0_s):
+        start_s = min(max(span.t0_s, reached_s), wall_s)
+        end_s = min(max(span.t1_s, start_s), wall_s)
+        gap_s = start_s - reached_s
+        gap = Buckets(unattributed_s=gap_s) if reached_s > 0 else Buckets(startup_s=gap_s)
+        total = total.plus(gap).plus(_fitted(span.buckets, end_s - start_s))
+        reached_s = end_s
+    rest_s = wall_s - reached_s
+    return total.plus(Buckets(unattributed_s=rest_s) if spans else Buckets(startup_s=rest_s))
+
+
+def _fitted(buckets: Buckets, length_s: float) -> Buckets:
+    """``buckets`` made to add up to ``length_s``: what is missing is unattributed, an excess is scaled away."""
+    missing_s = length_s - buckets.total_s
+    if missing_s >= 0:
+        return buckets.plus(Buckets(unattributed_s=missing_s))
+    return _scaled(buckets, length_s / buckets.total_s)
+
+
+def _scaled(buckets: Buckets, factor: float) -> Buckets:
+    return Buckets(*(getattr(buckets, name) * factor for name in BUCKETS))
+
+
+def make_ledger(run: Run) -> Ledger:
+    """The ledger of the run. With several ranks each bucket is the mean over the ranks."""
+    wall_s = wall_seconds(run)
+    if not run.spans:
+        return Ledger(wall_s, Buckets(unattributed_s=wall_s))  # nothing attached, so nothing is known
+    total = Buckets()
+    for spans in run.spans:
+        total = total.plus(close_buckets(spans, wall_s))
+    return Ledger(wall_s, _scaled(total, 1 / len(run.spans)))
+
+
+# --------------------------------------------------------------------------- rates
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The training part of a run: from the beginning of its first step to the end of its last."""
+
+    t0_s: float
+    t1_s: float
+    startup_s: float
+
+    @property
+    def length_s(self) -> float:
+        """Seconds of training: validation, checkpoints and turn-over included, start-up left out."""
+        return max(self.t1_s - self.t0_s - self.startup_s, 0.0)
+
+
+def training_window(spans: Iterable[Span]) -> Window | None:
+    """The training part of one rank, or None when it made no step."""
+    spans = sorted(spans, key=lambda span: span.t0_s)
+    stepping = [span for span in spans if span.steps > 0]
+    if not stepping:
+        return None
+    t0_s, t1_s = stepping[0].t0_s, stepping[-1].t1_s
+    startup_s = sum(span.buckets.startup_s for span in spans if t0_s <= span.t0_s and span.t1_s <= t1_s)
+    return Window(t0_s, t1_s, startup_s)
+
+
+def measure_throughput(run: Run) -> Throughput:
+    """The rates that a stopwatch beside the training part would show. Samples add up over the ranks."""
+    steps = max((sum(span.steps for span in spans) for spans in run.spans), default=0)
+    samples = [count_samples(spans) for spans in run.spans]
+    windows = [window for spans in run.spans if (window := training_window(spans))]
+    length_s = max((window.length_s for window in windows), default=0.0)
+    counted = [count for count in samples if count is not None]
+    all_samples = sum(counted) if counted else None
+    if length_s <= 0:
+        return Throughput(None, None, steps, all_samples)
+    return Throughput(
+        samples_per_s=all_samples / length_s if all_samples is not None else None,
+        steps_per_s=steps / length_s,
+        steps=steps,
+        samples=all_samples,
+    )
+
+
+def count_samples(spans: Iterable[Span]) -> int | None:
+    """The samples that a rank trained on, or None when no loader was seen."""
+    counts = [span.samples for span in spans if span.steps > 0 and span.samples is not None]
+    return sum(counts) if counts else None
+
+
+def mean_step(run: Run) -> Phases | None:
+    """One training step of rank 0, the mean over all of them. None when no phases were recorded."""
+    spans = [span for span in (run.spans[0] if run.spans else ()) if span.steps > 0 and span.phases is not None]
+    steps = sum(span.steps for span in spans)
+    if steps == 0:
+        return None
+    phases = [span.phases for span in spans if span.phases is not None]
+
+    def mean(phase: str) -> float | None:
+        seconds = [getattr(one, phase) for one in phases]
+        return None if None in seconds else sum(seconds) / steps
+
+    return Phases(*(mean(phase.name) for phase in fields(Phases)))  # type: ignore[arg-type]
+
+
+# --------------------------------------------------------------------------- ranks beside each other
+
+
+def compare_ranks(run: Run) -> tuple[RankSummary, ...]:
+    """Each rank's own work, which of them is the slowest, and how long the others wait for it."""
+    wall_s = wall_seconds(run)
+    ledgers = [close_buckets(spans, wall_s) for spans in run.spans[: len(run.ranks)]]
+    own_s = [max(wall_s - b.startup_s - b.unattributed_s - b.communication_s, 0.0) for b in ledgers]
+    longest_s = max(own_s, default=0.0)
+    return tuple(
+        RankSummary(
+            rank=run.ranks[i].rank,
+            buckets=buckets,
+            steps=sum(span.steps for span in run.spans[i]),
+            own_work_s=own_s[i],
+            # A rank can only have waited while it was exchanging gradients.
+            waits_s=min(longest_s - own_s[i], buckets.communication_s),
+            slowest=i == own_s.index(longest_s),
+        )
+        for i, buckets in enumerate(ledgers)
+    )
