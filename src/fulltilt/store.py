@@ -52,12 +52,16 @@ def rank_file(rank: int) -> str:
 
 
 def encode(value: Any) -> Any:
-    """A record as plain JSON values. Fields at their default are left out, so that lines stay short."""
+    """A record as plain JSON values. Fields at their default are left out, so that lines stay short.
+
+    The schema version is never left out: it tells a later reader which defaults those were.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         plain = {}
         for field in dataclasses.fields(value):
             item = getattr(value, field.name)
-            if field.default is not dataclasses.MISSING and item == field.default:
+            at_default = field.default is not dataclasses.MISSING and item == field.default
+            if at_default and field.name != "schema_version":
                 continue
             plain[field.name] = encode(item)
         return plain
@@ -110,7 +114,10 @@ def _decode_as(expected: Any, plain: Any, path: str) -> Any:
             raise ValueError(f"{path} has the unknown value {plain!r}")
         return plain
     if expected is float and isinstance(plain, int) and not isinstance(plain, bool):
-        return float(plain)
+        try:
+            return float(plain)
+        except OverflowError:
+            raise ValueError(f"{path} is too large a number") from None
     if isinstance(plain, expected) and not (expected is int and isinstance(plain, bool)):
         return plain
     raise ValueError(f"{path} should be {expected.__name__}, not {plain!r}")
@@ -162,14 +169,15 @@ def create_folder(folder: Path) -> Path:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a record or plain value so that ``path`` holds either the old content or the whole new one."""
-    write_text(path, json.dumps(encode(value), ensure_ascii=False, allow_nan=False, indent=1) + "\n")
+    write_text(path, _to_json(value, indent=1) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` atomically: a temporary file beside it, flushed to disk, then renamed over it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        # A file name that is not UTF-8 reaches us with surrogates, which UTF-8 cannot hold.
+        with temporary.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -183,29 +191,35 @@ class LineWriter:
     """Appends one JSON object a line to a file of which it is the only writer.
 
     Each batch of lines goes out in one write call, so that a reader beside it sees whole lines or a torn last one.
+    A batch that the disk has no room for is taken back whole, so that writing may go on once there is room again.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._fd: int | None = None
         try:
-            # A torn line of a killed predecessor must not swallow our first one.
-            torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-            self._fd: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            if torn:
-                _truncate_torn_line(path)
+            # Windows would turn each newline into two characters without O_BINARY.
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
+            self._fd = os.open(path, flags, 0o644)
+            _mend_end(self._fd, path)
         except OSError as error:
+            self.close()
             raise _cannot_write(path, error) from error
+        except RunFolderError:
+            self.close()
+            raise
 
     def write(self, values: Iterable[Any]) -> None:
-        """Append records or plain values, one line each."""
-        lines = (json.dumps(encode(v), ensure_ascii=False, allow_nan=False, separators=(",", ":")) for v in values)
-        data = "".join(line + "\n" for line in lines).encode()
+        """Append records or plain values, one line each: all of them or, with a RunFolderError, none."""
+        data = "".join(_to_json(value) + "\n" for value in values).encode()
         if not data or self._fd is None:
             return
+        end = os.fstat(self._fd).st_size
         try:
             while data:
                 data = data[os.write(self._fd, data) :]
         except OSError as error:
+            self._take_back(end)
             raise _cannot_write(self.path, error) from error
 
     def close(self) -> None:
@@ -214,14 +228,54 @@ class LineWriter:
             os.close(self._fd)
             self._fd = None
 
+    def _take_back(self, end: int) -> None:
+        assert self._fd is not None
+        try:
+            os.ftruncate(self._fd, end)
+        except OSError:
+            self.close()  # the next line would be glued to the torn one
 
-def _truncate_torn_line(path: Path) -> None:
-    data = path.read_bytes()
-    os.truncate(path, data.rfind(b"\n") + 1)
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    # ASCII only: a path that is not UTF-8 comes with surrogates, which JSON can escape and UTF-8 cannot hold.
+    separators = (",", ":") if indent is None else None
+    return json.dumps(encode(value), allow_nan=False, indent=indent, separators=separators)
+
+
+def _mend_end(fd: int, path: Path) -> None:
+    """Drop the torn last line of a killed writer, which would swallow the next one.
+
+    The file is searched from its end, so that a long one costs no more than a short one.
+    """
+    size = end = os.fstat(fd).st_size
+    if size == 0:
+        return
+    if _read_at(fd, 0, 1) != b"{":
+        raise RunFolderError(f"{path} exists and was not written by Fulltilt", "Choose another file with --out.")
+    newline = -1
+    while newline < 0 and end > 0:
+        start = max(0, end - 65536)
+        newline = _read_at(fd, start, end - start).rfind(b"\n")
+        end = start
+    whole = 0 if newline < 0 else start + newline + 1
+    if whole == size:
+        return
+    try:
+        json.loads(_read_at(fd, whole, size - whole))
+    except (ValueError, RecursionError):
+        os.ftruncate(fd, whole)
+    else:
+        os.write(fd, b"\n")  # only the newline was missing
+
+
+def _read_at(fd: int, start: int, length: int) -> bytes:
+    os.lseek(fd, start, os.SEEK_SET)  # appending is not disturbed: O_APPEND writes at the end wherever we read
+    return os.read(fd, length)
 
 
 def _cannot_write(path: Path, error: OSError) -> RunFolderError:
-    remedy = "Free some space or choose another folder with --out." if error.errno == errno.ENOSPC else None
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = "Free some space or choose another folder with --out." if full else None
     return RunFolderError(f"cannot write {path}: {error.strerror or error}", remedy)
 
 
@@ -238,7 +292,7 @@ def read_json(path: Path) -> Any:
         raise RunFolderError(f"cannot read {path}: {error}") from error
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError alone: a number with too many digits
         line = getattr(error, "lineno", 1)
         raise RunFolderError(f"{path}, line {line}: damaged JSON ({error})") from error
 
@@ -284,15 +338,23 @@ def _check_schema(path: Path, plain: Any) -> None:
 def load(folder: str | Path) -> Run:
     """Read a run folder, of a finished, running or killed job. Raises RunFolderError."""
     folder = Path(folder)
-    if not folder.is_dir():
-        raise RunFolderError(f"{folder} is not a run folder: there is no such folder")
-    if not (folder / RUN_FILE).exists():
+    try:
+        names = sorted(path.name for path in folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise RunFolderError(f"{folder} is not a run folder: there is no such folder") from error
+    except OSError as error:
+        raise RunFolderError(f"cannot read {folder}: {error.strerror or error}") from error
+    if RUN_FILE not in names:
         raise RunFolderError(f"{folder} is not a run folder: it has no {RUN_FILE}")
     run = read_record(folder / RUN_FILE, RunRecord)
-    numbers = sorted(
-        int(match[1]) for path in folder.iterdir() if (match := re.fullmatch(r"rank-(\d+)\.json", path.name))
+    numbers = sorted(int(match[1]) for name in names if (match := re.fullmatch(r"rank-(0|[1-9][0-9]*)\.json", name)))
+    known = {steps_file(n) for n in numbers}
+    orphans = [name for name in names if re.fullmatch(r"steps(\.rank-[0-9]+)?\.jsonl", name) and name not in known]
+    return Run(
+        folder=str(folder),
+        run=run,
+        ranks=tuple(read_record(folder / rank_file(n), RankRecord) for n in numbers),
+        spans=tuple(tuple(read_lines(folder / steps_file(n), Span)) for n in numbers),
+        samples=tuple(read_lines(folder / SAMPLES_FILE, Sample)),
+        warnings=tuple(f"{name} is left out: its rank's own record is not there" for name in orphans),
     )
-    ranks = tuple(read_record(folder / rank_file(n), RankRecord) for n in numbers)
-    spans = tuple(tuple(read_lines(folder / steps_file(n), Span)) for n in numbers)
-    samples = tuple(read_lines(folder / SAMPLES_FILE, Sample))
-    return Run(str(folder), run, ranks, spans, samples)
