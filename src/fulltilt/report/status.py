@@ -1,0 +1,35 @@
+"""The status line of a machine, the same wherever it appears: in `watch`, beside a progress bar, in a log."""
+
+from __future__ import annotations
+
+from fulltilt.records import Sample
+
+GIB = 1024**3
+
+
+def status_line(sample: Sample, gpu_index: int = 0) -> str:
+    """``GPU: 85% | VRAM:12.3/24.0GB(51.2%) | CPU: 45.2% | RAM:18.4/64.0GB(28.8%)``.
+
+    ``gpu_index`` is the place in ``sample.gpus``. What was not measured is ``n/a``.
+    A GB is 1024³ bytes here, as in nvidia-smi and in the guide that the line comes from.
+    """
+    gpu = sample.gpus[gpu_index] if gpu_index < len(sample.gpus) else None
+    host = sample.host
+    return " | ".join(
+        (
+            f"GPU: {_percent(gpu.util_pct if gpu else None, 0)}",
+            f"VRAM:{_used_of(gpu.vram_used_bytes, gpu.vram_total_bytes) if gpu else 'n/a'}",
+            f"CPU: {_percent(host.cpu_pct, 1)}",
+            f"RAM:{_used_of(host.mem_used_bytes, host.mem_total_bytes)}",
+        )
+    )
+
+
+def _percent(value: float | None, decimals: int) -> str:
+    return "n/a" if value is None else f"{value:.{decimals}f}%"
+
+
+def _used_of(used_bytes: int | None, total_bytes: int | None) -> str:
+    if used_bytes is None or not total_bytes:
+        return "n/a"
+    return f"{used_bytes / GIB:.1f}/{total_bytes / GIB:.1f}GB({100 * used_bytes / total_bytes:.1f}%)"
