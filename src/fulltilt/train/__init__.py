@@ -1,0 +1,1 @@
+"""The engine: loop, precision, distributed, checkpoint, guard, schedule, progress, forecast."""

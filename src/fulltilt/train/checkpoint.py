@@ -1,0 +1,236 @@
+"""Checkpoints as folders that are either complete or not there.
+
+    OUT/checkpoints/step-00000120/
+        model.safetensors    weights and buffers
+        state.safetensors    the tensors of everything else
+        state.json           the plain values of everything else
+        manifest.json        size and SHA-256 of each file, and of itself
+
+A checkpoint is written into ``.partial-…`` beside the others, file by file to the disk, the manifest last; then one
+rename makes it appear under its name. A kill at any point leaves the previous checkpoints as they were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fulltilt.errors import MachineError
+from fulltilt.train import durable, tensorfile, tree
+from fulltilt.train.keep import KeepPolicy, steps_to_delete
+
+SCHEMA_VERSION = 1
+MODEL_FILE = "model.safetensors"
+TENSORS_FILE = "state.safetensors"
+VALUES_FILE = "state.json"
+MANIFEST_FILE = "manifest.json"
+_FILES = (MODEL_FILE, TENSORS_FILE, VALUES_FILE)
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+class DamagedCheckpoint(MachineError):  # noqa: N818 - reads as the thing it is
+    """A checkpoint folder fails its checksums. The message names the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state of a run at one step, frozen on the host and ready to be written."""
+
+    step: int
+    epoch: int
+    metric: float | None
+    model: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, torch.Tensor]
+    values: Any
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes its checkpoint takes on the disk, without the manifest."""
+        values = len(json.dumps(self.values))
+        return tensorfile.size_bytes(self.model) + tensorfile.size_bytes(self.tensors) + values
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint on the disk, as its manifest describes it."""
+
+    folder: Path
+    step: int
+    epoch: int
+    metric: float | None
+    size_bytes: int
+
+
+def folder_name(step: int) -> str:
+    """The name of the folder of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+# --------------------------------------------------------------------------- writing
+
+
+def prepare(root: Path) -> None:
+    """Make ``root``, check that it can be written, and sweep what a killed run left behind. Raises MachineError."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        probe = root / f".partial-probe-{os.getpid()}"
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        raise durable.cannot_write(root, error) from error
+    sweep(root)
+
+
+def sweep(root: Path) -> None:
+    """Remove unfinished and half-deleted folders; put a displaced checkpoint back if its successor never arrived."""
+    for path in sorted(root.glob(".displaced-step-*")):
+        name = path.name.removeprefix(".displaced-")
+        _settle(path, root / name)
+    for pattern in (".partial-*", ".deleted-*"):
+        for path in root.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def write(root: Path, snapshot: Snapshot) -> Checkpoint:
+    """Write a checkpoint so that it is complete under its name or not there at all. Raises MachineError."""
+    name = folder_name(snapshot.step)
+    partial = root / f".partial-{name}-{os.getpid()}"
+    final = root / name
+    displaced = root / f".displaced-{name}"
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir()
+        manifest = _write_files(partial, snapshot)
+        durable.sync_folder(partial)
+        if final.exists():  # the run went back and came here again; `sweep` knows the way out of each state
+            durable.rename(final, displaced)
+        durable.rename(partial, final)
+    except OSError as error:
+        raise durable.cannot_write(partial, error) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        if displaced.exists():
+            _settle(displaced, final)
+    return _described(final, manifest)
+
+
+def _settle(displaced: Path, final: Path) -> None:
+    if final.exists():
+        shutil.rmtree(displaced, ignore_errors=True)
+    else:
+        durable.rename(displaced, final)
+
+
+def _write_files(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
+    contents = {
+        MODEL_FILE: tensorfile.parts(snapshot.model),
+        TENSORS_FILE: tensorfile.parts(snapshot.tensors),
+        VALUES_FILE: iter([json.dumps(snapshot.values).encode()]),
+    }
+    needed = snapshot.size_bytes
+    sums = {name: durable.write_file(folder / name, parts, needed) for name, parts in contents.items()}
+    body = {
+        "schema_version": SCHEMA_VERSION,
+        "step": snapshot.step,
+        "epoch": snapshot.epoch,
+        "metric": snapshot.metric,
+        "files": {name: {"bytes": total.bytes, "sha256": total.sha256} for name, total in sums.items()},
+    }
+    durable.write_file(folder / MANIFEST_FILE, [_seal(body)], needed)
+    return body
+
+
+def _seal(body: dict[str, Any]) -> bytes:
+    """The manifest's exact bytes: its own checksum guards step, metric and layout as well."""
+    checksum = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return (json.dumps({**body, "manifest_sha256": checksum}, indent=1) + "\n").encode()
+
+
+def delete_old(root: Path, policy: KeepPolicy) -> list[int]:
+    """Delete what the policy does not keep, and return those steps. Called only after a newer one is complete."""
+    known = [found for found in map(_described_or_none, folders(root)) if found is not None]
+    doomed = steps_to_delete(known, policy)
+    for step in doomed:
+        # Renamed first: a half-deleted folder must not look like a damaged checkpoint.
+        grave = root / f".deleted-{folder_name(step)}"
+        durable.rename(root / folder_name(step), grave)
+        shutil.rmtree(grave, ignore_errors=True)
+    return doomed
+
+
+# --------------------------------------------------------------------------- reading
+
+
+def folders(root: Path) -> list[Path]:
+    """The checkpoint folders under ``root``, newest first, complete by name but not yet verified."""
+    found = [(int(match[1]), path) for path in root.glob("step-*") if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def verify(folder: Path) -> Checkpoint:
+    """Check every byte of a checkpoint against its manifest. Raises DamagedCheckpoint naming the file."""
+    manifest = _manifest(folder)
+    for name, expected in manifest["files"].items():
+        try:
+            found = durable.hash_file(folder / name)
+        except OSError as error:
+            raise DamagedCheckpoint(f"{folder / name}: {error.strerror or error}") from error
+        if found.bytes != expected["bytes"]:
+            raise DamagedCheckpoint(f"{folder / name} has {found.bytes:,} bytes instead of {expected['bytes']:,}")
+        if found.sha256 != expected["sha256"]:
+            raise DamagedCheckpoint(f"{folder / name}: its checksum differs from the manifest")
+    return _described(folder, manifest)
+
+
+def load(folder: Path) -> tuple[dict[str, torch.Tensor], Any]:
+    """The model's tensors and the tree of the rest, after verifying every byte. Raises DamagedCheckpoint."""
+    verify(folder)
+    try:
+        values = json.loads((folder / VALUES_FILE).read_bytes())
+        state = tree.unflatten(values, tensorfile.read(folder / TENSORS_FILE))
+        return tensorfile.read(folder / MODEL_FILE), state
+    except (OSError, ValueError, KeyError) as error:
+        raise DamagedCheckpoint(f"{folder}: cannot be read back ({error})") from error
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST_FILE
+    try:
+        raw = path.read_bytes()
+        manifest = json.loads(raw)
+        checksum = manifest.pop("manifest_sha256")
+        intact = _seal(manifest) == raw and tuple(manifest["files"]) == _FILES
+        newer = manifest["schema_version"] > SCHEMA_VERSION
+        step_agrees = folder_name(manifest["step"]) == folder.name or not _NAME.fullmatch(folder.name)
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path} is damaged ({type(error).__name__})") from error
+    if not intact or not checksum:
+        raise DamagedCheckpoint(f"{path}: its own checksum differs")
+    if not step_agrees:
+        raise DamagedCheckpoint(f"{path} is of step {manifest['step']}, not of {folder.name}")
+    if newer:
+        raise MachineError(f"{folder} was written by a newer Fulltilt", "Update: pip install --upgrade fulltilt")
+    return dict(manifest)
+
+
+def _described(folder: Path, manifest: dict[str, Any]) -> Checkpoint:
+    size = sum(entry["bytes"] for entry in manifest["files"].values())
+    return Checkpoint(folder, manifest["step"], manifest["epoch"], manifest["metric"], size)
+
+
+def _described_or_none(folder: Path) -> Checkpoint | None:
+    try:
+        return _described(folder, _manifest(folder))
+    except MachineError:
+        return None  # a damaged one stays where it is: it may be all the user has

@@ -1,0 +1,129 @@
+"""Weights from elsewhere: one of our folders or a `.pth`/`.safetensors` of another trainer, taken as far as they fit.
+
+Nothing is unpickled without ``weights_only``, and a file that needs more is refused, not tried again unsafely.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fulltilt.errors import UsageError
+from fulltilt.train import checkpoint, tensorfile
+
+# Where trainers put the weights inside their own checkpoint dicts.
+_WEIGHT_KEYS = ("model_state_dict", "state_dict", "model", "net", "network", "ema_state_dict", "module")
+_PREFIXES = ("module.", "_orig_mod.", "model.")
+
+
+@dataclass(frozen=True, slots=True)
+class Transplant:
+    """What came over from a foreign file: names taken, missing in it, unexpected in it, and of another shape."""
+
+    source: str
+    taken: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Every weight of the model was taken and none was left over."""
+        return not (self.missing or self.unexpected or self.mismatched)
+
+    def lines(self, most: int = 5) -> list[str]:
+        """What was taken and what not, for people."""
+        lines = [f"{self.source}: {len(self.taken)} tensors taken"]
+        for title, names in (
+            ("missing in the file", self.missing),
+            ("unexpected in the file", self.unexpected),
+            ("of another shape", self.mismatched),
+            ("not taken", self.left_out),
+        ):
+            if names:
+                more = f" and {len(names) - most} more" if len(names) > most else ""
+                lines.append(f"{len(names)} {title}: {', '.join(names[:most])}{more}")
+        return lines
+
+
+def compare(model: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor], source: str) -> Transplant:
+    """Which of the given tensors fit the model. Pure."""
+    mismatched = {name for name in model.keys() & given.keys() if model[name].shape != given[name].shape}
+    return Transplant(
+        source,
+        taken=tuple(name for name in model if name in given and name not in mismatched),
+        missing=tuple(name for name in model if name not in given),
+        unexpected=tuple(name for name in given if name not in model),
+        mismatched=tuple(
+            f"{name} ({_shape(given[name])} in the file, {_shape(model[name])} here)"
+            for name in model
+            if name in mismatched
+        ),
+    )
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return "×".join(map(str, tensor.shape)) or "a number"
+
+
+def load_weights(model: torch.nn.Module, path: Path, *, strict: bool = False) -> Transplant:
+    """Load what fits from ``path`` into ``model`` and say what. Raises UsageError, with ``strict`` for any misfit."""
+    given, left_out = read_weights(path)
+    own = model.state_dict()
+    given = _without_prefix(given, own)
+    plan = compare(own, given, str(path))
+    plan = Transplant(plan.source, plan.taken, plan.missing, plan.unexpected, plan.mismatched, left_out)
+    if not plan.taken or (strict and not plan.complete):
+        raise UsageError("; ".join(plan.lines()), "Give a checkpoint of the same model with --resume-from.")
+    model.load_state_dict({name: given[name] for name in plan.taken}, strict=False)
+    return plan
+
+
+def read_weights(path: Path) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
+    """The named tensors of a checkpoint folder or file, and the names of what else it holds. Raises UsageError."""
+    if path.is_dir():
+        return checkpoint.load(path)[0], ("the rest of the state",)
+    if not path.exists():
+        raise UsageError(f"{path} does not exist", "Give a checkpoint folder or file with --resume-from.")
+    try:
+        if path.suffix == ".safetensors":
+            return tensorfile.read(path), ()
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(
+            f"{path} is refused: it holds more than weights, and loading it could run code ({reason[:120]})",
+            "Export its weights with safetensors, or torch.save(model.state_dict()).",
+        ) from error
+    except (OSError, ValueError, EOFError, RuntimeError, KeyError, AttributeError, TypeError) as error:
+        raise UsageError(f"{path} cannot be read: {str(error).splitlines()[0][:160]}") from error
+    return _weights_in(content, path)
+
+
+def _weights_in(content: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
+    left_out: tuple[str, ...] = ()
+    if isinstance(content, dict):
+        for key in _WEIGHT_KEYS:
+            inner = content.get(key)
+            if isinstance(inner, Mapping) and any(isinstance(value, torch.Tensor) for value in inner.values()):
+                left_out = tuple(str(name) for name in content if name != key)
+                content = inner
+                break
+        tensors = {str(name): value for name, value in content.items() if isinstance(value, torch.Tensor)}
+        if tensors:
+            return tensors, left_out
+    raise UsageError(f"{path} holds no weights", f"Its weights should be the file itself or under {_WEIGHT_KEYS[0]}.")
+
+
+def _without_prefix(given: dict[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Strip what DataParallel, torch.compile and the like put before every name, when that makes more names fit."""
+    versions = [given]
+    while prefix := next((p for p in _PREFIXES if all(name.startswith(p) for name in versions[-1])), None):
+        versions.append({name.removeprefix(prefix): tensor for name, tensor in versions[-1].items()})
+    return max(versions, key=lambda version: len(version.keys() & own.keys()))
