@@ -1,0 +1,108 @@
+"""The limits that control groups put on this process: version 1, version 2 and both side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from fulltilt.probes.mounts import read_mounts
+
+# Version 1 writes "no limit" as the largest multiple of the page size that fits 63 bits.
+_NO_LIMIT_BYTES = 2**60
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """CPUs' worth of time that the tightest group above this process grants; None without a quota."""
+    quotas = [quota for folder in _groups("cpu", root) if (quota := _quota_of(folder)) is not None]
+    return min(quotas, default=None)
+
+
+def _quota_of(group: Path) -> float | None:
+    second = _words(group / "cpu.max")  # "50000 100000" or "max 100000"
+    quota, period = second if len(second) == 2 else _first_version(group)
+    try:
+        return int(quota) / int(period) if int(quota) > 0 and int(period) > 0 else None
+    except ValueError:
+        return None
+
+
+def _first_version(group: Path) -> tuple[str, str]:
+    quota, period = _words(group / "cpu.cfs_quota_us"), _words(group / "cpu.cfs_period_us")
+    return (quota or ["-1"])[0], (period or ["100000"])[0]  # -1 is no quota
+
+
+class MemoryGroup:
+    """The control group with the tightest memory limit above this process."""
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        self._folder = folder
+        self.limit_bytes = limit_bytes
+
+    @classmethod
+    def find(cls, root: Path = Path("/")) -> MemoryGroup | None:
+        """The group that limits this process most; None without a limit."""
+        limited = [cls(folder, limit) for folder in _groups("memory", root) if (limit := _memory_limit_of(folder))]
+        return min(limited, key=lambda group: group.limit_bytes, default=None)
+
+    def used_bytes(self) -> int | None:
+        """What the group holds without page cache that the kernel would drop before it fails an allocation."""
+        words = _words(self._folder / "memory.current") or _words(self._folder / "memory.usage_in_bytes")
+        if not words or not words[0].isdigit():
+            return None
+        cache = _statistic(self._folder / "memory.stat", ("inactive_file", "total_inactive_file"))
+        return max(0, int(words[0]) - cache)
+
+
+def _memory_limit_of(group: Path) -> int | None:
+    words = _words(group / "memory.max") or _words(group / "memory.limit_in_bytes")
+    limit = int(words[0]) if words and words[0].isdigit() else _NO_LIMIT_BYTES  # "max" is no limit
+    return limit if limit < _NO_LIMIT_BYTES else None
+
+
+def _statistic(file: Path, names: tuple[str, str]) -> int:
+    # Version 1 has both names in one file; the later, "total", counts the groups below too, as the use does.
+    words = _words(file)
+    found = dict(zip(words[::2], words[1::2], strict=False))
+    return int(found.get(names[1]) or found.get(names[0]) or 0)
+
+
+def _groups(controller: str, root: Path) -> Iterator[Path]:
+    """The folders of the group of this process and of those above it, for each version that has the controller."""
+    ours = _our_groups(root)
+    for mount in read_mounts(root):
+        if mount.filesystem == "cgroup2" and "" in ours:
+            path = ours[""]
+        elif mount.filesystem == "cgroup" and controller in mount.options and controller in ours:
+            path = ours[controller]
+        else:
+            continue
+        top = root / mount.point.lstrip("/")
+        # A container without a namespace of its own sees the host's path, of which the mount shows the lower part.
+        shown = mount.shows.rstrip("/")
+        folder = top / path.removeprefix(shown).strip("/") if f"{path}/".startswith(f"{shown}/") else top
+        if ".." in folder.parts or not folder.is_dir():
+            folder = top  # our group lies outside of what is mounted
+        yield folder
+        while folder != top:
+            folder = folder.parent
+            yield folder
+
+
+def _our_groups(root: Path) -> dict[str, str]:
+    """The path of our group for each controller; "" stands for version 2, which has one tree for all."""
+    groups = {}
+    for line in _lines(root / "proc/self/cgroup"):  # "4:cpu,cpuacct:/jobs/a", or "0::/jobs/a" for version 2
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        groups.update(dict.fromkeys(controllers.split(","), path))
+    return groups
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _words(file: Path) -> list[str]:
+    return " ".join(_lines(file)).split()
