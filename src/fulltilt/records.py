@@ -56,7 +56,11 @@ class GpuReading:
 
 @dataclass(frozen=True, slots=True)
 class HostReading:
-    """One reading of the host, and of what the watched process tree uses of it."""
+    """One reading of the host, and of what the watched process tree uses of it.
+
+    ``mem_used_bytes`` counts against ``mem_limit_bytes`` where there is a limit (a container's own use), else
+    against ``mem_total_bytes``; reclaimable page cache is not in it. ``tree_cpu_pct`` of 100 is one core.
+    """
 
     cpu_pct: float | None = None
     cpu_per_core_pct: tuple[float, ...] | None = None

@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
+import re
 import socket
+from pathlib import Path
+
+import psutil
 
 from fulltilt.probes.gpu import Gpus
-from fulltilt.probes.host import cpu_capacity, memory_limit_bytes
+from fulltilt.probes.host import cpu_capacity, memory_limit_bytes, shared_memory_bytes
 from fulltilt.records import Machine
 
 
 def describe_machine(gpus: Gpus | None = None) -> Machine:
     """Everything known about this machine. Opens an NVML session of its own where none is given."""
-    return Machine(
-        hostname=socket.gethostname(),
-        platform=platform.platform(),
-        python=platform.python_version(),
-        torch=None,
-        cuda=None,
-        driver=None,
-        cpu=cpu_capacity(),
-        mem_total_bytes=None,
-        mem_limit_bytes=memory_limit_bytes(),
-        shm_total_bytes=None,
-        shm_free_bytes=None,
-    )
+    session = gpus if gpus is not None else Gpus.open()
+    torch, cuda = torch_versions()
+    shm_total_bytes, shm_free_bytes = shared_memory_bytes()
+    try:
+        return Machine(
+            hostname=socket.gethostname(),
+            platform=platform.platform(),
+            python=platform.python_version(),
+            torch=torch,
+            cuda=cuda or session.cuda,
+            driver=session.driver,
+            cpu=cpu_capacity(),
+            mem_total_bytes=int(psutil.virtual_memory().total),
+            mem_limit_bytes=memory_limit_bytes(),
+            shm_total_bytes=shm_total_bytes,
+            shm_free_bytes=shm_free_bytes,
+            gpus=session.read(),
+        )
+    finally:
+        if gpus is None:
+            session.close()
+
+
+def torch_versions() -> tuple[str | None, str | None]:
+    """torch's version and the CUDA version it was built for, read from its files; None where there is none."""
+    try:
+        torch = importlib.metadata.distribution("torch")
+        # The wheel's metadata may lack the local part (+cu128) that the module itself shows.
+        text = Path(str(torch.locate_file("torch/version.py"))).read_text(encoding="utf-8")
+    except importlib.metadata.PackageNotFoundError:
+        return None, None
+    except OSError:
+        return torch.version, None
+    version = re.search(r"^__version__\b[^=]*=\s*['\"](.+?)['\"]", text, re.MULTILINE)
+    cuda = re.search(r"^cuda\b[^=]*=\s*['\"](.+?)['\"]", text, re.MULTILINE)
+    return version[1] if version else torch.version, cuda[1] if cuda else None

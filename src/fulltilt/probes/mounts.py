@@ -11,6 +11,7 @@ from pathlib import Path
 class Mount:
     """One mount. ``shows`` is the folder of the file system that appears at ``point``."""
 
+    device_number: str
     shows: str
     point: str
     filesystem: str
@@ -31,7 +32,7 @@ def read_mounts(root: Path = Path("/")) -> tuple[Mount, ...]:
         fields, kind = before.split(" "), after.split(" ")
         if len(fields) >= 5 and len(kind) >= 3:
             shows, point, source = (_unescape(text) for text in (fields[3], fields[4], kind[1]))
-            mounts.append(Mount(shows, point, kind[0], source, tuple(kind[2].split(","))))
+            mounts.append(Mount(fields[2], shows, point, kind[0], source, tuple(kind[2].split(","))))
     return tuple(mounts)
 
 

@@ -5,14 +5,23 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.host import HostProbe
-from fulltilt.records import Sample
+from fulltilt.records import HostReading, Sample
+
+# A driver that hangs must not keep the job from ending.
+_STOP_TIMEOUT_S = 2.0
+
+Answer = TypeVar("Answer")
 
 
 class Sampler:
-    """Hands a ``Sample`` to ``sink`` every ``interval_s``. Failures are remembered in ``problems``, never raised."""
+    """Hands a ``Sample`` to ``sink`` every ``interval_s``, the first at once and the last when it is stopped.
+
+    Whatever fails in a probe or in the sink is remembered in ``problems`` and never raised.
+    """
 
     def __init__(
         self,
@@ -24,21 +33,37 @@ class Sampler:
         t0: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.problems: list[str] = []
+        if interval_s <= 0:
+            raise ValueError(f"interval_s must be positive, not {interval_s}")
         self._sink = sink
-        self._gpus = gpus or Gpus.open()
-        self._host = host or HostProbe()
+        self._gpus = gpus
+        self._host = host
+        self._owns_gpus = gpus is None
         self._interval_s = interval_s
         self._clock = clock
         self._t0 = clock() if t0 is None else t0
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
+        self._problems: dict[str, int] = {}
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What failed, with how often, in the order in which it first did."""
+        return tuple(what if times == 1 else f"{what} ({times} times)" for what, times in self._problems.items())
 
     def start(self) -> None:
-        """Begin sampling; the first sample is taken at once."""
+        """Begin sampling. A second call does nothing."""
+        if self._thread is None:
+            self._stopped.clear()
+            self._thread = threading.Thread(target=self._run, name="fulltilt-sampler", daemon=True)
+            self._thread.start()
 
     def stop(self) -> None:
-        """End sampling and wait a short while for the thread."""
+        """Take the last sample and end; returns after two seconds even if a driver hangs."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._stopped.set()
+            thread.join(_STOP_TIMEOUT_S)
 
     def __enter__(self) -> Sampler:
         self.start()
@@ -46,3 +71,38 @@ class Sampler:
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
+
+    def _run(self) -> None:
+        # The probes are opened here and not in the constructor: a driver may take seconds to answer at first.
+        gpus = self._gpus or self._guarded("gpu", Gpus.open, Gpus("the GPUs could not be opened"))
+        host = self._host or self._guarded("host", HostProbe, None)
+        try:
+            ended = False
+            while True:
+                self._take(gpus, host)
+                if ended:
+                    return
+                ended = self._stopped.wait(self._pause_s())
+        finally:
+            if self._owns_gpus:
+                self._guarded("gpu", gpus.close, None)
+
+    def _pause_s(self) -> float:
+        """Time to the next beat of the interval. Beats that a slow probe missed are left out, not made up for."""
+        beats = (self._clock() - self._t0) / self._interval_s
+        return (int(beats + 0.1) + 1 - beats) * self._interval_s  # waking a little early is being on time
+
+    def _take(self, gpus: Gpus, host: HostProbe | None) -> None:
+        t_s = self._clock() - self._t0
+        reading = HostReading() if host is None else self._guarded("host", host.read, HostReading())
+        sample = Sample(t_s=t_s, host=reading, gpus=self._guarded("gpu", gpus.read, ()))
+        self._guarded("sink", lambda: self._sink(sample), None)
+
+    def _guarded(self, part: str, call: Callable[[], Answer], otherwise: Answer) -> Answer:
+        try:
+            return call()
+        except Exception as error:  # the job that we watch comes first
+            what = f"{part}: {type(error).__name__}: {error}"
+            if what in self._problems or len(self._problems) < 100:  # messages with a changing number in them
+                self._problems[what] = self._problems.get(what, 0) + 1
+            return otherwise
