@@ -5,43 +5,17 @@ import dataclasses
 import inspect
 import json
 import sys
-import types
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from fulltilt import records
 from fulltilt.records import BUCKETS, Buckets
 from fulltilt.store import decode, encode, encode_fully
+from tests.anything import any_of
 
 RECORDS = [kind for _, kind in inspect.getmembers(records, inspect.isclass) if dataclasses.is_dataclass(kind)]
-
-# Any text, and the low surrogates with which Python carries the bytes of a path that is not UTF-8.
-TEXT = st.text(
-    st.characters(exclude_categories=("Cs",)) | st.integers(0xDC80, 0xDCFF).map(chr),
-    max_size=8,
-)
-# The store keeps nine decimals: a nanosecond is the finest figure that Fulltilt measures.
-FLOATS = st.floats(allow_nan=False, allow_infinity=False).map(lambda value: round(value, 9))
-
-
-def any_of(kind: Any) -> st.SearchStrategy[Any]:
-    """Values of a record's field type."""
-    if dataclasses.is_dataclass(kind):
-        hints = get_type_hints(kind)
-        return st.builds(kind, **{f.name: any_of(hints[f.name]) for f in dataclasses.fields(kind)})
-    if get_origin(kind) in (Union, types.UnionType):
-        return st.one_of(*(any_of(option) for option in get_args(kind)))
-    if get_origin(kind) is Literal:
-        return st.sampled_from(get_args(kind))
-    if get_origin(kind) is tuple:
-        items = get_args(kind)
-        if items[1:] == (Ellipsis,):
-            return st.lists(any_of(items[0]), max_size=2).map(tuple)
-        return st.tuples(*(any_of(item) for item in items))
-    return {str: TEXT, float: FLOATS, int: st.integers(), bool: st.booleans(), types.NoneType: st.none()}[kind]
 
 
 @pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: kind.__name__)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fulltilt.records import GpuReading, HostReading, Sample
-from fulltilt.report.status import GIB, status_line
+from fulltilt.report.status import GIB, memory_line, status_line
 
 HOST = HostReading(cpu_pct=45.2, mem_used_bytes=int(18.43 * GIB), mem_total_bytes=64 * GIB)
 
@@ -26,6 +26,15 @@ def a_gpu(util_pct: float | None = 85.0, used: float | None = 12.3, total: float
 def test_it_is_the_line_of_the_guide_to_the_letter() -> None:
     line = "GPU: 85% | VRAM:12.3/24.0GB(51.2%) | CPU: 45.2% | RAM:18.4/64.0GB(28.8%)"
     assert status_line(Sample(0.0, HOST, (a_gpu(),))) == line
+
+
+def test_ram_is_what_the_container_may_use() -> None:
+    host = HostReading(mem_used_bytes=8 * GIB, mem_total_bytes=64 * GIB, mem_limit_bytes=16 * GIB)
+    assert status_line(Sample(0.0, host)).endswith("RAM:8.0/16.0GB(50.0%)")
+
+
+def test_the_memory_line_is_the_guides_to_the_letter() -> None:
+    assert memory_line(int(4.5 * GIB), int(5.2 * GIB)) == "GPU Memory - Allocated: 4.50 GB, Peak: 5.20 GB"
 
 
 def test_each_gpu_has_its_line() -> None:

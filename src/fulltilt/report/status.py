@@ -10,8 +10,8 @@ GIB = 1024**3
 def status_line(sample: Sample, gpu_index: int = 0) -> str:
     """``GPU: 85% | VRAM:12.3/24.0GB(51.2%) | CPU: 45.2% | RAM:18.4/64.0GB(28.8%)``.
 
-    ``gpu_index`` is the place in ``sample.gpus``. What was not measured is ``n/a``.
-    A GB is 1024³ bytes here, as in nvidia-smi and in the guide that the line comes from.
+    ``gpu_index`` is the place in ``sample.gpus``. What was not measured is ``n/a``. A GB is 1024³ bytes here, as in
+    the guide that the line comes from. RAM is that of the machine, or what a container's limit leaves of it.
     """
     gpu = sample.gpus[gpu_index] if gpu_index < len(sample.gpus) else None
     host = sample.host
@@ -20,9 +20,14 @@ def status_line(sample: Sample, gpu_index: int = 0) -> str:
             f"GPU: {_percent(gpu.util_pct if gpu else None, 0)}",
             f"VRAM:{_used_of(gpu.vram_used_bytes, gpu.vram_total_bytes) if gpu else 'n/a'}",
             f"CPU: {_percent(host.cpu_pct, 1)}",
-            f"RAM:{_used_of(host.mem_used_bytes, host.mem_total_bytes)}",
+            f"RAM:{_used_of(host.mem_used_bytes, host.mem_limit_bytes or host.mem_total_bytes)}",
         )
     )
+
+
+def memory_line(allocated_bytes: int, peak_bytes: int) -> str:
+    """``GPU Memory - Allocated: 4.50 GB, Peak: 5.20 GB``; a GB is 1024³ bytes, as above."""
+    return f"GPU Memory - Allocated: {allocated_bytes / GIB:.2f} GB, Peak: {peak_bytes / GIB:.2f} GB"
 
 
 def _percent(value: float | None, decimals: int) -> str:
