@@ -189,7 +189,7 @@ def test_a_good_machine_passes_every_line() -> None:
         ("data", {"storage": SLOW}, "warn", "on a hard disk, 90 MB/s and 80 files/s uncached"),
         ("data", {"storage": FAST}, "ok", "on NVMe, 1.8 GB/s and 4,000 files/s uncached"),
         ("data", {"storage": StorageReading("/mnt", kind="network", files=9)}, "warn", "on a network file system"),
-        ("data", {"storage": StorageReading("/mnt", kind="overlay", files=9)}, "skip", "on a container's overlay; its"),
+        ("data", {"storage": StorageReading("/mnt", kind="overlay", files=9)}, "skip", "on a container's overlay; what it reads"),
         ("data", {"storage": StorageReading("/mnt", files=0)}, "warn", "there is no file in /mnt"),
         ("data", {"storage": StorageReading("/dev/shm/x", kind="tmpfs", files=9)}, "ok", "in RAM"),
         ("RAM disk", {"storage": SLOW}, "warn", "would help: RAM reads 375 × as fast, and the set (2 GiB) fits"),

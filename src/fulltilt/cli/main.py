@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -9,7 +10,7 @@ import sys
 import typer
 
 from fulltilt import __version__
-from fulltilt.errors import FulltiltError
+from fulltilt.errors import FulltiltError, MachineError
 
 app = typer.Typer(
     name="fulltilt",
@@ -21,7 +22,7 @@ app = typer.Typer(
 )
 
 # Each verb's file has `register(app)`. The order is the order of `fulltilt --help`.
-VERBS = ("check", "watch", "run", "report")
+VERBS = ("check",)
 
 
 def _show_version(asked: bool) -> None:
@@ -52,16 +53,28 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:
-        # The reader (head, less) has gone; Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence_stdout()  # the reader (head, less) has gone
         code = 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        _complain(f"cannot write: {error.strerror}")
+        _silence_stdout()
+        code = MachineError.exit_code
     except Exception as error:
         # Typer bundles its own copy of click from 0.16 on, so its usage errors are known by their shape.
         if not hasattr(error, "format_message"):
             raise
-        _complain(error.format_message())
+        context = getattr(error, "ctx", None)
+        hint = "" if context is None else f"\nTry: {context.command_path} --help"
+        _complain(error.format_message() + hint)
         code = 2
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _silence_stdout() -> None:
+    # What is still buffered cannot be written either; Python would complain again when it flushes at exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(message: str) -> None:

@@ -23,22 +23,29 @@ def check_storage(storage: StorageReading, limits: PreflightLimits) -> CheckLine
     """Does the data lie on something that reads fast enough?"""
     if storage.files == 0:
         return CheckLine("data", "warn", f"there is no file in {storage.path}", "Check the folder given with --data.")
-    rates = []
-    if storage.sequential_cold_bytes_per_s is not None:
-        rates.append(f"{size(storage.sequential_cold_bytes_per_s)}/s")
-    if storage.small_cold_files_per_s is not None:
-        rates.append(f"{number(storage.small_cold_files_per_s)} files/s")
-    measured = f"{' and '.join(rates)} uncached" if rates else None
+    cold = _rates(storage.sequential_cold_bytes_per_s, storage.small_cold_files_per_s)
+    warm = _rates(storage.sequential_warm_bytes_per_s, storage.small_warm_files_per_s)
+    measured = f"{cold} uncached" if cold else f"{warm} cached" if warm else None
     figure = ", ".join(part for part in (_PLACES.get(storage.kind), measured) if part)
     if storage.kind == "tmpfs":
         return CheckLine("data", "ok", figure)
     slow = is_slow(storage, limits)
     if slow is None:
-        return CheckLine("data", "skip", f"{figure + '; ' if figure else ''}its speed could not be measured")
+        unknown = "what it reads uncached could not be measured"
+        return CheckLine("data", "skip", f"{figure}; {unknown}" if figure else unknown)
     if not slow:
         return CheckLine("data", "ok", figure)
     remedy = "Move it to a local SSD, pack small files into large ones, or keep it in RAM (next line)."
     return CheckLine("data", "warn", figure, remedy)
+
+
+def _rates(bytes_per_s: float | None, files_per_s: float | None) -> str:
+    parts = []
+    if bytes_per_s is not None:
+        parts.append(f"{size(bytes_per_s)}/s")
+    if files_per_s is not None:
+        parts.append(f"{number(files_per_s)} files/s")
+    return " and ".join(parts)
 
 
 def is_slow(storage: StorageReading, limits: PreflightLimits) -> bool | None:

@@ -1,0 +1,86 @@
+"""`fulltilt check`: the machine and its preflight, once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import time
+from typing import Annotated
+
+import typer
+
+from fulltilt.diagnose.preflight import LoaderPlan, preflight
+from fulltilt.errors import UsageError
+from fulltilt.probes.gpu import Gpus
+from fulltilt.probes.host import HostProbe
+from fulltilt.probes.machine import describe_machine
+from fulltilt.probes.storage import read_storage
+from fulltilt.records import SCHEMA_VERSION, Machine, Sample, StorageReading
+from fulltilt.report.machine import show_machine
+from fulltilt.report.screen import open_console
+from fulltilt.store import encode_fully
+
+# Utilisation and GPM are means over the time between two readings; shorter ones are noise.
+_GPU_READING_S = 0.5
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("check")(check)
+
+
+def check(
+    data: Annotated[str | None, typer.Option(metavar="DIR", help="Measure how fast this folder's files read.")] = None,
+    workers: Annotated[int | None, typer.Option(metavar="N", min=0, help="Loader workers that you plan.")] = None,
+    prefetch: Annotated[int | None, typer.Option(metavar="N", min=1, help="Batches each worker prefetches.")] = None,
+    batch_bytes: Annotated[
+        str | None, typer.Option(metavar="BYTES", help="Size of one batch, such as 64MB or 512KiB.")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Look at the machine and say what would hold a job up.
+
+    GPUs, CPUs that may really be used, memory limit, /dev/shm, torch and driver, and the storage of --data DIR.
+    """
+    plan = LoaderPlan(workers, prefetch, None if batch_bytes is None else parse_bytes(batch_bytes))
+    console = open_console()
+    if console.is_terminal and not json_:
+        with console.status("looking at the machine"):
+            machine, storage, sample = _look(data)
+    else:
+        machine, storage, sample = _look(data)
+    lines = preflight(machine, storage, sample, plan)
+    if json_:
+        answer = {
+            "schema_version": SCHEMA_VERSION,
+            "machine": encode_fully(machine),
+            "storage": encode_fully(storage),
+            "preflight": encode_fully(lines),
+        }
+        print(json.dumps(answer, indent=2, allow_nan=False))
+    else:
+        show_machine(console, machine, sample.host, storage, lines)
+
+
+def _look(data: str | None) -> tuple[Machine, StorageReading | None, Sample]:
+    start_s = time.monotonic()
+    with Gpus.open() as gpus:
+        machine = describe_machine(gpus)
+        host = HostProbe()
+        storage = None if data is None else read_storage(data)
+        if machine.gpus:
+            time.sleep(max(0.0, start_s + _GPU_READING_S - time.monotonic()))
+            machine = dataclasses.replace(machine, gpus=gpus.read())
+        return machine, storage, Sample(time.monotonic() - start_s, host.read(), machine.gpus)
+
+
+def parse_bytes(text: str) -> int:
+    """``64MB`` as 64,000,000 and ``64MiB`` as 67,108,864; a plain number is bytes. Raises UsageError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmg]i?)?b?\s*", text.lower())
+    count = round(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+    if count <= 0:
+        raise UsageError(f"--batch-bytes {text!r} is not a size", "Write it like 64MB, 512KiB or 1000000.")
+    return count

@@ -1,0 +1,117 @@
+"""The machine on one screen, and the preflight below it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from fulltilt.records import CheckLine, GpuReading, HostReading, Machine, StorageReading
+from fulltilt.report import wording
+from fulltilt.report.wording import NOT_MEASURED, clean
+
+STATE_STYLES = {"ok": "green", "warn": "bold yellow", "fail": "bold red", "skip": "dim"}
+
+_STATE_WIDTH = len("warn ")
+_NAME_WIDTH = len("temperature ")
+
+
+def show_machine(
+    console: Console,
+    machine: Machine,
+    host: HostReading,
+    storage: StorageReading | None,
+    lines: Sequence[CheckLine],
+) -> None:
+    """Print what there is, then what to think of it."""
+    system = " ".join(machine.platform.split("-")[:2])
+    head = Text("fulltilt check", "bold", end="")
+    console.print(head, Text(clean(f" {machine.hostname}, {system}, Python {machine.python}"), "dim"))
+    for name, fact in _facts(machine, host, storage):
+        _print_row(console, Text(name, "cyan"), Text(clean(fact)))
+    console.print(Text("preflight", "bold"))
+    for line in lines:
+        head = Text(line.state.ljust(_STATE_WIDTH), STATE_STYLES[line.state]).append(line.name, "not bold default")
+        _print_row(console, head, Text(clean(line.figure), "dim" if line.state == "skip" else ""))
+        if line.remedy:
+            _print_row(console, Text(), Text(clean(line.remedy), "italic"))
+
+
+def _print_row(console: Console, head: Text, body: Text) -> None:
+    """``head`` in the left margin, ``body`` wrapped beside it, with no spaces at the ends of lines."""
+    margin = _STATE_WIDTH + _NAME_WIDTH
+    head.pad_right(margin - head.cell_len)
+    for number, line in enumerate(body.wrap(console, max(20, console.width - margin))):
+        line.rstrip()
+        console.print(Text.assemble(head if number == 0 else " " * margin, line), no_wrap=True, crop=False)
+
+
+def _facts(machine: Machine, host: HostReading, storage: StorageReading | None) -> Iterator[tuple[str, str]]:
+    for gpu in machine.gpus:
+        yield f"GPU {gpu.index}", f"{gpu.name}, {_tenants(gpu)}"
+        yield "", _gpu_use(gpu)
+    if not machine.gpus:
+        yield "GPU", "none"
+    load = "" if host.load_1min is None else f", load {host.load_1min:.1f}"
+    yield "CPUs", f"{machine.cpu.usable:g} usable of {machine.cpu.present} present{load}"
+    limit = "" if machine.mem_limit_bytes is None else f", limit {wording.size(machine.mem_limit_bytes)}"
+    memory = f"{wording.size(host.mem_used_bytes)} used of {wording.size(machine.mem_total_bytes)}{limit}"
+    shared = f"/dev/shm {wording.size(machine.shm_free_bytes)} free of {wording.size(machine.shm_total_bytes)}"
+    yield "memory", f"{memory}; {shared if machine.shm_total_bytes is not None else 'no /dev/shm'}"
+    driver = "no NVIDIA driver" if machine.driver is None else f"driver {machine.driver}{_cuda(machine.driver_cuda)}"
+    yield "torch", f"{machine.torch or 'not installed'}{_cuda(machine.cuda)}, {driver}"
+    if storage is not None:
+        yield from _storage_facts(storage)
+
+
+def _cuda(version: str | None) -> str:
+    return "" if version is None else f" (CUDA {version})"
+
+
+def _tenants(gpu: GpuReading) -> str:
+    if gpu.lost:
+        return "lost"
+    if gpu.processes is None:
+        return "processes not known"
+    names = [f"{process.name or '?'} ({process.pid})" for process in gpu.processes]
+    return "no process on it" if not names else "used by " + ", ".join(names)
+
+
+def _gpu_use(gpu: GpuReading) -> str:
+    throttled = ", ".join(gpu.throttle_reasons or ()).replace("_", " ")
+    parts = [
+        f"{wording.percent(gpu.util_pct)} busy",
+        "" if gpu.sm_active_pct is None else f"SM {wording.percent(gpu.sm_active_pct)}",
+        f"VRAM {_used_of(gpu.vram_used_bytes, gpu.vram_total_bytes)}",
+        f"{wording.temperature(gpu.temperature_c)} of {wording.temperature(gpu.temperature_limit_c)}",
+        f"{wording.power(gpu.power_w)} of {wording.power(gpu.power_limit_w)}",
+        f"throttled: {throttled}" if throttled else "",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _used_of(used: int | None, total: int | None) -> str:
+    if used is None or total is None:
+        return NOT_MEASURED
+    return f"{used / 1024**3:.1f} of {total / 1024**3:.1f} GiB"
+
+
+def _storage_facts(storage: StorageReading) -> Iterator[tuple[str, str]]:
+    place = ", ".join(part for part in (storage.kind if storage.kind != "unknown" else "", storage.filesystem) if part)
+    on = f"on {storage.device} ({place})" if storage.device and place else place
+    count = "?" if storage.files is None else f"{storage.files:,}"
+    more = "" if storage.counted_fully else "more than "
+    yield "data", f"{storage.path}: {more}{count} files, {wording.size(storage.total_bytes)}, {on}"
+    yield "", f"reads {_rates(storage, 'cold')} uncached, {_rates(storage, 'warm')} cached"
+
+
+def _rates(storage: StorageReading, state: str) -> str:
+    bytes_per_s: float | None = getattr(storage, f"sequential_{state}_bytes_per_s")
+    files_per_s: float | None = getattr(storage, f"small_{state}_files_per_s")
+    parts = []
+    if bytes_per_s is not None:
+        parts.append(f"{bytes_per_s / 1e6:,.0f} MB/s")
+    if files_per_s is not None:
+        parts.append(f"{files_per_s:,.0f} files/s")
+    return " and ".join(parts) or NOT_MEASURED
