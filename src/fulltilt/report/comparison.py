@@ -1,0 +1,66 @@
+"""Several runs side by side: the guides' before/after table of settings, GPU use, memory and speed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from fulltilt.records import Diagnosis, GpuSummary, Run
+from fulltilt.report import wording
+
+Reported: TypeAlias = tuple[Run, Diagnosis]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table: a name and one cell a run. ``differs``: not all runs have the same."""
+
+    name: str
+    cells: tuple[str, ...]
+    differs: bool
+
+
+def compare(runs: Sequence[Reported]) -> tuple[Row, ...]:
+    """The rows of the table: settings first, then what came of them. Rows that no run has are left out."""
+    answers = [diagnosis for _, diagnosis in runs]
+    names = dict.fromkeys(name for answer in answers for name, _ in answer.settings)
+    rows = [_row(name, [wording.setting(dict(answer.settings).get(name)) for answer in answers]) for name in names]
+    rows += [_row(name, [cell(answer) for answer in answers]) for name, cell in _OUTCOMES]
+    rows.append(_row("speed against the first", _against_first([a.throughput.samples_per_s for a in answers])))
+    return tuple(row for row in rows if any(cell != wording.NOT_MEASURED for cell in row.cells))
+
+
+def _row(name: str, cells: Sequence[str]) -> Row:
+    return Row(name, tuple(cells), differs=len(set(cells)) > 1)
+
+
+def _against_first(rates: Sequence[float | None]) -> list[str]:
+    first = rates[0]
+    return [f"{rate / first:.2f} ×" if rate is not None and first else wording.NOT_MEASURED for rate in rates]
+
+
+def _each_gpu(show: Callable[[GpuSummary], str]) -> Callable[[Diagnosis], str]:
+    return lambda answer: ", ".join(show(gpu) for gpu in answer.gpu) or wording.NOT_MEASURED
+
+
+def _share_of(bucket: str) -> Callable[[Diagnosis], str]:
+    def cell(answer: Diagnosis) -> str:
+        wall_s = answer.ledger.wall_s
+        return wording.share(getattr(answer.ledger.buckets, bucket) / wall_s) if wall_s > 0 else wording.NOT_MEASURED
+
+    return cell
+
+
+_OUTCOMES: tuple[tuple[str, Callable[[Diagnosis], str]], ...] = (
+    ("GPU use", _each_gpu(lambda gpu: wording.percent(gpu.util_pct))),
+    ("SM active", _each_gpu(lambda gpu: wording.percent(gpu.sm_active_pct))),
+    ("GPU memory, peak", _each_gpu(lambda gpu: wording.size(gpu.vram_peak_bytes))),
+    ("data wait", _share_of("data_wait_s")),
+    ("compute", _share_of("compute_s")),
+    ("wall time", lambda answer: wording.seconds(answer.ledger.wall_s)),
+    ("steps", lambda answer: wording.count(answer.throughput.steps)),
+    ("steps/s", lambda answer: wording.number(answer.throughput.steps_per_s)),
+    ("compute ceiling, samples/s", lambda answer: wording.number(answer.ceilings.compute_samples_per_s)),
+    ("samples/s", lambda answer: wording.number(answer.throughput.samples_per_s)),
+)

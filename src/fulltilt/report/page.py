@@ -1,0 +1,216 @@
+"""The page: one self-contained HTML file. It loads nothing, works from a file, and shows names as text.
+
+The content security policy allows the one style sheet and the one script below by their hashes, and nothing else.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+from fulltilt.records import Diagnosis, Run
+from fulltilt.report import page_parts as parts
+from fulltilt.report import wording
+from fulltilt.report.comparison import Reported, compare
+from fulltilt.report.markup import Child, Markup, element
+from fulltilt.report.page_bars import (
+    bucket_class,
+    bucket_order,
+    ledger_bar,
+    ledger_table,
+    phase_class,
+    speed_bars,
+    step_lanes,
+)
+from fulltilt.report.page_time import chart_grid, machine_charts, step_charts
+from fulltilt.report.palette import BUCKET_TINTS, PHASE_TINTS
+from fulltilt.report.step import step_picture
+from fulltilt.store import write_text
+
+
+def write(path: Path, runs: Sequence[Reported]) -> None:
+    """Write the page of one run, or of several side by side, atomically. Raises RunFolderError."""
+    write_text(path, render(runs))
+
+
+def render(runs: Sequence[Reported]) -> str:
+    """The page as text."""
+    (first, diagnosis), *others = runs
+    if others:
+        title, body = f"{len(runs)} runs side by side", _comparison(runs)
+    else:
+        title, body = first.run.name, _one_run(first, diagnosis)
+    return _document(f"{title} · Fulltilt", body, fulltilt=first.run.fulltilt)
+
+
+# --------------------------------------------------------------------------- one run
+
+
+def _one_run(run: Run, diagnosis: Diagnosis) -> list[Child]:
+    return [_verdict(run, diagnosis), *_sections(run, diagnosis)]
+
+
+def _verdict(run: Run, diagnosis: Diagnosis) -> Markup:
+    record, verdict = run.run, diagnosis.verdict
+    severity = diagnosis.findings[0].severity if diagnosis.findings else "info"
+    state = record.state if record.exit_code in (None, 0) else f"{record.state}, exit code {record.exit_code}"
+    running = element("p", "The job is still running: this is what there is so far.", class_="running")
+    return element(
+        "header",
+        element("p", wording.title(verdict.code), class_=f"eyebrow {severity}"),
+        element("h1", verdict.sentence),
+        running if record.state == "running" else None,
+        element("dl", _key_figures(diagnosis), class_="tiles"),
+        speed_bars(diagnosis.throughput, diagnosis.ceilings),
+        element(
+            "p",
+            element("b", record.name),
+            element("code", " ".join(record.command)),
+            element("span", record.started_at),
+            element("span", state),
+            class_="identity",
+        ),
+        class_="verdict",
+    )
+
+
+def _key_figures(diagnosis: Diagnosis) -> list[Markup]:
+    speed, gpus = diagnosis.throughput, diagnosis.gpu
+    figures = [
+        ("samples/s", wording.number(speed.samples_per_s)),
+        ("GPU use", ", ".join(wording.percent(gpu.util_pct) for gpu in gpus[:4])),
+        ("SM active", ", ".join(wording.percent(gpu.sm_active_pct) for gpu in gpus[:4])),
+        ("steps", wording.count(speed.steps)),
+        ("wall time", wording.seconds(diagnosis.ledger.wall_s)),
+    ]
+    known = [(name, figure) for name, figure in figures if figure not in ("", wording.NOT_MEASURED)]
+    return [element("div", element("dt", name), element("dd", figure)) for name, figure in known]
+
+
+def _sections(run: Run, diagnosis: Diagnosis) -> list[Child]:
+    rank = run.ranks[0] if run.ranks else None
+    picture = step_picture(run, diagnosis)
+    order = bucket_order(diagnosis.ledger)
+    of_rank = f", of rank {rank.rank}" if rank is not None and len(run.ranks) > 1 else ""
+    steps, machine = step_charts(run, diagnosis), machine_charts(run, diagnosis)
+    return [
+        parts.section(
+            "Where the time went",
+            ledger_bar(diagnosis.ledger.buckets, order) if order else None,
+            ledger_table(diagnosis.ledger, order) if order else None,
+            note=wording.seconds(diagnosis.ledger.wall_s),
+        ),
+        parts.section("What to change", parts.finding_cards(diagnosis.findings), note="in order of what it would win"),
+        parts.section(
+            "One step, to scale",
+            step_lanes(picture) if picture else None,
+            note=f"{wording.seconds(picture.step_s)}, mean of {wording.count(picture.steps)} steps{of_rank}"
+            if picture
+            else None,
+        ),
+        parts.section("Ranks", parts.rank_bars(diagnosis), note="where each rank's time went"),
+        parts.section("Over time", chart_grid(steps, wide=True) if steps else None),
+        parts.section(
+            "The machine",
+            parts.gpu_table(diagnosis.gpu),
+            element("p", USE_IS_NOT_WORK, class_="aside") if diagnosis.gpu else None,
+            chart_grid(machine) if machine else None,
+        ),
+        parts.section("Lines that cost the time", element("div", parts.hot_lines(rank)) if rank else None),
+        parts.section("Checklist", parts.checklist(diagnosis.checklist)),
+        parts.section("Settings and surroundings", _surroundings(run, diagnosis)),
+        parts.section("Notes", parts.notes(run, diagnosis)),
+    ]
+
+
+USE_IS_NOT_WORK = (
+    "“Use” only says that some kernel ran. SM active says how much of the GPU it kept busy: "
+    "where the two are far apart, 100 % use is not full speed."
+)
+
+
+def _surroundings(run: Run, diagnosis: Diagnosis) -> Markup:
+    loaders = parts.loaders(run.ranks[0]) if run.ranks else []
+    return element("div", parts.settings(diagnosis), loaders, parts.machine(run.run.machine), class_="surroundings")
+
+
+# --------------------------------------------------------------------------- several runs
+
+
+def _comparison(runs: Sequence[Reported]) -> list[Child]:
+    names = [run.run.name for run, _ in runs]
+    pictures = [step_picture(run, diagnosis) for run, diagnosis in runs]
+    scale_s = max((picture.scale_s for picture in pictures if picture is not None), default=None)
+    ledgers: list[Child] = []
+    steps: list[Child] = []
+    for (run, diagnosis), picture in zip(runs, pictures, strict=True):
+        heading = element("h3", run.run.name, element("small", wording.seconds(diagnosis.ledger.wall_s)))
+        bar = ledger_bar(diagnosis.ledger.buckets, bucket_order(diagnosis.ledger))
+        ledgers.append(element("div", heading, bar, element("p", diagnosis.verdict.sentence), class_="beside"))
+        if picture is not None:
+            heading = element("h3", run.run.name, element("small", wording.seconds(picture.step_s)))
+            steps.append(element("div", heading, step_lanes(picture, scale_s), class_="beside"))
+    return [
+        element(
+            "header",
+            element("p", "Comparison", class_="eyebrow info"),
+            element("h1", f"{len(runs)} runs side by side"),
+            class_="verdict",
+        ),
+        parts.section("Settings and what came of them", parts.comparison_table(compare(runs), names)),
+        parts.section("Where the time went", ledgers),
+        parts.section("One step, to one scale", steps),
+        parts.section("Each run", [_folded(run, diagnosis) for run, diagnosis in runs]),
+    ]
+
+
+def _folded(run: Run, diagnosis: Diagnosis) -> Markup:
+    return element("details", element("summary", run.run.name), _one_run(run, diagnosis), class_="run")
+
+
+# --------------------------------------------------------------------------- the document
+
+
+def _document(title: str, body: Sequence[Child], fulltilt: str) -> str:
+    style, script = _style(), _resource("page.js")
+    policy = (
+        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=policy),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("meta", name="referrer", content="no-referrer"),
+        element("title", title),
+        element("style", Markup(style)),
+    )
+    theme = element("button", "Light or dark", type="button", id="theme", hidden=True)
+    top = element("div", element("span", "fulltilt", class_="brand"), theme, class_="top")
+    foot = element("footer", f"Written by Fulltilt {fulltilt}. This page loads nothing from anywhere.")
+    content = element("body", top, element("main", body), foot, element("script", Markup(script)))
+    return f"<!doctype html>\n{element('html', head, content, lang='en')}\n"
+
+
+@cache
+def _style() -> str:
+    """The style sheet, with the palette's colours, so that they are the terminal's."""
+    tints = [(bucket_class(name), tint) for name, tint in BUCKET_TINTS.items()]
+    tints += [(phase_class(kind), tint) for kind, tint in PHASE_TINTS.items()]
+    rules = [f".{name}{{fill:{tint.colour}}}.t-{name}{{fill:{tint.ink}}}" for name, tint in tints]
+    return "".join([*rules, "\n", _resource("page.css")])
+
+
+@cache
+def _resource(name: str) -> str:
+    return resources.files("fulltilt.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

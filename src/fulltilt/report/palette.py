@@ -1,0 +1,71 @@
+"""One colour and one name for each thing that is drawn, the same in the terminal and on the page.
+
+The colours were chosen together so that they stay apart under the three kinds of colour blindness and stand out
+against a white as well as a near-black ground (at least 3 : 1). Colour never carries a meaning alone: each drawing
+also names its parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Tint:
+    """How one bucket or phase is shown: its name, its colour as ``#rrggbb``, and what it stands for."""
+
+    label: str
+    colour: str
+    meaning: str
+
+    @property
+    def ink(self) -> str:
+        """The colour in which text on it reads best: white or near-black."""
+        return "#ffffff" if contrast(self.colour, "#ffffff") >= contrast(self.colour, "#111111") else "#111111"
+
+
+def contrast(one: str, other: str) -> float:
+    """The contrast ratio of two colours as WCAG defines it, from 1 to 21."""
+    darker, lighter = sorted((_luminance(one), _luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+_COMPUTE = "#2b6cd4"
+_DATA = "#d96a0b"
+_TRANSFER = "#7a5c92"
+_HOST = "#b34038"
+IDLE = "idle"
+
+BUCKET_TINTS: dict[str, Tint] = {
+    "startup_s": Tint("start-up", "#80868f", "imports, data sets and models being built"),
+    "data_wait_s": Tint("data wait", _DATA, "the training loop stands still until a batch arrives"),
+    "transfer_s": Tint("transfer", _TRANSFER, "copies to the GPU that hold it up"),
+    "compute_s": Tint("compute", _COMPUTE, "forward, backward and optimizer: what the machine is there for"),
+    "sync_s": Tint("sync", "#d86bba", "the host waits for the GPU, and the GPU then waits for the host"),
+    "host_code_s": Tint("host code", _HOST, "Python of the training script, with nothing running on the GPU"),
+    "validation_s": Tint("validation", "#0e775c", "evaluation inside the run"),
+    "checkpoint_s": Tint("checkpoint", "#2e9ada", "saving the model while training stands still"),
+    "epoch_turnover_s": Tint("epoch turn-over", "#759c66", "workers stop and start between epochs"),
+    "communication_s": Tint("communication", "#687bf9", "gradient exchange that computing does not hide"),
+    "unattributed_s": Tint("unattributed", "#80868f", "time that could not be told apart"),
+}
+
+PHASE_TINTS: dict[str, Tint] = {
+    "load": Tint("load", _DATA, "reading, or waiting on storage"),
+    "preprocess": Tint("preprocess", "#a8520a", "CPU time: decode, augment, collate"),
+    "queue": Tint("wait for a CPU", "#80868f", "ready to run, but every CPU was taken"),
+    "wait": Tint("wait for data", _DATA, "no batch was ready"),
+    "transfer": Tint("transfer", _TRANSFER, "copies to the GPU"),
+    "forward": Tint("forward", "#5b8fe6", "forward pass and loss"),
+    "backward": Tint("backward", _COMPUTE, "backward pass"),
+    "optimizer": Tint("optimizer", "#2453a6", "optimizer step"),
+    "other": Tint("other code", _HOST, "everything else in the step"),
+    "busy": Tint("computing", _COMPUTE, "kernels running"),
+    IDLE: Tint("idle", "#80868f", "nothing to do"),
+}

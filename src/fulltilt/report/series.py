@@ -1,0 +1,149 @@
+"""What happened over time, thinned for drawing: a run of a million steps fits into the same few points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from fulltilt.records import BUCKETS, Run, Sample, Span
+
+# A chart is some 700 pixels wide: more points than this cannot be seen, only downloaded.
+POINTS = 150
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A value that held from ``t0_s`` to ``t1_s``, with the extremes seen in it."""
+
+    t0_s: float
+    t1_s: float
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A point of a line: the mean over a stretch of time and its extremes. ``new_line``: there is a gap before it."""
+
+    t_s: float
+    value: float
+    low: float
+    high: float
+    new_line: bool = False
+
+
+def thin(stretches: Sequence[Stretch], wall_s: float, points: int = POINTS) -> tuple[Point, ...]:
+    """At most ``points`` points. The minimum and the maximum survive; gaps stay gaps."""
+    if len(stretches) <= points:
+        return _as_points(stretches)
+    return _as_points(_merge(stretches, wall_s / points))
+
+
+def _as_points(stretches: Sequence[Stretch]) -> tuple[Point, ...]:
+    # Half a stretch of slack: clocks are rounded when they are stored.
+    return tuple(
+        Point(
+            (one.t0_s + one.t1_s) / 2,
+            one.value,
+            one.low,
+            one.high,
+            new_line=before is None or one.t0_s - before.t1_s > (one.t1_s - one.t0_s) / 2,
+        )
+        for before, one in zip([None, *stretches], stretches, strict=False)
+    )
+
+
+def _merge(stretches: Iterable[Stretch], width_s: float) -> list[Stretch]:
+    """Neighbours put together until they are about ``width_s`` long, never across a gap wider than that."""
+    merged: list[Stretch] = []
+    group: list[Stretch] = []
+    for one in stretches:
+        if group and (one.t1_s - group[0].t0_s > width_s or one.t0_s - group[-1].t1_s > width_s / 2):
+            merged.append(_together(group))
+            group = []
+        group.append(one)
+    if group:
+        merged.append(_together(group))
+    return merged
+
+
+def _together(group: Sequence[Stretch]) -> Stretch:
+    length_s = sum(one.t1_s - one.t0_s for one in group)
+    if length_s > 0:
+        value = sum(one.value * (one.t1_s - one.t0_s) for one in group) / length_s
+    else:
+        value = sum(one.value for one in group) / len(group)
+    low, high = min(one.low for one in group), max(one.high for one in group)
+    return Stretch(group[0].t0_s, group[-1].t1_s, value, low, high)
+
+
+# --------------------------------------------------------------------------- from spans
+
+
+def throughput(spans: Iterable[Span], wall_s: float) -> tuple[Point, ...]:
+    """Samples per second of one rank while it was stepping."""
+    rates = (
+        (span, span.samples / (span.t1_s - span.t0_s))
+        for span in spans
+        if span.steps > 0 and span.samples is not None and span.t1_s > span.t0_s
+    )
+    return thin([Stretch(span.t0_s, span.t1_s, rate, rate, rate) for span, rate in rates], wall_s)
+
+
+def data_wait(spans: Iterable[Span], wall_s: float) -> tuple[Point, ...]:
+    """Seconds of data wait in each step of one rank; the high edge is the longest single wait."""
+    waits = ((span, span.buckets.data_wait_s / span.steps) for span in spans if span.steps > 0)
+    stretches = [
+        Stretch(span.t0_s, span.t1_s, wait_s, wait_s, max(span.data_wait_max_s or wait_s, wait_s))
+        for span, wait_s in waits
+    ]
+    return thin(stretches, wall_s)
+
+
+def ledger_over_time(spans: Sequence[Span], wall_s: float, bins: int = POINTS) -> dict[str, tuple[float, ...]]:
+    """The share of each bucket that occurs, in ``bins`` equal slices of the wall time."""
+    if wall_s <= 0:
+        return {}
+    width_s = wall_s / bins
+    slices = {name: [0.0] * bins for name in BUCKETS}
+    for span in spans:
+        length_s = span.t1_s - span.t0_s
+        if length_s <= 0:
+            continue
+        amounts = [(slices[name], amount) for name in BUCKETS if (amount := getattr(span.buckets, name)) > 0]
+        for i in range(max(int(span.t0_s / width_s), 0), min(int(span.t1_s / width_s), bins - 1) + 1):
+            overlap_s = min(span.t1_s, (i + 1) * width_s) - max(span.t0_s, i * width_s)
+            for column, amount in amounts:
+                column[i] += amount / length_s * overlap_s / width_s
+    return {name: tuple(column) for name, column in slices.items() if any(share > 1e-9 for share in column)}
+
+
+# --------------------------------------------------------------------------- from samples
+
+
+def readings(samples: Sequence[Sample], figure: Callable[[Sample], float | None], wall_s: float) -> tuple[Point, ...]:
+    """One figure of the machine over time; moments at which it was not measured are gaps."""
+    if not samples:
+        return ()
+    moments = [sample.t_s for sample in samples]
+    first_s = moments[1] - moments[0] if len(moments) > 1 else 0.0
+    starts = [moments[0] - first_s, *moments]  # a reading describes the time since the one before
+    stretches = [
+        Stretch(t0_s, t1_s, value, value, value)
+        for (t0_s, t1_s), sample in zip(pairwise(starts), samples, strict=True)
+        if (value := figure(sample)) is not None
+    ]
+    return thin([Stretch(max(s.t0_s, 0.0), s.t1_s, s.value, s.low, s.high) for s in stretches], wall_s)
+
+
+def wall_seconds(run: Run, ledger_wall_s: float) -> float:
+    """The length of the time axis: the ledger's wall time, or the last moment that anything was recorded."""
+    ends = [spans[-1].t1_s for spans in run.spans if spans] + [sample.t_s for sample in run.samples[-1:]]
+    return max([ledger_wall_s, *ends])
+
+
+def epoch_starts(spans: Iterable[Span]) -> tuple[float, ...]:
+    """When each epoch but the first began."""
+    return tuple(after.t0_s for before, after in pairwise(spans) if after.epoch > before.epoch)

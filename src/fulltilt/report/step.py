@@ -1,0 +1,116 @@
+"""One training step laid out for drawing: who does what, from when to when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fulltilt.records import Diagnosis, LoaderRecord, Phases, RankRecord, Run
+from fulltilt.report.palette import IDLE
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stretch of a lane. ``kind`` is a key of PHASE_TINTS."""
+
+    kind: str
+    start_s: float
+    length_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One of those who work at a step, and its parts in order."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+    @property
+    def length_s(self) -> float:
+        """From the start of the step to the end of the last part."""
+        return max((part.start_s + part.length_s for part in self.parts), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPicture:
+    """The mean step. ``scale_s`` is the length of the longest lane, to which all of them are drawn."""
+
+    step_s: float
+    steps: int
+    lanes: tuple[Lane, ...]
+
+    @property
+    def scale_s(self) -> float:
+        """What the full width of the drawing stands for."""
+        return max(self.step_s, *(lane.length_s for lane in self.lanes))
+
+
+def step_picture(run: Run, diagnosis: Diagnosis) -> StepPicture | None:
+    """The mean step of the first rank, or None when no step was recorded.
+
+    Lengths are measured; the order within a lane is the usual one, and the GPU's work is drawn in one piece.
+    """
+    phases = diagnosis.step
+    if phases is None or not run.ranks:
+        return None
+    host = _host_lane(phases, _train_loader(run.ranks[0]))
+    gpu = _gpu_lane(phases)
+    step_s = max(lane.length_s for lane in (host, gpu) if lane is not None)
+    if step_s <= 0:
+        return None
+    workers = _worker_lane(run.ranks[0], step_s)
+    lanes = tuple(lane for lane in (workers, host, gpu) if lane is not None)
+    return StepPicture(step_s, diagnosis.throughput.steps, lanes)
+
+
+def _train_loader(rank: RankRecord) -> LoaderRecord | None:
+    """The loader that the job trains from; with several, the one that was waited for longest."""
+    loaders = [loader for loader in rank.loaders if loader.role == "train"]
+    return max(loaders, key=lambda loader: loader.wait_s, default=None)
+
+
+def _host_lane(phases: Phases, loader: LoaderRecord | None) -> Lane:
+    rest = [
+        ("transfer", phases.transfer_s),
+        ("forward", phases.forward_s),
+        ("backward", phases.backward_s),
+        ("optimizer", phases.optimizer_s),
+        ("other", phases.other_s),
+    ]
+    if loader is None or loader.num_workers > 0:
+        return _lane("Host", [("wait", phases.load_s), *rest])
+    # Without workers the training process loads by itself: its CPU time meanwhile is preprocessing.
+    preprocess_s = phases.load_s * min(loader.wait_cpu_s / loader.wait_s, 1.0) if loader.wait_s > 0 else 0.0
+    return _lane("Host", [("load", phases.load_s - preprocess_s), ("preprocess", preprocess_s), *rest])
+
+
+def _gpu_lane(phases: Phases) -> Lane | None:
+    if phases.gpu_busy_s is None or phases.gpu_idle_s is None:
+        return None
+    return _lane("GPU", [(IDLE, phases.gpu_idle_s), ("busy", phases.gpu_busy_s)])
+
+
+def _worker_lane(rank: RankRecord, step_s: float) -> Lane | None:
+    """What each worker does in the time of one step, all workers being equal."""
+    loader = _train_loader(rank)
+    if loader is None or loader.num_workers == 0 or rank.steps == 0:
+        return None
+    work = next((work for work in rank.workers if work.loader_id == loader.loader_id), None)
+    if work is None:
+        return None
+    shares = loader.num_workers * rank.steps
+    queue_s = work.cpu_wait_s or 0.0
+    load_s = max(work.fetch_s - work.fetch_cpu_s - queue_s, 0.0)
+    busy = [("load", load_s / shares), ("preprocess", work.fetch_cpu_s / shares), ("queue", queue_s / shares)]
+    idle_s = max(step_s - sum(length for _, length in busy), 0.0)
+    name = "Worker" if loader.num_workers == 1 else f"Each of {loader.num_workers} workers"
+    return _lane(name, [*busy, (IDLE, idle_s)])
+
+
+def _lane(name: str, lengths: list[tuple[str, float]]) -> Lane:
+    parts = []
+    start_s = 0.0
+    for kind, length_s in lengths:
+        if length_s > 0:
+            parts.append(Part(kind, start_s, length_s))
+            start_s += length_s
+    return Lane(name, tuple(parts))

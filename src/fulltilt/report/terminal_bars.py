@@ -1,0 +1,102 @@
+"""Bars of characters: the ledger in one line, and one step to scale. In colour by colour, else by pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.text import Text
+
+from fulltilt.report import wording
+from fulltilt.report.palette import IDLE, PHASE_TINTS, Tint
+from fulltilt.report.step import Lane, StepPicture
+
+
+@dataclass(frozen=True, slots=True)
+class Ink:
+    """What the screen can show: colours, or only patterns; block characters, or only ASCII."""
+
+    colour: bool
+    blocks: bool
+
+    @classmethod
+    def of(cls, console: Console) -> Ink:
+        """The ink of a console."""
+        colour = console.color_system is not None and not console.no_color
+        return cls(colour, blocks=console.encoding.lower().replace("-", "").startswith("utf"))
+
+    def fill(self, tint: Tint, place: int) -> tuple[str, str]:
+        """The character and the style of a segment. Without colour, patterns go by ``place``: neighbours differ."""
+        if self.colour:
+            return ("█" if self.blocks else "#"), tint.colour
+        if tint.label == "compute":
+            return ("█" if self.blocks else "#"), ""
+        if tint.label == "data wait":
+            return ("░" if self.blocks else "."), ""
+        return (("▓", "▒") if self.blocks else ("=", "-"))[place % 2], ""
+
+    @property
+    def bullet(self) -> str:
+        """What stands before a line of evidence."""
+        return "·" if self.blocks else "-"
+
+    @property
+    def arrow(self) -> str:
+        """What stands before a fix."""
+        return "→" if self.blocks else "->"
+
+
+def split_cells(lengths: Sequence[float], width: int) -> list[int]:
+    """``width`` cells shared out in proportion (largest remainder), so that a bar is always full."""
+    total = sum(lengths)
+    if total <= 0:
+        return [0] * len(lengths)
+    exact = [length / total * width for length in lengths]
+    cells = [int(cell) for cell in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: exact[i] - cells[i], reverse=True)
+    for i in by_remainder[: width - sum(cells)]:
+        cells[i] += 1
+    return cells
+
+
+def ledger_bar(parts: Sequence[tuple[Tint, float]], width: int, ink: Ink) -> Text:
+    """One line in which each part has its share of ``width`` characters. Empty parts keep their place and pattern."""
+    bar = Text(no_wrap=True)
+    cells = split_cells([length for _, length in parts], width)
+    for place, ((tint, _), count) in enumerate(zip(parts, cells, strict=True)):
+        character, style = ink.fill(tint, place)
+        bar.append(character * count, style)
+    return bar
+
+
+def step_lines(picture: StepPicture, width: int, ink: Ink) -> list[Text]:
+    """One step as a picture: each part on a line of its own, at its place and to scale, with its length."""
+    name_width = max(len(PHASE_TINTS[part.kind].label) for lane in picture.lanes for part in lane.parts)
+    time_width = len(f"{wording.seconds(picture.scale_s)}  100 %")
+    bar_width = max(width - name_width - time_width - 6, 10)
+    lines = []
+    for lane in picture.lanes:
+        lines.append(Text(lane.name, "bold", no_wrap=True, overflow="ellipsis"))
+        lines += _lane_lines(lane, picture.scale_s, name_width, bar_width, time_width, ink)
+    return lines
+
+
+def _lane_lines(lane: Lane, scale_s: float, name_width: int, bar_width: int, time_width: int, ink: Ink) -> list[Text]:
+    lines = []
+    for part in lane.parts:
+        tint = PHASE_TINTS[part.kind]
+        start = round(part.start_s / scale_s * bar_width)
+        end = max(round((part.start_s + part.length_s) / scale_s * bar_width), start + 1)
+        if end > bar_width:
+            start, end = start - (end - bar_width), bar_width
+        line = Text("  ", no_wrap=True).append(tint.label.ljust(name_width + 1), "dim" if part.kind == IDLE else "")
+        line.append(" " * start)
+        if part.kind == IDLE:
+            line.append(("┄" if ink.blocks else ".") * (end - start), "dim")
+        else:
+            line.append(("█" if ink.blocks else "#") * (end - start), tint.colour if ink.colour else "")
+        line.append(" " * (bar_width - end))
+        figure = f"{wording.seconds(part.length_s)}  {wording.share(part.length_s / scale_s):>5}"
+        lines.append(line.append(" " + figure.rjust(time_width + 1), "dim" if part.kind == IDLE else ""))
+    return lines
