@@ -26,7 +26,7 @@ def describe_machine(gpus: Gpus | None = None) -> Machine:
             platform=platform.platform(),
             python=platform.python_version(),
             torch=torch,
-            cuda=cuda or session.cuda,
+            cuda=cuda,
             driver=session.driver,
             cpu=cpu_capacity(),
             mem_total_bytes=int(psutil.virtual_memory().total),
@@ -34,6 +34,8 @@ def describe_machine(gpus: Gpus | None = None) -> Machine:
             shm_total_bytes=shm_total_bytes,
             shm_free_bytes=shm_free_bytes,
             gpus=session.read(),
+            driver_cuda=session.cuda,
+            why_no_gpu=session.why_none,
         )
     finally:
         if gpus is None:

@@ -10,6 +10,7 @@ class FakeClock:
         self.now_s = now_s
 
     def __call__(self) -> float:
+        """The time that it was set to."""
         return self.now_s
 
     def advance(self, seconds: float) -> None:

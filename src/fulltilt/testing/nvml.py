@@ -1,0 +1,69 @@
+"""A fake of the pynvml module with GPUs that follow a script over time.
+
+Every call is checked against the signature of the real function; structures, constants and errors are the real
+ones; and what the fake does not know is "not supported", as with a real GPU.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pynvml
+
+from fulltilt.testing.clock import FakeClock
+from fulltilt.testing.driver import FakeDriver
+from fulltilt.testing.gpus import FakeGpu
+
+
+class FakeNvml:
+    """Pass it as ``Gpus.open(nvml=...)``. ``calls`` counts the calls of each function."""
+
+    def __init__(
+        self,
+        gpus: Sequence[FakeGpu] = (),
+        clock: Callable[[], float] | None = None,
+        *,
+        init_error: int | None = None,
+        unknown: Sequence[str] = (),
+        pcie_call_s: float = 0.0,
+    ) -> None:
+        """``unknown`` names functions that this driver is too old for; a PCIe call takes ``pcie_call_s``."""
+        self.driver = FakeDriver(tuple(gpus), clock or FakeClock(), init_error, pcie_call_s)
+        self.calls: Counter[str] = Counter()
+        self._unknown = frozenset(unknown)
+
+    @property
+    def gpus(self) -> tuple[FakeGpu, ...]:
+        """The GPUs in the order of the PCI bus."""
+        return self.driver.gpus
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything that is not a function comes from the real module."""
+        real = getattr(pynvml, name)
+        if not inspect.isfunction(real):
+            return real
+        signature = inspect.signature(real)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            bound = signature.bind(*arguments, **named)
+            bound.apply_defaults()
+            self.calls[name] += 1
+            return self._ask(name, bound.args)
+
+        setattr(self, name, call)
+        return call
+
+    def _ask(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        if name in self._unknown:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+        if name != "nvmlInit" and not self.driver.sessions:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_UNINITIALIZED)
+        answer = getattr(self.driver, name, None)
+        if answer is None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        if arguments and isinstance(arguments[0], FakeGpu):
+            self.driver.raise_if_lost(arguments[0])
+        return answer(*arguments)
