@@ -88,6 +88,21 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class JobProcess:
+    """A process that is on a GPU or belongs to one of Fulltilt's runs, with all processes under it.
+
+    ``cpu_pct`` is 100 for one busy core; ``run_folder`` is None where it is not one of Fulltilt's.
+    """
+
+    pid: int
+    name: str | None
+    children: int = 0
+    cpu_pct: float | None = None
+    pss_bytes: int | None = None
+    run_folder: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class CpuCapacity:
     """CPUs present, and how many of them this process may really use (affinity and cgroup quota)."""
 
