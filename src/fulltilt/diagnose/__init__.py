@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from fulltilt.diagnose.ledger import compare_ranks, make_ledger, mean_step, measure_throughput
-from fulltilt.records import Ceilings, Diagnosis, Finding, Run, Verdict
+from fulltilt.diagnose.checklist import make_checklist
+from fulltilt.diagnose.evidence import gather
+from fulltilt.diagnose.ledger import mean_step
+from fulltilt.diagnose.low_gpu import low_gpu_warning
+from fulltilt.diagnose.rules import judge
+from fulltilt.diagnose.settings import settings_in_force
+from fulltilt.diagnose.thresholds import DEFAULT, Thresholds
+from fulltilt.diagnose.verdict import ordered, reach_verdict
+from fulltilt.records import Abstention, Diagnosis, Finding, Run
 
-__all__ = ["answer", "diagnose"]
+__all__ = ["Thresholds", "answer", "diagnose", "low_gpu_warning"]
 
 
 def diagnose(run: Run) -> tuple[Finding, ...]:
@@ -13,18 +20,21 @@ def diagnose(run: Run) -> tuple[Finding, ...]:
     return answer(run).findings
 
 
-def answer(run: Run) -> Diagnosis:
+def answer(run: Run, thresholds: Thresholds = DEFAULT) -> Diagnosis:
     """Everything that can be said about a run; feeds every surface. Never raises on a run that could be read."""
+    evidence = gather(run, thresholds)
+    judgements = judge(evidence)
+    findings = ordered(judgement for judgement in judgements if isinstance(judgement, Finding))
     return Diagnosis(
-        verdict=Verdict("no_steps", 0.0, "Not diagnosed yet."),
-        ledger=make_ledger(run),
-        throughput=measure_throughput(run),
-        ceilings=Ceilings(None, None),
-        gpu=(),
-        findings=(),
-        abstained=(),
-        checklist=(),
-        settings=(),
-        ranks=compare_ranks(run),
+        verdict=reach_verdict(evidence, findings),
+        ledger=evidence.ledger,
+        throughput=evidence.throughput,
+        ceilings=evidence.ceilings,
+        gpu=evidence.gpus,
+        findings=findings,
+        abstained=tuple(judgement for judgement in judgements if isinstance(judgement, Abstention)),
+        checklist=make_checklist(evidence),
+        settings=settings_in_force(evidence),
+        ranks=evidence.ranks,
         step=mean_step(run),
     )

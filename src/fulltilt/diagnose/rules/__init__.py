@@ -1,0 +1,66 @@
+"""One pure function for each finding code, named like it.
+
+Each takes the evidence and returns a Finding, an Abstention that says what evidence it lacks, or None when it looked
+and found nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+from fulltilt.diagnose.evidence import Evidence
+from fulltilt.diagnose.rules.arithmetic import batch_too_small, compute_bound, padding_waste, precision_unused
+from fulltilt.diagnose.rules.delivery import epoch_restart, input_handover, shm_small
+from fulltilt.diagnose.rules.gpu import launch_bound, sync_point, transfer_blocking
+from fulltilt.diagnose.rules.host import checkpoint_stall, host_code, validation_heavy
+from fulltilt.diagnose.rules.input import input_cpu_bound, input_io_bound, input_serial
+from fulltilt.diagnose.rules.machine import cpu_oversubscribed, gpu_shared, memory_pressure, throttled
+from fulltilt.diagnose.rules.ranks import communication_bound, straggler
+from fulltilt.diagnose.rules.wording import Judgement
+from fulltilt.records import Abstention, FindingCode
+
+Rule = Callable[[Evidence], Judgement]
+
+# In the order of design.md, which also breaks ties between findings.
+RULES: tuple[Rule, ...] = (
+    input_serial,
+    input_cpu_bound,
+    input_io_bound,
+    input_handover,
+    epoch_restart,
+    transfer_blocking,
+    sync_point,
+    launch_bound,
+    batch_too_small,
+    precision_unused,
+    padding_waste,
+    host_code,
+    validation_heavy,
+    checkpoint_stall,
+    memory_pressure,
+    cpu_oversubscribed,
+    shm_small,
+    throttled,
+    gpu_shared,
+    straggler,
+    communication_bound,
+    compute_bound,
+)
+
+# These judge the machine, so they need no training step: memory may be why there was none.
+_WITHOUT_STEPS: tuple[Rule, ...] = (memory_pressure, shm_small, throttled, gpu_shared)
+
+
+def judge(evidence: Evidence) -> list[Judgement]:
+    """What every rule says. Without a training step, the rules about training abstain."""
+    trained = evidence.throughput.steps > 0
+    return [
+        rule(evidence) if trained or rule in _WITHOUT_STEPS else Abstention(code_of(rule), "a training step")
+        for rule in RULES
+    ]
+
+
+def code_of(rule: Rule) -> FindingCode:
+    """The finding code of a rule."""
+    return cast(FindingCode, rule.__name__)

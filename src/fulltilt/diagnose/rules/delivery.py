@@ -1,0 +1,142 @@
+"""How batches get from the workers to the training thread: pickling, shared memory, and new passes."""
+
+from __future__ import annotations
+
+from fulltilt.diagnose.evidence import Evidence
+from fulltilt.diagnose.gains import by_removing
+from fulltilt.diagnose.rules.staffing import gain_without_wait, workers_unmeasured
+from fulltilt.diagnose.rules.wording import Judgement, Severity, at, found, rewritten, time_spent
+from fulltilt.diagnose.supply import Limit, Supply
+from fulltilt.diagnose.words import count, number, percent, seconds, size
+from fulltilt.records import Abstention, LoaderRecord
+
+# --------------------------------------------------------------------------- handing over
+
+
+def input_handover(evidence: Evidence) -> Judgement:
+    """The workers are fast enough, but their batches arrive late: pickling, shared memory, rebuilding, pinning."""
+    if evidence.limit is Limit.UNKNOWN:
+        return workers_unmeasured(evidence, "input_handover")
+    loader, supply = evidence.loader, evidence.supply
+    if evidence.limit is not Limit.HANDOVER or loader is None or supply is None:
+        return None
+    wait_s = evidence.buckets.data_wait_s
+    facts = [
+        time_spent(evidence, "waiting for data", wait_s),
+        f"{count('worker', supply.workers)} could give "
+        f"{number(supply.workers * supply.worker_samples_per_s)} samples/s and are idle "
+        f"{percent(supply.idle_share)} of the time",
+        f"handing over costs the training thread {seconds(supply.main_cpu_s)} of CPU a batch "
+        f"({percent(supply.handover_main_share)} of its wait) and the workers "
+        f"{percent(supply.handover_worker_share)} of their time",
+    ]
+    if loader.batch_bytes:
+        facts.append(f"a batch has {size(loader.batch_bytes)} as {loader.batch_kind or 'an unknown kind'}")
+    fix = _lighter_handover(evidence, loader, supply)
+    return found(evidence, "input_handover", wait_s, facts, fix, loader.where, gain_without_wait(evidence))
+
+
+def _lighter_handover(evidence: Evidence, loader: LoaderRecord, supply: Supply) -> str:
+    costly = max(supply.handover_main_share, supply.handover_worker_share) >= evidence.thresholds.handover_share / 2
+    collate = f"the collate function {loader.collate}" if loader.collate else "the collate function"
+    if costly and not passes_through_shm(loader):
+        return (
+            f"Let {collate}{at(loader.where)} return tensors (torch.from_numpy, torch.stack): tensors pass through "
+            f"shared memory, while {loader.batch_kind} batches are pickled, sent through a pipe and rebuilt."
+        )
+    if costly:
+        return (
+            f"Send fewer and smaller tensors{at(loader.where)}: stack each field into one tensor in {collate}, "
+            "keep integers as uint8 and convert them after the batch has arrived."
+        )
+    prefetch = loader.prefetch_factor or 2
+    hint = ", or pinning: try pin_memory=False" if loader.pin_memory else ""
+    return (
+        f"The workers wait while the queue runs empty, so single batches come late (uneven costs{hint}). Raise "
+        f"prefetch_factor {prefetch} → {2 * prefetch}{at(loader.where)}: "
+        f"{rewritten(evidence, loader, prefetch_factor=2 * prefetch)}."
+    )
+
+
+# --------------------------------------------------------------------------- between passes
+
+
+def epoch_restart(evidence: Evidence) -> Judgement:
+    """Each pass over the data begins with starting workers and filling an empty queue."""
+    turnover_s = evidence.buckets.epoch_turnover_s
+    share = evidence.active_share(turnover_s)
+    if share < evidence.thresholds.epoch_turnover_share:
+        return None
+    loader = _restarted_loader(evidence)
+    if loader is None:
+        return Abstention("epoch_restart", "the DataLoader whose passes are being restarted")
+    restarts = max(loader.passes - 1, 1)
+    facts = [
+        time_spent(evidence, "starting passes over the data", turnover_s),
+        f"{loader.passes} passes, {seconds(turnover_s / restarts)} for each new one",
+    ]
+    if loader.num_workers > 0 and not loader.persistent_workers:
+        facts.append(f"its {loader.num_workers} workers are started anew for each pass (persistent_workers=False)")
+        call = rewritten(evidence, loader, num_workers=loader.num_workers, persistent_workers=True)
+        fix = f"Keep the workers alive{at(loader.where)}: {call}."
+        if loader.start_method == "spawn":
+            fix += " They are spawned, so each start imports the script and its modules again."
+    else:
+        fix = (
+            f"Make fewer, longer passes{at(loader.where)}: "
+            "RandomSampler(dataset, num_samples=k * len(dataset), replacement=False) goes k times through the data "
+            "in one pass."
+        )
+    predicted = by_removing(share, evidence.thresholds.recovered_low)
+    return found(evidence, "epoch_restart", turnover_s, facts, fix, loader.where, predicted)
+
+
+def _restarted_loader(evidence: Evidence) -> LoaderRecord | None:
+    loaders = [loader for loader in evidence.rank.loaders if loader.role == "train"] if evidence.rank else []
+    return max(loaders, key=lambda loader: (loader.restart_s, loader.passes), default=None)
+
+
+# --------------------------------------------------------------------------- shared memory
+
+
+def shm_small(evidence: Evidence) -> Judgement:
+    """The batches that the workers keep ready do not fit into /dev/shm: a worker dies with a bus error."""
+    loader, total = evidence.loader, evidence.machine.shm_total_bytes
+    if loader is None or loader.num_workers == 0 or not passes_through_shm(loader):
+        return None
+    if loader.batch_bytes is None:
+        return Abstention("shm_small", "the size of a batch")
+    if total is None:
+        return Abstention("shm_small", "the size of /dev/shm")
+    prefetch = loader.prefetch_factor or 2
+    ranks = max(round(evidence.machine.cpu.usable / max(evidence.usable_cpus, 0.01)), 1)
+    queued = loader.num_workers * prefetch * ranks
+    needed = queued * loader.batch_bytes
+    limit = evidence.thresholds.shm_share
+    if needed < limit * total:
+        return None
+    fits = max(int(limit * total / (loader.num_workers * ranks * loader.batch_bytes)), 0)
+    facts = [
+        f"{loader.num_workers} workers × {prefetch} batches ahead{f' × {ranks} ranks' if ranks > 1 else ''} × "
+        f"{size(loader.batch_bytes)} = {size(needed)} in shared memory",
+        f"/dev/shm has {size(total)}",
+    ]
+    fix = f"Give the container more shared memory (docker run --shm-size={_gigabytes(2 * needed)}g)"
+    if fits >= 1 and fits < prefetch:
+        fix += f", or lower prefetch_factor {prefetch} → {fits}{at(loader.where)}"
+    elif fits < 1:
+        workers = max(int(limit * total / (ranks * loader.batch_bytes)), 0)
+        if workers >= 1:
+            fix += f", or use num_workers={workers} with prefetch_factor=1{at(loader.where)}"
+    severity: Severity = "severe" if needed > total else "warn"
+    return found(evidence, "shm_small", 0.0, facts, fix + ".", loader.where, None, severity)
+
+
+def passes_through_shm(loader: LoaderRecord) -> bool:
+    """Whether batches travel in shared memory: tensors do, arrays and other objects are pickled through a pipe."""
+    kind = (loader.batch_kind or "tensor").lower()
+    return not any(word in kind for word in ("numpy", "ndarray", "object", "bytes", "str"))
+
+
+def _gigabytes(needed: float) -> int:
+    return max(round(needed / 1e9 + 0.5), 1)

@@ -1,0 +1,113 @@
+"""The script itself holds the training up: its own code, its validation, its checkpoints."""
+
+from __future__ import annotations
+
+from fulltilt.diagnose.evidence import Evidence
+from fulltilt.diagnose.gains import amdahl, by_removing, gain, rarer, share_left
+from fulltilt.diagnose.rules.wording import Judgement, at, found, line_cost, time_spent
+from fulltilt.diagnose.words import count, percent, seconds
+from fulltilt.records import Abstention, HotLine, LoaderRecord
+
+# --------------------------------------------------------------------------- the user's own code
+
+# What stands in the line or its function, and what to do about it.
+_ADVICE = (
+    (("sleep",), "it waits on purpose; remove it"),
+    (("json", "dump", "write", "savefig", "to_csv", "tobytes"), "write every {every} steps, or from a second thread"),
+    (("print", "log", "add_scalar", "add_histogram", "wandb"), "log every {every} steps"),
+    (("plot", "imshow", "figure"), "draw once an epoch"),
+    (("deepcopy", "clone"), "copy every {every} steps, or update in place (torch._foreach_lerp_ for an average)"),
+    (("zero_grad",), "zero_grad(set_to_none=True)"),
+    (("collect", "empty_cache"), "drop it: memory is reused without it"),
+    (("mean", "norm", "numpy", "tolist"), "compute it on the device and read it every {every} steps"),
+)
+_OTHERWISE = "take it out of the step, do it every {every} steps, or let a second thread do it"
+
+
+def host_code(evidence: Evidence) -> Judgement:
+    """The script's own Python between steps, while nothing computes. Slow kernel launches are not counted here."""
+    launch_s = evidence.launch_s
+    lines = evidence.host_lines
+    if evidence.on_gpu and launch_s is None and not lines:
+        return Abstention("host_code", "what the host did while the GPU idled (launching, or code of the script's own)")
+    cost_s = evidence.buckets.host_code_s - (launch_s or 0.0)
+    share = evidence.active_share(cost_s)
+    if share < evidence.thresholds.host_code_share:
+        return None
+    facts = [time_spent(evidence, "code of the script's own", cost_s)]
+    facts += [line_cost(line) for line in lines[:3]]
+    if not lines:
+        facts.append("no stack was sampled, so the line is not known")
+    fix = _speed_up_line(lines[0], share) if lines else f"Find the slow code: {_OTHERWISE.format(every=100)}."
+    predicted = by_removing(share, evidence.thresholds.recovered_low)
+    return found(evidence, "host_code", cost_s, facts, fix, lines[0].where if lines else None, predicted)
+
+
+def _speed_up_line(line: HotLine, share: float) -> str:
+    text = f"{line.call or ''} {line.function}".lower()
+    advice = next((advice for words, advice in _ADVICE if any(word in text for word in words)), _OTHERWISE)
+    every = next((n for n in (10, 20, 50) if share / n <= 0.01), 100)
+    return f"{line.call or line.function}{at(line.where)}: {advice.format(every=every)}."
+
+
+# --------------------------------------------------------------------------- validation
+
+
+def validation_heavy(evidence: Evidence) -> Judgement:
+    """Validation takes so much of the job that validating less often would pay."""
+    cost_s = evidence.buckets.validation_s
+    share = evidence.active_share(cost_s)
+    limits = evidence.thresholds
+    if share < limits.validation_share:
+        return None
+    loader = _validation_loader(evidence)
+    facts = [time_spent(evidence, "validation", cost_s)]
+    if loader and loader.passes:
+        facts.append(f"{count('pass', loader.passes)} over {loader.dataset}, {seconds(cost_s / loader.passes)} each")
+    every = rarer(share, limits.validation_target_share)
+    left = share_left(share, every)
+    fix = f"Validate every {_ordinal(every)} time: its share falls from {percent(share)} to {percent(left)}."
+    if loader and loader.num_workers == 0:
+        fix += f" Its loader{at(loader.where)} has no workers: DataLoader(..., num_workers=2, persistent_workers=True)."
+    fix += " A larger batch and torch.inference_mode() make each one faster and change no result."
+    high = amdahl(share - left * (1 - share) / max(1 - left, 0.01))
+    predicted = gain(1 + (high - 1) * limits.recovered_low, high)
+    return found(evidence, "validation_heavy", cost_s, facts, fix, loader.where if loader else None, predicted)
+
+
+def _validation_loader(evidence: Evidence) -> LoaderRecord | None:
+    loaders = [loader for loader in evidence.rank.loaders if loader.role == "eval"] if evidence.rank else []
+    return max(loaders, key=lambda loader: loader.batches, default=None)
+
+
+# --------------------------------------------------------------------------- checkpoints
+
+
+def checkpoint_stall(evidence: Evidence) -> Judgement:
+    """Training stands still while the model is saved."""
+    cost_s = evidence.buckets.checkpoint_s
+    share = evidence.active_share(cost_s)
+    limits = evidence.thresholds
+    if share < limits.checkpoint_share:
+        return None
+    lines = sorted(evidence.rank.checkpoint_lines, key=lambda line: -line.seconds) if evidence.rank else []
+    facts = [time_spent(evidence, "saving", cost_s)]
+    facts += [line_cost(line) for line in lines[:3]]
+    every = rarer(share, limits.checkpoint_target_share)
+    left = share_left(share, every)
+    where = lines[0].where if lines else None
+    fix = (
+        f"Save every {_ordinal(every)} time{at(where)}: its share falls from {percent(share)} to {percent(left)}. "
+        "Or save beside the training: copy the state to host memory and let a thread write it "
+        "(torch.distributed.checkpoint.async_save does both)."
+    )
+    # Rarer saves or asynchronous ones: either leaves a little.
+    still = max(left * (1 - share) / (1 - left), 0.0)
+    removed_async = share * (1 - limits.async_checkpoint_part)
+    bounds = sorted((amdahl(share - still), amdahl(removed_async)))
+    return found(evidence, "checkpoint_stall", cost_s, facts, fix, where, gain(bounds[0], bounds[1]))
+
+
+def _ordinal(k: int) -> str:
+    ending = "th" if 10 <= k % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(k % 10, "th")
+    return f"{k}{ending}"

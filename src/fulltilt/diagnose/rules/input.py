@@ -1,0 +1,195 @@
+"""The input cannot keep up: which part of it, and what to do about that part."""
+
+from __future__ import annotations
+
+from fulltilt.diagnose.evidence import Evidence
+from fulltilt.diagnose.gains import Gain, amdahl, gain
+from fulltilt.diagnose.rules.staffing import Staffing, gain_without_wait, plan_workers, workers_unmeasured
+from fulltilt.diagnose.rules.wording import Judgement, at, found, line_cost, rates, rewritten, time_spent
+from fulltilt.diagnose.supply import Limit, Supply
+from fulltilt.diagnose.words import count, number, percent, seconds, size
+from fulltilt.records import Finding, FindingCode, HotLine, LoaderRecord
+
+# --------------------------------------------------------------------------- no workers
+
+
+def input_serial(evidence: Evidence) -> Judgement:
+    """The training thread makes its batches itself: a DataLoader without workers, or no DataLoader at all."""
+    if evidence.limit is not Limit.SERIAL:
+        return None
+    if evidence.loader is None:
+        return _generated_by_hand(evidence)
+    return _no_workers(evidence, evidence.loader)
+
+
+def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
+    wait_s = evidence.buckets.data_wait_s
+    facts = [time_spent(evidence, "waiting for data", wait_s)]
+    if supply := evidence.supply:
+        facts.append(
+            f"num_workers=0: the training thread fetches each batch itself, {seconds(supply.batch_s)} a batch, "
+            f"{percent(supply.busy_share or 0.0)} of it on the CPU"
+        )
+    facts += _known(rates(evidence))
+    plan = plan_workers(evidence)
+    workers = plan.advised if plan else max(int(evidence.usable_cpus) - 1, 1)
+    fix = (
+        f"Set num_workers={workers}{at(loader.where)}: "
+        f"{rewritten(evidence, loader, num_workers=workers, persistent_workers=True)}."
+    )
+    if plan and supply:
+        fix += (
+            f" A sample takes {seconds(supply.batch_s / supply.samples_per_batch)} to fetch: "
+            f"{_need_and_room(evidence, plan)}."
+        )
+    if loader.iterable:
+        fix += (
+            " Its IterableDataset must split the work by torch.utils.data.get_worker_info(), "
+            "or every worker yields all of it."
+        )
+    predicted = plan.gain if plan else gain_without_wait(evidence)
+    return found(evidence, "input_serial", wait_s, facts, fix, loader.where, predicted)
+
+
+def _generated_by_hand(evidence: Evidence) -> Finding:
+    wait_s = evidence.buckets.data_wait_s
+    share = evidence.active_share(wait_s)
+    line = next(iter(evidence.host_lines), None)
+    facts = [
+        time_spent(evidence, "making batches", wait_s),
+        "no DataLoader was seen: the training thread makes each batch itself",
+    ]
+    if line:
+        facts.append(line_cost(line))
+    fix = (
+        f"Make the next batch while this one trains: put the code{at(line.where if line else None)} into a "
+        "torch.utils.data.IterableDataset that yields whole batches, and draw them from "
+        "DataLoader(dataset, batch_size=None, num_workers=1); one worker keeps their order."
+    )
+    # One worker hides the shorter of the two; more workers divide what one needs.
+    helpers = max(int(evidence.usable_cpus) - 1, 1)
+    one, several = 1 / max(share, 1 - share), 1 / max(share / helpers, 1 - share)
+    low = 1 + (one - 1) * evidence.thresholds.recovered_low
+    return found(evidence, "input_serial", wait_s, facts, fix, line.where if line else None, gain(low, several))
+
+
+# --------------------------------------------------------------------------- workers at their limit
+
+
+def input_cpu_bound(evidence: Evidence) -> Judgement:
+    """The workers compute all the time and there are too few of them, or their work is too dear."""
+    return _workers_limit(evidence, "input_cpu_bound", Limit.CPU)
+
+
+def input_io_bound(evidence: Evidence) -> Judgement:
+    """The workers spend their time waiting: for a disk, a network, a lock."""
+    return _workers_limit(evidence, "input_io_bound", Limit.IO)
+
+
+def _workers_limit(evidence: Evidence, code: FindingCode, limit: Limit) -> Judgement:
+    if evidence.limit is Limit.UNKNOWN:
+        return workers_unmeasured(evidence, code)
+    loader, supply = evidence.loader, evidence.supply
+    if evidence.limit is not limit or loader is None or supply is None:
+        return None
+    wait_s = evidence.buckets.data_wait_s
+    line = _worker_line(evidence)
+    facts = [time_spent(evidence, "waiting for data", wait_s), _worker_time(supply, limit)]
+    if line and evidence.workers:
+        facts.append(f"of the workers' time {line_cost(line, evidence.workers.fetch_s)}")
+    facts += _known(rates(evidence))
+    if limit is Limit.IO:
+        facts += _storage_facts(evidence)
+    plan = plan_workers(evidence)
+    if plan and plan.raises:
+        fix = _raise_workers(evidence, loader, plan)
+        predicted = plan.gain
+    else:
+        fix = _cheaper_fetch(evidence, loader, limit, line)
+        predicted = _line_gain(evidence, line)
+    if limit is Limit.IO:
+        fix += _stage_data(evidence)
+    return found(evidence, code, wait_s, facts, fix, line.where if line else loader.where, predicted)
+
+
+def _worker_time(supply: Supply, limit: Limit) -> str:
+    busy = supply.busy_share if supply.busy_share is not None else supply.batch_cpu_s / supply.batch_s
+    workers = count("worker", supply.workers)
+    nature = f"{percent(busy)} computing" if limit is Limit.CPU else f"{percent(1 - busy)} waiting, not computing"
+    return f"{workers} at {seconds(supply.batch_s)} a batch, {nature}, idle {percent(supply.idle_share)} of the time"
+
+
+def _raise_workers(evidence: Evidence, loader: LoaderRecord, plan: Staffing) -> str:
+    changes: dict[str, int | bool] = {"num_workers": plan.advised}
+    if not loader.persistent_workers:
+        changes["persistent_workers"] = True
+    return (
+        f"Raise num_workers {plan.now} → {plan.advised}{at(loader.where)}: {rewritten(evidence, loader, **changes)}. "
+        f"At its cost a batch, {_need_and_room(evidence, plan)}."
+    )
+
+
+def _cheaper_fetch(evidence: Evidence, loader: LoaderRecord, limit: Limit, line: HotLine | None) -> str:
+    place = f"{line.function} ({line.where})" if line else f"the data set {loader.dataset}"
+    if limit is Limit.IO:
+        return (
+            f"Make {place} wait less: {loader.num_workers} workers already wait side by side. "
+            "Read larger pieces at a time, or keep what was read."
+        )
+    return (
+        f"Make {place} cheaper: the {loader.num_workers} workers already use what {_cpus(evidence)}. "
+        "Do its deterministic part once and store the result, work on smaller inputs, or move it to the GPU."
+    )
+
+
+def _storage_facts(evidence: Evidence) -> list[str]:
+    facts = []
+    if evidence.workers and evidence.workers.read_bytes:
+        read = evidence.workers.read_bytes
+        facts.append(f"the workers read {size(read)} from storage, {size(read / max(evidence.active_s, 1e-9))}/s")
+    data = evidence.run.run.data
+    if data and data.kind != "unknown":
+        facts.append(f"the data in {data.path} lies on {data.kind} ({data.filesystem or 'file system unknown'})")
+    return facts
+
+
+def _stage_data(evidence: Evidence) -> str:
+    data = evidence.run.run.data
+    if data and data.kind not in ("tmpfs", "unknown") and data.fits_in_ram and data.total_bytes:
+        return f" Its {size(data.total_bytes)} fit in RAM: copying {data.path} to a RAM disk ends the waiting."
+    return ""
+
+
+# --------------------------------------------------------------------------- shared by the rules above
+
+
+def _worker_line(evidence: Evidence) -> HotLine | None:
+    return max(evidence.workers.lines, key=lambda line: line.seconds, default=None) if evidence.workers else None
+
+
+def _line_gain(evidence: Evidence, line: HotLine | None) -> Gain:
+    """If the costliest line took half of its time, or none: the loader gets faster until training no longer waits."""
+    if line is None or evidence.workers is None:
+        return gain_without_wait(evidence)
+    part = min(line.seconds / evidence.workers.fetch_s, 1.0)
+    unhindered = amdahl(evidence.active_share(evidence.buckets.data_wait_s))
+    return gain(amdahl(part * evidence.thresholds.recovered_low), amdahl(part), cap=unhindered)
+
+
+def _need_and_room(evidence: Evidence, plan: Staffing) -> str:
+    needed = f"{count('worker', plan.needed)} would hide it"
+    room = f"{_cpus(evidence)}, enough for {count('such worker', plan.allowed)} beside the training"
+    if plan.needed <= plan.allowed:
+        return f"{needed}; {room}"
+    return f"{needed}, but {room}; a cheaper fetch must give the rest"
+
+
+def _cpus(evidence: Evidence) -> str:
+    cpu = evidence.machine.cpu
+    source = "the quota allows" if cpu.quota is not None and cpu.quota <= cpu.affinity else "the machine has"
+    shared = " for each rank" if evidence.usable_cpus < cpu.usable else ""
+    return f"{source} {number(evidence.usable_cpus)} CPUs{shared}"
+
+
+def _known(fact: str | None) -> list[str]:
+    return [fact] if fact else []

@@ -1,0 +1,86 @@
+"""How a finding is put together: its share, its severity and the phrases that several rules use."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fulltilt.diagnose.evidence import Evidence
+from fulltilt.diagnose.gains import Gain
+from fulltilt.diagnose.thresholds import Thresholds
+from fulltilt.diagnose.words import number, percent, seconds
+from fulltilt.records import Abstention, Finding, FindingCode, HotLine, LoaderRecord
+
+# A rule finds its cause, lacks the evidence to judge, or has looked and found nothing.
+Judgement = Finding | Abstention | None
+Severity = Literal["info", "warn", "severe"]
+
+
+def severity_of(active_share: float, thresholds: Thresholds) -> Severity:
+    """How loud: by the share of the time after start-up that the cause costs."""
+    if active_share >= thresholds.severe_share:
+        return "severe"
+    return "warn" if active_share >= thresholds.warn_share else "info"
+
+
+def found(
+    evidence: Evidence,
+    code: FindingCode,
+    cost_s: float,
+    facts: list[str],
+    fix: str,
+    where: str | None = None,
+    gain: Gain | None = None,
+    severity: Severity | None = None,
+) -> Finding:
+    """A finding that costs ``cost_s`` seconds of the wall time."""
+    return Finding(
+        code=code,
+        share=evidence.share(cost_s),
+        severity=severity or severity_of(evidence.active_share(cost_s), evidence.thresholds),
+        evidence=tuple(facts),
+        where=where,
+        fix=fix,
+        predicted_speedup=gain,
+    )
+
+
+def time_spent(evidence: Evidence, what: str, cost_s: float) -> str:
+    """``data wait takes 62 % of the time after start-up: 124 s, 15.5 ms a step``."""
+    return (
+        f"{what} takes {percent(evidence.active_share(cost_s))} of the time after start-up: "
+        f"{seconds(cost_s)}, {seconds(evidence.per_step(cost_s))} a step"
+    )
+
+
+def line_cost(line: HotLine, whole_s: float | None = None) -> str:
+    """``71 % in decode, dataset.py:48``; without a whole, the seconds themselves."""
+    cost = percent(min(line.seconds / whole_s, 1.0)) if whole_s else seconds(line.seconds)
+    call = f" ({line.call})" if line.call else ""
+    return f"{cost} in {line.function}, {line.where}{call}"
+
+
+def at(where: str | None) -> str:
+    """`` at train.py:31``, or nothing when the place is not known."""
+    return f" at {where}" if where else ""
+
+
+def rates(evidence: Evidence) -> str | None:
+    """What the loader gives beside what compute could take; None when either was not measured."""
+    ceilings = evidence.ceilings
+    if ceilings.loader_samples_per_s is None or ceilings.compute_samples_per_s is None:
+        return None
+    taker = "the GPU" if evidence.on_gpu else "compute"
+    return (
+        f"the loader alone can give {number(ceilings.loader_samples_per_s)} samples/s, "
+        f"{taker} could take {number(ceilings.compute_samples_per_s)}"
+    )
+
+
+def rewritten(evidence: Evidence, loader: LoaderRecord, **changes: int | bool) -> str:
+    """The loader's call with ``changes``, in the words of the framework that makes the call."""
+    if loader.where and "transformers" in loader.where:
+        settings = ", ".join(f"dataloader_{name}={value}" for name, value in changes.items())
+        return f"TrainingArguments(..., {settings})"
+    if evidence.on_gpu and not loader.pin_memory:
+        changes = {**changes, "pin_memory": True}
+    return f"DataLoader(..., {', '.join(f'{name}={value}' for name, value in changes.items())})"

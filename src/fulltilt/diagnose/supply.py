@@ -1,0 +1,175 @@
+"""How the training loader keeps up: what a batch costs, and which part of the loader sets its rate.
+
+Exactly one part does, so the causes exclude each other. Workers with nothing to do are not the limit: then it is the
+way from them to the training thread. Workers that queue for a CPU are too many. All others either compute or wait.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from fulltilt.diagnose.thresholds import Thresholds
+from fulltilt.records import LoaderRecord, WorkerRecord
+
+
+class Limit(Enum):
+    """What sets the rate of the input."""
+
+    NOTHING = "the input keeps up"
+    SERIAL = "the training thread fetches by itself"
+    CROWDED = "more processes than CPUs"
+    HANDOVER = "the way from the workers to the training thread"
+    CPU = "the workers compute"
+    IO = "the workers wait"
+    UNKNOWN = "the workers were not measured"
+
+
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """What one batch costs and where its time goes. Seconds are per batch; shares are of time.
+
+    ``batch_s`` is the time of one worker for one batch, handing over included (of the training thread at 0 workers).
+    ``main_cpu_s`` is CPU time of the training thread in next() and bounds the rate of any number of workers.
+    """
+
+    workers: int
+    samples_per_batch: float
+    batch_s: float
+    batch_cpu_s: float
+    main_cpu_s: float
+    busy_share: float | None
+    idle_share: float
+    handover_main_share: float
+    handover_worker_share: float
+    queueing_share: float | None
+
+    @property
+    def worker_samples_per_s(self) -> float:
+        """What one worker (the training thread at 0 workers) can give."""
+        return self.samples_per_batch / self.batch_s
+
+
+def measure_supply(loader: LoaderRecord, workers: WorkerRecord | None) -> Supply | None:
+    """The costs of a loader's batches, or None when they were not measured."""
+    if loader.batches == 0 or not loader.samples:
+        return None
+    samples_per_batch = loader.samples / loader.batches
+    if loader.num_workers == 0:
+        return _serial_supply(loader, samples_per_batch)
+    if workers is None or workers.batches == 0 or workers.fetch_s <= 0:
+        return None
+    outside_cpu_s = max(workers.process_cpu_s - workers.fetch_cpu_s, 0.0)
+    working_s = workers.fetch_s + outside_cpu_s
+    waiting_s = workers.cpu_wait_s
+    return Supply(
+        workers=loader.num_workers,
+        samples_per_batch=samples_per_batch,
+        batch_s=working_s / workers.batches,
+        batch_cpu_s=workers.process_cpu_s / workers.batches,
+        main_cpu_s=loader.wait_cpu_s / loader.batches,
+        busy_share=None if waiting_s is None else min((workers.fetch_cpu_s + waiting_s) / workers.fetch_s, 1.0),
+        idle_share=workers.idle_s / (workers.idle_s + working_s),
+        handover_main_share=min(loader.wait_cpu_s / loader.wait_s, 1.0) if loader.wait_s > 0 else 0.0,
+        handover_worker_share=outside_cpu_s / working_s,
+        queueing_share=_queueing_share(workers.process_cpu_s, waiting_s),
+    )
+
+
+def _serial_supply(loader: LoaderRecord, samples_per_batch: float) -> Supply | None:
+    # The first batch of each pass is booked apart (start-up and turn-over), so wait_s covers the others.
+    steady = loader.batches - max(loader.passes, 1)
+    if steady > 0 and loader.wait_s > 0:
+        batch_s, batch_cpu_s = loader.wait_s / steady, loader.wait_cpu_s / steady
+    else:
+        batch_s = (loader.wait_s + loader.first_wait_s + loader.restart_s) / loader.batches
+        batch_cpu_s = loader.wait_cpu_s / loader.batches
+    if batch_s <= 0:
+        return None
+    return Supply(
+        workers=0,
+        samples_per_batch=samples_per_batch,
+        batch_s=batch_s,
+        batch_cpu_s=min(batch_cpu_s, batch_s),
+        main_cpu_s=0.0,
+        busy_share=min(batch_cpu_s / batch_s, 1.0),
+        idle_share=0.0,
+        handover_main_share=0.0,
+        handover_worker_share=0.0,
+        queueing_share=None,
+    )
+
+
+def _queueing_share(cpu_s: float, waiting_s: float | None) -> float | None:
+    if waiting_s is None:
+        return None
+    return waiting_s / (cpu_s + waiting_s) if cpu_s + waiting_s > 0 else 0.0
+
+
+def loader_ceiling(
+    supply: Supply,
+    usable_cpus: float,
+    wait_share: float,
+    delivered_samples_per_s: float | None,
+    thresholds: Thresholds,
+) -> float:
+    """The best rate of the loader alone, in samples a second.
+
+    Training that waits nearly always, for workers that are never idle, already takes all that the loader can give.
+    """
+    saturated = wait_share >= thresholds.starved_share and supply.idle_share <= thresholds.never_idle_share
+    if supply.workers > 0 and saturated and delivered_samples_per_s is not None:
+        return delivered_samples_per_s
+    if supply.workers == 0:
+        return supply.worker_samples_per_s
+    limits = [supply.workers * supply.worker_samples_per_s]
+    if supply.batch_cpu_s > 0 and (supply.busy_share is None or supply.busy_share >= thresholds.cpu_bound_share):
+        limits.append(usable_cpus * supply.samples_per_batch / supply.batch_cpu_s)
+    if supply.main_cpu_s > 0:
+        limits.append(supply.samples_per_batch / supply.main_cpu_s)
+    return min(limits)
+
+
+def find_limit(
+    wait_share: float,
+    loader: LoaderRecord | None,
+    supply: Supply | None,
+    delivered_samples_per_s: float | None,
+    crowding: float,
+    thresholds: Thresholds,
+) -> Limit:
+    """Which part of the input sets its rate. ``crowding`` is workers and threads for each usable CPU."""
+    if wait_share < thresholds.data_wait_share:
+        return Limit.NOTHING
+    if loader is None or loader.num_workers == 0:
+        return Limit.SERIAL
+    if supply is None:
+        return Limit.UNKNOWN
+    if supply.idle_share >= thresholds.idle_workers_share:
+        return Limit.HANDOVER
+    if is_crowded(supply, crowding, thresholds):
+        return Limit.CROWDED
+    if _handover_explains(supply, delivered_samples_per_s, thresholds):
+        return Limit.HANDOVER
+    if supply.busy_share is not None:
+        return Limit.CPU if supply.busy_share >= thresholds.cpu_bound_share else Limit.IO
+    if supply.batch_cpu_s >= thresholds.cpu_bound_share * supply.batch_s:
+        return Limit.CPU
+    # Little CPU time can mean waiting for storage or queueing for a CPU; only a free CPU rules the second out.
+    return Limit.IO if crowding <= 1 else Limit.UNKNOWN
+
+
+def is_crowded(supply: Supply, crowding: float, thresholds: Thresholds) -> bool:
+    """Whether workers and threads are so many that they queue for the CPUs."""
+    queueing = supply.queueing_share
+    return queueing is not None and queueing >= thresholds.queueing_share and crowding >= thresholds.crowded_cpus
+
+
+def _handover_explains(supply: Supply, delivered_samples_per_s: float | None, thresholds: Thresholds) -> bool:
+    """Whether the CPU spent on pickling, sharing and rebuilding batches is what holds the input up."""
+    cost = max(supply.handover_main_share, supply.handover_worker_share)
+    if cost >= thresholds.handover_share:
+        return True
+    capacity = supply.workers * supply.worker_samples_per_s
+    spare = delivered_samples_per_s is not None and capacity >= thresholds.spare_capacity * delivered_samples_per_s
+    return spare and cost >= thresholds.handover_share / 2

@@ -1,0 +1,75 @@
+"""Every number that a judgement depends on, in one place, each with the reason for its value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """Shares are of the time after start-up unless the name says otherwise; 0.1 is a tenth."""
+
+    # -- how loud a finding is: by the share of time that it costs
+    warn_share: float = 0.10  # Amdahl: a tenth can win at most 1.11 ×; below that nobody changes a job for it
+    severe_share: float = 0.30  # a third can win 1.4 × and more: the first thing to do
+
+    # -- from which share on a cause is reported at all (below warn_share it is a remark behind a healthy verdict)
+    data_wait_share: float = 0.05  # a healthy loader's next() costs 1 to 3 % on small CPU jobs
+    epoch_turnover_share: float = 0.05  # one pass of a minute loses 1 to 2 s to respawned workers
+    transfer_share: float = 0.05  # pinned, overlapped copies leave under 1 % of idle time
+    sync_share: float = 0.05  # one .item() a step at a full queue costs about the launch latency, 1 to 3 %
+    launch_share: float = 0.10  # short gaps between kernels are normal; a tenth idle means the host sets the pace
+    host_code_share: float = 0.05  # progress bars and schedulers stay under 3 % of a 10 ms step
+    validation_share: float = 0.20  # validation is wanted work; a fifth of the job is what people still accept
+    checkpoint_share: float = 0.05  # a checkpoint every few minutes costs under 2 %
+    straggler_share: float = 0.05  # ranks on one machine differ by 1 to 3 % without any cause
+    communication_share: float = 0.10  # DDP hides the exchange behind backward but for its last bucket
+
+    # -- the loader: which part of it limits
+    cpu_bound_share: float = 0.5  # more than half of a fetch on, or queueing for, a CPU: computing, not waiting
+    idle_workers_share: float = 0.3  # workers with nothing to do for a third of their time are not the limit
+    handover_share: float = 0.5  # more CPU in pickling and rebuilding than in fetching, or than in real waiting
+    spare_capacity: float = 2.0  # workers that could give twice what arrives are not the limit either
+    starved_share: float = 0.9  # training that waits nine tenths of its time takes all that the loader gives
+    never_idle_share: float = 0.05  # workers idle less than this are at their full rate
+    queueing_share: float = 0.4  # two runnable processes for each CPU queue half of their time
+    crowded_cpus: float = 1.5  # workers and threads for each usable CPU from which queueing is their own doing
+
+    # -- what to expect from a change
+    recovered_low: float = 0.5  # half of a cause removed is the cautious end of a prediction
+    scaling_low: float = 0.6  # COD on 16 cores: 8 workers gave 0.88 of the serial rate each, 12 gave 0.51 each
+    worker_headroom: float = 1.15  # workers above the bare need, so that uneven batches do not empty the queue
+    waiting_workers_per_cpu: float = 4.0  # workers that wait for storage use little CPU; more than this only add RAM
+    oversubscription_loss: float = 2.1  # CLIP on 16 cores: 1489 samples/s at 12 workers, 712 at 16
+    async_checkpoint_part: float = 0.2  # copying a state to host memory takes about a fifth of serialising it
+    checkpoint_target_share: float = 0.02  # to which "save every k-th time" brings a checkpoint
+    validation_target_share: float = 0.10  # to which "validate every k-th time" brings validation
+
+    # -- the GPU
+    compute_dominates: float = 0.5  # from here on what the GPU does matters more than what it waits for
+    full_tilt_share: float = 0.85  # the best published input pipelines reach 0.85 to 0.93 of their compute limit
+    low_sm_active_pct: float = 50.0  # half of the multiprocessors without work while a kernel runs
+    real_sm_active_pct: float = 70.0  # dense training reaches 70 to 95 % SM active
+    high_util_pct: float = 90.0  # what people call "100 %"
+    low_util_pct: float = 30.0  # guide 5's line for its warning
+    vram_mostly_free_share: float = 0.5  # under half used, twice the batch fits (weights do not grow with it)
+    vram_full_share: float = 0.95  # above, the allocator begins to free and retry
+    padding_share: float = 0.25  # sorted batches of text keep 5 to 10 % padding; a quarter is worth buckets
+    fp32_to_half_speed: tuple[float, float] = (1.3, 3.0)  # tensor cores against plain fp32, whole networks
+    tf32_to_half_speed: tuple[float, float] = (1.1, 1.8)  # half the bytes and twice the rate of TF32
+    tensor_cores_used_share: float = 0.1  # of the time: an fp32 job with this much uses TF32 whatever its flags say
+    throttled_share: float = 0.10  # of the samples; shorter spells are boost clocks settling
+    power_capped_clock: float = 0.85  # a GPU at its power limit is doing its work unless the clock falls below this
+
+    # -- the machine
+    ram_full_share: float = 0.92  # of the limit; the kernel starts to reclaim hard and the OOM killer is near
+    swap_in_bytes_per_s: float = 1e6  # reading back a megabyte of swap each second is thrashing, not tidying up
+    shm_share: float = 0.5  # of /dev/shm: uneven batches and several ranks can double the estimate
+
+    # -- the checklist (guide 2's own lines)
+    check_memory_share: float = 0.30
+    check_util_pct: float = 80.0
+    check_speed_share: float = 0.80  # of the compute ceiling
+
+
+DEFAULT = Thresholds()
