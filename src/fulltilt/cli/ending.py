@@ -1,0 +1,46 @@
+"""The end of `fulltilt run`: how the job ended, the diagnosis, the page, and the verdict on the terminal."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from fulltilt import store
+from fulltilt.diagnose import answer
+from fulltilt.errors import FulltiltError
+from fulltilt.records import RunRecord
+
+
+def end_run(folder: Path, record: RunRecord, wall_s: float, status: int) -> None:
+    """Write what is left to write and print the verdict. A problem here never changes how the job ended."""
+    try:
+        ended = replace(record, state=state_of(status), wall_s=wall_s, exit_code=status)
+        store.write_json(folder / store.RUN_FILE, ended)
+        for claim in folder.glob(".stream-*"):
+            claim.unlink(missing_ok=True)
+        run = store.load(folder)
+        diagnosis = answer(run)
+        from fulltilt.report.answer import to_plain
+
+        store.write_json(folder / store.FINDINGS_FILE, to_plain(diagnosis, run))
+        from fulltilt.report import page
+
+        page.write(folder / store.REPORT_FILE, [(run, diagnosis)])
+        from fulltilt.report.terminal import verdict_lines
+
+        for line in verdict_lines(diagnosis, folder):
+            print(line, file=sys.stderr)
+    except FulltiltError as error:
+        print(f"fulltilt: {error}", file=sys.stderr)
+
+
+def state_of(status: int) -> Literal["done", "crashed", "interrupted", "killed"]:
+    """How a job ended, from its exit status."""
+    if status == 0:
+        return "done"
+    if status in (-signal.SIGINT, 130):
+        return "interrupted"
+    return "killed" if status < 0 else "crashed"

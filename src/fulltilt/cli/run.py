@@ -1,0 +1,136 @@
+"""`fulltilt run`: any script or launcher, recorded and explained, behaving exactly as without it."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fulltilt import __version__, store
+from fulltilt.cli.child import Child
+from fulltilt.errors import RunFolderError, UsageError
+from fulltilt.probes.gpu import Gpus
+from fulltilt.probes.machine import describe_machine
+from fulltilt.records import RunRecord, Settings
+from fulltilt.timeline import attach
+from fulltilt.timeline.launch import job_command, job_name
+from fulltilt.timeline.overrides import read_settings
+
+RUN_FILES = ("run.json", "rank-*.json", "steps*.jsonl", "samples.jsonl", "findings.json", "report.html", ".stream-*")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command(
+        "run",
+        context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
+        options_metavar="[OPTIONS] [--]",
+    )(run)
+
+
+def run(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SCRIPT.py ARGS | -m MODULE ARGS | torchrun … | accelerate launch …", show_default=False),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder [default: fulltilt-runs/<date>-<script>]")] = None,
+    deep: Annotated[int, typer.Option(min=0, help="Profile this many steps with torch.profiler.")] = 0,
+    settings: Annotated[
+        Path | None, typer.Option(help="Settings file whose loader settings are put in force.")
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
+) -> None:
+    """Run a training job unchanged, record where its time goes, and say why the GPU is idle."""
+    arguments = (["-m"] if module else []) + list(command or [])
+    resolved = job_command(arguments)
+    asked = read_settings(settings) if settings is not None else Settings()
+    name = job_name(arguments)
+    folder = prepare_folder(out, name)
+    code = Job(arguments, resolved, name, folder, settings, asked, deep).run()
+    raise typer.Exit(code)
+
+
+def prepare_folder(out: Path | None, name: str) -> Path:
+    """The run folder, made and writable. What an earlier run left in it is moved aside, never overwritten."""
+    if out is None:
+        stem = f"{datetime.now():%Y%m%d-%H%M%S}-{re.sub(r'[^A-Za-z0-9._-]+', '-', name)[:60]}"
+        out = Path("fulltilt-runs") / stem
+        for number in range(2, 1000):
+            if not out.exists():
+                break
+            out = out.with_name(f"{stem}-{number}")
+    if out.exists() and not out.is_dir():
+        raise RunFolderError(f"--out {out} is a file, not a folder", "Choose another folder with --out.")
+    folder = store.create_folder(out)
+    _move_aside(folder)
+    return folder
+
+
+def _move_aside(folder: Path) -> None:
+    old = [path for pattern in RUN_FILES for path in folder.glob(pattern)]
+    if not (folder / store.RUN_FILE).exists():
+        return
+    number = 1
+    while (folder / f"before-{number}").exists():
+        number += 1
+    aside = folder / f"before-{number}"
+    try:
+        aside.mkdir()
+        for path in old:
+            path.rename(aside / path.name)
+    except OSError as error:
+        raise RunFolderError(f"cannot move the earlier run in {folder} aside: {error}") from error
+    print(f"fulltilt: {folder} held a run already; it is now in {aside}", file=sys.stderr)
+
+
+class Job:
+    """One run of a job from its start to its verdict."""
+
+    def __init__(
+        self,
+        arguments: list[str],
+        resolved: list[str],
+        name: str,
+        folder: Path,
+        settings: Path | None,
+        asked: Settings,
+        deep: int,
+    ) -> None:
+        self._arguments = arguments
+        self._resolved = resolved
+        self._folder = folder
+        self._settings = settings
+        self._deep = deep
+        self._gpus = Gpus.open()
+        self._record = RunRecord(
+            name=name,
+            command=tuple(arguments),
+            started_at=datetime.now().astimezone().isoformat(timespec="seconds"),
+            machine=describe_machine(self._gpus),
+            fulltilt=__version__,
+            asked=asked,
+        )
+
+    def run(self) -> int:
+        """Start the job, watch it, explain it. Returns the job's own exit code, or ends by the job's own signal."""
+        store.write_json(self._folder / store.RUN_FILE, self._record)
+        t0_ns = time.perf_counter_ns()
+        environment = {**os.environ, **attach.environment(self._folder, t0_ns, self._settings, self._deep)}
+        try:
+            child = Child(self._resolved, environment)
+        except OSError as error:
+            raise UsageError(f"cannot start {self._resolved[0]}: {error.strerror or error}") from error
+        from fulltilt.cli.watching import Watching
+
+        with Watching(self._folder, child.pid, t0_ns, self._gpus) as watching:
+            status = child.wait(watching.tick)
+        from fulltilt.cli.ending import end_run
+
+        end_run(self._folder, self._record, (time.perf_counter_ns() - t0_ns) * 1e-9, status)
+        return child.leave(status)

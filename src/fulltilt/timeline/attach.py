@@ -1,0 +1,104 @@
+"""Attaching to a job that knows nothing of it: waits for torch to be imported, then records into the run folder.
+
+The environment tells what to do; `fulltilt run` sets it and every Python process of the job inherits it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fulltilt.timeline.session import Session
+
+RUN_DIR = "FULLTILT_RUN_DIR"
+T0_NS = "FULLTILT_T0_NS"
+SETTINGS = "FULLTILT_SETTINGS"
+DEEP = "FULLTILT_DEEP"
+PACKAGE = "FULLTILT_PACKAGE"
+
+current: Session | None = None
+
+
+def environment(folder: Path, t0_ns: int, settings: Path | None, deep: int) -> dict[str, str]:
+    """The variables that make every Python process below attach itself to this run."""
+    bootstrap = str(Path(__file__).parent / "bootstrap")
+    path = os.environ.get("PYTHONPATH")
+    variables = {
+        RUN_DIR: str(folder.resolve()),
+        T0_NS: str(t0_ns),
+        PACKAGE: str(Path(__file__).resolve().parents[2]),
+        "PYTHONPATH": bootstrap if not path else f"{bootstrap}{os.pathsep}{path}",
+    }
+    if settings is not None:
+        variables[SETTINGS] = str(settings.resolve())
+    if deep:
+        variables[DEEP] = str(deep)
+    return variables
+
+
+def when_torch_is_imported() -> None:
+    """Start a session as soon as this process has imported torch."""
+    if "torch" in sys.modules:
+        start(sys.modules["torch"])
+    else:
+        sys.meta_path.insert(0, _TorchWatcher())
+
+
+def start(torch: ModuleType) -> None:
+    """Record this process into the folder that the environment names. Never raises."""
+    global current
+    if current is not None:
+        return
+    try:
+        from fulltilt.timeline.session import Session
+
+        current = Session(
+            torch,
+            folder=Path(os.environ[RUN_DIR]),
+            t0_ns=int(os.environ.get(T0_NS) or time.perf_counter_ns()),
+            settings=os.environ.get(SETTINGS),
+            deep=int(os.environ.get(DEEP) or 0),
+        )
+        current.install()
+        atexit.register(current.finish)
+    except Exception as error:
+        if os.environ.get("FULLTILT_DEBUG"):
+            raise
+        print(f"fulltilt: cannot record this process: {error}", file=sys.stderr)
+
+
+class _TorchWatcher(importlib.abc.MetaPathFinder):
+    """Lets torch be imported as ever and is called back when that is done."""
+
+    def find_spec(
+        self, name: str, _path: Sequence[str] | None, _target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The spec that the other finders give for torch, with a call behind the end of its execution."""
+        if name != "torch":
+            return None
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(self)
+        spec = importlib.util.find_spec("torch")
+        loader: Any = spec.loader if spec is not None else None
+        if loader is None:
+            return spec
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            execute(module)
+            start(module)
+
+        loader.exec_module = exec_module
+        return spec

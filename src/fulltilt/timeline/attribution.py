@@ -1,0 +1,128 @@
+"""From a tile's shelves to the ledger's buckets: the user's own time is split by what the stack samples saw. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from fulltilt.records import Buckets, Phases
+from fulltilt.timeline.tiles import Tile
+
+NS = 1e-9
+
+# What a stack sample of the user's stretch can say, and the bucket that it stands for.
+BUCKET_OF_KIND = {
+    "torch": "compute_s",
+    "host": "host_code_s",
+    "data": "data_wait_s",
+    "compile": "startup_s",
+    "checkpoint": "checkpoint_s",
+    "communication": "communication_s",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Attributed:
+    """A tile's time in buckets, its phases, and how much of host_code is the framework's launching (GPU only)."""
+
+    buckets: Buckets
+    phases: Phases
+    launch_s: float
+
+
+def attribute(tile: Tile, seen: Mapping[str, float], exposed_communication_s: float = 0.0) -> Attributed:
+    """Split a tile. ``seen`` holds the weights of the stack samples by kind; empty means nothing was seen.
+
+    ``exposed_communication_s`` is what a step waits for the exchange of gradients inside backward.
+    """
+    total = sum(seen.values())
+    split = {kind: weight / total for kind, weight in seen.items()} if total else {}
+    whole = _attribute_gpu(tile, split) if tile.gpu else _attribute_cpu(tile, split)
+    exchanged = min(exposed_communication_s * tile.steps, whole.buckets.compute_s)
+    if exchanged <= 0:
+        return whole
+    buckets = replace(
+        whole.buckets,
+        compute_s=whole.buckets.compute_s - exchanged,
+        communication_s=whole.buckets.communication_s + exchanged,
+    )
+    return replace(whole, buckets=buckets)
+
+
+def _attribute_cpu(tile: Tile, split: Mapping[str, float]) -> Attributed:
+    ns = tile.shelves.time
+    user = ns.get("user", 0.0)
+    out = _common(ns)
+    out["compute_s"] += ns.get("backward", 0.0) + ns.get("optimizer", 0.0)
+    for kind, share in split.items():
+        out[BUCKET_OF_KIND[kind]] += user * share
+    if not split:
+        out["unattributed_s"] += user
+    return Attributed(_in_seconds(out), _phases(tile, split, gpu=False), launch_s=0.0)
+
+
+def _attribute_gpu(tile: Tile, split: Mapping[str, float]) -> Attributed:
+    ns = tile.shelves.time
+    out = _common(ns)
+    out["compute_s"] += ns.get("busy", 0.0)
+    # Time booked before the first event (there was no GPU clock yet) is host time.
+    out["compute_s"] += (
+        ns.get("backward", 0.0) + ns.get("optimizer", 0.0) + ns.get("user", 0.0) * split.get("torch", 0.0)
+    )
+    starved = ns.get("starved", 0.0)
+    user_overlap = tile.shelves.phases.get("starved_user", 0.0)
+    left = starved
+    for kind, share in split.items():
+        if kind == "torch":
+            continue
+        booked = min(left, user_overlap * share)
+        out[BUCKET_OF_KIND[kind]] += booked + ns.get("user", 0.0) * share
+        left -= booked
+    # The host had waited for the GPU and so had no lead: without that wait this idle time would have been hidden.
+    sync = min(left, tile.sync_blocked_ns)
+    out["sync_s"] += sync
+    left -= sync
+    if split:
+        out["host_code_s"] += left
+        launch = left
+    else:
+        out["unattributed_s"] += left + ns.get("user", 0.0)
+        launch = 0.0
+    return Attributed(_in_seconds(out), _phases(tile, split, gpu=True), launch * NS)
+
+
+def _common(ns: Mapping[str, float]) -> dict[str, float]:
+    return {
+        "startup_s": ns.get("startup", 0.0),
+        "data_wait_s": ns.get("data_wait", 0.0),
+        "transfer_s": ns.get("transfer", 0.0),
+        "compute_s": 0.0,
+        "sync_s": ns.get("sync", 0.0),
+        "host_code_s": 0.0,
+        "validation_s": ns.get("validation", 0.0),
+        "checkpoint_s": ns.get("checkpoint", 0.0),
+        "epoch_turnover_s": ns.get("turnover", 0.0),
+        "communication_s": ns.get("communication", 0.0),
+        "unattributed_s": ns.get("observer", 0.0),
+    }
+
+
+def _in_seconds(out: Mapping[str, float]) -> Buckets:
+    return Buckets(**{name: ns * NS for name, ns in out.items()})
+
+
+def _phases(tile: Tile, split: Mapping[str, float], *, gpu: bool) -> Phases:
+    phase = tile.shelves.phases
+    user = phase.get("user", 0.0)
+    forward = user * split.get("torch", 0.0)
+    busy = tile.shelves.time.get("busy", 0.0)
+    return Phases(
+        load_s=phase.get("load", 0.0) * NS,
+        transfer_s=phase.get("transfer", 0.0) * NS,
+        forward_s=forward * NS,
+        backward_s=phase.get("backward", 0.0) * NS,
+        optimizer_s=phase.get("optimizer", 0.0) * NS,
+        other_s=(phase.get("other", 0.0) + user - forward) * NS,
+        gpu_busy_s=busy * NS if gpu else None,
+        gpu_idle_s=max(0.0, tile.t1_ns - tile.t0_ns - busy) * NS if gpu else None,
+    )

@@ -1,0 +1,113 @@
+"""What is in a batch, whatever its structure: how many samples, how many bytes, how much of it padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+DEEPEST = 4
+WIDEST = 64
+
+
+def count_samples(batch: Any, hint: int | None = None) -> int | None:
+    """The number of samples in a batch; None when its structure tells nothing.
+
+    ``hint`` is how many indices the sampler asked for. It only chooses between counts that the batch itself shows.
+    """
+    if (
+        type(batch) in (tuple, list)
+        and batch
+        and (shape := getattr(batch[0], "shape", None))
+        and hint in (None, shape[0])
+    ):
+        return int(shape[0])  # the common case, and this runs for every batch
+    counts = list(_counts(batch, DEEPEST))
+    if not counts:
+        return None
+    return hint if hint in counts else counts[0]
+
+
+def _counts(value: Any, depth: int) -> Iterator[int]:
+    """Candidate counts, the likeliest first."""
+    graphs = getattr(value, "num_graphs", None)
+    if isinstance(graphs, int):
+        yield graphs
+    shape = getattr(value, "shape", None)
+    if shape is not None and hasattr(value, "ndim"):
+        if len(shape):
+            yield int(shape[0])
+        return
+    if depth == 0 or isinstance(value, str | bytes):
+        return
+    if isinstance(value, Mapping):
+        for item in list(value.values())[:WIDEST]:
+            yield from _counts(item, depth - 1)
+    elif isinstance(value, list | tuple):
+        yield from _counts_of_sequence(value, depth)
+    elif hasattr(value, "__dict__") and not callable(value):
+        for item in list(vars(value).values())[:WIDEST]:
+            yield from _counts(item, depth - 1)
+
+
+def _counts_of_sequence(value: list[Any] | tuple[Any, ...], depth: int) -> Iterator[int]:
+    # A tuple of columns (images, labels) counts by its first column; a list of samples counts by its length.
+    inner = [list(_counts(item, depth - 1)) for item in value[:WIDEST]]
+    firsts = {counts[0] for counts in inner if counts}
+    columns = len(firsts) == 1 and isinstance(value, tuple | list) and len(value) <= WIDEST
+    if columns:
+        yield firsts.pop()
+        yield len(value)
+    else:
+        if value:
+            yield len(value)
+        for counts in inner:
+            yield from counts
+
+
+def count_bytes(batch: Any, depth: int = DEEPEST) -> int:
+    """Bytes of the tensors and arrays in a batch."""
+    size = getattr(batch, "nbytes", None)
+    if isinstance(size, int):
+        return size
+    if depth == 0 or isinstance(batch, str | bytes):
+        return 0
+    if isinstance(batch, Mapping):
+        return sum(count_bytes(item, depth - 1) for item in batch.values())
+    if isinstance(batch, list | tuple):
+        return sum(count_bytes(item, depth - 1) for item in batch)
+    return 0
+
+
+def kind_of(batch: Any) -> str:
+    """In one word what the training thread receives: tensor, numpy or objects, and the container around it."""
+    leaves = {_leaf(item) for item in _flat(batch, DEEPEST)}
+    inside = "numpy" if "numpy" in leaves else "tensor" if "tensor" in leaves else "objects"
+    if isinstance(batch, Mapping):
+        return f"dict of {inside}"
+    if isinstance(batch, list | tuple):
+        return f"{type(batch).__name__} of {inside}"
+    return inside
+
+
+def _flat(value: Any, depth: int) -> Iterator[Any]:
+    if depth and isinstance(value, Mapping):
+        for item in list(value.values())[:WIDEST]:
+            yield from _flat(item, depth - 1)
+    elif depth and isinstance(value, list | tuple):
+        for item in value[:WIDEST]:
+            yield from _flat(item, depth - 1)
+    else:
+        yield value
+
+
+def _leaf(value: Any) -> str:
+    module = type(value).__module__.partition(".")[0]
+    return {"torch": "tensor", "numpy": "numpy"}.get(module, "tensor" if hasattr(value, "data_ptr") else "object")
+
+
+def padding_share(batch: Any) -> float | None:
+    """The share of padding in a tokenised batch, from its attention mask; None when there is none on the host."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if mask is None or getattr(mask, "is_cuda", False) or getattr(mask, "ndim", 0) != 2 or not mask.shape[0]:
+        return None
+    return 1.0 - float((mask != 0).sum()) / float(mask.shape[0] * mask.shape[1])

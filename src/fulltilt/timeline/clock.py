@@ -1,0 +1,78 @@
+"""The GPU's position on the host's clock, read from CUDA events without ever making the training thread wait.
+
+Events are recorded at boundaries and read later. The times of successive events are added up from one calibrated
+reference; since two clocks drift, every sum is held between what is certain: the GPU cannot reach an event before the
+host recorded it, nor after the host has seen it reached.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any, Protocol
+
+
+class GpuClock(Protocol):
+    """Records positions on the training thread and resolves them on the observer's."""
+
+    def record(self) -> Any:
+        """An event at the current end of the GPU's queue."""
+
+    def delay(self, seconds: float) -> None:
+        """Queue a delay on the GPU, so that the host gets a lead and the next stretches hold no idle time."""
+
+    def resolve(self, event: Any, recorded_ns: int) -> float | None:
+        """When the GPU reached ``event``, in host nanoseconds; None when it has not yet."""
+
+
+class CudaClock:
+    """GpuClock on CUDA events of the current stream."""
+
+    def __init__(self, torch: Any) -> None:
+        self._cuda = torch.cuda
+        self._pool: deque[Any] = deque()
+        self._last: Any = None
+        self._last_ns = 0.0
+        self._cycles_per_s = 1.5e9
+        # The one deliberate wait: with an empty queue, host and GPU stand at the same moment.
+        self._cuda.synchronize()
+        reference = self._cuda.Event(enable_timing=True)
+        reference.record()
+        reference.synchronize()
+        self._last, self._last_ns = reference, float(time.perf_counter_ns())
+
+    def record(self) -> Any:
+        """An event at the current end of the current stream. Safe, and None, while a CUDA graph is captured."""
+        if self._cuda.is_current_stream_capturing():
+            return None
+        try:
+            event = self._pool.pop()
+        except IndexError:
+            event = self._cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def delay(self, seconds: float) -> None:
+        """Keep the GPU busy for about ``seconds`` with a kernel that only counts cycles."""
+        if not self._cuda.is_current_stream_capturing():
+            self._cuda._sleep(int(seconds * self._cycles_per_s))
+
+    def learn_delay(self, asked_s: float, took_s: float) -> None:
+        """Correct the assumed clock rate by a delay that was measured."""
+        if took_s > 0:
+            self._cycles_per_s = min(max(self._cycles_per_s * asked_s / took_s, 2e8), 4e9)
+
+    def resolve(self, event: Any, recorded_ns: int) -> float | None:
+        """When the GPU reached ``event``. Events must come in the order in which they were recorded."""
+        if not event.query():
+            return None
+        seen_ns = float(time.perf_counter_ns())
+        reached = self._last_ns + float(self._last.elapsed_time(event)) * 1e6
+        reached = min(max(reached, float(recorded_ns)), seen_ns)
+        self._pool.append(self._last)
+        self._last, self._last_ns = event, reached
+        return reached
+
+    def not_after(self, ns: float) -> None:
+        """The host has seen, at ``ns``, that the GPU has reached the last resolved event."""
+        self._last_ns = min(self._last_ns, ns)

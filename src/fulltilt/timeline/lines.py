@@ -1,0 +1,52 @@
+"""Time by source line: how much each line cost, kept to a bounded number of lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fulltilt.records import HotLine
+from fulltilt.timeline.stacks import StackView
+
+MOST_LINES = 4096
+
+
+class LineTimes:
+    """Adds up seconds by line. Memory is bounded: when full, the cheaper half is forgotten."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[str, str], float] = {}
+        self._calls: dict[tuple[str, str], str | None] = {}
+
+    def add(self, view: StackView, seconds: float) -> None:
+        """Charge a line with some seconds."""
+        self.charge(view.where, view.function, seconds, view.call)
+
+    def charge(self, where: str, function: str, seconds: float, call: str | None = None) -> None:
+        """Charge a line, given by its parts."""
+        key = (where, function)
+        if key not in self._seconds and len(self._seconds) >= MOST_LINES:
+            kept = sorted(self._seconds.items(), key=lambda item: -item[1])[: MOST_LINES // 2]
+            self._seconds = dict(kept)
+            self._calls = {kept_key: self._calls.get(kept_key) for kept_key, _ in kept}
+        self._seconds[key] = self._seconds.get(key, 0.0) + seconds
+        self._calls[key] = call or self._calls.get(key)
+
+    def merge(self, lines: Iterable[HotLine]) -> None:
+        """Add lines that another process measured."""
+        for line in lines:
+            self.charge(line.where, line.function, line.seconds, line.call)
+
+    def take(self) -> tuple[HotLine, ...]:
+        """The costliest lines so far; starts again from nothing."""
+        top = self.top(20)
+        self._seconds.clear()
+        self._calls.clear()
+        return top
+
+    def top(self, most: int = 12) -> tuple[HotLine, ...]:
+        """The costliest lines, first the costliest."""
+        ranked = sorted(self._seconds.items(), key=lambda item: (-item[1], item[0]))[:most]
+        return tuple(
+            HotLine(where, function, seconds, self._calls.get((where, function)))
+            for (where, function), seconds in ranked
+        )

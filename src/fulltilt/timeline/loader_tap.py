@@ -1,0 +1,304 @@
+"""The tap on DataLoader: every batch passes through it, so that waits are measured and batches are counted.
+
+The tap's iterator stands between the loop and torch's iterator. It holds the one it draws from in ``source``; live
+tuning can put another in its place between two batches.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from types import FrameType
+from typing import Any
+
+from fulltilt.records import LoaderRecord
+from fulltilt.timeline import worker_tap
+from fulltilt.timeline.batches import count_bytes, count_samples, kind_of, padding_share
+from fulltilt.timeline.marks import Activity, BatchArrived, PassBegan, PassEnded, Point, WaitBegan
+from fulltilt.timeline.stacks import owner, shown_path
+
+# A batch's size and padding are measured on the first few batches and then on every so many.
+INSPECT_FIRST = 4
+INSPECT_EVERY = 32
+
+
+@dataclass
+class LoaderTap:
+    """One DataLoader: how it was made and what passed through it."""
+
+    loader_id: int
+    where: str | None
+    given: tuple[str, ...]
+    loader: weakref.ref[Any]
+    described: dict[str, Any] = field(default_factory=dict)
+    eval_batches: int = 0
+    passes: int = 0
+    batches: int = 0
+    samples: int = 0
+    counted: bool = False
+    wait_s: float = 0.0
+    wait_cpu_s: float = 0.0
+    first_wait_s: float = 0.0
+    restart_s: float = 0.0
+    batch_bytes: int | None = None
+    batch_kind: str | None = None
+    padding: float = 0.0
+    padding_seen: int = 0
+
+    def inspect(self, batch: Any) -> None:
+        """Look into some of the batches."""
+        if self.batches > INSPECT_FIRST and self.batches % INSPECT_EVERY:
+            return
+        self.batch_bytes = max(self.batch_bytes or 0, count_bytes(batch))
+        self.batch_kind = self.batch_kind or kind_of(batch)
+        share = padding_share(batch)
+        if share is not None:
+            self.padding += share
+            self.padding_seen += 1
+
+    def record(self, trained: bool) -> LoaderRecord:
+        """The loader as a record."""
+        loader = self.loader()
+        if loader is not None:
+            self.described = describe(loader)
+        role = "train" if trained else "eval" if self.batches else "unused"
+        return LoaderRecord(
+            loader_id=self.loader_id,
+            role=role,  # type: ignore[arg-type]
+            where=self.where,
+            given=self.given,
+            passes=self.passes,
+            batches=self.batches,
+            samples=self.samples if self.counted else None,
+            batch_bytes=self.batch_bytes,
+            batch_kind=self.batch_kind,
+            wait_s=self.wait_s,
+            wait_cpu_s=self.wait_cpu_s,
+            first_wait_s=self.first_wait_s,
+            restart_s=self.restart_s,
+            padding_share=self.padding / self.padding_seen if self.padding_seen else None,
+            **self.described,
+        )
+
+
+def describe(loader: Any) -> dict[str, Any]:
+    """The arguments in force of a DataLoader, as plain values."""
+    dataset, sampler = loader.dataset, getattr(loader, "sampler", None)
+    name = type(sampler).__name__ if sampler is not None else None
+    context: Any = getattr(loader, "multiprocessing_context", None)
+    return {
+        "dataset": type(dataset).__name__,
+        "dataset_len": _length(dataset),
+        "iterable": _is_iterable(loader),
+        "batch_size": _batch_size(loader),
+        "num_workers": int(loader.num_workers),
+        "prefetch_factor": loader.prefetch_factor,
+        "pin_memory": bool(loader.pin_memory),
+        "persistent_workers": bool(loader.persistent_workers),
+        "drop_last": bool(loader.drop_last),
+        "shuffle": {"RandomSampler": True, "SequentialSampler": False}.get(name or ""),
+        "sampler": name,
+        "collate": _name(loader.collate_fn),
+        "start_method": context.get_start_method() if context is not None else None,
+    }
+
+
+def _is_iterable(loader: Any) -> bool:
+    from torch.utils.data import IterableDataset
+
+    return isinstance(loader.dataset, IterableDataset)
+
+
+def _batch_size(loader: Any) -> int | None:
+    size = loader.batch_size
+    if size is None:
+        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except Exception:
+        return None
+
+
+def _name(function: Any) -> str | None:
+    return getattr(function, "__qualname__", None) or type(function).__name__
+
+
+class TappedIterator:
+    """A loader's iterator with a meter. Everything it does not know itself it asks its source."""
+
+    def __init__(self, taps: LoaderTaps, tap: LoaderTap, source: Any) -> None:
+        self._taps = taps
+        self._tap = tap
+        self._first = True
+        self.source = source
+
+    def __iter__(self) -> TappedIterator:
+        return self
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)
+
+    def __next__(self) -> Any:
+        taps, tap = self._taps, self._tap
+        recorder = taps.recorder
+        if not recorder.mine():
+            return self._from_another_thread(recorder)
+        evaluating = taps.evaluating()
+        changed = evaluating != taps.was_evaluating
+        taps.was_evaluating = evaluating
+        taps.waiting_for = tap
+        before = recorder.switch(Activity.NEXT, WaitBegan(evaluating), Point.EVAL if changed else Point.NONE)
+        began, cpu = time.perf_counter(), time.thread_time()
+        first, self._first = self._first, False
+        workers = int(getattr(self.source, "_num_workers", 0))
+        try:
+            batch = self.source.__next__()
+        except StopIteration:
+            tap.restart_s += time.perf_counter() - began
+            recorder.switch(
+                before, PassEnded(tap.loader_id, evaluating, workers), Point.EVAL if evaluating else Point.NONE
+            )
+            raise
+        except BaseException:
+            recorder.switch(before)
+            raise
+        self._note_wait(first and workers > 0, time.perf_counter() - began, time.thread_time() - cpu)
+        samples = self._count(batch)
+        fact = BatchArrived(tap.loader_id, samples, evaluating, first, workers)
+        recorder.switch(before, fact, Point.NONE if evaluating else Point.BATCH)
+        if not evaluating:
+            recorder.calibrate_if_asked()
+        return batch
+
+    def _note_wait(self, first: bool, wait_s: float, cpu_s: float) -> None:
+        tap = self._tap
+        if first and tap.passes == 1:
+            tap.first_wait_s += wait_s
+        elif first:
+            tap.restart_s += wait_s
+        else:
+            tap.wait_s += wait_s
+            tap.wait_cpu_s += cpu_s
+
+    def _count(self, batch: Any) -> int | None:
+        tap = self._tap
+        samples = count_samples(batch, tap.described.get("batch_size"))
+        tap.batches += 1
+        if samples is not None:
+            tap.samples += samples
+            tap.counted = True
+        tap.inspect(batch)
+        return samples
+
+    def _from_another_thread(self, recorder: Any) -> Any:
+        """A prefetching thread of the user's draws: count the batch, but the training thread did not wait for it."""
+        batch = self.source.__next__()
+        if recorder.active:
+            samples = self._count(batch)
+            recorder.note(BatchArrived(self._tap.loader_id, samples, self._taps.evaluating(), False, 1))
+        return batch
+
+
+class LoaderTaps:
+    """All DataLoaders of the process."""
+
+    def __init__(self, recorder: Any, torch: Any) -> None:
+        self.recorder = recorder
+        self.mailbox = worker_tap.Mailbox()
+        self.was_evaluating = False
+        self.waiting_for: LoaderTap | None = None
+        self.override: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+        self._torch = torch
+        self._taps: weakref.WeakKeyDictionary[Any, LoaderTap] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+        self.all: list[LoaderTap] = []
+
+    def evaluating(self) -> bool:
+        """Whether what is drawn now is for evaluation: gradients are off, or the trained model is in eval mode."""
+        return self.recorder.eval_mode or not self._torch.is_grad_enabled()
+
+    def of(self, loader: Any) -> LoaderTap:
+        """The tap of a loader, made when it is first seen."""
+        with self._lock:
+            tap = self._taps.get(loader)
+            if tap is None:
+                tap = LoaderTap(len(self.all), None, (), weakref.ref(loader))
+                self._taps[loader] = tap
+                self.all.append(tap)
+            return tap
+
+    def constructed(self, loader: Any, given: tuple[str, ...]) -> None:
+        """Remember where a loader was constructed and which arguments were written there."""
+        self.recorder.ensure_started()
+        tap = self.of(loader)
+        tap.given = given
+        tap.where = _call_site(loader)
+        tap.described = describe(loader)
+
+    def iterate(self, original: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
+        """DataLoader.__iter__ with the tap in between."""
+        recorder = self.recorder
+        tap = self.of(loader)
+        if not recorder.active:
+            return original(loader)
+        tap.described = describe(loader)
+        tap.passes += 1
+        if not recorder.mine():
+            return TappedIterator(self, tap, self._with_meters(original, loader, tap))
+        evaluating = self.evaluating()
+        began = time.perf_counter()
+        before = recorder.switch(Activity.ITER, PassBegan(tap.loader_id, evaluating))
+        try:
+            source = self._with_meters(original, loader, tap)
+        finally:
+            recorder.switch(before)
+        if tap.passes > 1:
+            tap.restart_s += time.perf_counter() - began
+        return TappedIterator(self, tap, source)
+
+    def _with_meters(self, original: Callable[[Any], Any], loader: Any, tap: LoaderTap) -> Any:
+        """Create torch's iterator while its worker loop is exchanged for the measured one."""
+        workers = self._torch.utils.data._utils.worker
+        if self.mailbox.address is None or loader.num_workers == 0:
+            return original(loader)
+        plain = worker_tap.plain_loop = workers._worker_loop
+        workers._worker_loop = partial(worker_tap.run_worker, self.mailbox.address, tap.loader_id)
+        try:
+            return original(loader)
+        finally:
+            workers._worker_loop = plain
+
+
+def _call_site(loader: Any) -> str | None:
+    """file:line of the call that constructed a loader: the first frame outside of torch and of its own class."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        who = owner(code.co_filename)
+        own_init = code.co_name == "__init__" and frame.f_locals.get("self") is loader
+        if not who.startswith("torch") and who not in ("fulltilt", "stdlib") and not own_init:
+            return f"{shown_path(code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+def given_arguments(original: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """The names of the arguments that the user wrote in a DataLoader(...) call."""
+    try:
+        bound = inspect.signature(original).bind(None, *args, **kwargs)
+    except TypeError:
+        return tuple(kwargs)
+    return tuple(name for name in bound.arguments if name != "self")

@@ -1,0 +1,106 @@
+"""The marks that the training thread leaves behind: what it began to do, when, and where the GPU stood.
+
+The training thread only appends marks. Everything else (pairing, attribution, files) happens on the observer thread.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+
+class Activity(IntEnum):
+    """What the training thread is doing. USER is everything that is not one of the others."""
+
+    USER = 0
+    NEXT = 1  # waiting in a loader's next()
+    ITER = 2  # creating a loader's iterator: worker processes start here
+    BACKWARD = 3
+    OPTIMIZER = 4
+    SAVE = 5  # torch.save and its like
+    SYNC = 6  # blocked until the GPU has finished: .item(), .cpu(), synchronize()
+    COPY = 7  # host to GPU copies
+    COMM = 8  # explicit collectives
+
+
+class Point(IntEnum):
+    """A boundary at which the GPU's position is worth an event."""
+
+    NONE = 0
+    BATCH = 1  # a training batch has arrived
+    BACKWARD = 2  # backward begins
+    STEP = 3  # an optimizer has stepped
+    COPY_BEGIN = 4
+    COPY_END = 5
+    EVAL = 6  # evaluation begins or ends
+    DELAY = 7  # a calibrating delay has been queued
+    SYNCED = 8  # a blocking call returned while calibrating
+
+
+class Mark(NamedTuple):
+    """From ``t_ns`` on the training thread does ``activity``; ``fact`` says what happened at this boundary.
+
+    ``activity`` is None when another thread leaves a fact behind: the training thread goes on with what it does.
+    """
+
+    t_ns: int
+    activity: Activity | None
+    fact: Any = None
+    point: Point = Point.NONE
+    event: Any = None
+
+
+class BatchArrived(NamedTuple):
+    """next() returned a batch. ``samples`` is None when the batch has no countable structure."""
+
+    loader_id: int
+    samples: int | None
+    evaluating: bool
+    first: bool
+    workers: int
+
+
+class WaitBegan(NamedTuple):
+    """next() is about to be called on a loader."""
+
+    evaluating: bool
+
+
+class PassEnded(NamedTuple):
+    """A loader's iterator is exhausted."""
+
+    loader_id: int
+    evaluating: bool
+    workers: int
+
+
+class PassBegan(NamedTuple):
+    """A loader's iterator is about to be created."""
+
+    loader_id: int
+    evaluating: bool
+
+
+class BackwardBegan(NamedTuple):
+    """backward() was called: the job trains."""
+
+
+class BackwardEnded(NamedTuple):
+    """backward() returned."""
+
+
+class OptimizerStepped(NamedTuple):
+    """An optimizer's step ended; ``skipped`` when the gradient scaler left it out."""
+
+    optimizer_id: int
+    skipped: bool
+
+
+class EvalMode(NamedTuple):
+    """The trained model was switched to evaluation mode, or back."""
+
+    on: bool
+
+
+class Finished(NamedTuple):
+    """The job is over."""

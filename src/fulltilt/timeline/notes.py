@@ -1,0 +1,293 @@
+"""What one rank's recorder notes besides its time: loaders, workers, lines, copies, precision, communication."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+from fulltilt.records import CommunicationRecord, DeepRecord, PrecisionRecord, RankRecord, TransferRecord, WorkerRecord
+from fulltilt.timeline.lines import LineTimes
+from fulltilt.timeline.loader_tap import LoaderTaps
+from fulltilt.timeline.marks import Activity
+from fulltilt.timeline.stacks import StackView
+from fulltilt.timeline.tiles import TileBuilder
+from fulltilt.timeline.worker_tap import lines_of
+
+MOST_REMARKS = 20
+
+
+@dataclass
+class WorkerTotals:
+    """What the workers of one loader told so far."""
+
+    pids: set[int] = field(default_factory=set)
+    batches: int = 0
+    fetch_s: float = 0.0
+    fetch_cpu_s: float = 0.0
+    cpu_wait_s: float | None = 0.0
+    idle_s: float = 0.0
+    process_cpu_s: float = 0.0
+    read_bytes: dict[int, int] = field(default_factory=dict)
+    lines: LineTimes = field(default_factory=LineTimes)
+
+    def add(self, message: dict[str, Any]) -> None:
+        """Take one message of a worker."""
+        self.pids.add(message["pid"])
+        self.batches += message["batches"]
+        self.fetch_s += message["fetch_s"]
+        self.fetch_cpu_s += message["fetch_cpu_s"]
+        self.idle_s += message["idle_s"]
+        self.process_cpu_s += message["process_cpu_s"]
+        waited = message["cpu_wait_s"]
+        self.cpu_wait_s = None if waited is None or self.cpu_wait_s is None else self.cpu_wait_s + waited
+        if message["read_bytes"] is not None:
+            self.read_bytes[message["pid"]] = message["read_bytes"]
+        self.lines.merge(lines_of(message))
+
+    def record(self, loader_id: int) -> WorkerRecord:
+        """The totals as a record."""
+        return WorkerRecord(
+            loader_id=loader_id,
+            processes=len(self.pids),
+            batches=self.batches,
+            fetch_s=self.fetch_s,
+            fetch_cpu_s=self.fetch_cpu_s,
+            cpu_wait_s=self.cpu_wait_s,
+            idle_s=self.idle_s,
+            process_cpu_s=self.process_cpu_s,
+            read_bytes=sum(self.read_bytes.values()) if self.read_bytes else None,
+            lines=self.lines.top(),
+        )
+
+
+@dataclass
+class Copies:
+    """Host-to-GPU copies of the training thread."""
+
+    copies: int = 0
+    bytes: int = 0
+    blocked_s: float = 0.0
+    asked: int = 0
+    pageable: int = 0
+    blocking: int = 0
+    lines: LineTimes = field(default_factory=LineTimes)
+
+    def record(self) -> TransferRecord | None:
+        """The copies as a record; None when there were none."""
+        if not self.copies:
+            return None
+        top = self.lines.top(1)
+        return TransferRecord(
+            copies=self.copies,
+            bytes=self.bytes,
+            blocked_s=self.blocked_s,
+            pageable_share=self.pageable / self.asked if self.asked else None,
+            blocking_share=self.blocking / self.copies,
+            where=top[0].where if top else None,
+        )
+
+
+class RankNotes:
+    """Everything that ends in a RankRecord."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self.taps: LoaderTaps | None = None
+        self.steps = 0
+        self.steps_attributed = 0
+        self.launch_s = 0.0
+        self.gpu_busy_s = 0.0
+        self.gpu_steps = 0
+        self.looks = 0
+        self.host_lines = LineTimes()
+        self.sync_lines = LineTimes()
+        self.checkpoint_lines = LineTimes()
+        self.load_lines: dict[int, LineTimes] = {}
+        self.workers: dict[int, WorkerTotals] = {}
+        self.syncs = 0
+        self.sync_blocked_s = 0.0
+        self.copies = Copies()
+        self.optimizers: dict[int, str] = {}
+        self.optimizer_calls = 0
+        self.learning_rate: float | None = None
+        self.parameter_dtype: str | None = None
+        self.autocast: str | None = None
+        self.scaler = False
+        self.replicas: list[weakref.ref[Any]] = []
+        self.communication: CommunicationRecord | None = None
+        self.deep: DeepRecord | None = None
+        self.remarks: list[str] = []
+
+    # ------------------------------------------------------------------ while it runs
+
+    def remark(self, text: str) -> None:
+        """Remember something odd, once."""
+        if text not in self.remarks and len(self.remarks) < MOST_REMARKS:
+            self.remarks.append(text)
+
+    def wants_lines(self, activity: Activity) -> bool:
+        """Whether a look at the stack during this activity names lines of use: loading on the training thread does."""
+        waiting = self.taps.waiting_for if self.taps is not None else None
+        return activity is Activity.NEXT and waiting is not None and waiting.described.get("num_workers") == 0
+
+    def looked(self, activity: Activity, view: StackView, weight_s: float) -> None:
+        """A look at the training thread."""
+        self.looks += 1
+        if activity is Activity.NEXT:
+            assert self.taps is not None
+            if self.taps.waiting_for is not None:
+                self.load_lines.setdefault(self.taps.waiting_for.loader_id, LineTimes()).add(view, weight_s)
+        elif view.kind in ("host", "data"):
+            self.host_lines.add(view, weight_s)
+        elif view.kind == "checkpoint":
+            self.checkpoint_lines.add(view, weight_s)
+
+    def poll(self) -> None:
+        """Take in what the workers have told."""
+        if self.taps is None:
+            return
+        for message in self.taps.mailbox.receive():
+            self.workers.setdefault(message["loader"], WorkerTotals()).add(message)
+
+    def exposed_communication_s(self) -> float:
+        """Seconds of gradient exchange a step that no computation hides."""
+        seen = self.communication
+        if seen is None or seen.communication_s is None:
+            return 0.0
+        return max(0.0, seen.communication_s - (seen.overlapped_s or 0.0))
+
+    def read_communication(self) -> None:
+        """Ask DistributedDataParallel for its own timings. On the training thread only."""
+        for reference in self.replicas:
+            replica = reference()
+            if replica is None:
+                continue
+            data = replica._get_ddp_logging_data()
+            communication = data.get("avg_backward_comm_time")
+            if communication:
+                self.communication = CommunicationRecord(
+                    backward_s=data.get("avg_backward_compute_time", 0) * 1e-9,
+                    communication_s=communication * 1e-9,
+                    overlapped_s=data.get("avg_backward_compute_comm_overlap_time", 0) * 1e-9,
+                    source="DistributedDataParallel",
+                )
+
+    # ------------------------------------------------------------------ who this is
+
+    @property
+    def rank(self) -> int:
+        """This process's rank among those that train together."""
+        return self._distributed("RANK", "get_rank", 0)
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train together."""
+        return self._distributed("WORLD_SIZE", "get_world_size", 1)
+
+    def _distributed(self, variable: str, function: str, alone: int) -> int:
+        module = sys.modules.get("torch.distributed")
+        if module is not None and module.is_available() and module.is_initialized():
+            return int(getattr(module, function)())
+        value = os.environ.get(variable, "")
+        return int(value) if value.isdigit() else alone
+
+    # ------------------------------------------------------------------ the record
+
+    def trained(self, builder: TileBuilder) -> bool:
+        """Whether this process has begun to train at all. Launchers and helpers never do."""
+        drawn = self.taps is not None and any(tap.batches for tap in self.taps.all)
+        return bool(self.steps or builder.counter.backwards or drawn)
+
+    def record(self, stream: int, t1_s: float, finished: bool, builder: TileBuilder, on_gpu: bool) -> RankRecord:
+        """Everything noted so far."""
+        trained = builder.counter.train_loaders
+        taps = self.taps.all if self.taps is not None else []
+        cuda = self._torch.cuda if on_gpu else None
+        stats = cuda.memory_stats() if cuda is not None else {}
+        return RankRecord(
+            rank=stream,
+            world_size=self.world_size,
+            local_rank=int(os.environ.get("LOCAL_RANK", "0") or 0),
+            pid=os.getpid(),
+            hostname=socket.gethostname(),
+            device=f"cuda:{cuda.current_device()}" if cuda is not None else "cpu",
+            gpu_uuid=self._gpu_uuid(cuda),
+            t0_s=0.0,
+            t1_s=t1_s,
+            finished=finished,
+            steps=self.steps_attributed,
+            backwards=builder.counter.backwards,
+            optimizers=tuple(self.optimizers.values()),
+            optimizer_calls=self.optimizer_calls,
+            learning_rate=self.learning_rate,
+            loaders=tuple(tap.record(tap.loader_id in trained) for tap in taps),
+            workers=self._worker_records(),
+            host_lines=self.host_lines.top(),
+            sync_lines=self.sync_lines.top(),
+            checkpoint_lines=self.checkpoint_lines.top(),
+            syncs=self.syncs,
+            sync_blocked_s=self.sync_blocked_s,
+            transfer=self.copies.record(),
+            precision=self._precision(),
+            communication=self.communication,
+            deep=self.deep,
+            gpu_busy_step_s=self.gpu_busy_s / self.gpu_steps if self.gpu_steps else None,
+            launch_s=self.launch_s if on_gpu else None,
+            vram_peak_bytes=stats.get("allocated_bytes.all.peak"),
+            vram_reserved_bytes=stats.get("reserved_bytes.all.peak"),
+            alloc_retries=stats.get("num_alloc_retries"),
+            torch_threads=self._torch.get_num_threads(),
+            stack_samples=self.looks,
+            observer_s=time.thread_time(),
+            notes=tuple(self.remarks),
+        )
+
+    def _worker_records(self) -> tuple[WorkerRecord, ...]:
+        records = [totals.record(loader_id) for loader_id, totals in self.workers.items()]
+        for tap in self.taps.all if self.taps is not None else []:
+            lines = self.load_lines.get(tap.loader_id)
+            if lines is not None and tap.loader_id not in self.workers:
+                # The training thread is its own worker: what next() cost is what fetching cost.
+                records.append(
+                    WorkerRecord(
+                        loader_id=tap.loader_id,
+                        processes=0,
+                        batches=tap.batches,
+                        fetch_s=tap.wait_s,
+                        fetch_cpu_s=tap.wait_cpu_s,
+                        cpu_wait_s=None,
+                        idle_s=0.0,
+                        process_cpu_s=tap.wait_cpu_s,
+                        read_bytes=None,
+                        lines=lines.top(),
+                    )
+                )
+        return tuple(records)
+
+    def _precision(self) -> PrecisionRecord:
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        graphs = dynamo.counters["stats"].get("unique_graphs", 0) if dynamo is not None else 0
+        return PrecisionRecord(
+            autocast=self.autocast,
+            parameters=self.parameter_dtype,
+            tf32=self._tf32(),
+            scaler=self.scaler,
+            compiled=bool(graphs),
+        )
+
+    def _tf32(self) -> bool | None:
+        try:
+            return bool(self._torch.get_float32_matmul_precision() != "highest")
+        except RuntimeError:  # torch's old and new ways to set this were mixed
+            return None
+
+    def _gpu_uuid(self, cuda: Any) -> str | None:
+        if cuda is None:
+            return None
+        uuid = getattr(cuda.get_device_properties(cuda.current_device()), "uuid", None)
+        return None if uuid is None else f"GPU-{uuid}"

@@ -1,0 +1,82 @@
+"""The two files that one rank writes into the run folder: its spans and its record."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from fulltilt import store
+from fulltilt.errors import RunFolderError
+from fulltilt.records import BUCKETS, Buckets, RankRecord, Span
+
+MOST_STREAMS = 4096
+
+
+class RankFiles:
+    """One stream of a run folder. Several processes may claim the same rank (a restart, two jobs in one script)."""
+
+    def __init__(self, folder: Path, stream: int, writer: store.LineWriter, resumes_at_s: float) -> None:
+        self.stream = stream
+        self._folder = folder
+        self._writer = writer
+        self._resumes_at_s = resumes_at_s
+
+    @classmethod
+    def claim(cls, folder: Path, rank: int) -> RankFiles:
+        """The stream of this rank, or the next free one when a living process has it already."""
+        for stream in range(rank, rank + MOST_STREAMS):
+            if _take(folder / f".stream-{stream}"):
+                path = folder / store.steps_file(stream)
+                # After an elastic restart the new process goes on where the dead one's spans end.
+                ends = [span.t1_s for span in store.read_lines(path, Span)]
+                return cls(folder, stream, store.LineWriter(path), ends[-1] if ends else 0.0)
+        raise RunFolderError(f"{folder} has no free stream for rank {rank}")
+
+    def write(self, spans: list[Span], record: RankRecord) -> None:
+        """Append spans and replace the record."""
+        if self._resumes_at_s and spans:
+            spans = [trimmed for span in spans if (trimmed := cut_before(span, self._resumes_at_s)) is not None]
+        self._writer.write(spans)
+        store.write_json(self._folder / store.rank_file(self.stream), record)
+
+    def close(self) -> None:
+        """No more spans come."""
+        self._writer.close()
+
+
+def cut_before(span: Span, moment_s: float) -> Span | None:
+    """A span without the part before a moment: that part was start-up in a time that others have booked already."""
+    if span.t1_s <= moment_s:
+        return None
+    if span.t0_s >= moment_s:
+        return span
+    excess = moment_s - span.t0_s
+    plain = {name: getattr(span.buckets, name) for name in BUCKETS}
+    plain["startup_s"] -= excess
+    if plain["startup_s"] < 0:
+        return replace(span, t0_s=moment_s, buckets=Buckets(unattributed_s=span.t1_s - moment_s))
+    return replace(span, t0_s=moment_s, buckets=Buckets(**plain))
+
+
+def _take(claim: Path) -> bool:
+    """Whether this process now owns a stream: the claim file is ours, new, or of a process that is gone."""
+    for _ in range(2):
+        try:
+            descriptor = os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except FileExistsError:
+            with contextlib.suppress(OSError, ValueError):
+                owner = int(claim.read_text() or 0)
+                if owner == os.getpid():
+                    return True
+                if owner and psutil.pid_exists(owner):
+                    return False
+            claim.unlink(missing_ok=True)
+            continue
+        with os.fdopen(descriptor, "w") as file:
+            file.write(str(os.getpid()))
+        return True
+    return False

@@ -1,0 +1,274 @@
+"""The recorder of one process: takes marks on the training thread, makes a run's records of them on another.
+
+The training thread only reads the clock, records an event where there is a GPU, and appends a tuple. A daemon thread,
+the observer, looks at the training thread's stack about 100 times a second, turns marks into spans and writes the run
+folder.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from fulltilt.records import Span
+from fulltilt.timeline.attribution import attribute
+from fulltilt.timeline.clock import CudaClock
+from fulltilt.timeline.marks import Activity, Finished, Mark, Point
+from fulltilt.timeline.notes import RankNotes
+from fulltilt.timeline.rank_files import RankFiles
+from fulltilt.timeline.spans import SpanThinner
+from fulltilt.timeline.stacks import look
+from fulltilt.timeline.tiles import Tile, TileBuilder
+
+LOOK_EVERY_S = 0.01
+DRAIN_EVERY_S = 0.2
+WRITE_EVERY_S = 1.0
+# The observer asks for the interpreter lock; main code that holds it gives it up after this long. Python's 5 ms would
+# let samples slip from short stretches of Python code into the torch call behind them.
+SWITCH_INTERVAL_S = 0.0005
+# A window needs this many looks before its own split is trusted over that of the whole run.
+ENOUGH_LOOKS = 20
+# A calibrating delay is queued at these steps and then each time the steps have doubled, if the GPU is not behind.
+FIRST_CALIBRATION = 6
+LONGEST_DELAY_S = 0.2
+NS = 1e-9
+
+
+class Recorder:
+    """Records one process of a training job into a run folder."""
+
+    def __init__(self, folder: Path, t0_ns: int, notes: RankNotes) -> None:
+        self.folder = folder
+        self.notes = notes
+        self.activity = Activity.USER
+        self.thread_id = threading.main_thread().ident
+        self.active = True
+        self.training = False
+        self.eval_mode = False
+        self.clock: CudaClock | None = None
+        self.calibrating = False
+        self._t0_ns = t0_ns
+        self._marks: deque[tuple[Any, ...]] = deque()
+        self._builder = TileBuilder(t0_ns)
+        self._thinner = SpanThinner()
+        self._tiles: list[Tile] = []
+        self._window: dict[str, float] = {}
+        self._overall: dict[str, float] = {}
+        self._window_looks = 0
+        self._out: RankFiles | None = None
+        self._ready: list[Span] = []
+        self._last_look_ns = time.perf_counter_ns()
+        self._last_switch_ns = self._last_look_ns
+        self._calibrate_at = FIRST_CALIBRATION
+        self._calibrate = False
+        self._delay_s = 0.0
+        self._stop = threading.Event()
+        self.pid = os.getpid()
+        self._problems = 0
+        self._thread = threading.Thread(target=self._observe, name="fulltilt-observer", daemon=True)
+
+    # ------------------------------------------------------------------ on the training thread
+
+    def ensure_started(self) -> None:
+        """Begin to observe. Processes that never train are never observed."""
+        if self._thread.ident is not None or not self.active:
+            return
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
+        os.register_at_fork(after_in_child=self._disown)
+        self._thread.start()
+
+    def _disown(self) -> None:
+        """A forked child (a loader worker) is not the job: it must not record."""
+        self.active = False
+
+    def mine(self) -> bool:
+        """Whether the calling thread is the one that trains."""
+        return self.active and threading.get_ident() == self.thread_id
+
+    def adopt(self) -> None:
+        """The calling thread is the one that trains."""
+        self.thread_id = threading.get_ident()
+
+    def switch(self, activity: Activity, fact: Any = None, point: Point = Point.NONE) -> Activity:
+        """From now on the training thread does ``activity``. Returns what it did before."""
+        event = self.clock.record() if point and self.clock is not None else None
+        now = time.perf_counter_ns()
+        self._marks.append((now, activity, fact, point, event))
+        self._last_switch_ns = now
+        before = self.activity
+        self.activity = activity
+        return before
+
+    def note(self, fact: Any) -> None:
+        """Leave a fact behind from any thread, without a change of activity."""
+        self._marks.append((time.perf_counter_ns(), None, fact, Point.NONE, None))
+
+    def trains_on_gpu(self, torch: Any) -> None:
+        """Start the GPU's clock: called once, between two steps, when the first optimizer has CUDA parameters."""
+        if self.clock is None:
+            self.clock = CudaClock(torch)
+
+    def calibrate_if_asked(self) -> None:
+        """Give the host a lead, now that a batch has arrived, when the observer has asked for it."""
+        self.calibrating = False
+        if self._calibrate and self.clock is not None:
+            self._calibrate = False
+            self.calibrating = True
+            self._delay()
+
+    def synced_while_calibrating(self) -> None:
+        """A blocking call used up the lead: restore it."""
+        self.switch(self.activity, None, Point.SYNCED)
+        self._delay()
+
+    def _delay(self) -> None:
+        assert self.clock is not None
+        self.clock.delay(self._delay_s)
+        self.switch(self.activity, None, Point.DELAY)
+
+    def finish(self) -> None:
+        """The job is over: write everything. Safe to call twice, and from an exit handler."""
+        if not self.active or os.getpid() != self.pid:
+            return
+        self.switch(Activity.USER, Finished())
+        self.active = False
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=10.0)
+        self._drain(patience_s=5.0)
+        self._write(final=True)
+        if self._out is not None:
+            self._out.close()
+
+    # ------------------------------------------------------------------ on the observer thread
+
+    def _observe(self) -> None:
+        next_drain = next_write = time.monotonic() + DRAIN_EVERY_S
+        while not self._stop.wait(LOOK_EVERY_S):
+            if os.getpid() != self.pid:
+                return
+            try:
+                self._look()
+                now = time.monotonic()
+                if now >= next_drain:
+                    next_drain = now + DRAIN_EVERY_S
+                    self._drain()
+                    self.notes.poll()
+                if now >= next_write:
+                    next_write = now + WRITE_EVERY_S
+                    self._write(final=False)
+            except Exception as error:
+                self._problem(error)
+
+    def _problem(self, error: Exception) -> None:
+        self._problems += 1
+        self.notes.remark(f"observer: {type(error).__name__}: {error}")
+        if self._problems > 100:
+            self._stop.set()
+
+    def _look(self) -> None:
+        """One look at the training thread's stack, weighted by the time it stands for."""
+        now = time.perf_counter_ns()
+        since_look, self._last_look_ns = now - self._last_look_ns, now
+        activity = self.activity
+        interesting = activity is Activity.USER or self.notes.wants_lines(activity)
+        if not interesting or not self.training or self._builder.validating:
+            return
+        frame = sys._current_frames().get(self.thread_id or 0)
+        if frame is None:
+            return
+        view = look(frame)
+        # A look that came late (the interpreter lock was held) stands for all of that time, but not for time
+        # before the present activity began.
+        since_switch = now - self._last_switch_ns
+        weight = LOOK_EVERY_S if since_look < 2e9 * LOOK_EVERY_S else min(since_look, since_switch) * NS
+        del frame
+        self.notes.looked(activity, view, weight)
+        if activity is Activity.USER:
+            self._window[view.kind] = self._window.get(view.kind, 0.0) + weight
+            self._window_looks += 1
+
+    def _drain(self, patience_s: float = 0.0) -> None:
+        """Turn the marks whose events have been reached into tiles."""
+        deadline = time.monotonic() + patience_s
+        marks, clock, builder = self._marks, self.clock, self._builder
+        while marks:
+            raw = marks[0]
+            reached = None
+            if raw[4] is not None and clock is not None:
+                reached = clock.resolve(raw[4], raw[0])
+                if reached is None:
+                    if time.monotonic() >= deadline:
+                        break
+                    time.sleep(0.001)
+                    continue
+            marks.popleft()
+            for tile in builder.feed(Mark._make(raw), reached):
+                self._tiles.append(tile)
+                self.notes.steps += tile.steps
+        self._plan_calibration()
+
+    def _plan_calibration(self) -> None:
+        if self.clock is None or self._calibrate or self.notes.steps < self._calibrate_at or not self._tiles:
+            return
+        self._calibrate_at = max(self._calibrate_at * 2, self.notes.steps + 1)
+        took_s = (self._tiles[-1].t1_ns - self._tiles[-1].t0_ns) * NS
+        behind_s = self._builder.lag_ns * NS
+        if behind_s < took_s and took_s < LONGEST_DELAY_S:
+            self._delay_s = min(1.5 * took_s, LONGEST_DELAY_S)
+            self._calibrate = True
+
+    def _split(self) -> dict[str, float]:
+        """How the user's own time divides, by the looks of this window, or of the whole run when they are few."""
+        for kind, weight in self._window.items():
+            self._overall[kind] = self._overall.get(kind, 0.0) + weight
+        split = self._window if self._window_looks >= ENOUGH_LOOKS else self._overall
+        return dict(split)
+
+    def _attribute(self) -> None:
+        split = self._split()
+        for tile in self._tiles:
+            attributed = attribute(tile, split, self.notes.exposed_communication_s())
+            self.notes.launch_s += attributed.launch_s
+            took_s = (tile.t1_ns - tile.t0_ns) * NS
+            if tile.gpu and tile.steps:
+                self.notes.gpu_busy_s += tile.shelves.time.get("busy", 0.0) * NS
+                self.notes.gpu_steps += tile.steps
+            span = Span(
+                t0_s=(tile.t0_ns - self._t0_ns) * NS,
+                t1_s=(tile.t1_ns - self._t0_ns) * NS,
+                first_step=self.notes.steps_attributed,
+                steps=tile.steps,
+                batches=tile.batches,
+                samples=tile.samples,
+                buckets=attributed.buckets,
+                epoch=tile.epoch,
+                skipped_steps=tile.skipped,
+                step_max_s=took_s if tile.steps else None,
+                data_wait_max_s=tile.data_wait_max_ns * NS,
+                phases=attributed.phases if tile.steps else None,
+            )
+            self.notes.steps_attributed += tile.steps
+            self._ready.extend(self._thinner.add(span))
+        if self._tiles:
+            self._tiles.clear()
+            self._window.clear()
+            self._window_looks = 0
+
+    def _write(self, final: bool) -> None:
+        self._attribute()
+        if not self.notes.trained(self._builder):
+            return
+        if final:
+            self._ready.extend(self._thinner.flush())
+        if self._out is None:
+            self._out = RankFiles.claim(self.folder, self.notes.rank)
+        ready, self._ready = self._ready, []
+        now_s = (time.perf_counter_ns() - self._t0_ns) * NS
+        on_gpu = self.clock is not None
+        self._out.write(ready, self.notes.record(self._out.stream, now_s, final, self._builder, on_gpu))

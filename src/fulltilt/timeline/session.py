@@ -1,0 +1,51 @@
+"""One recording process put together: recorder, notes, loader taps and patches."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fulltilt.timeline.deep import DeepLook
+from fulltilt.timeline.loader_tap import LoaderTaps
+from fulltilt.timeline.notes import RankNotes
+from fulltilt.timeline.overrides import LoaderOverride, read_settings
+from fulltilt.timeline.patches import Patches
+from fulltilt.timeline.recorder import Recorder
+
+
+class Session:
+    """Records this process into a run folder from ``install`` to ``finish``."""
+
+    def __init__(self, torch: ModuleType, folder: Path, t0_ns: int, settings: str | None = None, deep: int = 0) -> None:
+        self._torch: Any = torch
+        self.notes = RankNotes(torch)
+        self.recorder = Recorder(folder, t0_ns, self.notes)
+        self.taps = LoaderTaps(self.recorder, torch)
+        self.notes.taps = self.taps
+        self.patches = Patches(torch, self.recorder, self.taps)
+        self._deep = DeepLook(torch, self.recorder, deep) if deep else None
+        self._settings = read_settings(Path(settings)) if settings else None
+
+    def install(self) -> None:
+        """Put the patches in place. The observer starts with the first loader, backward or step."""
+        if self._settings is not None:
+            self.taps.override = LoaderOverride(self._settings, self.notes)
+            if self._settings.torch_threads:
+                self._torch.set_num_threads(self._settings.torch_threads)
+        self.patches.install()
+        if self._deep is not None:
+            self._deep.install()
+
+    def finish(self) -> None:
+        """Write everything and put torch back as it was."""
+        if threading.current_thread() is not threading.main_thread() or os.getpid() != self.recorder.pid:
+            return
+        if self._deep is not None:
+            self._deep.stop()
+        self.patches.restore()
+        if self.notes.replicas:
+            self.notes.read_communication()
+        self.recorder.finish()

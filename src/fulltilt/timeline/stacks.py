@@ -1,0 +1,263 @@
+"""What a thread is doing, read from its Python stack: whose code it is, which line, and whether torch is at work.
+
+A sample costs about 20 µs: everything that depends only on a code position is worked out once and remembered.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import os
+import sys
+import sysconfig
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+GENERATOR = 0x20  # inspect.CO_GENERATOR
+DEEPEST = 100
+
+# Tensor methods whose time is the host's: they bring values over to Python.
+TO_PYTHON = frozenset({"tolist", "numpy", "item", "__array__"})
+
+
+@dataclass(frozen=True, slots=True)
+class StackView:
+    """One look at a thread: the kind of its work, the user's line that caused it, and the expression there."""
+
+    kind: str
+    where: str
+    function: str
+    call: str | None
+
+
+@cache
+def _stdlib() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    return tuple({os.path.realpath(paths[k]) + os.sep for k in ("stdlib", "platstdlib")})
+
+
+@cache
+def owner(filename: str) -> str:
+    """Who a source file belongs to: user, torch (or a part of it with a meaning of its own), fulltilt, stdlib, site."""
+    path = filename.replace("\\", "/")
+    if "/torch/" in path and ("site-packages" in path or "dist-packages" in path or _is_torch(path)):
+        return _part_of_torch(path.rsplit("/torch/", 1)[1])
+    if "torchinductor_" in path or path.startswith("<eval_with_key>"):
+        return "torch"
+    if "/fulltilt/" in path and path.startswith(str(Path(__file__).parents[1]).replace("\\", "/")):
+        return "fulltilt"
+    if path.startswith(("<frozen", "<__array_function__")) or path == "<string>":
+        return "stdlib"
+    if "site-packages/" in path or "dist-packages/" in path:
+        return "site"
+    if os.path.realpath(filename).startswith(_stdlib()):
+        return "stdlib"
+    return "user"
+
+
+def _is_torch(path: str) -> bool:
+    torch = sys.modules.get("torch")
+    home = getattr(torch, "__file__", None)
+    return bool(home) and path.startswith(str(Path(str(home)).parent).replace("\\", "/"))
+
+
+def _part_of_torch(inside: str) -> str:
+    if inside.startswith(("_dynamo/convert_frame", "_inductor/compile_fx", "_inductor/async_compile")):
+        return "torch_compile"
+    if inside.startswith(("serialization.py", "distributed/checkpoint")):
+        return "torch_save"
+    if inside.startswith("distributed/") and "fsdp" not in inside:
+        return "torch_distributed"
+    if inside.startswith("utils/data/"):
+        return "torch_data"
+    if inside.startswith("utils/") and not inside.startswith(
+        ("utils/checkpoint", "utils/_device", "utils/_contextlib")
+    ):
+        return "torch_tools"
+    if inside == "nn/modules/module.py":
+        return "torch_module"
+    return "torch"
+
+
+@cache
+def shown_path(filename: str) -> str:
+    """A path as the user would write it: relative where it lies below the working folder or beside the script."""
+    path = Path(filename)
+    for base in (Path.cwd(), Path(sys.argv[0] or ".").resolve().parent):
+        try:
+            return str(path.resolve().relative_to(base))
+        except (ValueError, OSError):
+            continue
+    return filename
+
+
+def look(frame: FrameType) -> StackView:
+    """What the thread whose innermost frame this is was doing."""
+    top_owner = owner(frame.f_code.co_filename)
+    user: FrameType | None = None
+    outside: FrameType | None = None
+    in_module = in_generator = False
+    special: str | None = None
+    current: FrameType | None = frame
+    for _ in range(DEEPEST):
+        if current is None:
+            break
+        who = owner(current.f_code.co_filename)
+        if who == "torch_module":
+            in_module = True
+        elif who == "torch_compile":
+            special = special or "compile"
+        elif who == "torch_save":
+            special = special or "checkpoint"
+        elif who == "torch_distributed" and top_owner == who:
+            special = special or "communication"
+        elif who == "site":
+            if special is None and "/safetensors/" in current.f_code.co_filename:
+                special = "checkpoint"
+            outside = outside or current
+        elif who == "user":
+            user = user or current
+            if current.f_code.co_flags & GENERATOR and not in_module:
+                in_generator = True
+        current = current.f_back
+    named = user or outside or frame
+    kind = special or _kind(frame, top_owner, in_module)
+    if kind != "torch" and special is None and in_generator and not in_module:
+        kind = "data"
+    return _view(named, kind)
+
+
+def _view(frame: FrameType, kind: str) -> StackView:
+    code, position = frame.f_code, frame.f_lasti
+    return StackView(
+        kind, f"{shown_path(code.co_filename)}:{frame.f_lineno}", code.co_qualname, expression_at(code, position)
+    )
+
+
+def _kind(frame: FrameType, top_owner: str, in_module: bool) -> str:
+    if top_owner in ("torch", "torch_module"):
+        return "torch"
+    if top_owner in ("torch_data", "torch_tools"):
+        return "host"
+    if top_owner == "torch_distributed":
+        return "communication"
+    verdict = _work_at(frame)
+    if verdict is None:
+        verdict = "torch" if in_module else "host"
+    return verdict
+
+
+# --------------------------------------------------------------------------- the expression being evaluated
+
+_positions: dict[CodeType, list[tuple[int | None, int | None, int | None, int | None]]] = {}
+_expressions: dict[tuple[CodeType, int], str | None] = {}
+_works: dict[tuple[CodeType, int], str] = {}
+
+
+def expression_at(code: CodeType, position: int) -> str | None:
+    """The source text of the expression at a bytecode position, at most one line of it; None where unknown."""
+    key = (code, position)
+    if key not in _expressions:
+        _expressions[key] = _source_segment(code, position)
+    return _expressions[key]
+
+
+def _source_segment(code: CodeType, position: int) -> str | None:
+    if code not in _positions:
+        _positions[code] = list(code.co_positions())
+    spots = _positions[code]
+    if not 0 <= position // 2 < len(spots):
+        return None
+    line, end_line, column, end_column = spots[position // 2]
+    if line is None or end_line is None or column is None or end_column is None:
+        return None
+    lines = [linecache.getline(code.co_filename, number) for number in range(line, min(end_line, line + 20) + 1)]
+    if not lines or not lines[0]:
+        return None
+    # Columns count bytes of UTF-8.
+    if end_line == line:
+        text = lines[0].encode()[column:end_column].decode(errors="replace")
+    else:
+        lines[-1] = lines[-1].encode()[:end_column].decode(errors="replace")
+        lines[0] = lines[0].encode()[column:].decode(errors="replace")
+        text = " ".join(part.strip() for part in lines)
+    text = " ".join(text.split())
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def _work_at(frame: FrameType) -> str | None:
+    """Whether the C code called at this very position is torch's ("torch") or not ("host"); None when unclear."""
+    key = (frame.f_code, frame.f_lasti)
+    if key in _works:
+        return _works[key]
+    text = expression_at(*key)
+    verdict = None
+    if text is not None:
+        try:
+            verdict = _judge(text, frame)
+        except (SyntaxError, ValueError, RecursionError):
+            verdict = None
+    if verdict is not None:
+        _works[key] = verdict
+    return verdict
+
+
+def _judge(text: str, frame: FrameType) -> str | None:
+    tree = ast.parse(text)
+    if not tree.body:
+        return None
+    statement = tree.body[0]
+    node: ast.AST = statement.value if isinstance(statement, ast.Expr) else statement
+    if isinstance(node, ast.Call):
+        return _judge_call(node.func, frame)
+    names = {leaf.id for leaf in ast.walk(node) if isinstance(leaf, ast.Name)}
+    found = [value for name in names if (value := _lookup(name, frame)) is not _UNKNOWN]
+    if any(_is_tensor(value) for value in found):
+        return "torch"
+    return "host" if found and len(found) == len(names) else None
+
+
+def _judge_call(function: ast.expr, frame: FrameType) -> str | None:
+    attributes: list[str] = []
+    while isinstance(function, ast.Attribute):
+        attributes.append(function.attr)
+        function = function.value
+    method = attributes[0] if attributes else None
+    if isinstance(function, ast.Call):
+        # A chain such as loss.detach().cpu(): what counts is the object it began with.
+        return "host" if method in TO_PYTHON else _judge_call(function.func, frame)
+    if not isinstance(function, ast.Name):
+        return None
+    root = _lookup(function.id, frame)
+    if root is _UNKNOWN:
+        return None
+    if _is_tensor(root):
+        return "host" if method in TO_PYTHON else "torch"
+    if isinstance(root, ModuleType):
+        return "torch" if root.__name__.partition(".")[0] == "torch" else "host"
+    home = getattr(type(root), "__module__", "") or ""
+    if not attributes:
+        home = getattr(root, "__module__", None) or ""
+        return "torch" if str(home).partition(".")[0] == "torch" else "host"
+    if str(home).partition(".")[0] == "torch":
+        return "torch"
+    # A method of the user's own object: its attribute may well be a tensor.
+    return None if len(attributes) > 1 else "host"
+
+
+_UNKNOWN = object()
+
+
+def _lookup(name: str, frame: FrameType) -> Any:
+    for scope in (frame.f_locals, frame.f_globals, frame.f_builtins):
+        if name in scope:
+            return scope[name]
+    return _UNKNOWN
+
+
+def _is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and issubclass(type(value), torch.Tensor)

@@ -1,0 +1,198 @@
+"""Inside a loader worker: what fetching costs, in CPU and in waiting, and on which lines.
+
+The training process replaces torch's worker loop by :func:`run_worker`, which runs the original loop with a clock
+around each fetch and a light stack sampler beside it. Figures go to the recorder in datagrams, two a second: no file,
+no lock, and a worker that dies loses at most its last moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fulltilt import store
+from fulltilt.records import HotLine
+from fulltilt.timeline import attach
+from fulltilt.timeline.lines import LineTimes
+from fulltilt.timeline.stacks import look
+
+LOOK_EVERY_S = 0.02
+SEND_EVERY_S = 0.5
+LARGEST_DATAGRAM = 60_000
+
+# torch's own worker loop. A forked worker inherits it from here; a spawned one finds it in torch.
+plain_loop: Callable[..., None] | None = None
+
+
+class Mailbox:
+    """The recorder's end: receives what the workers of all loaders tell."""
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        self.address: str | None = None
+        if not hasattr(socket, "AF_UNIX"):
+            return
+        name = f"fulltilt-{os.getpid()}-{os.urandom(4).hex()}"
+        # Linux has names without a file; elsewhere a file in the temporary folder stands for it.
+        address = f"\0{name}" if sys.platform == "linux" else os.path.join(tempfile.gettempdir(), name)  # noqa: PTH118
+        try:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            self._socket.bind(address)
+            self._socket.setblocking(False)
+            self.address = address
+        except OSError:
+            self._socket = None
+
+    def receive(self) -> Iterator[dict[str, Any]]:
+        """The messages that have arrived since the last call."""
+        while self._socket is not None:
+            try:
+                data = self._socket.recv(LARGEST_DATAGRAM + 4096)
+            except (BlockingIOError, InterruptedError, OSError):
+                return
+            with contextlib.suppress(ValueError):
+                message = json.loads(data)
+                if isinstance(message, dict):
+                    yield message
+
+
+class FetchMeter:
+    """Adds up what this worker's fetches cost and sends it off now and then."""
+
+    def __init__(self, address: str, loader_id: int) -> None:
+        self._address = address
+        self._loader_id = loader_id
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._lines = LineTimes()
+        self._began = time.perf_counter()
+        self._process_cpu = time.process_time()
+        self._last_look = time.perf_counter()
+        self.thread_id = threading.get_ident()
+        self._thread_native = threading.get_native_id()
+        self.fetching = False
+        self._clear()
+
+    def _clear(self) -> None:
+        self.batches = 0
+        self.fetch_s = self.fetch_cpu_s = self.cpu_wait_s = 0.0
+        self.read_bytes = 0
+        self._counted_io = False
+
+    def fetch(self, original: Callable[..., Any], *args: Any) -> Any:
+        """One fetch, measured."""
+        wall, cpu, delay = time.perf_counter(), time.thread_time(), self._run_delay_s()
+        self.fetching = True
+        try:
+            return original(*args)
+        finally:
+            self.fetching = False
+            self.fetch_s += time.perf_counter() - wall
+            self.fetch_cpu_s += time.thread_time() - cpu
+            after = self._run_delay_s()
+            if delay is not None and after is not None:
+                self.cpu_wait_s += after - delay
+            self.batches += 1
+
+    def _run_delay_s(self) -> float | None:
+        """Seconds this thread was ready to run and waited for a CPU; None where the kernel does not say."""
+        try:
+            with open(f"/proc/self/task/{self._thread_native}/schedstat", "rb") as file:  # noqa: PTH123 - hot
+                return int(file.read().split()[1]) * 1e-9
+        except (OSError, IndexError, ValueError):
+            return None
+
+    def observe(self, stop: threading.Event) -> None:
+        """The sampler beside the loop, on a thread of its own."""
+        next_send = time.perf_counter() + SEND_EVERY_S
+        while not stop.wait(LOOK_EVERY_S):
+            now = time.perf_counter()
+            since, self._last_look = now - self._last_look, now
+            if self.fetching and (frame := sys._current_frames().get(self.thread_id)) is not None:
+                self._lines.add(look(frame), min(since, 5 * LOOK_EVERY_S))
+                del frame
+            if now >= next_send:
+                next_send = now + SEND_EVERY_S
+                self.send()
+
+    def send(self) -> None:
+        """Tell the recorder what happened since the last message."""
+        now, cpu = time.perf_counter(), time.process_time()
+        alive, self._began = now - self._began, now
+        process_cpu, self._process_cpu = cpu - self._process_cpu, cpu
+        message = {
+            "loader": self._loader_id,
+            "pid": os.getpid(),
+            "batches": self.batches,
+            "fetch_s": self.fetch_s,
+            "fetch_cpu_s": self.fetch_cpu_s,
+            "cpu_wait_s": self.cpu_wait_s if self._run_delay_s() is not None else None,
+            "idle_s": max(0.0, alive - self.fetch_s),
+            "process_cpu_s": process_cpu,
+            "read_bytes": _read_bytes(),
+            "lines": store.encode(self._lines.take()),
+        }
+        self._clear()
+        data = json.dumps(message, separators=(",", ":")).encode()
+        with contextlib.suppress(OSError):
+            self._socket.sendto(data, self._address)
+
+
+def _read_bytes() -> int | None:
+    """Bytes this process has had to fetch from storage so far; None where the kernel does not say."""
+    try:
+        with open("/proc/self/io", encoding="ascii") as file:  # noqa: PTH123 - small and plain
+            for line in file:
+                if line.startswith("read_bytes:"):
+                    return int(line.split()[1])
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def run_worker(address: str, loader_id: int, *args: Any) -> None:
+    """torch's worker loop with a meter around each fetch. Anything wrong with the meter leaves the loop as it is."""
+    from torch.utils.data._utils import worker
+
+    original = plain_loop or worker._worker_loop
+    if attach.current is not None:
+        attach.current.recorder.active = False  # a spawned worker attached itself like any Python process
+    try:
+        meter = FetchMeter(address, loader_id)
+        stop = threading.Event()
+        _measure_fetches(meter)
+        threading.Thread(target=meter.observe, args=(stop,), name="fulltilt-worker", daemon=True).start()
+    except Exception:
+        original(*args)
+        return
+    try:
+        original(*args)
+    finally:
+        stop.set()
+        meter.send()
+
+
+def _measure_fetches(meter: FetchMeter) -> None:
+    from torch.utils.data._utils import fetch as fetchers
+
+    kinds: list[Any] = [fetchers._MapDatasetFetcher, fetchers._IterableDatasetFetcher]
+    for kind in kinds:
+        unmeasured = kind.fetch
+
+        def fetch(self: Any, index: Any, _unmeasured: Callable[..., Any] = unmeasured) -> Any:
+            return meter.fetch(_unmeasured, self, index)
+
+        kind.fetch = fetch
+
+
+def lines_of(message: dict[str, Any]) -> list[HotLine]:
+    """The hot lines of a worker's message."""
+    return [store.decode(HotLine, plain) for plain in message.get("lines", [])]
