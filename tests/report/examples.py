@@ -9,7 +9,9 @@ import dataclasses
 import random
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
+from fulltilt import store
 from fulltilt.records import (
     Abstention,
     Buckets,
@@ -42,7 +44,7 @@ from fulltilt.records import (
 
 GIB = 1 << 30
 GPU_NAME = "NVIDIA GeForce RTX 4090"
-GPU_UUID = "GPU-3f5b0c52-6a1e-7c7e-9a50-0f6f3c1d2e11"
+GPU_UUID = "GPU-3f5b0c52-6a1e-7c7e-9a50-0f6f3c1d2e10"
 Reported = tuple[Run, Diagnosis]
 
 
@@ -167,7 +169,7 @@ def samples_over(
 
     def gpu(index: int, warm: bool) -> GpuReading:
         assert util_pct is not None
-        uuid = GPU_UUID if index == 0 else f"{GPU_UUID[:-1]}{index}"
+        uuid = f"{GPU_UUID[:-1]}{index}"
         return GpuReading(
             uuid,
             index,
@@ -183,7 +185,7 @@ def samples_over(
 
     def host(t_s: float, warm: bool) -> HostReading:
         return HostReading(
-            cpu_pct=wobble(cpu_pct / 2, 4),
+            cpu_pct=wobble(cpu_pct / 16 if warm else 2.0, 2),
             tree_cpu_pct=wobble(cpu_pct if warm else 20.0, 6, 800),
             iowait_pct=wobble(1.5, 0.7),
             mem_total_bytes=64 * GIB,
@@ -644,7 +646,7 @@ def straggler() -> Reported:
                 tape.spans,
                 number,
                 4,
-                gpu_uuid=f"{GPU_UUID[:-1]}{number}" if number else GPU_UUID,
+                gpu_uuid=f"{GPU_UUID[:-1]}{number}",
                 loaders=(loader(4, batches=400, batch=32, wait_s=24.4 if slow else 2.4),),
                 communication=CommunicationRecord(0.05, 0.06, 0.001, "DistributedDataParallel"),
             )
@@ -754,3 +756,20 @@ def hostile() -> Reported:
         checklist=(CheckLine(nasty, "fail", nasty, nasty),),
         settings=((nasty, nasty),),
     )
+
+
+def write_folder(folder: Path, run: Run) -> Path:
+    """A run folder as the recorder leaves it."""
+    store.create_folder(folder)
+    store.write_json(folder / store.RUN_FILE, run.run)
+    for rank_record, spans in zip(run.ranks, run.spans, strict=True):
+        store.write_json(folder / store.rank_file(rank_record.rank), rank_record)
+        _write_lines(folder / store.steps_file(rank_record.rank), spans)
+    _write_lines(folder / store.SAMPLES_FILE, run.samples)
+    return folder
+
+
+def _write_lines(path: Path, values: Iterable[object]) -> None:
+    writer = store.LineWriter(path)
+    writer.write(values)
+    writer.close()

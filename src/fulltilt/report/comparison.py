@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from fulltilt.records import Diagnosis, GpuSummary, Run
+from fulltilt.records import Diagnosis, Run
 from fulltilt.report import wording
 
 Reported: TypeAlias = tuple[Run, Diagnosis]
@@ -40,8 +40,9 @@ def _against_first(rates: Sequence[float | None]) -> list[str]:
     return [f"{rate / first:.2f} ×" if rate is not None and first else wording.NOT_MEASURED for rate in rates]
 
 
-def _each_gpu(show: Callable[[GpuSummary], str]) -> Callable[[Diagnosis], str]:
-    return lambda answer: ", ".join(show(gpu) for gpu in answer.gpu) or wording.NOT_MEASURED
+def _fullest_gpu(answer: Diagnosis) -> str:
+    peaks = [gpu.vram_peak_bytes for gpu in answer.gpu if gpu.vram_peak_bytes is not None]
+    return wording.size(max(peaks, default=None))
 
 
 def _share_of(bucket: str) -> Callable[[Diagnosis], str]:
@@ -53,9 +54,9 @@ def _share_of(bucket: str) -> Callable[[Diagnosis], str]:
 
 
 _OUTCOMES: tuple[tuple[str, Callable[[Diagnosis], str]], ...] = (
-    ("GPU use", _each_gpu(lambda gpu: wording.percent(gpu.util_pct))),
-    ("SM active", _each_gpu(lambda gpu: wording.percent(gpu.sm_active_pct))),
-    ("GPU memory, peak", _each_gpu(lambda gpu: wording.size(gpu.vram_peak_bytes))),
+    ("GPU use", lambda answer: wording.percent_range([gpu.util_pct for gpu in answer.gpu])),
+    ("SM active", lambda answer: wording.percent_range([gpu.sm_active_pct for gpu in answer.gpu])),
+    ("GPU memory, peak", _fullest_gpu),
     ("data wait", _share_of("data_wait_s")),
     ("compute", _share_of("compute_s")),
     ("wall time", lambda answer: wording.seconds(answer.ledger.wall_s)),

@@ -58,11 +58,11 @@ def _verdict(run: Run, diagnosis: Diagnosis) -> Markup:
     record, verdict = run.run, diagnosis.verdict
     severity = diagnosis.findings[0].severity if diagnosis.findings else "info"
     state = record.state if record.exit_code in (None, 0) else f"{record.state}, exit code {record.exit_code}"
-    running = element("p", "The job is still running: this is what there is so far.", class_="running")
+    running = element("p", wording.NO_END_YET, class_="running")
     return element(
         "header",
         element("p", wording.title(verdict.code), class_=f"eyebrow {severity}"),
-        element("h1", verdict.sentence),
+        element("h1", wording.glued(verdict.sentence)),
         running if record.state == "running" else None,
         element("dl", _key_figures(diagnosis), class_="tiles"),
         speed_bars(diagnosis.throughput, diagnosis.ceilings),
@@ -82,12 +82,12 @@ def _key_figures(diagnosis: Diagnosis) -> list[Markup]:
     speed, gpus = diagnosis.throughput, diagnosis.gpu
     figures = [
         ("samples/s", wording.number(speed.samples_per_s)),
-        ("GPU use", ", ".join(wording.percent(gpu.util_pct) for gpu in gpus[:4])),
-        ("SM active", ", ".join(wording.percent(gpu.sm_active_pct) for gpu in gpus[:4])),
+        ("GPU use", wording.percent_range([gpu.util_pct for gpu in gpus])),
+        ("SM active", wording.percent_range([gpu.sm_active_pct for gpu in gpus])),
         ("steps", wording.count(speed.steps)),
         ("wall time", wording.seconds(diagnosis.ledger.wall_s)),
     ]
-    known = [(name, figure) for name, figure in figures if figure not in ("", wording.NOT_MEASURED)]
+    known = [(name, figure) for name, figure in figures if figure != wording.NOT_MEASURED]
     return [element("div", element("dt", name), element("dd", figure)) for name, figure in known]
 
 
@@ -120,7 +120,7 @@ def _sections(run: Run, diagnosis: Diagnosis) -> list[Child]:
             element("p", USE_IS_NOT_WORK, class_="aside") if diagnosis.gpu else None,
             chart_grid(machine) if machine else None,
         ),
-        parts.section("Lines that cost the time", element("div", parts.hot_lines(rank)) if rank else None),
+        parts.section("Lines that cost the time", parts.hot_lines(rank) if rank else None),
         parts.section("Checklist", parts.checklist(diagnosis.checklist)),
         parts.section("Settings and surroundings", _surroundings(run, diagnosis)),
         parts.section("Notes", parts.notes(run, diagnosis)),
@@ -150,7 +150,9 @@ def _comparison(runs: Sequence[Reported]) -> list[Child]:
     for (run, diagnosis), picture in zip(runs, pictures, strict=True):
         heading = element("h3", run.run.name, element("small", wording.seconds(diagnosis.ledger.wall_s)))
         bar = ledger_bar(diagnosis.ledger.buckets, bucket_order(diagnosis.ledger))
-        ledgers.append(element("div", heading, bar, element("p", diagnosis.verdict.sentence), class_="beside"))
+        ledgers.append(
+            element("div", heading, bar, element("p", wording.glued(diagnosis.verdict.sentence)), class_="beside")
+        )
         if picture is not None:
             heading = element("h3", run.run.name, element("small", wording.seconds(picture.step_s)))
             steps.append(element("div", heading, step_lanes(picture, scale_s), class_="beside"))
@@ -159,12 +161,20 @@ def _comparison(runs: Sequence[Reported]) -> list[Child]:
             "header",
             element("p", "Comparison", class_="eyebrow info"),
             element("h1", f"{len(runs)} runs side by side"),
+            element("dl", _speeds(runs), class_="tiles"),
             class_="verdict",
         ),
         parts.section("Settings and what came of them", parts.comparison_table(compare(runs), names)),
         parts.section("Where the time went", ledgers),
         parts.section("One step, to one scale", steps),
         parts.section("Each run", [_folded(run, diagnosis) for run, diagnosis in runs]),
+    ]
+
+
+def _speeds(runs: Sequence[Reported]) -> list[Markup]:
+    rates = [(run.run.name, diagnosis.throughput.samples_per_s) for run, diagnosis in runs]
+    return [
+        element("div", element("dt", f"samples/s, {name}"), element("dd", wording.number(rate))) for name, rate in rates
     ]
 
 
@@ -191,7 +201,7 @@ def _document(title: str, body: Sequence[Child], fulltilt: str) -> str:
         element("title", title),
         element("style", Markup(style)),
     )
-    theme = element("button", "Light or dark", type="button", id="theme", hidden=True)
+    theme = element("button", "Light / dark", type="button", id="theme", hidden=True)
     top = element("div", element("span", "fulltilt", class_="brand"), theme, class_="top")
     foot = element("footer", f"Written by Fulltilt {fulltilt}. This page loads nothing from anywhere.")
     content = element("body", top, element("main", body), foot, element("script", Markup(script)))

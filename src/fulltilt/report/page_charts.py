@@ -100,7 +100,7 @@ def ledger_chart(shares: Mapping[str, Sequence[float]], wall_s: float) -> Markup
         floor = ceiling
     legend = [(bucket_class(name), BUCKET_TINTS[name].label) for name in names]
     spoken = "Share of each bucket over time: " + ", ".join(label for _, label in legend)
-    return _figure("Where the time went", "share", legend, [], drawing, 100.0, wall_s, spoken=spoken, tick_unit=" %")
+    return _figure("Time by cause", "share", legend, [], drawing, 100.0, wall_s, spoken=spoken, tick_unit=" %")
 
 
 # --------------------------------------------------------------------------- scales
@@ -121,10 +121,20 @@ def time_ticks(wall_s: float, most: int = 6) -> list[tuple[float, str]]:
     return [(i * step_s, _moment(i * step_s, step_s)) for i in range(count + 1)]
 
 
+def _tick(value: float) -> str:
+    """A figure of an axis: as short as it can be."""
+    for limit, unit in ((1e9, " G"), (1e6, " M"), (1e4, " k")):
+        if value >= limit:
+            return f"{value / (limit if unit != ' k' else 1e3):g}{unit}"
+    return f"{float(f'{value:.3g}'):g}"
+
+
 def _moment(t_s: float, step_s: float) -> str:
+    if t_s == 0:
+        return "0"
     for unit_s, unit in ((DAY_S, "d"), (HOUR_S, "h"), (MINUTE_S, "min"), (1, "s")):
         if step_s >= unit_s:
-            return f"{t_s / unit_s:.2g} {unit}" if t_s / unit_s < 10 else f"{t_s / unit_s:.0f} {unit}"
+            return f"{round(t_s / unit_s, 2):g} {unit}"
     return f"{t_s * 1000:.0f} ms"
 
 
@@ -232,7 +242,7 @@ def _figure(
         role="img",
         aria_label=spoken,
     )
-    labels = [element("span", wording.number(top * (1 - level)) + tick_unit) for level in levels]
+    labels = [element("span", _tick(top * (1 - level)) + tick_unit) for level in levels]
     keys = [element("span", swatch(colour), label) for colour, label in legend] if len(legend) > 1 else []
     keys += [element("span", element("i", class_="dash"), text) for text in named]
     return element(

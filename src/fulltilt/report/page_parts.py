@@ -43,7 +43,7 @@ def _finding_card(finding: Finding) -> Markup:
         element("h3", wording.title(finding.code)),
         element("p", gain, class_="gain") if gain else None,
         element("p", facts, class_="facts"),
-        element("ul", [element("li", line) for line in finding.evidence]) if finding.evidence else None,
+        element("ul", [element("li", wording.glued(line)) for line in finding.evidence]) if finding.evidence else None,
         element("p", finding.fix, class_="fix"),
         class_=f"card {finding.severity}",
     )
@@ -127,10 +127,7 @@ def gpu_table(gpus: Sequence[GpuSummary]) -> Markup | None:
         ("hottest", lambda g: wording.temperature(g.temperature_peak_c)),
         ("throttled", lambda g: wording.share(g.throttled_share)),
     )
-    head = [
-        element("th", "GPU", scope="col"),
-        *(element("th", name, class_="figure", scope="col") for name, _ in columns),
-    ]
+    head = [element("th", name, class_="figure", scope="col") for name, _ in columns]
     rows = [
         element(
             "tr",
@@ -216,7 +213,7 @@ def machine(machine: Machine) -> Markup | None:
         [
             ("host", machine.hostname),
             ("system", machine.platform),
-            ("CPUs", f"{wording.number(cpu.usable)} usable of {cpu.present}"),
+            ("CPUs", f"{cpu.usable:g} usable of {cpu.present}"),
             ("memory", wording.size(machine.mem_limit_bytes or machine.mem_total_bytes)),
             ("/dev/shm", wording.size(machine.shm_total_bytes)),
             ("GPU", ", ".join(gpu.name for gpu in machine.gpus) or machine.why_no_gpu),

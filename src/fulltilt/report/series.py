@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from fulltilt.records import BUCKETS, Run, Sample, Span
 
@@ -35,8 +35,8 @@ class Point:
 
 
 def thin(stretches: Sequence[Stretch], wall_s: float, points: int = POINTS) -> tuple[Point, ...]:
-    """At most ``points`` points. The minimum and the maximum survive; gaps stay gaps."""
-    if len(stretches) <= points:
+    """About ``points`` points at most. The minimum and the maximum survive; gaps stay gaps."""
+    if len(stretches) <= points or wall_s <= 0:
         return _as_points(stretches)
     return _as_points(_merge(stretches, wall_s / points))
 
@@ -56,17 +56,9 @@ def _as_points(stretches: Sequence[Stretch]) -> tuple[Point, ...]:
 
 
 def _merge(stretches: Iterable[Stretch], width_s: float) -> list[Stretch]:
-    """Neighbours put together until they are about ``width_s`` long, never across a gap wider than that."""
-    merged: list[Stretch] = []
-    group: list[Stretch] = []
-    for one in stretches:
-        if group and (one.t1_s - group[0].t0_s > width_s or one.t0_s - group[-1].t1_s > width_s / 2):
-            merged.append(_together(group))
-            group = []
-        group.append(one)
-    if group:
-        merged.append(_together(group))
-    return merged
+    """One stretch for each ``width_s`` of time in which there is any."""
+    slots = groupby(stretches, key=lambda one: int((one.t0_s + one.t1_s) / 2 / width_s))
+    return [_together(list(group)) for _, group in slots]
 
 
 def _together(group: Sequence[Stretch]) -> Stretch:
@@ -123,7 +115,9 @@ def ledger_over_time(spans: Sequence[Span], wall_s: float, bins: int = POINTS) -
 # --------------------------------------------------------------------------- from samples
 
 
-def readings(samples: Sequence[Sample], figure: Callable[[Sample], float | None], wall_s: float) -> tuple[Point, ...]:
+def readings(
+    samples: Sequence[Sample], figure: Callable[[Sample], float | None], wall_s: float, points: int = POINTS
+) -> tuple[Point, ...]:
     """One figure of the machine over time; moments at which it was not measured are gaps."""
     if not samples:
         return ()
@@ -135,7 +129,7 @@ def readings(samples: Sequence[Sample], figure: Callable[[Sample], float | None]
         for (t0_s, t1_s), sample in zip(pairwise(starts), samples, strict=True)
         if (value := figure(sample)) is not None
     ]
-    return thin([Stretch(max(s.t0_s, 0.0), s.t1_s, s.value, s.low, s.high) for s in stretches], wall_s)
+    return thin([Stretch(max(s.t0_s, 0.0), s.t1_s, s.value, s.low, s.high) for s in stretches], wall_s, points)
 
 
 def wall_seconds(run: Run, ledger_wall_s: float) -> float:

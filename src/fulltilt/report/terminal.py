@@ -35,15 +35,12 @@ def verdict_lines(diagnosis: Diagnosis, folder: str | Path) -> list[str]:
 
 
 def show(console: Console, runs: Sequence[Reported]) -> None:
-    """Print one run, or a comparison of several followed by each of them."""
-    if len(runs) > 1:
-        _show_comparison(console, runs)
-    for run, diagnosis in runs:
-        _show_run(console, run, diagnosis)
-
-
-def _show_run(console: Console, run: Run, diagnosis: Diagnosis) -> None:
+    """Print one run in full, or several side by side."""
     ink = Ink.of(console)
+    if len(runs) > 1:
+        _show_comparison(console, runs, ink)
+        return
+    run, diagnosis = runs[0]
     _show_head(console, run, diagnosis)
     _show_ledger(console, diagnosis.ledger, ink)
     _show_step(console, run, diagnosis, ink)
@@ -66,7 +63,7 @@ def _show_head(console: Console, run: Run, diagnosis: Diagnosis) -> None:
     console.print(Text(_one_line(" ".join(record.command)), "dim", no_wrap=True, overflow="ellipsis"))
     console.print(Text(f"{clean(record.started_at)} · {state}", "dim"))
     if record.state == "running":
-        console.print(Text("The job is still running: this is what there is so far.", "yellow"))
+        console.print(Text(wording.NO_END_YET, "yellow"))
     console.print()
     console.print(Text(clean(diagnosis.verdict.sentence), "bold"))
     figures = list(_figures(diagnosis))
@@ -239,10 +236,10 @@ def _show_checklist(console: Console, checklist: Sequence[CheckLine], ink: Ink) 
     _heading(console, "Checklist")
     table = Table.grid(padding=(0, 2, 0, 0))
     for line in checklist:
-        figure = Text(_one_line(line.figure))
+        text = Text(_one_line(line.name)).append(f"  {_one_line(line.figure)}", "dim")
         if line.remedy and line.state != "ok":
-            figure.append(f"\n{ink.arrow} {_one_line(line.remedy)}", "dim")
-        table.add_row(Text(line.state, STATE_STYLES[line.state]), Text(_one_line(line.name)), figure)
+            text.append(f"\n{ink.arrow} {_one_line(line.remedy)}", "dim")
+        table.add_row(Text(line.state, STATE_STYLES[line.state]), text)
     console.print(table)
 
 
@@ -256,7 +253,7 @@ def _show_notes(console: Console, run: Run, diagnosis: Diagnosis, ink: Ink) -> N
         console.print(_hanging(ink.bullet, Text(_one_line(note), "dim"), indent=0))
 
 
-def _show_comparison(console: Console, runs: Sequence[Reported]) -> None:
+def _show_comparison(console: Console, runs: Sequence[Reported], ink: Ink) -> None:
     console.print()
     console.rule(Text(f"{len(runs)} runs side by side", "bold"), style="dim")
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
@@ -268,9 +265,17 @@ def _show_comparison(console: Console, runs: Sequence[Reported]) -> None:
     console.print(table)
     order = [name for name in BUCKETS if any(getattr(answer.ledger.buckets, name) > 0 for _, answer in runs)]
     for run, diagnosis in runs:
-        console.print()
-        console.print(Text(clean(run.run.name), "bold", no_wrap=True, overflow="ellipsis"))
-        console.print(ledger_bar(_parts(diagnosis.ledger.buckets, order), console.width, Ink.of(console)))
+        _heading(console, clean(run.run.name), wording.seconds(diagnosis.ledger.wall_s))
+        console.print(ledger_bar(_parts(diagnosis.ledger.buckets, order), console.width, ink))
+        console.print(Text(clean(diagnosis.verdict.sentence)))
+        for finding in diagnosis.findings[:1]:
+            console.print(_hanging(ink.arrow, Text(clean(finding.fix), "green"), indent=0))
+    legend = Text()
+    for place, name in enumerate(order):
+        character, style = ink.fill(BUCKET_TINTS[name], place)
+        legend.append(character * 2, style).append(f" {BUCKET_TINTS[name].label}  ", "dim")
+    console.print()
+    console.print(legend)
 
 
 # --------------------------------------------------------------------------- small parts

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
+from collections.abc import Sequence
 
 TITLES: dict[str, str] = {
     "input_serial": "Loading happens in the training process",
@@ -31,6 +33,8 @@ TITLES: dict[str, str] = {
 }
 
 NOT_MEASURED = "–"
+NO_END_YET = "This run has no end yet: it still runs, or it was killed. This is what there is so far."
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:%|×|ms\b|s\b|min\b|h\b|samples/s|steps\b|workers\b|CPUs\b))")
 
 
 def title(code: str) -> str:
@@ -70,6 +74,15 @@ def share(value: float | None) -> str:
 def percent(value: float | None) -> str:
     """A figure that is already in per cent."""
     return NOT_MEASURED if value is None else f"{value:.0f} %"
+
+
+def percent_range(values: Sequence[float | None]) -> str:
+    """Several figures in per cent, from the lowest to the highest."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return NOT_MEASURED
+    low, high = f"{min(known):.0f}", f"{max(known):.0f}"
+    return f"{low} %" if low == high else f"{low} to {high} %"
 
 
 def number(value: float | None) -> str:
@@ -115,13 +128,18 @@ def speedup(predicted: tuple[float, float] | None) -> str | None:
     return f"{low} × as fast" if low == high else f"{low} to {high} × as fast"
 
 
+def glued(text: str) -> str:
+    """A sentence whose figures are not torn from their units at the end of a line."""
+    return _BEFORE_UNIT.sub("\N{NO-BREAK SPACE}", text)
+
+
 def clean(text: str) -> str:
     """Text that is safe to show: control codes, text-direction overrides and undecodable bytes made visible."""
     return "".join(_visible(character) for character in text)
 
 
 def _visible(character: str) -> str:
-    if character.isprintable() or character == "\n":
+    if character.isprintable() or character in "\n\N{NO-BREAK SPACE}":
         return character
     if character == "\t":
         return " "

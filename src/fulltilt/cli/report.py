@@ -1,0 +1,88 @@
+"""`fulltilt report`: one run, or several side by side, in the terminal, as a page and as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fulltilt import store
+from fulltilt.diagnose import answer
+from fulltilt.errors import RunFolderError, UsageError
+from fulltilt.report import page, terminal
+from fulltilt.report.answer import to_plain
+from fulltilt.report.comparison import Reported
+from fulltilt.report.screen import open_console
+
+RUNS_FOLDER = Path("fulltilt-runs")
+COMPARISON_FILE = Path("fulltilt-report.html")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the command line."""
+    app.command("report")(report)
+
+
+def report(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(metavar="[RUN]...", help="Run folders; the newest one when none is given.")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else: an object, or a list.")] = False,
+    html: Annotated[Path | None, typer.Option(metavar="PATH", help="Where to write the page.")] = None,
+    no_page: Annotated[bool, typer.Option("--no-page", help="Write no page.")] = False,
+    width: Annotated[int | None, typer.Option(min=40, metavar="N", help="Columns of the terminal view.")] = None,
+) -> None:
+    """Show why a run was as fast as it was: verdict, ledger, one step to scale, findings.
+
+    One run also gets its page, report.html, in its folder. Several runs are shown side by side, with a
+    comparison page in the current folder.
+    """
+    if html is not None and no_page:
+        raise UsageError("--html and --no-page contradict each other")
+    folders = runs or [_newest_run()]
+    shown: list[Reported] = [(run, answer(run)) for run in map(store.load, folders)]
+    if json_:
+        _print_json(shown)
+    else:
+        _show(shown, width)
+    if html is not None:
+        page.write(html, shown)
+    elif not json_ and not no_page:
+        _write_page(COMPARISON_FILE if len(shown) > 1 else folders[0] / store.REPORT_FILE, shown)
+
+
+def _newest_run() -> Path:
+    """The run that was begun last in ./fulltilt-runs."""
+    begun = {path.parent: path.stat().st_mtime for path in RUNS_FOLDER.glob(f"*/{store.RUN_FILE}")}
+    if not begun:
+        raise UsageError(
+            f"which run? There is none in {RUNS_FOLDER}", "Give a run folder: fulltilt report RUN [RUN ...]"
+        )
+    return max(begun, key=lambda folder: (begun[folder], folder.name))
+
+
+def _print_json(shown: Sequence[Reported]) -> None:
+    answers = [to_plain(diagnosis, run) for run, diagnosis in shown]
+    # ASCII, so that it survives whatever encoding the reader's pipe has.
+    print(json.dumps(answers[0] if len(answers) == 1 else answers, indent=2, allow_nan=False))
+
+
+def _show(shown: Sequence[Reported], width: int | None) -> None:
+    console = open_console()
+    if width is not None:
+        console.width = width
+    terminal.show(console, shown)
+
+
+def _write_page(path: Path, shown: Sequence[Reported]) -> None:
+    """Write the page that nobody asked for by name: a folder that may only be read is no reason to fail."""
+    try:
+        page.write(path, shown)
+    except RunFolderError as error:
+        print(f"fulltilt: no page: {error.what}. Choose a place with --html PATH.", file=sys.stderr)
+    else:
+        print(f"\npage: {path}")
