@@ -143,9 +143,7 @@ def gpu(number: int = 0, **changes: Any) -> GpuReading:
 
 
 def host(**changes: Any) -> HostReading:
-    made = HostReading(
-        cpu_pct=40.0, mem_total_bytes=64 * 10**9, mem_used_bytes=20 * 10**9, swap_in_bytes_per_s=0.0
-    )
+    made = HostReading(cpu_pct=40.0, mem_total_bytes=64 * 10**9, mem_used_bytes=20 * 10**9, swap_in_bytes_per_s=0.0)
     return replace(made, **changes)
 
 

@@ -24,8 +24,11 @@ def wall_seconds(run: Run) -> float:
     return max(run.run.wall_s or 0.0, last_end, 0.0)
 
 
-def close_buckets(spans: Spans, wall_s: float) -> Buckets:
-    """The buckets of one rank, which add up to ``wall_s``."""
+def close_buckets(spans: Spans, wall_s: float, finished: bool = False) -> Buckets:
+    """The buckets of one rank, which add up to ``wall_s``.
+
+    What a finished rank takes after its last span is the interpreter's tear-down: it is booked with the start-up.
+    """
     total = Buckets()
     reached_s = 0.0
     for span in sorted(spans, key=lambda span: span.t0_s):
@@ -36,7 +39,7 @@ def close_buckets(spans: Spans, wall_s: float) -> Buckets:
         total = total.plus(gap).plus(_fitted(span.buckets, end_s - start_s))
         reached_s = end_s
     rest_s = wall_s - reached_s
-    return total.plus(Buckets(unattributed_s=rest_s) if spans else Buckets(startup_s=rest_s))
+    return total.plus(Buckets(startup_s=rest_s) if finished or not spans else Buckets(unattributed_s=rest_s))
 
 
 def _fitted(buckets: Buckets, length_s: float) -> Buckets:
@@ -57,8 +60,8 @@ def make_ledger(run: Run) -> Ledger:
     if not run.spans:
         return Ledger(wall_s, Buckets(unattributed_s=wall_s))  # nothing attached, so nothing is known
     total = Buckets()
-    for spans in run.spans:
-        total = total.plus(close_buckets(spans, wall_s))
+    for rank, spans in zip(run.ranks, run.spans, strict=False):
+        total = total.plus(close_buckets(spans, wall_s, rank.finished))
     return Ledger(wall_s, _scaled(total, 1 / len(run.spans)))
 
 
@@ -135,7 +138,7 @@ def mean_step(run: Run) -> Phases | None:
 def compare_ranks(run: Run) -> tuple[RankSummary, ...]:
     """Each rank's own work, which of them is the slowest, and how long the others wait for it."""
     wall_s = wall_seconds(run)
-    ledgers = [close_buckets(spans, wall_s) for spans in run.spans[: len(run.ranks)]]
+    ledgers = [close_buckets(s, wall_s, rank.finished) for rank, s in zip(run.ranks, run.spans, strict=False)]
     own_s = [max(wall_s - b.startup_s - b.unattributed_s - b.communication_s, 0.0) for b in ledgers]
     longest_s = max(own_s, default=0.0)
     return tuple(

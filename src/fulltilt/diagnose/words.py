@@ -40,6 +40,11 @@ def times(factor: float) -> str:
     return f"{factor:.1f} ×" if factor < 9.95 else f"{factor:.0f} ×"
 
 
+def capital(text: str) -> str:
+    """``text`` as the beginning of a sentence; the rest keeps its case."""
+    return text[:1].upper() + text[1:]
+
+
 def count(word: str, how_many: int) -> str:
     """``1 worker``, ``7 workers``, ``3 passes``."""
     ending = "" if how_many == 1 else "es" if word.endswith(("s", "ch")) else "s"

@@ -117,7 +117,7 @@ def shm_small(evidence: Evidence) -> Judgement:
         return None
     fits = max(int(limit * total / (loader.num_workers * ranks * loader.batch_bytes)), 0)
     facts = [
-        f"{loader.num_workers} workers × {prefetch} batches ahead{f' × {ranks} ranks' if ranks > 1 else ''} × "
+        f"{count('worker', loader.num_workers)} × {prefetch} batches ahead{f' × {ranks} ranks' if ranks > 1 else ''} × "
         f"{size(loader.batch_bytes)} = {size(needed)} in shared memory",
         f"/dev/shm has {size(total)}",
     ]

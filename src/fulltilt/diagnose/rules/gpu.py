@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 from fulltilt.diagnose.evidence import Evidence
 from fulltilt.diagnose.gains import by_removing
 from fulltilt.diagnose.rules.wording import Judgement, at, found, line_cost, time_spent
-from fulltilt.diagnose.words import number, percent, seconds, size
+from fulltilt.diagnose.words import capital, number, percent, seconds, size
 from fulltilt.records import Abstention, TransferRecord
 
 # --------------------------------------------------------------------------- copies
@@ -54,28 +56,28 @@ def _overlap_copies(evidence: Evidence, transfer: TransferRecord) -> str:
             f"The copies{at(transfer.where)} are pinned and do not block, so they are simply large: send uint8 or "
             "bfloat16 and convert on the GPU, or copy the next batch on a second stream while this one trains."
         )
-    return f"{' and '.join(steps)}.".capitalize().replace("dataloader(", "DataLoader(")
+    return capital(f"{' and '.join(steps)}.")
 
 
 # --------------------------------------------------------------------------- calls that wait for the GPU
 
-# What stands in the call, and what to do instead of it.
+# What the call looks like, and what to do instead of it.
 _INSTEAD = (
-    (("synchronize",), "delete it; nothing in training needs it, and torch.cuda.Event measures time without it"),
+    (r"synchronize", "delete it; nothing in training needs it, and torch.cuda.Event measures time without it"),
+    (r"\bprint\(|\blog", "print every {every} steps"),
+    (r"isnan|isfinite|isinf|\.any\(|\.all\(", "check every {every} steps, or let the gradient scaler do it"),
     (
-        (".item(", "float(", "int(", ".tolist(", "bool("),
+        r"\.item\(|\.tolist\(|\b(float|int|bool)\(",
         "keep the value on the GPU (total += loss.detach()) and read it every {every} steps",
     ),
     (
-        (".cpu(", ".numpy(", '.to("cpu"', ".to('cpu'"),
+        r"\.cpu\(|\.numpy\(|\.to\(.?cpu",
         "keep the results on the GPU and move them once every {every} steps, or at the end of the epoch",
     ),
     (
-        ("nonzero", "masked_select", "unique", "argwhere"),
+        r"nonzero|masked_select|unique|argwhere",
         "its shape depends on the data; use torch.where or multiply by the mask so that the shape stays fixed",
     ),
-    (("isnan", "isfinite", "isinf", ".any(", ".all("), "check every {every} steps, or let the gradient scaler do it"),
-    (("print", "log"), "print every {every} steps"),
 )
 _OTHERWISE = "do it every {every} steps, or keep its result on the GPU"
 
@@ -106,7 +108,7 @@ def instead_of(call: str, share: float) -> str:
     """What to do instead of a call that waits for the GPU and costs ``share`` of the time."""
     # So rarely that what is left of it is under half a percent.
     every = next((n for n in (10, 20, 50) if share / n <= 0.005), 100)
-    advice = next((advice for words, advice in _INSTEAD if any(word in call for word in words)), _OTHERWISE)
+    advice = next((advice for pattern, advice in _INSTEAD if re.search(pattern, call)), _OTHERWISE)
     return advice.format(every=every)
 
 
@@ -144,5 +146,4 @@ def _fewer_launches(evidence: Evidence) -> str:
         steps.append(f"update all parameters in one kernel: {fusible[0]}(..., fused=True)")
     if evidence.loader and evidence.loader.batch_size:
         steps.append(f"if the training allows it, try a batch larger than {evidence.loader.batch_size}")
-    text = "; ".join(steps)
-    return f"{text[0].upper()}{text[1:]}."
+    return capital(f"{'; '.join(steps)}.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from fulltilt.diagnose.evidence import Evidence
 from fulltilt.diagnose.gains import amdahl, by_removing, gain, rarer, share_left
 from fulltilt.diagnose.rules.wording import Judgement, at, found, line_cost, time_spent
@@ -10,16 +12,15 @@ from fulltilt.records import Abstention, HotLine, LoaderRecord
 
 # --------------------------------------------------------------------------- the user's own code
 
-# What stands in the line or its function, and what to do about it.
+# What the line or its function looks like, and what to do about it.
 _ADVICE = (
-    (("sleep",), "it waits on purpose; remove it"),
-    (("json", "dump", "write", "savefig", "to_csv", "tobytes"), "write every {every} steps, or from a second thread"),
-    (("print", "log", "add_scalar", "add_histogram", "wandb"), "log every {every} steps"),
-    (("plot", "imshow", "figure"), "draw once an epoch"),
-    (("deepcopy", "clone"), "copy every {every} steps, or update in place (torch._foreach_lerp_ for an average)"),
-    (("zero_grad",), "zero_grad(set_to_none=True)"),
-    (("collect", "empty_cache"), "drop it: memory is reused without it"),
-    (("mean", "norm", "numpy", "tolist"), "compute it on the device and read it every {every} steps"),
+    (r"\bsleep\(", "it waits on purpose; remove it"),
+    (r"json|dump|write|savefig|to_csv", "write every {every} steps, or from a second thread"),
+    (r"\bprint\(|logg(er|ing)\b|log_metric|add_(scalar|histogram)|wandb", "log every {every} steps"),
+    (r"plot|imshow|figure", "draw once an epoch"),
+    (r"deepcopy|\.clone\(", "copy every {every} steps"),
+    (r"gc\.collect|empty_cache", "drop it: memory is reused without it"),
+    (r"\.numpy\(|\.tolist\(|\.item\(", "keep it in tensors and read it every {every} steps"),
 )
 _OTHERWISE = "take it out of the step, do it every {every} steps, or let a second thread do it"
 
@@ -45,7 +46,7 @@ def host_code(evidence: Evidence) -> Judgement:
 
 def _speed_up_line(line: HotLine, share: float) -> str:
     text = f"{line.call or ''} {line.function}".lower()
-    advice = next((advice for words, advice in _ADVICE if any(word in text for word in words)), _OTHERWISE)
+    advice = next((advice for pattern, advice in _ADVICE if re.search(pattern, text)), _OTHERWISE)
     every = next((n for n in (10, 20, 50) if share / n <= 0.01), 100)
     return f"{line.call or line.function}{at(line.where)}: {advice.format(every=every)}."
 

@@ -96,7 +96,7 @@ def _workers_limit(evidence: Evidence, code: FindingCode, limit: Limit) -> Judge
     line = _worker_line(evidence)
     facts = [time_spent(evidence, "waiting for data", wait_s), _worker_time(supply, limit)]
     if line and evidence.workers:
-        facts.append(f"of the workers' time {line_cost(line, evidence.workers.fetch_s)}")
+        facts.append(f"of the workers' fetching, {line_cost(line, evidence.workers.fetch_s)}")
     facts += _known(rates(evidence))
     if limit is Limit.IO:
         facts += _storage_facts(evidence)
@@ -137,7 +137,7 @@ def _cheaper_fetch(evidence: Evidence, loader: LoaderRecord, limit: Limit, line:
             "Read larger pieces at a time, or keep what was read."
         )
     return (
-        f"Make {place} cheaper: the {loader.num_workers} workers already use what {_cpus(evidence)}. "
+        f"Make {place} cheaper: the {loader.num_workers} workers leave no room for more ({_cpus(evidence)}). "
         "Do its deterministic part once and store the result, work on smaller inputs, or move it to the GPU."
     )
 

@@ -7,7 +7,7 @@ from fulltilt.diagnose.gains import amdahl, by_speeding_up, gain
 from fulltilt.diagnose.gpus import clock_ratio, training_samples
 from fulltilt.diagnose.rules.wording import Judgement, Severity, at, found, rewritten, time_spent
 from fulltilt.diagnose.supply import is_crowded
-from fulltilt.diagnose.words import count, number, percent, size
+from fulltilt.diagnose.words import capital, count, number, percent, size
 from fulltilt.records import Abstention
 
 # --------------------------------------------------------------------------- memory
@@ -49,9 +49,8 @@ def memory_pressure(evidence: Evidence) -> Judgement:
         fixes.append("keep the batch as it is: a larger one, or a longer sample, will not fit")
     if not facts:
         return None
-    fix = "; ".join(fixes)
-    cost_s = pressed_share * evidence.active_s
-    return found(evidence, "memory_pressure", cost_s, facts, f"{fix[0].upper()}{fix[1:]}.", severity=severity)
+    fix = capital(f"{'; '.join(fixes)}.")
+    return found(evidence, "memory_pressure", pressed_share * evidence.active_s, facts, fix, severity=severity)
 
 
 def _was_killed(evidence: Evidence) -> bool:

@@ -1,0 +1,120 @@
+import pytest
+
+from fulltilt.diagnose import answer
+from fulltilt.diagnose.evidence import gather
+from fulltilt.diagnose.gains import rarer, share_left
+from fulltilt.diagnose.rules.host import checkpoint_stall, host_code, validation_heavy
+from fulltilt.records import Abstention, Finding, HotLine
+from tests.diagnose.examples import gpu_rank, loader, rank, run_of, spans_of
+
+
+def found(judgement: object) -> Finding:
+    assert isinstance(judgement, Finding)
+    return judgement
+
+
+# --------------------------------------------------------------------------- host_code
+
+
+def test_a_sleep_after_each_step_is_named() -> None:
+    lines = (HotLine("train.py:60", "main", 1.0), HotLine("train.py:55", "main", 49.0, "time.sleep(0.05)"))
+    finding = found(host_code(gather(run_of(rank(host_lines=lines), host_code=50.0, compute=50.0))))
+    assert finding.share == pytest.approx(50 / 110)
+    assert (finding.where, finding.severity) == ("train.py:55", "severe")
+    assert finding.evidence == (
+        "code of the script's own takes 50 % of the time after start-up: 50 s, 50 ms a step",
+        "49 s in main, train.py:55 (time.sleep(0.05))",
+        "1 s in main, train.py:60",
+    )
+    assert finding.fix == "time.sleep(0.05) at train.py:55: it waits on purpose; remove it."
+    assert finding.predicted_speedup == (1.33, 2.0)
+
+
+def test_logging_of_weights_should_be_rarer() -> None:
+    lines = (HotLine("log.py:9", "dump_weights", 30.0, "json.dump(weights, file)"),)
+    finding = found(host_code(gather(run_of(rank(host_lines=lines), host_code=30.0, compute=70.0))))
+    assert "write every 50 steps" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("call", "part"),
+    [
+        ("logger.info(loss)", "log every 50 steps"),
+        ("logits = head(x)", "take it out of the step"),
+        ("copy.deepcopy(model)", "copy every 50 steps"),
+        ("torch.cuda.empty_cache()", "drop it"),
+    ],
+)
+def test_each_kind_of_line_has_its_own_cure(call: str, part: str) -> None:
+    lines = (HotLine("train.py:9", "main", 30.0, call),)
+    assert part in found(host_code(gather(run_of(rank(host_lines=lines), host_code=30.0, compute=70.0)))).fix
+
+
+def test_slow_launches_are_not_the_scripts_own_code() -> None:
+    lines = (HotLine("train.py:55", "main", 20.0),)
+    launching = gather(run_of(gpu_rank(launch_s=17.0, host_lines=lines), host_code=20.0, compute=80.0))
+    assert host_code(launching) is None
+    writing = gather(run_of(gpu_rank(launch_s=8.0, host_lines=lines), host_code=20.0, compute=80.0))
+    assert found(host_code(writing)).share == pytest.approx(12 / 110)
+
+
+def test_host_code_without_a_sampled_line_is_still_found() -> None:
+    finding = found(host_code(gather(run_of(rank(), host_code=30.0, compute=70.0))))
+    assert finding.where is None
+    assert "no stack was sampled, so the line is not known" in finding.evidence
+
+
+def test_quick_host_code_is_left_alone_and_unknown_idling_not_judged() -> None:
+    assert host_code(gather(run_of(rank(), host_code=4.0, compute=96.0))) is None
+    judgement = host_code(gather(run_of(gpu_rank(launch_s=None), host_code=30.0, compute=70.0)))
+    assert judgement == Abstention(
+        "host_code", "what the host did while the GPU idled (launching, or code of the script's own)"
+    )
+
+
+# --------------------------------------------------------------------------- validation_heavy
+
+
+def test_validation_every_few_steps_says_how_much_rarer() -> None:
+    checking = loader(loader_id=2, role="eval", where="train.py:70", dataset="Held out", passes=50, batches=500)
+    run = run_of(rank(loaders=(loader(), checking)), validation=50.0, compute=50.0)
+    finding = found(validation_heavy(gather(run)))
+    assert finding.where == "train.py:70"
+    assert "50 passes over Held out, 1 s each" in finding.evidence
+    assert finding.fix.startswith("Validate every 9th time: its share falls from 50 % to 10 %.")
+    assert "Its loader at train.py:70 has no workers" in finding.fix
+    # Of 100 s, 50 of validation become 5.6: 1.8 ×.
+    assert finding.predicted_speedup == (1.4, 1.8)
+
+
+def test_an_ordinary_validation_is_left_alone() -> None:
+    assert validation_heavy(gather(run_of(rank(), validation=19.0, compute=81.0))) is None
+
+
+# --------------------------------------------------------------------------- checkpoint_stall
+
+
+def test_saving_says_how_much_rarer_or_beside_the_training() -> None:
+    lines = (HotLine("train.py:80", "save", 29.0, "torch.save(state, path)"),)
+    finding = found(checkpoint_stall(gather(run_of(rank(checkpoint_lines=lines), checkpoint=30.0, compute=70.0))))
+    assert (finding.where, finding.severity) == ("train.py:80", "severe")
+    assert finding.fix.startswith("Save every 21st time at train.py:80: its share falls from 30 % to 2.0 %.")
+    assert "async_save" in finding.fix
+    assert finding.predicted_speedup == (1.32, 1.4)
+
+
+def test_rare_saves_are_left_alone() -> None:
+    assert checkpoint_stall(gather(run_of(rank(), checkpoint=4.0, compute=96.0))) is None
+
+
+def test_doing_it_rarer_brings_its_share_to_the_target() -> None:
+    for share in (0.06, 0.3, 0.7, 0.97):
+        every = rarer(share, 0.02)
+        assert share_left(share, every) <= 0.02 + 1e-9
+        assert every == 2 or share_left(share, every - 1) > 0.02
+
+
+def test_host_rules_abstain_without_steps() -> None:
+    lacking = {a.code: a.lacks for a in answer(run_of(rank(), spans=((spans_of()[0],),))).abstained}
+    for rule in (host_code, validation_heavy, checkpoint_stall):
+        assert lacking[rule.__name__] == "a training step"

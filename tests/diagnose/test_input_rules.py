@@ -1,0 +1,293 @@
+import pytest
+
+from fulltilt.diagnose.evidence import gather
+from fulltilt.diagnose.rules.delivery import epoch_restart, input_handover, shm_small
+from fulltilt.diagnose.rules.input import input_cpu_bound, input_io_bound, input_serial
+from fulltilt.diagnose.supply import Limit
+from fulltilt.records import Abstention, Finding, HotLine, Run, StorageReading
+from tests.diagnose.examples import gpu_rank, loader, machine, rank, run_of, spans_of, workers
+
+INPUT_RULES = (input_serial, input_cpu_bound, input_io_bound, input_handover)
+
+
+def found(judgement: object) -> Finding:
+    assert isinstance(judgement, Finding)
+    return judgement
+
+
+def serial(cpus: float = 8.0, wait_s: float = 62.0, cpu_s: float = 60.0, **changes: object) -> Run:
+    rest_s = 100.0 - wait_s
+    return run_of(
+        rank(loaders=(loader(wait_s=wait_s, wait_cpu_s=cpu_s, **changes),)),
+        on=machine(cpus),
+        data_wait=wait_s,
+        compute=rest_s,
+    )
+
+
+def fed(worker_record: object = None, *, cpus: float = 8.0, wait_s: float = 62.0, **changes: object) -> Run:
+    """A GPU job that waits 62 % of its time for the workers of its loader."""
+    settings = {"num_workers": 2, "prefetch_factor": 2, "wait_s": wait_s, "wait_cpu_s": 1.0, **changes}
+    records = (worker_record,) if worker_record else ()
+    return run_of(
+        gpu_rank(workers=records, loaders=(loader(**settings),)),
+        on=machine(cpus),
+        data_wait=wait_s,
+        compute=100.0 - wait_s,
+    )
+
+
+IO_WORKERS = {"fetch_cpu_s": 10.0, "process_cpu_s": 12.0, "cpu_wait_s": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("run", "code"),
+    [
+        (serial(), "input_serial"),
+        (fed(workers()), "input_cpu_bound"),
+        (fed(workers(**IO_WORKERS)), "input_io_bound"),
+        (fed(workers(fetch_s=20.0, fetch_cpu_s=19.0, process_cpu_s=60.0, idle_s=120.0)), "input_handover"),
+    ],
+)
+def test_exactly_one_cause_is_named(run: Run, code: str) -> None:
+    judgements = [rule(gather(run)) for rule in INPUT_RULES]
+    assert [judgement.code for judgement in judgements if isinstance(judgement, Finding)] == [code]
+    assert not [judgement for judgement in judgements if isinstance(judgement, Abstention)]
+
+
+@pytest.mark.parametrize("rule", INPUT_RULES)
+def test_an_input_that_keeps_up_is_left_alone(rule: object) -> None:
+    assert callable(rule)
+    assert rule(gather(serial(wait_s=4.0))) is None
+    assert rule(gather(fed(workers(), wait_s=4.0))) is None
+
+
+@pytest.mark.parametrize("rule", [input_cpu_bound, input_io_bound, input_handover])
+def test_unmeasured_workers_are_not_judged(rule: object) -> None:
+    assert callable(rule)
+    judgement = rule(gather(fed(None)))
+    assert isinstance(judgement, Abstention)
+    assert judgement.lacks == "the workers' own CPU time and waiting time"
+
+
+# --------------------------------------------------------------------------- input_serial
+
+
+def test_serial_loading_says_how_many_workers_its_cost_needs() -> None:
+    finding = found(input_serial(gather(serial())))
+    assert finding.share == pytest.approx(62 / 110)
+    assert finding.severity == "severe"
+    assert finding.where == "train.py:31"
+    assert finding.evidence[0] == "waiting for data takes 62 % of the time after start-up: 62 s, 62 ms a step"
+    assert "62.1 ms a batch, 97 % of it on the CPU" in finding.evidence[1]
+    assert finding.fix.startswith(
+        "Set num_workers=2 at train.py:31: DataLoader(..., num_workers=2, persistent_workers=True)."
+    )
+    assert "2 workers would hide it; the quota allows 8 CPUs, enough for 7 such workers" in finding.fix
+    # Two workers at the serial rate: 2 × 515.6 / 320 = 3.22, more than the wait itself allows: 1 / 0.38.
+    assert finding.predicted_speedup == (1.93, 2.63)
+
+
+def test_serial_loading_on_few_cpus_promises_only_what_they_can_carry() -> None:
+    finding = found(input_serial(gather(serial(cpus=2.0, wait_s=90.0, cpu_s=90.0))))
+    # One worker beside the training: no more than 1 / 0.9 whatever it costs.
+    assert finding.predicted_speedup == (1.11, 1.11)
+    assert "num_workers=1" in finding.fix
+    assert "a cheaper fetch must give the rest" in finding.fix
+
+
+def test_serial_loading_that_only_waits_may_have_more_workers_than_cpus() -> None:
+    finding = found(input_serial(gather(serial(cpus=2.0, wait_s=90.0, cpu_s=1.0))))
+    assert "num_workers=8" in finding.fix  # 4 for each CPU at most
+    assert finding.predicted_speedup == (5.33, 8.88)
+
+
+def test_a_compute_heavy_cpu_job_leaves_the_loader_little() -> None:
+    run = run_of(
+        rank(torch_threads=2, loaders=(loader(wait_s=50.0, wait_cpu_s=50.0),)),
+        on=machine(2.0),
+        data_wait=50.0,
+        compute=50.0,
+    )
+    finding = found(input_serial(gather(run)))
+    # If both CPUs compute, loading beside it takes (1 + 2) / 2 of the time instead of 2: 1.33. If one does: 2.
+    assert finding.predicted_speedup == (1.33, 2.0)
+
+
+def test_an_iterable_data_set_must_split_its_work() -> None:
+    assert "get_worker_info" in found(input_serial(gather(serial(iterable=True)))).fix
+
+
+def test_batches_made_by_a_generator_name_its_line() -> None:
+    made = rank(loaders=(), host_lines=(HotLine("gen.py:12", "make", 60.0, "rng.normal(size)"),))
+    finding = found(input_serial(gather(run_of(made, data_wait=40.0, compute=60.0))))
+    assert finding.where == "gen.py:12"
+    assert "no DataLoader was seen" in finding.evidence[1]
+    assert "num_workers=1" in finding.fix
+    assert finding.predicted_speedup == (1.33, 1.67)
+
+
+def test_a_loader_built_by_hugging_face_is_changed_through_its_arguments() -> None:
+    where = "site-packages/transformers/trainer.py:1031"
+    fix = found(input_serial(gather(serial(where=where)))).fix
+    assert "TrainingArguments(..., dataloader_num_workers=2, dataloader_persistent_workers=True)" in fix
+
+
+# --------------------------------------------------------------------------- workers at their limit
+
+
+def test_busy_workers_are_raised_to_what_is_needed() -> None:
+    finding = found(input_cpu_bound(gather(fed(workers()))))
+    assert finding.where == "dataset.py:48"
+    assert "2 workers at 165 ms a batch, 95 % computing, idle 0.6 % of the time" in finding.evidence
+    assert "of the workers' fetching, 71 % in decode, dataset.py:48 (Image.open(path))" in finding.evidence
+    assert finding.fix.startswith(
+        "Raise num_workers 2 → 5 at train.py:31: "
+        "DataLoader(..., num_workers=5, persistent_workers=True, pin_memory=True)."
+    )
+    assert finding.predicted_speedup == (1.9, 2.5)
+
+
+def test_busy_workers_that_fill_the_cpus_need_a_cheaper_line() -> None:
+    finding = found(input_cpu_bound(gather(fed(workers(), cpus=3.0))))
+    assert finding.fix.startswith("Make decode (dataset.py:48) cheaper")
+    # The line takes 71 % of a fetch: half of it gone is 1.55 ×; all of it is more than the wait allows.
+    assert finding.predicted_speedup == (1.55, 2.63)
+
+
+def test_workers_that_queue_for_a_cpu_are_busy_not_waiting() -> None:
+    queueing = workers(fetch_cpu_s=50.0, process_cpu_s=52.0, cpu_wait_s=60.0)
+    assert gather(fed(queueing, cpus=3.0)).limit is Limit.CPU
+
+
+def test_waiting_workers_are_raised_beyond_the_cpus_and_the_data_staged() -> None:
+    run = fed(workers(**IO_WORKERS, read_bytes=5_000_000_000), cpus=2.0)
+    assert run.run.data is None
+    finding = found(input_io_bound(gather(run)))
+    assert "2 workers at 162 ms a batch, 93 % waiting, not computing, idle 0.6 % of the time" in finding.evidence
+    assert "the workers read 5 GB from storage, 50 MB/s" in finding.evidence
+    assert "num_workers 2 → 5" in finding.fix
+    staged = StorageReading("/data", "nfs4", kind="network", total_bytes=12_000_000_000, fits_in_ram=True)
+    run = run_of(*run.ranks, spans=run.spans, run={"data": staged})
+    finding = found(input_io_bound(gather(run)))
+    assert "the data in /data lies on network (nfs4)" in finding.evidence
+    assert finding.fix.endswith("Its 12 GB fit in RAM: copying /data to a RAM disk ends the waiting.")
+
+
+def test_little_cpu_time_on_a_crowded_machine_without_queue_times_proves_nothing() -> None:
+    dark = workers(**{**IO_WORKERS, "cpu_wait_s": None})
+    judgement = input_io_bound(gather(fed(dark, cpus=1.0)))
+    assert judgement == Abstention("input_io_bound", "how long the workers waited for a CPU")
+    assert found(input_io_bound(gather(fed(dark, cpus=8.0)))).code == "input_io_bound"
+
+
+def test_much_cpu_time_proves_a_busy_worker_even_without_queue_times() -> None:
+    assert gather(fed(workers(cpu_wait_s=None), cpus=1.0)).limit is Limit.CPU
+
+
+# --------------------------------------------------------------------------- input_handover
+
+
+def test_numpy_batches_should_become_tensors() -> None:
+    slow = fed(
+        workers(fetch_s=20.0, fetch_cpu_s=19.0, process_cpu_s=60.0, idle_s=120.0),
+        wait_cpu_s=40.0,
+        batch_kind="numpy",
+        batch_bytes=19_000_000,
+        collate="stack_arrays",
+    )
+    finding = found(input_handover(gather(slow)))
+    assert "2 workers could give 1,049 samples/s and are idle 66 % of the time" in finding.evidence
+    assert "a batch has 19 MB as numpy" in finding.evidence
+    assert finding.fix.startswith("Let the collate function stack_arrays at train.py:31 return tensors")
+    assert finding.predicted_speedup == (1.45, 2.63)
+
+
+def test_a_training_thread_that_rebuilds_batches_is_handover_even_if_workers_are_busy() -> None:
+    finding = found(input_handover(gather(fed(workers(), wait_cpu_s=50.0))))
+    assert finding.fix.startswith("Send fewer and smaller tensors at train.py:31")
+
+
+def test_idle_workers_without_a_cost_mean_uneven_batches() -> None:
+    uneven = workers(fetch_s=60.0, fetch_cpu_s=55.0, process_cpu_s=56.0, idle_s=100.0)
+    finding = found(input_handover(gather(fed(uneven))))
+    assert "prefetch_factor 2 → 4 at train.py:31" in finding.fix
+
+
+# --------------------------------------------------------------------------- epoch_restart
+
+
+def test_respawned_workers_should_persist() -> None:
+    passing = loader(num_workers=2, passes=41, restart_s=40.0)
+    finding = found(epoch_restart(gather(run_of(rank(loaders=(passing,)), epoch_turnover=40.0, compute=60.0))))
+    assert finding.share == pytest.approx(40 / 110)
+    assert finding.evidence[1] == "41 passes, 1 s for each new one"
+    assert finding.fix == (
+        "Keep the workers alive at train.py:31: DataLoader(..., num_workers=2, persistent_workers=True)."
+    )
+    assert finding.predicted_speedup == (1.25, 1.67)
+
+
+def test_passes_without_workers_should_be_longer() -> None:
+    run = run_of(rank(loaders=(loader(passes=11, restart_s=10.0),)), epoch_turnover=10.0, compute=90.0)
+    finding = found(epoch_restart(gather(run)))
+    assert finding.severity == "warn"
+    assert "num_samples=k * len(dataset)" in finding.fix
+
+
+def test_a_quick_turnover_is_left_alone_and_an_unseen_loader_not_judged() -> None:
+    assert epoch_restart(gather(run_of(rank(), epoch_turnover=4.0, compute=96.0))) is None
+    judgement = epoch_restart(gather(run_of(rank(loaders=()), epoch_turnover=20.0, compute=80.0)))
+    assert judgement == Abstention("epoch_restart", "the DataLoader whose passes are being restarted")
+
+
+# --------------------------------------------------------------------------- shm_small
+
+
+def shared(total: int | None, **changes: object) -> Run:
+    settings = {"num_workers": 4, "prefetch_factor": 2, "batch_bytes": 100_000_000, **changes}
+    return run_of(rank(loaders=(loader(**settings),)), on=machine(shm_total_bytes=total))
+
+
+def test_batches_beyond_shared_memory_are_fatal() -> None:
+    finding = found(shm_small(gather(shared(64_000_000, num_workers=1))))
+    assert finding.severity == "severe"
+    assert finding.predicted_speedup is None
+    assert finding.evidence == (
+        "1 worker × 2 batches ahead × 100 MB = 200 MB in shared memory",
+        "/dev/shm has 64 MB",
+    )
+    assert "--shm-size=1g" in finding.fix
+
+
+def test_batches_near_shared_memory_are_a_warning_with_settings_that_fit() -> None:
+    finding = found(shm_small(gather(shared(1_000_000_000))))
+    assert finding.severity == "warn"
+    assert finding.fix.endswith("or lower prefetch_factor 2 → 1 at train.py:31.")
+
+
+def test_ranks_on_one_machine_share_its_shared_memory() -> None:
+    settings = loader(num_workers=4, prefetch_factor=2, batch_bytes=100_000_000)
+    ranks = [rank(n, world_size=2, loaders=(settings,)) for n in range(2)]
+    finding = found(shm_small(gather(run_of(*ranks, on=machine(shm_total_bytes=2_000_000_000)))))
+    assert "4 workers × 2 batches ahead × 2 ranks × 100 MB = 1.6 GB in shared memory" in finding.evidence
+
+
+def test_shared_memory_with_room_or_unused_is_left_alone() -> None:
+    assert shm_small(gather(shared(32_000_000_000))) is None
+    assert shm_small(gather(shared(64_000_000, num_workers=0))) is None
+    assert shm_small(gather(shared(64_000_000, batch_kind="numpy"))) is None
+
+
+def test_unknown_sizes_of_batches_or_shared_memory_are_not_judged() -> None:
+    assert shm_small(gather(shared(None))) == Abstention("shm_small", "the size of /dev/shm")
+    assert shm_small(gather(shared(64_000_000, batch_bytes=None))) == Abstention("shm_small", "the size of a batch")
+
+
+def test_nothing_is_judged_without_steps() -> None:
+    from fulltilt.diagnose import answer
+
+    idle = run_of(rank(loaders=()), spans=((spans_of()[0],),))
+    lacking = {abstention.code: abstention.lacks for abstention in answer(idle).abstained}
+    for rule in (*INPUT_RULES, epoch_restart):
+        assert lacking[rule.__name__] == "a training step"
