@@ -48,6 +48,15 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank}.json"
 
 
+def claim_file(rank: int) -> str:
+    """The name of the file by which a process claims a rank's two files."""
+    return f".claim-{rank}"
+
+
+# Everything that a run leaves in its folder.
+_RUN_FILES = (RUN_FILE, "rank-*.json", "steps*.jsonl", SAMPLES_FILE, FINDINGS_FILE, REPORT_FILE, ".claim-*")
+
+
 # --------------------------------------------------------------------------- records to JSON and back
 
 
@@ -165,6 +174,23 @@ def create_folder(folder: Path) -> Path:
             f"cannot write into {folder}: {error.strerror or error}", "Choose another folder with --out."
         ) from error
     return folder
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Move an earlier run in ``folder`` into a folder of its own inside it; None when there was none."""
+    if not (folder / RUN_FILE).exists():
+        return None
+    number = 1
+    while (folder / f"before-{number}").exists():
+        number += 1
+    aside = folder / f"before-{number}"
+    try:
+        aside.mkdir()
+        for path in [path for pattern in _RUN_FILES for path in folder.glob(pattern)]:
+            path.rename(aside / path.name)
+    except OSError as error:
+        raise RunFolderError(f"cannot move the earlier run in {folder} aside: {error}") from error
+    return aside
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -322,6 +348,23 @@ def read_lines(path: Path, record: type[Record]) -> Iterator[Record]:
         return
     except OSError as error:
         raise RunFolderError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def read_new_lines(path: Path, record: type[Record], offset: int) -> tuple[list[Record], int]:
+    """The complete lines behind a byte offset, and the offset behind them: for following a file that grows."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read()
+    except FileNotFoundError:
+        return [], offset
+    except OSError as error:
+        raise RunFolderError(f"cannot read {path}: {error.strerror or error}") from error
+    complete = data[: data.rfind(b"\n") + 1]
+    try:
+        return [decode(record, json.loads(line)) for line in complete.splitlines()], offset + len(complete)
+    except (ValueError, RecursionError) as error:
+        raise RunFolderError(f"{path}, behind byte {offset}: damaged ({error})") from error
 
 
 def _check_schema(path: Path, plain: Any) -> None:

@@ -25,7 +25,10 @@ class Child:
             self._signals |= {signal.SIGCHLD}
             before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
             self._process = subprocess.Popen(
-                command, env=environment, preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before) and None
+                command,
+                env=environment,
+                # Safe: no thread has been started yet. The job begins with the signals that we began with.
+                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before) and None,  # noqa: PLW1509
             )
         else:
             self._process = subprocess.Popen(command, env=environment)

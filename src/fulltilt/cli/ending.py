@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Literal
 
 from fulltilt import store
-from fulltilt.diagnose import answer
 from fulltilt.errors import FulltiltError
 from fulltilt.records import RunRecord
+from fulltilt.report.explain import explain
+from fulltilt.report.terminal import verdict_lines
 
 
 def end_run(folder: Path, record: RunRecord, wall_s: float, status: int) -> None:
@@ -19,18 +20,7 @@ def end_run(folder: Path, record: RunRecord, wall_s: float, status: int) -> None
     try:
         ended = replace(record, state=state_of(status), wall_s=wall_s, exit_code=status)
         store.write_json(folder / store.RUN_FILE, ended)
-        for claim in folder.glob(".stream-*"):
-            claim.unlink(missing_ok=True)
-        run = store.load(folder)
-        diagnosis = answer(run)
-        from fulltilt.report.answer import to_plain
-
-        store.write_json(folder / store.FINDINGS_FILE, to_plain(diagnosis, run))
-        from fulltilt.report import page
-
-        page.write(folder / store.REPORT_FILE, [(run, diagnosis)])
-        from fulltilt.report.terminal import verdict_lines
-
+        _, diagnosis = explain(folder)
         for line in verdict_lines(diagnosis, folder):
             print(line, file=sys.stderr)
     except FulltiltError as error:

@@ -22,7 +22,7 @@ app = typer.Typer(
 )
 
 # Each verb's file has `register(app)`. The order is the order of `fulltilt --help`.
-VERBS = ("check",)
+VERBS = ("check", "watch", "run", "report")
 
 
 def _show_version(asked: bool) -> None:

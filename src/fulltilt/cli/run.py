@@ -22,8 +22,6 @@ from fulltilt.timeline import attach
 from fulltilt.timeline.launch import job_command, job_name
 from fulltilt.timeline.overrides import read_settings
 
-RUN_FILES = ("run.json", "rank-*.json", "steps*.jsonl", "samples.jsonl", "findings.json", "report.html", ".stream-*")
-
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
@@ -37,13 +35,13 @@ def register(app: typer.Typer) -> None:
 def run(
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="SCRIPT.py ARGS | -m MODULE ARGS | torchrun … | accelerate launch …", show_default=False),
+        typer.Argument(
+            metavar="SCRIPT.py ARGS | -m MODULE ARGS | torchrun … | accelerate launch …", show_default=False
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Run folder [default: fulltilt-runs/<date>-<script>]")] = None,
     deep: Annotated[int, typer.Option(min=0, help="Profile this many steps with torch.profiler.")] = 0,
-    settings: Annotated[
-        Path | None, typer.Option(help="Settings file whose loader settings are put in force.")
-    ] = None,
+    settings: Annotated[Path | None, typer.Option(help="Settings file whose loader settings are put in force.")] = None,
     module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
 ) -> None:
     """Run a training job unchanged, record where its time goes, and say why the GPU is idle."""
@@ -68,25 +66,10 @@ def prepare_folder(out: Path | None, name: str) -> Path:
     if out.exists() and not out.is_dir():
         raise RunFolderError(f"--out {out} is a file, not a folder", "Choose another folder with --out.")
     folder = store.create_folder(out)
-    _move_aside(folder)
+    aside = store.set_aside(folder)
+    if aside is not None:
+        print(f"fulltilt: {folder} held a run already; it is now in {aside}", file=sys.stderr)
     return folder
-
-
-def _move_aside(folder: Path) -> None:
-    old = [path for pattern in RUN_FILES for path in folder.glob(pattern)]
-    if not (folder / store.RUN_FILE).exists():
-        return
-    number = 1
-    while (folder / f"before-{number}").exists():
-        number += 1
-    aside = folder / f"before-{number}"
-    try:
-        aside.mkdir()
-        for path in old:
-            path.rename(aside / path.name)
-    except OSError as error:
-        raise RunFolderError(f"cannot move the earlier run in {folder} aside: {error}") from error
-    print(f"fulltilt: {folder} held a run already; it is now in {aside}", file=sys.stderr)
 
 
 class Job:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 from fulltilt.diagnose.checklist import make_checklist
 from fulltilt.diagnose.evidence import gather
 from fulltilt.diagnose.ledger import mean_step
@@ -38,3 +41,13 @@ def answer(run: Run, thresholds: Thresholds = DEFAULT) -> Diagnosis:
         ranks=evidence.ranks,
         step=mean_step(run),
     )
+
+
+class _CallableModule(ModuleType):
+    """The face of the package is `fulltilt.diagnose(run)`, and this room has the same name."""
+
+    def __call__(self, run: Run) -> tuple[Finding, ...]:
+        return diagnose(run)
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -2,21 +2,176 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+from collections.abc import Iterable
 from typing import Any
 
+from fulltilt.records import DeepRecord, HotLine
+from fulltilt.timeline.lines import LineTimes
+from fulltilt.timeline.marks import Activity
 from fulltilt.timeline.recorder import Recorder
+from fulltilt.timeline.stacks import owner, shown_path
+
+# Steps before the profiler starts: compilation, autotuning and the allocator have settled by then.
+WARM_UP_STEPS = 10
+# Operators and runtime calls during which the host waits for the GPU.
+WAITS = frozenset(
+    {"aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "cudaStreamSynchronize"}
+)
+MATMUL = re.compile(r"gemm|matmul|cutlass|wgmma|conv|xmma|mma_|nvjet|flash|fmha", re.IGNORECASE)
+TENSOR_CORE = re.compile(
+    r"tensorop|s\d{4,}|hmma|imma|wgmma|bf16|f16|half|tf32|sm90|nvjet|flash|fmha|fp8", re.IGNORECASE
+)
+FRAME = re.compile(r"^(?P<file>.+)\((?P<line>\d+)\): (?P<function>.+)$")
 
 
 class DeepLook:
-    """Profiles N steps once the job has warmed up."""
+    """Profiles N steps once the job has warmed up, and leaves what it saw in the notes."""
 
     def __init__(self, torch: Any, recorder: Recorder, steps: int) -> None:
         self._torch = torch
         self._recorder = recorder
         self._steps = steps
+        self._seen = 0
+        self._profiler: Any = None
+        self._handle: Any = None
 
     def install(self) -> None:
-        """Wait for the warm-up's end."""
+        """Count steps; the profiler starts when the job is warm."""
+        hooks = importlib.import_module(self._torch.optim.Optimizer.__module__)
+        self._handle = hooks.register_optimizer_step_post_hook(self._stepped)
 
     def stop(self) -> None:
-        """Summarise what was seen."""
+        """Summarise what was seen, also when the job ends before N steps."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        if self._profiler is not None:
+            self._summarise()
+        elif self._recorder.notes.deep is None and self._seen:
+            self._recorder.notes.remark(f"--deep: the job ended after {self._seen} steps, before the profiler started")
+
+    def _stepped(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if not self._recorder.mine():
+            return
+        self._seen += 1
+        if self._seen == WARM_UP_STEPS:
+            self._start()
+        elif self._seen == WARM_UP_STEPS + self._steps and self._profiler is not None:
+            self._summarise()
+
+    def _start(self) -> None:
+        before = self._recorder.switch(Activity.OBSERVE)
+        try:
+            kinds = self._torch.profiler.ProfilerActivity
+            activities = [kinds.CPU, *([kinds.CUDA] if self._recorder.clock is not None else [])]
+            self._profiler = self._torch.profiler.profile(activities=activities, with_stack=True)
+            self._profiler.start()
+        except Exception as error:
+            self._profiler = None
+            self._recorder.notes.deep = DeepRecord(0, 0.0, None, None, None, None, None, error=str(error))
+        finally:
+            self._recorder.switch(before)
+
+    def _summarise(self) -> None:
+        before = self._recorder.switch(Activity.OBSERVE)
+        profiler, self._profiler = self._profiler, None
+        steps = max(1, self._seen - WARM_UP_STEPS)
+        try:
+            profiler.stop()
+            self._recorder.notes.deep = summarise(profiler.events(), steps)
+        except Exception as error:
+            self._recorder.notes.deep = DeepRecord(steps, 0.0, None, None, None, None, None, error=str(error))
+        finally:
+            self._recorder.switch(before)
+
+
+def summarise(events: Iterable[Any], steps: int) -> DeepRecord:
+    """What a profile of ``steps`` steps says, per step."""
+    events = list(events)
+    kernels = [event for event in events if _on_gpu(event)]
+    begin = min((event.time_range.start for event in events), default=0.0)
+    end = max((event.time_range.end for event in events), default=0.0)
+    if not kernels:
+        return DeepRecord(
+            steps=steps,
+            step_s=(end - begin) * 1e-6 / steps,
+            gpu_busy_s=None,
+            kernel_gaps_s=None,
+            copies_s=None,
+            kernels=None,
+            tensor_core_share=None,
+            top_kernels=_top((event.name, event.self_cpu_time_total) for event in events),
+            sync_calls=_waits(events),
+        )
+    first = min(event.time_range.start for event in kernels)
+    last = max(event.time_range.end for event in kernels)
+    busy = _covered([(event.time_range.start, event.time_range.end) for event in kernels])
+    per_step = 1e-6 / steps
+    copies = sum(_length(event) for event in kernels if event.name.startswith(("Memcpy HtoD", "Memcpy DtoH")))
+    return DeepRecord(
+        steps=steps,
+        step_s=(last - first) * per_step,
+        gpu_busy_s=busy * per_step,
+        kernel_gaps_s=(last - first - busy) * per_step,
+        copies_s=copies * per_step,
+        kernels=round(len(kernels) / steps),
+        tensor_core_share=_tensor_core_share(kernels),
+        top_kernels=_top((event.name, _length(event)) for event in kernels),
+        sync_calls=_waits(events),
+    )
+
+
+def _on_gpu(event: Any) -> bool:
+    return getattr(event.device_type, "name", "CPU") == "CUDA" and not event.name.startswith("ProfilerStep")
+
+
+def _length(event: Any) -> float:
+    return float(event.time_range.end - event.time_range.start)
+
+
+def _covered(ranges: list[tuple[float, float]]) -> float:
+    """The length of the union of ranges."""
+    total = reached = 0.0
+    for begin, end in sorted(ranges):
+        start = max(begin, reached)
+        if end > start:
+            total += end - start
+            reached = end
+    return total
+
+
+def _tensor_core_share(kernels: list[Any]) -> float | None:
+    """The share of matrix-product time that ran on tensor cores, by the kernels' names; None without any product."""
+    products = [event for event in kernels if MATMUL.search(event.name)]
+    total = sum(_length(event) for event in products)
+    if not total:
+        return None
+    return float(sum(_length(event) for event in products if TENSOR_CORE.search(event.name)) / total)
+
+
+def _top(costs: Iterable[tuple[str, float]], most: int = 10) -> tuple[HotLine, ...]:
+    totals: dict[str, float] = {}
+    for name, cost_us in costs:
+        totals[name] = totals.get(name, 0.0) + cost_us
+    ranked = sorted(totals.items(), key=lambda item: -item[1])[:most]
+    return tuple(HotLine(where="", function=name, seconds=cost * 1e-6) for name, cost in ranked)
+
+
+def _waits(events: list[Any]) -> tuple[HotLine, ...]:
+    """Synchronising calls with the user's lines that made them."""
+    lines = LineTimes()
+    for event in events:
+        if event.name in WAITS:
+            where, function = _users_line(event.stack or ())
+            lines.charge(where, function, event.cpu_time_total * 1e-6, event.name)
+    return lines.top()
+
+
+def _users_line(stack: Iterable[str]) -> tuple[str, str]:
+    for frame in stack:
+        match = FRAME.match(frame)
+        if match is not None and owner(match["file"]) == "user":
+            return f"{shown_path(match['file'])}:{match['line']}", match["function"]
+    return "unknown:0", "unknown"

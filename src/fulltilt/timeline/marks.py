@@ -21,6 +21,7 @@ class Activity(IntEnum):
     SYNC = 6  # blocked until the GPU has finished: .item(), .cpu(), synchronize()
     COPY = 7  # host to GPU copies
     COMM = 8  # explicit collectives
+    OBSERVE = 9  # Fulltilt's own work on this thread
 
 
 class Point(IntEnum):

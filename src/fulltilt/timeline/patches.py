@@ -80,8 +80,10 @@ class Patches:
         self._exchange(torch.amp.autocast_mode.autocast, "__enter__", self._autocast)
         self._exchange(torch, "save", self._save)
         self._exchange(torch.nn.Module, "train", self._train)
-        for name in ("to", "cuda"):
-            self._exchange(torch.Tensor, name, self._copy)
+        # torchvision keeps a set of these very functions from the moment it is imported: then they must stay.
+        if "torchvision.tv_tensors" not in sys.modules:
+            for name in ("to", "cuda"):
+                self._exchange(torch.Tensor, name, self._copy)
         for name in ("item", "tolist", "cpu"):
             self._exchange(torch.Tensor, name, self._read)
         self._exchange(torch.cuda, "synchronize", self._synchronize)

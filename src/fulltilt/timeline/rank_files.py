@@ -29,7 +29,7 @@ class RankFiles:
     def claim(cls, folder: Path, rank: int) -> RankFiles:
         """The stream of this rank, or the next free one when a living process has it already."""
         for stream in range(rank, rank + MOST_STREAMS):
-            if _take(folder / f".stream-{stream}"):
+            if _take(folder / store.claim_file(stream)):
                 path = folder / store.steps_file(stream)
                 # After an elastic restart the new process goes on where the dead one's spans end.
                 ends = [span.t1_s for span in store.read_lines(path, Span)]

@@ -6,7 +6,8 @@ On a GPU a tile is GPU time, cut at the events. A stretch [a, b] of it holds the
 two marks. The GPU can only have been idle in it while the host had not yet queued everything, that is between the
 moment it reached event a and the moment the host set mark b. How much of that it was really busy is known from
 stretches of the same kind that the GPU began late (the queue was full, so they hold no idle time), or that a queued
-delay made it begin late. Idle time goes to what the host did meanwhile: first to what queues nothing, then to what queues kernels.
+delay made it begin late. Idle time goes to what the host did meanwhile: first to what queues nothing, then to what
+queues kernels.
 """
 
 from __future__ import annotations
@@ -41,9 +42,12 @@ SHELF = {
     Activity.SYNC: "sync",
     Activity.COPY: "transfer",
     Activity.COMM: "communication",
+    Activity.OBSERVE: "observer",
 }
 # While the host is on one of these shelves it queues no kernels, so a GPU that has run dry stays idle throughout.
-QUEUES_NOTHING = ("data_wait", "turnover", "checkpoint", "communication", "transfer", "validation", "startup")
+QUEUES_NOTHING = frozenset(
+    {"data_wait", "turnover", "checkpoint", "communication", "transfer", "validation", "startup", "observer"}
+)
 # Stretches between these points hold no kernels of the user's, as long as nothing better is known.
 NO_WORK = {
     (Point.STEP, Point.BATCH),
