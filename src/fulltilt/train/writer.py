@@ -74,6 +74,11 @@ class Writer:
             self._thread = None
         self.check()
 
+    def finish(self) -> None:
+        """Let a save under way come to its end, because something else has gone wrong. Raises nothing."""
+        if self._thread is not None:
+            self._thread.join()
+
     def save(self, snapshot: Snapshot, *, background: bool = True) -> None:
         """Write ``snapshot``; its tensors must be frozen. The caller has waited for the save before this one."""
         self.wait()

@@ -1,0 +1,64 @@
+"""How a run ends for its user: an exit code, at most three lines, and the traceback in a log file only."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from fulltilt.errors import FulltiltError, StoppedEarly
+from fulltilt.train import checkpoint
+
+INTERRUPTED = 130
+
+
+def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = None) -> int:
+    """Run ``body`` and return the exit code of the run in ``out``; errors are told in at most three lines."""
+    try:
+        body()
+    except FulltiltError as error:
+        lines = [error.what, error.remedy or ""]
+        code = error.exit_code
+        if not isinstance(error, StoppedEarly):
+            _log_traceback(out)
+    except KeyboardInterrupt:
+        lines, code = ["interrupted a second time; the last step was not saved"], INTERRUPTED
+    except Exception as error:  # the user's own code, or a bug of ours: the log has the details
+        first = (str(error).strip().splitlines() or [""])[0]
+        log = _log_traceback(out)
+        lines, code = [f"{type(error).__name__}: {first} (in {_place(error)}; all of it is in {log})"], 1
+    else:
+        return 0
+    told = [line.replace("\n", "; ") for line in lines if line]
+    resumable = _newest(out)
+    if resumable is not None:
+        told.append(f"Newest checkpoint: {resumable}; the same command resumes there.")
+    print(f"fulltilt: {told[0]}", *(f"  {line}" for line in told[1:]), sep="\n", file=stream or sys.stderr, flush=True)
+    return code
+
+
+def _newest(out: Path) -> Path | None:
+    for folder in checkpoint.folders(out / "checkpoints"):
+        try:
+            return checkpoint.verify(folder).folder
+        except FulltiltError:
+            continue
+    return None
+
+
+def _log_traceback(out: Path) -> Path:
+    path = out / "error.log"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            traceback.print_exc(file=file)
+    except OSError:
+        traceback.print_exc()  # nowhere else to put it
+    return path
+
+
+def _place(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "an unknown place"

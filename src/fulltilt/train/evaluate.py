@@ -1,0 +1,58 @@
+"""Evaluation: means of loss and metrics over a data set, every sample once whatever the number of ranks."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fulltilt.train import batches
+from fulltilt.train.setup import Rig
+from fulltilt.train.step import is_out_of_memory
+from fulltilt.train.totals import Totals
+
+
+def evaluate(rig: Rig, beat: Callable[[str], None]) -> dict[str, float]:
+    """The means by name; ``loss`` is among them. A batch that does not fit is halved and done again."""
+    assert rig.eval_source is not None
+    totals = Totals(rig.device)
+    was_training = rig.model.training
+    rig.model.eval()
+    try:
+        with torch.inference_mode():
+            for number, step in enumerate(rig.eval_source.steps(0, 0)):
+                beat(f"evaluating batch {number}")
+                for batch in step.batches:
+                    _add(rig, batch, totals)
+    finally:
+        rig.model.train(was_training)
+    return totals.means(rig.group)
+
+
+def _add(rig: Rig, batch: Any, totals: Totals) -> None:
+    loss = rig.job.eval_loss or rig.job.loss
+    while True:
+        found: list[tuple[dict[str, torch.Tensor], int]] = []
+        running, failed_at = 0, 0
+        try:
+            for piece, running in batches.split(batch, rig.eval_micro.most):
+                on_device = batches.to_device(piece, rig.device, rig.stepper.memory_format)
+                with rig.precision.context():
+                    outcome = loss(rig.compiled, on_device)  # type: ignore[arg-type]
+                value, metrics = outcome if isinstance(outcome, tuple) else (outcome, {})
+                found.append(({"loss": value, **metrics}, running))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            failed_at = max(running, 1)
+        if not failed_at:
+            break
+        # Only now are the frames of the failed attempt gone, and with them what they held.
+        gc.collect()
+        if rig.device.type == "cuda":
+            torch.cuda.empty_cache()
+        rig.eval_micro.halve(failed_at, "in evaluation")
+    for means, count in found:
+        totals.add(means, count)

@@ -1,0 +1,258 @@
+"""The loop: epochs, steps, evaluation and checkpoints in order; what each of them does stands in its own file.
+
+Nothing here waits for the device between two checkpoints except to read figures that are some steps old.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from fulltilt.errors import Diverged, MachineError, StoppedEarly
+from fulltilt.train import find, state
+from fulltilt.train.checkpoint import Checkpoint
+from fulltilt.train.evaluate import evaluate
+from fulltilt.train.guard import StepFigures
+from fulltilt.train.job import Job
+from fulltilt.train.progress import Screen
+from fulltilt.train.readout import Readout
+from fulltilt.train.resume import resume
+from fulltilt.train.schedule import stage_at, stage_rate
+from fulltilt.train.settings import TrainSettings
+from fulltilt.train.setup import Rig, enter_stage, rig_up
+from fulltilt.train.sources import StepData
+from fulltilt.train.stop import StopRequest
+from fulltilt.train.watchdog import Watchdog
+from fulltilt.train.writer import HostMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended: its steps, its last metrics, and where its newest checkpoint is."""
+
+    steps: int
+    epochs: int
+    metrics: dict[str, float]
+    best: float | None
+    checkpoint: Checkpoint | None
+    skipped_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    """What a step hook sees: the run's parts after the step, and the names of its samples."""
+
+    step: int
+    epoch: int
+    rig: Rig
+    samples: str
+
+
+Hook = Callable[[StepEnd], None]
+
+
+def train(
+    job: Job,
+    settings: TrainSettings,
+    out: Path,
+    *,
+    resume_from: Path | None = None,
+    fresh: bool = False,
+    screen: Screen | None = None,
+    on_step: Hook | None = None,
+) -> Outcome:
+    """Train ``job`` into ``out``, going on from its newest checkpoint unless ``fresh``.
+
+    Raises StoppedEarly after a signal or at the time limit, with everything saved; other FulltiltErrors as documented.
+    """
+    stop = StopRequest(settings.max_time_s)
+    with stop.listening(), contextlib.ExitStack() as cleanup:
+        rig = rig_up(job, settings, out, screen)
+        cleanup.callback(rig.group.close)
+        watchdog = Watchdog(settings.hang_timeout_s, out / f"stacks.rank-{rig.group.ranks.rank}.log")
+        cleanup.callback(rig.writer.finish)
+        cleanup.enter_context(rig.screen)
+        cleanup.enter_context(watchdog)
+        resume(rig, resume_from=resume_from, fresh=fresh)
+        return Loop(rig, stop, watchdog, on_step).run()
+
+
+class Loop:
+    """One run over its rig."""
+
+    def __init__(self, rig: Rig, stop: StopRequest, watchdog: Watchdog, on_step: Hook | None) -> None:
+        self.rig, self.stop, self.watchdog, self.on_step = rig, stop, watchdog, on_step
+        self.readout: Readout[tuple[int, StepData]] = Readout(rig.device)
+        self.memory = HostMemory()
+        self.metrics: dict[str, float] = {}
+        self._saved_at = rig.progress.step if rig.progress.step else -1
+
+    def run(self) -> Outcome:
+        """Train to the end."""
+        rig, progress = self.rig, self.rig.progress
+        rig.screen.begin(rig)
+        while progress.epoch < rig.epochs and not self._steps_used_up():
+            self._epoch()
+        self._save()
+        self._wait_for_disk()
+        rig.screen.end(self.metrics)
+        best, newest = rig.history.best, rig.writer.newest
+        return Outcome(progress.step, progress.epoch, self.metrics, best, newest, rig.guard.skipped)
+
+    # ----------------------------------------------------------------------- an epoch
+
+    def _epoch(self) -> None:
+        rig, progress = self.rig, self.rig.progress
+        enter_stage(rig, progress.epoch)
+        rig.model.train()
+        rig.screen.epoch_begins(progress.epoch, rig.source.steps_per_epoch(), rig.source.steps_done(progress.consumed))
+        steps = rig.source.steps(progress.epoch, progress.consumed)
+        while not self._steps_used_up():
+            self.watchdog.beat(f"waiting for the data of step {progress.step + 1}")
+            began = time.perf_counter()
+            try:
+                data = next(steps, None)
+            except MachineError:
+                if self.stop.reason is None:
+                    raise
+                self._stop_here()  # the workers got the same signal as we did; the last step is whole
+            if data is None:
+                break
+            rig.screen.loaded(time.perf_counter() - began)
+            self._step(data)
+        self._end_epoch(cut_short=self._steps_used_up())
+
+    def _step(self, data: StepData) -> None:
+        rig, progress = self.rig, self.rig.progress
+        number = progress.step + 1
+        self.watchdog.beat(f"in step {number}")
+        for group in rig.stepper.optimizer.param_groups:
+            group["lr"] = self._learning_rate() * group.get("lr_factor", 1.0)
+        rig.stepper.wish = float(self.stop.reason is not None)
+        figures = rig.stepper.step(data.batches, data.samples, number, rig.totals)
+        progress.step = number
+        progress.consumed = data.consumed
+        progress.samples += data.samples
+        self.readout.push((number, data), figures)
+        self._judge()
+        if self.on_step is not None:
+            self.on_step(StepEnd(number, progress.epoch, rig, data.names()))
+        self._between_steps()
+
+    def _between_steps(self) -> None:
+        """What may follow a step: an error of the writer, a stop, a save, a look at the other ranks' weights."""
+        rig, settings = self.rig, self.rig.settings
+        rig.writer.check()
+        self.stop.step_done(rig.writer.longest_save_s)
+        if rig.stepper.agreed_wish or (rig.group.alone and self.stop.reason):
+            self._stop_here()
+        if settings.save_every and rig.progress.step % settings.save_every == 0:
+            self._save()
+        if settings.drift_every and rig.progress.step % settings.drift_every == 0:
+            rig.check_drift()
+
+    def _end_epoch(self, *, cut_short: bool) -> None:
+        """Evaluate and save. An epoch cut short by max_steps is evaluated too, but a longer run goes on within it."""
+        rig, progress = self.rig, self.rig.progress
+        self._judge(everything=True)
+        self.metrics = {f"train_{name}": value for name, value in rig.totals.means(rig.group).items()}
+        metric = None
+        if rig.eval_source is not None and (cut_short or (progress.epoch + 1) % rig.settings.eval_every == 0):
+            metric = self._evaluate()
+        rig.screen.epoch_ends(progress.epoch, self.metrics)
+        if not cut_short:
+            rig.totals.reset()
+            progress.epoch += 1
+            progress.consumed = 0
+        self._save(metric)
+
+    def _evaluate(self) -> float | None:
+        rig = self.rig
+        averaged = rig.ema.applied(rig.model) if rig.ema is not None else contextlib.nullcontext()
+        rig.share_buffers()
+        with averaged:
+            found = evaluate(rig, self.watchdog.beat)
+        self.metrics.update({f"eval_{name}": value for name, value in found.items()})
+        watched = rig.settings.monitor
+        metric = found.get(watched.removeprefix("eval_")) if watched else None
+        if metric is not None:
+            rig.history.add(rig.progress.epoch, metric)
+        return metric
+
+    def _learning_rate(self) -> float:
+        rig, settings = self.rig, self.rig.settings
+        index, epoch_in_stage = stage_at(rig.stages, rig.progress.epoch)
+        per_epoch = rig.source.steps_per_epoch()
+        if settings.max_steps is not None and (len(rig.stages) == 1 or per_epoch is None):
+            return stage_rate(settings, rig.stages[index], rig.progress.step, settings.max_steps, per_epoch or 0)
+        assert per_epoch is not None
+        step = epoch_in_stage * per_epoch + rig.source.steps_done(rig.progress.consumed)
+        return stage_rate(settings, rig.stages[index], step, rig.stages[index].epochs * per_epoch, per_epoch)
+
+    def _steps_used_up(self) -> bool:
+        most = self.rig.settings.max_steps
+        return most is not None and self.rig.progress.step >= most
+
+    # ----------------------------------------------------------------------- the guard's verdicts
+
+    def _judge(self, *, everything: bool = False) -> None:
+        rig = self.rig
+        for (number, data), (loss, norm, bad, scale) in self.readout.drain() if everything else self.readout.due():
+            figures = StepFigures(number, loss, norm, bool(bad), scale if rig.scale.active else None)
+            rig.screen.step(figures, data.samples)
+            verdict = rig.guard.judge(figures)
+            if verdict.why is not None:
+                rig.screen.warn(f"{verdict.why}; {data.names()}")
+            if verdict.action == "stop":
+                self._wait_for_disk()
+                remedy = "Lower lr, lengthen the warm-up, set clip_norm, or look at the samples named above."
+                raise Diverged(f"{verdict.why}; {rig.guard.rollbacks} rollbacks done", remedy)
+            if verdict.action == "rollback":
+                self._roll_back(verdict.why or "")
+                return
+
+    def _roll_back(self, why: str) -> None:
+        """Take the weights of the last checkpoint and go on behind the data that led here."""
+        rig = self.rig
+        self._wait_for_disk()
+        rig.group.barrier()
+        found = find.newest_complete(rig.root).checkpoint
+        if found is None:
+            raise Diverged(f"{why}; there is no checkpoint to go back to", "Lower lr, or save earlier with save_every.")
+        parts = {name: part for name, part in rig.parts().items() if name in state.WEIGHT_PARTS}
+        state.restore(found.folder, rig.model, parts)
+        self.readout.clear()
+        rig.screen.warn(f"went back to the weights of {found.folder.name}; going on after the present data")
+
+    # ----------------------------------------------------------------------- saving
+
+    def _save(self, metric: float | None = None, *, background: bool = True) -> None:
+        rig = self.rig
+        self._judge(everything=True)
+        self._wait_for_disk()
+        if rig.progress.step == self._saved_at and metric is None:
+            return
+        self.watchdog.beat(f"saving step {rig.progress.step}")
+        rig.share_buffers()
+        states = {name: part.state_dict() for name, part in rig.parts().items()}
+        if rig.group.first:
+            snapshot = state.freeze(rig.model, states, rig.progress, metric, self.memory)
+            rig.writer.save(snapshot, background=background)
+        self._saved_at = rig.progress.step
+        self.stop.pause_done()
+
+    def _wait_for_disk(self) -> None:
+        self.watchdog.beat("waiting for the disk")
+        self.rig.writer.wait()
+
+    def _stop_here(self) -> NoReturn:
+        rig = self.rig
+        self._save(background=False)
+        self._wait_for_disk()
+        reason = self.stop.reason or "another rank was asked to stop"
+        where = f"step {rig.progress.step} is saved in {rig.root}"
+        raise StoppedEarly(f"stopped: {reason}; {where}", "Run the same command again to go on from there.")

@@ -1,0 +1,57 @@
+"""Optimizers by name: weight decay on matrices only, fused kernels on the GPU, 8-bit states on request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fulltilt.errors import UsageError
+from fulltilt.train.settings import TrainSettings
+
+
+def build(model: torch.nn.Module, settings: TrainSettings, device: torch.device) -> torch.optim.Optimizer:
+    """The optimizer that ``settings`` name, over all parameters (frozen ones simply get no gradient)."""
+    groups = decay_groups(model, settings.weight_decay)
+    fused = device.type == "cuda"
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, nesterov=False, fused=fused)
+    if settings.optimizer == "adam":
+        return torch.optim.Adam(groups, lr=settings.lr, fused=fused)
+    if settings.optimizer == "adamw8bit":
+        try:
+            import bitsandbytes
+        except ImportError as error:
+            remedy = "Install it with: pip install bitsandbytes, or take optimizer: adamw."
+            raise UsageError("optimizer: adamw8bit needs bitsandbytes", remedy) from error
+        made: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(groups, lr=settings.lr)
+        return made
+    return torch.optim.AdamW(groups, lr=settings.lr, fused=fused)
+
+
+def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices and kernels decay; biases, norms and other vectors do not: decaying them only harms."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """True when ``step`` itself looks at a flag on the device, so that a bad step is skipped without asking the GPU."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def step_unless(optimizer: torch.optim.Optimizer, bad: torch.Tensor) -> None:
+    """Step, unless ``bad`` (a boolean on the device). Waits for the device only if the optimizer is not fused."""
+    if bad.is_cuda and can_skip_on_device(optimizer):
+        optimizer.grad_scale = None  # type: ignore[attr-defined]
+        optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+    elif not bool(bad):
+        optimizer.step()

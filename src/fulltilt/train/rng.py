@@ -1,0 +1,66 @@
+"""Random states: captured and restored exactly, and derived anew for each sample from (seed, epoch, index)."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fulltilt.train.sampler import mix
+
+
+def capture(device: torch.device) -> dict[str, Any]:
+    """The state of every generator that a training step may draw from: Python, NumPy, torch and this rank's GPU."""
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        name, keys, position, has_gauss, cached = numpy.random.get_state()
+        states["numpy"] = (str(name), [int(key) for key in keys], int(position), int(has_gauss), float(cached))
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore(states: dict[str, Any], device: torch.device) -> None:
+    """Put back what ``capture`` took. A GPU state is left out when the run now has no GPU."""
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if "numpy" in states:
+        import numpy
+
+        name, keys, position, has_gauss, cached = states["numpy"]
+        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def seed_everything(seed: int, rank: int = 0) -> None:
+    """Seed Python, NumPy and torch for one rank of a run."""
+    mixed = mix(seed, rank)
+    random.seed(mixed)
+    torch.manual_seed(mixed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(mixed % 2**32)
+
+
+@contextlib.contextmanager
+def sample_seed(seed: int, epoch: int, index: int) -> Iterator[None]:
+    """Within it, random draws depend on (seed, epoch, index) only; the generators then go on as if nothing happened."""
+    python, own = random.getstate(), torch.default_generator.get_state()
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    mixed = mix(seed, epoch, index)
+    random.seed(mixed)
+    torch.default_generator.manual_seed(mixed)  # not torch.manual_seed, which would also reseed the GPUs
+    if numpy is not None:
+        numpy.random.seed(mixed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        torch.default_generator.set_state(own)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)

@@ -1,0 +1,102 @@
+"""Which samples each step uses, on each rank: a pure function of the seed, the epoch and the position.
+
+Batches are global. A step takes the next ``batch_size × accumulation`` samples of the epoch's permutation whatever the
+number of ranks, and the ranks share each of its micro-batches out among them; every sample is used exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class EpochPlan:
+    """The steps of one epoch from position ``start`` of its permutation on, as rank ``rank`` of ``world`` sees them."""
+
+    samples: int
+    batch_size: int
+    accumulation: int = 1
+    start: int = 0
+    seed: int = 0
+    epoch: int = 0
+    rank: int = 0
+    world: int = 1
+    shuffle: bool = True
+    drop_last: bool = False
+
+    @property
+    def step_samples(self) -> int:
+        """The samples of a full step, over all ranks."""
+        return self.batch_size * self.accumulation
+
+    @property
+    def steps(self) -> int:
+        """How many optimizer steps are left in the epoch."""
+        left = max(self.samples - self.start, 0)
+        return left // self.step_samples if self.drop_last else -(-left // self.step_samples)
+
+    def span(self, step: int) -> tuple[int, int]:
+        """First and one past the last position of a step in the permutation; the last step may be shorter."""
+        first = self.start + step * self.step_samples
+        return first, min(first + self.step_samples, self.samples)
+
+    def shares(self, step: int) -> list[tuple[int, int]]:
+        """This rank's part of each micro-batch of a step, as positions. Parts differ by at most one; none is empty."""
+        first, end = self.span(step)
+        shares = []
+        for begin in range(first, end, self.batch_size):
+            size = min(self.batch_size, end - begin)
+            low, high = (begin + size * r // self.world for r in (self.rank, self.rank + 1))
+            if high > low:
+                shares.append((low, high))
+        return shares
+
+    def order(self) -> torch.Tensor:
+        """The epoch's permutation of sample indices, the same on every rank."""
+        if not self.shuffle:
+            return torch.arange(self.samples)
+        generator = torch.Generator().manual_seed(mix(self.seed, self.epoch))
+        return torch.randperm(self.samples, generator=generator)
+
+
+class RankBatches:
+    """A batch sampler for a DataLoader: this rank's micro-batches of the present plan as ``(epoch, index)`` pairs.
+
+    The loader and its workers live as long as the run; ``begin`` gives them the plan of the next epoch.
+    """
+
+    def __init__(self, plan: EpochPlan) -> None:
+        self.begin(plan)
+
+    def begin(self, plan: EpochPlan) -> None:
+        """Go on with another plan from the next ``iter`` on."""
+        self.plan = plan
+        self.order = plan.order()
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for step in range(self.plan.steps):
+            for low, high in self.plan.shares(step):
+                yield [(self.plan.epoch, index) for index in self.order[low:high].tolist()]
+
+    def __len__(self) -> int:
+        return sum(len(self.plan.shares(step)) for step in range(self.plan.steps))
+
+    def step_ids(self, step: int) -> list[int]:
+        """The sample indices of a step over all ranks, to name those of a bad one."""
+        first, end = self.plan.span(step)
+        return self.order[first:end].tolist()
+
+
+def mix(*numbers: int) -> int:
+    """One 63-bit seed from several numbers, so that neighbouring ones give unrelated streams (SplitMix64)."""
+    mask = 2**64 - 1
+    state = 0
+    for number in numbers:
+        state = (state + (number & mask) + 0x9E3779B97F4A7C15) & mask
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+        state ^= state >> 31
+    return state >> 1

@@ -1,0 +1,193 @@
+"""Where the batches of a step come from: a data set that the engine shuffles and resumes exactly, or ready batches."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from fulltilt.errors import UsageError
+from fulltilt.train import batches, workers
+from fulltilt.train.distributed import Ranks, part_of
+from fulltilt.train.rng import sample_seed
+from fulltilt.train.sampler import EpochPlan, RankBatches, mix
+from fulltilt.train.watchdog import listen_in_worker
+
+
+@dataclass(frozen=True, slots=True)
+class StepData:
+    """The batches of one step on this rank. ``samples`` counts all ranks; ``consumed`` is the position after it."""
+
+    batches: list[Any]
+    samples: int
+    consumed: int
+    names: Callable[[], str]
+
+
+class Source(Protocol):
+    """Gives the steps of an epoch from a position on."""
+
+    def steps(self, epoch: int, consumed: int) -> Iterator[StepData]:
+        """The steps left in ``epoch`` after ``consumed`` (samples or batches) were used."""
+
+    def steps_per_epoch(self) -> int | None:
+        """Steps of a whole epoch, or None if nobody knows."""
+
+    def steps_done(self, consumed: int) -> int:
+        """How many steps of an epoch ``consumed`` makes."""
+
+    def resized(self, batch_size: int, accumulation: int) -> Source:
+        """The same data in other batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderSettings:
+    """How samples are fetched. ``workers`` is the total over the ranks."""
+
+    workers: int = 0
+    prefetch: int = 2
+    pin_memory: bool = False
+    stack_log: Path | None = None
+
+
+class SeededSamples(torch.utils.data.Dataset[Any]):
+    """A data set whose random draws depend on (seed, epoch, index) only: not on workers, ranks or resumes."""
+
+    def __init__(self, samples: Any, seed: int) -> None:
+        self.samples = samples
+        self.seed = seed
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        epoch, index = key
+        with sample_seed(self.seed, epoch, index):
+            return self.samples[index]
+
+
+class MapSource:
+    """A map-style data set behind a DataLoader whose workers live as long as the run."""
+
+    def __init__(
+        self,
+        samples: Any,
+        plan: EpochPlan,
+        loading: LoaderSettings,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        self.samples, self.plan, self.loading, self.collate = samples, plan, loading, collate
+        self._batches = RankBatches(plan)
+        count = part_of(loading.workers, Ranks(plan.rank, plan.world))
+        self._generator = torch.Generator()
+        self._loader = torch.utils.data.DataLoader(
+            SeededSamples(samples, plan.seed),
+            batch_sampler=self._batches,
+            collate_fn=collate,
+            num_workers=count,
+            prefetch_factor=loading.prefetch if count else None,
+            persistent_workers=count > 0,
+            pin_memory=loading.pin_memory,
+            worker_init_fn=_WorkerStart(loading.stack_log) if count else None,
+            generator=self._generator,  # the loader's own draws must not move the run's random state
+        )
+
+    def steps(self, epoch: int, consumed: int) -> Iterator[StepData]:
+        """See Source. ``consumed`` counts samples over all ranks."""
+        plan = replace(self.plan, epoch=epoch, start=consumed)
+        self._batches.begin(plan)
+        self._generator.manual_seed(mix(plan.seed, epoch))
+        order = self._batches
+        before = workers.look()
+        drawn = iter(self._loader) if len(order) else iter(())
+        for step in range(plan.steps):
+            first, end = plan.span(step)
+            try:
+                taken = [next(drawn) for _ in plan.shares(step)]
+            except RuntimeError as error:
+                explained = workers.explain(error, before, workers.look())
+                if explained is None:
+                    raise
+                raise explained from error
+            yield StepData(taken, end - first, end, lambda step=step: _listed(order.step_ids(step)))  # type: ignore[misc]
+
+    def steps_per_epoch(self) -> int:
+        """See Source."""
+        return self.plan.steps
+
+    def steps_done(self, consumed: int) -> int:
+        """See Source."""
+        return consumed // self.plan.step_samples
+
+    def resized(self, batch_size: int, accumulation: int) -> MapSource:
+        """See Source."""
+        if (batch_size, accumulation) == (self.plan.batch_size, self.plan.accumulation):
+            return self
+        plan = replace(self.plan, batch_size=batch_size, accumulation=accumulation)
+        return MapSource(self.samples, plan, self.loading, self.collate)
+
+
+class BatchSource:
+    """Ready batches from any iterable. A resume draws and drops those that were used already."""
+
+    def __init__(self, iterable: Any, accumulation: int, world: int) -> None:
+        self.iterable, self.accumulation, self.world = iterable, accumulation, world
+
+    def steps(self, epoch: int, consumed: int) -> Iterator[StepData]:
+        """See Source. ``consumed`` counts batches of this rank."""
+        if hasattr(self.iterable, "set_epoch"):
+            self.iterable.set_epoch(epoch)
+        drawn = iter(self.iterable)
+        for _ in range(consumed):
+            next(drawn, None)
+        while taken := [batch for batch, _ in zip(drawn, range(self.accumulation), strict=False)]:
+            consumed += len(taken)
+            samples = sum(batches.size(batch) for batch in taken) * self.world
+            span = f"batches {consumed - len(taken)} to {consumed - 1} of epoch {epoch}"
+            yield StepData(taken, samples, consumed, lambda span=span: span)  # type: ignore[misc]
+
+    def steps_per_epoch(self) -> int | None:
+        """See Source."""
+        try:
+            return -(-len(self.iterable) // self.accumulation)
+        except TypeError:
+            return None
+
+    def steps_done(self, consumed: int) -> int:
+        """See Source."""
+        return consumed // self.accumulation
+
+    def resized(self, batch_size: int, accumulation: int) -> BatchSource:  # noqa: ARG002 - the batches are ready-made
+        """See Source. Only the accumulation can change."""
+        return BatchSource(self.iterable, accumulation, self.world)
+
+
+def source(data: Any, plan: EpochPlan, loading: LoaderSettings, collate: Any = None) -> Source:
+    """The source for a data set or iterable; ``plan`` has the sizes, without its number of samples."""
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        if len(data) == 0:
+            raise UsageError("the data set is empty")
+        return MapSource(data, replace(plan, samples=len(data)), loading, collate)
+    if hasattr(data, "__iter__"):
+        return BatchSource(data, plan.accumulation, plan.world)
+    raise UsageError(f"data of type {type(data).__name__} is neither a data set nor an iterable of batches")
+
+
+class _WorkerStart:
+    """What a worker does first: leave Ctrl-C to the parent, which saves; and show its stack when asked."""
+
+    def __init__(self, stack_log: Path | None) -> None:
+        self.stack_log = stack_log
+
+    def __call__(self, _worker: int) -> None:
+        for name in ("SIGINT", "SIGUSR1"):
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), signal.SIG_IGN)
+        if self.stack_log is not None:
+            listen_in_worker(self.stack_log)
+
+
+def _listed(ids: list[int], most: int = 16) -> str:
+    more = f" and {len(ids) - most} more" if len(ids) > most else ""
+    return f"samples {', '.join(map(str, ids[:most]))}{more}"

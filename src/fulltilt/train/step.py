@@ -1,0 +1,189 @@
+"""One optimizer step: forward, backward, exchange, clip, update. Nothing here waits for the device.
+
+When memory runs out the micro-batch is halved and the same step is done again at the same effective batch, on all
+ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fulltilt.errors import DoesNotFit
+from fulltilt.train import batches, optimizers
+from fulltilt.train.distributed import Group
+from fulltilt.train.ema import Ema
+from fulltilt.train.exchange import GradientExchange
+from fulltilt.train.job import Loss
+from fulltilt.train.precision import LossScale, Precision
+from fulltilt.train.totals import Totals
+
+Say = Callable[[str], None]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for a device, or the host, that had no memory left for a tensor."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    signs = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", "CUDNN_STATUS_ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
+class MicroBatch:
+    """The most samples that go through the model at once on a rank; None until memory has run out."""
+
+    def __init__(self, *, splittable: bool) -> None:
+        self.most: int | None = None
+        self.splittable = splittable
+
+    def halve(self, largest: int, where: str) -> None:
+        """Halve what ran out of memory. Raises DoesNotFit when nothing is left to halve."""
+        if largest <= 1:
+            raise DoesNotFit(
+                f"memory ran out {where} with a single sample",
+                "Use gradient_checkpointing, precision: bf16, optimizer: adamw8bit, smaller inputs or a smaller model.",
+            )
+        if not self.splittable:
+            raise DoesNotFit(
+                f"memory ran out {where} with {largest} samples, and this loss compares the samples of a batch",
+                "Lower batch_size: splitting the batch would change what is trained.",
+            )
+        self.most = (largest + 1) // 2
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return {"most": self.most}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From the checkpoint."""
+        self.most = state["most"]
+
+
+class Stepper:
+    """Turns the batches of a step into one move of the weights and returns its figures, still on the device."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        compiled: Callable[..., Any],
+        loss: Loss,
+        precision: Precision,
+        scale: LossScale,
+        micro: MicroBatch,
+        group: Group,
+        say: Say,
+    ) -> None:
+        self.model, self.compiled, self.loss, self.precision, self.scale = model, compiled, loss, precision, scale
+        self.micro, self.group, self.say = micro, group, say
+        self.clip_norm: float | None = None
+        self.ema: Ema | None = None
+        self.memory_format: torch.memory_format | None = None
+        self.optimizer: torch.optim.Optimizer
+        self.exchange: GradientExchange | None = None
+        self._parameters: list[torch.nn.Parameter] = []
+        # One message a step between the ranks carries both: who ran out of memory, and who wants to stop.
+        self.wish = 0.0
+        self.agreed_wish = 0.0
+
+    def use(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the optimizer of a stage; called again whenever the trainable parameters change."""
+        if self.exchange is not None:
+            self.exchange.close()
+        self.optimizer = optimizer
+        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.exchange = None if self.group.alone else GradientExchange(self._parameters, self.group)
+
+    def step(self, taken: list[Any], samples: int, number: int, totals: Totals) -> torch.Tensor:
+        """Train on ``taken``, this rank's part of ``samples`` samples. Returns loss, gradient norm, bad, loss scale."""
+        while True:
+            loss, means, failed_at = self._attempt(taken, samples)
+            agreed = self.group.agree([failed_at, self.wish])
+            failed_at, self.agreed_wish = int(agreed[0]), agreed[1]
+            if not failed_at:
+                break
+            # The frames of the failed attempt are gone by now, and with them what they held.
+            gc.collect()
+            if loss.is_cuda:
+                torch.cuda.empty_cache()
+            self.micro.halve(failed_at, f"in step {number}")
+            self.say(
+                f"step {number}: memory ran out; going on with micro-batches of {self.micro.most}"
+                f" (the effective batch stays {samples})"
+            )
+        figures = self._update(loss)
+        totals.add({"loss": loss}, samples)
+        for values, count in means:
+            totals.add(values, count)
+        return figures
+
+    def _attempt(self, taken: list[Any], samples: int) -> tuple[torch.Tensor, list[tuple[dict[str, Any], int]], int]:
+        """Forward and backward over all micro-batches; the last value is 0 or the size that ran out of memory."""
+        device = self.precision.device
+        loss = torch.zeros((), device=device)
+        means: list[tuple[dict[str, Any], int]] = []
+        running = 0
+        failed_at = 0
+        try:
+            self._zero_gradients()
+            pieces = [piece for batch in taken for piece in batches.split(batch, self.micro.most)]
+            for place, (piece, running) in enumerate(pieces):
+                if self.exchange is not None and place == len(pieces) - 1:
+                    self.exchange.arm()
+                on_device = batches.to_device(piece, device, self.memory_format)
+                with self.precision.context():
+                    outcome = self.loss(self.compiled, on_device)  # type: ignore[arg-type]
+                value, metrics = outcome if isinstance(outcome, tuple) else (outcome, {})
+                share = value.float() * (running / samples)
+                (share * self.scale.scale if self.scale.active else share).backward()  # type: ignore[no-untyped-call, unused-ignore]
+                loss += share.detach()
+                if metrics:
+                    means.append(({name: mean.detach() for name, mean in metrics.items()}, running))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            failed_at = max(running, 1)
+        if self.exchange is not None:
+            self.exchange.finish(loss)
+        return loss, means, failed_at
+
+    def _zero_gradients(self) -> None:
+        if self.exchange is not None:
+            self.exchange.zero()
+        else:
+            for parameter in self._parameters:
+                parameter.grad = None
+
+    @torch.no_grad()
+    def _update(self, loss: torch.Tensor) -> torch.Tensor:
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros_like(loss)
+        if self.scale.active:
+            norm = norm / self.scale.scale
+        bad = ~(torch.isfinite(norm) & torch.isfinite(loss))
+        factor = self._gradient_factor(norm)
+        if factor is not None and gradients:
+            torch._foreach_mul_(gradients, factor)
+        figures = torch.stack([loss, norm.float(), bad.float(), self.scale.scale])
+        try:
+            optimizers.step_unless(self.optimizer, bad)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise DoesNotFit(
+                "memory ran out in the optimizer, which smaller batches do not help",
+                "Use optimizer: adamw8bit or sgd, or a smaller model.",
+            ) from error
+        self.scale.update(bad)
+        if self.ema is not None:
+            self.ema.update(self.model)
+        return figures
+
+    def _gradient_factor(self, norm: torch.Tensor) -> torch.Tensor | None:
+        """Unscaling and clipping in one multiplication; None when there is nothing to do."""
+        factor = None if self.clip_norm is None else torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0)
+        if self.scale.active:
+            factor = 1.0 / self.scale.scale if factor is None else factor / self.scale.scale
+        return factor

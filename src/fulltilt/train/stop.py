@@ -1,0 +1,65 @@
+"""Requests to stop: signals and the time limit. Both only set a flag that the loop looks at between steps."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+# What a job is told before it is taken off a machine: Slurm, Kubernetes and Kaggle use all three.
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
+
+
+class StopRequest:
+    """Why the run should stop at the next step, or None. A second Ctrl-C stops at once."""
+
+    def __init__(
+        self,
+        max_time_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.reason: str | None = None
+        self.max_time_s = max_time_s
+        self._clock = clock
+        self._began_s = clock()
+        self._step_began_s = clock()
+        self._longest_step_s = 0.0
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within it, the signals set the flag. Outside the main thread nothing is changed."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self.reason is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.reason = f"received {signal.Signals(number).name}"
+
+    def step_done(self, longest_save_s: float) -> None:
+        """Note the end of a step, and ask to stop while there is still time for one more step and one save.
+
+        ``longest_save_s`` is what a save has taken at most so far. Half as much again allows for a slow disk.
+        """
+        now = self._clock()
+        self._longest_step_s = max(self._longest_step_s, now - self._step_began_s)
+        self._step_began_s = now
+        if self.max_time_s is None or self.reason is not None:
+            return
+        reserve_s = 1.5 * longest_save_s + 2.0 * self._longest_step_s
+        if now - self._began_s + reserve_s >= self.max_time_s:
+            self.reason = f"the time limit of {self.max_time_s:g} s is near"
+
+    def pause_done(self) -> None:
+        """What came since the last step (evaluation, a save) was no step: do not count it as one."""
+        self._step_began_s = self._clock()
