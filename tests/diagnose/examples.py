@@ -80,7 +80,7 @@ def workers(**changes: Any) -> WorkerRecord:
         fetch_s=160.0,
         fetch_cpu_s=150.0,
         cpu_wait_s=2.0,
-        idle_s=1.0,
+        idle_s=6.0,  # five of them went into handing over
         process_cpu_s=155.0,
         read_bytes=None,
         lines=(HotLine("dataset.py:48", "decode", 113.6, "Image.open(path)"), HotLine("dataset.py:52", "crop", 20.0)),

@@ -107,7 +107,7 @@ def gather(run: Run, thresholds: Thresholds = DEFAULT) -> Evidence:
     rank = _pace_setter(run, ranks)
     loader = training_loader(rank)
     workers = workers_of(rank, loader)
-    supply = measure_supply(loader, workers) if loader else None
+    supply = measure_supply(loader, workers, _paused_s(ledger.buckets)) if loader else None
     usable_cpus = run.run.machine.cpu.usable / _ranks_beside(run, rank)
     wait_share = _ratio(ledger.buckets.data_wait_s, ledger.wall_s - ledger.buckets.startup_s)
     training_ranks = max(len(_training_ranks(run)), 1)
@@ -171,9 +171,10 @@ def _loader_ceilings(
     run: Run, wait_share: float, usable_cpus: float, delivered: float | None, thresholds: Thresholds
 ) -> float | None:
     rates = []
-    for rank, _ in _training_ranks(run):
+    for rank, spans in _training_ranks(run):
         loader = training_loader(rank)
-        supply = measure_supply(loader, workers_of(rank, loader)) if loader else None
+        paused_s = _paused_s(_sum_buckets(spans))
+        supply = measure_supply(loader, workers_of(rank, loader), paused_s) if loader else None
         # A step that draws from several loaders has no single loader's rate to compare with.
         if supply is None or sum(1 for other in rank.loaders if other.role == "train") > 1:
             return None
@@ -182,8 +183,20 @@ def _loader_ceilings(
 
 
 def _training_ranks(run: Run) -> list[tuple[RankRecord, tuple[Span, ...]]]:
-    pairs = zip(run.ranks, run.spans, strict=False)
+    pairs = zip(run.ranks, run.spans, strict=True)
     return [(rank, spans) for rank, spans in pairs if any(span.steps for span in spans)]
+
+
+def _sum_buckets(spans: tuple[Span, ...]) -> Buckets:
+    total = Buckets()
+    for span in spans:
+        total = total.plus(span.buckets)
+    return total
+
+
+def _paused_s(buckets: Buckets) -> float:
+    """Time in which training draws no batches, so that its workers have nothing to do."""
+    return buckets.validation_s + buckets.checkpoint_s
 
 
 def _pace_setter(run: Run, ranks: tuple[RankSummary, ...]) -> RankRecord | None:

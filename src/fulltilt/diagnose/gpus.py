@@ -10,8 +10,8 @@ from fulltilt.diagnose.thresholds import Thresholds
 from fulltilt.diagnose.words import percent
 from fulltilt.records import GpuProcess, GpuReading, GpuSummary, Run, Sample
 
-# Reasons that NVML gives for clocks that nobody would call throttling: no work, or limits that a person set.
-_HARMLESS = ("idle", "application", "display", "sync_boost", "none")
+# Limits that every busy GPU runs into sooner or later: throttling only when the clock falls far for them.
+_LIMITS = ("power_cap", "board_limit", "reliability", "sync_boost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +91,9 @@ def _slowing_reasons(reading: GpuReading, thresholds: Thresholds) -> tuple[str, 
     """The reasons that slow this GPU down at this moment; None when the driver does not tell."""
     if reading.throttle_reasons is None:
         return None
-    reasons = [r for r in reading.throttle_reasons if not any(word in r.lower() for word in _HARMLESS)]
     clock = clock_ratio([reading])
-    if clock is not None and clock >= thresholds.power_capped_clock:
-        reasons = [reason for reason in reasons if "power_cap" not in reason.lower()]
-    return tuple(reasons)
+    slow = clock is not None and clock < thresholds.power_capped_clock
+    return tuple(reason for reason in reading.throttle_reasons if slow or reason not in _LIMITS)
 
 
 def clock_ratio(readings: Iterable[GpuReading]) -> float | None:

@@ -60,7 +60,7 @@ def make_ledger(run: Run) -> Ledger:
     if not run.spans:
         return Ledger(wall_s, Buckets(unattributed_s=wall_s))  # nothing attached, so nothing is known
     total = Buckets()
-    for rank, spans in zip(run.ranks, run.spans, strict=False):
+    for rank, spans in zip(run.ranks, run.spans, strict=True):
         total = total.plus(close_buckets(spans, wall_s, rank.finished))
     return Ledger(wall_s, _scaled(total, 1 / len(run.spans)))
 
@@ -138,7 +138,7 @@ def mean_step(run: Run) -> Phases | None:
 def compare_ranks(run: Run) -> tuple[RankSummary, ...]:
     """Each rank's own work, which of them is the slowest, and how long the others wait for it."""
     wall_s = wall_seconds(run)
-    ledgers = [close_buckets(s, wall_s, rank.finished) for rank, s in zip(run.ranks, run.spans, strict=False)]
+    ledgers = [close_buckets(s, wall_s, rank.finished) for rank, s in zip(run.ranks, run.spans, strict=True)]
     own_s = [max(wall_s - b.startup_s - b.unattributed_s - b.communication_s, 0.0) for b in ledgers]
     longest_s = max(own_s, default=0.0)
     return tuple(

@@ -50,49 +50,48 @@ class Supply:
         return self.samples_per_batch / self.batch_s
 
 
-def measure_supply(loader: LoaderRecord, workers: WorkerRecord | None) -> Supply | None:
-    """The costs of a loader's batches, or None when they were not measured."""
+def measure_supply(loader: LoaderRecord, workers: WorkerRecord | None, paused_s: float = 0.0) -> Supply | None:
+    """The costs of a loader's batches, or None when they were not measured.
+
+    ``paused_s`` is time in which training drew no batches (validation, checkpoints), so that workers had to be idle.
+    """
     if loader.batches == 0 or not loader.samples:
         return None
-    samples_per_batch = loader.samples / loader.batches
     if loader.num_workers == 0:
-        return _serial_supply(loader, samples_per_batch)
+        return _serial_supply(loader)
     if workers is None or workers.batches == 0 or workers.fetch_s <= 0:
         return None
     outside_cpu_s = max(workers.process_cpu_s - workers.fetch_cpu_s, 0.0)
     working_s = workers.fetch_s + outside_cpu_s
-    waiting_s = workers.cpu_wait_s
+    # Handing a batch over happens beside waiting for the next order, so its CPU time is not idleness.
+    idle_s = max(workers.idle_s - outside_cpu_s - loader.num_workers * paused_s, 0.0)
+    queueing_s = workers.cpu_wait_s
     return Supply(
         workers=loader.num_workers,
-        samples_per_batch=samples_per_batch,
+        samples_per_batch=loader.samples / loader.batches,
         batch_s=working_s / workers.batches,
         batch_cpu_s=workers.process_cpu_s / workers.batches,
         main_cpu_s=loader.wait_cpu_s / loader.batches,
-        busy_share=None if waiting_s is None else min((workers.fetch_cpu_s + waiting_s) / workers.fetch_s, 1.0),
-        idle_share=workers.idle_s / (workers.idle_s + working_s),
+        busy_share=None if queueing_s is None else min((workers.fetch_cpu_s + queueing_s) / workers.fetch_s, 1.0),
+        idle_share=idle_s / (idle_s + working_s),
         handover_main_share=min(loader.wait_cpu_s / loader.wait_s, 1.0) if loader.wait_s > 0 else 0.0,
         handover_worker_share=outside_cpu_s / working_s,
-        queueing_share=_queueing_share(workers.process_cpu_s, waiting_s),
+        queueing_share=_queueing_share(workers.fetch_cpu_s, queueing_s),
     )
 
 
-def _serial_supply(loader: LoaderRecord, samples_per_batch: float) -> Supply | None:
-    # The first batch of each pass is booked apart (start-up and turn-over), so wait_s covers the others.
-    steady = loader.batches - max(loader.passes, 1)
-    if steady > 0 and loader.wait_s > 0:
-        batch_s, batch_cpu_s = loader.wait_s / steady, loader.wait_cpu_s / steady
-    else:
-        batch_s = (loader.wait_s + loader.first_wait_s + loader.restart_s) / loader.batches
-        batch_cpu_s = loader.wait_cpu_s / loader.batches
-    if batch_s <= 0:
+def _serial_supply(loader: LoaderRecord) -> Supply | None:
+    batch_s = (loader.wait_s + loader.first_wait_s) / loader.batches
+    batch_cpu_s = min(loader.wait_cpu_s / loader.batches, batch_s)
+    if loader.samples is None or batch_s <= 0:
         return None
     return Supply(
         workers=0,
-        samples_per_batch=samples_per_batch,
+        samples_per_batch=loader.samples / loader.batches,
         batch_s=batch_s,
-        batch_cpu_s=min(batch_cpu_s, batch_s),
+        batch_cpu_s=batch_cpu_s,
         main_cpu_s=0.0,
-        busy_share=min(batch_cpu_s / batch_s, 1.0),
+        busy_share=batch_cpu_s / batch_s,
         idle_share=0.0,
         handover_main_share=0.0,
         handover_worker_share=0.0,
@@ -100,10 +99,10 @@ def _serial_supply(loader: LoaderRecord, samples_per_batch: float) -> Supply | N
     )
 
 
-def _queueing_share(cpu_s: float, waiting_s: float | None) -> float | None:
-    if waiting_s is None:
+def _queueing_share(cpu_s: float, queueing_s: float | None) -> float | None:
+    if queueing_s is None:
         return None
-    return waiting_s / (cpu_s + waiting_s) if cpu_s + waiting_s > 0 else 0.0
+    return queueing_s / (cpu_s + queueing_s) if cpu_s + queueing_s > 0 else 0.0
 
 
 def loader_ceiling(

@@ -30,6 +30,8 @@ def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
             f"num_workers=0: the training thread fetches each batch itself, {seconds(supply.batch_s)} a batch, "
             f"{percent(supply.busy_share or 0.0)} of it on the CPU"
         )
+    if (line := _worker_line(evidence)) and loader.wait_s > 0:
+        facts.append(f"of the fetching, {line_cost(line, loader.wait_s)}")
     facts += _known(rates(evidence))
     plan = plan_workers(evidence)
     workers = plan.advised if plan else max(int(evidence.usable_cpus) - 1, 1)
