@@ -82,7 +82,7 @@ class Gpus:
         self.cuda = None if not version else f"{version // 1000}.{version % 1000 // 10}"
         self._devices, self.why_none = find_devices(nvml, environ, clock)
         self._tenants = Tenants(nvml, ProcessTree(root_pid, clock))
-        self._pcie_ration = Ration(_PCIE_SHARE, clock)
+        self._pcie_ration = Ration(_PCIE_SHARE, clock=clock)
         self._pcie_queue = deque(device for device in self._devices if device.gpm is None)
 
     def read(self) -> tuple[GpuReading, ...]:

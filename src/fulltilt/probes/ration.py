@@ -8,16 +8,24 @@ from contextlib import contextmanager
 
 
 class Ration:
-    """Lets a costly reading through so seldom that it takes at most ``share`` of the time of one core."""
+    """Lets costly readings through so seldom that they take at most ``share`` of the time of one core.
 
-    def __init__(self, share: float, clock: Callable[[], float] = time.perf_counter) -> None:
+    ``credit_s`` may be spent at once, at the start or after a time without readings.
+    """
+
+    def __init__(self, share: float, credit_s: float = 0.0, clock: Callable[[], float] = time.perf_counter) -> None:
         self._share = share
+        self._credit_s = credit_s
         self._clock = clock
-        self._next_s = float("-inf")
+        self._left_s = credit_s  # negative: a debt that time pays off
+        self._at_s = clock()
 
     def due(self) -> bool:
-        """Whether the cost of the readings before has been worked off."""
-        return self._clock() >= self._next_s
+        """Whether the readings before have been paid for."""
+        now_s = self._clock()
+        self._left_s = min(self._credit_s, self._left_s + self._share * (now_s - self._at_s))
+        self._at_s = now_s
+        return self._left_s >= 0
 
     @contextmanager
     def spend(self) -> Iterator[None]:
@@ -26,5 +34,4 @@ class Ration:
         try:
             yield
         finally:
-            end_s = self._clock()
-            self._next_s = max(self._next_s, end_s) + (end_s - start_s) / self._share
+            self._left_s -= self._clock() - start_s

@@ -17,8 +17,8 @@ _BLOCK_BYTES = 1024**2
 # Of one large file at most this much is read, so that one file does not stand for the set.
 _FILE_BYTES = 32 * 1024**2
 
-# Where the kernel does not tell whether pages were still cached, a "cold" read this close to a warm one was not cold.
-_TOO_WARM = 0.7
+# Where the kernel does not tell whether pages were still cached, a "cold" read this close to a warm one may be warm.
+_TOO_WARM = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,12 @@ def read_rates(files: Sequence[FoundFile], deadline_s: float, budget_bytes: int,
     first, cold, warm = _Tally(), _Tally(), _Tally()
     proven = True
     done = []
+    buffer = bytearray(_BLOCK_BYTES)  # one for all reads, or we would measure the allocator
     for file in files:
         if time.perf_counter() >= cold_until_s or first.bytes >= budget_bytes // 2:
             break
         was_cold = _make_cold(file) if can_be_cold else False
-        result = _timed_read(file, cold_until_s)
+        result = _timed_read(file, buffer, cold_until_s)
         if result is None:
             continue
         done.append(file)
@@ -70,7 +71,7 @@ def read_rates(files: Sequence[FoundFile], deadline_s: float, budget_bytes: int,
     for file in done:
         if time.perf_counter() >= deadline_s or warm.bytes >= budget_bytes // 2:
             break
-        result = _timed_read(file, deadline_s)
+        result = _timed_read(file, buffer, deadline_s)
         if result is not None:
             warm.add(*result)
     cold_rate, warm_rate = cold.per_s(cold.bytes), warm.per_s(warm.bytes)
@@ -85,13 +86,13 @@ def read_rates(files: Sequence[FoundFile], deadline_s: float, budget_bytes: int,
     )
 
 
-def _timed_read(file: FoundFile, deadline_s: float) -> tuple[int, float] | None:
+def _timed_read(file: FoundFile, buffer: bytearray, deadline_s: float) -> tuple[int, float] | None:
     """Bytes read and seconds taken to open the file, read it up to the limit, and close it."""
     start_s = time.perf_counter()
     total = 0
     try:
         with Path(file.path).open("rb", buffering=0) as stream:
-            while total < _FILE_BYTES and (count := len(stream.read(_BLOCK_BYTES) or b"")):
+            while total < _FILE_BYTES and (count := stream.readinto(buffer)):
                 total += count
                 if time.perf_counter() >= deadline_s:
                     break

@@ -128,8 +128,8 @@ class FakeDriver:
     def nvmlDeviceGetMaxClockInfo(self, handle: FakeGpu, type: int) -> int:
         return handle.sm_clock_max_mhz
 
-    def nvmlDeviceGetNumGpuCores(self, handle: FakeGpu) -> int:
-        return handle.cores
+    def nvmlDeviceGetNumGpuCores(self, device: FakeGpu) -> int:
+        return device.cores
 
     def nvmlDeviceGetCurrentClocksEventReasons(self, handle: FakeGpu) -> int:
         return at(handle.clock_events, self.clock())

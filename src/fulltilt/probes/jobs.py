@@ -1,0 +1,88 @@
+"""The training jobs on this machine: processes on a GPU, and those that Fulltilt started."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+import psutil
+
+from fulltilt.probes.ration import Ration
+from fulltilt.probes.tree import ProcessTree
+from fulltilt.records import GpuProcess, JobProcess
+
+# `fulltilt run` sets this in the environment of the job, and thereby of every process under it.
+RUN_FOLDER_VARIABLE = "FULLTILT_RUN_DIR"
+
+# Looking at every process of a large machine takes a tenth of a second.
+_SCAN_SHARE = 0.01
+
+
+class JobProbe:
+    """Finds the jobs and keeps an eye on their process trees."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._scans = Ration(_SCAN_SHARE)
+        self._processes: dict[int, psutil.Process] = {}
+        self._parents: dict[int, int] = {}
+        self._folders: dict[int, str | None] = {}
+        self._trees: dict[int, ProcessTree] = {}
+
+    def read(self, on_gpus: Iterable[GpuProcess] = ()) -> tuple[JobProcess, ...]:
+        """The processes on GPUs, then the roots of Fulltilt's runs that have none there."""
+        if self._scans.due():
+            with self._scans.spend():
+                self._scan()
+        names = {process.pid: process.name for process in on_gpus}
+        covered = {above for pid in names for above in (pid, *self._ancestors(pid))}
+        roots = [
+            pid
+            for pid, folder in self._folders.items()
+            if folder is not None and self._folders.get(self._parents[pid]) != folder and pid not in covered
+        ]
+        self._trees = {pid: self._trees.get(pid) or ProcessTree(pid, self._clock) for pid in (*names, *roots)}
+        jobs = [self._describe(pid, names.get(pid)) for pid in (*names, *roots)]
+        return tuple(job for job in jobs if job.name is not None or job.pid in names)  # roots that have not ended
+
+    def _scan(self) -> None:
+        self._processes, self._parents, self._folders = {}, {}, {}
+        for process in psutil.process_iter():
+            try:
+                self._parents[process.pid] = process.ppid()
+            except psutil.Error:
+                continue
+            self._processes[process.pid] = process
+            self._folders[process.pid] = _run_folder(process)
+
+    def _ancestors(self, pid: int) -> Iterable[int]:
+        passed = {pid}
+        while (pid := self._parents.get(pid, 0)) and pid not in passed:
+            passed.add(pid)
+            yield pid
+
+    def _describe(self, pid: int, name_on_gpu: str | None) -> JobProcess:
+        process = self._processes.get(pid)
+        try:
+            name = process.name() if process is not None else None
+        except psutil.Error:
+            name = None
+        if name is None or name_on_gpu not in (None, name):
+            # The driver may count processes otherwise than we do (a container); this number is somebody else's here.
+            return JobProcess(pid, name_on_gpu)
+        tree = self._trees[pid]
+        return JobProcess(
+            pid=pid,
+            name=name,
+            children=max(0, len(tree.pids()) - 1),
+            cpu_pct=tree.cpu_pct(),
+            pss_bytes=tree.pss_bytes(),
+            run_folder=self._folders.get(pid),
+        )
+
+
+def _run_folder(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get(RUN_FOLDER_VARIABLE) or None
+    except (psutil.Error, OSError):
+        return None  # another user's, or gone

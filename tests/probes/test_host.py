@@ -1,0 +1,207 @@
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from fulltilt.probes import host as host_module
+from fulltilt.probes.counters import CoreTimes, Counters, rates_between, read_counters
+from fulltilt.probes.host import HostProbe, shared_memory_bytes
+from fulltilt.probes.tree import ProcessTree
+from fulltilt.testing import FakeClock, GroupLimits, write_cgroups
+
+GIB = 1024**3
+
+
+def counters(at_s, *cores, swap=0, read=0, write=0):
+    return Counters(at_s, tuple(CoreTimes(*core) for core in cores), swap, read, write)
+
+
+def test_rates_are_means_between_two_readings():
+    before = counters(10.0, (5.0, 10.0, 1.0), (0.0, 10.0, 0.0), read=1000)
+    after = counters(12.0, (7.0, 12.0, 1.0), (0.5, 12.0, 1.0), swap=8192, read=5000, write=600)
+    rates = rates_between(before, after)
+    assert rates.cpu_per_core_pct == (100.0, 25.0)
+    assert rates.cpu_pct == 62.5
+    assert rates.iowait_pct == 25.0
+    assert (rates.swap_in_bytes_per_s, rates.disk_read_bytes_per_s, rates.disk_write_bytes_per_s) == (4096, 2000, 300)
+
+
+def test_what_the_system_does_not_count_is_none():
+    before = Counters(0.0, (CoreTimes(0.0, 0.0, None),), None, None, None)
+    after = Counters(1.0, (CoreTimes(0.5, 1.0, None),), None, 100, 100)
+    rates = rates_between(before, after)
+    assert rates.cpu_pct == 50.0
+    assert rates.iowait_pct is rates.swap_in_bytes_per_s is rates.disk_read_bytes_per_s is None
+
+
+def test_a_counter_that_fell_gives_no_rate():
+    rates = rates_between(counters(0.0, read=500), counters(1.0, read=100))
+    assert rates.disk_read_bytes_per_s is None
+    assert rates.cpu_pct is None, "no core was read"
+
+
+def test_a_core_that_was_taken_out_does_not_raise():
+    rates = rates_between(counters(0.0, (0, 0, 0), (0, 0, 0)), counters(1.0, (1, 1, 0)))
+    assert rates.cpu_per_core_pct == (100.0,)
+
+
+def test_real_counters_only_grow():
+    before, after = read_counters(0.0), read_counters(1.0)
+    assert len(before.cores) == psutil.cpu_count()
+    assert all(b.total_s <= a.total_s for b, a in zip(before.cores, after.cores, strict=True))
+
+
+def test_a_reading_has_the_machines_figures():
+    probe = HostProbe()
+    deadline = time.monotonic() + 0.3
+    while time.monotonic() < deadline:
+        pass
+    reading = probe.read()
+    assert 0 < reading.cpu_pct <= 100
+    assert len(reading.cpu_per_core_pct) == psutil.cpu_count()
+    assert 40 < reading.tree_cpu_pct < 300, "one thread was busy all the time"
+    assert 0 < reading.mem_used_bytes < reading.mem_total_bytes
+    assert reading.tree_pss_bytes > 10 * 1024**2
+    assert reading.disk_read_bytes_per_s is None or reading.disk_read_bytes_per_s >= 0
+
+
+def test_the_first_reading_at_once_has_no_rates_yet():
+    clock = FakeClock()
+    reading = HostProbe(clock=clock).read()
+    assert reading.cpu_pct is reading.tree_cpu_pct is reading.disk_read_bytes_per_s is None
+    assert reading.mem_total_bytes > 0
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_within_a_limit_use_is_that_of_the_group(tmp_path, version):
+    root = write_cgroups(tmp_path, version, {"/": GroupLimits(memory_bytes=GIB, used_bytes=GIB // 2, cache_bytes=100)})
+    reading = HostProbe(root=root).read()
+    assert (reading.mem_limit_bytes, reading.mem_used_bytes) == (GIB, GIB // 2 - 100)
+    assert reading.shm_total_bytes is None, "this machine has no /dev/shm"
+
+
+def test_shared_memory_is_measured(tmp_path):
+    (tmp_path / "dev/shm").mkdir(parents=True)
+    total, free = shared_memory_bytes(tmp_path)
+    assert total >= free > 0
+
+
+def test_a_system_without_load_or_affinity_still_answers(monkeypatch):
+    monkeypatch.delattr(os, "getloadavg", raising=False)
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    assert HostProbe().read().load_1min is None
+    capacity = host_module.cpu_capacity()
+    assert capacity.affinity >= 1
+    monkeypatch.delattr(psutil.Process, "cpu_affinity", raising=False)
+    assert host_module.cpu_capacity().affinity == capacity.present
+
+
+# --------------------------------------------------------------------------- the process tree
+
+
+def test_a_tree_has_grandchildren_and_not_strangers():
+    inner = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    child = subprocess.Popen([sys.executable, "-c", inner], stdin=subprocess.PIPE)
+    try:
+        tree, deadline = frozenset(), time.monotonic() + 20
+        while len(tree) < 2 and time.monotonic() < deadline:
+            tree = ProcessTree(child.pid).pids()
+        assert child.pid in tree
+        assert len(tree) == 2
+        assert os.getpid() not in tree
+    finally:
+        child.communicate(b"\n", timeout=20)
+
+
+def test_a_root_that_has_gone_is_no_tree():
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    tree = ProcessTree(child.pid)
+    assert tree.pids() == frozenset()
+    assert tree.cpu_pct() is tree.pss_bytes() is None
+    reading = HostProbe(child.pid).read()
+    assert reading.tree_pss_bytes is reading.tree_cpu_pct is None
+
+
+def hold(block, ready, done):
+    ready.set()
+    done.wait(30)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PSS is told by Linux")
+def test_memory_that_forked_workers_share_is_counted_once():
+    context = multiprocessing.get_context("fork")
+    block = bytearray(os.urandom(1024)) * (200 * 1024)  # 200 MiB, every page written
+    alone = ProcessTree(os.getpid()).pss_bytes()
+    done = context.Event()
+    readies = [context.Event() for _ in range(4)]
+    workers = [context.Process(target=hold, args=(block, ready, done), daemon=True) for ready in readies]
+    try:
+        for worker in workers:
+            worker.start()
+        assert all(ready.wait(20) for ready in readies)
+        tree = ProcessTree(os.getpid())
+        together = tree.pss_bytes()
+        resident = sum(psutil.Process(pid).memory_info().rss for pid in tree.pids())
+    finally:
+        done.set()
+        for worker in workers:
+            worker.join(20)
+    assert alone > 200 * 1024**2
+    assert together < alone + 150 * 1024**2
+    assert resident > 4 * 200 * 1024**2, "adding up resident sets would count the block five times"
+
+
+def test_memory_falls_back_where_pss_is_not_told(monkeypatch):
+    def unreadable(*args, **kwargs):
+        raise OSError
+
+    monkeypatch.setattr("fulltilt.probes.tree.open", unreadable, raising=False)
+    monkeypatch.setattr(psutil.Process, "memory_full_info", unreadable)
+    size = ProcessTree(os.getpid()).pss_bytes()
+    monkeypatch.undo()
+    assert size == pytest.approx(psutil.Process().memory_info().rss, rel=0.2)
+
+
+def test_with_many_processes_memory_is_measured_in_turns(monkeypatch):
+    measured = []
+
+    def slow(process):
+        measured.append(process.pid)
+        time.sleep(0.02)
+        return 100
+
+    class Stub:
+        def __init__(self, pid):
+            self.pid = pid
+
+    monkeypatch.setattr("fulltilt.probes.tree._proportional_bytes", slow)
+    tree = ProcessTree(1)
+    members = {pid: Stub(pid) for pid in range(8)}
+    monkeypatch.setattr(tree, "_walk", lambda: members)
+    assert tree.pss_bytes() is None, "not all have been measured"
+    assert 1 <= len(measured) <= 3, "one call measures for 50 ms"
+    for _ in range(7):
+        size = tree.pss_bytes()
+    assert size == 800
+    assert sorted(measured[:8]) == list(range(8)), "none is measured twice before each was measured once"
+    for _ in range(50):
+        tree.pss_bytes()
+    assert len(measured) <= 9, "measuring again is rationed"
+    del members[3]
+    assert tree.pss_bytes() == 700
+
+
+def test_the_stalest_process_is_measured_again_first(monkeypatch):
+    measured = []
+    monkeypatch.setattr("fulltilt.probes.tree._proportional_bytes", lambda pid: measured.append(pid) or 1)
+    tree = ProcessTree(1)
+    monkeypatch.setattr(tree, "_walk", lambda: {pid: pid for pid in range(3)})
+    monkeypatch.setattr(tree._next_pss, "due", lambda: True)
+    tree.pss_bytes()
+    tree.pss_bytes()
+    assert measured == [0, 1, 2, 0, 1, 2]
