@@ -13,8 +13,9 @@ from fulltilt.report.wording import NOT_MEASURED, clean
 
 STATE_STYLES = {"ok": "green", "warn": "bold yellow", "fail": "bold red", "skip": "dim"}
 
+_FACT_MARGIN = len("memory  ")
 _STATE_WIDTH = len("warn ")
-_NAME_WIDTH = len("temperature ")
+_LINE_MARGIN = _STATE_WIDTH + len("temperature ")
 
 
 def show_machine(
@@ -29,18 +30,17 @@ def show_machine(
     head = Text("fulltilt check", "bold", end="")
     console.print(head, Text(clean(f" {machine.hostname}, {system}, Python {machine.python}"), "dim"))
     for name, fact in _facts(machine, host, storage):
-        _print_row(console, Text(name, "cyan"), Text(clean(fact)))
+        _print_row(console, Text(name, "cyan"), Text(clean(fact)), _FACT_MARGIN)
     console.print(Text("preflight", "bold"))
     for line in lines:
         head = Text(line.state.ljust(_STATE_WIDTH), STATE_STYLES[line.state]).append(line.name, "not bold default")
-        _print_row(console, head, Text(clean(line.figure), "dim" if line.state == "skip" else ""))
+        _print_row(console, head, Text(clean(line.figure), "dim" if line.state == "skip" else ""), _LINE_MARGIN)
         if line.remedy:
-            _print_row(console, Text(), Text(clean(line.remedy), "italic"))
+            _print_row(console, Text(), Text(clean(line.remedy), "italic"), _LINE_MARGIN)
 
 
-def _print_row(console: Console, head: Text, body: Text) -> None:
+def _print_row(console: Console, head: Text, body: Text, margin: int) -> None:
     """``head`` in the left margin, ``body`` wrapped beside it, with no spaces at the ends of lines."""
-    margin = _STATE_WIDTH + _NAME_WIDTH
     head.pad_right(margin - head.cell_len)
     for number, line in enumerate(body.wrap(console, max(20, console.width - margin))):
         line.rstrip()
@@ -83,18 +83,23 @@ def _gpu_use(gpu: GpuReading) -> str:
     parts = [
         f"{wording.percent(gpu.util_pct)} busy",
         "" if gpu.sm_active_pct is None else f"SM {wording.percent(gpu.sm_active_pct)}",
-        f"VRAM {_used_of(gpu.vram_used_bytes, gpu.vram_total_bytes)}",
-        f"{wording.temperature(gpu.temperature_c)} of {wording.temperature(gpu.temperature_limit_c)}",
-        f"{wording.power(gpu.power_w)} of {wording.power(gpu.power_limit_w)}",
+        f"VRAM {_of(_gib(gpu.vram_used_bytes), _gib(gpu.vram_total_bytes), 'GiB', 1)}",
+        _of(gpu.temperature_c, gpu.temperature_limit_c, "°C"),
+        _of(gpu.power_w, gpu.power_limit_w, "W"),
         f"throttled: {throttled}" if throttled else "",
     ]
     return ", ".join(part for part in parts if part)
 
 
-def _used_of(used: int | None, total: int | None) -> str:
-    if used is None or total is None:
+def _of(value: float | None, limit: float | None, unit: str, decimals: int = 0) -> str:
+    """``40 of 87 °C``, as far as it is known."""
+    if value is None:
         return NOT_MEASURED
-    return f"{used / 1024**3:.1f} of {total / 1024**3:.1f} GiB"
+    return f"{value:.{decimals}f}{'' if limit is None else f' of {limit:.{decimals}f}'} {unit}"
+
+
+def _gib(count: int | None) -> float | None:
+    return None if count is None else count / 1024**3
 
 
 def _storage_facts(storage: StorageReading) -> Iterator[tuple[str, str]]:
@@ -103,7 +108,7 @@ def _storage_facts(storage: StorageReading) -> Iterator[tuple[str, str]]:
     count = "?" if storage.files is None else f"{storage.files:,}"
     more = "" if storage.counted_fully else "more than "
     yield "data", f"{storage.path}: {more}{count} files, {wording.size(storage.total_bytes)}, {on}"
-    yield "", f"reads {_rates(storage, 'cold')} uncached, {_rates(storage, 'warm')} cached"
+    yield "", f"uncached {_rates(storage, 'cold')}; cached {_rates(storage, 'warm')}"
 
 
 def _rates(storage: StorageReading, state: str) -> str:
@@ -114,4 +119,4 @@ def _rates(storage: StorageReading, state: str) -> str:
         parts.append(f"{bytes_per_s / 1e6:,.0f} MB/s")
     if files_per_s is not None:
         parts.append(f"{files_per_s:,.0f} files/s")
-    return " and ".join(parts) or NOT_MEASURED
+    return ", ".join(parts) or NOT_MEASURED

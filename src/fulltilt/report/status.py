@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fulltilt.records import Sample
+from fulltilt.records import GpuReading, Sample
 
 GIB = 1024**3
 
@@ -23,6 +23,23 @@ def status_line(sample: Sample, gpu_index: int = 0) -> str:
             f"RAM:{_used_of(host.mem_used_bytes, host.mem_limit_bytes or host.mem_total_bytes)}",
         )
     )
+
+
+def sample_lines(sample: Sample) -> list[str]:
+    """A status line for each GPU, or one for the host alone, with SM activity and temperature behind it where known."""
+    if len(sample.gpus) < 2:
+        return [status_line(sample) + "".join(_more(gpu) for gpu in sample.gpus)]
+    return [f"[{gpu.index}] {status_line(sample, place)}{_more(gpu)}" for place, gpu in enumerate(sample.gpus)]
+
+
+def _more(gpu: GpuReading) -> str:
+    if gpu.lost:
+        return " | lost"
+    active = "" if gpu.sm_active_pct is None else f" | SM: {gpu.sm_active_pct:.0f}%"
+    if gpu.temperature_c is None:
+        return active
+    limit = "" if gpu.temperature_limit_c is None else f"/{gpu.temperature_limit_c:.0f}"
+    return f"{active} | TEMP:{gpu.temperature_c:.0f}{limit}C"
 
 
 def memory_line(allocated_bytes: int, peak_bytes: int) -> str:

@@ -73,7 +73,7 @@ def check_staging(storage: StorageReading, machine: Machine, limits: PreflightLi
         return CheckLine("RAM disk", "warn", figure, "Store the set smaller (resized, uint8) or on a faster disk.")
     gain = _staging_gain(storage)
     if not slow or (gain is not None and gain < limits.staging_gain):
-        return CheckLine("RAM disk", "ok", f"not needed: the set ({held}) stays cached in RAM after one epoch")
+        return CheckLine("RAM disk", "ok", f"not needed: the set ({held}) stays cached after one epoch")
     faster = "" if gain is None else f": RAM reads {number(gain)} × as fast"
     copy = "Mount a tmpfs of that size and copy the set there."
     if machine.shm_free_bytes is not None and machine.shm_free_bytes > storage.total_bytes:

@@ -65,15 +65,14 @@ def check_shm(machine: Machine, plan: LoaderPlan, limits: PreflightLimits) -> Ch
     prefetch = limits.prefetch if plan.prefetch is None else plan.prefetch
     batch_bytes = limits.batch_bytes if plan.batch_bytes is None else plan.batch_bytes
     need = workers * prefetch * batch_bytes
-    assumed = [
-        name
-        for name, given in (("workers", plan.workers), ("prefetch", plan.prefetch), ("batch", plan.batch_bytes))
-        if given is None
-    ]
+    given = {"workers": plan.workers, "prefetch": plan.prefetch, "batch": plan.batch_bytes}
+    assumed = [name for name, value in given.items() if value is None]
     figure = (
-        f"{memory(machine.shm_free_bytes)} free; {plural(workers, 'worker')} × {prefetch} × {memory(batch_bytes)} "
-        f"need {memory(need)}" + (f" ({', '.join(assumed)} assumed)" if assumed else "")
+        f"{memory(machine.shm_free_bytes)} free, {memory(need)} needed: "
+        f"{plural(workers, 'worker')} × {prefetch} × {memory(batch_bytes)}"
     )
+    if assumed:
+        figure += " (assumed)" if len(assumed) == len(given) else f" ({' and '.join(assumed)} assumed)"
     if need <= limits.shm_share * machine.shm_free_bytes:
         return CheckLine("/dev/shm", "ok", figure)
     # An assumption proves nothing: only what the user named can fail.

@@ -1,0 +1,227 @@
+"""`fulltilt watch`: a live monitor for a second terminal; plain lines where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import select
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from fulltilt.errors import UsageError
+from fulltilt.probes.gpu import Gpus
+from fulltilt.probes.jobs import JobProbe
+from fulltilt.probes.sampler import Sampler
+from fulltilt.records import Sample
+from fulltilt.report.live import WatchView, watch_lines
+from fulltilt.report.screen import open_console
+from fulltilt.report.status import sample_lines
+from fulltilt.store import LineWriter
+
+# The longest history that any window shows: a column a sample.
+_MOST_SAMPLES = 1000
+
+# How soon a key and a new window size are noticed.
+_KEY_WAIT_S = 0.1
+
+# One reading needs two moments: CPU use and SM activity are means over the time between them.
+_ONCE_S = 0.5
+
+_QUIT = ("q", "Q")
+_SUSPEND = "\x1a"  # Ctrl-Z
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("watch")(watch)
+
+
+def watch(
+    interval: Annotated[float, typer.Option(metavar="SECONDS", help="Time between two readings.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one reading and end.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Append the readings to this file, a JSON object a line.")
+    ] = None,
+) -> None:
+    """Watch GPUs, CPUs, memory, disk and training jobs live; q quits.
+
+    Where the output is not a terminal, and with --once, each reading is a status line for each GPU.
+    """
+    if not 0.1 <= interval <= 3600:
+        raise UsageError(f"--interval {interval:g} is not between 0.1 and 3600 seconds")
+    # Before the screen opens, so that a complaint stays readable.
+    writer = None if out is None else LineWriter(out)
+    console = open_console()
+    with Gpus.open(all_devices=True) as gpus:
+        readings = Readings(gpus, min(interval, _ONCE_S) if once else interval, writer)
+        with readings, contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the usual way to end a monitor
+            if once:
+                _print_lines(readings, gpus, most=1)
+            elif sys.stdout.isatty() and not console.is_dumb_terminal:
+                _show_until_quit(readings, Screen(console, gpus, interval, None if out is None else str(out)))
+            else:
+                _print_lines(readings, gpus, most=None)
+
+
+class Readings:
+    """Samples as they are taken in a thread of their own, written down on request."""
+
+    def __init__(self, gpus: Gpus, interval_s: float, writer: LineWriter | None) -> None:
+        self._arrived: queue.SimpleQueue[Sample] = queue.SimpleQueue()
+        self._sampler = Sampler(self._arrived.put, gpus=gpus, interval_s=interval_s)
+        self._writer = writer
+
+    def __enter__(self) -> Readings:
+        self._sampler.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._sampler.stop()
+        if self._writer is not None:
+            self._writer.close()
+
+    def skip(self) -> None:
+        """Wait for the next sample and leave it out: the first has no rates yet."""
+        self._arrived.get()
+
+    def take(self, wait: bool) -> Sample | None:
+        """The next sample, written down; None if there is none and ``wait`` is false. Raises RunFolderError."""
+        try:
+            sample = self._arrived.get(block=wait)
+        except queue.Empty:
+            return None
+        if self._writer is not None:
+            self._writer.write([sample])
+        return sample
+
+
+def _print_lines(readings: Readings, gpus: Gpus, most: int | None) -> None:
+    if gpus.why_none is not None:
+        print(f"fulltilt: no GPU: {gpus.why_none}; showing the host", file=sys.stderr)
+    readings.skip()
+    while most is None or most > 0:
+        sample = readings.take(wait=True)
+        if sample is not None:
+            print("\n".join(sample_lines(sample)), flush=True)
+            most = None if most is None else most - 1
+
+
+class Screen:
+    """The recent samples and the jobs, drawn for the window as it is at the moment."""
+
+    def __init__(self, console: Console, gpus: Gpus, interval_s: float, recording: str | None) -> None:
+        self.console = console
+        self._gpus = gpus
+        self._interval_s = interval_s
+        self._recording = recording
+        self._samples: deque[Sample] = deque(maxlen=_MOST_SAMPLES)
+        self._job_probe = JobProbe()
+        self._jobs = self._job_probe.read()
+
+    def add(self, sample: Sample) -> None:
+        """Show this sample too."""
+        self._samples.append(sample)
+        self._jobs = self._job_probe.read(process for gpu in sample.gpus for process in gpu.processes or ())
+
+    def draw(self) -> Text:
+        """The whole screen."""
+        view = WatchView(
+            hostname=socket.gethostname(),
+            clock=time.strftime("%H:%M:%S"),
+            interval_s=self._interval_s,
+            samples=tuple(self._samples),
+            jobs=self._jobs,
+            why_no_gpu=self._gpus.why_none,
+            recording=self._recording,
+            blocks=self.console.encoding.lower().startswith("utf"),
+        )
+        return Text("\n").join(watch_lines(view, self.console.width, self.console.height))
+
+
+def _show_until_quit(readings: Readings, screen: Screen) -> None:
+    while _show_until_key(readings, screen) == _SUSPEND:
+        os.kill(0, signal.SIGTSTP)  # stops the whole job, as the terminal itself would; `fg` lets us go on
+
+
+def _show_until_key(readings: Readings, screen: Screen) -> str:
+    """Draw until a key ends it; returns that key. The terminal is then as it was."""
+    live = Live(console=screen.console, screen=True, auto_refresh=False)
+    with _ended_by_sigterm(), _keyboard() as next_key, live:
+        drawn, key = None, ""
+        while key not in (*_QUIT, _SUSPEND):
+            while (sample := readings.take(wait=False)) is not None:
+                screen.add(sample)
+                drawn = None
+            if drawn != screen.console.size:
+                drawn = screen.console.size
+                live.update(screen.draw(), refresh=True)
+            key = next_key(_KEY_WAIT_S)
+        return key
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let `kill` end us by way of the cleaning-up that restores the terminal."""
+
+    def leave(number: int, _frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _no_key(wait_s: float) -> str:
+    time.sleep(wait_s)
+    return ""
+
+
+@contextlib.contextmanager
+def _keyboard() -> Iterator[Callable[[float], str]]:
+    """A function that waits some seconds for a key and returns it, or ``""``. The terminal is restored at the end."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        def windows_key(wait_s: float) -> str:
+            time.sleep(wait_s)
+            return msvcrt.getwch() if msvcrt.kbhit() else ""
+
+        yield windows_key
+        return
+    if not sys.stdin.isatty():
+        yield _no_key
+        return
+
+    import termios
+    import tty
+
+    keyboard = sys.stdin.fileno()
+
+    def key(wait_s: float) -> str:
+        if not select.select([keyboard], [], [], wait_s)[0]:
+            return ""
+        return os.read(keyboard, 1).decode(errors="replace") or _QUIT[0]  # the terminal has gone
+
+    before = termios.tcgetattr(keyboard)
+    try:
+        tty.setcbreak(keyboard)
+        mode = termios.tcgetattr(keyboard)
+        mode[6][termios.VSUSP] = b"\0"  # Ctrl-Z comes as a key: the screen must be left before we stop
+        termios.tcsetattr(keyboard, termios.TCSANOW, mode)
+        yield key
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
