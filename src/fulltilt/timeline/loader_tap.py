@@ -180,7 +180,7 @@ class TappedIterator:
         fact = BatchArrived(tap.loader_id, samples, evaluating, first, workers)
         recorder.switch(before, fact, Point.NONE if evaluating else Point.BATCH)
         if not evaluating:
-            recorder.calibrate_if_asked()
+            recorder.calibrate_if_asked(Point.BATCH)
         return batch
 
     def _note_wait(self, first: bool, wait_s: float, cpu_s: float) -> None:

@@ -54,6 +54,8 @@ COLLECTIVES = (
 ASK_PINNED_FIRST = 8
 ASK_PINNED_EVERY = 64
 ASK_REPLICAS_EVERY = 16
+# A copy that took the host longer than this did not merely queue itself.
+BLOCKED_S = 0.0005
 
 
 class Patches:
@@ -144,6 +146,7 @@ class Patches:
             recorder.training = True
             recorder.eval_mode = self._taps.was_evaluating = False
             before = recorder.switch(Activity.BACKWARD, BackwardBegan(), Point.BACKWARD)
+            recorder.calibrate_if_asked(Point.BACKWARD)
             try:
                 return original(*args, **kwargs)
             finally:
@@ -200,7 +203,7 @@ class Patches:
         self._notes.optimizer_calls += 1
         recorder.switch(Activity.USER, OptimizerStepped(key, skipped), Point.STEP)
         if not recorder.notes.taps or not recorder.notes.taps.all:
-            recorder.calibrate_if_asked()
+            recorder.calibrate_if_asked(Point.BATCH)
         if self._notes.replicas and self._notes.optimizer_calls % ASK_REPLICAS_EVERY == 0:
             self._notes.read_communication()
 
@@ -318,7 +321,7 @@ class Patches:
                         copies.asked += 1
                         copies.pageable += not tensor.is_pinned()
                     copies.lines.charge(*_caller(), took)
-                    if recorder.calibrating:
+                    if recorder.calibrating and took > BLOCKED_S:
                         recorder.synced_while_calibrating()
 
         return copy

@@ -33,8 +33,11 @@ WRITE_EVERY_S = 1.0
 SWITCH_INTERVAL_S = 0.0005
 # A window needs this many looks before its own split is trusted over that of the whole run.
 ENOUGH_LOOKS = 20
-# A calibrating delay is queued at these steps and then each time the steps have doubled, if the GPU is not behind.
-FIRST_CALIBRATION = 6
+# A calibrating delay is queued at this step and then each time there are four times as many, if the GPU is not behind.
+# Each costs about a step's worth of host work, so that a run of 100 steps loses 2 % and one of 1,000 a third of that.
+FIRST_CALIBRATION = 12
+CALIBRATE_AGAIN = 4
+LEAD = 1.3
 LONGEST_DELAY_S = 0.2
 NS = 1e-9
 
@@ -66,6 +69,7 @@ class Recorder:
         self._last_switch_ns = self._last_look_ns
         self._calibrate_at = FIRST_CALIBRATION
         self._calibrate = False
+        self._calibrate_from = Point.NONE
         self._delay_s = 0.0
         self._stop = threading.Event()
         self.pid = os.getpid()
@@ -113,10 +117,11 @@ class Recorder:
         if self.clock is None:
             self.clock = CudaClock(torch)
 
-    def calibrate_if_asked(self) -> None:
-        """Give the host a lead, now that a batch has arrived, when the observer has asked for it."""
-        self.calibrating = False
-        if self._calibrate and self.clock is not None:
+    def calibrate_if_asked(self, point: Point) -> None:
+        """Give the host a lead at this point of a step when the observer has asked for it."""
+        if point is Point.BATCH:
+            self.calibrating = False
+        if self._calibrate and self._calibrate_from is point and self.clock is not None:
             self._calibrate = False
             self.calibrating = True
             self._delay()
@@ -216,11 +221,14 @@ class Recorder:
     def _plan_calibration(self) -> None:
         if self.clock is None or self._calibrate or self.notes.steps < self._calibrate_at or not self._tiles:
             return
-        self._calibrate_at = max(self._calibrate_at * 2, self.notes.steps + 1)
-        took_s = (self._tiles[-1].t1_ns - self._tiles[-1].t0_ns) * NS
+        self._calibrate_at = CALIBRATE_AGAIN * self.notes.steps
+        tile = self._tiles[-1]
+        queueing_s = sum(tile.shelves.phases.get(phase, 0.0) for phase in ("user", "backward", "optimizer")) * NS
         behind_s = self._builder.lag_ns * NS
-        if behind_s < took_s and took_s < LONGEST_DELAY_S:
-            self._delay_s = min(1.5 * took_s, LONGEST_DELAY_S)
+        if behind_s < queueing_s < LONGEST_DELAY_S / LEAD:
+            # The driver's queue holds about a thousand kernels: every other time the lead is given for backward alone.
+            self._calibrate_from = Point.BATCH if self._calibrate_from is not Point.BATCH else Point.BACKWARD
+            self._delay_s = LEAD * queueing_s
             self._calibrate = True
 
     def _split(self) -> dict[str, float]:

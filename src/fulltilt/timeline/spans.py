@@ -10,7 +10,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from fulltilt.records import Phases, Span
+from fulltilt.records import Buckets, Phases, Span
 
 RESOLUTION = 2000
 WATCHED_AFTER_FIRST = 4
@@ -49,7 +49,7 @@ class SpanThinner:
         held, self._held = self._held, []
         for index, span in enumerate(held):
             if span.steps:
-                held[index] = without_warm_up(span, held[index + 1 :])
+                held[index : index + 1] = apart(without_warm_up(span, held[index + 1 :]))
                 break
         return self._thin(held)
 
@@ -79,6 +79,17 @@ def without_warm_up(first: Span, others: list[Span]) -> Span:
     kept = 1.0 - excess / took
     moved = {name: getattr(buckets, name) * kept for name in WARMS_UP}
     return replace(first, buckets=replace(buckets, startup_s=buckets.startup_s + excess, **moved), phases=None)
+
+
+def apart(span: Span) -> list[Span]:
+    """A span's start-up as a span of its own in front of the rest, so that training begins where it began."""
+    startup_s = span.buckets.startup_s
+    if not 0.0 < startup_s < span.t1_s - span.t0_s:
+        return [span]
+    boundary_s = span.t0_s + startup_s
+    before = Span(span.t0_s, boundary_s, span.first_step, 0, 0, None, Buckets(startup_s=startup_s))
+    took_s = span.t1_s - boundary_s
+    return [before, replace(span, t0_s=boundary_s, buckets=replace(span.buckets, startup_s=0.0), step_max_s=took_s)]
 
 
 def join(a: Span, b: Span) -> Span:

@@ -151,6 +151,7 @@ class TileBuilder:
         self._gpu: tuple[float, float, Point] | None = None
         self._blocked = [0.0, 0.0]
         self._wait_max = 0.0
+        self._tile_wait_max = 0.0
         self._wait = 0.0
         self._passes: dict[int, tuple[int, dict[str, float]]] = {}
         self._started = False
@@ -312,6 +313,8 @@ class TileBuilder:
             self._tile_samples = (self._tile_samples or 0) + samples
         self._blocked[0] += self._blocked[1]
         self._blocked[1] = 0.0
+        self._tile_wait_max = max(self._tile_wait_max, self._wait_max)
+        self._wait_max = 0.0
 
     def _close(self) -> Iterator[Tile]:
         if self._tile_end is None:
@@ -325,7 +328,7 @@ class TileBuilder:
             samples=self._tile_samples,
             epoch=self.epoch,
             shelves=self._tile,
-            data_wait_max_ns=self._wait_max,
+            data_wait_max_ns=self._tile_wait_max,
             sync_blocked_ns=self._blocked[0],
             gpu=self._gpu is not None,
         )
@@ -334,7 +337,7 @@ class TileBuilder:
         self._tile_end = None
         self._tile_steps = self._skipped = self._tile_batches = 0
         self._tile_samples = None
-        self._wait_max = 0.0
+        self._tile_wait_max = 0.0
         self._blocked[0] = 0.0
 
     def _finish(self) -> Iterator[Tile]:

@@ -1,0 +1,206 @@
+"""`fulltilt run` behaves as Python does without it: arguments, streams, signals, exit code and traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PLAIN = [sys.executable]
+OBSERVED = [sys.executable, "-m", "fulltilt", "run", "--out", "run", "--"]
+
+ODDITIES = """
+import os, signal, sys
+print(sys.argv, __name__, __file__, os.path.basename(sys.path[0]), sys.modules["__main__"].__spec__)
+print("in:", sys.stdin.read())
+print("to stderr", file=sys.stderr)
+def stop(number, frame):
+    print("caught", number, flush=True)
+    raise SystemExit(7)
+signal.signal(signal.SIGTERM, stop)
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+TRAINS = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+torch.set_num_threads(1)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for epoch in range({epochs}):
+    for x, y in DataLoader(TensorDataset(torch.randn(64, 4), torch.zeros(64, dtype=torch.long)), batch_size=8):
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    {after}
+"""
+
+
+def run(command: list[str], folder: Path, **kwargs: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, **kwargs)  # type: ignore[call-overload, no-any-return]
+
+
+def both(folder: Path, script: str, *arguments: str, stdin: str = "") -> tuple[subprocess.CompletedProcess[str], ...]:
+    (folder / "job.py").write_text(script)
+    plain = run([*PLAIN, "job.py", *arguments], folder, input=stdin)
+    observed = run([*OBSERVED, "job.py", *arguments], folder, input=stdin)
+    return plain, observed
+
+
+def state(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "run" / "run.json").read_text())  # type: ignore[no-any-return]
+
+
+def test_a_script_with_habits_behaves_as_without(tmp_path: Path) -> None:
+    plain, observed = both(tmp_path, ODDITIES, "--lr", "0.1", "-x", stdin="hello\nthere")
+    assert plain.returncode == observed.returncode == 7
+    assert observed.stdout == plain.stdout
+    assert "caught 15" in plain.stdout
+    assert observed.stderr.startswith(plain.stderr)
+    assert state(tmp_path)["state"] == "crashed"
+    assert state(tmp_path)["exit_code"] == 7
+
+
+def test_a_traceback_is_the_scripts_own(tmp_path: Path) -> None:
+    plain, observed = both(tmp_path, "def f():\n    raise ValueError('mine')\nf()\n")
+    assert plain.returncode == observed.returncode == 1
+    assert observed.stderr.startswith(plain.stderr)
+    assert "fulltilt/" not in observed.stderr.split("ValueError: mine")[0]
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_module_runs_as_with_python_m(tmp_path: Path) -> None:
+    package = tmp_path / "pack"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "job.py").write_text("import sys; print(__name__, __package__, sys.argv[1:])")
+    plain = run([*PLAIN, "-m", "pack.job", "-a", "b"], tmp_path)
+    observed = run([sys.executable, "-m", "fulltilt", "run", "--out", "run", "-m", "pack.job", "-a", "b"], tmp_path)
+    assert observed.stdout == plain.stdout == "__main__ pack ['-a', 'b']\n"
+
+
+def test_a_signal_to_fulltilt_reaches_the_job_and_ends_both_the_same(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(60)\n")
+    process = subprocess.Popen([*OBSERVED, "job.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == -signal.SIGTERM
+    assert state(tmp_path)["state"] == "killed"
+
+
+def test_a_job_that_handles_interrupts_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(
+        "import signal, time\n"
+        "signal.signal(signal.SIGINT, lambda *_: print('not now', flush=True))\n"
+        "print('up', flush=True)\ntime.sleep(1.5)\nprint('done')\n"
+    )
+    process = subprocess.Popen([*OBSERVED, "job.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert (out, process.returncode) == ("not now\ndone\n", 0)
+
+
+def test_a_killed_job_leaves_a_diagnosed_run(tmp_path: Path) -> None:
+    script = TRAINS.format(epochs=10**6, after="print('epoch', flush=True)")
+    (tmp_path / "job.py").write_text(script)
+    process = subprocess.Popen([*OBSERVED, "job.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    deadline = time.monotonic() + 100
+    while not (tmp_path / "run" / "rank-0.json").exists() and time.monotonic() < deadline:
+        process.stdout.readline()
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(children[0]), signal.SIGKILL)
+    process.stdout.read()
+    assert process.wait(timeout=60) == -signal.SIGKILL
+    answer = json.loads((tmp_path / "run" / "findings.json").read_text())
+    assert answer["throughput"]["steps"] > 0
+    assert state(tmp_path)["state"] == "killed"
+
+
+def test_the_training_is_recorded_with_where_the_loader_is(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(TRAINS.format(epochs=3, after="pass"))
+    done = run([*OBSERVED, "job.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    rank = json.loads((tmp_path / "run" / "rank-0.json").read_text())
+    assert (rank["steps"], rank["optimizers"]) == (24, ["SGD"])
+    assert {loader["where"] for loader in rank["loaders"]} == {"job.py:8"}
+    answer = json.loads((tmp_path / "run" / "findings.json").read_text())
+    assert (answer["throughput"]["steps"], answer["throughput"]["samples"]) == (24, 192)
+    ledger = answer["ledger"]
+    assert sum(ledger["buckets"].values()) == pytest.approx(ledger["wall_s"], rel=1e-6)
+
+
+def test_an_earlier_run_in_the_folder_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("print('x')")
+    first = run([*OBSERVED, "job.py"], tmp_path)
+    before = (tmp_path / "run" / "run.json").read_text()
+    second = run([*OBSERVED, "job.py"], tmp_path)
+    assert first.returncode == second.returncode == 0
+    assert (tmp_path / "run" / "before-1" / "run.json").read_text() == before
+    assert "before-1" in second.stderr
+
+
+def test_the_users_own_sitecustomize_still_runs(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text("import builtins; builtins.mine = 42")
+    (tmp_path / "job.py").write_text("import sys; print(mine, [p for p in sys.path if 'bootstrap' in p])")
+    done = run([*OBSERVED, "job.py"], tmp_path, env={**os.environ, "PYTHONPATH": str(own)})
+    assert done.stdout == "42 []\n", done.stderr
+
+
+def test_settings_are_put_in_force(tmp_path: Path) -> None:
+    (tmp_path / "s.json").write_text('{"num_workers": 2, "prefetch_factor": 3, "persistent_workers": true}')
+    (tmp_path / "job.py").write_text(
+        TRAINS.format(epochs=1, after="pass").replace("batch_size=8", "batch_size=8, shuffle=True")
+    )
+    command = [sys.executable, "-m", "fulltilt", "run", "--out", "run", "--settings", "s.json", "job.py"]
+    done = run(command, tmp_path)
+    assert done.returncode == 0, done.stderr
+    (loader,) = json.loads((tmp_path / "run" / "rank-0.json").read_text())["loaders"]
+    assert (loader["num_workers"], loader["prefetch_factor"], loader["persistent_workers"]) == (2, 3, True)
+    assert loader["batch_size"] == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["missing.py"], "missing.py does not exist"),
+        ([], "nothing to run"),
+        (["--what", "job.py"], "--what"),
+        (["--settings", "none.json", "job.py"], "none.json"),
+        (["--settings", "batch.json", "job.py"], "batch_size would change what is trained"),
+        (["--settings", "typo.json", "job.py"], "num_worker"),
+        (["no-such-program-here"], "neither a script nor a program"),
+        (["--deep", "-1", "job.py"], "--deep"),
+        (["-m"], "-m"),
+    ],
+)
+def test_a_mistake_costs_two_lines_and_exit_code_2(tmp_path: Path, arguments: list[str], says: str) -> None:
+    (tmp_path / "job.py").write_text("print('ran')")
+    (tmp_path / "batch.json").write_text('{"batch_size": 4}')
+    (tmp_path / "typo.json").write_text('{"num_worker": 4}')
+    done = run([sys.executable, "-m", "fulltilt", "run", *arguments], tmp_path)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 3
+    assert "ran" not in done.stdout
+
+
+def test_an_unwritable_folder_is_the_machines_fault(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("print('ran')")
+    (tmp_path / "file").write_text("")
+    done = run([sys.executable, "-m", "fulltilt", "run", "--out", "file/run", "job.py"], tmp_path)
+    assert done.returncode == 7
+    assert "Traceback" not in done.stderr
+    assert "ran" not in done.stdout

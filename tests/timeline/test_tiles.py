@@ -1,0 +1,323 @@
+"""Tiles close: whatever the marks, every nanosecond is on one shelf of one tile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fulltilt.timeline.marks import (
+    Activity,
+    BackwardBegan,
+    BackwardEnded,
+    BatchArrived,
+    EvalMode,
+    Finished,
+    Mark,
+    OptimizerStepped,
+    PassBegan,
+    PassEnded,
+    Point,
+    WaitBegan,
+)
+from fulltilt.timeline.tiles import Tile, TileBuilder
+
+MS = 1_000_000
+
+
+class Loop:
+    """A training thread on a clock of its own: says what it does and for how long."""
+
+    def __init__(self) -> None:
+        self.t = 0
+        self.builder = TileBuilder(0)
+        self.tiles: list[Tile] = []
+        self.gpu = False
+        self.gpu_free = 0.0
+
+    def mark(self, activity: Activity, fact: Any = None, point: Point = Point.NONE) -> None:
+        reached = None
+        if self.gpu and point:
+            self.gpu_free = reached = max(self.gpu_free, float(self.t))
+        self.tiles += self.builder.feed(Mark(self.t, activity, fact, point), reached)
+
+    def spend(self, ms: float, gpu_ms: float = 0.0) -> None:
+        """Host time passes; work of ``gpu_ms`` is queued at its beginning."""
+        if gpu_ms:
+            self.gpu_free = max(self.gpu_free, float(self.t)) + gpu_ms * MS
+        self.t += int(ms * MS)
+
+    def draw(self, ms: float, loader: int = 0, evaluating: bool = False, first: bool = False, workers: int = 0) -> None:
+        self.mark(Activity.NEXT, WaitBegan(evaluating))
+        self.spend(ms)
+        fact = BatchArrived(loader, 8, evaluating, first, workers)
+        self.mark(Activity.USER, fact, Point.NONE if evaluating else Point.BATCH)
+
+    def backward(self, ms: float, gpu_ms: float = 0.0) -> None:
+        self.mark(Activity.BACKWARD, BackwardBegan(), Point.BACKWARD)
+        self.spend(ms, gpu_ms)
+        self.mark(Activity.USER, BackwardEnded())
+
+    def step(self, ms: float, optimizer: int = 1, skipped: bool = False) -> None:
+        self.mark(Activity.OPTIMIZER)
+        self.spend(ms)
+        self.mark(Activity.USER, OptimizerStepped(optimizer, skipped), Point.STEP)
+
+    def finish(self) -> list[Tile]:
+        self.mark(Activity.USER, Finished())
+        return self.tiles
+
+    def shelf(self, name: str) -> float:
+        return sum(tile.shelves.time.get(name, 0.0) for tile in self.tiles) / MS
+
+    @property
+    def steps(self) -> int:
+        return sum(tile.steps for tile in self.tiles)
+
+    @property
+    def samples(self) -> int:
+        return sum(tile.samples or 0 for tile in self.tiles)
+
+
+def closes(tiles: list[Tile]) -> bool:
+    for tile in tiles:
+        assert sum(tile.shelves.time.values()) == pytest.approx(tile.t1_ns - tile.t0_ns, abs=2)
+    for one, other in zip(tiles, tiles[1:], strict=False):
+        assert one.t1_ns == other.t0_ns
+    return True
+
+
+def train(loop: Loop, steps: int, wait: float = 2, user: float = 3, backward: float = 4, step: float = 1) -> None:
+    for _ in range(steps):
+        loop.draw(wait)
+        loop.spend(user)
+        loop.backward(backward)
+        loop.step(step)
+
+
+def test_a_plain_loop_is_booked_by_activity() -> None:
+    loop = Loop()
+    loop.spend(100)
+    train(loop, 5)
+    loop.spend(7)
+    assert closes(loop.finish())
+    assert (loop.steps, loop.samples) == (5, 40)
+    assert loop.shelf("startup") == 102  # up to and with the first batch
+    assert loop.shelf("data_wait") == 8
+    assert loop.shelf("backward") == 20
+    assert loop.shelf("optimizer") == 5
+    assert loop.shelf("user") == 15 + 7
+
+
+def test_accumulation_makes_one_step_of_several_batches() -> None:
+    loop = Loop()
+    for _ in range(3):
+        for _ in range(4):
+            loop.draw(1)
+            loop.backward(2)
+        loop.step(1)
+    assert closes(loop.finish())
+    assert (loop.steps, loop.samples, sum(t.batches for t in loop.tiles)) == (3, 96, 12)
+
+
+def test_two_optimizers_in_one_iteration_are_one_step() -> None:
+    loop = Loop()
+    for _ in range(4):
+        loop.draw(1)
+        loop.backward(2)
+        loop.step(1, optimizer=1)
+        loop.spend(3)
+        loop.backward(2)
+        loop.step(1, optimizer=2)
+    assert closes(loop.finish())
+    assert (loop.steps, loop.samples) == (4, 32)
+
+
+def test_without_a_loader_the_same_optimizer_again_is_a_new_step() -> None:
+    loop = Loop()
+    for _ in range(6):
+        loop.spend(2)
+        loop.backward(2)
+        loop.step(1)
+    assert closes(loop.finish())
+    assert loop.steps == 6
+    assert all(tile.samples is None for tile in loop.tiles)
+
+
+def test_weights_updated_by_hand_count_a_step_for_each_backward() -> None:
+    loop = Loop()
+    for _ in range(100):
+        loop.draw(1)
+        loop.backward(2)
+        loop.spend(1)
+    assert closes(loop.finish())
+    assert (loop.steps, loop.samples) == (100, 800)
+
+
+def test_validation_is_apart_and_its_batches_do_not_count() -> None:
+    loop = Loop()
+    train(loop, 3)
+    for _ in range(4):
+        loop.draw(5, loader=1, evaluating=True)
+        loop.spend(6)
+    loop.mark(Activity.NEXT, WaitBegan(True))
+    loop.mark(Activity.USER, PassEnded(1, True, 0))
+    train(loop, 3)
+    assert closes(loop.finish())
+    assert loop.shelf("validation") == 44
+    assert (loop.steps, loop.samples) == (6, 48)
+
+
+def test_eval_mode_is_validation_without_any_loader() -> None:
+    loop = Loop()
+    train(loop, 2)
+    loop.mark(Activity.USER, EvalMode(True))
+    loop.spend(30)
+    loop.mark(Activity.USER, EvalMode(False))
+    train(loop, 2)
+    assert closes(loop.finish())
+    assert loop.shelf("validation") == 30
+
+
+def test_an_undeclared_evaluation_is_found_at_the_end_of_its_pass() -> None:
+    loop = Loop()
+    train(loop, 3)
+    loop.mark(Activity.ITER, PassBegan(1, False))
+    loop.mark(Activity.USER)
+    for _ in range(5):
+        loop.draw(4, loader=1)
+        loop.spend(6)
+    loop.mark(Activity.NEXT, WaitBegan(False))
+    loop.mark(Activity.USER, PassEnded(1, False, 0))
+    train(loop, 3)
+    assert closes(loop.finish())
+    assert loop.shelf("validation") == 50
+    assert (loop.steps, loop.samples) == (6, 48)
+
+
+def test_restarting_workers_is_turnover() -> None:
+    loop = Loop()
+    train(loop, 2)
+    loop.mark(Activity.ITER, PassBegan(0, False))
+    loop.spend(40)
+    loop.mark(Activity.USER)
+    loop.draw(25, first=True, workers=2)
+    loop.backward(4)
+    loop.step(1)
+    assert closes(loop.finish())
+    assert loop.shelf("turnover") == 65
+
+
+def test_saving_is_a_checkpoint_also_inside_validation() -> None:
+    loop = Loop()
+    train(loop, 2)
+    loop.mark(Activity.USER, EvalMode(True))
+    loop.mark(Activity.SAVE)
+    loop.spend(50)
+    loop.mark(Activity.USER)
+    loop.mark(Activity.USER, EvalMode(False))
+    train(loop, 1)
+    assert closes(loop.finish())
+    assert loop.shelf("checkpoint") == 50
+
+
+def test_a_skipped_step_is_a_step() -> None:
+    loop = Loop()
+    for number in range(4):
+        loop.draw(1)
+        loop.backward(1)
+        loop.step(1, skipped=number == 2)
+    assert closes(loop.finish())
+    assert (loop.steps, sum(tile.skipped for tile in loop.tiles)) == (4, 1)
+
+
+# --------------------------------------------------------------------------- with a GPU
+
+
+def gpu_step(loop: Loop, wait: float, queue: float, work: float) -> None:
+    """One step: ``queue`` ms to launch, ``work`` ms on the GPU, half of each before backward."""
+    loop.draw(wait)
+    loop.spend(queue / 2, work / 2)
+    loop.backward(queue / 2, work / 2)
+    loop.step(0)
+
+
+def started_on_gpu() -> Loop:
+    loop = Loop()
+    loop.draw(1)
+    loop.backward(1)
+    loop.gpu = True
+    loop.step(1)
+    return loop
+
+
+def test_a_gpu_that_never_waits_is_busy_throughout() -> None:
+    loop = started_on_gpu()
+    for _ in range(20):
+        gpu_step(loop, wait=1, queue=4, work=20)
+    assert closes(loop.finish())
+    busy = sum(tile.shelves.time.get("busy", 0.0) for tile in loop.tiles[2:-2])
+    whole = sum(tile.t1_ns - tile.t0_ns for tile in loop.tiles[2:-2])
+    assert busy / whole > 0.99
+
+
+def test_a_starved_gpu_waits_for_data() -> None:
+    loop = started_on_gpu()
+    for _ in range(3):  # a queue that fills up shows how long the work takes
+        gpu_step(loop, wait=0, queue=1, work=10)
+    for _ in range(50):
+        gpu_step(loop, wait=40, queue=1, work=10)
+    assert closes(loop.finish())
+    tiles = loop.tiles[6:-2]
+    whole = sum(tile.t1_ns - tile.t0_ns for tile in tiles)
+    waited = sum(tile.shelves.time.get("data_wait", 0.0) for tile in tiles)
+    busy = sum(tile.shelves.time.get("busy", 0.0) for tile in tiles)
+    # Of 41 ms a step the GPU works 10, and the host waits for data while it is idle.
+    assert busy / whole == pytest.approx(10 / 41, abs=0.03)
+    assert waited / whole == pytest.approx(31 / 41, abs=0.04)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(list(Activity)),
+            st.sampled_from(
+                [
+                    None,
+                    BackwardBegan(),
+                    BackwardEnded(),
+                    BatchArrived(0, 4, False, False, 0),
+                    BatchArrived(1, 4, True, True, 2),
+                    BatchArrived(2, None, False, True, 2),
+                    PassBegan(0, False),
+                    PassEnded(0, False, 2),
+                    PassEnded(1, True, 0),
+                    OptimizerStepped(1, False),
+                    OptimizerStepped(2, True),
+                    EvalMode(True),
+                    EvalMode(False),
+                    WaitBegan(True),
+                    WaitBegan(False),
+                ]
+            ),
+            st.sampled_from(list(Point)),
+            st.integers(0, 50),
+            st.integers(0, 80),
+        ),
+        max_size=60,
+    ),
+    st.booleans(),
+)
+def test_every_sequence_of_marks_closes(marks: list[tuple[Any, ...]], gpu: bool) -> None:
+    loop = Loop()
+    loop.gpu = gpu
+    for activity, fact, point, ms, gpu_ms in marks:
+        loop.mark(activity, fact, point)
+        loop.spend(ms, gpu_ms if gpu else 0.0)
+    tiles = loop.finish()
+    assert closes(tiles)
+    end = tiles[-1].t1_ns if tiles else 0.0
+    assert sum(sum(tile.shelves.time.values()) for tile in tiles) == pytest.approx(end, abs=len(tiles) + 2)
+    assert end >= loop.t - 1
