@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from fulltilt import feed as feed
     from fulltilt.diagnose import diagnose as diagnose
     from fulltilt.store import load as load
     from fulltilt.timeline import record as record
@@ -21,10 +22,12 @@ _HOME = {
     "record": "fulltilt.timeline",
 }
 
-__all__ = ["__version__", "diagnose", "load", "record"]
+__all__ = ["__version__", "diagnose", "feed", "load", "record"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "feed":
+        return importlib.import_module("fulltilt.feed")
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'fulltilt' has no attribute {name!r}")

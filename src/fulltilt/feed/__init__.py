@@ -1,0 +1,8 @@
+"""Keeping the GPU fed: ``feed.loader`` decodes a data set once and serves it from the fastest memory that has room."""
+
+from __future__ import annotations
+
+from fulltilt.feed import augment
+from fulltilt.feed.loader import FeedLoader, loader
+
+__all__ = ["FeedLoader", "augment", "loader"]

@@ -1,0 +1,202 @@
+"""Augmentation on the device: whole batches, each sample steered by (seed, epoch, sample index) and nothing else.
+
+Results do not depend on workers, ranks, batch composition or resumes. Image and mask of a sample move together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from fulltilt.errors import UsageError
+from fulltilt.feed.augment.colour import (
+    ColourJitter,
+    Draw,
+    GaussianNoise,
+    Greyscale,
+    Normalise,
+    Photometric,
+)
+from fulltilt.feed.augment.geometry import (
+    Affine,
+    CenterCrop,
+    Geometric,
+    HorizontalFlip,
+    RandomCrop,
+    RandomResizedCrop,
+    VerticalFlip,
+    chain,
+    interpolate,
+    pick,
+)
+from fulltilt.feed.augment.spectrogram import SpecAugment
+from fulltilt.feed.draws import uniform
+
+__all__ = [
+    "Affine",
+    "Augmentation",
+    "CenterCrop",
+    "ColourJitter",
+    "GaussianNoise",
+    "Greyscale",
+    "HorizontalFlip",
+    "Normalise",
+    "Pipeline",
+    "RandomCrop",
+    "RandomResizedCrop",
+    "SpecAugment",
+    "VerticalFlip",
+]
+
+Key = int | str
+
+
+@runtime_checkable
+class Augmentation(Protocol):
+    """What the loader calls with each batch."""
+
+    def __call__(self, batch: Any, seed: int, epoch: int, indices: torch.Tensor) -> Any:
+        """The augmented batch; ``indices`` are its samples' numbers, on the device."""
+
+
+class Pipeline:
+    """Transforms applied in order to the image of a batch, and those of place to its mask too.
+
+    ``image`` and ``mask`` are positions or keys in the batch; left out, the image is its first tensor and the mask
+    a second one of the same height and width. uint8 becomes float in [0, 1] where a transform needs it; ``dtype`` is
+    the type of the result. ``compile`` None: on a GPU.
+    """
+
+    def __init__(
+        self,
+        transforms: Iterable[Geometric | Photometric | SpecAugment],
+        *,
+        image: Key | None = None,
+        mask: Key | None = None,
+        mask_fill: float = 0,
+        dtype: torch.dtype = torch.float32,
+        compile: bool | None = None,
+    ) -> None:
+        self.transforms = list(transforms)
+        self.image, self.mask = image, mask
+        self.mask_fill = mask_fill
+        self.dtype = dtype
+        self.compile = compile
+        for transform in self.transforms:
+            if not hasattr(transform, "matrix") and not hasattr(transform, "apply"):
+                raise UsageError(
+                    f"{type(transform).__name__} is no transform of fulltilt.feed.augment",
+                    "Give a function of the batch as augment=, or leave it in the data set.",
+                )
+        self._compiled: Callable[..., Any] | None = None
+
+    def __call__(self, batch: Any, seed: int, epoch: int, indices: torch.Tensor) -> Any:
+        """The augmented batch, in the structure of ``batch``."""
+        image_key, mask_key = self._keys(batch)
+        image = batch if image_key is None else batch[image_key]
+        mask = batch[mask_key] if mask_key is not None else None
+        compiled = self.compile if self.compile is not None else image.device.type == "cuda"
+        if compiled and self._compiled is None:
+            self._compiled = torch.compile(self.apply)
+        run = self._compiled if compiled and self._compiled is not None else self.apply
+        # A tensor, because a compiled function would be compiled anew for each new Python number.
+        epoch_tensor = torch.full((), epoch, dtype=torch.int64, device=image.device)
+        image, mask = run(image, mask, seed, epoch_tensor, indices)
+        return _with(batch, image_key, image, mask_key, mask)
+
+    def apply(
+        self, image: torch.Tensor, mask: torch.Tensor | None, seed: int, epoch: torch.Tensor, indices: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Image and mask after all transforms: pure tensor operations, the same on every device."""
+        counts = [transform.draws for transform in self.transforms]
+        # One call for all transforms: on a GPU its cost is launches, not arithmetic.
+        numbers = torch.split(uniform(seed, epoch, indices, sum(counts)), counts, dim=1)
+        position = 0
+        while position < len(self.transforms):
+            transform = self.transforms[position]
+            if isinstance(transform, _GEOMETRIC):
+                stop = position
+                while stop < len(self.transforms) and isinstance(self.transforms[stop], _GEOMETRIC):
+                    stop += 1
+                group: list[Any] = self.transforms[position:stop]
+                image, mask = self._move(image, mask, group, list(numbers[position:stop]))
+                position = stop
+                continue
+            draw = Draw(numbers[position], seed, epoch, indices, position)
+            image = transform.apply(_as_float(image, self.dtype), draw)  # type: ignore[union-attr]
+            position += 1
+        return image, mask
+
+    def _move(
+        self, image: torch.Tensor, mask: torch.Tensor | None, group: list[Geometric], numbers: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        matrix, size = chain(group, numbers, (int(image.shape[-2]), int(image.shape[-1])))
+        if mask is not None:
+            flat = mask[:, None] if mask.ndim == 3 else mask
+            moved = pick(flat, matrix, size, self.mask_fill)
+            mask = moved[:, 0] if mask.ndim == 3 else moved
+        if all(transform.exact for transform in group):
+            return pick(image, matrix, size), mask
+        return interpolate(_as_float(image, self.dtype), matrix, size), mask
+
+    def _keys(self, batch: Any) -> tuple[Key | None, Key | None]:
+        if isinstance(batch, torch.Tensor):
+            return None, None
+        keys: list[Key] = list(batch) if isinstance(batch, dict) else list(range(len(batch)))
+        tensors = [key for key in keys if isinstance(batch[key], torch.Tensor)]
+        image = self.image if self.image is not None else (tensors[0] if tensors else None)
+        if image is None:
+            raise UsageError("the batch has no tensor to augment", "Name it with Pipeline(..., image=...).")
+        if self.mask is not None or not any(isinstance(t, _GEOMETRIC) for t in self.transforms):
+            return image, self.mask
+        place = batch[image].shape[-2:]
+        same = [k for k in tensors if k != image and batch[k].ndim in (3, 4) and batch[k].shape[-2:] == place]
+        if len(same) > 1:
+            raise UsageError(
+                "more than one tensor of the batch may be the mask", "Name it with Pipeline(..., mask=...)."
+            )
+        return image, same[0] if same else None
+
+
+_GEOMETRIC = (HorizontalFlip, VerticalFlip, RandomCrop, CenterCrop, RandomResizedCrop, Affine)
+
+
+def as_augmentation(given: Any) -> Augmentation | None:
+    """What ``augment=`` was given (a Pipeline, transforms, or a function of the batch), as the loader calls it."""
+    if given is None or isinstance(given, Pipeline):
+        return given
+    if isinstance(given, list | tuple):
+        return Pipeline(given)
+    if hasattr(given, "matrix") or (hasattr(given, "apply") and hasattr(given, "draws")):
+        return Pipeline([given])
+    if not callable(given):
+        raise UsageError(
+            f"augment is {type(given).__name__}", "Give transforms of fulltilt.feed.augment or a function."
+        )
+    return _Function(given)
+
+
+class _Function:
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function = function
+
+    def __call__(self, batch: Any, seed: int, epoch: int, indices: torch.Tensor) -> Any:  # noqa: ARG002
+        return self.function(batch)
+
+
+def _as_float(image: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if image.dtype == torch.uint8:
+        return image.to(dtype) / 255
+    return image if image.dtype == dtype else image.to(dtype)
+
+
+def _with(batch: Any, image_key: Key | None, image: Any, mask_key: Key | None, mask: Any) -> Any:
+    if image_key is None:
+        return image
+    changed = {image_key: image} if mask_key is None else {image_key: image, mask_key: mask}
+    if isinstance(batch, dict):
+        return {**batch, **changed}
+    items = [changed.get(position, item) for position, item in enumerate(batch)]
+    return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)

@@ -1,0 +1,136 @@
+"""Colour: transforms of float images in [0, 1], each sample with numbers of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from fulltilt.feed.draws import normal_like
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What steers one transform: ``u`` [batch, draws], and the numbers from which more can be drawn."""
+
+    u: torch.Tensor
+    seed: int
+    epoch: torch.Tensor
+    indices: torch.Tensor
+    position: int
+
+
+class Photometric(Protocol):
+    """A transform of values. ``draws`` uniform numbers steer it for each sample."""
+
+    draws: int
+
+    def apply(self, image: torch.Tensor, draw: Draw) -> torch.Tensor:
+        """The new image; ``image`` is float [batch, channels, height, width]."""
+
+
+@dataclass(frozen=True)
+class ColourJitter:
+    """Brightness, contrast, saturation (factors 1 ± value) and hue (± value of a turn), in this order.
+
+    torchvision's arithmetic; it draws the order too, which is fixed here so that a batch is one computation.
+    """
+
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+    hue: float = 0.0
+    draws = 4
+
+    def apply(self, image: torch.Tensor, draw: Draw) -> torch.Tensor:
+        """The new image."""
+        u = draw.u[:, :, None, None, None]
+        if self.brightness:
+            image = (image * _factor(u[:, 0], self.brightness)).clamp(0, 1)
+        if self.contrast:
+            mean = _grey(image).mean(dim=(-3, -2, -1), keepdim=True)
+            image = torch.lerp(mean.expand_as(image), image, _factor(u[:, 1], self.contrast).to(image.dtype)).clamp(
+                0, 1
+            )
+        if self.saturation and image.shape[1] == 3:
+            grey = _grey(image).expand_as(image)
+            image = torch.lerp(grey, image, _factor(u[:, 2], self.saturation).to(image.dtype)).clamp(0, 1)
+        if self.hue and image.shape[1] == 3:
+            image = _turn_hue(image, (u[:, 3, 0] * 2 - 1) * self.hue)
+        return image
+
+
+@dataclass(frozen=True)
+class Greyscale:
+    """Take the colour out with probability ``p``; the number of channels stays."""
+
+    p: float = 0.1
+    draws = 1
+
+    def apply(self, image: torch.Tensor, draw: Draw) -> torch.Tensor:
+        """The new image."""
+        chosen = (draw.u[:, 0] < self.p)[:, None, None, None]
+        return torch.where(chosen, _grey(image).expand_as(image), image)
+
+
+@dataclass(frozen=True)
+class GaussianNoise:
+    """Add normal noise of standard deviation ``std`` with probability ``p``."""
+
+    std: float = 0.05
+    p: float = 1.0
+    draws = 1
+
+    def apply(self, image: torch.Tensor, draw: Draw) -> torch.Tensor:
+        """The new image."""
+        noise = normal_like(image, draw.seed, draw.epoch, draw.indices, draw.position) * self.std
+        chosen = (draw.u[:, 0] < self.p).view(-1, *(1,) * (image.ndim - 1))
+        return torch.where(chosen, image + noise.to(image.dtype), image)
+
+
+@dataclass(frozen=True)
+class Normalise:
+    """Subtract ``mean`` and divide by ``std``, per channel."""
+
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    draws = 0
+
+    def apply(self, image: torch.Tensor, draw: Draw) -> torch.Tensor:  # noqa: ARG002
+        """The new image."""
+        mean = torch.tensor(self.mean, dtype=image.dtype, device=image.device)[:, None, None]
+        std = torch.tensor(self.std, dtype=image.dtype, device=image.device)[:, None, None]
+        return (image - mean) / std
+
+
+def _factor(u: torch.Tensor, spread: float) -> torch.Tensor:
+    low = max(0.0, 1.0 - spread)
+    return low + u * (1.0 + spread - low)
+
+
+def _grey(image: torch.Tensor) -> torch.Tensor:
+    if image.shape[1] != 3:
+        return image.mean(dim=1, keepdim=True)
+    red, green, blue = image.unbind(dim=1)
+    return (0.2989 * red + 0.587 * green + 0.114 * blue)[:, None]
+
+
+def _turn_hue(image: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+    """Rotate the hue by ``turn`` ([batch, 1, 1], in turns) through HSV."""
+    red, green, blue = image.unbind(dim=1)
+    value, low = image.amax(dim=1), image.amin(dim=1)
+    spread = value - low
+    grey = spread == 0
+    divisor = torch.where(grey, torch.ones_like(spread), spread)
+    to_red, to_green, to_blue = (value - red) / divisor, (value - green) / divisor, (value - blue) / divisor
+    is_red, is_green = value == red, (value == green) & (value != red)
+    sector = torch.where(is_red, to_blue - to_green, torch.where(is_green, 2 + to_red - to_blue, 4 + to_green - to_red))
+    hue = torch.where(grey, torch.zeros_like(sector), torch.remainder(sector / 6 + turn.to(image.dtype), 1.0)) * 6
+    # Each channel is a trapezoid of the hue, the channels a third of a turn apart.
+    channels = [value - spread * _ramp(torch.remainder(hue + shift, 6.0)) for shift in (5, 3, 1)]
+    return torch.stack(channels, dim=1)
+
+
+def _ramp(place: torch.Tensor) -> torch.Tensor:
+    return torch.minimum(place, 4 - place).clamp(0, 1)

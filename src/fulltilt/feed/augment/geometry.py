@@ -1,0 +1,241 @@
+"""Geometry: every transform of a chain is a matrix for each sample, and the chain is one resampling.
+
+A matrix takes pixel coordinates of the output to those of the input (the centre of the first pixel is 0.5, 0.5).
+Flips and crops alone move whole pixels: then the chain is one exact gather that keeps uint8. Otherwise images are
+sampled bilinearly; masks are always taken from the nearest pixel, at the same places.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+Size = tuple[int, int]  # height, width
+
+
+class Geometric(Protocol):
+    """A transform of places. ``draws`` uniform numbers steer it for each sample; ``exact``: it moves whole pixels."""
+
+    draws: int
+    exact: bool
+
+    def size(self, size: Size) -> Size:
+        """The output size for an input size."""
+
+    def matrix(self, u: torch.Tensor, size: Size) -> torch.Tensor:
+        """[batch, 3, 3] from output to input coordinates; ``u`` is [batch, draws] in [0, 1)."""
+
+
+@dataclass(frozen=True)
+class HorizontalFlip:
+    """Mirror left and right with probability ``p``."""
+
+    p: float = 0.5
+    draws = 1
+    exact = True
+
+    def size(self, size: Size) -> Size:
+        """Unchanged."""
+        return size
+
+    def matrix(self, u: torch.Tensor, size: Size) -> torch.Tensor:
+        """Output to input coordinates."""
+        flip = u[:, 0] < self.p
+        sign = torch.where(flip, -1.0, 1.0)
+        return _diagonal(sign, torch.ones_like(sign), torch.where(flip, float(size[1]), 0.0), torch.zeros_like(sign))
+
+
+@dataclass(frozen=True)
+class VerticalFlip:
+    """Mirror top and bottom with probability ``p``."""
+
+    p: float = 0.5
+    draws = 1
+    exact = True
+
+    def size(self, size: Size) -> Size:
+        """Unchanged."""
+        return size
+
+    def matrix(self, u: torch.Tensor, size: Size) -> torch.Tensor:
+        """Output to input coordinates."""
+        flip = u[:, 0] < self.p
+        sign = torch.where(flip, -1.0, 1.0)
+        return _diagonal(torch.ones_like(sign), sign, torch.zeros_like(sign), torch.where(flip, float(size[0]), 0.0))
+
+
+@dataclass(frozen=True)
+class RandomCrop:
+    """A window of ``height`` × ``width`` anywhere in the image, after ``padding`` zeros on each side."""
+
+    height: int
+    width: int
+    padding: int = 0
+    draws = 2
+    exact = True
+
+    def size(self, size: Size) -> Size:
+        """The window."""
+        if self.height > size[0] + 2 * self.padding or self.width > size[1] + 2 * self.padding:
+            raise ValueError(f"a crop of {self.height}×{self.width} does not fit an image of {size[0]}×{size[1]}")
+        return self.height, self.width
+
+    def matrix(self, u: torch.Tensor, size: Size) -> torch.Tensor:
+        """Output to input coordinates."""
+        top = torch.floor(u[:, 0] * (size[0] + 2 * self.padding - self.height + 1)) - self.padding
+        left = torch.floor(u[:, 1] * (size[1] + 2 * self.padding - self.width + 1)) - self.padding
+        one = torch.ones_like(top)
+        return _diagonal(one, one, left, top)
+
+
+@dataclass(frozen=True)
+class CenterCrop:
+    """The middle ``height`` × ``width`` of the image."""
+
+    height: int
+    width: int
+    draws = 0
+    exact = True
+
+    def size(self, size: Size) -> Size:  # noqa: ARG002
+        """The window."""
+        return self.height, self.width
+
+    def matrix(self, u: torch.Tensor, size: Size) -> torch.Tensor:
+        """Output to input coordinates."""
+        one = u.new_ones(len(u))
+        top, left = round((size[0] - self.height) / 2), round((size[1] - self.width) / 2)
+        return _diagonal(one, one, one * left, one * top)
+
+
+_TRIES = 10
+
+
+@dataclass(frozen=True)
+class RandomResizedCrop:
+    """A window of random area and shape, scaled to ``height`` × ``width``; torchvision's own distribution.
+
+    Sampling is bilinear without antialiasing: keep images at no more than about twice the output size.
+    """
+
+    height: int
+    width: int
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    draws = 2 * _TRIES + 2
+    exact = False
+
+    def size(self, size: Size) -> Size:  # noqa: ARG002
+        """The output size."""
+        return self.height, self.width
+
+    def matrix(self, u: torch.Tensor, size: Size) -> torch.Tensor:
+        """Output to input coordinates."""
+        height, width = size
+        area = height * width * _between(u[:, :_TRIES], *self.scale)
+        ratio = torch.exp(_between(u[:, _TRIES : 2 * _TRIES], math.log(self.ratio[0]), math.log(self.ratio[1])))
+        w, h = torch.round(torch.sqrt(area * ratio)), torch.round(torch.sqrt(area / ratio))
+        fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)
+        first = fits.to(torch.int8).argmax(dim=1, keepdim=True)
+        found = fits.any(dim=1)
+        w, h = w.gather(1, first)[:, 0], h.gather(1, first)[:, 0]
+        # No try fits: the largest centred window within the allowed ratios.
+        whole = width / height
+        fallback_w = float(round(height * self.ratio[1])) if whole > self.ratio[1] else float(width)
+        fallback_h = float(round(width / self.ratio[0])) if whole < self.ratio[0] else float(height)
+        w, h = torch.where(found, w, fallback_w), torch.where(found, h, fallback_h)
+        left = torch.where(found, torch.floor(u[:, -2] * (width - w + 1)), torch.floor((width - w) / 2))
+        top = torch.where(found, torch.floor(u[:, -1] * (height - h + 1)), torch.floor((height - h) / 2))
+        return _diagonal(w / self.width, h / self.height, left, top)
+
+
+@dataclass(frozen=True)
+class Affine:
+    """Rotation, shift, scale and shear about the centre: degrees, shares of the size, factors, degrees."""
+
+    degrees: float = 0.0
+    translate: tuple[float, float] = (0.0, 0.0)
+    scale: tuple[float, float] = (1.0, 1.0)
+    shear: float = 0.0
+    p: float = 1.0
+    draws = 6
+    exact = False
+
+    def size(self, size: Size) -> Size:
+        """Unchanged."""
+        return size
+
+    def matrix(self, u: torch.Tensor, size: Size) -> torch.Tensor:
+        """Output to input coordinates."""
+        height, width = size
+        apply = u[:, 5] < self.p
+        angle = torch.where(apply, torch.deg2rad(_between(u[:, 0], -self.degrees, self.degrees)), 0.0)
+        shift_x = torch.where(apply, _between(u[:, 1], -self.translate[0], self.translate[0]) * width, 0.0)
+        shift_y = torch.where(apply, _between(u[:, 2], -self.translate[1], self.translate[1]) * height, 0.0)
+        factor = torch.where(apply, _between(u[:, 3], *self.scale), 1.0)
+        shear = torch.where(apply, torch.tan(torch.deg2rad(_between(u[:, 4], -self.shear, self.shear))), 0.0)
+        cos, sin = torch.cos(angle) / factor, torch.sin(angle) / factor
+        a, b, c, d = cos, sin, -sin - shear * cos, cos - shear * sin
+        centre_x, centre_y = width / 2, height / 2
+        from_x, from_y = -(centre_x + shift_x), -(centre_y + shift_y)
+        return _matrix(a, b, a * from_x + b * from_y + centre_x, c, d, c * from_x + d * from_y + centre_y)
+
+
+# --------------------------------------------------------------------------- applying
+
+
+def chain(transforms: list[Geometric], draws: list[torch.Tensor], size: Size) -> tuple[torch.Tensor, Size]:
+    """The matrix and the output size of transforms applied one after the other."""
+    whole: torch.Tensor | None = None
+    for transform, u in zip(transforms, draws, strict=True):
+        matrix = transform.matrix(u, size)
+        whole = matrix if whole is None else whole @ matrix
+        size = transform.size(size)
+    assert whole is not None
+    return whole, size
+
+
+def pick(image: torch.Tensor, matrix: torch.Tensor, size: Size, fill: float = 0) -> torch.Tensor:
+    """The nearest pixels of ``image`` [batch, channels, height, width] in its own dtype; ``fill`` outside of it."""
+    x, y = _places(matrix, size)
+    column, row = torch.floor(x).long(), torch.floor(y).long()
+    height, width = image.shape[-2:]
+    inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
+    sample = torch.arange(len(image), device=image.device)[:, None, None]
+    picked = image.permute(0, 2, 3, 1)[sample, row.clamp(0, height - 1), column.clamp(0, width - 1)]
+    return torch.where(inside[:, None], picked.permute(0, 3, 1, 2), torch.full_like(picked[:1, :1, :1, :1], fill))
+
+
+def interpolate(image: torch.Tensor, matrix: torch.Tensor, size: Size) -> torch.Tensor:
+    """``image`` (float) sampled bilinearly; zero outside of it."""
+    x, y = _places(matrix, size)
+    height, width = image.shape[-2:]
+    grid = torch.stack((2 * x / width - 1, 2 * y / height - 1), dim=-1).to(image.dtype)
+    return torch.nn.functional.grid_sample(image, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+
+
+def _places(matrix: torch.Tensor, size: Size) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input coordinates of the centre of each output pixel, [batch, height, width] each."""
+    x = torch.arange(size[1], device=matrix.device, dtype=torch.float32)[None, None, :] + 0.5
+    y = torch.arange(size[0], device=matrix.device, dtype=torch.float32)[None, :, None] + 0.5
+    m = matrix[:, :, :, None, None]
+    return m[:, 0, 0] * x + m[:, 0, 1] * y + m[:, 0, 2], m[:, 1, 0] * x + m[:, 1, 1] * y + m[:, 1, 2]
+
+
+def _matrix(
+    a: torch.Tensor, b: torch.Tensor, tx: torch.Tensor, c: torch.Tensor, d: torch.Tensor, ty: torch.Tensor
+) -> torch.Tensor:
+    zero, one = torch.zeros_like(a), torch.ones_like(a)
+    return torch.stack((a, b, tx, c, d, ty, zero, zero, one), dim=-1).view(-1, 3, 3)
+
+
+def _diagonal(sx: torch.Tensor, sy: torch.Tensor, tx: torch.Tensor, ty: torch.Tensor) -> torch.Tensor:
+    zero = torch.zeros_like(sx)
+    return _matrix(sx, zero, tx, zero, sy, ty)
+
+
+def _between(u: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    return low + u * (high - low)

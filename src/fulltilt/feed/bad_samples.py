@@ -1,0 +1,62 @@
+"""What happens to samples that cannot be served: the job stops, or they are skipped up to a stated share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+
+from fulltilt.errors import DataError
+from fulltilt.feed.readers import Failure
+
+Policy = Literal["stop", "skip"]
+
+
+class BadSamples:
+    """Remembers which samples are bad. ``note`` raises DataError when the policy says so."""
+
+    def __init__(self, samples: int, policy: Policy = "stop", max_share: float = 0.01) -> None:
+        self.samples = samples
+        self.policy = policy
+        self.max_share = max_share
+        self.bad = torch.zeros(samples, dtype=torch.bool)
+        self.failures: dict[int, Failure] = {}
+
+    def note(self, failures: Iterable[Failure]) -> list[Failure]:
+        """Take failures in; returns those that are new. Raises DataError for the first one under ``stop``."""
+        new = []
+        for failure in failures:
+            if failure.kind == "random":
+                continue
+            if self.policy == "stop":
+                raise stopped_by(failure)
+            if failure.index not in self.failures:
+                new.append(failure)
+                self.failures[failure.index] = failure
+                self.bad[failure.index] = True
+        # One bad sample of a small data set is no epidemic, whatever its share.
+        if len(self.failures) > max(1, int(self.max_share * self.samples)):
+            named = "; ".join(f"{failure.where()}: {failure.message}" for failure in list(self.failures.values())[:3])
+            raise DataError(
+                f"{len(self.failures)} of {self.samples} samples are bad, more than the {self.max_share:.1%} allowed",
+                f"The first ones: {named}. Repair them, or raise max_bad_share.",
+            )
+        return new
+
+    def without_bad(self, indices: torch.Tensor) -> torch.Tensor:
+        """``indices`` less the bad ones."""
+        return indices[~self.bad[indices]] if self.failures else indices
+
+
+def stopped_by(failure: Failure) -> DataError:
+    """The error for one bad sample, with what to do about it."""
+    if failure.kind == "shape":
+        return DataError(
+            f"{failure.where()} differs from the first sample: {failure.message}",
+            "Resize, crop or pad all samples to one shape in the data set, or give a collate_fn that pads each batch.",
+        )
+    return DataError(
+        f"{failure.where()} cannot be read: {failure.message}",
+        "Repair or remove it, or skip such samples with on_bad_sample='skip'.",
+    )

@@ -1,0 +1,364 @@
+"""The disk tier: decoded rows in a mapped file that the next run finds again.
+
+    <cache>/<key>.partial/    while it is being written; a later run or another rank goes on where it stands
+    <cache>/<key>/            complete; renamed as a whole, so that it exists fully or not at all
+        cache.json            what it is, and the fingerprint it was made for
+        rows.bin              packed rows, one after the other
+        marks.bin             one checksum for each row, written after the row; 0 means not there
+
+Rows are written with ``pwrite``, not through the mapping: a full disk is then an error that can be caught, where a
+store to a mapped page would end the process with SIGBUS. A row counts when its checksum is there, and when a partial
+cache is taken up again every checksum is recomputed: a row torn by a kill or a power cut is made anew.
+Several processes may write at once, because they write the same bytes to the same places.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import mmap
+import os
+import secrets
+import shutil
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+try:
+    import fcntl
+except ImportError:  # Windows: caches there are not protected from a clearing command while a job uses them
+    fcntl = None  # type: ignore[assignment]
+
+from fulltilt.errors import FulltiltError, UsageError
+from fulltilt.feed.fingerprint import Fingerprint
+from fulltilt.feed.stores import HostStore
+from fulltilt.feed.structure import Layout
+
+HEADER, ROWS, MARKS = "cache.json", "rows.bin", "marks.bin"
+PARTIAL = ".partial"
+FORMAT = 1
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class CacheFull(Exception):  # noqa: N818 - an event; the job goes on without the cache
+    """There is no room left for the cache; the message says where and how much was needed."""
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """One cache on disk, as ``fulltilt cache list`` shows it."""
+
+    folder: Path
+    label: str
+    samples: int
+    size_bytes: int
+    complete: bool
+    used_at_s: float
+    parts: dict[str, str]
+    in_use: bool
+
+
+def default_cache_dir() -> Path:
+    """FULLTILT_CACHE_DIR, or fulltilt/feed in the user's cache folder."""
+    named = os.environ.get("FULLTILT_CACHE_DIR")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fulltilt" / "feed"
+
+
+class DiskStore(HostStore):
+    """Rows of one data set in a mapped file. Raises CacheFull when the disk is."""
+
+    def __init__(self, folder: Path, samples: int, row_bytes: int, lock: int, *, keep: bool, complete: bool) -> None:
+        self.folder = folder
+        self.keep = keep
+        self.complete = complete
+        self._lock = lock
+        self._row_bytes = row_bytes
+        self._rows_fd = os.open(folder / ROWS, os.O_RDWR)
+        self._marks_fd = os.open(folder / MARKS, os.O_RDWR)
+        access = mmap.ACCESS_WRITE  # torch has no read-only tensors; nothing is ever stored through this mapping
+        rows = torch.frombuffer(mmap.mmap(self._rows_fd, samples * row_bytes, access=access), dtype=torch.uint8)
+        self._marks = torch.frombuffer(mmap.mmap(self._marks_fd, samples * 4, access=access), dtype=torch.int32)
+        super().__init__(rows.view(samples, row_bytes), self._marks)
+
+    def has(self, indices: torch.Tensor) -> torch.Tensor:
+        """Which of ``indices`` are there, those written by other ranks included."""
+        return self._marks[indices] != 0
+
+    def write(self, indices: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write rows, then their checksums. Raises CacheFull."""
+        try:
+            for position, index in enumerate(indices.tolist()):
+                data = _bytes_of(rows[position])
+                _write_fully(self._rows_fd, data, index * self._row_bytes)
+                _write_fully(self._marks_fd, _mark(data).to_bytes(4, "little"), index * 4)
+        except OSError as error:
+            raise _as_full(error, self.folder) from error
+
+    def finish(self) -> bool:
+        """Make a fully written cache permanent; False while rows are missing."""
+        if self.complete or bool((self._marks == 0).any()):
+            return self.complete
+        try:
+            os.fsync(self._rows_fd)
+            os.fsync(self._marks_fd)
+        except OSError as error:
+            raise _as_full(error, self.folder) from error
+        if self.keep:
+            final = self.folder.with_name(self.folder.name.removesuffix(PARTIAL))
+            with contextlib.suppress(OSError):  # another rank was first, which is as good
+                self.folder.rename(final)
+            if final.exists():
+                self.folder = final
+        self.complete = True
+        return True
+
+    def close(self) -> None:
+        """Close the files; a cache that is for this run only is deleted."""
+        super().close()
+        for fd in (self._rows_fd, self._marks_fd, self._lock):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        if not self.keep:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def discard(self) -> None:
+        """Close and delete: the cache is of no use."""
+        self.keep = False
+        self.close()
+
+
+def open_cache(
+    cache_dir: Path, fingerprint: Fingerprint, layout: Layout, samples: int, *, limit_bytes: int | None = None
+) -> tuple[DiskStore, str]:
+    """The cache for this fingerprint: complete, half-written and taken up again, or new; and in words which.
+
+    Raises CacheFull if it does not fit, UsageError if the folder cannot be written.
+    """
+    need = samples * (layout.row_bytes + 4)
+    final = cache_dir / fingerprint.key(layout)
+    partial = final.with_name(final.name + PARTIAL)
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"the cache folder {cache_dir} cannot be made: {error.strerror}", "Set cache_dir.") from error
+    for folder, complete in ((final, True), (partial, False)):
+        lock = _lock_shared(folder)
+        if lock is None:
+            continue
+        if _fits(folder, samples, layout):
+            store = DiskStore(folder, samples, layout.row_bytes, lock, keep=True, complete=complete)
+            os.utime(folder / HEADER)
+            if complete:
+                return store, "found"
+            dropped = _drop_torn_rows(store)
+            there = int((store._marks != 0).sum())
+            return store, f"taken up again at {there} of {samples} samples" + (f" ({dropped} torn)" if dropped else "")
+        os.close(lock)
+        shutil.rmtree(folder, ignore_errors=True)
+    stale = _remove_stale(cache_dir, fingerprint)
+    make_room(cache_dir, need, limit_bytes)
+    keep = fingerprint.reusable
+    folder = partial if keep else cache_dir / f"run-{os.getpid()}-{secrets.token_hex(4)}{PARTIAL}"
+    _create(folder, fingerprint, layout, samples)
+    lock = _lock_shared(folder)
+    assert lock is not None
+    return DiskStore(folder, samples, layout.row_bytes, lock, keep=keep, complete=False), stale or "new"
+
+
+def list_caches(cache_dir: Path) -> list[CacheEntry]:
+    """Every cache in ``cache_dir``, the most recently used first."""
+    entries = [entry for folder in _folders(cache_dir) if (entry := _read_entry(folder)) is not None]
+    return sorted(entries, key=lambda entry: -entry.used_at_s)
+
+
+def remove(entry: CacheEntry) -> bool:
+    """Delete a cache; False if a running job uses it."""
+    with _lock_alone(entry.folder) as alone:
+        if alone:
+            shutil.rmtree(entry.folder, ignore_errors=True)
+    return alone
+
+
+def make_room(cache_dir: Path, need_bytes: int, limit_bytes: int | None) -> None:
+    """Delete the caches used longest ago until ``need_bytes`` fit below the cap. Raises CacheFull."""
+    if limit_bytes is None:
+        return
+    if need_bytes > limit_bytes:
+        raise CacheFull(f"the cache needs {need_bytes} bytes and may take {limit_bytes}")
+    entries = list_caches(cache_dir)
+    used = sum(entry.size_bytes for entry in entries)
+    for entry in reversed(entries):
+        if used + need_bytes <= limit_bytes:
+            return
+        if remove(entry):
+            used -= entry.size_bytes
+    if used + need_bytes > limit_bytes:
+        raise CacheFull(f"the caches in use leave no {need_bytes} bytes of the {limit_bytes} allowed")
+
+
+# --------------------------------------------------------------------------- folders
+
+
+def _create(folder: Path, fingerprint: Fingerprint, layout: Layout, samples: int) -> None:
+    header = {
+        "format": FORMAT,
+        "label": fingerprint.label,
+        "parts": fingerprint.parts,
+        "samples": samples,
+        "row_bytes": layout.row_bytes,
+        "layout": layout.describe(),
+        "created_at_s": time.time(),
+    }
+    making = folder.with_name(f"{folder.name}.{os.getpid()}-{secrets.token_hex(4)}.new")
+    try:
+        making.mkdir()
+        for name, size in ((ROWS, samples * layout.row_bytes), (MARKS, samples * 4)):
+            with (making / name).open("wb") as file:
+                file.truncate(size)
+        (making / HEADER).write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
+        with contextlib.suppress(FileExistsError, OSError):
+            making.rename(folder)  # fails if another rank was first: then theirs is used
+        if not folder.exists():
+            raise CacheFull(f"{folder} cannot be made")
+    except OSError as error:
+        raise _as_full(error, folder) from error
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+
+
+def _fits(folder: Path, samples: int, layout: Layout) -> bool:
+    """Whether a cache is of this format, whole in length, and of this layout."""
+    header = _read_header(folder)
+    if header is None or header.get("format") != FORMAT or header.get("layout") != layout.describe():
+        return False
+    try:
+        lengths = (folder / ROWS).stat().st_size, (folder / MARKS).stat().st_size
+    except OSError:
+        return False
+    return header.get("samples") == samples and lengths == (samples * layout.row_bytes, samples * 4)
+
+
+def _drop_torn_rows(store: DiskStore) -> int:
+    dropped = 0
+    for index in (store._marks != 0).nonzero().flatten().tolist():
+        if int(store._marks[index]) & 0xFFFFFFFF != _mark(_bytes_of(store.rows[index])):
+            _write_fully(store._marks_fd, bytes(4), index * 4)
+            dropped += 1
+    return dropped
+
+
+def _remove_stale(cache_dir: Path, fingerprint: Fingerprint) -> str | None:
+    """Delete caches of the same data set with another fingerprint; says what changed."""
+    told = None
+    for entry in list_caches(cache_dir):
+        if entry.label != fingerprint.label or not fingerprint.reusable:
+            continue
+        changed = [name for name, digest in fingerprint.parts.items() if entry.parts.get(name) != digest]
+        if changed and remove(entry):
+            told = f"new; the one there was refused as stale ({', '.join(changed)} changed)"
+    return told
+
+
+def _folders(cache_dir: Path) -> Iterator[Path]:
+    if cache_dir.is_dir():
+        yield from (folder for folder in cache_dir.iterdir() if (folder / HEADER).exists())
+
+
+def _read_header(folder: Path) -> dict[str, Any] | None:
+    try:
+        header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return header if isinstance(header, dict) else None
+
+
+def _read_entry(folder: Path) -> CacheEntry | None:
+    header = _read_header(folder)
+    if header is None:
+        return None
+    try:
+        # Blocks, not length: a half-written file is sparse.
+        size = sum((folder / name).stat().st_blocks * 512 for name in (ROWS, MARKS))
+        used = (folder / HEADER).stat().st_mtime
+    except OSError:
+        return None
+    with _lock_alone(folder) as alone:
+        in_use = not alone
+    return CacheEntry(
+        folder,
+        str(header.get("label", "?")),
+        int(header.get("samples", 0)),
+        size,
+        not folder.name.endswith(PARTIAL),
+        used,
+        dict(header.get("parts", {})),
+        in_use,
+    )
+
+
+def _lock_shared(folder: Path) -> int | None:
+    """A descriptor that marks the cache as in use until it is closed (the kernel does so at a kill too)."""
+    try:
+        fd = os.open(folder / HEADER, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        if fcntl is not None:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
+
+
+@contextlib.contextmanager
+def _lock_alone(folder: Path) -> Iterator[bool]:
+    try:
+        fd = os.open(folder / HEADER, os.O_RDONLY)
+    except OSError:
+        yield False
+        return
+    try:
+        if fcntl is not None:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        yield False
+    else:
+        yield True
+    finally:
+        os.close(fd)
+
+
+# --------------------------------------------------------------------------- bytes
+
+
+def _bytes_of(row: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous row without a copy; the caller keeps the row alive."""
+    return memoryview((ctypes.c_ubyte * row.numel()).from_address(row.data_ptr())).cast("B")
+
+
+def _mark(data: memoryview) -> int:
+    return zlib.crc32(data) or 1  # 0 means that the row is not there
+
+
+def _write_fully(fd: int, data: bytes | memoryview, offset: int) -> None:
+    while len(data):
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _as_full(error: OSError, folder: Path) -> Exception:
+    if error.errno in _NO_SPACE:
+        return CacheFull(f"{folder.parent} is full ({error.strerror})")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return UsageError(f"the cache folder {folder.parent} cannot be written: {error.strerror}", "Set cache_dir.")
+    return FulltiltError(f"the cache {folder} cannot be written: {error.strerror}")

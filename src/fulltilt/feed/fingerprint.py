@@ -1,0 +1,263 @@
+"""What a cache was made from: files with their sizes and times, code, arguments and library versions.
+
+A data set is fingerprinted by walking its attributes. What cannot be read in full (an open handle, an object of C)
+makes the fingerprint unusable for another run: the cache then lives for this run only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.metadata
+import os
+import pickle
+import sys
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fulltilt.feed.structure import Layout, is_image
+
+# Libraries that decode or transform: another version may give other pixels.
+_LIBRARIES = ("torch", "torchvision", "pillow", "numpy", "opencv-python", "albumentations", "h5py")
+_FOLDER_ENTRIES = 2_000_000
+_DEPTH = 12
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Digests of the parts, by name; ``reusable`` says whether another run may trust them."""
+
+    label: str
+    parts: dict[str, str]
+    reusable: bool
+    unreadable: tuple[str, ...] = ()
+
+    def key(self, layout: Layout) -> str:
+        """The name of the cache folder."""
+        text = "\n".join([*(f"{name} {digest}" for name, digest in sorted(self.parts.items())), layout.describe()])
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def fingerprint(dataset: Any, *, first_part: Iterable[Any] = ()) -> Fingerprint:
+    """The fingerprint of ``dataset``; of a cut transform list only ``first_part`` counts."""
+    walk = _Walk()
+    first_part = list(first_part)
+    if first_part:
+        walk.skip_transform_lists = True
+        walk.visit(first_part, 0)
+    walk.visit(dataset, 0)
+    walk.values.update(f"length {len(dataset)}".encode())
+    versions = [f"python {sys.version_info.major}.{sys.version_info.minor}"]
+    for library in _LIBRARIES:
+        try:
+            versions.append(f"{library} {importlib.metadata.version(library)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    parts = {
+        "files": walk.files.hexdigest(),
+        "code": walk.code.hexdigest(),
+        "arguments": walk.values.hexdigest(),
+        "versions": hashlib.blake2b("\n".join(versions).encode(), digest_size=16).hexdigest(),
+    }
+    where = walk.first_path or ""
+    return Fingerprint(f"{type(dataset).__name__} {where}".strip(), parts, not walk.unreadable, tuple(walk.unreadable))
+
+
+def _digest() -> Any:
+    return hashlib.blake2b(digest_size=16)
+
+
+@dataclass
+class _Walk:
+    files: Any = field(default_factory=_digest)
+    code: Any = field(default_factory=_digest)
+    values: Any = field(default_factory=_digest)
+    unreadable: list[str] = field(default_factory=list)
+    first_path: str | None = None
+    skip_transform_lists: bool = False
+    _seen: dict[int, Any] = field(default_factory=dict)
+    _folders: set[str] = field(default_factory=set)
+
+    def visit(self, value: Any, depth: int) -> None:
+        if depth > _DEPTH:
+            self.unreadable.append(f"{type(value).__name__} nested deeper than {_DEPTH}")
+        elif value is None or isinstance(value, bool | int | float | complex | bytes):
+            self._value(repr(value))
+        elif isinstance(value, str | os.PathLike):
+            self._text(os.fspath(value))
+        elif isinstance(value, torch.dtype | torch.device):
+            self._value(str(value))
+        elif id(value) in self._seen:
+            self._value("seen")
+        else:
+            self._seen[id(value)] = value  # held, so that no other object takes its id
+            self._compound(value, depth)
+
+    def _compound(self, value: Any, depth: int) -> None:
+        if isinstance(value, Mapping):
+            self._value(f"mapping {len(value)}")
+            for key, item in value.items():
+                self.visit(key, depth + 1)
+                self.visit(item, depth + 1)
+        elif isinstance(value, list | tuple):
+            self._value(f"list {len(value)}")
+            for item in value:
+                self.visit(item, depth + 1)
+        elif isinstance(value, set | frozenset):
+            for item in sorted(value, key=repr):
+                self.visit(item, depth + 1)
+        elif isinstance(value, torch.Tensor):
+            self._tensor(value)
+        elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+            self._value(f"array {value.dtype} {value.shape}")
+            self.values.update(value.tobytes())
+        elif is_image(value):
+            self._value(f"image {value.mode} {value.size}")
+            self.values.update(value.tobytes())
+        elif isinstance(value, types.ModuleType):
+            self._value(f"module {value.__name__}")
+        elif isinstance(value, type):
+            self._class(value, depth)
+        elif isinstance(value, types.MethodType):
+            self.visit(value.__self__, depth + 1)
+            self.visit(value.__func__, depth + 1)
+        elif isinstance(value, types.FunctionType):
+            self._function(value, depth)
+        elif isinstance(value, types.BuiltinFunctionType):
+            self._value(f"builtin {value.__qualname__}")
+        else:
+            self._object(value, depth)
+
+    def _object(self, value: Any, depth: int) -> None:
+        if self.skip_transform_lists and isinstance(getattr(value, "transforms", None), list) and callable(value):
+            return  # only its first part matters, and that was visited
+        self._class(type(value), depth)
+        state = dict(getattr(value, "__dict__", {}))
+        for cls in type(value).__mro__:
+            slots = vars(cls).get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                if hasattr(value, name):
+                    state[name] = getattr(value, name)
+        if state:
+            for name in sorted(state):
+                self._value(name)
+                self.visit(state[name], depth + 1)
+        elif type(value).__module__ not in ("builtins",) and not _users_own(type(value)):
+            try:
+                self.values.update(pickle.dumps(value))
+            except Exception:
+                self.unreadable.append(type(value).__qualname__)
+
+    def _class(self, cls: type, depth: int) -> None:
+        self._value(f"{cls.__module__}.{cls.__qualname__}")
+        for base in cls.__mro__:
+            if id(base) in self._seen and base is not cls:
+                continue
+            self._seen[id(base)] = base
+            if not _users_own(base):
+                continue
+            for name, member in sorted(vars(base).items()):
+                function = getattr(member, "__func__", member)
+                if isinstance(member, property):
+                    function = member.fget
+                if isinstance(function, types.FunctionType):
+                    self._function(function, depth)
+                elif not name.startswith("__") and not callable(member):
+                    self._value(name)
+                    self.visit(member, depth + 1)
+
+    def _function(self, function: types.FunctionType, depth: int) -> None:
+        if id(function.__code__) in self._seen:
+            return
+        self._seen[id(function.__code__)] = function.__code__
+        self._value(function.__qualname__)
+        if not _own_module(function.__module__):
+            return
+        self._code(function.__code__)
+        self.visit(function.__defaults__, depth + 1)
+        self.visit(function.__kwdefaults__, depth + 1)
+        for cell in function.__closure__ or ():
+            try:
+                self.visit(cell.cell_contents, depth + 1)
+            except ValueError:
+                continue
+        # Functions and constants of the user's own modules that it calls on.
+        for name in _names(function.__code__):
+            if name in function.__globals__:
+                self.visit(function.__globals__[name], depth + 1)
+
+    def _code(self, code: types.CodeType) -> None:
+        self.code.update(code.co_code)
+        self.code.update(repr(code.co_names).encode())
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                self._code(constant)
+            else:
+                self.code.update(repr(constant).encode())
+
+    def _text(self, text: str) -> None:
+        self._value(text)
+        if len(text) > 4096 or "\0" in text:
+            return
+        try:
+            found = os.stat(text)  # noqa: PTH116 - a million files: Path would cost seconds
+        except (OSError, ValueError):
+            return
+        path = os.path.abspath(text)  # noqa: PTH100
+        self.first_path = self.first_path or path
+        if os.path.isdir(path):  # noqa: PTH112
+            self._folder(path)
+        else:
+            self.files.update(f"{path} {found.st_size} {found.st_mtime_ns}\n".encode())
+
+    def _folder(self, path: str) -> None:
+        if path in self._folders or Path(path) in (Path("/"), Path.home(), Path.cwd()):
+            return
+        self._folders.add(path)
+        entries = 0
+        for root, folders, names in os.walk(path):
+            folders.sort()
+            for name in sorted(names):
+                entries += 1
+                if entries > _FOLDER_ENTRIES:
+                    self.unreadable.append(f"{path} with more than {_FOLDER_ENTRIES} files")
+                    return
+                try:
+                    found = os.stat(os.path.join(root, name))  # noqa: PTH116, PTH118
+                except OSError:
+                    continue
+                self.files.update(f"{root}/{name} {found.st_size} {found.st_mtime_ns}\n".encode())
+
+    def _tensor(self, tensor: torch.Tensor) -> None:
+        self._value(f"tensor {tensor.dtype} {tuple(tensor.shape)}")
+        if tensor.numel():
+            data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            self.values.update((ctypes.c_ubyte * data.numel()).from_address(data.data_ptr()))
+
+    def _value(self, text: str) -> None:
+        self.values.update(text.encode("utf-8", "surrogateescape"))
+        self.values.update(b"\0")
+
+
+def _names(code: types.CodeType) -> list[str]:
+    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return sorted(set(code.co_names).union(*inner))
+
+
+def _own_module(name: str | None) -> bool:
+    """Whether a module belongs to the user: installed libraries are covered by their versions."""
+    if name is None:
+        return True
+    if name.split(".")[0] in sys.stdlib_module_names - {"__main__"}:
+        return False
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return file is None or ("site-packages" not in file and "dist-packages" not in file)
+
+
+def _users_own(cls: type) -> bool:
+    return cls.__module__ == "__main__" or (cls.__module__ != "builtins" and _own_module(cls.__module__))

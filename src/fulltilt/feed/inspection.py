@@ -1,0 +1,94 @@
+"""A first look at a data set: what a sample is made of, whether it is the same every time, and where it can be cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fulltilt.errors import DataError, UsageError
+from fulltilt.feed.bad_samples import Policy, stopped_by
+from fulltilt.feed.generators import Generators
+from fulltilt.feed.order import spread
+from fulltilt.feed.randomness import first_reason
+from fulltilt.feed.readers import Failure, name_of
+from fulltilt.feed.splitting import Split, find_split
+from fulltilt.feed.structure import Layout, Unstorable, layout_of
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What was found. ``layout`` None: served by a stock DataLoader. ``kept`` is the layout before the cut."""
+
+    layout: Layout | None
+    random_because: str | None = None
+    unstorable_because: str | None = None
+    split: Split | None = None
+    kept: Layout | None = None
+
+
+def inspect(dataset: Any, *, checks: int = 8, policy: Policy = "stop") -> Inspection:
+    """Draw a few samples, each twice under different seeds. Raises UsageError or DataError."""
+    samples = _length(dataset)
+    generators = Generators(dataset)
+    with generators.untouched():
+        drawn = _draw(dataset, samples, checks, policy)
+    indices = list(drawn)
+    try:
+        layout = layout_of(drawn[indices[0]])
+    except Unstorable as error:
+        return Inspection(None, unstorable_because=str(error))
+    _check_shapes(dataset, drawn, layout)
+    random_because = first_reason(lambda index: dataset[index], indices, generators)
+    if random_because is None:
+        return Inspection(layout)
+    split = find_split(dataset, indices, generators)
+    if split is None:
+        return Inspection(layout, random_because)
+    with generators.untouched():
+        kept = layout_of(split.draw(dataset, indices[0])[0])
+    return Inspection(layout, random_because, split=split, kept=kept)
+
+
+def _length(dataset: Any) -> int:
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise UsageError(
+            f"{type(dataset).__name__} has no length or cannot be indexed",
+            "feed.loader needs a map-style data set (__len__ and __getitem__); keep the DataLoader for a stream.",
+        )
+    samples = len(dataset)
+    if samples == 0:
+        raise DataError(f"the data set {type(dataset).__name__} is empty", "Check its path and its filters.")
+    return samples
+
+
+def _draw(dataset: Any, samples: int, checks: int, policy: Policy) -> dict[int, Any]:
+    drawn: dict[int, Any] = {}
+    last: Failure | None = None
+    for index in spread(samples, max(checks, 2)):
+        try:
+            drawn[index] = dataset[index]
+        except Exception as error:
+            text = " ".join(str(error).split())
+            last = Failure(index, "corrupt", f"{type(error).__name__}: {text}", name_of(dataset, index))
+            if policy == "stop":
+                raise stopped_by(last) from error
+    if not drawn:
+        assert last is not None
+        raise stopped_by(last)
+    return drawn
+
+
+def _check_shapes(dataset: Any, drawn: dict[int, Any], layout: Layout) -> None:
+    first = next(iter(drawn))
+    for index, sample in drawn.items():
+        try:
+            found = layout_of(sample).describe()
+        except Unstorable as error:
+            found = str(error)
+        if found != layout.describe():
+            name = name_of(dataset, index)
+            raise DataError(
+                f"samples differ in shape: sample {first} is {layout.describe()}, "
+                f"sample {index}{f' ({name})' if name else ''} is {found}",
+                "Resize, crop or pad all samples to one shape in the data set, or give a collate_fn that pads.",
+            )

@@ -1,0 +1,51 @@
+"""Memory that several processes share, and memory that the GPU copies from without the CPU's help."""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+import warnings
+import weakref
+from typing import Any
+
+import torch
+
+
+def start_method() -> str:
+    """How worker processes are started here: fork where the platform has it, as torch's DataLoader does."""
+    return "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
+
+
+def shared_bytes(size: int) -> torch.Tensor:
+    """Zeroed bytes that forked and spawned workers see too.
+
+    With fork they are anonymous pages, which the size of /dev/shm does not limit (a container often has 64 MB of it).
+    """
+    if start_method() == "fork":
+        return torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)[:size]
+    memory: torch.Tensor = torch.zeros(size, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+    return memory
+
+
+def pin(memory: torch.Tensor, device: torch.device) -> bool:
+    """Lock ``memory`` for direct copies to the GPU, until it is freed. False where that is not possible.
+
+    Registering in place avoids torch's pinned allocator, which rounds each block up to a power of two.
+    """
+    if device.type != "cuda" or memory.numel() == 0:
+        return False
+    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    address, size = memory.data_ptr(), memory.numel() * memory.element_size()
+    with torch.cuda.device(device):
+        if int(cudart.cudaHostRegister(address, size, 0)) != 0:
+            warnings.warn(f"could not pin {size} bytes; copies to the GPU will be slower", stacklevel=2)
+            return False
+    # The storage, not the tensor object, owns the pages.
+    weakref.finalize(memory.untyped_storage(), _unpin, address)
+    return True
+
+
+def _unpin(address: int) -> None:
+    if torch.cuda.is_available():
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        cudart.cudaHostUnregister(address)

@@ -1,0 +1,94 @@
+"""Which samples make up which batch: the same answer for every worker count, tier and resume point."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fulltilt.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Order:
+    """The plan from which every epoch's batches follow.
+
+    Without a sampler the order is that of ``torch.utils.data.DistributedSampler`` with the same seed, so that
+    a job can change over in mid-training; on one rank no sample is repeated.
+    """
+
+    samples: int
+    batch_size: int
+    shuffle: bool = False
+    seed: int = 0
+    drop_last: bool = False
+    rank: int = 0
+    world_size: int = 1
+    sampler: Iterable[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise UsageError(f"batch_size is {self.batch_size}; it must be at least 1")
+        if not 0 <= self.rank < self.world_size:
+            raise UsageError(f"rank {self.rank} is not below world_size {self.world_size}")
+        if self.sampler is not None and self.shuffle:
+            raise UsageError("a sampler decides the order itself", "Leave out shuffle=True, or leave out the sampler.")
+
+    def epoch_indices(self, epoch: int) -> torch.Tensor:
+        """The indices that this rank draws in ``epoch``, as int64."""
+        if self.sampler is not None:
+            _tell_epoch(self.sampler, epoch)
+            return self._checked(torch.tensor(list(self.sampler), dtype=torch.int64))
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            indices = torch.randperm(self.samples, generator=generator)
+        else:
+            indices = torch.arange(self.samples)
+        return self._share(indices)
+
+    def batches(self, epoch: int) -> list[torch.Tensor]:
+        """The batches of ``epoch``: slices of its indices."""
+        indices = self.epoch_indices(epoch)
+        stop = len(indices) // self.batch_size * self.batch_size if self.drop_last else len(indices)
+        return [indices[start : min(start + self.batch_size, stop)] for start in range(0, stop, self.batch_size)]
+
+    def batches_per_epoch(self) -> int:
+        """How many batches an epoch has on this rank. Raises TypeError for a sampler without a length."""
+        count = self._length()
+        return count // self.batch_size if self.drop_last else math.ceil(count / self.batch_size)
+
+    def _length(self) -> int:
+        if self.sampler is not None:
+            return len(self.sampler)  # type: ignore[arg-type]
+        return math.ceil(self.samples / self.world_size)
+
+    def _share(self, indices: torch.Tensor) -> torch.Tensor:
+        """This rank's part. Every rank gets equally many, by repeating the first few: unequal ranks would hang DDP."""
+        if self.world_size == 1:
+            return indices
+        total = math.ceil(len(indices) / self.world_size) * self.world_size
+        repeats = math.ceil(total / max(len(indices), 1))
+        return indices.repeat(repeats)[:total][self.rank :: self.world_size]
+
+    def _checked(self, indices: torch.Tensor) -> torch.Tensor:
+        if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < self.samples:
+            raise UsageError(f"the sampler asks for sample {int(indices.max())} of a data set of {self.samples}")
+        return indices
+
+
+def _tell_epoch(sampler: Any, epoch: int) -> None:
+    tell = getattr(sampler, "set_epoch", None)
+    if callable(tell):
+        tell(epoch)
+
+
+def spread(samples: int, count: int) -> Iterator[int]:
+    """``count`` indices spread evenly over a data set, the first and the last among them."""
+    count = min(count, samples)
+    if count == 1:
+        yield 0
+    for number in range(count if count > 1 else 0):
+        yield number * (samples - 1) // (count - 1)

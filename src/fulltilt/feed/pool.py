@@ -1,0 +1,255 @@
+"""Worker processes that write samples straight into shared batch slots.
+
+Against torch's DataLoader: several workers fill one batch together (low latency, few batches in memory), nothing is
+collated or pickled, no shared-memory file is opened for a batch, and rows keep the data set's own dtype (uint8, not
+float32). A task is 24 bytes on one pipe; its indices lie in shared memory beside the slot.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import struct
+import time
+from collections import deque
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import torch
+
+from fulltilt.errors import MachineError
+from fulltilt.feed.memory import pin, shared_bytes, start_method
+from fulltilt.feed.readers import Failure, Reader
+
+_TASK = struct.Struct("=iiiiq")  # slot, first row, row after the last, 0, epoch
+_STOP = b""
+# Workers look this often whether their parent is still there.
+_PARENT_CHECK_S = 2.0
+
+
+@dataclass
+class Slot:
+    """One batch in the making: shared rows and indices, how many rows are still out, and what failed."""
+
+    number: int
+    rows: torch.Tensor
+    indices: torch.Tensor
+    count: int = 0
+    outstanding: int = 0
+    failures: list[Failure] | None = None
+
+
+class WorkerPool:
+    """Reads batches ahead of their use. ``workers=0`` reads in this process, at the moment of asking."""
+
+    def __init__(
+        self, reader: Reader, row_bytes: int, rows_per_slot: int, *, workers: int, slots: int, device: torch.device
+    ) -> None:
+        self.workers = workers
+        self.rows_per_slot = rows_per_slot
+        self._reader = reader
+        slot_bytes = rows_per_slot * row_bytes
+        # One block for all slots: one registration with the driver, one mapping to inherit.
+        self._memory = shared_bytes(slots * slot_bytes)
+        self._index_memory = shared_bytes(slots * rows_per_slot * 8)
+        self.pinned = pin(self._memory, device)
+        self._broken = False
+        rows = self._memory.view(slots, rows_per_slot, row_bytes)
+        indices = self._index_memory.view(torch.int64).view(slots, rows_per_slot)
+        self._slots = [Slot(n, rows[n], indices[n]) for n in range(slots)]
+        self._free = deque(self._slots)
+        self._processes: list[Any] = []
+        self._results: list[connection.Connection] = []
+        self._tasks: connection.Connection | None = None
+        if workers:
+            self._start(workers)
+
+    # ----------------------------------------------------------------- the parent's side
+
+    def stream(self, batches: Iterable[torch.Tensor], epoch: int) -> Generator[Slot, None, None]:
+        """Slots filled with ``batches`` in their order. The caller hands each back with ``release``.
+
+        As many batches are read ahead as there are free slots.
+        """
+        waiting: deque[Slot] = deque()
+        source = iter(batches)
+        exhausted = False
+        try:
+            while True:
+                while self._free and not exhausted:
+                    batch = next(source, None)
+                    if batch is None:
+                        exhausted = True
+                        break
+                    slot = self._free.popleft()
+                    # In the queue before it is submitted: whatever happens, it is drained and given back.
+                    waiting.append(slot)
+                    self._submit(slot, batch, epoch)
+                if not waiting:
+                    assert exhausted, "a slot was not released"
+                    return
+                self._wait(waiting[0])
+                yield waiting.popleft()
+        finally:
+            for slot in waiting:
+                # A worker may still be writing into it: only a finished slot can be used again.
+                self._drain(slot)
+                self._free.append(slot)
+
+    @property
+    def broken(self) -> bool:
+        """Whether a worker died: the pool is of no further use."""
+        return self._broken
+
+    def release(self, slot: Slot) -> None:
+        """The rows of ``slot`` were copied away; it may be filled again."""
+        self._free.append(slot)
+
+    def close(self) -> None:
+        """End the workers and give their memory back."""
+        if self._tasks is not None:
+            for _ in self._processes:
+                try:
+                    self._tasks.send_bytes(_STOP)
+                except OSError:
+                    break
+        deadline = time.monotonic() + 2.0
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()  # in the middle of a slow sample; it holds nothing that has to be saved
+                process.join()
+        for end in [*self._results, *([self._tasks] if self._tasks is not None else [])]:
+            end.close()
+        self._processes, self._results, self._tasks = [], [], None
+
+    def _start(self, workers: int) -> None:
+        context: BaseContext = multiprocessing.get_context(start_method())
+        reading, self._tasks = context.Pipe(duplex=False)
+        lock = context.Lock()
+        for number in range(workers):
+            mine, theirs = context.Pipe(duplex=False)
+            arguments = (self._reader, self._memory, self._index_memory, self.rows_per_slot, reading, lock, theirs)
+            process = context.Process(  # type: ignore[attr-defined]
+                target=_work, args=(*arguments, os.getpid()), name=f"fulltilt-feed-{number}", daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._results.append(mine)
+        reading.close()
+
+    def _submit(self, slot: Slot, batch: torch.Tensor, epoch: int) -> None:
+        slot.count = len(batch)
+        slot.failures = []
+        slot.indices[: slot.count] = batch
+        slot.outstanding = 0
+        if self._tasks is None:
+            slot.failures = self._reader.read(slot.indices[: slot.count], slot.rows[: slot.count], epoch)
+            return
+        share = self._rows_per_task(slot.count)
+        for start in range(0, slot.count, share):
+            stop = min(start + share, slot.count)
+            self._tasks.send_bytes(_TASK.pack(slot.number, start, stop, 0, epoch))
+            slot.outstanding += stop - start
+
+    def _rows_per_task(self, count: int) -> int:
+        # Two tasks a worker and batch even out samples of unequal cost; a task much smaller would be all overhead.
+        return max(1, -(-count // (2 * max(self.workers, 1))))
+
+    def _wait(self, slot: Slot) -> None:
+        while slot.outstanding:
+            sentinels = [process.sentinel for process in self._processes]
+            for ready in connection.wait([*self._results, *sentinels], timeout=30.0):
+                if isinstance(ready, connection.Connection):
+                    self._receive(ready)
+                else:
+                    self._collect_last_words()
+                    if slot.outstanding:
+                        self._broken = True
+                        raise self._worker_died(ready)
+
+    def _receive(self, end: connection.Connection) -> bool:
+        """Take one message in; False if there will be no more."""
+        try:
+            number, rows, failures = end.recv()
+        except (EOFError, OSError):
+            return False  # its process has ended; the sentinel tells
+        slot = self._slots[number]
+        slot.outstanding -= rows
+        if slot.failures is not None:
+            slot.failures += failures
+        return True
+
+    def _collect_last_words(self) -> None:
+        for end in self._results:
+            while end.poll() and self._receive(end):
+                pass
+
+    def _drain(self, slot: Slot) -> None:
+        if self._broken:
+            return  # nothing of it is used again
+        try:
+            self._wait(slot)
+        except MachineError:
+            pass  # a worker died after the batches that were wanted; the next use starts new ones
+
+    def _worker_died(self, sentinel: Any) -> MachineError:
+        process = next(p for p in self._processes if p.sentinel == sentinel)
+        process.join(1.0)
+        code = process.exitcode
+        if code == -signal.SIGKILL:
+            return MachineError(
+                f"a feed worker (pid {process.pid}) was killed, most likely for lack of memory",
+                f"Use fewer workers than {self.workers} (num_workers), or give the job more memory.",
+            )
+        if code == -signal.SIGBUS:
+            return MachineError(
+                f"a feed worker (pid {process.pid}) died of a bus error: shared memory is full",
+                "Give the container more /dev/shm (docker run --shm-size=8g) or free the disk of the cache.",
+            )
+        how = f"was ended by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
+        return MachineError(
+            f"a feed worker (pid {process.pid}) {how}",
+            "The data set's own code ended it; run once with num_workers=0 to see where.",
+        )
+
+
+# --------------------------------------------------------------------------- the worker's side
+
+
+def _work(
+    reader: Reader,
+    memory: torch.Tensor,
+    index_memory: torch.Tensor,
+    rows_per_slot: int,
+    tasks: connection.Connection,
+    lock: Any,
+    results: connection.Connection,
+    parent: int,
+) -> None:
+    # Ctrl-C goes to the whole process group; the parent decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    indices = index_memory.view(torch.int64).view(-1, rows_per_slot)
+    rows = memory.view(len(indices), rows_per_slot, -1)
+    reader.opened_in_worker()
+    while True:
+        with lock:
+            while not tasks.poll(_PARENT_CHECK_S):
+                if os.getppid() != parent:
+                    return
+            message = tasks.recv_bytes()
+        if message == _STOP:
+            return
+        number, start, stop, _, epoch = _TASK.unpack(message)
+        failures = reader.read(indices[number, start:stop], rows[number, start:stop], epoch)
+        try:
+            results.send((number, stop - start, failures))
+        except OSError:
+            return  # the parent has gone

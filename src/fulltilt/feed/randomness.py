@@ -1,0 +1,86 @@
+"""Where randomness begins: whether a piece of a data set gives the same sample every time.
+
+Three independent witnesses, because a flip with probability 0.1 looks deterministic in most pairs of draws:
+ 1. the states of all generators in reach before and after (any draw moves one, whether or not the sample changes);
+ 2. the calls made meanwhile (a generator seeded by the operating system in mid-call, ``os.urandom``, ``secrets``);
+ 3. the samples themselves, drawn twice under different seeds.
+
+While a cache fills, the first witness is heard again for every single sample (``readers.py``), so that a sample that
+draws only now and then is caught when it does, before it is served a second time.
+
+Not detected: randomness that comes from none of Python's, numpy's or torch's generators (a C library's own, such as
+cv2.setRNGSeed; the clock; another process), unless the two draws of a checked sample happen to differ. Nor a generator
+seeded in mid-call by the operating system in samples other than those checked here. Every doubt means random: such a
+data set is served as it is, which is slower and never wrong.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from fulltilt.feed.generators import Generators
+from fulltilt.feed.structure import same_sample
+
+_SEEDS = (0x5EED0001, 0x0DDBA11)
+_ENTROPY_CALLS = frozenset({"urandom", "getrandom", "uuid4", "uuid1"})
+
+
+def first_reason(draw: Callable[[int], Any], indices: Iterable[int], generators: Generators) -> str | None:
+    """Why ``draw`` is random, as seen on ``indices``; None if nothing says so. Generators are left as they were."""
+    with generators.untouched():
+        for index in indices:
+            reason = _reason(lambda index=index: draw(index), generators)  # type: ignore[misc]
+            if reason is not None:
+                return f"sample {index}: {reason}"
+    return None
+
+
+def _reason(call: Callable[[], Any], generators: Generators) -> str | None:
+    generators.seed(_SEEDS[0])
+    before = generators.mark()
+    with _listen() as heard:
+        first = call()
+    if before != generators.mark():
+        return "it draws random numbers"
+    if heard:
+        return f"it draws random numbers ({heard[0]})"
+    generators.seed(_SEEDS[1])
+    before = generators.mark()
+    second = call()
+    if before != generators.mark():
+        return "it draws random numbers"
+    return None if same_sample(first, second) else "two draws of it differ"
+
+
+@contextmanager
+def _listen() -> Iterator[list[str]]:
+    """Names of calls into generators that no seed of ours governs, made on this thread within the block."""
+    heard: list[str] = []
+    seeded: dict[int, Any] = {}  # generators made in this call from a seed of its own, kept alive so ids stay theirs
+    random_file = random.seed.__func__.__code__.co_filename  # type: ignore[attr-defined]
+
+    def listener(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename == random_file:
+            if frame.f_code.co_name == "seed" and isinstance(frame.f_locals.get("self"), random.Random):
+                if frame.f_locals.get("a") is None:
+                    heard.append("a generator seeded by the operating system")
+                else:
+                    seeded[id(frame.f_locals["self"])] = frame.f_locals["self"]
+        elif event == "c_call":
+            owner = getattr(argument, "__self__", None)
+            if argument.__name__ in _ENTROPY_CALLS:
+                heard.append(f"{argument.__name__}()")
+            elif isinstance(owner, random.Random) and id(owner) not in seeded and argument.__name__ != "seed":
+                heard.append(f"random.Random.{argument.__name__}")
+
+    previous = sys.getprofile()
+    sys.setprofile(listener)
+    try:
+        yield heard
+    finally:
+        sys.setprofile(previous)

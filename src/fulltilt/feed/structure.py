@@ -1,0 +1,252 @@
+"""What one sample is made of: nested tuples and dicts of tensors, arrays, images and numbers, packed into a row.
+
+Every store and every buffer of the feed holds such rows. All rows of a data set have the same layout, so that a batch
+is assembled by one gather and its tensors are cut out of it without touching a sample.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# Rows and leaves start at multiples of this, so that a gather moves whole 16-byte words whatever the dtype.
+ALIGNMENT = 16
+
+_IMAGE_MODES = {"RGB": 3, "L": 1, "RGBA": 4}
+
+
+class Unstorable(Exception):  # noqa: N818 - a verdict about a sample, caught by the loader
+    """A sample holds something that cannot be kept as a fixed-shape tensor; the message says what and where."""
+
+
+class ShapeChanged(Exception):  # noqa: N818 - a verdict about a sample, caught by the loader
+    """A sample has another structure, shape or dtype than the first one; the message says which."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor of a sample: where it lies in the row, and what it has to become again."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    nbytes: int
+    kind: str  # "tensor", "array", "image:RGB", "int", "float" or "bool"
+    wrapper: type | None = None  # a tensor subclass (torchvision's tv_tensors), needed by transforms that look at it
+
+    def describe(self) -> str:
+        """The leaf in words, for messages and for the key of a cache."""
+        return f"{self.path or 'sample'}: {self.kind} {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The structure shared by all samples of a data set."""
+
+    skeleton: Any
+    leaves: tuple[Leaf, ...]
+    row_bytes: int
+
+    def describe(self) -> str:
+        """The layout in words; equal layouts give equal texts."""
+        return "; ".join(leaf.describe() for leaf in self.leaves)
+
+    def pack(self, sample: Any, row: torch.Tensor) -> None:
+        """Write ``sample`` into ``row`` (uint8). Raises ShapeChanged or Unstorable."""
+        values = list(_flatten(sample, ""))
+        if len(values) != len(self.leaves):
+            raise ShapeChanged(f"it has {len(values)} parts instead of {len(self.leaves)}")
+        for leaf, (path, value) in zip(self.leaves, values, strict=True):
+            tensor = _as_tensor(value, path)
+            if path != leaf.path or tensor.shape != leaf.shape or tensor.dtype != leaf.dtype:
+                found = f"{path or 'sample'} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+                raise ShapeChanged(f"{found} instead of {leaf.describe()}")
+            if leaf.nbytes:
+                row[leaf.offset : leaf.offset + leaf.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
+
+    def split(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """The leaves of a batch as views into its packed ``rows``: one tensor [batch, *shape] for each leaf."""
+        parts = []
+        for leaf in self.leaves:
+            part = rows[:, leaf.offset : leaf.offset + leaf.nbytes]
+            if not leaf.nbytes:
+                parts.append(torch.empty((rows.shape[0], *leaf.shape), dtype=leaf.dtype, device=rows.device))
+                continue
+            # Offsets and row lengths are multiples of 16 bytes, so that the view in another dtype needs no copy.
+            part = part.view(leaf.dtype)
+            parts.append(part.view(len(rows), *leaf.shape))
+        return parts
+
+    def build(self, leaves: list[Any]) -> Any:
+        """A sample or batch of the data set's own structure from its leaves."""
+        return _build(self.skeleton, iter(leaves))
+
+    def restore(self, row: torch.Tensor) -> Any:
+        """The sample that was packed into ``row``: images are images again, numbers numbers. It owns its memory."""
+        rows = row.clone().unsqueeze(0)
+        return self.build(
+            [_from_tensor(leaf, part[0]) for leaf, part in zip(self.leaves, self.split(rows), strict=True)]
+        )
+
+
+def layout_of(sample: Any) -> Layout:
+    """The layout of data set samples that look like ``sample``. Raises Unstorable."""
+    leaves: list[Leaf] = []
+    offset = 0
+    for path, value in _flatten(sample, ""):
+        tensor = _as_tensor(value, path)
+        nbytes = tensor.numel() * tensor.element_size()
+        wrapper = type(value) if isinstance(value, torch.Tensor) and type(value) is not torch.Tensor else None
+        leaves.append(Leaf(path, tuple(tensor.shape), tensor.dtype, offset, nbytes, _kind(value), wrapper))
+        offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    if not leaves:
+        raise Unstorable(f"a sample is {type(sample).__name__} without any tensor in it")
+    return Layout(_skeleton(sample), tuple(leaves), max(offset, ALIGNMENT))
+
+
+def same_sample(left: Any, right: Any) -> bool:
+    """Whether two samples are equal to the bit, in structure, dtype and content (NaN equals NaN)."""
+    try:
+        layout = layout_of(left)
+        first, second = (torch.zeros(layout.row_bytes, dtype=torch.uint8) for _ in range(2))
+        layout.pack(left, first)
+        layout.pack(right, second)
+    except ShapeChanged:
+        return False
+    return torch.equal(first, second)
+
+
+def find_identical(sample: Any, wanted: Any) -> list[int]:
+    """Positions of the leaves of ``sample`` that are the very object ``wanted``."""
+    return [position for position, (_, value) in enumerate(_flatten(sample, "")) if value is wanted]
+
+
+def leaves_of(sample: Any) -> list[Any]:
+    """The leaves of a sample or batch, in the order of its layout."""
+    return [value for _, value in _flatten(sample, "")]
+
+
+# --------------------------------------------------------------------------- leaves
+
+
+def is_image(value: Any) -> bool:
+    """Whether ``value`` is a PIL image; PIL is not imported for the question."""
+    module = sys.modules.get("PIL.Image")
+    return module is not None and isinstance(value, module.Image)
+
+
+def _is_array(value: Any) -> bool:
+    module = sys.modules.get("numpy")
+    return module is not None and isinstance(value, module.ndarray | module.generic)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return "tensor"
+    if is_image(value):
+        return f"image:{value.mode}"
+    if _is_array(value):
+        return "array"
+    return type(value).__name__
+
+
+def _as_tensor(value: Any, path: str) -> torch.Tensor:
+    """A leaf as default_collate would turn it into a tensor; a PIL image becomes uint8 [channels, height, width]."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.is_quantized:
+            raise Unstorable(f"{path or 'the sample'} is a {value.layout} tensor; only dense tensors can be kept")
+        return value.detach().cpu().as_subclass(torch.Tensor).contiguous()
+    if isinstance(value, bool):
+        return torch.tensor(value, dtype=torch.bool)
+    if isinstance(value, int):
+        return torch.tensor(value, dtype=torch.int64)
+    if isinstance(value, float):
+        return torch.tensor(value, dtype=torch.float64)
+    if is_image(value):
+        if value.mode not in _IMAGE_MODES:
+            raise Unstorable(f"{path or 'the sample'} is an image of mode {value.mode}; convert it to RGB or L")
+        flat = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8)
+        width, height = value.size
+        return flat.view(height, width, _IMAGE_MODES[value.mode]).permute(2, 0, 1).contiguous()
+    if _is_array(value):
+        try:
+            return (
+                torch.as_tensor(value).contiguous() if value.ndim else torch.tensor(value.item(), dtype=_dtype(value))
+            )
+        except TypeError as error:
+            raise Unstorable(
+                f"{path or 'the sample'} is an array of {value.dtype}, which torch does not have"
+            ) from error
+    raise Unstorable(f"{path or 'the sample'} is {type(value).__name__}, which is not a tensor, array, image or number")
+
+
+def _dtype(scalar: Any) -> torch.dtype:
+    numpy = sys.modules["numpy"]
+    return torch.as_tensor(numpy.zeros(1, dtype=scalar.dtype)).dtype
+
+
+def _from_tensor(leaf: Leaf, tensor: torch.Tensor) -> Any:
+    if leaf.kind == "tensor":
+        return tensor.as_subclass(leaf.wrapper) if leaf.wrapper is not None else tensor
+    if leaf.kind.startswith("image:"):
+        from PIL import Image
+
+        mode = leaf.kind.removeprefix("image:")
+        _, height, width = leaf.shape
+        pixels = tensor.permute(1, 2, 0).contiguous()
+        return Image.frombytes(mode, (width, height), ctypes.string_at(pixels.data_ptr(), pixels.numel()))
+    if leaf.kind == "array":
+        return tensor.numpy()
+    if leaf.kind in ("int", "float", "bool"):
+        return tensor.item()
+    return tensor.numpy()[()]  # a numpy scalar
+
+
+# --------------------------------------------------------------------------- nesting
+
+
+def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flatten(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, tuple | list):
+        for number, item in enumerate(value):
+            yield from _flatten(item, f"{path}[{number}]")
+    else:
+        yield path, value
+
+
+def _skeleton(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _skeleton(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return _Named(type(value), tuple(_skeleton(item) for item in value))
+    if isinstance(value, tuple):
+        return tuple(_skeleton(item) for item in value)
+    if isinstance(value, list):
+        return [_skeleton(item) for item in value]
+    return None
+
+
+@dataclass(frozen=True)
+class _Named:
+    cls: Callable[..., Any]
+    items: tuple[Any, ...]
+
+
+def _build(skeleton: Any, leaves: Iterator[Any]) -> Any:
+    if isinstance(skeleton, dict):
+        return {key: _build(item, leaves) for key, item in skeleton.items()}
+    if isinstance(skeleton, _Named):
+        return skeleton.cls(*(_build(item, leaves) for item in skeleton.items))
+    if isinstance(skeleton, tuple):
+        return tuple(_build(item, leaves) for item in skeleton)
+    if isinstance(skeleton, list):
+        return [_build(item, leaves) for item in skeleton]
+    return next(leaves)

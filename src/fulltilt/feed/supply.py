@@ -1,0 +1,254 @@
+"""The rows of every batch: from the store where they are kept, from the workers where they are not yet."""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from fulltilt.errors import DataError
+from fulltilt.feed.bad_samples import BadSamples
+from fulltilt.feed.disk import CacheFull
+from fulltilt.feed.memory import pin
+from fulltilt.feed.pool import Slot, WorkerPool
+from fulltilt.feed.prefetch import HostBatch
+from fulltilt.feed.readers import Failure, Reader
+from fulltilt.feed.stores import DeviceStore, HostStore
+from fulltilt.feed.structure import Layout
+
+# Batches read ahead by the workers: enough to bridge a slow sample or a validation pause, few enough to stay small.
+SLOTS = 4
+# Host buffers for batches gathered from a host store: one being filled, one being copied, one ready.
+STAGING = 3
+
+
+@dataclass
+class _Plan:
+    indices: torch.Tensor
+    wanted: torch.Tensor
+    store: DeviceStore | HostStore | None
+
+
+class Supply:
+    """Serves batches of rows in order, and keeps what was read in ``store`` (which may come, go and be None).
+
+    ``on_random`` and ``on_full`` are told, on whatever thread reads, that a sample draws random numbers or that the
+    store ran out of room; both may set ``store`` to None.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        layout: Layout,
+        batch_size: int,
+        *,
+        workers: int,
+        device: torch.device,
+        bad: BadSamples,
+        on_random: Callable[[Failure], None],
+        on_full: Callable[[CacheFull], None],
+        on_bad: Callable[[Failure], None],
+    ) -> None:
+        self.reader = reader
+        self.layout = layout
+        self.batch_size = batch_size
+        self.workers = workers
+        self.device = device
+        self.bad = bad
+        self.store: DeviceStore | HostStore | None = None
+        self._on_random, self._on_full, self._on_bad = on_random, on_full, on_bad
+        self._pool: WorkerPool | None = None
+        self._staging: queue.SimpleQueue[torch.Tensor] | None = None
+
+    def missing(self, batches: Iterable[torch.Tensor]) -> bool:
+        """Whether any sample of ``batches`` still has to be read from the source."""
+        store = self.store
+        return store is None or not all(bool(store.has(batch).all()) for batch in batches)
+
+    def start_workers(self) -> None:
+        """Start the workers; call it on the main thread, where forking is safest."""
+        if self._pool is not None and self._pool.broken:
+            self.stop_workers()
+        if self._pool is None:
+            self._pool = WorkerPool(
+                self.reader,
+                self.layout.row_bytes,
+                self.batch_size,
+                workers=self.workers,
+                slots=SLOTS if self.workers else 2,
+                device=self.device,
+            )
+
+    def stop_workers(self) -> None:
+        """End the workers and free their slots; reading starts them again."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def close(self) -> None:
+        """End the workers and give the store back."""
+        self.stop_workers()
+        if self.store is not None:
+            self.store.close()
+            self.store = None
+        self._staging = None
+
+    def host_batches(self, batches: Iterable[torch.Tensor], epoch: int) -> Generator[HostBatch, None, None]:
+        """One HostBatch for each batch, in order. For a device store it holds only the rows that are missing there."""
+        plans: deque[_Plan] = deque()
+        slots = self._stream(self._plan(batches, plans), epoch)
+        slot: Slot | None = None
+        try:
+            while True:
+                if not plans or (len(plans[0].wanted) and slot is None):
+                    slot = next(slots, None)
+                    if not plans:
+                        return
+                plan = plans.popleft()
+                if not len(plan.wanted):
+                    yield self._from_store(plan)
+                else:
+                    assert slot is not None
+                    mine, slot = slot, None
+                    yield self._from_slot(plan, mine)
+        finally:
+            if slot is not None and self._pool is not None:
+                self._pool.release(slot)
+            slots.close()
+
+    # ----------------------------------------------------------------- planning
+
+    def _plan(self, batches: Iterable[torch.Tensor], plans: deque[_Plan]) -> Iterator[torch.Tensor]:
+        """Append a plan for each batch; yields the samples to read for those that need any."""
+        underway: torch.Tensor | None = None
+        for batch in batches:
+            store = self.store
+            indices = self.bad.without_bad(batch)
+            if store is None:
+                wanted = indices
+            else:
+                if underway is None:
+                    underway = torch.zeros(self.bad.samples, dtype=torch.bool)
+                # A sample asked for by an earlier batch will be there when this batch is assembled.
+                wanted = torch.unique(indices[~(store.has(indices) | underway[indices])])
+                underway[wanted] = True
+            plans.append(_Plan(indices, wanted, store))
+            if len(wanted):
+                yield wanted
+
+    def _stream(self, wanted: Iterator[torch.Tensor], epoch: int) -> Generator[Slot, None, None]:
+        first = next(wanted, None)
+        if first is None:
+            return  # everything is kept: no workers are needed
+        self.start_workers()
+        assert self._pool is not None
+
+        def all_of_it() -> Iterator[torch.Tensor]:
+            yield first
+            yield from wanted
+
+        yield from self._pool.stream(all_of_it(), epoch)
+
+    # ----------------------------------------------------------------- assembling
+
+    def _from_slot(self, plan: _Plan, slot: Slot) -> HostBatch:
+        pool = self._pool
+        assert pool is not None
+        try:
+            self._judge(slot.failures or [])
+        except BaseException:
+            pool.release(slot)
+            raise
+        read, rows = slot.indices[: slot.count].clone(), slot.rows[: slot.count]
+        if self.bad.failures:
+            good = ~self.bad.bad[read]
+            if not bool(good.all()):
+                read, rows = read[good], rows[good]
+        indices = self._left(plan.indices)
+        if plan.store is None:
+            return HostBatch(read, rows, read, lambda: pool.release(slot))
+        if isinstance(plan.store, DeviceStore):
+            return HostBatch(indices, rows, read, lambda: pool.release(slot), plan.store)
+        if self.store is plan.store:
+            self._keep(plan.store, read, rows)
+        batch = self._gather(plan.store, indices, read, rows)
+        pool.release(slot)
+        return batch
+
+    def _from_store(self, plan: _Plan) -> HostBatch:
+        indices = self._left(plan.indices)
+        none = indices[:0]
+        if isinstance(plan.store, DeviceStore):
+            return HostBatch(indices, torch.empty(0, self.layout.row_bytes, dtype=torch.uint8), none, store=plan.store)
+        assert plan.store is not None
+        return self._gather(plan.store, indices, none, torch.empty(0, self.layout.row_bytes, dtype=torch.uint8))
+
+    def _keep(self, store: HostStore, indices: torch.Tensor, rows: torch.Tensor) -> None:
+        try:
+            store.write(indices, rows)
+        except CacheFull as full:
+            self._on_full(full)
+
+    def _gather(self, store: HostStore, indices: torch.Tensor, read: torch.Tensor, rows: torch.Tensor) -> HostBatch:
+        staging = self._free_staging()
+        out = staging[: len(indices)]
+        there = store.has(indices)
+        if bool(there.all()):
+            store.gather(indices, out)
+        else:
+            self._patch(store, indices, there, read, rows, out)
+        release = self._staging.put if self._staging is not None else None
+        return HostBatch(indices, out, indices, (lambda: release(staging)) if release is not None else _nothing)
+
+    def _patch(
+        self,
+        store: HostStore,
+        indices: torch.Tensor,
+        there: torch.Tensor,
+        read: torch.Tensor,
+        rows: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Assemble a batch of which the store could not keep all rows: from the store, from ``rows``, or read now."""
+        at = {index: position for position, index in enumerate(read.tolist())}
+        for position, index in enumerate(indices.tolist()):
+            if there[position]:
+                out[position] = store.rows[index]
+            elif index in at:
+                out[position] = rows[at[index]]
+            else:
+                self._judge(self.reader.read(indices[position : position + 1], out[position : position + 1], 0))
+
+    def _free_staging(self) -> torch.Tensor:
+        if self.device.type != "cuda":
+            return torch.empty(self.batch_size, self.layout.row_bytes, dtype=torch.uint8)
+        if self._staging is None:
+            self._staging = queue.SimpleQueue()
+            memory = torch.empty(STAGING * self.batch_size * self.layout.row_bytes, dtype=torch.uint8)
+            pin(memory, self.device)
+            for buffer in memory.view(STAGING, self.batch_size, self.layout.row_bytes):
+                self._staging.put(buffer)
+        return self._staging.get()
+
+    # ----------------------------------------------------------------- what went wrong
+
+    def _judge(self, failures: list[Failure]) -> None:
+        for failure in self.bad.note(failures):
+            self._on_bad(failure)
+        for failure in failures:
+            if failure.kind == "random":
+                self._on_random(failure)
+
+    def _left(self, indices: torch.Tensor) -> torch.Tensor:
+        left = self.bad.without_bad(indices)
+        if len(indices) and not len(left):
+            first = self.bad.failures[int(indices[0])]
+            raise DataError(f"every sample of a batch is bad; {first.where()}: {first.message}", "Repair the files.")
+        return left
+
+
+def _nothing() -> None:
+    return None

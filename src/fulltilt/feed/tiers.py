@@ -1,0 +1,155 @@
+"""The residency ladder: which tier a decoded data set goes to. The choice is a pure function; measuring is apart."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import psutil
+import torch
+
+from fulltilt.errors import DoesNotFit, UsageError
+from fulltilt.probes.host import cpu_capacity, memory_limit_bytes
+
+Tier = Literal["vram", "pinned", "ram", "disk", "none"]
+Residency = Literal["auto", "vram", "pinned", "ram", "disk", "none"]
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much of the free memory a data set may take, each with its reason."""
+
+    # Fragmentation and the steps with the largest activations come later than the steps that were watched.
+    vram_margin_share: float = 0.08
+    vram_margin_bytes: int = 1 * GIB
+    # Before the model has trained a step nobody knows what it needs: optimizer states and activations often take half.
+    vram_unknown_model_share: float = 0.5
+    # Pinned pages cannot be swapped or reclaimed, so that the rest of the machine has to live beside them.
+    pinned_share: float = 0.4
+    ram_share: float = 0.7
+    # A disk that is full to the last byte breaks everybody's job.
+    disk_share: float = 0.9
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that are free on each tier, after the model's own; None where the tier does not exist."""
+
+    vram_bytes: int | None
+    pinned_bytes: int | None
+    ram_bytes: int
+    disk_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The tier chosen, and in words why."""
+
+    tier: Tier
+    reason: str
+
+
+def choose_tier(need_bytes: int, room: Room, asked: Residency = "auto", *, on_host: bool = False) -> Choice:
+    """The first tier with room for ``need_bytes``, or the one asked for.
+
+    ``on_host``: worker processes need the rows, so that vram and pinned are out. Raises DoesNotFit, UsageError.
+    """
+    if asked not in get_args(Residency):
+        raise UsageError(f"residency {asked!r} is unknown", f"Choose one of {', '.join(get_args(Residency))}.")
+    if asked == "none":
+        return Choice("none", "asked for")
+    rooms: dict[Tier, int | None] = {
+        "vram": None if on_host else room.vram_bytes,
+        "pinned": None if on_host else room.pinned_bytes,
+        "ram": room.ram_bytes,
+        "disk": room.disk_bytes,
+    }
+    if asked != "auto":
+        free = rooms[asked]
+        if free is None:
+            why = "its random transforms run in worker processes" if on_host else "there is no such memory here"
+            raise UsageError(f"the data set cannot live in {asked}: {why}", "Use residency='auto'.")
+        if need_bytes > free:
+            raise DoesNotFit(
+                f"the decoded data set needs {_gib(need_bytes)}; {asked} has room for {_gib(free)}",
+                "Use residency='auto', which takes the next tier with room.",
+            )
+        return Choice(asked, "asked for")
+    too_small: list[str] = []
+    for tier, free in rooms.items():
+        if free is None:
+            continue
+        if need_bytes <= free:
+            skipped = f"; too small: {', '.join(too_small)}" if too_small else ""
+            return Choice(tier, f"{_gib(need_bytes)} of {_gib(free)}{skipped}")
+        too_small.append(f"{tier} {_gib(free)}")
+    return Choice("none", f"{_gib(need_bytes)} fit nowhere: {', '.join(too_small)}")
+
+
+def measure_room(
+    device: torch.device,
+    cache_dir: Path,
+    *,
+    reserve_bytes: int | None = None,
+    model_has_run: bool = False,
+    cache_limit_bytes: int | None = None,
+    limits: Limits = Limits(),  # noqa: B008 - frozen
+) -> Room:
+    """What is free now. ``reserve_bytes`` is the VRAM to leave for the model; None leaves a share (see Limits)."""
+    local_ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+    ram = free_ram_bytes() // local_ranks
+    vram = pinned = None
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        margin = max(limits.vram_margin_bytes, int(total * limits.vram_margin_share))
+        if reserve_bytes is None and not model_has_run:
+            margin = max(margin, int(total * limits.vram_unknown_model_share))
+        elif reserve_bytes is not None:
+            # What the model already took is no longer free: only the rest of its reserve is still to come.
+            margin += max(0, reserve_bytes - torch.cuda.memory_reserved(device))
+        vram = max(0, free - margin)
+        pinned = int(ram * limits.pinned_share)
+    disk = free_disk_bytes(cache_dir)
+    if disk is not None:
+        disk = int(disk * limits.disk_share)
+        disk = min(disk, cache_limit_bytes) if cache_limit_bytes is not None else disk
+    return Room(vram, pinned, int(ram * limits.ram_share), disk)
+
+
+def free_ram_bytes() -> int:
+    """Memory that this process can still take: what the machine has, or what its cgroup leaves."""
+    available = int(psutil.virtual_memory().available)
+    limit = memory_limit_bytes()
+    if limit is None:
+        return available
+    return max(0, min(available, limit - int(psutil.Process().memory_info().rss)))
+
+
+def free_disk_bytes(folder: Path) -> int | None:
+    """Free bytes of the file system that ``folder`` lies or would lie on; None if it cannot be asked."""
+    for existing in (folder, *folder.parents):
+        if existing.exists():
+            try:
+                return shutil.disk_usage(existing).free
+            except OSError:
+                return None
+    return None
+
+
+def default_workers() -> int:
+    """Decoding processes for this rank: one for each physical core it may use.
+
+    Decoding keeps a core's arithmetic units busy, so that a second thread on it adds little and costs memory.
+    """
+    usable = cpu_capacity().usable
+    cores = psutil.cpu_count(logical=False) or int(usable)
+    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+    return max(1, int(min(usable, cores)) // ranks)
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.1f} GiB" if count >= GIB // 10 else f"{count / 1024**2:.1f} MiB"

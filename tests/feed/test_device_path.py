@@ -1,0 +1,160 @@
+"""The path of a GPU, run on the CPU: feeding thread, ring of buffers and device store do not need CUDA to be right."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from fulltilt import feed
+from fulltilt.errors import DataError
+from fulltilt.feed import residency
+from fulltilt.feed.prefetch import DeviceRing, HostBatch
+from fulltilt.feed.stores import DeviceStore
+from fulltilt.feed.structure import layout_of
+from fulltilt.feed.tiers import Room
+
+from .conftest import Drawn, Pixels
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Loaders made with this believe in a device with a tier of its own."""
+    room = Room(vram_bytes=1 << 30, pinned_bytes=1 << 30, ram_bytes=1 << 30, disk_bytes=1 << 30)
+    monkeypatch.setattr(residency, "measure_room", lambda *_, **__: room)
+
+    def make(*args, **options):
+        loader = feed.loader(*args, **options)
+        loader._prefetches = True
+        return loader
+
+    return make
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "fulltilt-feed"]
+
+
+@pytest.mark.parametrize("tier", ["vram", "pinned", "ram", "disk", "none"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_tier_serves_the_data_set_through_the_ring(as_on_a_gpu, tier, workers, cache_dir):
+    dataset = Pixels(23)
+    with as_on_a_gpu(dataset, 5, shuffle=True, residency=tier, num_workers=workers, cache_dir=cache_dir) as loader:
+        for _ in range(3):
+            kept = list(loader)
+            labels = []
+            for images, numbers in kept:
+                labels += numbers.tolist()
+                for image, number in zip(images, numbers, strict=True):
+                    assert torch.equal(image, dataset[int(number)][0])
+            assert sorted(labels) == list(range(23))
+        assert loader.tier == tier
+    assert not threads()
+
+
+def test_vram_is_taken_only_after_the_model_has_shown_what_it_needs(as_on_a_gpu, monkeypatch):
+    monkeypatch.setattr(residency.Residence, "waits_for_model", property(lambda self: True))
+    asked = []
+    room = residency.measure_room()
+    monkeypatch.setattr(residency, "measure_room", lambda *_, **options: asked.append(options["model_has_run"]) or room)
+    with as_on_a_gpu(Pixels(40), 4, num_workers=0) as loader:
+        tiers = [loader.tier for _ in loader]
+        assert tiers[:3] == ["none"] * 3
+        assert tiers[4:] == ["vram"] * 6
+        assert asked[-1] is True
+        list(loader)  # what the first three batches held is read now
+        assert any("all 40 samples are kept (vram)" in note for note in loader.notes)
+
+
+def test_leaving_early_ends_the_thread_and_frees_every_slot(as_on_a_gpu):
+    dataset = Pixels(60)
+    with as_on_a_gpu(dataset, 4, shuffle=True, residency="none", num_workers=2) as loader:
+        for _ in range(4):
+            for number, _batch in enumerate(loader):
+                if number == 1:
+                    break
+            assert not threads()
+        assert sum(len(labels) for _, labels in loader) == 60
+
+
+def test_an_error_in_the_thread_reaches_the_training_loop(as_on_a_gpu):
+    def draw(index):
+        if index == 11:
+            raise OSError("torn")
+        return torch.zeros(2)
+
+    with (
+        as_on_a_gpu(Drawn(draw, 20), 4, num_workers=2, checks=2) as loader,
+        pytest.raises(DataError, match="sample 11"),
+    ):
+        list(loader)
+    assert not threads()
+
+
+def test_skipped_samples_are_left_out_of_a_device_store(as_on_a_gpu):
+    def draw(index):
+        if index == 5:
+            raise OSError("torn")
+        return torch.full((3,), index)
+
+    with as_on_a_gpu(Drawn(draw, 20), 4, num_workers=2, checks=2, on_bad_sample="skip", residency="vram") as loader:
+        for _ in range(3):
+            assert sorted(int(row[0]) for batch in loader for row in batch) == [i for i in range(20) if i != 5]
+
+
+def test_the_ring_hands_memory_back_and_never_overwrites_what_is_in_use():
+    ring = DeviceRing(rows=2, row_bytes=16, device=CPU, depth=2)
+    released = []
+
+    def source():
+        for number in range(6):
+            indices = torch.tensor([number, number + 100])
+            rows = torch.full((2, 16), number, dtype=torch.uint8)
+            yield HostBatch(indices, rows, indices, lambda number=number: released.append(number))
+
+    seen = []
+    for batch in ring.stream(source()):
+        number = int(batch.indices[0])
+        time.sleep(0.01)  # the thread may run ahead meanwhile, into the other buffer only
+        assert bool((batch.rows == number).all())
+        assert batch.row_indices.tolist() == [number, number + 100]
+        seen.append(number)
+        batch.done()
+    assert seen == list(range(6))
+    assert sorted(released) == seen
+
+
+def test_a_device_store_gathers_every_dtype():
+    sample = {
+        "image": torch.zeros(3, 5, 7, dtype=torch.uint8),
+        "odd": torch.zeros(3, dtype=torch.int16),
+        "label": 3,
+        "half": torch.zeros(4, dtype=torch.bfloat16),
+        "flag": True,
+    }
+    layout = layout_of(sample)
+    store = DeviceStore(layout, 9, CPU)
+    rows = torch.zeros(9, layout.row_bytes, dtype=torch.uint8)
+    samples = []
+    for number in range(9):
+        samples.append(
+            {
+                "image": torch.full((3, 5, 7), number, dtype=torch.uint8),
+                "odd": torch.full((3,), -number, dtype=torch.int16),
+                "label": number * 1000,
+                "half": torch.full((4,), number / 2, dtype=torch.bfloat16),
+                "flag": number % 2 == 0,
+            }
+        )
+        layout.pack(samples[-1], rows[number])
+    store.write(torch.arange(9), rows)
+    picks = torch.tensor([7, 0, 7])
+    batch = layout.build(store.gather(picks))
+    for row, number in enumerate(picks.tolist()):
+        for key, value in samples[number].items():
+            assert torch.equal(batch[key][row], torch.as_tensor(value))
+    assert all(leaf.is_contiguous() for leaf in batch.values())

@@ -1,0 +1,321 @@
+"""feed.loader iterates like a DataLoader and serves what the data set returns, on every tier and with any workers."""
+
+from __future__ import annotations
+
+import logging
+from collections import namedtuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+
+from fulltilt import feed
+from fulltilt.errors import DataError, MachineError, UsageError
+
+from .conftest import Drawn, Pixels
+
+TIERS = ["auto", "ram", "disk", "none"]
+
+
+def check(dataset, batch):
+    images, labels = batch
+    assert images.is_contiguous()
+    for image, label in zip(images, labels, strict=True):
+        assert torch.equal(image, dataset[int(label)][0])
+
+
+@pytest.mark.parametrize("residency", TIERS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_epoch_serves_every_sample_once_and_unchanged(residency, workers, cache_dir):
+    dataset = Pixels(23)
+    with feed.loader(dataset, 5, shuffle=True, residency=residency, num_workers=workers, cache_dir=cache_dir) as loader:
+        orders = []
+        for _ in range(3):
+            batches = list(loader)
+            assert len(batches) == len(loader) == 5
+            for batch in batches:
+                check(dataset, batch)
+            orders.append([int(label) for _, labels in batches for label in labels])
+            assert sorted(orders[-1]) == list(range(23))
+        assert orders[0] != orders[1]
+
+
+def test_order_is_that_of_the_distributed_sampler():
+    dataset = Pixels(23)
+    for world in (1, 3):
+        for rank in range(world):
+            sampler = DistributedSampler(dataset, world, rank, shuffle=True, seed=7)
+            sampler.set_epoch(4)
+            loader = feed.loader(dataset, 4, shuffle=True, seed=7, rank=rank, world_size=world, num_workers=0)
+            loader.set_epoch(4)
+            assert [int(label) for _, labels in loader for label in labels] == list(sampler)
+            loader.close()
+
+
+def test_ranks_share_an_epoch_and_have_equally_many_batches():
+    seen, lengths = [], set()
+    for rank in range(3):
+        with feed.loader(Pixels(22), 4, shuffle=True, rank=rank, world_size=3, num_workers=0) as loader:
+            batches = list(loader)
+            lengths.add(len(batches))
+            seen += [int(label) for _, labels in batches for label in labels]
+    assert len(lengths) == 1
+    assert set(seen) == set(range(22))
+    assert len(seen) == 24  # two are repeated so that no rank waits for another
+
+
+def test_a_sampler_a_subset_and_drop_last():
+    dataset = Pixels(23)
+    picks = [3, 3, 9, 1, 22, 0, 9]
+    with feed.loader(dataset, 3, sampler=picks, num_workers=2, drop_last=True) as loader:
+        for _ in range(2):
+            assert [label.tolist() for _, label in loader] == [[3, 3, 9], [1, 22, 0]]
+        assert len(loader) == 2
+    subset = Subset(dataset, [5, 6, 7, 8])
+    with feed.loader(subset, 3, num_workers=0) as loader:
+        assert [label.tolist() for _, label in loader] == [[5, 6, 7], [8]]
+
+
+def test_samples_that_one_epoch_left_out_are_read_in_the_next():
+    class Changing:
+        def __init__(self):
+            self.epoch = 0
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            return iter(range(5) if self.epoch == 0 else range(3, 12))
+
+        def __len__(self):
+            return 5 if self.epoch == 0 else 9
+
+    dataset = Pixels(12)
+    with feed.loader(dataset, 4, sampler=Changing(), num_workers=2, residency="ram") as loader:
+        for expected in (range(5), range(3, 12), range(3, 12)):
+            batches = list(loader)
+            assert [int(label) for _, labels in batches for label in labels] == list(expected)
+            for batch in batches:
+                check(dataset, batch)
+
+
+@pytest.mark.parametrize("residency", ["ram", "none"])
+def test_leaving_an_epoch_early_loses_nothing(residency):
+    dataset = Pixels(40)
+    with feed.loader(dataset, 4, shuffle=True, residency=residency, num_workers=2) as loader:
+        for _ in range(3):
+            for number, batch in enumerate(loader):
+                check(dataset, batch)
+                if number == 2:
+                    break
+        batches = list(loader)
+        assert sorted(int(label) for _, labels in batches for label in labels) == list(range(40))
+
+
+def test_resume_goes_on_with_the_very_next_batch():
+    def make():
+        return feed.loader(Pixels(23), 4, shuffle=True, seed=3, num_workers=0, augment=feed.augment.HorizontalFlip())
+
+    whole = make()
+    expected = [batch for _ in range(2) for batch in whole]
+    interrupted, resumed = make(), make()
+    iterator = iter(interrupted)
+    taken = [next(iterator) for _ in range(4)]
+    resumed.load_state_dict(interrupted.state_dict())
+    rest = [batch for _ in range(2) for batch in resumed]
+    assert len(taken) + len(rest) == len(expected)
+    for (image, label), (image_expected, label_expected) in zip(taken + rest, expected, strict=True):
+        assert torch.equal(label, label_expected)
+        assert torch.equal(image, image_expected)
+    iterator.close()
+    with pytest.raises(UsageError, match="seed"):
+        feed.loader(Pixels(3), 1, seed=1, num_workers=0).load_state_dict(resumed.state_dict())
+
+
+def test_structures_keep_their_shape():
+    Pair = namedtuple("Pair", "left right")
+
+    def draw(index):
+        return {
+            "x": torch.full((2,), float(index)),
+            "pair": Pair(index, 0.5 * index),
+            "list": [torch.tensor(index > 3)],
+        }
+
+    with feed.loader(Drawn(draw, 8), 3, num_workers=0) as loader:
+        first = next(iter(loader))
+    assert first["x"].tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert first["pair"].left.tolist() == [0, 1, 2]
+    assert first["pair"].right.dtype == torch.float64  # as default_collate does
+    assert first["list"][0].dtype == torch.bool
+
+
+def test_a_kept_batch_belongs_to_the_caller():
+    with feed.loader(Pixels(20), 4, num_workers=2) as loader:
+        first = [image.clone() for image, _ in loader]
+        kept = [image for image, _ in loader]
+        for image in kept:
+            image.zero_()
+        assert all(torch.equal(a, b) for a, (b, _) in zip(first, loader, strict=True))
+
+
+@pytest.mark.parametrize("residency", ["ram", "disk", "none"])
+def test_weights_after_fifty_steps_equal_those_of_a_plain_dataloader(residency, cache_dir):
+    dataset = Pixels(40, size=6)
+
+    def train(batches):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(108, 16), nn.ReLU(), nn.Linear(16, 40))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for images, labels in batches:
+            loss = nn.functional.cross_entropy(model(images.float() / 255), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    sampler = DistributedSampler(dataset, 1, 0, shuffle=True, seed=5)
+
+    def plain():
+        for epoch in range(10):
+            sampler.set_epoch(epoch)
+            yield from DataLoader(dataset, 8, sampler=sampler)
+
+    with feed.loader(
+        dataset, 8, shuffle=True, seed=5, residency=residency, num_workers=2, cache_dir=cache_dir
+    ) as loader:
+        ours = train(batch for _ in range(10) for batch in loader)
+    assert torch.equal(ours, train(plain()))
+
+
+def test_random_state_of_the_user_is_left_alone():
+    import random
+
+    import numpy
+
+    def state():
+        return random.getstate(), torch.get_rng_state(), numpy.random.get_state()[1].tolist()
+
+    before = state()
+    with feed.loader(
+        Drawn(lambda i: torch.rand(3) + random.random() + numpy.random.rand(), 9), 4, num_workers=0
+    ) as loader:
+        list(loader)
+    after = state()
+    assert before[0] == after[0]
+    assert torch.equal(before[1], after[1])
+    assert before[2] == after[2]
+
+
+def test_fill_decodes_everything_before_training():
+    reads = []
+
+    def draw(index):
+        reads.append(index)
+        return torch.full((4,), index)
+
+    with feed.loader(Drawn(draw, 12), 5, num_workers=0, checks=2) as loader:
+        loader.fill()
+        assert loader.tier == "ram"
+        assert any("all 12 samples are kept" in note for note in loader.notes)
+        reads.clear()
+        list(loader)
+        assert len(reads) <= 2  # the two samples that are checked against the data set
+
+
+# --------------------------------------------------------------------------- bad input
+
+
+def corrupt(index):
+    if index == 5:
+        raise OSError("image file is truncated")
+    return torch.full((3,), index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_corrupt_sample_stops_the_job_and_is_named(workers):
+    dataset = Drawn(corrupt, 20)
+    dataset.files = [f"/data/{i}.jpg" for i in range(20)]
+    with (
+        feed.loader(dataset, 4, num_workers=workers, checks=2) as loader,
+        pytest.raises(DataError, match=r"sample 5 \(/data/5.jpg\) cannot be read: OSError: image file is truncated"),
+    ):
+        list(loader)
+
+
+@pytest.mark.parametrize("residency", ["ram", "disk", "none"])
+def test_corrupt_samples_are_skipped_up_to_a_share(residency, caplog, cache_dir):
+    options = {"num_workers": 2, "checks": 2, "on_bad_sample": "skip", "residency": residency, "cache_dir": cache_dir}
+    with feed.loader(Drawn(corrupt, 20), 4, **options) as loader, caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            batches = list(loader)
+            assert len(batches) == len(loader)
+            assert sorted(int(row[0]) for batch in batches for row in batch) == [i for i in range(20) if i != 5]
+    assert "skipped sample 5" in caplog.text
+
+    def often(index):
+        if index % 4 == 1:
+            raise ValueError("bad")
+        return torch.zeros(1)
+
+    with (
+        feed.loader(Drawn(often, 40), 4, num_workers=0, checks=2, on_bad_sample="skip") as loader,
+        pytest.raises(DataError, match=r"more than the 1\.0% allowed"),
+    ):
+        list(loader)
+
+
+def test_samples_of_different_shapes_are_named():
+    with pytest.raises(DataError, match=r"sample 0 is .*\[3, 4\].*sample \d+ is .*\[3, 5\]"):
+        feed.loader(Drawn(lambda i: torch.zeros(3, 4 if i < 10 else 5), 20), 4)
+    odd = Drawn(lambda i: torch.zeros(3, 5 if i == 7 else 4), 20)
+    with feed.loader(odd, 4, num_workers=0, checks=2) as loader, pytest.raises(DataError, match=r"sample 7 differs"):
+        list(loader)
+
+
+def test_what_cannot_be_a_tensor_goes_through_a_stock_dataloader():
+    with feed.loader(Drawn(lambda i: (torch.full((2,), i), f"name {i}"), 6), 4, num_workers=0) as loader:
+        batches = list(loader)
+        assert "stock DataLoader" in loader.notes[0]
+    assert list(batches[0][1]) == ["name 0", "name 1", "name 2", "name 3"]
+    ragged = Drawn(lambda i: torch.arange(i + 1), 6)
+
+    def pad(samples):
+        return nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+    with feed.loader(ragged, 3, collate_fn=pad, num_workers=0) as loader:
+        assert [tuple(batch.shape) for batch in loader] == [(3, 3), (3, 6)]
+
+
+def test_mistakes_are_told_in_a_sentence():
+    with pytest.raises(UsageError, match="unknown"):
+        feed.loader(Pixels(4), 2, residency="moon")
+    with pytest.raises(UsageError, match="no such memory"):
+        feed.loader(Pixels(4), 2, residency="vram", device="cpu")
+    with pytest.raises(UsageError, match="batch_size"):
+        feed.loader(Pixels(4), 0)
+    with pytest.raises(DataError, match="empty"):
+        feed.loader(Pixels(0), 2)
+    with pytest.raises(UsageError, match="no length"):
+        feed.loader(iter([1, 2]), 2)
+    with pytest.raises(UsageError, match="sampler"):
+        feed.loader(Pixels(4), 2, sampler=[1], shuffle=True)
+
+
+def test_a_killed_worker_is_explained():
+    import os
+    import signal
+
+    parent = os.getpid()
+
+    def draw(index):
+        if index == 9 and os.getpid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.zeros(2)
+
+    with (
+        feed.loader(Drawn(draw, 40), 4, num_workers=2, checks=2) as loader,
+        pytest.raises(MachineError, match="was killed, most likely for lack of memory"),
+    ):
+        list(loader)
