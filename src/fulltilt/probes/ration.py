@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
 
 
 class Ration:
@@ -35,3 +39,18 @@ class Ration:
             yield
         finally:
             self._left_s -= self._clock() - start_s
+
+
+class Turns(Generic[Item]):
+    """Items that share one ration: when a reading is due, it is the turn of the item that waited longest."""
+
+    def __init__(self, items: Iterable[Item], ration: Ration) -> None:
+        self._queue = deque(items)
+        self.ration = ration
+
+    def next(self) -> Item | None:
+        """The item whose turn it is; None while nothing is due."""
+        if not self._queue or not self.ration.due():
+            return None
+        self._queue.rotate(-1)
+        return self._queue[-1]

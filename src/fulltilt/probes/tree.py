@@ -10,9 +10,9 @@ import psutil
 from fulltilt.probes.ration import Ration
 
 # Walking /proc costs milliseconds on a large machine, and adding up page tables 5 to 10 ms for each GiB of each
-# process. Together they stay near 0.5 % of a core; a first look at all processes may cost a quarter of a second.
-_WALK_SHARE = 0.002
-_PSS_SHARE = 0.002
+# process. Together they stay under 0.3 % of a core; a first look at all processes may cost a quarter of a second.
+_WALK_SHARE = 0.001
+_PSS_SHARE = 0.0015
 _PSS_FIRST_CREDIT_S = 0.25
 _PSS_AT_ONCE_S = 0.05
 

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import pynvml
 from pynvml import NVMLError
 
-from fulltilt.testing.clock import FakeClock
 from fulltilt.testing.gpus import FakeGpu, Figure, at
 
 Value = TypeVar("Value")
@@ -20,15 +19,12 @@ Value = TypeVar("Value")
 class FakeDriver:
     """A driver with scripted GPUs. A handle is the FakeGpu itself."""
 
-    def __init__(
-        self, gpus: tuple[FakeGpu, ...], clock: Callable[[], float], init_error: int | None, pcie_call_s: float
-    ) -> None:
+    def __init__(self, gpus: tuple[FakeGpu, ...], clock: Callable[[], float], init_error: int | None) -> None:
         self.gpus = gpus
         self.clock = clock
         self.sessions = 0  # set it to 0 for what unbalanced shutdowns elsewhere in the process do
         self.samples: dict[int, tuple[FakeGpu, float] | None] = {}  # GPM buffer: what was sampled, and when
         self._init_error = init_error
-        self._pcie_call_s = pcie_call_s
         self._next_address = 0x1000
 
     def raise_if_lost(self, gpu: FakeGpu) -> None:
@@ -138,8 +134,6 @@ class FakeDriver:
         return at(handle.clock_events, self.clock())
 
     def nvmlDeviceGetPcieThroughput(self, device: FakeGpu, counter: int) -> int:
-        if isinstance(self.clock, FakeClock):
-            self.clock.advance(self._pcie_call_s)
         is_tx = counter == pynvml.NVML_PCIE_UTIL_TX_BYTES
         rate = device.pcie_tx_bytes_per_s if is_tx else device.pcie_rx_bytes_per_s
         return int(at(rate, self.clock()) // 1024)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pynvml
@@ -28,12 +28,13 @@ class FakeNvml:
         *,
         init_error: int | None = None,
         unknown: Sequence[str] = (),
-        pcie_call_s: float = 0.0,
+        slow: Mapping[str, float] | None = None,
     ) -> None:
-        """``unknown`` names functions that this driver is too old for; a PCIe call takes ``pcie_call_s``."""
-        self.driver = FakeDriver(tuple(gpus), clock or FakeClock(), init_error, pcie_call_s)
-        self.calls: Counter[str] = Counter()
+        """``unknown`` names functions that this driver is too old for; ``slow`` those that take seconds."""
+        self.driver = FakeDriver(tuple(gpus), clock or FakeClock(), init_error)
+        self._slow = slow or {}
         self._unknown = frozenset(unknown)
+        self.calls: Counter[str] = Counter()
 
     @property
     def gpus(self) -> tuple[FakeGpu, ...]:
@@ -51,6 +52,8 @@ class FakeNvml:
             bound = signature.bind(*arguments, **named)
             bound.apply_defaults()
             self.calls[name] += 1
+            if isinstance(self.driver.clock, FakeClock):
+                self.driver.clock.advance(self._slow.get(name, 0.0))
             return self._ask(name, bound.args)
 
         setattr(self, name, call)
