@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
+import torch._dynamo  # the first optimizer imports it anyway; here it is done once for all children
 
 from fulltilt.train.ending import exit_code_of
 from fulltilt.train.job import Job
@@ -48,7 +50,7 @@ class NoisySamples:
         return len(self.inputs)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        noise = torch.randn(6) * 0.1 + random.random() * 0.01
+        noise = torch.randn(6) * 0.1 + random.random() * 0.01 + float(numpy.random.rand()) * 0.01
         return self.inputs[index] + noise, self.inputs[index].sum() > 0
 
 
@@ -70,6 +72,8 @@ def loss(model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, to
     inputs, labels = batch
     outputs = model(inputs)
     value = torch.nn.functional.binary_cross_entropy_with_logits(outputs.float(), labels.float())
+    if model.training:  # a loss may draw from any generator
+        value = value * (1 + 0.1 * random.random() + 0.1 * float(numpy.random.rand()))
     return value, {"accuracy": ((outputs > 0) == labels).float().mean()}
 
 
@@ -84,10 +88,12 @@ def fingerprint(end: StepEnd) -> str:
     tensors = [*rig.model.state_dict().values(), *(rig.ema.average.values() if rig.ema else ())]
     for entry in rig.stepper.optimizer.state.values():
         tensors.extend(value for value in entry.values() if isinstance(value, torch.Tensor))
-    for tensor in [*tensors, rig.scale.scale, *rig.totals._sums.values()]:
+    for tensor in [*tensors, rig.scale.scale, rig.scale.good_steps, *rig.totals._sums.values()]:
         digest.update(bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))
     digest.update(repr([group["lr"] for group in rig.stepper.optimizer.param_groups]).encode())
-    digest.update(repr((rig.guard.state_dict(), rig.micro.most, rig.history.values, rig.progress)).encode())
+    digest.update(
+        repr((rig.guard.state_dict(), rig.micro.most, rig.eval_micro.most, rig.history.values, rig.progress)).encode()
+    )
     return digest.hexdigest()[:24]
 
 
@@ -106,6 +112,31 @@ class Order:
     world: int = 1
     port: int = 0
     note: Any = None
+
+
+class Interrupted(Exception):
+    """Raised by a test's step hook in the place of a kill, when the run is in the test's own process."""
+
+
+def run_here(
+    out: Path, *, stop_at: int | None = None, changes: dict[str, Any] | None = None, **settings: Any
+) -> dict[int, str]:
+    """Train in this process and return the hash of each step; ``stop_at`` breaks off there as a kill would."""
+    hashes: dict[int, str] = {}
+
+    def note(end: StepEnd) -> None:
+        hashes[end.step] = f"{fingerprint(end)} {end.samples}"
+        if end.step == stop_at:
+            raise Interrupted
+
+    screen = Screen(out, stream=(out.parent / f"{out.name}.txt").open("a"), sampled=False)
+    try:
+        train(make_job(**(changes or {})), TrainSettings(**{**DEFAULTS, **settings}), out, screen=screen, on_step=note)
+    except Interrupted:
+        pass
+    finally:
+        screen.stream.close()
+    return hashes
 
 
 def run(order: Order) -> None:

@@ -48,19 +48,25 @@ def seed_everything(seed: int, rank: int = 0) -> None:
 
 @contextlib.contextmanager
 def sample_seed(seed: int, epoch: int, index: int) -> Iterator[None]:
-    """Within it, random draws depend on (seed, epoch, index) only; the generators then go on as if nothing happened."""
-    python, own = random.getstate(), torch.default_generator.get_state()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
+    """Within it, random draws depend on (seed, epoch, index) only; the run's own generators then go on undisturbed."""
+    # A worker process has no run of its own to protect, and putting states back costs more than seeding.
+    kept = None if torch.utils.data.get_worker_info() is not None else _host_states()
     mixed = mix(seed, epoch, index)
     random.seed(mixed)
     torch.default_generator.manual_seed(mixed)  # not torch.manual_seed, which would also reseed the GPUs
+    numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(mixed % 2**32)
     try:
         yield
     finally:
-        random.setstate(python)
-        torch.default_generator.set_state(own)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
+        if kept is not None:
+            random.setstate(kept[0])
+            torch.default_generator.set_state(kept[1])
+            if numpy is not None and kept[2] is not None:
+                numpy.random.set_state(kept[2])
+
+
+def _host_states() -> tuple[Any, torch.Tensor, Any]:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), torch.default_generator.get_state(), numpy.random.get_state() if numpy else None

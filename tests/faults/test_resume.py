@@ -1,0 +1,137 @@
+"""Exact resume, and that nothing saved is saved in vain: leaving any item out makes the resumed run differ."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fulltilt.train import rng, state
+from tests.faults import victim
+
+
+class Tight:
+    """A loss that runs out of memory above a batch of 4 in training and 5 in evaluation, while memory is tight."""
+
+    def __init__(self, tight: bool) -> None:
+        self.tight = tight
+
+    def __call__(self, model: torch.nn.Module, batch: Any) -> Any:
+        if self.tight and len(batch[0]) > (4 if model.training else 5):
+            raise torch.OutOfMemoryError("CUDA out of memory (pretended)")
+        return victim.loss(model, batch)
+
+
+SETTINGS: dict[str, Any] = {"precision": "fp16", "save_every": 3, "accumulation": 2, "batch_size": 6, "epochs": 3}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    return run(tmp_path_factory.mktemp("whole") / "out")
+
+
+def run(out: Path, stop_at: int | None = None) -> dict[int, str]:
+    # Memory is tight only until the first kill: afterwards nothing but the checkpoint knows of it.
+    tight = not (out / "checkpoints").exists()
+    return victim.run_here(out, stop_at=stop_at, changes={"loss": Tight(tight)}, **SETTINGS)
+
+
+def test_a_resumed_run_repeats_the_whole_one_bit_for_bit(whole: dict[int, str], tmp_path: Path) -> None:
+    """Every part is in play: fp16 with its scale, EMA, dropout, batch norm, an OOM, evaluation, best-k."""
+    assert len(whole) == 12
+    first = run(tmp_path / "out", stop_at=7)
+    second = run(tmp_path / "out", stop_at=11)
+    third = run(tmp_path / "out")
+    assert min(second) == 7
+    assert min(third) == 10
+    for part in (first, second, third):
+        assert part == {step: whole[step] for step in part}
+
+
+PARTS = (
+    *("progress", "optimizer", "loss_scale", "random", "totals", "guard", "micro_batch", "eval_micro_batch"),
+    *("history", "ema"),
+)
+
+
+@pytest.mark.parametrize("forgotten", PARTS)
+def test_forgetting_a_part_shows(
+    forgotten: str, whole: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path / "out", stop_at=8)
+    restore = state.restore
+
+    def forgetful(folder: Path, model: torch.nn.Module, parts: dict[str, state.Part]) -> None:
+        assert forgotten in parts
+        restore(folder, model, {name: part for name, part in parts.items() if name != forgotten})
+
+    monkeypatch.setattr(state, "restore", forgetful)
+    assert differs(lambda: run(tmp_path / "out"), whole)
+
+
+def test_the_list_above_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``settings`` is the one part that changes nothing but what the user is told (see test_train)."""
+    seen: list[str] = []
+    freeze = state.freeze
+    monkeypatch.setattr(
+        state, "freeze", lambda model, states, *rest: seen.extend(states) or freeze(model, states, *rest)
+    )
+    run(tmp_path / "out", stop_at=5)
+    assert set(seen) == {*PARTS, "settings"}
+
+
+@pytest.mark.parametrize("forgotten", ["python", "numpy", "torch"])
+def test_forgetting_a_random_state_shows(
+    forgotten: str, whole: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path / "out", stop_at=8)
+    restore = rng.restore
+
+    def forgetful(states: dict[str, Any], device: torch.device) -> None:
+        fresh = rng.capture(device)
+        restore({**states, forgotten: fresh[forgotten]}, device)
+
+    monkeypatch.setattr(rng, "restore", forgetful)
+    assert differs(lambda: run(tmp_path / "out"), whole)
+
+
+@pytest.mark.parametrize("forgotten", ["step", "epoch", "consumed", "samples"])
+def test_forgetting_where_the_run_was_shows(
+    forgotten: str, whole: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path / "out", stop_at=8)
+    load = state.Progress.load_state_dict
+    monkeypatch.setattr(state.Progress, "load_state_dict", lambda self, saved: load(self, {**saved, forgotten: 0}))
+    assert differs(lambda: run(tmp_path / "out"), whole)
+
+
+@pytest.mark.parametrize("forgotten", ["weights", "buffers"])
+def test_forgetting_the_model_shows(
+    forgotten: str, whole: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path / "out", stop_at=8)
+    load = victim.Net.load_state_dict
+
+    def forgetful(self: victim.Net, saved: dict[str, torch.Tensor], **rest: Any) -> Any:
+        own = dict(self.named_parameters() if forgotten == "weights" else self.named_buffers())
+        return load(self, {**saved, **{name: tensor.detach().clone() for name, tensor in own.items()}}, **rest)
+
+    monkeypatch.setattr(victim.Net, "load_state_dict", forgetful)
+    assert differs(lambda: run(tmp_path / "out"), whole)
+
+
+def differs(resumed: Any, whole: dict[int, str]) -> bool:
+    hashes: dict[int, str] = resumed()
+    return any(whole.get(step) != found for step, found in hashes.items()) or max(hashes, default=0) != max(whole)
+
+
+@pytest.mark.parametrize(("workers", "accumulation"), list(itertools.product((0, 2), (1, 3))))
+def test_workers_do_not_change_what_is_trained(workers: int, accumulation: int, tmp_path: Path) -> None:
+    plain = victim.run_here(tmp_path / "plain", accumulation=accumulation, batch_size=4)
+    victim.run_here(tmp_path / "cut", accumulation=accumulation, batch_size=4, workers=workers, stop_at=4)
+    resumed = victim.run_here(tmp_path / "cut", accumulation=accumulation, batch_size=4, workers=workers)
+    assert min(resumed) == 4
+    assert resumed == {step: plain[step] for step in resumed}
