@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -39,13 +40,22 @@ class NoBrowser(Exception):
 def installed() -> tuple[str, str]:
     """The paths of Chromium and its driver, installed first where that is possible."""
     if not _found() and shutil.which("apt-get") and os.geteuid() == 0:
-        subprocess.run(["apt-get", "update"], capture_output=True, timeout=300, check=False)
-        command = ["apt-get", "install", "-y", "--no-install-recommends", "chromium", "chromium-driver"]
-        subprocess.run(command, capture_output=True, timeout=600, check=False)
+        with (Path(tempfile.gettempdir()) / "fulltilt-chromium.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the tests run in several processes
+            _install()
     found = _found()
     if found is None:
         raise NoBrowser("the page was NOT tested in a browser: apt-get install chromium chromium-driver")
     return found
+
+
+def _install() -> None:
+    if _found():
+        return
+    wanted = ["chromium", "chromium-driver", "fonts-dejavu-core"]
+    for command in (["update"], ["install", "-y", "--no-install-recommends", *wanted]):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(["apt-get", *command], capture_output=True, timeout=300, check=False)
 
 
 def _found() -> tuple[str, str] | None:

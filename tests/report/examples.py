@@ -19,6 +19,7 @@ from fulltilt.records import (
     CheckLine,
     CommunicationRecord,
     CpuCapacity,
+    DeepRecord,
     Diagnosis,
     Finding,
     GpuReading,
@@ -468,6 +469,17 @@ def healthy() -> Reported:
             ),
         ),
         precision=PrecisionRecord("bfloat16", "float32", True, False, False),
+        deep=DeepRecord(
+            steps=8,
+            step_s=0.161,
+            gpu_busy_s=0.156,
+            kernel_gaps_s=0.003,
+            copies_s=0.0011,
+            kernels=1840,
+            tensor_core_share=0.71,
+            top_kernels=(HotLine("", "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", 0.061),),
+            sync_calls=(HotLine("train.py:70", "train", 0.0009, "loss.item()"),),
+        ),
     )
     run = replace(
         starved_run.run,

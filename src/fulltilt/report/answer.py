@@ -24,6 +24,8 @@ def to_plain(diagnosis: Diagnosis, run: Run | None = None) -> dict[str, Any]:
         "settings": {name: encode_fully(value) for name, value in diagnosis.settings},
         "checklist": encode_fully(diagnosis.checklist),
         "abstained": encode_fully(diagnosis.abstained),
+        "ranks": encode_fully(diagnosis.ranks),
+        "step": encode_fully(diagnosis.step),
         "run": None if run is None else _identity(run),
     }
 

@@ -134,8 +134,14 @@ USE_IS_NOT_WORK = (
 
 
 def _surroundings(run: Run, diagnosis: Diagnosis) -> Markup:
-    loaders = parts.loaders(run.ranks[0]) if run.ranks else []
-    return element("div", parts.settings(diagnosis), loaders, parts.machine(run.run.machine), class_="surroundings")
+    rank = run.ranks[0] if run.ranks else None
+    return element(
+        "div",
+        parts.settings(diagnosis),
+        [parts.loaders(rank), parts.deep_look(rank)] if rank else None,
+        parts.machine(run.run.machine),
+        class_="surroundings",
+    )
 
 
 # --------------------------------------------------------------------------- several runs

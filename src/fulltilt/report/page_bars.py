@@ -16,7 +16,9 @@ DESK_WIDTH, PHONE_WIDTH, CHARACTER_WIDTH = 900, 310, 7.5
 
 
 def bucket_order(ledger: Ledger) -> list[str]:
-    """The buckets that occur, the largest first."""
+    """The buckets that occur, the largest first. Empty for a run that took no time."""
+    if ledger.wall_s <= 0:
+        return []
     names = [name for name in BUCKETS if getattr(ledger.buckets, name) > 0]
     return sorted(names, key=lambda name: -getattr(ledger.buckets, name))
 

@@ -79,7 +79,9 @@ def _line_table(name: str, lines: Sequence[HotLine], total_s: float | None) -> M
             ),
             element(
                 "td",
-                element("span", "in ", line.function, ", ", element("code", line.where, class_="where")),
+                ["in ", line.function, ", ", element("code", line.where, class_="where")]
+                if line.where
+                else element("code", line.function),  # a kernel has no line of its own
                 element("code", line.call, class_="call") if line.call else None,
             ),
         )
@@ -179,6 +181,11 @@ def definitions(name: str, pairs: Iterable[tuple[str, str | None]]) -> Markup | 
 def settings(diagnosis: Diagnosis) -> Markup | None:
     """The settings in force."""
     return definitions("Settings", ((name, wording.setting(value)) for name, value in diagnosis.settings))
+
+
+def deep_look(rank: RankRecord) -> Markup | None:
+    """What the profiler saw in a step."""
+    return definitions("A step under the profiler", wording.deep_facts(rank.deep)) if rank.deep else None
 
 
 def loaders(rank: RankRecord) -> list[Markup]:

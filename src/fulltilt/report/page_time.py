@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
 
 from fulltilt.records import Diagnosis, GpuReading, HostReading, Machine, Run, Sample
 from fulltilt.report import series
 from fulltilt.report.markup import Markup, element
 from fulltilt.report.page_charts import Chart, Line, Mark, ledger_chart, line_chart
+from fulltilt.report.series import Slot
 
 GIB = 1 / (1 << 30)
 MB = 1e-6
@@ -25,7 +25,7 @@ def step_charts(run: Run, diagnosis: Diagnosis) -> list[Markup]:
         return []
     spans = run.spans[0]
     wall_s = series.wall_seconds(run, diagnosis.ledger.wall_s)
-    of_rank = f", rank {run.ranks[0].rank}" if len(run.spans) > 1 else ""
+    of_rank = f", rank {run.ranks[0].rank}" if len(run.ranks) > 1 else ""
     epochs_s = series.epoch_starts(spans)
     epochs_s = epochs_s if len(epochs_s) <= MOST_EPOCHS else ()
     speed = Chart(
@@ -54,34 +54,31 @@ def _ceilings(diagnosis: Diagnosis) -> tuple[Mark, ...]:
     return tuple(Mark(name, rate) for name, rate in known if rate is not None)
 
 
-_Figure: TypeAlias = Callable[[Sample], float | None]
-_Draw: TypeAlias = Callable[[str, str, _Figure], Line]
-
-
 def machine_charts(run: Run, diagnosis: Diagnosis) -> list[Markup]:
     """GPU, CPU, memory and disk over time, as far as they were measured."""
     wall_s = series.wall_seconds(run, diagnosis.ledger.wall_s)
-
-    def draw(label: str, colour: str, figure: _Figure) -> Line:
-        return Line(label, colour, series.readings(run.samples, figure, wall_s, POINTS))
-
+    slots = series.slots(run.samples, wall_s, POINTS)
     gpus = {gpu.uuid: gpu for sample in run.samples for gpu in sample.gpus}
-    charts = [chart for gpu in list(gpus.values())[:MOST_GPUS] for chart in _gpu_charts(gpu, draw, wall_s)]
-    charts += _host_charts(run.run.machine, draw, wall_s)
+    charts = [
+        chart
+        for gpu in list(gpus.values())[:MOST_GPUS]
+        for chart in _gpu_charts(gpu, series.of_gpu(slots, gpu.uuid), wall_s)
+    ]
+    charts += _host_charts(run.run.machine, slots, wall_s)
     return [drawn for chart in charts if (drawn := line_chart(chart)) is not None]
 
 
-def _gpu_charts(gpu: GpuReading, draw: _Draw, wall_s: float) -> list[Chart]:
-    def of(figure: Callable[[GpuReading], float | None]) -> _Figure:
-        return lambda sample: next((figure(one) for one in sample.gpus if one.uuid == gpu.uuid), None)
+def _gpu_charts(gpu: GpuReading, slots: list[Slot[GpuReading]], wall_s: float) -> list[Chart]:
+    def draw(label: str, colour: str, figure: Callable[[GpuReading], float | None]) -> Line:
+        return Line(label, colour, series.readings(slots, figure))
 
     name = f"GPU {gpu.index}"
     use = (
-        draw("some kernel ran", "c-compute", of(lambda g: g.util_pct)),
-        draw("SM active", "c-second", of(lambda g: g.sm_active_pct)),
+        draw("some kernel ran", "c-compute", lambda g: g.util_pct),
+        draw("SM active", "c-second", lambda g: g.sm_active_pct),
     )
-    memory = (draw("used", "c-compute", of(lambda g: g.vram_used_bytes)),)
-    power = (draw("power", "c-compute", of(lambda g: g.power_w)),)
+    memory = (draw("used", "c-compute", lambda g: g.vram_used_bytes),)
+    power = (draw("power", "c-compute", lambda g: g.power_w),)
     vram_gib = gpu.vram_total_bytes * GIB if gpu.vram_total_bytes else None
     return [
         Chart(f"{name} use", "%", use, wall_s, top=100.0),
@@ -90,22 +87,22 @@ def _gpu_charts(gpu: GpuReading, draw: _Draw, wall_s: float) -> list[Chart]:
     ]
 
 
-def _host_charts(machine: Machine, draw: _Draw, wall_s: float) -> list[Chart]:
-    def of(figure: Callable[[HostReading], float | None]) -> _Figure:
-        return lambda sample: figure(sample.host)
+def _host_charts(machine: Machine, slots: list[Slot[Sample]], wall_s: float) -> list[Chart]:
+    def draw(label: str, colour: str, figure: Callable[[HostReading], float | None]) -> Line:
+        return Line(label, colour, series.readings(slots, lambda sample: figure(sample.host)))
 
-    job = (draw("CPUs", "c-second", of(lambda h: h.tree_cpu_pct)),)
+    job = (draw("CPUs", "c-second", lambda h: h.tree_cpu_pct),)
     cpu = (
-        draw("busy", "c-second", of(lambda h: h.cpu_pct)),
-        draw("waiting on storage", "c-data", of(lambda h: h.iowait_pct)),
+        draw("busy", "c-second", lambda h: h.cpu_pct),
+        draw("waiting on storage", "c-data", lambda h: h.iowait_pct),
     )
     memory = (
-        draw("this job", "c-second", of(lambda h: h.tree_pss_bytes)),
-        draw("in use altogether", "c-grey", of(lambda h: h.mem_used_bytes)),
+        draw("this job", "c-second", lambda h: h.tree_pss_bytes),
+        draw("in use altogether", "c-grey", lambda h: h.mem_used_bytes),
     )
     disk = (
-        draw("read", "c-second", of(lambda h: h.disk_read_bytes_per_s)),
-        draw("written", "c-data", of(lambda h: h.disk_write_bytes_per_s)),
+        draw("read", "c-second", lambda h: h.disk_read_bytes_per_s),
+        draw("written", "c-data", lambda h: h.disk_write_bytes_per_s),
     )
     usable_pct = machine.cpu.usable * 100
     limit_bytes = machine.mem_limit_bytes or machine.mem_total_bytes

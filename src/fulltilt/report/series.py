@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from statistics import fmean
+from typing import Generic, TypeVar
 
-from fulltilt.records import BUCKETS, Run, Sample, Span
+from fulltilt.records import BUCKETS, GpuReading, Run, Sample, Span
+
+Reading = TypeVar("Reading")
 
 # A chart is some 700 pixels wide: more points than this cannot be seen, only downloaded.
 POINTS = 150
@@ -112,32 +116,63 @@ def ledger_over_time(spans: Sequence[Span], wall_s: float, bins: int = POINTS) -
     return {name: tuple(column) for name, column in slices.items() if any(share > 1e-9 for share in column)}
 
 
+def epoch_starts(spans: Iterable[Span]) -> tuple[float, ...]:
+    """When each epoch but the first began."""
+    return tuple(after.t0_s for before, after in pairwise(spans) if after.epoch > before.epoch)
+
+
 # --------------------------------------------------------------------------- from samples
 
 
-def readings(
-    samples: Sequence[Sample], figure: Callable[[Sample], float | None], wall_s: float, points: int = POINTS
-) -> tuple[Point, ...]:
-    """One figure of the machine over time; moments at which it was not measured are gaps."""
+@dataclass(frozen=True, slots=True)
+class Slot(Generic[Reading]):
+    """The readings that become one point of a chart. A reading describes the time since the one before."""
+
+    t0_s: float
+    t1_s: float
+    readings: Sequence[Reading]
+
+
+def slots(samples: Sequence[Sample], wall_s: float, points: int = POINTS) -> list[Slot[Sample]]:
+    """The samples in at most ``points`` slots, so that they are gone through once for each line and no more."""
     if not samples:
-        return ()
+        return []
     moments = [sample.t_s for sample in samples]
-    first_s = moments[1] - moments[0] if len(moments) > 1 else 0.0
-    starts = [moments[0] - first_s, *moments]  # a reading describes the time since the one before
-    stretches = [
-        Stretch(t0_s, t1_s, value, value, value)
-        for (t0_s, t1_s), sample in zip(pairwise(starts), samples, strict=True)
-        if (value := figure(sample)) is not None
+    first_s = moments[0] - (moments[1] - moments[0] if len(moments) > 1 else 0.0)
+    each = [
+        Slot(t0_s, t1_s, (sample,))
+        for t0_s, t1_s, sample in zip([max(first_s, 0.0), *moments], moments, samples, strict=False)
     ]
-    return thin([Stretch(max(s.t0_s, 0.0), s.t1_s, s.value, s.low, s.high) for s in stretches], wall_s, points)
+    if len(each) <= points or wall_s <= 0:
+        return each
+    groups = (list(group) for _, group in groupby(each, key=lambda slot: int(slot.t1_s * points / wall_s)))
+    return [Slot(group[0].t0_s, group[-1].t1_s, [slot.readings[0] for slot in group]) for group in groups]
+
+
+def of_gpu(slots: Iterable[Slot[Sample]], uuid: str) -> list[Slot[GpuReading]]:
+    """The same slots with the readings of one GPU."""
+    return [
+        Slot(slot.t0_s, slot.t1_s, [gpu for sample in slot.readings for gpu in sample.gpus if gpu.uuid == uuid])
+        for slot in slots
+    ]
+
+
+def readings(slots: Iterable[Slot[Reading]], figure: Callable[[Reading], float | None]) -> tuple[Point, ...]:
+    """One figure over time; where it was not measured there is a gap."""
+    points: list[Point] = []
+    before: Slot[Reading] | None = None
+    for slot in slots:
+        values = [value for one in slot.readings if (value := figure(one)) is not None]
+        if not values:
+            before = None
+            continue
+        gap = before is None or slot.t0_s - before.t1_s > (slot.t1_s - slot.t0_s) / 2
+        points.append(Point((slot.t0_s + slot.t1_s) / 2, fmean(values), min(values), max(values), new_line=gap))
+        before = slot
+    return tuple(points)
 
 
 def wall_seconds(run: Run, ledger_wall_s: float) -> float:
     """The length of the time axis: the ledger's wall time, or the last moment that anything was recorded."""
     ends = [spans[-1].t1_s for spans in run.spans if spans] + [sample.t_s for sample in run.samples[-1:]]
     return max([ledger_wall_s, *ends])
-
-
-def epoch_starts(spans: Iterable[Span]) -> tuple[float, ...]:
-    """When each epoch but the first began."""
-    return tuple(after.t0_s for before, after in pairwise(spans) if after.epoch > before.epoch)

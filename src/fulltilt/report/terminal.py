@@ -156,19 +156,23 @@ def _show_findings(console: Console, findings: Sequence[Finding], ink: Ink) -> N
 
 
 def _show_hot_lines(console: Console, run: Run) -> None:
-    for rank in run.ranks[:1]:
-        groups = [
-            ("Inside the workers", [line for work in rank.workers for line in work.lines]),
-            ("In the training process", list(rank.host_lines)),
-            ("Lines that wait for the GPU", list(rank.sync_lines)),
-            ("Saving", list(rank.checkpoint_lines)),
-        ]
-        totals = [sum(work.fetch_s for work in rank.workers), None, None, None]
-        for (name, lines), total_s in zip(groups, totals, strict=True):
-            _show_lines(console, name, lines, total_s)
+    if not run.ranks:
+        return
+    rank = run.ranks[0]
+    fetch_s = sum(work.fetch_s for work in rank.workers)
+    _show_lines(console, "Inside the workers", [line for work in rank.workers for line in work.lines], fetch_s)
+    _show_lines(console, "In the training process", rank.host_lines)
+    _show_lines(console, "Lines that wait for the GPU", rank.sync_lines)
+    _show_lines(console, "Saving", rank.checkpoint_lines)
+    if rank.deep is not None:
+        facts = [f"{name} {figure}" for name, figure in wording.deep_facts(rank.deep) if figure != wording.NOT_MEASURED]
+        _heading(console, "A step under the profiler")
+        console.print(Text(_one_line(" · ".join(facts))))
+        _show_lines(console, "Synchronising calls, per step", rank.deep.sync_calls)
+        _show_lines(console, "Kernels, per step", rank.deep.top_kernels)
 
 
-def _show_lines(console: Console, name: str, lines: Sequence[HotLine], total_s: float | None) -> None:
+def _show_lines(console: Console, name: str, lines: Sequence[HotLine], total_s: float | None = None) -> None:
     if not lines:
         return
     _heading(console, name)
@@ -177,7 +181,9 @@ def _show_lines(console: Console, name: str, lines: Sequence[HotLine], total_s: 
     table.add_column(overflow="fold")
     for line in sorted(lines, key=lambda line: -line.seconds)[:MOST_LINES]:
         figure = wording.share(line.seconds / total_s) if total_s else wording.seconds(line.seconds)
-        what = Text(f"in {_one_line(line.function)}, ").append(_one_line(line.where), "bold")
+        what = Text(_one_line(line.function))  # a kernel has no line of its own
+        if line.where:
+            what = Text(f"in {_one_line(line.function)}, ").append(_one_line(line.where), "bold")
         if line.call:
             what.append(f"  {_one_line(line.call)}", "dim")
         table.add_row(figure, what)
@@ -261,7 +267,8 @@ def _show_comparison(console: Console, runs: Sequence[Reported], ink: Ink) -> No
     for run, _ in runs:
         table.add_column(Text(clean(run.run.name)), justify="right", overflow="fold")
     for row in compare(runs):
-        table.add_row(row.name, *(Text(clean(cell)) for cell in row.cells), style="" if row.differs else "dim")
+        cells = [Text(_one_line(cell)) for cell in (row.name, *row.cells)]
+        table.add_row(*cells, style="" if row.differs else "dim")
     console.print(table)
     order = [name for name in BUCKETS if any(getattr(answer.ledger.buckets, name) > 0 for _, answer in runs)]
     for run, diagnosis in runs:

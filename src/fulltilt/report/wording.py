@@ -6,6 +6,8 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
+from fulltilt.records import DeepRecord
+
 TITLES: dict[str, str] = {
     "input_serial": "Loading happens in the training process",
     "input_cpu_bound": "The loader's workers are short of CPU",
@@ -131,6 +133,20 @@ def speedup(predicted: tuple[float, float] | None) -> str | None:
 def glued(text: str) -> str:
     """A sentence whose figures are not torn from their units at the end of a line."""
     return _BEFORE_UNIT.sub("\N{NO-BREAK SPACE}", text)
+
+
+def deep_facts(deep: DeepRecord) -> list[tuple[str, str]]:
+    """What the profiler saw in a step (``--deep N``), as names and figures."""
+    return [
+        ("steps looked at", count(deep.steps)),
+        ("step", seconds(deep.step_s)),
+        ("GPU busy", seconds(deep.gpu_busy_s)),
+        ("gaps between kernels", seconds(deep.kernel_gaps_s)),
+        ("copies", seconds(deep.copies_s)),
+        ("kernels", NOT_MEASURED if deep.kernels is None else count(deep.kernels)),
+        ("in tensor cores", share(deep.tensor_core_share)),
+        *([("the profiler failed", deep.error)] if deep.error else []),
+    ]
 
 
 def clean(text: str) -> str:

@@ -1,0 +1,130 @@
+"""The report in the terminal: snapshots at 80 and 120 columns, and what holds at any width.
+
+After a wanted change: FULLTILT_UPDATE_SNAPSHOTS=1 pytest tests/report/test_terminal.py
+"""
+
+import io
+import os
+import re
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from fulltilt.report.terminal import show, verdict_lines
+from fulltilt.report.terminal_bars import split_cells
+from tests.report import examples
+
+SNAPSHOTS = Path(__file__).parent / "snapshots"
+ALL = ["starved", "healthy", "cpu_only", "crashed", "straggler", "running", "hostile"]
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def printed(*names: str, width: int = 80, colour: bool = False, encoding: str = "utf-8") -> str:
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding, errors="replace", newline="\n")
+    console = Console(
+        file=file,
+        width=width,
+        force_terminal=colour,
+        color_system="truecolor" if colour else None,
+        highlight=False,
+        _environ={},
+    )
+    show(console, [getattr(examples, name)() for name in names])
+    file.flush()
+    return raw.getvalue().decode(encoding)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("names", ["starved", "healthy", "cpu_only", "crashed", "straggler", "starved+healthy"])
+def test_snapshot(names, width):
+    text = "".join(line.rstrip() + "\n" for line in printed(*names.split("+"), width=width).splitlines())
+    path = SNAPSHOTS / f"{names}-{width}.txt"
+    if os.environ.get("FULLTILT_UPDATE_SNAPSHOTS"):
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", [*ALL, "starved+healthy"])
+@pytest.mark.parametrize("width", [40, 60, 80, 121, 250])
+def test_no_line_is_wider_than_the_terminal(name, width):
+    lines = printed(*name.split("+"), width=width).splitlines()
+    assert max(map(cell_len, lines)) <= width
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_colour_changes_nothing_but_colours_and_patterns(name):
+    plain, coloured = printed(name), printed(name, colour=True)
+    assert "\x1b[" in coloured
+    assert "\x1b" not in plain
+    assert re.sub("[░▒▓]", "█", plain) == re.sub("[░▒▓]", "█", ANSI.sub("", coloured))
+
+
+def test_a_pipe_gets_plain_text():
+    file = io.StringIO()
+    show(Console(file=file, _environ={}), [examples.starved()])
+    assert "\x1b" not in file.getvalue()
+
+
+def test_an_ascii_terminal_gets_ascii_bars():
+    text = printed("starved", encoding="ascii")
+    assert ".....##" in text
+    assert "->" in text
+
+
+def test_terminal_codes_and_markup_in_names_are_text():
+    text = printed("hostile", width=250)
+    assert "\x1b" not in text
+    assert "<script>alert(1)</script>\ufffd[2J[bold]&" in text
+
+
+def test_a_run_without_an_end_says_so():
+    assert "no end yet" in printed("running")
+    assert "no end yet" not in printed("starved")
+
+
+def test_the_buckets_are_listed_by_size_without_empty_ones():
+    text = printed("starved")
+    listed = text[text.index("Where the time went") : text.index("One step")]
+    names = ["data wait", "compute", "validation", "start-up", "epoch turn-over", "transfer", "checkpoint"]
+    places = [listed.index(f" {name} ") for name in names]
+    assert places == sorted(places)
+    assert "communication" not in listed
+
+
+def test_hot_lines_say_share_function_and_line():
+    assert "71 %  in PhotoFolder.__getitem__, dataset.py:48" in printed("starved")
+
+
+def test_ranks_name_the_slowest_and_what_the_others_wait():
+    text = printed("straggler")
+    assert "rank 2 is the slowest; the others wait up to 22.0 s for it" in text
+    assert re.search(r"rank 2 .* slowest", text)
+    assert re.search(r"rank 0 .* waits 22.0 s", text)
+
+
+def test_the_short_form():
+    run, diagnosis = examples.starved()
+    lines = verdict_lines(diagnosis, run.folder)
+    assert lines[0] == diagnosis.verdict.sentence
+    assert lines[1].startswith("  1. The loader's workers are short of CPU (58 %, 2.6 to 3.1 × as fast): raise num_w")
+    assert len(lines) == 5
+    assert lines[-1] == "  report: fulltilt-runs/20260114-093012-train/report.html"
+
+
+def test_the_short_form_is_one_line_for_each_thing():
+    for name in ALL:
+        run, diagnosis = getattr(examples, name)()
+        assert not any("\n" in line or "\x1b" in line for line in verdict_lines(diagnosis, run.folder))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "width"), [([1, 1, 1], 80), ([0.999, 0.0005, 0.0005], 80), ([5], 1), ([0, 0], 10), ([3, 0, 1], 7)]
+)
+def test_cells_fill_the_bar(lengths, width):
+    cells = split_cells(lengths, width)
+    assert sum(cells) == (width if sum(lengths) else 0)
+    for length, count in zip(lengths, cells, strict=True):
+        assert abs(count - length / (sum(lengths) or 1) * width) < 1
