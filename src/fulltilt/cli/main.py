@@ -15,14 +15,13 @@ from fulltilt.errors import FulltiltError, MachineError
 app = typer.Typer(
     name="fulltilt",
     help="Finds out why a PyTorch training job leaves its GPU idle, fixes it, and proves the fix.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
 # Each verb's file has `register(app)`. The order is the order of `fulltilt --help`.
-VERBS = ("check", "watch", "run", "report")
+VERBS = ("check", "watch", "run", "report", "cache")
 
 
 def _show_version(asked: bool) -> None:
@@ -41,7 +40,8 @@ def _root(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one verb and exit with its code."""
+    """Run one verb and exit with its code; without any, show the help."""
+    arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     for verb in VERBS:
         importlib.import_module(f"fulltilt.cli.{verb}").register(app)
     try:

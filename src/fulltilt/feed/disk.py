@@ -130,6 +130,11 @@ class DiskStore(HostStore):
         if not self.keep:
             shutil.rmtree(self.folder, ignore_errors=True)
 
+    def delete_files(self) -> None:
+        """Delete the cache at once; rows that are there can be read until it is closed."""
+        self.keep = False
+        shutil.rmtree(self.folder, ignore_errors=True)
+
     def discard(self) -> None:
         """Close and delete: the cache is of no use."""
         self.keep = False
@@ -189,20 +194,35 @@ def remove(entry: CacheEntry) -> bool:
 
 
 def make_room(cache_dir: Path, need_bytes: int, limit_bytes: int | None) -> None:
-    """Delete the caches used longest ago until ``need_bytes`` fit below the cap. Raises CacheFull."""
-    if limit_bytes is None:
-        return
-    if need_bytes > limit_bytes:
-        raise CacheFull(f"the cache needs {need_bytes} bytes and may take {limit_bytes}")
+    """Delete the caches used longest ago until ``need_bytes`` fit below the cap and on the disk. Raises CacheFull."""
     entries = list_caches(cache_dir)
     used = sum(entry.size_bytes for entry in entries)
+    free = free_disk_bytes(cache_dir)
+    limits = [limit_bytes] if limit_bytes is not None else []
+    limits += [used + free] if free is not None else []
+    if not limits:
+        return
+    limit = min(limits)
+    if need_bytes > limit:
+        raise CacheFull(f"the cache needs {need_bytes} bytes and may take {limit}")
     for entry in reversed(entries):
-        if used + need_bytes <= limit_bytes:
+        if used + need_bytes <= limit:
             return
         if remove(entry):
             used -= entry.size_bytes
-    if used + need_bytes > limit_bytes:
-        raise CacheFull(f"the caches in use leave no {need_bytes} bytes of the {limit_bytes} allowed")
+    if used + need_bytes > limit:
+        raise CacheFull(f"the caches in use leave no {need_bytes} bytes of the {limit} allowed")
+
+
+def free_disk_bytes(folder: Path) -> int | None:
+    """Free bytes of the file system that ``folder`` lies or would lie on; None if it cannot be asked."""
+    for existing in (folder, *folder.parents):
+        if existing.exists():
+            try:
+                return shutil.disk_usage(existing).free
+            except OSError:
+                return None
+    return None
 
 
 # --------------------------------------------------------------------------- folders

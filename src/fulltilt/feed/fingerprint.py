@@ -7,6 +7,7 @@ makes the fingerprint unusable for another run: the cache then lives for this ru
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import importlib.metadata
 import os
@@ -123,6 +124,8 @@ class _Walk:
             self._value(f"module {value.__name__}")
         elif isinstance(value, type):
             self._class(value, depth)
+        elif isinstance(value, functools.partial):
+            self.visit([value.func, value.args, value.keywords], depth + 1)
         elif isinstance(value, types.MethodType):
             self.visit(value.__self__, depth + 1)
             self.visit(value.__func__, depth + 1)
@@ -137,21 +140,26 @@ class _Walk:
         if self.skip_transform_lists and isinstance(getattr(value, "transforms", None), list) and callable(value):
             return  # only its first part matters, and that was visited
         self._class(type(value), depth)
+        if type(value).__module__.split(".")[0] in sys.stdlib_module_names - {"__main__"}:
+            self._pickled(value)  # files, locks and sockets have no content that could be compared
+            return
         state = dict(getattr(value, "__dict__", {}))
         for cls in type(value).__mro__:
             slots = vars(cls).get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else slots:
                 if hasattr(value, name):
                     state[name] = getattr(value, name)
-        if state:
-            for name in sorted(state):
-                self._value(name)
-                self.visit(state[name], depth + 1)
-        elif type(value).__module__ not in ("builtins",) and not _users_own(type(value)):
-            try:
-                self.values.update(pickle.dumps(value))
-            except Exception:
-                self.unreadable.append(type(value).__qualname__)
+        for name in sorted(state):
+            self._value(name)
+            self.visit(state[name], depth + 1)
+        if not state and not _users_own(type(value)):
+            self._pickled(value)
+
+    def _pickled(self, value: Any) -> None:
+        try:
+            self.values.update(pickle.dumps(value))
+        except Exception:
+            self.unreadable.append(type(value).__qualname__)
 
     def _class(self, cls: type, depth: int) -> None:
         self._value(f"{cls.__module__}.{cls.__qualname__}")

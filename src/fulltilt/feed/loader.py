@@ -18,7 +18,7 @@ import torch
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
 from fulltilt.feed.bad_samples import BadSamples, Policy
-from fulltilt.feed.disk import CacheFull
+from fulltilt.feed.disk import CacheFull, DiskStore
 from fulltilt.feed.inspection import Inspection, inspect
 from fulltilt.feed.order import Order
 from fulltilt.feed.prefetch import DeviceRing, HostBatch
@@ -344,6 +344,8 @@ class FeedLoader:
             raise DataError(why, "Use residency='auto', or take the randomness out of the data set (augment=...).")
         self._residence.drop()
         if self._supply is not None:
+            if isinstance(self._supply.store, DiskStore):
+                self._supply.store.delete_files()
             self._supply.store = None
         self._warn(why)
 

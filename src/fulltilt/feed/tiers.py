@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -12,6 +11,7 @@ import psutil
 import torch
 
 from fulltilt.errors import DoesNotFit, UsageError
+from fulltilt.feed.disk import free_disk_bytes, list_caches
 from fulltilt.probes.host import cpu_capacity, memory_limit_bytes
 
 Tier = Literal["vram", "pinned", "ram", "disk", "none"]
@@ -115,7 +115,8 @@ def measure_room(
         pinned = int(ram * limits.pinned_share)
     disk = free_disk_bytes(cache_dir)
     if disk is not None:
-        disk = int(disk * limits.disk_share)
+        # Caches that are there already are either the one looked for, or give way to it.
+        disk = int(disk * limits.disk_share) + sum(entry.size_bytes for entry in list_caches(cache_dir))
         disk = min(disk, cache_limit_bytes) if cache_limit_bytes is not None else disk
     return Room(vram, pinned, int(ram * limits.ram_share), disk)
 
@@ -127,17 +128,6 @@ def free_ram_bytes() -> int:
     if limit is None:
         return available
     return max(0, min(available, limit - int(psutil.Process().memory_info().rss)))
-
-
-def free_disk_bytes(folder: Path) -> int | None:
-    """Free bytes of the file system that ``folder`` lies or would lie on; None if it cannot be asked."""
-    for existing in (folder, *folder.parents):
-        if existing.exists():
-            try:
-                return shutil.disk_usage(existing).free
-            except OSError:
-                return None
-    return None
 
 
 def default_workers() -> int:

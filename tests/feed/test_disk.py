@@ -1,0 +1,329 @@
+"""The disk tier: found again, refused when stale, never served half, and given up when the disk is full."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fulltilt import feed
+from fulltilt.errors import UsageError
+from fulltilt.feed.disk import PARTIAL, ROWS, CacheFull, list_caches, make_room, open_cache
+from fulltilt.feed.fingerprint import fingerprint
+from fulltilt.feed.structure import layout_of
+
+from .conftest import Drawn, Pixels
+
+
+class Files:
+    """One number in each file, times a factor: files, arguments and code all matter."""
+
+    def __init__(self, root, factor=1):
+        self.root = root
+        self.paths = sorted(str(path) for path in root.iterdir())
+        self.factor = factor
+        self.reads = 0
+
+    def __len__(self):
+        return len(self.paths)
+
+    def __getitem__(self, index):
+        with Path(self.paths[index]).open() as file:
+            return torch.full((64,), int(file.read()) * self.factor)
+
+
+@pytest.fixture
+def files(tmp_path):
+    root = tmp_path / "data"
+    root.mkdir()
+    for number in range(12):
+        (root / f"{number:02}.txt").write_text(str(number))
+    return root
+
+
+def run(dataset, cache_dir, epochs=1, **options):
+    with feed.loader(dataset, 4, residency="disk", cache_dir=cache_dir, num_workers=0, **options) as loader:
+        served = [torch.cat(list(loader)) for _ in range(epochs)]
+    return served, loader
+
+
+def opened(loader):
+    return next(note for note in loader.notes if note.startswith("residency"))
+
+
+def test_the_next_run_finds_the_cache(files, cache_dir):
+    first, loader = run(Files(files), cache_dir, 2)
+    assert "cache new" in opened(loader)
+    (entry,) = list_caches(cache_dir)
+    assert entry.complete
+    assert not entry.in_use
+    second, loader = run(Files(files), cache_dir)
+    assert "cache found" in opened(loader)
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[0])
+
+
+def change_content(files):
+    (files / "03.txt").write_text("333")
+
+
+def change_time(files):
+    os.utime(files / "03.txt", (1, 1))
+
+
+def add_file(files):
+    (files / "99.txt").write_text("99")
+
+
+@pytest.mark.parametrize("change", [change_content, change_time, add_file])
+def test_a_cache_of_other_files_is_refused(files, cache_dir, change):
+    run(Files(files), cache_dir)
+    change(files)
+    served, loader = run(Files(files), cache_dir)
+    assert "refused as stale" in opened(loader)
+    assert "files" in opened(loader)
+    expected = torch.stack([Files(files)[i] for i in range(len(Files(files)))])
+    assert torch.equal(served[0], expected)
+    assert len(list_caches(cache_dir)) == 1  # the stale one was deleted
+
+
+def test_a_cache_of_other_arguments_or_other_code_is_refused(files, cache_dir):
+    run(Files(files), cache_dir)
+    served, loader = run(Files(files, factor=3), cache_dir)
+    assert "arguments changed" in opened(loader)
+    assert served[0][1, 0] == 3
+
+    def getitem(self, index):
+        with Path(self.paths[index]).open() as file:
+            return torch.full((64,), int(file.read()) * self.factor + 1)
+
+    original = Files.__getitem__
+    Files.__getitem__ = getitem
+    try:
+        served, loader = run(Files(files, factor=3), cache_dir)
+    finally:
+        Files.__getitem__ = original
+    assert "code" in opened(loader)
+    assert served[0][1, 0] == 4
+
+
+def test_code_that_is_only_called_on_counts_too():
+    def make(step):
+        def inner(index):
+            return index + step
+
+        return Drawn(lambda index: torch.tensor(inner(index)), 4)
+
+    assert fingerprint(make(1)).parts == fingerprint(make(1)).parts
+    assert fingerprint(make(1)).parts != fingerprint(make(2)).parts
+
+
+def test_a_cache_that_lies_is_refused(files, cache_dir):
+    """Same files and code as far as anybody can see, and yet other rows: compared with the data set itself."""
+    run(Files(files), cache_dir)
+    (entry,) = list_caches(cache_dir)
+    with (entry.folder / ROWS).open("r+b") as rows:
+        rows.write(b"\xff" * 16)
+    served, loader = run(Files(files), cache_dir)
+    assert any("the cache was refused: its sample 0" in note for note in loader.notes)
+    assert served[0][0, 0] == 0
+
+
+def test_what_cannot_be_fingerprinted_lives_for_one_run(cache_dir):
+    dataset = Pixels(9)
+    with Path(os.devnull).open() as dataset.handle:
+        _, loader = _run_pixels(dataset, cache_dir)
+    assert "for this run only" in opened(loader)
+    assert list_caches(cache_dir) == []
+
+
+def _run_pixels(dataset, cache_dir):
+    with feed.loader(dataset, 4, residency="disk", cache_dir=cache_dir, num_workers=0) as loader:
+        served = [torch.cat([image for image, _ in loader]) for _ in range(2)]
+    return served, loader
+
+
+def test_a_cut_file_is_made_anew(files, cache_dir):
+    run(Files(files), cache_dir)
+    (entry,) = list_caches(cache_dir)
+    os.truncate(entry.folder / ROWS, 100)
+    served, loader = run(Files(files), cache_dir)
+    assert "cache new" in opened(loader)
+    assert torch.equal(served[0], torch.stack([Files(files)[i] for i in range(12)]))
+
+
+JOB = """
+import sys, time, torch
+from fulltilt import feed
+
+class Slow:
+    def __len__(self):
+        return 60
+    def __getitem__(self, index):
+        time.sleep(float(sys.argv[2]))
+        return torch.full((5000,), index)
+
+if __name__ == "__main__":
+    with feed.loader(Slow(), 4, residency="disk", cache_dir=sys.argv[1], num_workers=2, checks=2) as loader:
+        for epoch in range(2):
+            for number, batch in enumerate(loader):
+                assert (batch == batch[:, :1]).all() and batch[:, 0].tolist() == list(range(number * 4, number * 4 + 4))
+                print(number, flush=True)
+        print([note for note in loader.notes if "residency" in note][0], flush=True)
+"""
+
+
+def test_killed_while_writing_and_run_again(tmp_path, cache_dir):
+    job = tmp_path / "job.py"
+    job.write_text(textwrap.dedent(JOB))
+    command = [sys.executable, str(job), str(cache_dir)]
+    process = subprocess.Popen([*command, "0.03"], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    while process.stdout.readline().strip() != "6":
+        pass
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    (entry,) = list_caches(cache_dir)
+    assert not entry.complete
+    # What a power cut adds: a row whose checksum came to the disk and whose bytes did not.
+    with (entry.folder / ROWS).open("r+b") as rows:
+        rows.seek(4321)
+        rows.write(b"torn")
+    again = subprocess.run([*command, "0.001"], capture_output=True, text=True, timeout=60, check=False)
+    assert again.returncode == 0, again.stderr
+    assert "taken up again at" in again.stdout
+    assert "(1 torn)" in again.stdout
+    (entry,) = list_caches(cache_dir)
+    assert entry.complete
+
+
+@contextmanager
+def largest_file(size):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("prefetches", [False, True])
+def test_a_disk_that_fills_up_while_caching_does_not_stop_training(cache_dir, caplog, prefetches):
+    dataset = Pixels(40)
+    with feed.loader(dataset, 4, residency="disk", cache_dir=cache_dir, num_workers=2, shuffle=True) as loader:
+        loader._prefetches = prefetches
+        loader._settle(model_has_run=True)
+        with largest_file(20 * 448):  # half of the rows
+            for _ in range(2):
+                served = list(loader)
+                assert sorted(int(label) for _, labels in served for label in labels) == list(range(40))
+                for images, labels in served:
+                    for image, label in zip(images, labels, strict=True):
+                        assert torch.equal(image, dataset[int(label)][0])
+        assert loader.tier == "none"
+    assert "training goes on from the source" in caplog.text
+    assert list_caches(cache_dir) == []
+
+
+def test_a_disk_without_room_at_the_start_does_not_stop_training(cache_dir):
+    with largest_file(1000):
+        served, loader = _run_pixels(Pixels(40), cache_dir)
+    assert "training goes on from the source" in opened(loader)
+    assert torch.equal(served[0], torch.stack([Pixels(40)[i][0] for i in range(40)]))
+
+
+def test_the_cap_deletes_what_was_used_longest_ago(cache_dir):
+    for size in (4, 5, 6):
+        run_size = Pixels(30, size=size)
+        run_size.mark = size
+        with feed.loader(run_size, 4, residency="disk", cache_dir=cache_dir, num_workers=0) as loader:
+            loader.fill()
+        for entry in list_caches(cache_dir):
+            os.utime(entry.folder / "cache.json", (time.time() - 10, time.time() - 10 + entry.samples / 1e3))
+        time.sleep(0.01)
+    # All three carry the same label: the stale ones went first.
+    assert len(list_caches(cache_dir)) == 1
+    (entry,) = list_caches(cache_dir)
+    make_room(cache_dir, 10, entry.size_bytes + 10)
+    assert len(list_caches(cache_dir)) == 1
+    make_room(cache_dir, 11, entry.size_bytes + 10)
+    assert list_caches(cache_dir) == []
+    with pytest.raises(CacheFull, match="may take 5"):
+        make_room(cache_dir, 6, 5)
+
+
+def test_two_ranks_fill_one_cache(files, cache_dir):
+    dataset = Files(files)
+    made_from, layout = fingerprint(dataset), layout_of(dataset[0])
+    left, _ = open_cache(cache_dir, made_from, layout, 12)
+    right, how = open_cache(cache_dir, made_from, layout, 12)
+    assert "taken up again at 0" in how
+    rows = torch.zeros(12, layout.row_bytes, dtype=torch.uint8)
+    for index in range(12):
+        layout.pack(dataset[index], rows[index])
+    even, odd = torch.arange(0, 12, 2), torch.arange(1, 12, 2)
+    left.write(even, rows[even])
+    assert not left.finish()
+    right.write(odd, rows[odd])
+    assert bool(left.has(odd).all())
+    assert right.finish()
+    assert left.finish()
+    assert torch.equal(left.rows, rows)
+    left.close()
+    right.close()
+    (entry,) = list_caches(cache_dir)
+    assert entry.complete
+    assert not list(cache_dir.glob("*" + PARTIAL))
+
+
+def test_a_cache_folder_that_cannot_be_made_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        feed.loader(Pixels(4), 2, residency="disk", cache_dir=tmp_path / "file" / "x", num_workers=0) as loader,
+        pytest.raises(UsageError, match=r"cache folder .* cannot be made"),
+    ):
+        list(loader)
+
+
+# --------------------------------------------------------------------------- fulltilt cache
+
+
+def command(*arguments):
+    import typer
+
+    from fulltilt.cli import cache
+
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    cache.register(app)
+    return CliRunner().invoke(app, ["cache", *arguments])
+
+
+def test_the_cache_command_lists_and_clears(files, cache_dir):
+    where = ("--dir", str(cache_dir))
+    assert "no caches" in command("list", *where).stdout
+    run(Files(files), cache_dir)
+    listed = command(*where).stdout
+    assert "complete" in listed
+    assert "Files" in listed
+    (found,) = json.loads(command("list", "--json", *where).stdout)["caches"]
+    assert found["samples"] == 12
+    assert found["complete"] is True
+    assert "0 of 0" in command("clear", "--name", "other", *where).stdout
+    with feed.loader(Files(files), 4, residency="disk", cache_dir=cache_dir, num_workers=0) as loader:
+        next(iter(loader))
+        assert "in use by a running job" in command("clear", *where).stdout
+    assert "1 of 1 caches removed" in command("clear", *where).stdout
+    assert list_caches(cache_dir) == []
+    assert isinstance(command("burn", *where).exception, UsageError)
