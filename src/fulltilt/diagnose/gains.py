@@ -49,4 +49,4 @@ def expected(predicted: Gain | None) -> float:
 
 
 def _clip(factor: float, most: float) -> float:
-    return min(max(factor, 1.0), max(most, 1.0)) if math.isfinite(factor) else 1.0
+    return 1.0 if math.isnan(factor) else min(max(factor, 1.0), max(most, 1.0))

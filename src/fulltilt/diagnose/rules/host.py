@@ -71,7 +71,7 @@ def validation_heavy(evidence: Evidence) -> Judgement:
     if loader and loader.num_workers == 0:
         fix += f" Its loader{at(loader.where)} has no workers: DataLoader(..., num_workers=2, persistent_workers=True)."
     fix += " A larger batch and torch.inference_mode() make each one faster and change no result."
-    high = amdahl(share - left * (1 - share) / max(1 - left, 0.01))
+    high = amdahl(share * (1 - 1 / every))
     predicted = gain(1 + (high - 1) * limits.recovered_low, high)
     return found(evidence, "validation_heavy", cost_s, facts, fix, loader.where if loader else None, predicted)
 
@@ -102,11 +102,10 @@ def checkpoint_stall(evidence: Evidence) -> Judgement:
         "Or save beside the training: copy the state to host memory and let a thread write it "
         "(torch.distributed.checkpoint.async_save does both)."
     )
-    # Rarer saves or asynchronous ones: either leaves a little.
-    still = max(left * (1 - share) / (1 - left), 0.0)
-    removed_async = share * (1 - limits.async_checkpoint_part)
-    bounds = sorted((amdahl(share - still), amdahl(removed_async)))
-    return found(evidence, "checkpoint_stall", cost_s, facts, fix, where, gain(bounds[0], bounds[1]))
+    # Rarer saves leave a part of them, asynchronous ones the copying: either may win more.
+    rarely, beside = amdahl(share * (1 - 1 / every)), amdahl(share * (1 - limits.async_checkpoint_part))
+    predicted = gain(min(rarely, beside), max(rarely, beside))
+    return found(evidence, "checkpoint_stall", cost_s, facts, fix, where, predicted)
 
 
 def _ordinal(k: int) -> str:
