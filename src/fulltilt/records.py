@@ -26,7 +26,10 @@ class GpuProcess:
 
 @dataclass(frozen=True, slots=True)
 class GpuReading:
-    """One reading of one GPU. ``lost`` is true when the driver no longer answers for it."""
+    """One reading of one GPU. ``lost`` is true when the driver no longer answers for it.
+
+    ``energy_j`` (a counter) and, without GPM, the PCIe rates are slow to ask for: most readings have None there.
+    """
 
     uuid: str
     index: int

@@ -133,7 +133,7 @@ def test_waking_a_little_early_does_not_make_two_samples():
 def test_a_hanging_driver_does_not_keep_the_job_from_ending(monkeypatch):
     monkeypatch.setattr("fulltilt.probes.sampler._STOP_TIMEOUT_S", 0.1)
     release = threading.Event()
-    sampler = Sampler(print, gpus=no_gpus(), host=StubHost(lambda: release.wait(30) and HostReading()))
+    sampler = Sampler(lambda sample: None, gpus=no_gpus(), host=StubHost(lambda: release.wait(30) and HostReading()))
     sampler.start()
     start_s = time.monotonic()
     sampler.stop()

@@ -13,7 +13,6 @@ from fulltilt.probes.gpm import GpmReading
 from fulltilt.probes.nvml import GpuLost, Nvml
 from fulltilt.probes.ration import Ration, Turns
 from fulltilt.probes.tenants import Tenants
-from fulltilt.probes.tree import ProcessTree
 from fulltilt.records import GpuReading
 
 # Clock event reasons that slow a busy GPU down. Left out: idle, clocks set by the user, and the display's setting.
@@ -82,7 +81,7 @@ class Gpus:
         version = nvml.query("nvmlSystemGetCudaDriverVersion_v2")
         self.cuda = None if not version else f"{version // 1000}.{version % 1000 // 10}"
         self._devices, self.why_none = find_devices(nvml, environ, clock)
-        self._tenants = Tenants(nvml, ProcessTree(root_pid, clock))
+        self._tenants = Tenants(nvml, root_pid)
         without_gpm = [device for device in self._devices if device.gpm is None]
         self._pcie_turns = Turns(without_gpm, Ration(_PCIE_SHARE, clock=clock))
         self._energy_turns = Turns(self._devices, Ration(_ENERGY_SHARE, clock=clock))

@@ -13,7 +13,6 @@ from typing import Any
 import psutil
 
 from fulltilt.probes.nvml import Nvml
-from fulltilt.probes.tree import ProcessTree
 from fulltilt.records import GpuProcess
 
 # Linux gives the first PID namespace this inode number (PROC_PID_INIT_INO). In it, the driver's numbers are ours.
@@ -21,14 +20,14 @@ _FIRST_PID_NAMESPACE = 0xEFFFFFFC
 
 
 class Tenants:
-    """Reads the compute processes on a GPU (MPS clients included)."""
+    """Reads the compute processes on a GPU (MPS clients included). Ours are ``root_pid`` and all that it started."""
 
-    def __init__(self, nvml: Nvml, tree: ProcessTree, proc: Path = Path("/proc")) -> None:
+    def __init__(self, nvml: Nvml, root_pid: int, proc: Path = Path("/proc")) -> None:
         self._nvml = nvml
-        self._tree = tree
+        self._root_pid = root_pid
         self._proc = proc
         self._same_numbers = _numbers_are_the_drivers(proc)
-        self._names: dict[int, str | None] = {}
+        self._known: dict[tuple[int, float | None], tuple[str | None, bool]] = {}  # (pid, start): name, ours
 
     def read(self, handle: Any) -> tuple[GpuProcess, ...] | None:
         """The processes in order of their ids; None where the driver does not tell. Raises GpuLost."""
@@ -38,45 +37,46 @@ class Tenants:
         held: dict[int, int | None] = {}
         for process in (*compute, *(self._running("nvmlDeviceGetMPSComputeRunningProcesses", handle) or ())):
             held[process.pid] = max(held.get(process.pid) or 0, process.usedGpuMemory or 0) or None
-        return tuple(GpuProcess(pid, self._name(pid), held[pid], self._is_ours(pid)) for pid in sorted(held))
+        return tuple(GpuProcess(pid, name, held[pid], ours) for pid in sorted(held) for name, ours in [self._who(pid)])
 
     def _running(self, function: str, handle: Any) -> Any:
         # The third version needs a driver from 510 on; the unversioned name raises a foreign exception type.
         found = self._nvml.query(f"{function}_v3", handle)
         return found if found is not None else self._nvml.query(f"{function}_v2", handle)
 
-    def _is_ours(self, pid: int) -> bool:
-        if pid in self._tree.pids():
-            return True
-        if self._same_numbers and pid != 0:
-            return False
-        return not self._uses_a_gpu(pid)
+    def _who(self, pid: int) -> tuple[str | None, bool]:
+        """Name of a process, and whether it is ours: found out once, since numbers are used again but not starts."""
+        try:
+            process = psutil.Process(pid) if pid else None
+            key = (pid, None if process is None else process.create_time())
+        except psutil.Error:
+            process, key = None, (pid, None)
+        if key not in self._known:
+            if len(self._known) > 256:
+                self._known.clear()  # a monitor that runs for weeks sees many processes
+            self._known[key] = self._look(pid, process)
+        return self._known[key]
+
+    def _look(self, pid: int, process: psutil.Process | None) -> tuple[str | None, bool]:
+        try:
+            if process is not None:
+                if self._root_pid in (pid, *(parent.pid for parent in process.parents())):
+                    return process.name(), True
+                if self._same_numbers or self._uses_a_gpu(pid):
+                    return process.name(), False
+        except psutil.Error:
+            pass  # it ended while we looked
+        path = self._nvml.query("nvmlSystemGetProcessName", pid) if pid else None
+        name = None if not path else str(path).replace("\\", "/").rsplit("/", 1)[-1]
+        return name, pid == 0 or not self._same_numbers
 
     def _uses_a_gpu(self, pid: int) -> bool:
-        """Whether a process of this number, seen from here, has an NVIDIA device open. False if one cannot look."""
+        """Whether the process that has this number here has an NVIDIA device open. False if one cannot look."""
         try:
-            links = list((self._proc / str(pid) / "fd").iterdir()) if pid else []
+            links = (self._proc / str(pid) / "fd").iterdir()
             return any(str(link.readlink()).startswith("/dev/nvidia") for link in links)
         except OSError:
             return False
-
-    def _name(self, pid: int) -> str | None:
-        if pid not in self._names:
-            if len(self._names) > 256:
-                self._names.clear()  # a monitor that runs for weeks sees many processes
-            self._names[pid] = self._ask_name(pid)
-        return self._names[pid]
-
-    def _ask_name(self, pid: int) -> str | None:
-        if pid == 0:
-            return None
-        try:
-            if self._same_numbers or pid in self._tree.pids() or self._uses_a_gpu(pid):
-                return psutil.Process(pid).name()
-        except psutil.Error:
-            pass
-        path = self._nvml.query("nvmlSystemGetProcessName", pid)
-        return None if not path else str(path).replace("\\", "/").rsplit("/", 1)[-1]
 
 
 def _numbers_are_the_drivers(proc: Path) -> bool:
