@@ -55,7 +55,7 @@ def ledger_bar(buckets: Buckets, order: Sequence[str], height: int = BAR_HEIGHT)
 
 def ledger_table(ledger: Ledger, order: Iterable[str]) -> Markup:
     """The buckets in words and figures."""
-    decimals = 1 if ledger.wall_s >= 10 else 3
+    decimals = wording.decimals(ledger.wall_s)
     rows = [
         element(
             "tr",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from fulltilt.records import CheckLine, Diagnosis, Finding, GpuSummary, HotLine, LoaderRecord, Machine, RankRecord, Run
 from fulltilt.report import wording
 from fulltilt.report.comparison import Row
+from fulltilt.report.loaders import loader_sites, worker_lines
 from fulltilt.report.markup import Child, Markup, element
 from fulltilt.report.page_bars import bucket_order, ledger_bar
 
@@ -56,7 +57,7 @@ def hot_lines(rank: RankRecord) -> list[Markup]:
     """Tables of the lines that cost most: in the workers, in the training process, waiting, saving."""
     fetch_s = sum(work.fetch_s for work in rank.workers)
     groups = [
-        ("Inside the workers", [line for work in rank.workers for line in work.lines], fetch_s),
+        ("Inside the workers", worker_lines(rank), fetch_s),
         ("In the training process", rank.host_lines, None),
         ("Waiting for the GPU", rank.sync_lines, None),
         ("Saving", rank.checkpoint_lines, None),
@@ -82,7 +83,7 @@ def _line_table(name: str, lines: Sequence[HotLine], total_s: float | None) -> M
                 ["in ", line.function, ", ", element("code", line.where, class_="where")]
                 if line.where
                 else element("code", line.function),  # a kernel has no line of its own
-                element("code", line.call, class_="call") if line.call else None,
+                element("code", wording.brief(line.call, 100), class_="call") if line.call else None,
             ),
         )
         for line in costliest
@@ -189,8 +190,8 @@ def deep_look(rank: RankRecord) -> Markup | None:
 
 
 def loaders(rank: RankRecord) -> list[Markup]:
-    """Each DataLoader that was used: where it is made and what came out of it."""
-    shown = [definitions(_loader_name(loader), _loader_facts(loader)) for loader in rank.loaders if loader.batches]
+    """Each line that makes DataLoaders that were used, and what came out of them."""
+    shown = [definitions(_loader_name(site.loader), _loader_facts(site.loader)) for site in loader_sites(rank)]
     return [markup for markup in shown if markup is not None]
 
 

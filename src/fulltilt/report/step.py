@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fulltilt.records import Diagnosis, LoaderRecord, Phases, RankRecord, Run
+from fulltilt.report.loaders import LoaderSite, loader_sites
 from fulltilt.report.palette import IDLE
 
 
@@ -52,20 +53,21 @@ def step_picture(run: Run, diagnosis: Diagnosis) -> StepPicture | None:
     phases = diagnosis.step
     if phases is None or not run.ranks:
         return None
-    host = _host_lane(phases, _train_loader(run.ranks[0]))
+    site = _train_site(run.ranks[0])
+    host = _host_lane(phases, None if site is None else site.loader)
     gpu = _gpu_lane(phases)
     step_s = max(lane.length_s for lane in (host, gpu) if lane is not None)
     if step_s <= 0:
         return None
-    workers = _worker_lane(run.ranks[0], step_s)
+    workers = None if site is None else _worker_lane(site, run.ranks[0].steps, step_s)
     lanes = tuple(lane for lane in (workers, host, gpu) if lane is not None)
     return StepPicture(step_s, diagnosis.throughput.steps, lanes)
 
 
-def _train_loader(rank: RankRecord) -> LoaderRecord | None:
-    """The loader that the job trains from; with several, the one that was waited for longest."""
-    loaders = [loader for loader in rank.loaders if loader.role == "train"]
-    return max(loaders, key=lambda loader: loader.wait_s, default=None)
+def _train_site(rank: RankRecord) -> LoaderSite | None:
+    """Where the job trains from; with several loaders, the one that was waited for longest."""
+    sites = [site for site in loader_sites(rank) if site.loader.role == "train"]
+    return max(sites, key=lambda site: site.loader.wait_s, default=None)
 
 
 def _host_lane(phases: Phases, loader: LoaderRecord | None) -> Lane:
@@ -89,18 +91,16 @@ def _gpu_lane(phases: Phases) -> Lane | None:
     return _lane("GPU", [(IDLE, phases.gpu_idle_s), ("busy", phases.gpu_busy_s)])
 
 
-def _worker_lane(rank: RankRecord, step_s: float) -> Lane | None:
+def _worker_lane(site: LoaderSite, steps: int, step_s: float) -> Lane | None:
     """What each worker does in the time of one step, all workers being equal."""
-    loader = _train_loader(rank)
-    if loader is None or loader.num_workers == 0 or rank.steps == 0:
+    loader, work = site.loader, site.work
+    if work is None or work.batches == 0 or loader.num_workers == 0 or steps == 0:
         return None
-    work = next((work for work in rank.workers if work.loader_id == loader.loader_id), None)
-    if work is None:
-        return None
-    shares = loader.num_workers * rank.steps
+    # A worker's batches may be fewer than the loader's: what it had not told when it was stopped is missing.
+    each = loader.batches / steps / loader.num_workers / work.batches
     queue_s = work.cpu_wait_s or 0.0
     load_s = max(work.fetch_s - work.fetch_cpu_s - queue_s, 0.0)
-    busy = [("load", load_s / shares), ("preprocess", work.fetch_cpu_s / shares), ("queue", queue_s / shares)]
+    busy = [("load", load_s * each), ("preprocess", work.fetch_cpu_s * each), ("queue", queue_s * each)]
     idle_s = max(step_s - sum(length for _, length in busy), 0.0)
     name = "Worker" if loader.num_workers == 1 else f"Each of {loader.num_workers} workers"
     return _lane(name, [*busy, (IDLE, idle_s)])

@@ -13,6 +13,7 @@ from rich.text import Text
 from fulltilt.records import BUCKETS, Buckets, CheckLine, Diagnosis, Finding, GpuSummary, HotLine, Ledger, Run
 from fulltilt.report import wording
 from fulltilt.report.comparison import Reported, compare
+from fulltilt.report.loaders import worker_lines
 from fulltilt.report.palette import BUCKET_TINTS, Tint
 from fulltilt.report.step import step_picture
 from fulltilt.report.terminal_bars import Ink, ledger_bar, step_lines
@@ -110,7 +111,7 @@ def _show_ledger(console: Console, ledger: Ledger, ink: Ink) -> None:
     table.add_column()
     table.add_column(justify="right")
     table.add_column(justify="right")
-    decimals = 1 if ledger.wall_s >= 10 else 3
+    decimals = wording.decimals(ledger.wall_s)
     for place, (tint, size) in enumerate(parts):
         character, style = ink.fill(tint, place)
         label = Text(character * 2, style).append(f" {tint.label}", "default")
@@ -143,7 +144,7 @@ def _show_findings(console: Console, findings: Sequence[Finding], ink: Ink) -> N
             room = console.width - head.cell_len - len(gain)
             head.append(" " * room if room > 1 else "  ").append(gain, "bold green")
         console.print(head)
-        label = Text(finding.severity, SEVERITY_STYLES[finding.severity])
+        label = Text().append(finding.severity, SEVERITY_STYLES[finding.severity])
         details = [f"{wording.share(finding.share)} of the time", finding.code, finding.where]
         label.append("".join(f" {ink.bullet} {_one_line(detail)}" for detail in details if detail), "dim")
         console.print(Padding(label, (0, 0, 0, 4), expand=False))
@@ -160,7 +161,7 @@ def _show_hot_lines(console: Console, run: Run) -> None:
         return
     rank = run.ranks[0]
     fetch_s = sum(work.fetch_s for work in rank.workers)
-    _show_lines(console, "Inside the workers", [line for work in rank.workers for line in work.lines], fetch_s)
+    _show_lines(console, "Inside the workers", worker_lines(rank), fetch_s)
     _show_lines(console, "In the training process", rank.host_lines)
     _show_lines(console, "Lines that wait for the GPU", rank.sync_lines)
     _show_lines(console, "Saving", rank.checkpoint_lines)
@@ -185,7 +186,7 @@ def _show_lines(console: Console, name: str, lines: Sequence[HotLine], total_s: 
         if line.where:
             what = Text(f"in {_one_line(line.function)}, ").append(_one_line(line.where), "bold")
         if line.call:
-            what.append(f"  {_one_line(line.call)}", "dim")
+            what.append(f"  {clean(wording.brief(line.call, 60))}", "dim")
         table.add_row(figure, what)
     console.print(table)
 

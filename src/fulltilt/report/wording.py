@@ -63,6 +63,11 @@ def seconds(value: float | None) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def decimals(whole_s: float) -> int:
+    """How many decimals of a second a table needs whose figures add up to ``whole_s``."""
+    return 1 if whole_s >= 100 else 2 if whole_s >= 10 else 3
+
+
 def share(value: float | None) -> str:
     """A fraction of one in per cent, with a decimal where it is small."""
     if value is None:
@@ -147,6 +152,12 @@ def deep_facts(deep: DeepRecord) -> list[tuple[str, str]]:
         ("in tensor cores", share(deep.tensor_core_share)),
         *([("the profiler failed", deep.error)] if deep.error else []),
     ]
+
+
+def brief(text: str, most: int) -> str:
+    """Code on one line, cut where it is longer than ``most`` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: most - 1] + "…"
 
 
 def clean(text: str) -> str:
