@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 import time
 from typing import Annotated
 
@@ -47,7 +48,7 @@ def check(
     """
     plan = LoaderPlan(workers, prefetch, None if batch_bytes is None else parse_bytes(batch_bytes))
     console = open_console()
-    if console.is_terminal and not json_:
+    if sys.stdout.isatty() and not json_:
         with console.status("looking at the machine"):
             machine, storage, sample = _look(data)
     else:

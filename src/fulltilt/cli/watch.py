@@ -63,7 +63,7 @@ def watch(
         raise UsageError(f"--interval {interval:g} is not between 0.1 and 3600 seconds")
     # Before the screen opens, so that a complaint stays readable.
     writer = None if out is None else LineWriter(out)
-    console = open_console()
+    console = open_console(follows_window=True)
     with Gpus.open(all_devices=True) as gpus:
         readings = Readings(gpus, min(interval, _ONCE_S) if once else interval, writer)
         with readings, contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the usual way to end a monitor

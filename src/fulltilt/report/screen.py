@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
 
 from rich.console import Console
 
 
-def open_console() -> Console:
-    """Standard output as a console. What its encoding lacks is printed as ``?``, never as a traceback."""
+def open_console(*, follows_window: bool = False) -> Console:
+    """Standard output as a console. What its encoding lacks is printed as ``?``, never as a traceback.
+
+    With ``follows_window`` its size is always the window's, also where a shell exported COLUMNS and LINES once.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.reconfigure(errors="replace")
-    return Console(highlight=False, emoji=False, markup=False)
+    fixed = ("COLUMNS", "LINES") if follows_window else ()
+    environ = {name: value for name, value in os.environ.items() if name not in fixed}
+    return Console(highlight=False, emoji=False, markup=False, _environ=environ)
