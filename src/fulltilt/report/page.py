@@ -19,7 +19,6 @@ from fulltilt.report.comparison import Reported, compare
 from fulltilt.report.markup import Child, Markup, element
 from fulltilt.report.page_bars import (
     bucket_class,
-    bucket_order,
     ledger_bar,
     ledger_table,
     phase_class,
@@ -27,7 +26,7 @@ from fulltilt.report.page_bars import (
     step_lanes,
 )
 from fulltilt.report.page_time import chart_grid, machine_charts, step_charts
-from fulltilt.report.palette import BUCKET_TINTS, PHASE_TINTS
+from fulltilt.report.palette import BUCKET_TINTS, PHASE_TINTS, bucket_order
 from fulltilt.report.step import step_picture
 from fulltilt.store import write_text
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fulltilt.records import BUCKETS, Buckets, Ceilings, Ledger, Throughput
+from fulltilt.records import Buckets, Ceilings, Ledger, Throughput
 from fulltilt.report import wording
 from fulltilt.report.markup import Markup, element
 from fulltilt.report.palette import BUCKET_TINTS, PHASE_TINTS
@@ -13,14 +13,6 @@ from fulltilt.report.step import Lane, StepPicture
 BAR_HEIGHT = 40
 # Widths in pixels that a bar has on a desk and on a phone, and that a character of its labels takes.
 DESK_WIDTH, PHONE_WIDTH, CHARACTER_WIDTH = 900, 310, 7.5
-
-
-def bucket_order(ledger: Ledger) -> list[str]:
-    """The buckets that occur, the largest first. Empty for a run that took no time."""
-    if ledger.wall_s <= 0:
-        return []
-    names = [name for name in BUCKETS if getattr(ledger.buckets, name) > 0]
-    return sorted(names, key=lambda name: -getattr(ledger.buckets, name))
 
 
 def bucket_class(name: str) -> str:

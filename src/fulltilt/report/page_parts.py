@@ -9,7 +9,8 @@ from fulltilt.report import wording
 from fulltilt.report.comparison import Row
 from fulltilt.report.loaders import loader_sites, worker_lines
 from fulltilt.report.markup import Child, Markup, element
-from fulltilt.report.page_bars import bucket_order, ledger_bar
+from fulltilt.report.page_bars import ledger_bar
+from fulltilt.report.palette import bucket_order
 
 MOST_LINES = 8
 STATES = {"ok": "passed", "warn": "warning", "fail": "failed", "skip": "skipped"}

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fulltilt.records import BUCKETS, Ledger
+
 
 @dataclass(frozen=True, slots=True)
 class Tint:
@@ -69,3 +71,11 @@ PHASE_TINTS: dict[str, Tint] = {
     "busy": Tint("computing", _COMPUTE, "kernels running"),
     IDLE: Tint("idle", "#80868f", "nothing to do"),
 }
+
+
+def bucket_order(ledger: Ledger) -> list[str]:
+    """The buckets that occur, the largest first: the order of every bar. Empty for a run that took no time."""
+    if ledger.wall_s <= 0:
+        return []
+    names = [name for name in BUCKETS if getattr(ledger.buckets, name) > 0]
+    return sorted(names, key=lambda name: -getattr(ledger.buckets, name))

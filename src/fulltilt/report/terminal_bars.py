@@ -1,15 +1,21 @@
-"""Bars of characters: the ledger in one line, and one step to scale. In colour by colour, else by pattern."""
+"""What the terminal view is made of: bars of characters, the step to scale, headings, hanging text.
+
+Where the screen has colours, parts are told apart by colour, else by pattern.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
+from fulltilt.records import Buckets
 from fulltilt.report import wording
-from fulltilt.report.palette import IDLE, PHASE_TINTS, Tint
+from fulltilt.report.palette import BUCKET_TINTS, IDLE, PHASE_TINTS, Tint
 from fulltilt.report.step import Lane, StepPicture
 
 
@@ -60,6 +66,11 @@ def split_cells(lengths: Sequence[float], width: int) -> list[int]:
     return cells
 
 
+def bucket_parts(buckets: Buckets, order: Iterable[str]) -> list[tuple[Tint, float]]:
+    """Buckets with their tints, in the given order."""
+    return [(BUCKET_TINTS[name], getattr(buckets, name)) for name in order]
+
+
 def ledger_bar(parts: Sequence[tuple[Tint, float]], width: int, ink: Ink) -> Text:
     """One line in which each part has its share of ``width`` characters. Empty parts keep their place and pattern."""
     bar = Text(no_wrap=True)
@@ -100,3 +111,16 @@ def _lane_lines(lane: Lane, scale_s: float, name_width: int, bar_width: int, tim
         figure = f"{wording.seconds(part.length_s)}  {wording.share(part.length_s / scale_s):>5}"
         lines.append(line.append(" " + figure.rjust(time_width + 1), "dim" if part.kind == IDLE else ""))
     return lines
+
+
+def heading(console: Console, name: str, detail: str = "") -> None:
+    """The title of a part, after an empty line."""
+    console.print()
+    console.print(Text(name, "bold underline").append(f"  {detail}" if detail else "", "not bold not underline dim"))
+
+
+def hanging(mark: str, text: Text, indent: int = 4) -> Padding:
+    """Text that wraps under itself, not under its mark."""
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_row(mark, text)
+    return Padding(table, (0, 0, 0, indent), expand=False)

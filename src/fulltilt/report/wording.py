@@ -154,9 +154,14 @@ def deep_facts(deep: DeepRecord) -> list[tuple[str, str]]:
     ]
 
 
+def one_line(text: str) -> str:
+    """Text that is safe to show, on one line."""
+    return clean(" ".join(text.split()))
+
+
 def brief(text: str, most: int) -> str:
     """Code on one line, cut where it is longer than ``most`` characters."""
-    line = " ".join(text.split())
+    line = one_line(text)
     return line if len(line) <= most else line[: most - 1] + "…"
 
 
