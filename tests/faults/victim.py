@@ -142,6 +142,7 @@ def run_here(
 def run(order: Order) -> None:
     """In the child: train, log the chain, exit as a user's command would."""
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # as in a user's own process; ours came from a fork server
     order.out.mkdir(parents=True, exist_ok=True)
     sys.stdout = (order.out / f"stdout.{order.rank}.txt").open("a", buffering=1)
     sys.stderr = (order.out / f"stderr.{order.rank}.txt").open("a", buffering=1)

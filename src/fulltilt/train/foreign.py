@@ -96,14 +96,17 @@ def read_weights(path: Path) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
             return tensorfile.read(path), ()
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0]
         raise UsageError(
-            f"{path} is refused: it holds more than weights, and loading it could run code ({reason[:120]})",
+            f"{path} is refused: it holds more than weights, and loading it could run code ({_reason(error)})",
             "Export its weights with safetensors, or torch.save(model.state_dict()).",
         ) from error
     except (OSError, ValueError, EOFError, RuntimeError, KeyError, AttributeError, TypeError) as error:
-        raise UsageError(f"{path} cannot be read: {str(error).splitlines()[0][:160]}") from error
+        raise UsageError(f"{path} cannot be read: {_reason(error)}") from error
     return _weights_in(content, path)
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:120]
 
 
 def _weights_in(content: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:

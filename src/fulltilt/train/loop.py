@@ -72,7 +72,7 @@ def train(
     stop = StopRequest(settings.max_time_s)
     with stop.listening(), contextlib.ExitStack() as cleanup:
         rig = rig_up(job, settings, out, screen)
-        cleanup.callback(rig.group.close)
+        cleanup.callback(rig.close)
         watchdog = Watchdog(settings.hang_timeout_s, out / f"stacks.rank-{rig.group.ranks.rank}.log")
         cleanup.callback(rig.writer.finish)
         cleanup.enter_context(rig.screen)

@@ -85,6 +85,13 @@ class Rig:
             parts["ema"] = self.ema
         return parts
 
+    def close(self) -> None:
+        """End the loader's workers and leave the group of ranks."""
+        for data in (self.source, self.eval_source):
+            if data is not None:
+                data.close()
+        self.group.close()
+
     def share_buffers(self) -> None:
         """Give every rank the first rank's buffers: running statistics differ, and only one set counts."""
         self.group.copy_from_first(list(self.model.buffers()))

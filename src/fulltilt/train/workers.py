@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,11 +37,20 @@ def look() -> Surroundings:
     return Surroundings(kills, free)
 
 
-def explain(error: BaseException, before: Surroundings, after: Surroundings) -> FulltiltError | None:
-    """The cause and the fix when ``error`` is torch's word for a dead or starved worker; None for any other error."""
+def explain(
+    error: BaseException, before: Surroundings, after: Surroundings, exit_codes: Sequence[int | None] = ()
+) -> FulltiltError | None:
+    """The cause and the fix when ``error`` is torch's word for a dead or starved worker; None for any other error.
+
+    ``exit_codes`` are the workers' own, negative for a signal: torch does not always pass them on.
+    """
     text = str(error)
     shm = after.shm_free_bytes
-    if "shared memory" in text or "bus error" in text.lower() or _died_of(text, signal.SIGBUS):
+
+    def died_of(number: signal.Signals) -> bool:
+        return f"killed by signal: {signal.strsignal(number)}" in text or -number in exit_codes
+
+    if "shared memory" in text or "bus error" in text.lower() or died_of(signal.SIGBUS):
         room = f" ({shm / 2**20:,.0f} MiB free)" if shm is not None else ""
         return MachineError(
             f"a loader worker ran out of shared memory: /dev/shm is too small{room}",
@@ -48,11 +58,11 @@ def explain(error: BaseException, before: Surroundings, after: Surroundings) -> 
         )
     if "DataLoader worker" not in text or ("unexpectedly" not in text and "killed by signal" not in text):
         return None
-    if _died_of(text, signal.SIGKILL):
+    if died_of(signal.SIGKILL):
         killed = before.oom_kills is not None and after.oom_kills is not None and after.oom_kills > before.oom_kills
         cause = "the kernel's OOM killer ended it" if killed else "it got SIGKILL, most likely from the OOM killer"
         return MachineError(f"a loader worker died: {cause}", "Lower workers or prefetch, or give the job more memory.")
-    if _died_of(text, signal.SIGSEGV):
+    if died_of(signal.SIGSEGV):
         return MachineError(
             "a loader worker died of a segmentation fault in native code",
             "Run once with workers: 0 to see which sample or library; do not open HDF5 files before the workers start.",
@@ -61,7 +71,3 @@ def explain(error: BaseException, before: Surroundings, after: Surroundings) -> 
         f"a loader worker died: {text.strip().splitlines()[0][:160]}",
         "Run once with workers: 0 to see the error itself.",
     )
-
-
-def _died_of(text: str, number: signal.Signals) -> bool:
-    return f"killed by signal: {number.name}" in text or f"killed by signal: {signal.strsignal(number)}" in text

@@ -1,0 +1,119 @@
+"""Rows 20 to 22: loader workers that die or hang, a collective that nobody joins, weights that drift apart."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from fulltilt.train.loop import StepEnd
+from fulltilt.train.workers import Surroundings, explain
+from tests.faults import victim
+from tests.faults.ranks import exit_codes
+from tests.faults.victim import Order
+
+
+class Deadly(victim.NoisySamples):
+    """The worker that fetches sample 22 meets its end there."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 22:
+            if self.how == "exit":
+                os._exit(1)
+            if self.how == "sleep":
+                time.sleep(600)
+            os.kill(os.getpid(), getattr(signal, self.how))
+        return super().__getitem__(index)
+
+
+def deadly(order: Order) -> dict[str, Any]:
+    return {"data": Deadly(order.note)}
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("exit", "a loader worker died"),
+        ("SIGKILL", "OOM killer"),
+        ("SIGBUS", "/dev/shm is too small"),
+    ],
+)
+def test_row_20_a_worker_dies(how: str, words: str, tmp_path: Path) -> None:
+    """Seen to fail: without the `except RuntimeError` of `MapSource.steps` the exit code is 1 and the cause is torch's
+    "DataLoader worker … exited unexpectedly"."""
+    assert victim.exit_code(Order(tmp_path, {"workers": 1}, prepare=deadly, note=how)) == 7
+    errors = (tmp_path / "stderr.0.txt").read_text()
+    ours = errors[errors.index("fulltilt:") :]
+    assert words in ours
+    assert "workers" in ours
+    assert len(ours.splitlines()) <= 3
+    assert "Traceback" not in ours
+
+
+def test_row_20_the_kernels_own_counter_is_believed() -> None:
+    error = RuntimeError("DataLoader worker (pid 9) is killed by signal: Killed. ")
+    explained = explain(error, Surroundings(1, None), Surroundings(2, None))
+    assert explained is not None
+    assert explained.what == "a loader worker died: the kernel's OOM killer ended it"
+    assert explain(RuntimeError("shapes do not match"), Surroundings(1, None), Surroundings(2, None)) is None
+
+
+def test_row_21_a_worker_hangs(tmp_path: Path) -> None:
+    """Seen to fail: without `Watchdog._end_everything` the test's own time limit ends the job."""
+    settings = {"workers": 1, "hang_timeout_s": 2.0}
+    child = victim.start(Order(tmp_path, settings, prepare=deadly, note="sleep"))
+    deadline = time.monotonic() + 40
+    family: list[psutil.Process] = []
+    while child.is_alive() and time.monotonic() < deadline:
+        family = psutil.Process(child.pid).children(recursive=True) or family
+        time.sleep(0.05)
+    child.join(1)
+    assert child.exitcode == 7
+    assert family, "there was a worker"
+    assert not [process for process in family if process.is_running() and process.status() != "zombie"]
+    assert "no progress for 2 s while waiting for the data of step" in victim.told(tmp_path)
+    stacks = (tmp_path / "stacks.rank-0.log").read_text()
+    assert "in _epoch" in stacks, "the loop's own stack"
+    assert "test_hangs.py" in stacks, "the worker's stack names the line that hangs"
+
+
+def skip_a_collective(end: StepEnd) -> None:
+    if end.step == 4 and end.rig.group.ranks.rank == 1:
+        time.sleep(600)
+
+
+def test_row_21_a_collective_that_one_rank_never_joins(tmp_path: Path) -> None:
+    """Seen to fail: with the watchdogs off both ranks are alive at the end of the test."""
+    settings = {"hang_timeout_s": 3.0}
+    codes = exit_codes(tmp_path, 2, timeout_s=40, settings=settings, on_step=skip_a_collective)
+    assert None not in codes
+    assert 7 in codes
+    assert all(code != 0 for code in codes)
+
+
+def flip_a_weight(end: StepEnd) -> None:
+    if end.step == 4 and end.rig.group.ranks.rank == 1:
+        with torch.no_grad():
+            weight = end.rig.model.first.weight
+            weight.view(torch.int32)[3, 2] ^= 1
+
+
+def test_row_22_replicas_drift(tmp_path: Path) -> None:
+    """Seen to fail: without `Rig.check_drift` both ranks end with code 0."""
+    codes = exit_codes(tmp_path, 2, settings={"drift_every": 3}, on_step=flip_a_weight)
+    assert codes == [7, 7]
+    assert "the ranks' weights differ at step 6" in victim.told(tmp_path)
+
+
+def test_row_22_healthy_replicas_pass(tmp_path: Path) -> None:
+    assert exit_codes(tmp_path, 2, settings={"drift_every": 1, "epochs": 1}) == [0, 0]

@@ -1,0 +1,142 @@
+"""Rows 10 and 11: signals and the time limit."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from fulltilt.train import find
+from fulltilt.train.loop import StepEnd
+from fulltilt.train.stop import StopRequest
+from tests.faults import victim
+from tests.faults.victim import Order
+
+LONG = {"epochs": 40, "save_every": 200}
+
+
+def signal_at_step_5(end: StepEnd) -> None:
+    if end.step == 5:
+        os.kill(os.getpid(), SENT)
+
+
+SENT = signal.SIGTERM
+
+
+def choose_signal(order: Order) -> None:
+    global SENT
+    SENT = order.note
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_row_10_a_signal_saves_at_the_next_step_and_exits_3(number: signal.Signals, tmp_path: Path) -> None:
+    """Seen to fail: without the handlers of `StopRequest.listening` the process dies of the signal."""
+    order = Order(tmp_path, {"save_every": 200}, prepare=choose_signal, on_step=signal_at_step_5, note=number)
+    assert victim.exit_code(order) == 3
+    assert max(victim.chain(tmp_path)) <= 6
+    found = find.newest_complete(tmp_path / "checkpoints").checkpoint
+    assert found is not None
+    assert found.step == max(victim.chain(tmp_path))
+    assert f"stopped: received {number.name}" in victim.told(tmp_path)
+    assert victim.exit_code(Order(tmp_path, {"save_every": 200})) == 0
+    whole = victim.run_here(tmp_path / "whole", save_every=200)
+    assert victim.chain(tmp_path) == whole
+
+
+def interrupt_twice(end: StepEnd) -> None:
+    if end.step == 5:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+
+
+def test_row_10_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
+    """Seen to fail: without the `raise KeyboardInterrupt` of the handler the run saves and exits 3."""
+    began = time.monotonic()
+    assert victim.exit_code(Order(tmp_path, LONG, on_step=interrupt_twice)) == 130
+    assert time.monotonic() - began < 30
+    assert "a second time" in victim.told(tmp_path)
+
+
+def terminate_at_random(out: Path, settings: dict[str, object], chance: random.Random) -> int | None:
+    child = victim.start(Order(out, settings))
+    chain = out / "chain.0.txt"
+    while child.is_alive() and not chain.exists():
+        time.sleep(0.005)
+    time.sleep(chance.random() * 0.5)
+    if child.pid is not None:
+        os.kill(child.pid, signal.SIGTERM)
+    child.join(30)
+    return child.exitcode
+
+
+def check_termination(out: Path, times: int, seed: int) -> None:
+    chance = random.Random(seed)
+    settings: dict[str, object] = {**LONG, "workers": 1 if seed % 2 else 0}
+    for _ in range(times):
+        assert terminate_at_random(out, settings, chance) == 3, victim.told(out)
+        found = find.newest_complete(out / "checkpoints")
+        assert found.checkpoint is not None
+        assert not found.warnings
+        assert found.checkpoint.step == max(victim.chain(out))
+
+
+def test_row_10_sigterm_at_random_moments(tmp_path: Path) -> None:
+    check_termination(tmp_path, 3, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(10))
+def test_row_10_sigterm_a_hundred_times(seed: int, tmp_path: Path) -> None:
+    check_termination(tmp_path, 10, seed)
+
+
+class SlowSamples(victim.NoisySamples):
+    def __getitem__(self, index: int) -> object:  # type: ignore[override]
+        time.sleep(0.01)
+        return super().__getitem__(index)
+
+
+def slow_down(order: Order) -> dict[str, object]:
+    return {"data": SlowSamples()}
+
+
+def test_row_11_time_limit(tmp_path: Path) -> None:
+    """Seen to fail: without the time check in `StopRequest.step_done` the run goes on to its last step."""
+    began = time.monotonic()
+    settings = {"epochs": 200, "save_every": 10, "max_time_s": 3.0}
+    assert victim.exit_code(Order(tmp_path, settings, prepare=slow_down)) == 3
+    # The child's start is not the run's; what counts is that the run itself ended in time.
+    assert time.monotonic() - began < 3.0 + 12
+    assert "the time limit of 3 s is near" in victim.told(tmp_path)
+    found = find.newest_complete(tmp_path / "checkpoints").checkpoint
+    assert found is not None
+    assert found.step == max(victim.chain(tmp_path))
+
+
+def test_the_time_for_a_save_is_kept_in_reserve() -> None:
+    now = 0.0
+    stop = StopRequest(100.0, clock=lambda: now)
+    for now in range(1, 200):  # noqa: B007 - read by the clock
+        stop.step_done(longest_save_s=20.0)
+        if stop.reason:
+            break
+    assert now == 68  # 100 s less 1.5 saves of 20 s less two steps of 1 s
+
+
+def test_evaluation_and_saves_are_not_taken_for_steps() -> None:
+    now = 0.0
+    stop = StopRequest(100.0, clock=lambda: now)
+    now = 1.0
+    stop.step_done(0.0)
+    now = 50.0
+    stop.pause_done()
+    now = 51.0
+    stop.step_done(0.0)
+    assert stop.reason is None
