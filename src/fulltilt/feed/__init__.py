@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fulltilt.feed import augment
+from fulltilt.feed.hdf5 import Hdf5Loader, hdf5
 from fulltilt.feed.loader import FeedLoader, loader
 
-__all__ = ["FeedLoader", "augment", "loader"]
+__all__ = ["FeedLoader", "Hdf5Loader", "augment", "hdf5", "loader"]

@@ -21,6 +21,7 @@ from fulltilt.feed.bad_samples import BadSamples, Policy
 from fulltilt.feed.disk import CacheFull, DiskStore
 from fulltilt.feed.inspection import Inspection, inspect
 from fulltilt.feed.order import Order
+from fulltilt.feed.places import device_or_default, ranks
 from fulltilt.feed.prefetch import DeviceRing, HostBatch
 from fulltilt.feed.progress import progress
 from fulltilt.feed.readers import Failure, SampleReader, quiet_generators
@@ -73,7 +74,7 @@ def loader(
         residency = settings.residency  # type: ignore[assignment]
     if on_bad_sample not in ("stop", "skip"):
         raise UsageError(f"on_bad_sample is {on_bad_sample!r}", "Choose 'stop' or 'skip'.")
-    found_rank, found_world = _ranks()
+    found_rank, found_world = ranks()
     found = inspect(dataset, checks=checks, policy=on_bad_sample) if collate_fn is None else Inspection(None)
     order = Order(
         samples=len(dataset),
@@ -85,7 +86,7 @@ def loader(
         world_size=found_world if world_size is None else world_size,
         sampler=sampler,
     )
-    device = _device(device)
+    device = device_or_default(device)
     workers = num_workers if num_workers is not None else settings.num_workers
     return FeedLoader(
         dataset,
@@ -362,19 +363,3 @@ class FeedLoader:
     def _warn(self, text: str) -> None:
         self.notes.append(text)
         log.warning(text)
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = torch.device(device)
-    if chosen.type == "cuda" and str(chosen) == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return chosen
-
-
-def _ranks() -> tuple[int, int]:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return 0, 1

@@ -17,7 +17,7 @@ from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -108,6 +108,12 @@ class WorkerPool:
     def release(self, slot: Slot) -> None:
         """The rows of ``slot`` were copied away; it may be filled again."""
         self._free.append(slot)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """End the workers and give their memory back."""

@@ -1,0 +1,229 @@
+"""HDF5 files as rows: read in large blocks along the chunks, in worker processes that open the files themselves.
+
+A data set read with ``h5[i]`` decompresses a whole chunk for one sample; a block reads each chunk once. Handles are
+opened in the process that uses them: one inherited across a fork shares its file position and locks with the parent.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fulltilt.errors import DataError, UsageError
+from fulltilt.feed.readers import Failure
+
+# A block is large enough to amortise a read call and a copy, and small enough that several fit beside a batch.
+BLOCK_BYTES = 16 * 1024**2
+DAMAGED = "The file is cut or damaged: copy it anew."
+
+
+def require_h5py() -> Any:
+    """The module h5py. Raises UsageError that says what to install."""
+    try:
+        import h5py
+    except ImportError as error:
+        raise UsageError("reading HDF5 needs h5py", "Install it with: pip install 'fulltilt[hdf5]'") from error
+    return h5py
+
+
+@dataclass(frozen=True)
+class Column:
+    """One key of the files: what a row of it is."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    row_bytes: int
+    chunk_rows: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive rows of one file, and the samples that begin in them."""
+
+    file: str
+    row: int
+    rows: int
+    global_row: int
+    first_sample: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files and keys as one long table. Sample s is ``window`` rows from row ``s × stride`` on, within one file."""
+
+    files: tuple[str, ...]
+    rows: tuple[int, ...]
+    columns: tuple[Column, ...]
+    window: int | None
+    stride: int
+
+    @property
+    def total_rows(self) -> int:
+        """Rows of all files together."""
+        return sum(self.rows)
+
+    @property
+    def samples(self) -> int:
+        """Samples of all files together; no window crosses from one file into the next."""
+        return sum(self.samples_of(count) for count in self.rows)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row over all keys."""
+        return sum(column.row_bytes for column in self.columns)
+
+    def samples_of(self, rows: int) -> int:
+        """Samples that a file of ``rows`` rows holds."""
+        length = self.window or 1
+        return max(0, (rows - length) // self.stride + 1) if rows >= length else 0
+
+    def first_rows(self) -> torch.Tensor:
+        """The row, counted over all files, at which each sample begins."""
+        starts, before = [], 0
+        for count in self.rows:
+            starts.append(before + torch.arange(self.samples_of(count)) * self.stride)
+            before += count
+        return torch.cat(starts)
+
+    def blocks(self, block_bytes: int = BLOCK_BYTES) -> list[Block]:
+        """All samples in blocks that begin at chunk boundaries. A block holds every row of its samples."""
+        chunk = max(column.chunk_rows for column in self.columns)
+        rows_wanted = max(1, block_bytes // self.row_bytes)
+        aligned = max(chunk, rows_wanted // chunk * chunk)
+        per_block = max(1, aligned // self.stride)
+        overlap = (self.window or 1) - 1
+        found, before_rows, before_samples = [], 0, 0
+        for file, count in zip(self.files, self.rows, strict=True):
+            samples = self.samples_of(count)
+            for first in range(0, samples, per_block):
+                here = min(per_block, samples - first)
+                row = first * self.stride
+                rows = (here - 1) * self.stride + 1 + overlap
+                found.append(Block(file, row, rows, before_rows + row, before_samples + first, here))
+            before_rows += count
+            before_samples += samples
+        return found
+
+
+def describe(files: Sequence[str | Path] | str | Path, keys: Sequence[str], window: int | None, stride: int) -> Source:
+    """Look at the files without reading rows. Raises UsageError for wrong names, DataError for damage."""
+    h5py = require_h5py()
+    names = [files] if isinstance(files, str | Path) else list(files)
+    if not names or not keys:
+        raise UsageError("no HDF5 file or no key was given")
+    if stride < 1 or (window is not None and window < 1):
+        raise UsageError(f"window {window} and stride {stride} must be at least 1")
+    rows: list[int] = []
+    columns: tuple[Column, ...] | None = None
+    for name in names:
+        if not Path(name).exists():
+            raise UsageError(f"the HDF5 file {name} does not exist")
+        try:
+            with h5py.File(name, "r") as file:
+                here = tuple(_column(file, str(name), key) for key in keys)
+                lengths = {key: file[key].shape[0] for key in keys}
+        except OSError as error:
+            raise DataError(
+                f"{name} cannot be read as HDF5: {error}", "The file is cut or damaged: copy it anew."
+            ) from error
+        if len(set(lengths.values())) > 1:
+            raise DataError(f"{name}: its keys differ in length: {lengths}", "Each row needs a value under every key.")
+        if columns is not None and [(c.shape, c.dtype) for c in here] != [(c.shape, c.dtype) for c in columns]:
+            raise DataError(f"{name}: its rows differ in shape or dtype from those of {names[0]}")
+        columns = columns or here
+        rows.append(next(iter(lengths.values())))
+    assert columns is not None
+    source = Source(tuple(str(name) for name in names), tuple(rows), columns, window, stride)
+    if source.samples == 0:
+        raise DataError(f"{', '.join(source.files[:3])}: no sample in {source.total_rows} rows (window {window})")
+    return source
+
+
+def _column(file: Any, name: str, key: str) -> Column:
+    if key not in file:
+        raise UsageError(f"{name} has no key {key!r}", f"It has: {', '.join(sorted(file)) or 'none'}.")
+    data = file[key]
+    if not hasattr(data, "shape") or len(data.shape) == 0:
+        raise UsageError(f"{name}: {key!r} is not an array of rows")
+    import numpy
+
+    try:
+        dtype = torch.from_numpy(numpy.empty(0, dtype=data.dtype)).dtype
+    except TypeError as error:
+        raise UsageError(f"{name}: {key!r} holds {data.dtype}, which torch does not have") from error
+    shape = tuple(int(size) for size in data.shape[1:])
+    row_bytes = int(data.dtype.itemsize)
+    for size in shape:
+        row_bytes *= size
+    return Column(key, shape, dtype, row_bytes, int(data.chunks[0]) if data.chunks else 1)
+
+
+class BlockReader:
+    """Reads blocks by number, for the worker pool: the keys of a block lie one after the other in its bytes."""
+
+    def __init__(self, source: Source, blocks: list[Block]) -> None:
+        self.source = source
+        self.blocks = blocks
+        self._open: dict[str, Any] = {}
+        self._pid = os.getpid()
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the largest block."""
+        most = max(block.rows for block in self.blocks)
+        return sum(_aligned(most * column.row_bytes) for column in self.source.columns)
+
+    def opened_in_worker(self) -> None:
+        """Called once in a worker process before its first read."""
+        self._forget_inherited()
+
+    def read(self, indices: torch.Tensor, rows: torch.Tensor, epoch: int) -> list[Failure]:  # noqa: ARG002
+        """Read block ``indices[i]`` into ``rows[i]``."""
+        self._forget_inherited()
+        failures = []
+        for position, number in enumerate(indices.tolist()):
+            block = self.blocks[number]
+            for column, part in self.parts(block, rows[position]):
+                try:
+                    data = self._file(block.file)[column.key]
+                    import numpy
+
+                    data.read_direct(part.numpy(), numpy.s_[block.row : block.row + block.rows])
+                except (OSError, KeyError, ValueError) as error:
+                    where = f"{block.file}, key {column.key}, rows {block.row} to {block.row + block.rows}"
+                    failures.append(Failure(number, "corrupt", f"{where}: {error}", block.file))
+                    break
+        return failures
+
+    def parts(self, block: Block, row: torch.Tensor) -> list[tuple[Column, torch.Tensor]]:
+        """The keys of a block as tensors over its bytes."""
+        offset, found = 0, []
+        most = max(candidate.rows for candidate in self.blocks)
+        for column in self.source.columns:
+            part = row[offset : offset + block.rows * column.row_bytes]
+            found.append((column, part.view(column.dtype).view(block.rows, *column.shape)))
+            offset += _aligned(most * column.row_bytes)
+        return found
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = require_h5py().File(name, "r")
+        return self._open[name]
+
+    def _forget_inherited(self) -> None:
+        if self._pid != os.getpid():
+            self._open, self._pid = {}, os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"source": self.source, "blocks": self.blocks, "_open": {}, "_pid": -1}
+
+
+def _aligned(count: int) -> int:
+    return -(-count // 16) * 16

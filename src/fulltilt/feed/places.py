@@ -1,0 +1,23 @@
+"""Where a loader runs: its device and its rank, unless the user names them."""
+
+from __future__ import annotations
+
+import torch
+
+
+def device_or_default(device: torch.device | str | None) -> torch.device:
+    """``device`` with its index; without one, the current GPU or else the CPU."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and str(chosen) == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return chosen
+
+
+def ranks() -> tuple[int, int]:
+    """Rank and world size of a running torch.distributed job; 0 and 1 without one."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1

@@ -1,0 +1,182 @@
+"""HDF5: every sample once and unchanged, resident or streamed, with windows, several files and several ranks."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from fulltilt import feed
+from fulltilt.errors import DataError, UsageError
+from fulltilt.feed.hdf5_blocks import BlockReader, Source, describe
+
+h5py = pytest.importorskip("h5py")
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Two files of 250 and 130 rows; x holds the row's number in the whole, y its negative."""
+    made, before = [], 0
+    for number, rows in enumerate((250, 130)):
+        path = tmp_path / f"{number}.h5"
+        values = np.arange(before, before + rows)
+        with h5py.File(path, "w") as file:
+            x = np.repeat(values.astype("f4")[:, None], 5, axis=1)
+            file.create_dataset("x", data=x, chunks=(32, 5), compression="gzip")
+            file.create_dataset("y", data=-values.astype("i8"), chunks=(50,))
+            file.create_dataset("group/z", data=values.astype("u1"))
+        made.append(path)
+        before += rows
+    return made
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    original = Source.blocks
+    monkeypatch.setattr(Source, "blocks", lambda self, block_bytes=1400: original(self, block_bytes))
+
+
+def rows_of(loader):
+    return [int(value) for x, y in loader for value in x[:, 0]]
+
+
+@pytest.mark.parametrize("residency", ["auto", "none"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_row_once_with_its_label(files, small_blocks, residency, workers):
+    with feed.hdf5(files, ["x", "y"], 32, residency=residency, num_workers=workers, mixing_rows=120) as loader:
+        orders = []
+        for _ in range(3):
+            batches = list(loader)
+            assert len(batches) == len(loader) == 12
+            for x, y in batches:
+                assert torch.equal(x[:, 0], -y.float())
+                assert bool((x == x[:, :1]).all())
+            orders.append([int(v) for _, y in batches for v in -y])
+            assert sorted(orders[-1]) == list(range(380))
+        assert orders[0] != orders[1]
+
+
+def test_without_shuffle_the_order_is_that_of_the_files(files, small_blocks):
+    for residency in ("ram", "none"):
+        with feed.hdf5(files, ["x", "y"], 50, residency=residency, shuffle=False, num_workers=2) as loader:
+            assert rows_of(loader) == list(range(380))
+
+
+def test_above_memory_samples_mix_within_the_window_that_is_stated(files, small_blocks):
+    with feed.hdf5(files, ["x", "y"], 20, residency="none", num_workers=0, mixing_rows=130) as loader:
+        assert loader.tier == "none"
+        assert 100 <= loader.mixing <= 150
+        order = rows_of(loader)
+    neighbours = sum(abs(a - b) == 1 for a, b in itertools.pairwise(order))
+    assert neighbours < 20  # sequential reading would give 379
+    with feed.hdf5(files, ["x", "y"], 20, residency="ram", num_workers=0) as loader:
+        assert loader.mixing == 380
+
+
+@pytest.mark.parametrize("residency", ["ram", "none"])
+@pytest.mark.parametrize("stride", [1, 3])
+def test_windows_overlap_and_never_cross_a_file(files, small_blocks, residency, stride):
+    with feed.hdf5(
+        files, ["x", "y"], 16, window=8, stride=stride, residency=residency, num_workers=2, mixing_rows=100
+    ) as loader:
+        seen = []
+        for x, y in loader:
+            assert x.shape[1:] == (8, 5)
+            start = x[:, 0, 0]
+            assert torch.equal(x[:, :, 0], start[:, None] + torch.arange(8))
+            assert torch.equal(y, -(start + 7).long())  # the label of the window's last row
+            seen += start.int().tolist()
+    expected = [*range(0, 250 - 7, stride), *(250 + s for s in range(0, 130 - 7, stride))]
+    assert sorted(seen) == expected
+
+
+def test_overlapping_windows_are_stored_once(files):
+    with feed.hdf5(files, ["x"], 16, window=8, window_keys=["x"], num_workers=0) as loader:
+        loader.fill()
+        assert [tuple(column.shape) for column in loader._resident.columns] == [(380, 5)]
+        assert len(loader) == -(-(243 + 123) // 16)
+
+
+def test_ranks_take_equally_many_batches_and_no_sample_twice(files, small_blocks):
+    for residency in ("ram", "none"):
+        seen, lengths = [], set()
+        for rank in range(3):
+            with feed.hdf5(
+                files, ["x", "y"], 10, residency=residency, rank=rank, world_size=3, num_workers=0, drop_last=True
+            ) as loader:
+                batches = list(loader)
+                lengths.add(len(batches))
+                assert len(batches) == len(loader)
+                seen += [int(v) for _, y in batches for v in -y]
+        assert len(lengths) == 1
+        assert len(seen) - len(set(seen)) <= 2
+
+
+def test_blocks_begin_at_chunk_boundaries(files):
+    source = describe(files, ["x", "y"], None, 1)
+    blocks = source.blocks(28 * 70)
+    assert {block.row % 50 for block in blocks} == {0}
+    assert sum(block.samples for block in blocks) == 380
+    whole = source.blocks()
+    assert len(whole) == 2  # one read a file
+
+
+def test_a_handle_is_never_used_across_a_fork(files):
+    reader = BlockReader(source := describe(files, ["x"], None, 1), source.blocks())
+    row = torch.zeros(1, reader.block_bytes, dtype=torch.uint8)
+    assert reader.read(torch.tensor([0]), row, 0) == []
+    mine = reader._open[str(files[0])]
+    pid = os.fork()
+    if pid == 0:
+        reader.opened_in_worker()
+        reader.read(torch.tensor([0]), row, 0)
+        os._exit(0 if reader._open[str(files[0])] is not mine else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert pickle.loads(pickle.dumps(reader))._open == {}
+
+
+def test_samples_are_augmented_by_their_number_in_the_whole(files, small_blocks):
+    def by_row(**options):
+        noise = [feed.augment.GaussianNoise(0.25)]
+        with feed.hdf5(files, ["x", "y"], num_workers=0, augment=noise, **options) as loader:
+            return {int(y): row for x, ys in loader for row, y in zip(x, ys, strict=True)}
+
+    left, right = by_row(batch_size=19, residency="none", mixing_rows=90), by_row(batch_size=64, residency="ram")
+    assert left.keys() == right.keys()
+    assert all(torch.equal(row, right[key]) for key, row in left.items())
+
+
+@pytest.mark.parametrize("residency", ["ram", "none"])
+def test_a_cut_file_is_named_with_its_key(files, residency):
+    size = files[0].stat().st_size
+    os.truncate(files[0], size // 2)
+    with pytest.raises(DataError, match=r"0\.h5"):
+        list(feed.hdf5(files, ["x", "y"], 10, residency=residency, num_workers=2))
+
+
+def test_damage_in_a_chunk_names_file_key_and_rows(files):
+    with h5py.File(files[1], "r") as file:
+        chunk = file["x"].id.get_chunk_info(1)
+    with files[1].open("r+b") as raw:
+        raw.seek(chunk.byte_offset)
+        raw.write(b"\0" * chunk.size)
+    with pytest.raises(DataError, match=r"1\.h5, key x, rows"):
+        list(feed.hdf5(files, ["x", "y"], 10, residency="ram", num_workers=2))
+
+
+def test_mistakes_are_told(files, tmp_path):
+    with pytest.raises(UsageError, match=r"has no key 'q'"):
+        feed.hdf5(files, ["q"], 4)
+    with pytest.raises(UsageError, match="does not exist"):
+        feed.hdf5(tmp_path / "none.h5", ["x"], 4)
+    with pytest.raises(DataError, match="no sample in"):
+        feed.hdf5(files, ["x"], 4, window=1000)
+    with pytest.raises(UsageError, match="window_keys"):
+        feed.hdf5(files, ["x"], 4, window=3, window_keys=["y"])
+    (tmp_path / "text.h5").write_text("no HDF5 at all")
+    with pytest.raises(DataError, match="cannot be read as HDF5"):
+        feed.hdf5(tmp_path / "text.h5", ["x"], 4)
