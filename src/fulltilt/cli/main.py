@@ -42,7 +42,8 @@ def _root(
 def main(arguments: list[str] | None = None) -> None:
     """Run one verb and exit with its code; without any, show the help."""
     arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    for verb in VERBS:
+    # One verb alone starts faster; help and wrong verbs need them all.
+    for verb in arguments[:1] if arguments[0] in VERBS else VERBS:
         importlib.import_module(f"fulltilt.cli.{verb}").register(app)
     try:
         code = app(args=arguments, prog_name="fulltilt", standalone_mode=False)

@@ -14,8 +14,10 @@ from fulltilt.records import GpuProcess, JobProcess
 # `fulltilt run` sets this in the environment of the job, and thereby of every process under it.
 RUN_FOLDER_VARIABLE = "FULLTILT_RUN_DIR"
 
-# Looking at every process of a large machine takes a tenth of a second.
+# Looking at every process of a large machine takes a tenth of a second. Workers come and go with every epoch: to see
+# them, the tree of each job is walked more often than the job itself could afford.
 _SCAN_SHARE = 0.01
+_WALK_SHARE = 0.01
 
 
 class JobProbe:
@@ -41,7 +43,9 @@ class JobProbe:
             for pid, folder in self._folders.items()
             if folder is not None and self._folders.get(self._parents[pid]) != folder and pid not in covered
         ]
-        self._trees = {pid: self._trees.get(pid) or ProcessTree(pid, self._clock) for pid in (*names, *roots)}
+        self._trees = {
+            pid: self._trees.get(pid) or ProcessTree(pid, self._clock, _WALK_SHARE) for pid in (*names, *roots)
+        }
         jobs = [self._describe(pid, names.get(pid)) for pid in (*names, *roots)]
         return tuple(job for job in jobs if job.name is not None or job.pid in names)  # roots that have not ended
 

@@ -20,10 +20,13 @@ _PSS_AT_ONCE_S = 0.05
 class ProcessTree:
     """The process ``root_pid`` and everything it started."""
 
-    def __init__(self, root_pid: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, root_pid: int, clock: Callable[[], float] = time.monotonic, walk_share: float = _WALK_SHARE
+    ) -> None:
+        """``walk_share`` of a core may go into finding the members; a monitor outside of the job may spend more."""
         self.root_pid = root_pid
         self._clock = clock
-        self._walks = Ration(_WALK_SHARE)
+        self._walks = Ration(walk_share)
         self._first_pss = Ration(_PSS_SHARE, _PSS_FIRST_CREDIT_S)
         self._next_pss = Ration(_PSS_SHARE)
         self._members: dict[int, psutil.Process] = {}
