@@ -5,5 +5,6 @@ from __future__ import annotations
 from fulltilt.feed import augment
 from fulltilt.feed.hdf5 import Hdf5Loader, hdf5
 from fulltilt.feed.loader import FeedLoader, loader
+from fulltilt.feed.text import TextLoader, Tokens, text, tokenise
 
-__all__ = ["FeedLoader", "Hdf5Loader", "augment", "hdf5", "loader"]
+__all__ = ["FeedLoader", "Hdf5Loader", "TextLoader", "Tokens", "augment", "hdf5", "loader", "text", "tokenise"]

@@ -9,6 +9,7 @@ not fixed-shape tensors  torch's DataLoader with tuned settings
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ log = logging.getLogger("fulltilt.feed")
 
 # Steps after which the model's own memory is known: weights, activations, optimizer states (made in the first step).
 SETTLED_AFTER_BATCHES = 3
+# The part of an epoch that comparing kept samples with the data set may take.
+CHECK_SHARE = 0.002
 
 
 def loader(
@@ -127,6 +130,8 @@ class FeedLoader:
         self._epoch = 0
         self._next_batch = 0
         self._resume_at = 0
+        self._epochs_served = 0
+        self._last_epoch_s = self._check_s = 0.0
         self._found_random: Failure | None = None
         self._stock: StockLoader | None = None
         self._supply: Supply | None = None
@@ -217,6 +222,7 @@ class FeedLoader:
                 self._settle(model_has_run=False)
         elif supply.store is not None:
             self._check(supply, epoch)
+        began_s = time.monotonic()
         batches = self.order.batches(epoch)[start:]
         leaves_of_batches = (
             self._resident(supply.store, batches)
@@ -227,6 +233,7 @@ class FeedLoader:
             if number == SETTLED_AFTER_BATCHES + 1 and self._residence.wanted and not self._residence.decided:
                 self._settle(model_has_run=True)
             yield self._layout.build(leaves), indices
+        self._last_epoch_s = time.monotonic() - began_s
         self._end_epoch(supply)
 
     def _resident(
@@ -325,10 +332,19 @@ class FeedLoader:
             self._note(note)
 
     def _check(self, supply: Supply, epoch: int) -> None:
-        """Two kept samples against the data set itself, other ones each epoch."""
+        """Two kept samples against the data set itself, other ones each time.
+
+        At the start of every epoch, unless that would take a noticeable part of it: then ever more rarely.
+        """
         assert supply.store is not None
+        self._epochs_served += 1
+        rarely = self._epochs_served & (self._epochs_served - 1) == 0
+        if self._check_s > CHECK_SHARE * self._last_epoch_s and not rarely:
+            return
+        began_s = time.monotonic()
         with quiet_generators(self.dataset):
             changed = self._residence.changed_sample(supply.store, epoch)
+        self._check_s = time.monotonic() - began_s
         if changed is not None:
             self._drop(f"sample {changed} is not what the data set returns now; what was kept is no longer served")
 

@@ -1,0 +1,288 @@
+"""``feed.text``: pre-tokenised text in batches of like lengths, assembled on the device.
+
+Tokens of all samples lie end to end in one tensor. Each epoch is shuffled; within windows of the shuffled order
+samples are sorted by length and cut into batches, and the batches are shuffled again. A sample thus meets others of
+its length out of a random window, other ones in each epoch, and hardly a token is padding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fulltilt.errors import DataError, UsageError
+from fulltilt.feed.places import device_or_default, ranks
+from fulltilt.feed.progress import progress
+
+# Samples in a window, in batches: large enough that lengths within a batch are nearly equal, small against the epoch.
+WINDOW_BATCHES = 64
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids of all samples end to end (int32), and where each sample begins; the last offset is the end."""
+
+    flat: torch.Tensor
+    offsets: torch.Tensor
+
+    @classmethod
+    def of(cls, sequences: Iterable[Sequence[int]], *, max_length: int | None = None) -> Tokens:
+        """Tokens from lists of ids, each cut to ``max_length``."""
+        ids: list[int] = []
+        offsets = [0]
+        for sequence in sequences:
+            ids.extend(sequence[:max_length] if max_length is not None else sequence)
+            offsets.append(len(ids))
+        return cls(torch.tensor(ids, dtype=torch.int32), torch.tensor(offsets, dtype=torch.int64))
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Tokens of each sample."""
+        return self.offsets.diff()
+
+    def save(self, path: str | Path) -> None:
+        """Write them to ``path``, whole or not at all."""
+        path = Path(path)
+        making = path.with_name(path.name + ".new")
+        torch.save({"flat": self.flat, "offsets": self.offsets}, making)
+        making.replace(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokens:
+        """Read what ``save`` wrote. Raises DataError."""
+        try:
+            read = torch.load(path, weights_only=True)
+            return cls(read["flat"], read["offsets"])
+        except FileNotFoundError as error:
+            raise UsageError(f"{path} does not exist") from error
+        except Exception as error:
+            raise DataError(f"{path} does not hold tokens: {error}", "Tokenise the texts anew.") from error
+
+
+def tokenise(
+    texts: Sequence[str], tokenizer: Callable[..., Any], *, max_length: int | None = None, shown: bool | None = None
+) -> Tokens:
+    """Run ``tokenizer`` (a list of texts to ``input_ids``) over all texts once, a thousand at a time."""
+    ids: list[list[int]] = []
+    starts = range(0, len(texts), 1000)
+    for start in progress(starts, len(starts), "Tokenising", shown=shown):
+        found = tokenizer(list(texts[start : start + 1000]))
+        ids += found["input_ids"] if not isinstance(found, list) else found
+    return Tokens.of(ids, max_length=max_length)
+
+
+# --------------------------------------------------------------------------- which samples go together
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How samples are put into batches: by count, or by a budget of tokens with padding."""
+
+    batch_size: int | None = None
+    tokens_per_batch: int | None = None
+    window: int | None = None
+    multiple: int = 8
+    shuffle: bool = True
+    seed: int = 0
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.batch_size is None) == (self.tokens_per_batch is None):
+            raise UsageError("give either batch_size or tokens_per_batch")
+        if min(self.batch_size or 1, self.tokens_per_batch or 1, self.multiple, self.window or 1) < 1:
+            raise UsageError("batch_size, tokens_per_batch, window and multiple must be at least 1")
+
+    def batches(self, lengths: torch.Tensor, epoch: int, world_size: int = 1) -> list[torch.Tensor]:
+        """The batches of ``epoch`` for all ranks: batches r, r + world_size, … are rank r's, and of like length."""
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        count = len(lengths)
+        order = torch.randperm(count, generator=generator) if self.shuffle else torch.arange(count)
+        window = self.window or WINDOW_BATCHES * self._typical_batch(lengths)
+        found: list[torch.Tensor] = []
+        left: list[torch.Tensor] = []
+        for part in torch.split(order, window):
+            cut = self._cut(self._sorted(part, lengths), lengths)
+            # Only one batch of an epoch is short, not one of each window: their last ones are put together.
+            if self.batch_size is not None and cut and len(cut[-1]) < self.batch_size:
+                left.append(cut.pop())
+            found += cut
+        if left:
+            found += self._cut(self._sorted(torch.cat(left), lengths), lengths)
+        if self.drop_last and self.batch_size is not None:
+            found = [batch for batch in found if len(batch) == self.batch_size]
+        return self._mixed(found, generator, world_size)
+
+    def _sorted(self, part: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        # Stable, so that samples of one length keep their random order.
+        return part[torch.sort(lengths[part], stable=True).indices] if self.shuffle else part
+
+    def _cut(self, part: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:
+        if self.batch_size is not None:
+            return list(torch.split(part, self.batch_size))
+        assert self.tokens_per_batch is not None
+        cut, start, longest = [], 0, 0
+        for position, length in enumerate(lengths[part].tolist()):
+            longest_then = max(longest, padded_length(length, self.multiple))
+            if position > start and longest_then * (position - start + 1) > self.tokens_per_batch:
+                cut.append(part[start:position])
+                start, longest_then = position, padded_length(length, self.multiple)
+            longest = longest_then
+        return [*cut, part[start:]]
+
+    def _mixed(self, found: list[torch.Tensor], generator: torch.Generator, world_size: int) -> list[torch.Tensor]:
+        """Shuffle batches in groups of one for each rank, so that the ranks of a step have like amounts of work."""
+        if world_size > 1:
+            short = -len(found) % world_size
+            found = found + (found * world_size)[:short]  # repeated, as DistributedSampler does: no rank may wait
+        if not self.shuffle:
+            return found
+        groups = [found[start : start + world_size] for start in range(0, len(found), world_size)]
+        return [batch for group in torch.randperm(len(groups), generator=generator).tolist() for batch in groups[group]]
+
+    def _typical_batch(self, lengths: torch.Tensor) -> int:
+        if self.batch_size is not None:
+            return self.batch_size
+        assert self.tokens_per_batch is not None
+        return max(1, self.tokens_per_batch // max(1, int(lengths.float().mean())))
+
+
+def padded_length(length: int, multiple: int) -> int:
+    """``length`` rounded up to ``multiple``: few different shapes for compiled models and tensor cores."""
+    return max(multiple, math.ceil(length / multiple) * multiple)
+
+
+def padding_waste(lengths: torch.Tensor, batches: Iterable[torch.Tensor], multiple: int = 1) -> float:
+    """The share of all tokens that is padding, 0 to 1."""
+    real = padded = 0
+    for batch in batches:
+        inside = lengths[batch]
+        real += int(inside.sum())
+        padded += len(batch) * padded_length(int(inside.max()), multiple)
+    return 1 - real / padded if padded else 0.0
+
+
+# --------------------------------------------------------------------------- the loader
+
+
+def text(
+    tokens: Tokens | Iterable[Sequence[int]],
+    labels: Any = None,
+    *,
+    batch_size: int | None = None,
+    tokens_per_batch: int | None = None,
+    window: int | None = None,
+    pad_id: int = 0,
+    multiple: int = 8,
+    max_length: int | None = None,
+    shuffle: bool = True,
+    drop_last: bool = False,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> TextLoader:
+    """Batches ``{"input_ids", "attention_mask", "labels"}`` of like lengths, on the device.
+
+    By count (``batch_size``) or by budget (``tokens_per_batch``, padding included). ``window`` is how many shuffled
+    samples are sorted together. ``loader.padding_waste`` is measured over the batches served. Raises UsageError.
+    """
+    if not isinstance(tokens, Tokens):
+        tokens = Tokens.of(tokens, max_length=max_length)
+    count = len(tokens.lengths)
+    if count == 0:
+        raise DataError("there is no text to train on")
+    label_tensor = None if labels is None else torch.as_tensor(labels)
+    if label_tensor is not None and len(label_tensor) != count:
+        raise DataError(f"there are {count} texts and {len(label_tensor)} labels")
+    found_rank, found_world = ranks()
+    return TextLoader(
+        tokens,
+        label_tensor,
+        Batching(batch_size, tokens_per_batch, window, multiple, shuffle, seed, drop_last),
+        pad_id=pad_id,
+        device=device_or_default(device),
+        rank=found_rank if rank is None else rank,
+        world_size=found_world if world_size is None else world_size,
+    )
+
+
+class TextLoader:
+    """What ``feed.text`` returns."""
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        labels: torch.Tensor | None,
+        batching: Batching,
+        *,
+        pad_id: int,
+        device: torch.device,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self.batching, self.device = batching, device
+        self.rank, self.world_size = rank, world_size
+        self.pad_id = pad_id
+        self.lengths = tokens.lengths
+        # Token ids are a few bytes a sample: they are always resident.
+        self._flat = tokens.flat.to(device)
+        self._offsets = tokens.offsets.to(device)
+        self._labels = labels.to(device) if labels is not None else None
+        self._next_epoch = 0
+        self._real = self._padded = 0
+        self._planner = ThreadPoolExecutor(1, thread_name_prefix="fulltilt-order")
+        self._planned: dict[int, Future[list[torch.Tensor]]] = {}
+
+    @property
+    def padding_waste(self) -> float | None:
+        """The share of the tokens served so far that was padding; None before the first batch."""
+        return 1 - self._real / self._padded if self._padded else None
+
+    def __len__(self) -> int:
+        """Batches of the epoch that comes next; with a token budget it may differ by a few between epochs."""
+        return len(self._plan(self._next_epoch))
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch that the next iteration draws."""
+        self._next_epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        epoch = self._next_epoch
+        self._next_epoch = epoch + 1
+        batches = self._plan(epoch)
+        self._planned = {epoch + 1: self._planner.submit(self._make_plan, epoch + 1)}
+        if not batches:
+            return
+        # What the host has to know of each batch, and the indices of all of them, in one step each.
+        longest = [int(self.lengths[batch].max()) for batch in batches]
+        real = [int(self.lengths[batch].sum()) for batch in batches]
+        every = torch.split(torch.cat(batches).to(self.device), [len(batch) for batch in batches])
+        for picks, most, tokens in zip(every, longest, real, strict=True):
+            width = padded_length(most, self.batching.multiple)
+            self._real += tokens
+            self._padded += width * len(picks)
+            yield self._assemble(picks, width)
+
+    def _assemble(self, picks: torch.Tensor, width: int) -> dict[str, torch.Tensor]:
+        start, stop = self._offsets[picks][:, None], self._offsets[picks + 1][:, None]
+        places = start + torch.arange(width, device=self.device)
+        inside = places < stop
+        ids = self._flat[places.clamp(max=len(self._flat) - 1)].long()
+        batch = {"input_ids": torch.where(inside, ids, self.pad_id), "attention_mask": inside.long()}
+        if self._labels is not None:
+            batch["labels"] = self._labels[picks]
+        return batch
+
+    def _plan(self, epoch: int) -> list[torch.Tensor]:
+        if epoch not in self._planned:
+            self._planned = {epoch: self._planner.submit(self._make_plan, epoch)}
+        return self._planned[epoch].result()
+
+    def _make_plan(self, epoch: int) -> list[torch.Tensor]:
+        return self.batching.batches(self.lengths, epoch, self.world_size)[self.rank :: self.world_size]

@@ -1,0 +1,124 @@
+"""Text: every sample once, hardly any padding, random all the same, within the token budget, even over ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fulltilt import feed
+from fulltilt.errors import DataError, UsageError
+from fulltilt.feed.text import Batching, Tokens, padded_length, padding_waste, tokenise
+
+
+def sequences(count=500):
+    lengths = torch.randint(1, 60, (count,), generator=torch.Generator().manual_seed(0)).tolist()
+    return [[number + 1] * length for number, length in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 16}, {"tokens_per_batch": 512}])
+def test_every_text_once_and_unchanged(options):
+    texts = sequences()
+    loader = feed.text(texts, labels=list(range(500)), **options)
+    orders = []
+    for _ in range(2):
+        assert len(loader) > 0
+        expected, seen = len(loader), []
+        batches = list(loader)
+        assert len(batches) == expected
+        for batch in batches:
+            for ids, mask, label in zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True):
+                assert ids[mask.bool()].tolist() == texts[int(label)]
+                assert int(ids[~mask.bool()].sum()) == 0
+            seen += batch["labels"].tolist()
+        assert sorted(seen) == list(range(500))
+        orders.append(seen)
+    assert orders[0] != orders[1]
+
+
+def test_padding_is_measured_and_small():
+    texts = sequences(2000)
+    loader = feed.text(texts, batch_size=32)
+    assert loader.padding_waste is None
+    padded = real = 0
+    for batch in loader:
+        padded += batch["input_ids"].numel()
+        real += int(batch["attention_mask"].sum())
+    assert loader.padding_waste == pytest.approx(1 - real / padded)
+    lengths = Tokens.of(texts).lengths
+    unsorted = padding_waste(lengths, torch.split(torch.randperm(2000), 32), 8)
+    assert loader.padding_waste < 0.15 < unsorted
+
+
+def test_batches_are_not_the_same_company_in_each_epoch():
+    lengths = Tokens.of(sequences(2000)).lengths
+    batching = Batching(batch_size=16, window=512)
+    first, second = ({frozenset(batch.tolist()) for batch in batching.batches(lengths, epoch)} for epoch in (0, 1))
+    assert len(first & second) < 3
+    # Nor does training see short texts first: the lengths of consecutive batches are not sorted.
+    means = torch.stack([lengths[batch].float().mean() for batch in batching.batches(lengths, 0)])
+    correlation = torch.corrcoef(torch.stack([torch.arange(len(means)).float(), means]))[0, 1]
+    assert abs(float(correlation)) < 0.3
+
+
+@given(
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=120),
+    budget=st.integers(64, 800),
+    multiple=st.sampled_from([1, 8]),
+    world=st.integers(1, 4),
+    epoch=st.integers(0, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_token_budget_holds_and_ranks_are_even(lengths, budget, multiple, world, epoch):
+    sizes = torch.tensor(lengths)
+    batches = Batching(tokens_per_batch=budget, multiple=multiple, window=50).batches(sizes, epoch, world)
+    assert len(batches) % world == 0
+    assert {int(i) for batch in batches for i in batch} == set(range(len(lengths)))
+    for batch in batches:
+        cost = len(batch) * padded_length(int(sizes[batch].max()), multiple)
+        assert cost <= budget or len(batch) == 1
+    if world == 1:
+        assert sum(len(batch) for batch in batches) == len(lengths)
+
+
+def test_drop_last_keeps_one_size():
+    lengths = Tokens.of(sequences(500)).lengths
+    batches = Batching(batch_size=16, drop_last=True).batches(lengths, 0)
+    assert {len(batch) for batch in batches} == {16}
+    assert len(batches) == 500 // 16
+
+
+def test_ranks_share_the_epoch():
+    seen = []
+    for rank in range(3):
+        loader = feed.text(sequences(200), labels=list(range(200)), batch_size=8, rank=rank, world_size=3)
+        seen += [label for batch in loader for label in batch["labels"].tolist()]
+    assert set(seen) == set(range(200))
+
+
+def test_texts_are_tokenised_once_and_kept(tmp_path):
+    calls = []
+
+    def tokenizer(texts):
+        calls.append(len(texts))
+        return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
+
+    tokens = tokenise(["abc", "d", "ef"] * 700, tokenizer, max_length=2)
+    assert calls == [1000, 1000, 100]
+    assert tokens.lengths[:3].tolist() == [2, 1, 2]
+    tokens.save(tmp_path / "tokens.pt")
+    again = Tokens.load(tmp_path / "tokens.pt")
+    assert torch.equal(again.flat, tokens.flat)
+    (tmp_path / "tokens.pt").write_bytes(b"torn")
+    with pytest.raises(DataError, match="does not hold tokens"):
+        Tokens.load(tmp_path / "tokens.pt")
+
+
+def test_mistakes_are_told():
+    with pytest.raises(UsageError, match="either batch_size or tokens_per_batch"):
+        feed.text(sequences(4))
+    with pytest.raises(DataError, match="4 texts and 3 labels"):
+        feed.text(sequences(4), [1, 2, 3], batch_size=2)
+    with pytest.raises(DataError, match="no text"):
+        feed.text([], batch_size=2)
