@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import os
 import sys
 import time
@@ -82,23 +81,32 @@ class _TorchWatcher(importlib.abc.MetaPathFinder):
     """Lets torch be imported as ever and is called back when that is done."""
 
     def find_spec(
-        self, name: str, _path: Sequence[str] | None, _target: ModuleType | None = None
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """The spec that the other finders give for torch, with a call behind the end of its execution."""
         if name != "torch":
             return None
-        with contextlib.suppress(ValueError):
-            sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
+        spec = self._found_by_others(path, target)
         loader: Any = spec.loader if spec is not None else None
         if loader is None:
             return spec
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
+            # Not before: many libraries ask for torch's spec only to see whether it is installed.
+            with contextlib.suppress(ValueError):
+                sys.meta_path.remove(self)
             del loader.exec_module
             execute(module)
             start(module)
 
         loader.exec_module = exec_module
         return spec
+
+    def _found_by_others(
+        self, path: Sequence[str] | None, target: ModuleType | None
+    ) -> importlib.machinery.ModuleSpec | None:
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec("torch", path, target)) is not None:
+                return spec
+        return None
