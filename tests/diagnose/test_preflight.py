@@ -190,6 +190,12 @@ def test_a_good_machine_passes_every_line() -> None:
             "64 MiB free, 0 B needed: 0 workers",
         ),
         ("/dev/shm", {"shm_free_bytes": None}, "skip", "there is none"),
+        (
+            "/dev/shm",
+            {"mem_limit_bytes": GIB, "plan": LoaderPlan(8, 4, 100 * MIB)},
+            "fail",
+            "1 GiB allowed, 3.1 GiB needed: 8 workers × 4 × 100 MiB",
+        ),
         ("data", {"storage": None}, "skip", "not looked at"),
         ("data", {"storage": SLOW}, "warn", "on a hard disk, 90 MB/s and 80 files/s uncached"),
         ("data", {"storage": FAST}, "ok", "on NVMe, 1.8 GB/s and 4,000 files/s uncached"),
@@ -225,6 +231,7 @@ def test_each_trouble_is_told_with_its_figure(name: str, changes: dict[str, Any]
     ("name", "changes", "remedy"),
     [
         ("/dev/shm", {"shm_free_bytes": 64 * MIB, "plan": LoaderPlan(8, 4, 100 * MIB)}, "--shm-size=4g"),
+        ("/dev/shm", {"mem_limit_bytes": GIB, "plan": LoaderPlan(8, 4, 100 * MIB)}, "docker run --memory=4g"),
         ("CPUs", {"cpu": cpu(16, 16, 0.5)}, "Size workers and threads by 1,"),
         ("CPUs", {"cpu": cpu(16, 16, 3.9), "plan": LoaderPlan(workers=12)}, "Start from 3 workers:"),
         ("CUDA", {"cuda": "13.0"}, "a torch built for CUDA 12."),

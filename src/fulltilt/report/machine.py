@@ -55,8 +55,9 @@ def _facts(machine: Machine, host: HostReading, storage: StorageReading | None) 
         yield "GPU", "none"
     load = "" if host.load_1min is None else f", load {host.load_1min:.1f}"
     yield "CPUs", f"{machine.cpu.usable:g} usable of {machine.cpu.present} present{load}"
-    limit = "" if machine.mem_limit_bytes is None else f", limit {wording.size(machine.mem_limit_bytes)}"
-    memory = f"{wording.size(host.mem_used_bytes)} used of {wording.size(machine.mem_total_bytes)}{limit}"
+    allowed, present = machine.mem_limit_bytes, wording.size(machine.mem_total_bytes)
+    cap = present if allowed is None else f"{wording.size(allowed)} allowed ({present} present)"
+    memory = f"{wording.size(host.mem_used_bytes)} used of {cap}"
     shared = f"/dev/shm {wording.size(machine.shm_free_bytes)} free of {wording.size(machine.shm_total_bytes)}"
     yield "memory", f"{memory}; {shared if machine.shm_total_bytes is not None else 'no /dev/shm'}"
     driver = "no NVIDIA driver" if machine.driver is None else f"driver {machine.driver}{_cuda(machine.driver_cuda)}"

@@ -61,6 +61,10 @@ def check_shm(machine: Machine, plan: LoaderPlan, limits: PreflightLimits) -> Ch
     """Do the batches that the workers hold ready fit into shared memory?"""
     if machine.shm_free_bytes is None:
         return CheckLine("/dev/shm", "skip", "there is none here")
+    free, said, flag = machine.shm_free_bytes, "free", "--shm-size"
+    if machine.mem_limit_bytes is not None and machine.mem_limit_bytes < free:
+        # What lies in shared memory counts against the memory limit too.
+        free, said, flag = machine.mem_limit_bytes, "allowed", "--memory"
     workers = whole_cpus(machine) if plan.workers is None else plan.workers
     prefetch = limits.prefetch if plan.prefetch is None else plan.prefetch
     batch_bytes = limits.batch_bytes if plan.batch_bytes is None else plan.batch_bytes
@@ -68,15 +72,15 @@ def check_shm(machine: Machine, plan: LoaderPlan, limits: PreflightLimits) -> Ch
     given = {"workers": plan.workers, "prefetch": plan.prefetch, "batch": plan.batch_bytes}
     assumed = [name for name, value in given.items() if value is None]
     figure = (
-        f"{memory(machine.shm_free_bytes)} free, {memory(need)} needed: "
+        f"{memory(free)} {said}, {memory(need)} needed: "
         f"{plural(workers, 'worker')} × {prefetch} × {memory(batch_bytes)}"
     )
     if assumed:
         figure += " (assumed)" if len(assumed) == len(given) else f" ({' and '.join(assumed)} assumed)"
-    if need <= limits.shm_share * machine.shm_free_bytes:
+    if need <= limits.shm_share * free:
         return CheckLine("/dev/shm", "ok", figure)
     # An assumption proves nothing: only what the user named can fail.
-    fails = need > machine.shm_free_bytes and not assumed
+    fails = need > free and not assumed
     wanted_gib = math.ceil(need / limits.shm_share / GIB)
-    remedy = f"Enlarge it (docker run --shm-size={wanted_gib}g), or use fewer workers or a smaller prefetch."
+    remedy = f"Enlarge it (docker run {flag}={wanted_gib}g), or use fewer workers or a smaller prefetch."
     return CheckLine("/dev/shm", "fail" if fails else "warn", figure, remedy)
