@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import math
 import re
@@ -58,7 +59,7 @@ def read(path: Path) -> dict[str, Any]:
 def parse(given: Mapping[str, Any], record: type[Record], source: str = "settings") -> Record:
     """A frozen record from plain values. No unknown key is accepted; durations may be written as ``11h``."""
     fields = {field.name: field for field in dataclasses.fields(record)}  # type: ignore[arg-type]
-    kinds = get_type_hints(record)
+    kinds = _hints(record)
     problems, values = [], {}
     for key, value in given.items():
         if key not in fields:
@@ -74,6 +75,11 @@ def parse(given: Mapping[str, Any], record: type[Record], source: str = "setting
             return made
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     raise UsageError("\n".join([f"{count} in {source}:", *problems]))
+
+
+@functools.cache
+def _hints(record: type[Any]) -> dict[str, Any]:
+    return get_type_hints(record)
 
 
 def _suggestion(key: object, known: Mapping[str, Any]) -> str:

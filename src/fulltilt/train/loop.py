@@ -97,7 +97,6 @@ class Loop:
         rig.screen.begin(rig)
         while progress.epoch < rig.epochs and not self._steps_used_up():
             self._epoch()
-        self._save()
         self._wait_for_disk()
         rig.screen.end(self.metrics)
         best, newest = rig.history.best, rig.writer.newest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -152,7 +153,7 @@ class BatchSource:
         drawn = iter(self.iterable)
         for _ in range(consumed):
             next(drawn, None)
-        while taken := [batch for batch, _ in zip(drawn, range(self.accumulation), strict=False)]:
+        while taken := list(itertools.islice(drawn, self.accumulation)):
             consumed += len(taken)
             samples = sum(batches.size(batch) for batch in taken) * self.world
             span = f"batches {consumed - len(taken)} to {consumed - 1} of epoch {epoch}"

@@ -35,7 +35,7 @@ class Totals:
         sums, weights = self._by_name()
         if group is not None and not group.alone:
             # A rank that got no sample does not know the names yet.
-            names = sorted({name for known in group.gather(sorted(sums)) for name in known})
+            names = list(dict.fromkeys(name for known in group.gather(list(sums)) for name in known))
             rows = [[known.get(name, 0.0) for name in names] for known in (sums, weights)]
             totals, counts = group.sum_(torch.tensor(rows, dtype=torch.float64)).tolist()
             sums, weights = dict(zip(names, totals, strict=True)), dict(zip(names, counts, strict=True))

@@ -1,0 +1,84 @@
+"""One, two and four ranks over gloo: the same batches, the same weights, and a resume with another number of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fulltilt.train import checkpoint, find
+from fulltilt.train.loop import StepEnd
+from tests.faults import victim
+from tests.faults.ranks import exit_codes
+from tests.faults.victim import Order
+
+
+class Plain:
+    """A loss without randomness or batch statistics, so that ranks may be compared with one process."""
+
+    def __call__(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        inputs, labels = batch
+        outputs = model.last(torch.relu(model.first(inputs))).squeeze(1)
+        value = torch.nn.functional.binary_cross_entropy_with_logits(outputs, labels.float())
+        return value, {"accuracy": ((outputs > 0) == labels).float().mean()}
+
+
+def plain(order: Order) -> dict[str, Any]:
+    return {"loss": Plain()}
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    found = find.newest_complete(out / "checkpoints").checkpoint
+    assert found is not None
+    return checkpoint.load(found.folder)[0]
+
+
+def ids(out: Path, rank: int = 0) -> list[list[int]]:
+    return [[int(n) for n in re.findall(r"\d+", line.split("samples")[1])] for line in victim.chain(out, rank).values()]
+
+
+def test_ranks_train_what_one_process_trains(tmp_path: Path) -> None:
+    """Batch 9 over 44 samples: parts are uneven, and in the last step one of the four ranks has nothing to do."""
+    settings = {"batch_size": 9, "epochs": 2, "save_every": 4, "optimizer": "sgd"}
+    assert victim.exit_code(Order(tmp_path / "one", settings, prepare=plain)) == 0
+    alone = weights(tmp_path / "one")
+    logged = (tmp_path / "one" / "metrics.csv").read_text().splitlines()[-1].split(",")[2:]
+    for world in (2, 4):
+        out = tmp_path / str(world)
+        assert exit_codes(out, world, settings=settings, prepare=plain) == [0] * world, victim.told(out)
+        assert ids(out) == ids(tmp_path / "one")
+        for name, tensor in weights(out).items():
+            torch.testing.assert_close(tensor, alone[name], rtol=1e-4, atol=1e-6, msg=name)
+        told = (out / "metrics.csv").read_text().splitlines()[-1].split(",")[2:]
+        torch.testing.assert_close([float(x) for x in told], [float(x) for x in logged], rtol=1e-4, atol=1e-6)
+
+
+def stop_rank_0(end: StepEnd) -> None:
+    import os
+    import signal
+
+    if end.step == 4 and end.rig.group.ranks.rank == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_two_ranks_stop_together_and_resume_bit_for_bit(tmp_path: Path) -> None:
+    """Dropout, batch norm and augmentation differ between the ranks; each gets its own random state back."""
+    assert exit_codes(tmp_path / "whole", 2) == [0, 0]
+    assert exit_codes(tmp_path / "cut", 2, on_step=stop_rank_0) == [3, 3]
+    assert max(victim.chain(tmp_path / "cut", 0)) == max(victim.chain(tmp_path / "cut", 1)) <= 6
+    assert exit_codes(tmp_path / "cut", 2) == [0, 0]
+    weights_whole, weights_cut = weights(tmp_path / "whole"), weights(tmp_path / "cut")
+    assert all(torch.equal(weights_whole[name], weights_cut[name]) for name in weights_whole)
+    assert victim.chain(tmp_path / "cut") == victim.chain(tmp_path / "whole")
+
+
+def test_one_rank_goes_on_where_two_stopped(tmp_path: Path) -> None:
+    settings = {"epochs": 1, "save_every": 2}
+    assert exit_codes(tmp_path, 2, settings=settings, on_step=stop_rank_0) == [3, 3]
+    done = len(victim.chain(tmp_path))
+    assert victim.exit_code(Order(tmp_path, settings)) == 0
+    used = ids(tmp_path)
+    assert len(used) == 6 > done
+    assert sorted(index for step in used for index in step) == list(range(44))

@@ -1,0 +1,94 @@
+"""Places, parts and lines of several ranks; the hash that finds drift."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fulltilt.errors import UsageError
+from fulltilt.train import batches
+from fulltilt.train.distributed import Ranks, bit_hash, detect, device_lines, divided, part_of
+
+
+def test_torchrun_slurm_and_neither() -> None:
+    torchrun = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert detect(torchrun) == Ranks(3, 8, 1, 2)
+    srun = {
+        "SLURM_PROCID": "5",
+        "SLURM_STEP_NUM_TASKS": "8",
+        "SLURM_LOCALID": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+        "SLURM_STEP_ID": "0",
+    }
+    assert detect(srun) == Ranks(5, 8, 1, 4)
+    assert detect({**torchrun, **srun}) == Ranks(3, 8, 1, 2), "torchrun inside a Slurm job speaks for itself"
+    assert detect({}) == Ranks()
+    assert detect({"SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}) == Ranks(), "a batch script is no srun step"
+    with pytest.raises(UsageError):
+        detect({"RANK": "x", "WORLD_SIZE": "2"})
+
+
+@given(st.integers(0, 500), st.integers(1, 16))
+def test_parts_add_up(total: int, world: int) -> None:
+    parts = [part_of(total, Ranks(rank, world)) for rank in range(world)]
+    assert sum(parts) == total
+    assert max(parts) - min(parts) <= 1
+
+
+def test_the_guides_lines() -> None:
+    assert device_lines(["Tesla T4", "Tesla T4"]) == [
+        "Using 2 GPUs for training",
+        "GPU 0: Tesla T4",
+        "GPU 1: Tesla T4",
+    ]
+    assert device_lines([]) == []
+    assert divided(32, 8, Ranks(0, 2)) == "batch 32 = 2 ranks × 16; workers 8 = 4 a rank"
+    with pytest.raises(UsageError, match="cannot be divided among 4 ranks"):
+        divided(3, 0, Ranks(0, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.uint8])
+def test_one_flipped_bit_changes_the_hash(dtype: torch.dtype) -> None:
+    tensor = torch.arange(100).to(dtype)
+    before = bit_hash([tensor, tensor])
+    assert bit_hash([tensor.clone(), tensor]) == before
+    assert 0 <= before < 2**52
+    assert float(before) == before
+    flipped = tensor.clone()
+    flipped.view(torch.uint8)[37] ^= 4
+    assert bit_hash([flipped, tensor]) != before
+    assert bit_hash([tensor.flip(0), tensor]) != before
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.arange(10),
+        (torch.arange(10), torch.arange(20).view(10, 2)),
+        {"x": torch.arange(10), "names": [f"n{i}" for i in range(10)], "scale": 3.0},
+        [torch.arange(10), {"y": torch.zeros(10, 1)}],
+    ],
+    ids=["tensor", "tuple", "dict", "nested"],
+)
+def test_batches_are_split_whatever_their_structure(batch: object) -> None:
+    assert batches.size(batch) == 10
+    parts = list(batches.split(batch, 4))
+    assert [count for _, count in parts] == [4, 4, 2]
+    assert [batches.size(part) for part, _ in parts] == [4, 4, 2]
+    assert type(parts[0][0]) is type(batch)
+
+
+def test_what_belongs_to_the_whole_batch_stays_whole() -> None:
+    batch = {"x": torch.arange(6), "names": list("abcdef"), "weight": torch.tensor(2.0), "table": torch.zeros(3, 2)}
+    second = list(batches.split(batch, 4))[1][0]
+    assert second["x"].tolist() == [4, 5]
+    assert second["names"] == ["e", "f"]
+    assert second["weight"] == 2.0
+    assert second["table"].shape == (3, 2)
+
+
+def test_a_batch_without_samples_is_told() -> None:
+    with pytest.raises(UsageError, match="how many samples"):
+        batches.size(object())
