@@ -1,0 +1,1 @@
+"""Jobs of the zoo that need a GPU."""

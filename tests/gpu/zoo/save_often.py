@@ -1,0 +1,28 @@
+"""A model of 400 MB is saved after every 20 steps."""
+
+import tempfile
+from pathlib import Path
+
+import torch
+from stopwatch import Stopwatch
+from torch import nn
+
+watch = Stopwatch(torch.cuda.synchronize)
+model = nn.Sequential(*(nn.Sequential(nn.Linear(4096, 4096), nn.ReLU()) for _ in range(12)))
+model = model.to("cuda", torch.bfloat16)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
+inputs = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+labels = torch.randint(4096, (4096,), device="cuda")
+
+with tempfile.TemporaryDirectory() as folder:
+    while watch.seconds < 3:
+        for _ in range(20):
+            loss = nn.functional.cross_entropy(model(inputs), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            watch.step(len(inputs))
+        torch.cuda.synchronize()
+        with watch.part("checkpoint"):
+            torch.save(model.state_dict(), Path(folder) / "latest.pt")  # <- here
+watch.tell()

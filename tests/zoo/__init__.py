@@ -1,0 +1,1 @@
+"""Small training jobs with a known cause each: what `fulltilt run` says about them must be true."""

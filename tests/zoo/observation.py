@@ -1,0 +1,265 @@
+"""Runs a job of the zoo under `fulltilt run` and compares what Fulltilt says with what the job itself counted."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fulltilt import store
+from fulltilt.records import Run
+from tests.zoo.catalogue import ZOO, Specimen
+
+RATE_TOLERANCE = 0.03
+UNATTRIBUTED_TOLERANCE = 0.03
+SHARE_TOLERANCE = 0.05
+CPUS = 2
+SHM_MEGABYTES = 16
+MEMORY_LIMIT_BYTES = 2_000_000_000
+LONGEST_S = 90
+
+
+class NotPossibleHere(Exception):
+    """This machine does not allow the surroundings that a job needs."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A job that has run: what it told of itself, and Fulltilt's answer."""
+
+    specimen: Specimen
+    exit_code: int
+    output: str
+    errors: str
+    truth: dict[str, Any]
+    answer: dict[str, Any]
+    run: Run
+
+    @property
+    def found(self) -> dict[str, Any]:
+        """The first finding; empty when there is none."""
+        return next(iter(self.answer["findings"]), {})
+
+    def share(self, bucket: str) -> float:
+        """A bucket as a share of the training part."""
+        return float(self.answer["ledger"]["buckets"][f"{bucket}_s"]) / float(self.truth["seconds"])
+
+    @property
+    def unattributed_share(self) -> float:
+        """Wall time that nobody can explain, less what a kill may lose."""
+        ledger = self.answer["ledger"]
+        return max(0.0, float(ledger["buckets"]["unattributed_s"]) - self.specimen.lost_s) / float(ledger["wall_s"])
+
+    @property
+    def rates(self) -> tuple[float | None, float]:
+        """Fulltilt's rate and the true one: samples a second, or steps where there is nothing to count."""
+        if self.specimen.counts_samples:
+            return self.answer["throughput"]["samples_per_s"], self.truth["samples_after_first"] / self.truth["seconds"]
+        return self.answer["throughput"]["steps_per_s"], (self.truth["steps"] - 1) / self.truth["seconds"]
+
+    def __str__(self) -> str:
+        throughput = self.answer["throughput"]
+        buckets = {name: round(value, 3) for name, value in self.answer["ledger"]["buckets"].items() if value}
+        findings = [
+            f"  {f['code']} {f['share']:.0%} {f['severity']} {f['where']} {f['predicted_speedup']}\n    "
+            + "\n    ".join(f["evidence"])
+            for f in self.answer["findings"]
+        ]
+        return "\n".join(
+            [
+                f"truth: {json.dumps(self.truth)}",
+                f"verdict: {self.answer['verdict']['sentence']}",
+                f"ledger: {self.answer['ledger']['wall_s']:.3f} s {buckets}",
+                f"throughput: {throughput}",
+                "findings:",
+                *findings,
+                f"remarks: {[note for rank in self.run.ranks for note in rank.notes]}",
+                f"stderr: {self.errors[-2000:]}",
+            ]
+        )
+
+
+# --------------------------------------------------------------------------- running
+
+
+def observe(specimen: Specimen, folder: Path) -> Observation:
+    """Run a job under `fulltilt run`. Raises NotPossibleHere."""
+    out = folder / "run"
+    with _surroundings(specimen) as (prefix, enter):
+        done = subprocess.run(
+            [*prefix, sys.executable, "-m", "fulltilt", "run", "--out", str(out), *_job(specimen)],
+            cwd=specimen.folder if specimen.launch == "module" else folder,
+            env={**os.environ, "PYTHONPATH": str(ZOO), "TMPDIR": str(folder)},
+            preexec_fn=enter,
+            capture_output=True,
+            text=True,
+            timeout=LONGEST_S,
+            check=False,
+        )
+    told = [line.removeprefix("TRUTH ") for line in done.stdout.splitlines() if line.startswith("TRUTH ")]
+    if len(told) != 1 or not (out / store.FINDINGS_FILE).exists():
+        raise AssertionError(f"{specimen} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
+    return Observation(
+        specimen,
+        done.returncode,
+        done.stdout,
+        done.stderr,
+        json.loads(told[0]),
+        store.read_json(out / store.FINDINGS_FILE),
+        store.load(out),
+    )
+
+
+def _job(specimen: Specimen) -> list[str]:
+    if specimen.launch == "module":
+        return ["-m", specimen.script.removesuffix(".py").replace("/", "."), *specimen.arguments]
+    launcher = ["--", "torchrun", "--standalone", "--nproc-per-node=2"] if specimen.launch == "torchrun" else []
+    return [*launcher, str(specimen.path), *specimen.arguments]
+
+
+@contextlib.contextmanager
+def _surroundings(specimen: Specimen) -> Iterator[tuple[list[str], Callable[[], None]]]:
+    """A command prefix, and what the child does first: jobs without a GPU get two CPUs on every machine alike."""
+    prefix: list[str] = []
+    procs: Path | None = None
+    cpus = None if specimen.on_gpu else CPUS
+    with contextlib.ExitStack() as stack:
+        if specimen.surroundings == "small_shm":
+            prefix = _with_small_shm()
+        elif specimen.surroundings == "little_memory":
+            procs = stack.enter_context(_memory_group()) / "cgroup.procs"
+        elif specimen.surroundings == "neighbour":
+            stack.enter_context(_neighbour(specimen.folder / "neighbour.py"))
+        yield prefix, functools.partial(_enter, cpus, procs)
+
+
+def _enter(cpus: int | None, procs: Path | None) -> None:
+    if cpus is not None and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cpus])
+    if procs is not None:
+        procs.write_text(str(os.getpid()))
+
+
+def _with_small_shm() -> list[str]:
+    """A command prefix that gives a process a /dev/shm of its own, as small as some containers have it."""
+    mount = f'mount -t tmpfs -o size={SHM_MEGABYTES}m tmpfs /dev/shm && exec "$@"'
+    for unshare in (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"]):
+        prefix = [*unshare, "sh", "-c", mount, "sh"]
+        with contextlib.suppress(OSError):
+            if subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode == 0:
+                return prefix
+    raise NotPossibleHere("no private mount namespace (unshare --mount)")
+
+
+@contextlib.contextmanager
+def _neighbour(script: Path) -> Iterator[None]:
+    """Another process that is at work as long as the block lasts."""
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            if not process.stdout.readline():
+                raise NotPossibleHere(f"{script.name} did not start")
+            yield
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
+def _memory_group() -> Iterator[Path]:
+    """A control group below ours with a memory limit."""
+    for parent, limit in _memory_parents():
+        try:
+            group = Path(tempfile.mkdtemp(prefix="fulltilt-zoo-", dir=parent))
+        except OSError:
+            continue
+        try:
+            (group / limit).write_text(str(MEMORY_LIMIT_BYTES))
+        except OSError:
+            group.rmdir()
+            continue
+        try:
+            yield group
+        finally:
+            group.rmdir()
+        return
+    raise NotPossibleHere("no control group with a memory limit may be made")
+
+
+def _memory_parents() -> Iterator[tuple[Path, str]]:
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            yield Path("/sys/fs/cgroup/memory", path.lstrip("/")), "memory.limit_in_bytes"
+        elif not controllers:
+            yield Path("/sys/fs/cgroup", path.lstrip("/")), "memory.max"
+
+
+# --------------------------------------------------------------------------- comparing
+
+
+def problems(seen: Observation) -> list[str]:
+    """What Fulltilt got wrong, in words; empty when everything is right."""
+    return [*_wrong_end(seen), *_wrong_cause(seen), *_wrong_counts(seen), *_wrong_times(seen)]
+
+
+def _wrong_end(seen: Observation) -> Iterator[str]:
+    specimen = seen.specimen
+    if seen.exit_code != specimen.exit_code:
+        yield f"exit code {seen.exit_code}, not the job's own {specimen.exit_code}"
+    if specimen.says and specimen.says not in seen.errors:
+        yield f"the job's own last words are missing from its stderr: {specimen.says}"
+    traceback = seen.errors.partition("Traceback")[2]
+    if "fulltilt/timeline" in traceback and specimen.says is None:
+        yield "a traceback of Fulltilt's own"
+
+
+def _wrong_cause(seen: Observation) -> Iterator[str]:
+    code, where = seen.found.get("code", seen.answer["verdict"]["code"]), seen.found.get("where")
+    if code != seen.specimen.code:
+        yield f"the first finding is {code}, not {seen.specimen.code}"
+    marked = seen.specimen.marked_lines()
+    if marked and (where is None or Path(where).name not in marked):
+        yield f"the cause stands at {' or '.join(sorted(marked))}, not at {where}"
+
+
+def _wrong_counts(seen: Observation) -> Iterator[str]:
+    truth, throughput = seen.truth, seen.answer["throughput"]
+    samples = truth["samples"] if seen.specimen.counts_samples else None
+    if seen.specimen.lost_s:
+        lost = truth["steps"] - throughput["steps"]
+        most = seen.specimen.lost_s * truth["steps"] / truth["seconds"]
+        if not 0 <= lost <= most:
+            yield f"{throughput['steps']} steps of {truth['steps']}: at most {most:.0f} may be lost"
+        return
+    if throughput["steps"] != truth["steps"]:
+        yield f"{throughput['steps']} steps, not {truth['steps']}"
+    if throughput["samples"] != samples:
+        yield f"{throughput['samples']} samples, not {samples}"
+    skipped = sum(span.skipped_steps for span in seen.run.spans[0])
+    if skipped != truth.get("skipped", 0):
+        yield f"{skipped} skipped steps, not {truth.get('skipped', 0)}"
+
+
+def _wrong_times(seen: Observation) -> Iterator[str]:
+    rate, true_rate = seen.rates
+    if not seen.specimen.too_short_to_rate and (rate is None or abs(rate / true_rate - 1) > RATE_TOLERANCE):
+        yield f"{rate} a second, not {true_rate:.2f}"
+    if seen.unattributed_share > UNATTRIBUTED_TOLERANCE:
+        yield f"{seen.unattributed_share:.1%} of the wall time are unattributed"
+    lost = seen.specimen.lost_s / seen.truth["seconds"]
+    for bucket in seen.specimen.measured:
+        true_share = seen.truth["parts"][bucket] / seen.truth["seconds"]
+        low, high = true_share * (1 - lost) - SHARE_TOLERANCE, true_share + SHARE_TOLERANCE
+        if not low <= seen.share(bucket) <= high:
+            yield f"{bucket} takes {seen.share(bucket):.1%} of the training part, not {true_share:.1%}"
+    for bucket, (low, high) in seen.specimen.shares.items():
+        if not low <= seen.share(bucket) <= high:
+            yield f"{bucket} takes {seen.share(bucket):.1%} of the training part, not {low:.0%} to {high:.0%}"

@@ -1,0 +1,1 @@
+"""A training job that is started as a module."""
