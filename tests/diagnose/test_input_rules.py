@@ -90,9 +90,9 @@ def test_serial_loading_says_how_many_workers_its_cost_needs() -> None:
 
 def test_serial_loading_on_few_cpus_promises_only_what_they_can_carry() -> None:
     finding = found(input_serial(gather(serial(cpus=2.0, wait_s=90.0, cpu_s=90.0))))
-    # One worker beside the training: no more than 1 / 0.9 whatever it costs.
-    assert finding.predicted_speedup == (1.11, 1.11)
-    assert "num_workers=1" in finding.fix
+    # Both CPUs full: 2 / (0.9 + 0.1) of the time that one takes now.
+    assert finding.predicted_speedup == (1.33, 2.0)
+    assert "num_workers=2" in finding.fix
     assert "a cheaper fetch must give the rest" in finding.fix
 
 
@@ -149,8 +149,8 @@ def test_busy_workers_are_raised_to_what_is_needed() -> None:
 
 
 def test_busy_workers_that_fill_the_cpus_need_a_cheaper_line() -> None:
-    finding = found(input_cpu_bound(gather(fed(workers(), cpus=3.0))))
-    assert finding.fix.startswith("Make decode (dataset.py:48) cheaper")
+    finding = found(input_cpu_bound(gather(fed(workers(), cpus=2.0))))
+    assert finding.fix.startswith("Make decode (dataset.py:48) cheaper: 2 workers and the training fill the CPUs")
     # The line takes 71 % of a fetch: half of it gone is 1.55 ×; all of it is more than the wait allows.
     assert finding.predicted_speedup == (1.55, 2.63)
 
@@ -167,6 +167,8 @@ def test_waiting_workers_are_raised_beyond_the_cpus_and_the_data_staged() -> Non
     assert "2 workers at 162 ms a batch, 93 % waiting, not computing, idle 2.4 % of the time" in finding.evidence
     assert "the workers read 5 GB from storage, 50 MB/s" in finding.evidence
     assert "num_workers 2 → 5" in finding.fix
+    idle_disk = found(input_io_bound(gather(fed(workers(**IO_WORKERS, read_bytes=4096)))))
+    assert "the workers read only 4.1 kB from storage: they wait for a lock, a sleep or a service" in idle_disk.evidence
     staged = StorageReading("/data", "nfs4", kind="network", total_bytes=12_000_000_000, fits_in_ram=True)
     run = run_of(*run.ranks, spans=run.spans, run={"data": staged})
     finding = found(input_io_bound(gather(run)))

@@ -85,7 +85,7 @@ def test_workers_that_queue_are_too_many() -> None:
         "the workers spend 80 % of their runnable time in that queue",
     )
     assert finding.fix == (
-        "Lower num_workers 8 → 1 at train.py:31: DataLoader(..., num_workers=1). "
+        "Lower num_workers 8 → 2 at train.py:31: DataLoader(..., num_workers=2). "
         "And give the training 1 thread: torch.set_num_threads(1)."
     )
     assert finding.predicted_speedup == (1.0, 2.1)

@@ -28,12 +28,13 @@ class Thresholds:
     # -- the loader: which part of it limits
     cpu_bound_share: float = 0.5  # more than half of a fetch on, or queueing for, a CPU: computing, not waiting
     idle_workers_share: float = 0.3  # workers with nothing to do for a third of their time are not the limit
+    storage_read_bytes_per_s: float = 1e6  # less than a megabyte a second keeps no disk and no network busy
     handover_share: float = 0.5  # more CPU in pickling and rebuilding than in fetching, or than in real waiting
     spare_capacity: float = 2.0  # workers that could give twice what arrives are not the limit either
     starved_share: float = 0.9  # training that waits nine tenths of its time takes all that the loader gives
     never_idle_share: float = 0.05  # workers idle less than this are at their full rate
     queueing_share: float = 0.4  # two runnable processes for each CPU queue half of their time
-    crowded_cpus: float = 1.5  # workers and threads for each usable CPU from which queueing is their own doing
+    crowded_cpus: float = 2.0  # workers and threads for each usable CPU from which queueing is their own doing
 
     # -- what to expect from a change
     recovered_low: float = 0.5  # half of a cause removed is the cautious end of a prediction

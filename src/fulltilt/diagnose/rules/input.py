@@ -5,7 +5,16 @@ from __future__ import annotations
 from fulltilt.diagnose.evidence import Evidence
 from fulltilt.diagnose.gains import Gain, amdahl, gain
 from fulltilt.diagnose.rules.staffing import Staffing, gain_without_wait, plan_workers, workers_unmeasured
-from fulltilt.diagnose.rules.wording import Judgement, at, found, line_cost, rates, rewritten, time_spent
+from fulltilt.diagnose.rules.wording import (
+    Judgement,
+    at,
+    costliest_line,
+    found,
+    line_cost,
+    rates,
+    rewritten,
+    time_spent,
+)
 from fulltilt.diagnose.supply import Limit, Supply
 from fulltilt.diagnose.words import count, number, percent, seconds, size
 from fulltilt.records import Finding, FindingCode, HotLine, LoaderRecord
@@ -30,7 +39,7 @@ def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
             f"num_workers=0: the training thread fetches each batch itself, {seconds(supply.batch_s)} a batch, "
             f"{percent(supply.busy_share or 0.0)} of it on the CPU"
         )
-    if (line := _worker_line(evidence)) and loader.wait_s > 0:
+    if (line := costliest_line(evidence)) and loader.wait_s > 0:
         facts.append(f"of the fetching, {line_cost(line, loader.wait_s)}")
     facts += _known(rates(evidence))
     plan = plan_workers(evidence)
@@ -95,7 +104,7 @@ def _workers_limit(evidence: Evidence, code: FindingCode, limit: Limit) -> Judge
     if evidence.limit is not limit or loader is None or supply is None:
         return None
     wait_s = evidence.buckets.data_wait_s
-    line = _worker_line(evidence)
+    line = costliest_line(evidence)
     facts = [time_spent(evidence, "waiting for data", wait_s), _worker_time(supply, limit)]
     if line and evidence.workers:
         facts.append(f"of the workers' fetching, {line_cost(line, evidence.workers.fetch_s)}")
@@ -135,20 +144,23 @@ def _cheaper_fetch(evidence: Evidence, loader: LoaderRecord, limit: Limit, line:
     place = f"{line.function} ({line.where})" if line else f"the data set {loader.dataset}"
     if limit is Limit.IO:
         return (
-            f"Make {place} wait less: {loader.num_workers} workers already wait side by side. "
+            f"Make {place} wait less: {count('worker', loader.num_workers)} already wait side by side. "
             "Read larger pieces at a time, or keep what was read."
         )
     return (
-        f"Make {place} cheaper: the {loader.num_workers} workers leave no room for more ({_cpus(evidence)}). "
+        f"Make {place} cheaper: {count('worker', loader.num_workers)} and the training fill the CPUs "
+        f"({_cpus(evidence)}). "
         "Do its deterministic part once and store the result, work on smaller inputs, or move it to the GPU."
     )
 
 
 def _storage_facts(evidence: Evidence) -> list[str]:
     facts = []
-    if evidence.workers and evidence.workers.read_bytes:
-        read = evidence.workers.read_bytes
+    read = evidence.workers.read_bytes if evidence.workers else None
+    if read is not None and read >= evidence.thresholds.storage_read_bytes_per_s * evidence.active_s:
         facts.append(f"the workers read {size(read)} from storage, {size(read / max(evidence.active_s, 1e-9))}/s")
+    elif read is not None:
+        facts.append(f"the workers read only {size(read)} from storage: they wait for a lock, a sleep or a service")
     data = evidence.run.run.data
     if data and data.kind != "unknown":
         facts.append(f"the data in {data.path} lies on {data.kind} ({data.filesystem or 'file system unknown'})")
@@ -163,10 +175,6 @@ def _stage_data(evidence: Evidence) -> str:
 
 
 # --------------------------------------------------------------------------- shared by the rules above
-
-
-def _worker_line(evidence: Evidence) -> HotLine | None:
-    return max(evidence.workers.lines, key=lambda line: line.seconds, default=None) if evidence.workers else None
 
 
 def _line_gain(evidence: Evidence, line: HotLine | None) -> Gain:

@@ -5,8 +5,18 @@ from __future__ import annotations
 from fulltilt.diagnose.evidence import Evidence, crowding
 from fulltilt.diagnose.gains import amdahl, by_speeding_up, gain
 from fulltilt.diagnose.gpus import clock_ratio, training_samples
-from fulltilt.diagnose.rules.wording import Judgement, Severity, at, found, rewritten, time_spent
-from fulltilt.diagnose.supply import is_crowded
+from fulltilt.diagnose.rules.staffing import allowed_workers
+from fulltilt.diagnose.rules.wording import (
+    Judgement,
+    Severity,
+    at,
+    costliest_line,
+    found,
+    line_cost,
+    rewritten,
+    time_spent,
+)
+from fulltilt.diagnose.supply import Limit, is_crowded
 from fulltilt.diagnose.words import capital, count, number, percent, size
 from fulltilt.records import Abstention
 
@@ -82,8 +92,8 @@ def cpu_oversubscribed(evidence: Evidence) -> Judgement:
         return None
     if supply is None or supply.queueing_share is None:
         return Abstention("cpu_oversubscribed", "how long the workers waited for a CPU")
-    if not is_crowded(supply, demand, limits):
-        return None
+    if not is_crowded(supply, demand, limits) or evidence.limit not in (Limit.CROWDED, Limit.NOTHING):
+        return None  # when another part of the input sets its rate, queueing is beside the point
     threads = (rank.torch_threads or 1) if not evidence.on_gpu else 1
     # What the queueing can have slowed down: waiting for data, and on a CPU job the computing beside it.
     slowed_s = evidence.buckets.data_wait_s + (0.0 if evidence.on_gpu else evidence.buckets.compute_s)
@@ -91,13 +101,16 @@ def cpu_oversubscribed(evidence: Evidence) -> Judgement:
     share = evidence.active_share(cost_s)
     if share < limits.data_wait_share:
         return None
-    workers = max(int(evidence.usable_cpus) - 1, 1)
+    rate = evidence.delivered_samples_per_s
+    workers = allowed_workers(evidence, supply, rate) if rate else max(int(evidence.usable_cpus) - 1, 1)
     facts = [
         f"{count('worker', loader.num_workers)} and {count('training thread', threads)} queue for "
         f"{number(evidence.usable_cpus)} CPUs",
         f"the workers spend {percent(supply.queueing_share)} of their runnable time in that queue",
         time_spent(evidence, "waiting for data", evidence.buckets.data_wait_s),
     ]
+    if (line := costliest_line(evidence)) and evidence.workers:
+        facts.append(f"of the workers' fetching, {line_cost(line, evidence.workers.fetch_s)}")
     fix = (
         f"Lower num_workers {loader.num_workers} → {workers}{at(loader.where)}: "
         f"{rewritten(evidence, loader, num_workers=workers)}."

@@ -35,42 +35,47 @@ def plan_workers(evidence: Evidence) -> Staffing | None:
     limits = evidence.thresholds
     unhindered = amdahl(evidence.active_share(evidence.buckets.data_wait_s))
     needed = math.ceil(unhindered * rate / supply.worker_samples_per_s * limits.worker_headroom)
-    allowed = allowed_workers(supply, evidence)
-    # At 0 workers the first one takes loading off the training thread, so one is always worth advising.
-    advised = max(min(max(needed, supply.workers + 1), allowed), 1)
+    allowed = allowed_workers(evidence, supply, rate)
+    advised = min(max(needed, supply.workers + 1), allowed)
     if advised <= supply.workers:
         return Staffing(supply.workers, needed, allowed, supply.workers, (1.0, 1.0))
-    high = advised * supply.worker_samples_per_s / rate
-    low = high * (limits.scaling_low if advised > 1 else 1.0)
-    if supply.workers > 0:
-        growth = advised / supply.workers
-        low, high = 1 + (growth - 1) * limits.scaling_low, growth
-    cautious, hopeful = _cpu_bounds(evidence, supply, rate)
-    return Staffing(
-        supply.workers, needed, allowed, advised, gain(min(low, cautious), min(high, hopeful), cap=unhindered)
+    if supply.workers == 0:
+        high = advised * supply.worker_samples_per_s / rate
+        low = high * (limits.scaling_low if advised > 1 else 1.0)
+    else:
+        high = advised / supply.workers
+        low = 1 + (high - 1) * limits.scaling_low
+    cautious, hopeful = (full_cpu_rate(evidence, supply, rate, threads) / rate for threads in _threads(evidence))
+    predicted = gain(min(low, cautious), min(high, hopeful), cap=unhindered)
+    return Staffing(supply.workers, needed, allowed, advised, predicted)
+
+
+def allowed_workers(evidence: Evidence, supply: Supply, rate: float) -> int:
+    """How many such workers the CPUs of a rank keep busy beside the training, at the rate that fills the CPUs.
+
+    Workers that mostly wait take little CPU; for them the number is bounded by what still makes sense.
+    """
+    alone_s = (supply.batch_s - supply.queue_s) / supply.samples_per_batch
+    at_once = full_cpu_rate(evidence, supply, rate, threads=1.0) * alone_s
+    most = evidence.thresholds.waiting_workers_per_cpu * evidence.usable_cpus
+    return max(round(min(at_once, most)), 1)
+
+
+def full_cpu_rate(evidence: Evidence, supply: Supply, rate: float, threads: float) -> float:
+    """Samples a second at which the CPUs are full, if the training takes ``threads`` of them while it does not wait."""
+    loading_cpu_s = max(supply.batch_cpu_s / supply.samples_per_batch, 1e-9)
+    training_cpu_s = threads * (1 - evidence.active_share(evidence.buckets.data_wait_s)) / rate
+    # Training that is fed all the time takes no more than its threads, however fast the loader could be.
+    return max(
+        evidence.usable_cpus / (loading_cpu_s + training_cpu_s), (evidence.usable_cpus - threads) / loading_cpu_s
     )
 
 
-def allowed_workers(supply: Supply, evidence: Evidence) -> int:
-    """How many such workers the usable CPUs of a rank carry, one CPU left to the training thread."""
-    busy = supply.busy_share if supply.busy_share is not None else supply.batch_cpu_s / supply.batch_s
-    most = evidence.thresholds.waiting_workers_per_cpu * evidence.usable_cpus
-    free_cpus = max(evidence.usable_cpus - 1, 1.0)
-    return max(math.floor(min(free_cpus / max(busy, 0.01), most)), 1)
-
-
-def _cpu_bounds(evidence: Evidence, supply: Supply, rate: float) -> Gain:
-    """The factors at which the CPUs are full: if compute uses all of torch's threads, and if it uses one."""
-    loading_cpu_s = supply.batch_cpu_s / supply.samples_per_batch
-    compute_s = threads = 0.0
-    if not evidence.on_gpu and evidence.rank is not None:
-        compute_s = evidence.buckets.compute_s / max(rate * evidence.active_s, 1e-9)
-        threads = min(evidence.rank.torch_threads or 1, evidence.usable_cpus)
-    factors = []
-    for threads_used in (max(threads, 1.0), 1.0):
-        cpu_s = loading_cpu_s + threads_used * compute_s
-        factors.append(evidence.usable_cpus / cpu_s / rate if cpu_s > 0 else math.inf)
-    return factors[0], factors[1]
+def _threads(evidence: Evidence) -> tuple[float, float]:
+    """The most and the fewest CPUs that training may take while it does not wait."""
+    if evidence.on_gpu or evidence.rank is None:
+        return 1.0, 1.0
+    return max(min(evidence.rank.torch_threads or 1, evidence.usable_cpus), 1.0), 1.0
 
 
 def gain_without_wait(evidence: Evidence) -> Gain:

@@ -59,6 +59,11 @@ def line_cost(line: HotLine, whole_s: float | None = None) -> str:
     return f"{cost} in {line.function}, {line.where}{call}"
 
 
+def costliest_line(evidence: Evidence) -> HotLine | None:
+    """The line on which fetching spends most of its time."""
+    return max(evidence.workers.lines, key=lambda line: line.seconds, default=None) if evidence.workers else None
+
+
 def at(where: str | None) -> str:
     """`` at train.py:31``, or nothing when the place is not known."""
     return f" at {where}" if where else ""
