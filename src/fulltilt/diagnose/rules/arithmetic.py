@@ -39,19 +39,20 @@ def batch_too_small(evidence: Evidence) -> Judgement:
     if sm_active is not None:
         facts.append(f"SMs are active {percent(sm_active / 100)} of the time")
     facts.append(f"{percent(vram_share)} of the GPU's memory is in use")
-    batch = evidence.loader.batch_size if evidence.loader else None
-    step = (
-        f"try batch_size {batch} → {2 * batch}{at(evidence.loader.where)}"
-        if batch and evidence.loader
-        else ("try twice the batch")
-    )
-    fix = (
-        f"A suggestion, since it changes what is trained: {step} while memory lasts, with the learning rate times √2 "
-        "for Adam-like optimizers (× 2 for SGD)."
-    )
     where = evidence.loader.where if evidence.loader else None
     predicted = by_removing(evidence.active_share(cost_s), limits.recovered_low)
-    return found(evidence, "batch_too_small", cost_s, facts, fix, where, predicted)
+    return found(evidence, "batch_too_small", cost_s, facts, _larger_batch(evidence), where, predicted)
+
+
+def _larger_batch(evidence: Evidence) -> str:
+    loader = evidence.loader
+    attempt = "twice the batch"
+    if loader and loader.batch_size:
+        attempt = f"batch_size {loader.batch_size} → {2 * loader.batch_size}{at(loader.where)}"
+    return (
+        f"A suggestion, since it changes what is trained: try {attempt} while memory lasts, with the learning rate "
+        "times √2 for Adam-like optimizers (× 2 for SGD)."
+    )
 
 
 # --------------------------------------------------------------------------- arithmetic that is too dear

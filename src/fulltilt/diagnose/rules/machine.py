@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from fulltilt.diagnose.evidence import Evidence, crowding
 from fulltilt.diagnose.gains import amdahl, by_speeding_up, gain
 from fulltilt.diagnose.gpus import clock_ratio, training_samples
@@ -23,48 +25,73 @@ from fulltilt.records import Abstention
 # --------------------------------------------------------------------------- memory
 
 
+@dataclass(frozen=True, slots=True)
+class _Shortage:
+    facts: tuple[str, ...]
+    fix: str
+    severity: Severity
+
+
 def memory_pressure(evidence: Evidence) -> Judgement:
     """Memory is so full that the system reads back swapped pages, or the GPU's allocator frees and tries again."""
+    host = evidence.host
+    measured = (host.ram_share_peak, host.swap_in_bytes_per_s, _alloc_retries(evidence), _fullest_gpu(evidence))
+    if all(figure is None for figure in measured):
+        return Abstention("memory_pressure", "readings of memory use")
+    shortages = [shortage for shortage in (_short_of_ram(evidence), _short_of_vram(evidence)) if shortage]
+    if not shortages:
+        return None
+    facts = [fact for shortage in shortages for fact in shortage.facts]
+    fix = capital(f"{'; '.join(shortage.fix for shortage in shortages)}.")
+    severity = min((shortage.severity for shortage in shortages), key=("severe", "warn", "info").index)
+    cost_s = (host.ram_full_share or 0.0) * evidence.active_s
+    return found(evidence, "memory_pressure", cost_s, facts, fix, severity=severity)
+
+
+def _short_of_ram(evidence: Evidence) -> _Shortage | None:
     host, limits = evidence.host, evidence.thresholds
-    retries = max((rank.alloc_retries for rank in evidence.run.ranks if rank.alloc_retries is not None), default=None)
-    vram_shares = [
+    swapping = (host.swap_in_bytes_per_s or 0.0) >= limits.swap_in_bytes_per_s
+    full = (host.ram_share_peak or 0.0) >= limits.ram_full_share
+    facts = []
+    if swapping:
+        facts.append(f"{size(host.swap_in_bytes_per_s or 0.0)}/s are read back from swap")
+    if full:
+        facts.append(f"RAM is at {percent(host.ram_share_peak or 0.0)} of its limit")
+    if not facts:
+        return None
+    died = full and evidence.run.run.state in ("killed", "crashed")
+    return _Shortage(tuple(facts), _less_ram(evidence), "severe" if swapping or died else "warn")
+
+
+def _short_of_vram(evidence: Evidence) -> _Shortage | None:
+    if retries := _alloc_retries(evidence):
+        return _Shortage(
+            (f"the GPU's allocator ran out and freed its cache {count('time', retries)}",),
+            "leave the GPU some memory: a smaller micro-batch with accumulation, gradient checkpointing, or "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation",
+            "warn",
+        )
+    share = _fullest_gpu(evidence)
+    if share is None or share <= evidence.thresholds.vram_full_share:
+        return None
+    return _Shortage(
+        (f"the GPU's memory is at {percent(share)}; nothing was retried yet",),
+        "keep the batch as it is: a larger one, or a longer sample, will not fit",
+        "info",
+    )
+
+
+def _alloc_retries(evidence: Evidence) -> int | None:
+    return max((rank.alloc_retries for rank in evidence.run.ranks if rank.alloc_retries is not None), default=None)
+
+
+def _fullest_gpu(evidence: Evidence) -> float | None:
+    shares = [
         gpu.vram_peak_bytes / gpu.vram_total_bytes
         for gpu in evidence.gpus
         if gpu.vram_peak_bytes is not None and gpu.vram_total_bytes
     ]
-    if host.ram_share_peak is None and host.swap_in_bytes_per_s is None and not vram_shares and retries is None:
-        return Abstention("memory_pressure", "readings of memory use")
-    facts: list[str] = []
-    fixes: list[str] = []
-    severity: Severity = "info"
-    pressed_share = 0.0
-    if host.swap_in_bytes_per_s is not None and host.swap_in_bytes_per_s >= limits.swap_in_bytes_per_s:
-        facts.append(f"{size(host.swap_in_bytes_per_s)}/s are read back from swap")
-        severity, pressed_share = "severe", host.ram_full_share or 0.0
-    if host.ram_share_peak is not None and host.ram_share_peak >= limits.ram_full_share:
-        facts.append(f"RAM is at {percent(host.ram_share_peak)} of its limit")
-        severity = "severe" if severity == "severe" or _was_killed(evidence) else "warn"
-        pressed_share = host.ram_full_share or 0.0
-    if facts:
-        fixes.append(_less_ram(evidence))
-    if retries:
-        facts.append(f"the GPU's allocator ran out and freed its cache {count('time', retries)}")
-        severity = "severe" if severity == "severe" else "warn"
-        fixes.append(
-            "leave the GPU some memory: a smaller micro-batch with accumulation, gradient checkpointing, or "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation"
-        )
-    elif any(share > limits.vram_full_share for share in vram_shares):
-        facts.append(f"the GPU's memory is at {percent(max(vram_shares))}; nothing was retried yet")
-        fixes.append("keep the batch as it is: a larger one, or a longer sample, will not fit")
-    if not facts:
-        return None
-    fix = capital(f"{'; '.join(fixes)}.")
-    return found(evidence, "memory_pressure", pressed_share * evidence.active_s, facts, fix, severity=severity)
-
-
-def _was_killed(evidence: Evidence) -> bool:
-    return evidence.run.run.state in ("killed", "crashed")
+    return max(shares, default=None)
 
 
 def _less_ram(evidence: Evidence) -> str:
