@@ -199,15 +199,27 @@ def test_numpy_batches_should_become_tensors() -> None:
         collate="stack_arrays",
     )
     finding = found(input_handover(gather(slow)))
-    assert "2 workers could give 1,049 samples/s and are idle 56 % of the time" in finding.evidence
+    assert "2 workers could give 1,049 samples/s; idle 56 % of the time" in finding.evidence
     assert "a batch has 19 MB as numpy" in finding.evidence
     assert finding.fix.startswith("Let the collate function stack_arrays at train.py:31 return tensors")
+    assert finding.fix.endswith(
+        "Or fetch without workers (num_workers=0): fetching a batch takes 18 ms, waiting for a worker's 62 ms."
+    )
     assert finding.predicted_speedup == (1.45, 2.63)
 
 
 def test_a_training_thread_that_rebuilds_batches_is_handover_even_if_workers_are_busy() -> None:
     finding = found(input_handover(gather(fed(workers(), wait_cpu_s=50.0))))
     assert finding.fix.startswith("Send fewer and smaller tensors at train.py:31")
+
+
+def test_batches_that_are_quick_to_fetch_need_no_workers() -> None:
+    quick = workers(fetch_s=3.0, fetch_cpu_s=1.0, process_cpu_s=4.0, cpu_wait_s=1.0, idle_s=190.0)
+    finding = found(input_handover(gather(fed(quick, pin_memory=True))))
+    assert finding.fix == (
+        "Fetch without workers: DataLoader(..., num_workers=0) at train.py:31; "
+        "fetching a batch takes 2 ms, waiting for a worker's 62 ms."
+    )
 
 
 def test_idle_workers_without_a_cost_mean_uneven_batches() -> None:

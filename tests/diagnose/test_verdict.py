@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from fulltilt.diagnose import answer, diagnose
+from fulltilt.diagnose import Thresholds, answer, diagnose
 from fulltilt.diagnose.gains import expected
 from fulltilt.diagnose.rules import RULES, code_of
 from fulltilt.diagnose.verdict import ordered
@@ -158,6 +158,12 @@ def idle(state: str = "done", exit_code: int = 0, **changes: Any) -> Any:
 def test_a_job_without_steps_says_what_was_seen(run: Any, sentence: str) -> None:
     verdict = answer(run).verdict
     assert (verdict.code, verdict.share, verdict.sentence) == ("no_steps", 0.0, sentence)
+
+
+def test_other_thresholds_give_another_judgement() -> None:
+    run = run_of(rank(), host_code=30.0, compute=70.0)
+    assert answer(run).verdict.code == "host_code"
+    assert answer(run, Thresholds(host_code_share=0.5)).verdict.code == "compute_bound"
 
 
 # --------------------------------------------------------------------------- settings

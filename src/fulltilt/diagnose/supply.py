@@ -30,7 +30,8 @@ class Supply:
     """What one batch costs and where its time goes. Seconds are per batch; shares are of time.
 
     ``batch_s`` is the time of one worker for one batch, handing over included (of the training thread at 0 workers);
-    ``queue_s`` is the part of it spent queueing for a CPU, as far as that is known.
+    ``fetch_s`` is the part of it in the data set and the collate function, ``queue_s`` the part spent queueing for a
+    CPU, as far as that is known.
     ``main_cpu_s`` is CPU time of the training thread in next() and bounds the rate of any number of workers.
     """
 
@@ -38,6 +39,7 @@ class Supply:
     samples_per_batch: float
     batch_s: float
     batch_cpu_s: float
+    fetch_s: float
     queue_s: float
     main_cpu_s: float
     busy_share: float | None
@@ -73,6 +75,7 @@ def measure_supply(loader: LoaderRecord, workers: WorkerRecord | None, paused_s:
         samples_per_batch=loader.samples / loader.batches,
         batch_s=working_s / workers.batches,
         batch_cpu_s=workers.process_cpu_s / workers.batches,
+        fetch_s=workers.fetch_s / workers.batches,
         queue_s=min(queueing_s or 0.0, workers.fetch_s) / workers.batches,
         main_cpu_s=loader.wait_cpu_s / loader.batches,
         busy_share=None if queueing_s is None else min((workers.fetch_cpu_s + queueing_s) / workers.fetch_s, 1.0),
@@ -93,6 +96,7 @@ def _serial_supply(loader: LoaderRecord) -> Supply | None:
         samples_per_batch=loader.samples / loader.batches,
         batch_s=batch_s,
         batch_cpu_s=batch_cpu_s,
+        fetch_s=batch_s,
         queue_s=0.0,
         main_cpu_s=0.0,
         busy_share=batch_cpu_s / batch_s,

@@ -30,6 +30,7 @@ class Thresholds:
     idle_workers_share: float = 0.3  # workers with nothing to do for a third of their time are not the limit
     storage_read_bytes_per_s: float = 1e6  # less than a megabyte a second keeps no disk and no network busy
     handover_share: float = 0.5  # more CPU in pickling and rebuilding than in fetching, or than in real waiting
+    cheap_fetch_share: float = 0.5  # of the wait for a batch: fetching it on the training thread would halve the wait
     spare_capacity: float = 2.0  # workers that could give twice what arrives are not the limit either
     starved_share: float = 0.9  # training that waits nine tenths of its time takes all that the loader gives
     never_idle_share: float = 0.05  # workers idle less than this are at their full rate

@@ -23,9 +23,8 @@ def input_handover(evidence: Evidence) -> Judgement:
     wait_s = evidence.buckets.data_wait_s
     facts = [
         time_spent(evidence, "waiting for data", wait_s),
-        f"{count('worker', supply.workers)} could give "
-        f"{number(supply.workers * supply.worker_samples_per_s)} samples/s and are idle "
-        f"{percent(supply.idle_share)} of the time",
+        f"{count('worker', supply.workers)} could give {number(supply.workers * supply.worker_samples_per_s)} "
+        f"samples/s; idle {percent(supply.idle_share)} of the time",
         f"handing over costs the training thread {seconds(supply.main_cpu_s)} of CPU a batch "
         f"({percent(supply.handover_main_share)} of its wait) and the workers "
         f"{percent(supply.handover_worker_share)} of their time",
@@ -37,13 +36,21 @@ def input_handover(evidence: Evidence) -> Judgement:
 
 
 def _lighter_handover(evidence: Evidence, loader: LoaderRecord, supply: Supply) -> str:
-    costly = max(supply.handover_main_share, supply.handover_worker_share) >= evidence.thresholds.handover_share / 2
+    limits = evidence.thresholds
+    costly = max(supply.handover_main_share, supply.handover_worker_share) >= limits.handover_share / 2
     collate = f"the collate function {loader.collate}" if loader.collate else "the collate function"
+    wait_s = loader.wait_s / loader.batches
+    alone_s = supply.fetch_s - supply.queue_s
+    cheap = alone_s <= limits.cheap_fetch_share * wait_s
+    alone = f"fetching a batch takes {seconds(alone_s)}, waiting for a worker's {seconds(wait_s)}"
     if costly and not passes_through_shm(loader):
-        return (
+        fix = (
             f"Let {collate}{at(loader.where)} return tensors (torch.from_numpy, torch.stack): tensors pass through "
-            f"shared memory, while {loader.batch_kind} batches are pickled, sent through a pipe and rebuilt."
+            "shared memory, everything else is pickled, sent through a pipe and rebuilt."
         )
+        return f"{fix} Or fetch without workers (num_workers=0): {alone}." if cheap else fix
+    if cheap:
+        return f"Fetch without workers: {rewritten(evidence, loader, num_workers=0)}{at(loader.where)}; {alone}."
     if costly:
         return (
             f"Send fewer and smaller tensors{at(loader.where)}: stack each field into one tensor in {collate}, "
@@ -52,7 +59,7 @@ def _lighter_handover(evidence: Evidence, loader: LoaderRecord, supply: Supply) 
     prefetch = loader.prefetch_factor or 2
     hint = ", or pinning: try pin_memory=False" if loader.pin_memory else ""
     return (
-        f"The workers wait while the queue runs empty, so single batches come late (uneven costs{hint}). Raise "
+        f"The workers rest while the queue runs empty, so single batches come late (uneven costs{hint}). Raise "
         f"prefetch_factor {prefetch} → {2 * prefetch}{at(loader.where)}: "
         f"{rewritten(evidence, loader, prefetch_factor=2 * prefetch)}."
     )
