@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -33,7 +34,6 @@ class Loop:
     def __init__(self) -> None:
         self.t = 0
         self.builder = TileBuilder(0)
-        self.tiles: list[Tile] = []
         self.gpu = False
         self.gpu_free = 0.0
 
@@ -41,7 +41,11 @@ class Loop:
         reached = None
         if self.gpu and point:
             self.gpu_free = reached = max(self.gpu_free, float(self.t))
-        self.tiles += self.builder.feed(Mark(self.t, activity, fact, point), reached)
+        self.builder.feed(Mark(self.t, activity, fact, point), reached)
+
+    @property
+    def tiles(self) -> list[Tile]:
+        return self.builder.closed
 
     def spend(self, ms: float, gpu_ms: float = 0.0) -> None:
         """Host time passes; work of ``gpu_ms`` is queued at its beginning."""
@@ -84,7 +88,7 @@ class Loop:
 def closes(tiles: list[Tile]) -> bool:
     for tile in tiles:
         assert sum(tile.shelves.time.values()) == pytest.approx(tile.t1_ns - tile.t0_ns, abs=2)
-    for one, other in zip(tiles, tiles[1:], strict=False):
+    for one, other in pairwise(tiles):
         assert one.t1_ns == other.t0_ns
     return True
 
@@ -233,6 +237,18 @@ def test_a_skipped_step_is_a_step() -> None:
     assert (loop.steps, sum(tile.skipped for tile in loop.tiles)) == (4, 1)
 
 
+def test_a_million_steps_make_few_tiles_that_still_close() -> None:
+    loop = Loop()
+    for _ in range(20_000):
+        loop.draw(0.2)
+        loop.backward(1)
+        loop.step(0.3)
+    assert closes(loop.finish())
+    assert (loop.steps, loop.samples) == (20_000, 160_000)
+    assert len(loop.tiles) < 1000
+    assert max(tile.step_max_ns for tile in loop.tiles[1:]) == pytest.approx(1.5 * MS)
+
+
 # --------------------------------------------------------------------------- with a GPU
 
 
@@ -258,8 +274,9 @@ def test_a_gpu_that_never_waits_is_busy_throughout() -> None:
     for _ in range(20):
         gpu_step(loop, wait=1, queue=4, work=20)
     assert closes(loop.finish())
-    busy = sum(tile.shelves.time.get("busy", 0.0) for tile in loop.tiles[2:-2])
-    whole = sum(tile.t1_ns - tile.t0_ns for tile in loop.tiles[2:-2])
+    tiles = loop.tiles[2:-2]
+    busy = sum(tile.shelves.time.get("busy", 0.0) for tile in tiles)
+    whole = sum(tile.t1_ns - tile.t0_ns for tile in tiles)
     assert busy / whole > 0.99
 
 

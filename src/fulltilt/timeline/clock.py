@@ -30,6 +30,7 @@ class CudaClock:
 
     def __init__(self, torch: Any) -> None:
         self._cuda = torch.cuda
+        self._capturing = torch.cuda.is_current_stream_capturing
         self._pool: deque[Any] = deque()
         self._last: Any = None
         self._last_ns = 0.0
@@ -43,7 +44,7 @@ class CudaClock:
 
     def record(self) -> Any:
         """An event at the current end of the current stream. Safe, and None, while a CUDA graph is captured."""
-        if self._cuda.is_current_stream_capturing():
+        if self._capturing():
             return None
         try:
             event = self._pool.pop()
@@ -54,7 +55,7 @@ class CudaClock:
 
     def delay(self, seconds: float) -> None:
         """Keep the GPU busy for about ``seconds`` with a kernel that only counts cycles."""
-        if not self._cuda.is_current_stream_capturing():
+        if not self._capturing():
             self._cuda._sleep(int(seconds * self._cycles_per_s))
 
     def resolve(self, event: Any, recorded_ns: int) -> float | None:

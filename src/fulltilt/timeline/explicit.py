@@ -25,7 +25,8 @@ from fulltilt.probes.sampler import Sampler
 from fulltilt.records import RunRecord
 from fulltilt.timeline import attach
 from fulltilt.timeline.loader_tap import LoaderTap, TappedIterator
-from fulltilt.timeline.marks import Activity, EvalMode, Point
+from fulltilt.timeline.marks import Activity, EpochBegan, EvalMode, Point
+from fulltilt.timeline.recorder import Recorder
 from fulltilt.timeline.session import Session
 
 Item = TypeVar("Item")
@@ -117,30 +118,43 @@ class Recording:
     @contextlib.contextmanager
     def validation(self) -> Iterator[None]:
         """What happens inside is evaluation."""
-        recorder = self._session.recorder if self._session is not None else None
-        if recorder is None or not recorder.mine():
-            yield
-            return
-        recorder.eval_mode = True
-        recorder.switch(recorder.activity, EvalMode(True), Point.EVAL)
+        self.mark_validation(True)
         try:
             yield
         finally:
-            recorder.eval_mode = False
-            recorder.switch(recorder.activity, EvalMode(False), Point.EVAL)
+            self.mark_validation(False)
 
     @contextlib.contextmanager
     def checkpoint(self) -> Iterator[None]:
         """What happens inside is saving."""
-        recorder = self._session.recorder if self._session is not None else None
-        if recorder is None or not recorder.mine():
-            yield
-            return
-        before = recorder.switch(Activity.SAVE)
+        self.mark_checkpoint(True)
         try:
             yield
         finally:
-            recorder.switch(before)
+            self.mark_checkpoint(False)
+
+    def mark_validation(self, on: bool) -> None:
+        """Evaluation begins or ends here. Saying so twice does no harm."""
+        recorder = self._on_training_thread()
+        if recorder is not None and recorder.eval_mode != on:
+            recorder.eval_mode = on
+            recorder.switch(recorder.activity, EvalMode(on), Point.EVAL)
+
+    def mark_checkpoint(self, on: bool) -> None:
+        """Saving begins or ends here. Saying so twice does no harm."""
+        recorder = self._on_training_thread()
+        if recorder is not None and (recorder.activity is Activity.SAVE) != on:
+            recorder.switch(Activity.SAVE if on else Activity.USER)
+
+    def mark_epoch(self, number: int) -> None:
+        """The epoch with this number begins."""
+        recorder = self._on_training_thread()
+        if recorder is not None:
+            recorder.note(EpochBegan(number))
+
+    def _on_training_thread(self) -> Recorder | None:
+        recorder = self._session.recorder if self._session is not None else None
+        return recorder if recorder is not None and recorder.mine() else None
 
 
 class TappedIterable(Generic[Item]):

@@ -26,6 +26,10 @@ from fulltilt.timeline.stacks import owner, shown_path
 # A batch's size and padding are measured on the first few batches and then on every so many.
 INSPECT_FIRST = 4
 INSPECT_EVERY = 32
+# Reading a thread's CPU clock is a system call: done for the first batches and then for every so many.
+TIME_CPU_FIRST = 64
+TIME_CPU_EVERY = 8
+WAITS = {False: WaitBegan(False), True: WaitBegan(True)}
 
 
 @dataclass
@@ -43,13 +47,19 @@ class LoaderTap:
     samples: int = 0
     counted: bool = False
     wait_s: float = 0.0
-    wait_cpu_s: float = 0.0
+    timed_wait_s: float = 0.0
+    timed_cpu_s: float = 0.0
     first_wait_s: float = 0.0
     restart_s: float = 0.0
     batch_bytes: int | None = None
     batch_kind: str | None = None
     padding: float = 0.0
     padding_seen: int = 0
+
+    @property
+    def wait_cpu_s(self) -> float:
+        """CPU time of the training thread inside next(), from the waits in which it was measured."""
+        return self.wait_s * self.timed_cpu_s / self.timed_wait_s if self.timed_wait_s else 0.0
 
     def inspect(self, batch: Any) -> None:
         """Look into some of the batches."""
@@ -140,6 +150,7 @@ class TappedIterator:
         self._taps = taps
         self._tap = tap
         self._first = True
+        self.workers = int(getattr(source, "_num_workers", 0))
         self.source = source
 
     def __iter__(self) -> TappedIterator:
@@ -160,10 +171,12 @@ class TappedIterator:
         changed = evaluating != taps.was_evaluating
         taps.was_evaluating = evaluating
         taps.waiting_for = tap
-        before = recorder.switch(Activity.NEXT, WaitBegan(evaluating), Point.EVAL if changed else Point.NONE)
-        began, cpu = time.perf_counter(), time.thread_time()
+        before = recorder.switch(Activity.NEXT, WAITS[evaluating], Point.EVAL if changed else Point.NONE)
         first, self._first = self._first, False
-        workers = int(getattr(self.source, "_num_workers", 0))
+        workers = self.workers
+        timed = first or tap.batches < TIME_CPU_FIRST or tap.batches % TIME_CPU_EVERY == 0
+        cpu = time.thread_time() if timed else 0.0
+        began = time.perf_counter()
         try:
             batch = self.source.__next__()
         except StopIteration:
@@ -175,7 +188,8 @@ class TappedIterator:
         except BaseException:
             recorder.switch(before)
             raise
-        self._note_wait(first and workers > 0, time.perf_counter() - began, time.thread_time() - cpu)
+        waited = time.perf_counter() - began
+        self._note_wait(first and workers > 0, waited, time.thread_time() - cpu if timed else None)
         samples = self._count(batch)
         fact = BatchArrived(tap.loader_id, samples, evaluating, first, workers)
         recorder.switch(before, fact, Point.NONE if evaluating else Point.BATCH)
@@ -183,7 +197,7 @@ class TappedIterator:
             recorder.calibrate_if_asked(Point.BATCH)
         return batch
 
-    def _note_wait(self, first: bool, wait_s: float, cpu_s: float) -> None:
+    def _note_wait(self, first: bool, wait_s: float, cpu_s: float | None) -> None:
         tap = self._tap
         if first and tap.passes == 1:
             tap.first_wait_s += wait_s
@@ -191,7 +205,9 @@ class TappedIterator:
             tap.restart_s += wait_s
         else:
             tap.wait_s += wait_s
-            tap.wait_cpu_s += cpu_s
+            if cpu_s is not None:
+                tap.timed_wait_s += wait_s
+                tap.timed_cpu_s += cpu_s
 
     def _count(self, batch: Any) -> int | None:
         tap = self._tap

@@ -31,11 +31,10 @@ class Point(IntEnum):
     BATCH = 1  # a training batch has arrived
     BACKWARD = 2  # backward begins
     STEP = 3  # an optimizer has stepped
-    COPY_BEGIN = 4
-    COPY_END = 5
-    EVAL = 6  # evaluation begins or ends
-    DELAY = 7  # a calibrating delay has been queued
-    SYNCED = 8  # a blocking call returned while calibrating
+    COPY = 4  # a copy to the GPU has been queued, or is done
+    EVAL = 5  # evaluation begins or ends
+    DELAY = 6  # a calibrating delay has been queued
+    SYNCED = 7  # a blocking call returned while calibrating
 
 
 class Mark(NamedTuple):
@@ -95,6 +94,12 @@ class OptimizerStepped(NamedTuple):
 
     optimizer_id: int
     skipped: bool
+
+
+class EpochBegan(NamedTuple):
+    """The trainer says that this epoch begins."""
+
+    number: int
 
 
 class EvalMode(NamedTuple):

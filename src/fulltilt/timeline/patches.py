@@ -55,7 +55,8 @@ ASK_PINNED_FIRST = 8
 ASK_PINNED_EVERY = 64
 ASK_REPLICAS_EVERY = 16
 # A copy that took the host longer than this did not merely queue itself.
-BLOCKED_S = 0.0005
+BLOCKED_S = 0.0002
+LARGE_COPY_BYTES = 1 << 20
 
 
 class Patches:
@@ -301,7 +302,7 @@ class Patches:
                 return original(tensor, *args, **kwargs)
             if tensor.is_cuda or not recorder.mine() or recorder.activity is not Activity.USER:
                 return original(tensor, *args, **kwargs)
-            before = recorder.switch(Activity.COPY, None, Point.COPY_BEGIN)
+            before = recorder.switch(Activity.COPY)
             began = time.perf_counter()
             moved = False
             try:
@@ -309,9 +310,10 @@ class Patches:
                 moved = bool(result.is_cuda)
                 return result
             finally:
-                recorder.switch(before, None, Point.COPY_END)
+                took = time.perf_counter() - began
+                worth_an_event = moved and (took > BLOCKED_S or tensor.nbytes >= LARGE_COPY_BYTES)
+                recorder.switch(before, None, Point.COPY if worth_an_event else Point.NONE)
                 if moved:
-                    took = time.perf_counter() - began
                     copies.copies += 1
                     copies.bytes += tensor.nbytes
                     copies.blocked_s += took
@@ -320,7 +322,8 @@ class Patches:
                     if copies.copies <= ASK_PINNED_FIRST or copies.copies % ASK_PINNED_EVERY == 0:
                         copies.asked += 1
                         copies.pageable += not tensor.is_pinned()
-                    copies.lines.charge(*_caller(), took)
+                    if worth_an_event:
+                        copies.lines.charge(*_caller(), took)
                     if recorder.calibrating and took > BLOCKED_S:
                         recorder.synced_while_calibrating()
 

@@ -18,12 +18,12 @@ from typing import Any
 from fulltilt.records import Span
 from fulltilt.timeline.attribution import attribute
 from fulltilt.timeline.clock import CudaClock
-from fulltilt.timeline.marks import Activity, Finished, Mark, Point
+from fulltilt.timeline.marks import Activity, Finished, Point
 from fulltilt.timeline.notes import RankNotes
 from fulltilt.timeline.rank_files import RankFiles
-from fulltilt.timeline.spans import SpanThinner
+from fulltilt.timeline.spans import WarmUp
 from fulltilt.timeline.stacks import look
-from fulltilt.timeline.tiles import Tile, TileBuilder
+from fulltilt.timeline.tiles import TileBuilder
 
 LOOK_EVERY_S = 0.01
 DRAIN_EVERY_S = 0.2
@@ -58,8 +58,7 @@ class Recorder:
         self._t0_ns = t0_ns
         self._marks: deque[tuple[Any, ...]] = deque()
         self._builder = TileBuilder(t0_ns)
-        self._thinner = SpanThinner()
-        self._tiles: list[Tile] = []
+        self._warm_up = WarmUp()
         self._window: dict[str, float] = {}
         self._overall: dict[str, float] = {}
         self._window_looks = 0
@@ -213,18 +212,17 @@ class Recorder:
                     time.sleep(0.001)
                     continue
             marks.popleft()
-            for tile in builder.feed(Mark._make(raw), reached):
-                self._tiles.append(tile)
-                self.notes.steps += tile.steps
+            builder.feed(raw, reached)
+        self.notes.steps = builder.steps
         self._plan_calibration()
 
     def _plan_calibration(self) -> None:
-        if self.clock is None or self._calibrate or self.notes.steps < self._calibrate_at or not self._tiles:
+        gpu, tiles = self._builder.gpu, self._builder.closed
+        if gpu is None or self._calibrate or self.notes.steps < self._calibrate_at or not tiles:
             return
         self._calibrate_at = CALIBRATE_AGAIN * self.notes.steps
-        tile = self._tiles[-1]
-        queueing_s = sum(tile.shelves.phases.get(phase, 0.0) for phase in ("user", "backward", "optimizer")) * NS
-        behind_s = self._builder.lag_ns * NS
+        queueing_s = tiles[-1].queueing_ns * NS
+        behind_s = gpu.lag_ns * NS
         if behind_s < queueing_s < LONGEST_DELAY_S / LEAD:
             # The driver's queue holds about a thousand kernels: every other time the lead is given for backward alone.
             self._calibrate_from = Point.BATCH if self._calibrate_from is not Point.BATCH else Point.BACKWARD
@@ -240,10 +238,10 @@ class Recorder:
 
     def _attribute(self) -> None:
         split = self._split()
-        for tile in self._tiles:
+        tiles = self._builder.closed
+        for tile in tiles:
             attributed = attribute(tile, split, self.notes.exposed_communication_s())
             self.notes.launch_s += attributed.launch_s
-            took_s = (tile.t1_ns - tile.t0_ns) * NS
             if tile.gpu and tile.steps:
                 self.notes.gpu_busy_s += tile.shelves.time.get("busy", 0.0) * NS
                 self.notes.gpu_steps += tile.steps
@@ -257,14 +255,14 @@ class Recorder:
                 buckets=attributed.buckets,
                 epoch=tile.epoch,
                 skipped_steps=tile.skipped,
-                step_max_s=took_s if tile.steps else None,
+                step_max_s=tile.step_max_ns * NS if tile.steps else None,
                 data_wait_max_s=tile.data_wait_max_ns * NS,
                 phases=attributed.phases if tile.steps else None,
             )
             self.notes.steps_attributed += tile.steps
-            self._ready.extend(self._thinner.add(span))
-        if self._tiles:
-            self._tiles.clear()
+            self._ready.extend(self._warm_up.add(span))
+        if tiles:
+            tiles.clear()
             self._window.clear()
             self._window_looks = 0
 
@@ -273,7 +271,7 @@ class Recorder:
         if not self.notes.trained(self._builder):
             return
         if final:
-            self._ready.extend(self._thinner.flush())
+            self._ready.extend(self._warm_up.release())
         if self._out is None:
             self._out = RankFiles.claim(self.folder, self.notes.rank)
         ready, self._ready = self._ready, []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -41,7 +40,7 @@ class Session:
 
     def finish(self) -> None:
         """Write everything and put torch back as it was."""
-        if threading.current_thread() is not threading.main_thread() or os.getpid() != self.recorder.pid:
+        if os.getpid() != self.recorder.pid:
             return
         if self._deep is not None:
             self._deep.stop()

@@ -2,84 +2,123 @@
 
 A step ends with an optimizer's step. Several optimizers in one iteration (a GAN) are one step: a new one begins when
 a batch has been drawn since, or when an optimizer that already stepped steps again. Batches drawn but never trained
-on (a sloppy validation loop, a prefetched batch before an early break) are not counted.
+on (a sloppy validation loop, a batch drawn ahead of an early break) are not counted.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 # A job that calls backward this often and never an optimizer updates its weights by hand.
 BACKWARDS_WITHOUT_OPTIMIZER = 64
+# No loop draws more batches than this ahead of the one it trains on.
+MOST_AHEAD = 64
 
 
 @dataclass
-class Pending:
-    """Batches of one loader that were drawn and not yet credited to a step."""
+class Supply:
+    """One loader in one pass: batches drawn from it, and how many of them backward has used up.
 
-    batches: int = 0
-    samples: int = 0
-    counted: bool = True
+    Accelerate and Lightning draw one batch ahead, Hugging Face's Trainer all batches of an accumulated step and one
+    more: so what was drawn before a backward need not have gone into it.
+    """
+
+    waiting: deque[int | None] = field(default_factory=deque)
+    drawn: int = 0
+    used: int = 0
+    backwards: int = 0
+    ended: bool = False
+
+    def draw(self, samples: int | None) -> None:
+        """A batch was drawn; ``samples`` is None when it cannot be counted."""
+        self.waiting.append(samples)
+        self.drawn += 1
+
+    def feed(self) -> list[int | None]:
+        """A backward ran: the samples of each batch that has been used up by now."""
+        self.backwards += 1
+        each = self.drawn // self.backwards
+        due = each * self.backwards - self.used if each else len(self.waiting)
+        due = min(max(due, len(self.waiting) - MOST_AHEAD, 0), len(self.waiting))
+        self.used += due
+        return [self.waiting.popleft() for _ in range(due)]
+
+    def forget(self, batches: int) -> None:
+        """The last few batches were not for training."""
+        for _ in range(min(batches, len(self.waiting))):
+            self.waiting.pop()
+            self.drawn -= 1
 
 
 @dataclass
 class StepCounter:
     """Feeds on facts in order and says when a step begins and what it held."""
 
-    pending: dict[int, Pending] = field(default_factory=dict)
-    last_loader: int | None = None
+    supplies: dict[int, Supply] = field(default_factory=dict)
     stepped: set[int] = field(default_factory=set)
     drawn_since_step: bool = False
     backwards: int = 0
     optimizer_seen: bool = False
     train_loaders: set[int] = field(default_factory=set)
+    # How often each loader was drawn from since the last backward, and which of them fed that one.
+    _fresh: dict[int, int] = field(default_factory=dict)
+    _feeding: list[int] = field(default_factory=list)
     _batches: int = 0
     _samples: int = 0
     _counted: bool = False
+
+    def pass_began(self, loader_id: int) -> None:
+        """A loader starts anew. What is left of an abandoned pass, or of one that fed no backward, never trains."""
+        before = self.supplies.get(loader_id)
+        if before is not None and before.ended and before.backwards:
+            self._count(list(before.waiting))
+        self.supplies[loader_id] = Supply()
+        self._fresh.pop(loader_id, None)
 
     def batch(self, loader_id: int, samples: int | None, evaluating: bool) -> None:
         """A batch came out of a loader."""
         if evaluating:
             return
-        waiting = self.pending.setdefault(loader_id, Pending())
-        waiting.batches += 1
-        if samples is None:
-            waiting.counted = False
-        else:
-            waiting.samples += samples
-        self.last_loader = loader_id
+        for other_id, supply in self.supplies.items():
+            if supply.ended and not supply.backwards:
+                supply.forget(len(supply.waiting))  # a whole pass before the next batch: it was an evaluation
+                self._fresh.pop(other_id, None)
+        self.supplies.setdefault(loader_id, Supply()).draw(samples)
+        # The loader drawn last stands last.
+        self._fresh[loader_id] = self._fresh.pop(loader_id, 0) + 1
         self.drawn_since_step = True
 
-    def pass_ended(self, loader_id: int, backwards_in_pass: int) -> None:
-        """A loader is exhausted. A pass without any backward was not training: its batches are dropped."""
-        if backwards_in_pass == 0 and loader_id not in self.train_loaders:
-            self.pending.pop(loader_id, None)
-            if self.last_loader == loader_id:
-                self.last_loader = None
+    def pass_ended(self, loader_id: int) -> bool:
+        """A loader is exhausted. Returns whether the pass has fed a backward so far."""
+        supply = self.supplies.setdefault(loader_id, Supply())
+        supply.ended = True
+        return supply.backwards > 0
 
     def backward(self) -> None:
         """backward() ran: the batches drawn for it belong to the step under way."""
         self.backwards += 1
-        if self.last_loader is None:
-            return
-        leading = self.pending.get(self.last_loader)
-        # A second loader in the same iteration draws about as often as the one that was drawn last;
-        # a loader that drew many batches without a backward was evaluating.
-        most = (leading.batches if leading else 0) + 1
-        used = [
-            (loader_id, waiting)
-            for loader_id, waiting in self.pending.items()
-            if loader_id == self.last_loader or waiting.batches <= most
-        ]
-        self.train_loaders.update(loader_id for loader_id, _ in used)
-        # Loaders drawn side by side serve the same iteration: the first one drawn counts its samples.
-        _, first = used[0]
-        self._batches += first.batches
-        if first.counted:
-            self._samples += first.samples
-            self._counted = True
-        self.pending.clear()
-        self.last_loader = None
+        if self._fresh:
+            # A second loader in the same iteration draws about as often as the one that was drawn last;
+            # a loader that drew many batches without a backward was evaluating.
+            most = next(reversed(self._fresh.values())) + 1
+            for loader_id, drawn in self._fresh.items():
+                if drawn > most:
+                    self.supplies[loader_id].forget(drawn)
+            self._feeding = sorted(loader_id for loader_id, drawn in self._fresh.items() if drawn <= most)
+            self._fresh.clear()
+            self.train_loaders.update(self._feeding)
+        # Loaders drawn side by side serve the same iteration: one of them counts its samples.
+        for position, loader_id in enumerate(self._feeding):
+            used = self.supplies[loader_id].feed()
+            if position == 0:
+                self._count(used)
+
+    def _count(self, batches: list[int | None]) -> None:
+        self._batches += len(batches)
+        known = [samples for samples in batches if samples is not None]
+        self._samples += sum(known)
+        self._counted = self._counted or bool(known)
 
     def begins_new_step(self, optimizer_id: int) -> bool:
         """Whether this optimizer call belongs to a new step rather than to the one just ended."""

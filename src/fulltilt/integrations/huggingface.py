@@ -1,0 +1,62 @@
+"""Hugging Face Trainer: ``Trainer(..., callbacks=[FulltiltCallback("runs/a")])`` records training and explains it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fulltilt.errors import UsageError
+from fulltilt.timeline.explicit import Recording
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise UsageError(
+        "the Hugging Face callback needs transformers", 'Install it: pip install "fulltilt[hf]"'
+    ) from error
+
+
+class FulltiltCallback(TrainerCallback):  # type: ignore[misc]
+    """Records from the start of training to its end; marks epochs, evaluations and checkpoints."""
+
+    def __init__(self, folder: str | Path = "fulltilt-runs/trainer") -> None:
+        self.recording = Recording(folder)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Training starts."""
+        self.recording.start()
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """An epoch starts."""
+        self.recording.mark_epoch(int(state.epoch or 0))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """A step has ended: the trainer evaluates and saves next, where it was told to."""
+        self._before_saving(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """An epoch has ended: the trainer evaluates and saves next, where it was told to."""
+        self._before_saving(control)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """A step of an evaluation."""
+        self.recording.mark_validation(True)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The evaluation has ended."""
+        self.recording.mark_validation(False)
+        if control.should_save:
+            self.recording.mark_checkpoint(True)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """A checkpoint has been written."""
+        self.recording.mark_checkpoint(False)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Training has ended."""
+        self.recording.mark_checkpoint(False)
+        self.recording.stop()
+
+    def _before_saving(self, control: Any) -> None:
+        if control.should_save and not control.should_evaluate:
+            self.recording.mark_checkpoint(True)

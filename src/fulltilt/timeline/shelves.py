@@ -1,0 +1,53 @@
+"""Nanoseconds sorted by what they were spent on, before they become the ledger's buckets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fulltilt.timeline.marks import Activity
+
+# Where time of an activity goes, by its number. USER time is split later by what the looks at the stack saw in it.
+SHELF = {
+    Activity.USER: "user",
+    Activity.NEXT: "data_wait",
+    Activity.ITER: "turnover",
+    Activity.BACKWARD: "backward",
+    Activity.OPTIMIZER: "optimizer",
+    Activity.SAVE: "checkpoint",
+    Activity.SYNC: "sync",
+    Activity.COPY: "transfer",
+    Activity.COMM: "communication",
+    Activity.OBSERVE: "observer",
+}
+PHASE = {
+    Activity.USER: "user",
+    Activity.NEXT: "load",
+    Activity.BACKWARD: "backward",
+    Activity.OPTIMIZER: "optimizer",
+    Activity.COPY: "transfer",
+}
+
+
+@dataclass
+class Shelves:
+    """Nanoseconds by shelf, with the host's own phases of a step beside them."""
+
+    time: dict[str, float] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)
+
+    def put(self, shelf: str, ns: float) -> None:
+        """Book time on a shelf."""
+        if ns:
+            self.time[shelf] = self.time.get(shelf, 0.0) + ns
+
+    def phase(self, name: str, ns: float) -> None:
+        """Book host time of a phase of the step."""
+        if ns:
+            self.phases[name] = self.phases.get(name, 0.0) + ns
+
+    def move(self, source: str, target: str, ns: float) -> None:
+        """Move up to ``ns`` from one shelf to another."""
+        moved = min(ns, self.time.get(source, 0.0))
+        if moved > 0:
+            self.time[source] -= moved
+            self.put(target, moved)

@@ -1,0 +1,114 @@
+"""A look at a stack says whose time it is and names the user's line."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+
+from fulltilt.timeline.stacks import StackView, look, owner
+
+
+def looks_at(work: Callable[[], Any], seconds: float = 0.25) -> list[StackView]:
+    """Looks at a thread that does ``work`` over and over."""
+    stop = threading.Event()
+
+    def loop() -> None:
+        while not stop.is_set():
+            work()
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    views = []
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(0.005)
+        frame: FrameType | None = sys._current_frames().get(thread.ident or 0)
+        if frame is not None:
+            views.append(look(frame))
+    stop.set()
+    thread.join()
+    return views
+
+
+def share(views: list[StackView], kind: str) -> float:
+    return sum(view.kind == kind for view in views) / len(views)
+
+
+def test_matrix_products_on_a_users_line_are_torchs_work() -> None:
+    a = torch.randn(400, 400)
+
+    def work() -> Any:
+        return a @ a
+
+    assert share(looks_at(work), "torch") > 0.7
+
+
+def test_a_module_is_torchs_work_and_sleep_inside_it_is_not() -> None:
+    class Slow(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.01)
+            return x
+
+    linear, slow = torch.nn.Linear(600, 600), Slow()
+    x = torch.randn(200, 600)
+    assert share(looks_at(lambda: linear(x)), "torch") > 0.7
+    views = looks_at(lambda: slow(x))
+    assert share(views, "host") > 0.7
+    assert {view.call for view in views if view.kind == "host"} >= {"time.sleep(0.01)"}
+
+
+def test_json_of_weights_is_the_users_line() -> None:
+    weights = [float(i) for i in range(50_000)]
+
+    def work() -> Any:
+        return json.dumps(weights)
+
+    views = looks_at(work)
+    assert share(views, "host") > 0.8
+    line = work.__code__.co_firstlineno + 1
+    assert any(view.where.endswith(f"test_stacks.py:{line}") for view in views)
+
+
+def test_tolist_is_the_hosts_time_and_not_computation() -> None:
+    x = torch.randn(300_000)
+
+    def work() -> Any:
+        return x.tolist()
+
+    assert share(looks_at(work), "host") > 0.7
+
+
+def test_a_pure_python_loop_is_the_hosts_time() -> None:
+    def work() -> int:
+        total = 0
+        for i in range(20_000):
+            total += i * i
+        return total
+
+    assert share(looks_at(work), "host") > 0.9
+
+
+def test_a_generator_of_the_users_makes_data() -> None:
+    def batches() -> Iterator[int]:
+        while True:
+            time.sleep(0.01)
+            yield 1
+
+    source = batches()
+    assert share(looks_at(lambda: next(source)), "data") > 0.8
+
+
+def test_owners() -> None:
+    assert owner(torch.nn.functional.__file__) == "torch"
+    assert owner(torch.serialization.__file__) == "torch_save"
+    assert owner(torch.utils.data.__file__) == "torch_data"
+    assert owner(json.__file__) == "stdlib"
+    assert owner("<frozen importlib._bootstrap>") == "stdlib"
+    assert owner(__file__) == "user"
