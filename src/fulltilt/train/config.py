@@ -59,7 +59,7 @@ def read(path: Path) -> dict[str, Any]:
 def parse(given: Mapping[str, Any], record: type[Record], source: str = "settings") -> Record:
     """A frozen record from plain values. No unknown key is accepted; durations may be written as ``11h``."""
     fields = {field.name: field for field in dataclasses.fields(record)}  # type: ignore[arg-type]
-    kinds = _hints(record)
+    kinds = _hints(record)  # type: ignore[arg-type, unused-ignore]
     problems, values = [], {}
     for key, value in given.items():
         if key not in fields:

@@ -1,0 +1,339 @@
+"""The engine against a hand-written loop of the same model, and what each of its features costs or wins.
+
+    python bench/engine.py [--out engine.json] [--smoke]
+
+Blocks of the two loops alternate in one process, so that clocks and temperature treat both alike. ``--smoke`` runs
+everything with tiny sizes on the CPU, to see that it works; its figures mean nothing. Takes under 150 s on an H200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fulltilt.train.guard import StepFigures
+from fulltilt.train.job import Job
+from fulltilt.train.loop import train
+from fulltilt.train.progress import Screen
+from fulltilt.train.settings import TrainSettings
+
+BUDGET_S = 140.0
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for _ in range(2):
+            layers += [nn.Conv2d(width, width, 3, padding=1, bias=False), norm(width), nn.ReLU(inplace=True)]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs + self.layers(inputs)
+
+
+def network(widths: tuple[int, ...], depth: int, group_norm: bool = False) -> nn.Module:
+    """A small residual network: convolutions, norms and matrix products, as image jobs have them."""
+
+    def norm(width: int) -> nn.Module:
+        return nn.GroupNorm(8, width) if group_norm else nn.BatchNorm2d(width)
+
+    layers: list[nn.Module] = [nn.Conv2d(3, widths[0], 7, stride=4, padding=3)]
+    for before, width in zip((widths[0], *widths), widths, strict=False):
+        if before != width:
+            layers.append(nn.Conv2d(before, width, 2, stride=2))
+        layers += [Block(width, norm) for _ in range(depth)]
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 1000)]
+    return nn.Sequential(*layers)
+
+
+class Sizes:
+    """What is run: small for the smoke test, a 30 ms step otherwise."""
+
+    def __init__(self, smoke: bool, device: torch.device) -> None:
+        self.device = device
+        self.widths = (16, 32) if smoke else (128, 256, 512)
+        self.depth = 1 if smoke else 3
+        self.batch = 4 if smoke else 128
+        self.pixels = 16 if smoke else 192
+        self.warmup = 2 if smoke else 12
+        self.steps = 4 if smoke else 40
+        self.pairs = 2 if smoke else 6
+        self.save_every = 3 if smoke else 50
+
+    def model(self, group_norm: bool = False) -> nn.Module:
+        torch.manual_seed(0)
+        return network(self.widths, self.depth, group_norm).to(self.device)
+
+    def batches(self, batch: int | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        generator = torch.Generator(self.device).manual_seed(1)
+        size = (batch or self.batch, 3, self.pixels, self.pixels)
+        return [
+            (
+                torch.randn(size, device=self.device, generator=generator),
+                torch.randint(0, 1000, size[:1], device=self.device, generator=generator),
+            )
+            for _ in range(4)
+        ]
+
+
+class Clocked:
+    """Endless batches that note the time when ``first`` and ``last`` of them have been worked off."""
+
+    def __init__(self, batches: list[Any], first: int, last: int) -> None:
+        self.batches, self.first, self.last = batches, first, last
+        self.began_s = self.ended_s = 0.0
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(self.last + 1):
+            if number == self.first:
+                self.began_s = now_s()
+            if number == self.last:
+                self.ended_s = now_s()
+            yield self.batches[number % len(self.batches)]
+
+    @property
+    def step_s(self) -> float:
+        return (self.ended_s - self.began_s) / (self.last - self.first)
+
+
+def now_s() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class Losses(Screen):
+    """A silent screen that keeps the losses."""
+
+    def __init__(self, out: Path) -> None:
+        super().__init__(out, speaks=False)
+        self.losses: list[float] = []
+
+    def step(self, figures: StepFigures, samples: int) -> None:  # noqa: ARG002 - the screen's own signature
+        self.losses.append(figures.loss)
+
+
+def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def by_hand(sizes: Sizes, model: nn.Module, clip: float | None) -> float:
+    """Seconds a step of the shortest loop that trains the same."""
+    cuda = sizes.device.type == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=cuda)
+    data = Clocked(sizes.batches(), sizes.warmup, sizes.warmup + sizes.steps)
+    for images, labels in data:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(sizes.device.type, dtype=torch.bfloat16):
+            value = nn.functional.cross_entropy(model(images), labels)
+        value.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return data.step_s
+
+
+def by_engine(sizes: Sizes, model: nn.Module, out: Path, steps: int | None = None, **settings: Any) -> float:
+    """Seconds a step of the engine, all of its guards on."""
+    data = Clocked(sizes.batches(), sizes.warmup, sizes.warmup + (steps or sizes.steps))
+    chosen = {"lr": 1e-4, "schedule": "constant", "precision": "bf16", "max_steps": data.last + 1, **settings}
+    shutil.rmtree(out, ignore_errors=True)
+    job = Job(model=model, loss=loss, data=data)
+    train(job, TrainSettings(device=sizes.device.type, **chosen), out, screen=Losses(out))  # type: ignore[arg-type]
+    return data.step_s
+
+
+def compare_loops(sizes: Sizes, out: Path) -> dict[str, Any]:
+    """The engine's speed as a share of the hand-written loop's: median over alternating pairs, with their range."""
+    answer: dict[str, Any] = {}
+    for name, clip in (("plain", None), ("with clipping", 1.0)):
+        model = sizes.model()
+        ratios, hand, engine = [], [], []
+        for pair in range(sizes.pairs):
+            order = (by_hand, by_engine) if pair % 2 == 0 else (by_engine, by_hand)
+            for which in order:
+                if which is by_hand:
+                    hand.append(by_hand(sizes, model, clip))
+                else:
+                    engine.append(by_engine(sizes, model, out, clip_norm=clip))
+            ratios.append(hand[-1] / engine[-1])
+        answer[name] = {
+            "hand_ms": 1e3 * statistics.median(hand),
+            "engine_ms": 1e3 * statistics.median(engine),
+            "engine_share_of_hand_speed": statistics.median(ratios),
+            "range": [min(ratios), max(ratios)],
+        }
+    return answer
+
+
+def checkpoint_cost(sizes: Sizes, out: Path) -> dict[str, Any]:
+    """What a background checkpoint every ``save_every`` steps costs, in percent of the step."""
+    steps = 2 * sizes.save_every
+    plain, saving = [], []
+    for _ in range(2):
+        plain.append(by_engine(sizes, sizes.model(), out, steps))
+        saving.append(by_engine(sizes, sizes.model(), out, steps, save_every=sizes.save_every, keep_last=1))
+    size = sum(p.nbytes for p in sizes.model().parameters()) * 3
+    return {
+        "save_every_steps": sizes.save_every,
+        "about_bytes": size,
+        "plain_ms": 1e3 * min(plain),
+        "saving_ms": 1e3 * min(saving),
+        "cost_pct": 100.0 * (min(saving) / min(plain) - 1.0),
+    }
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "fp32": {"precision": "fp32", "tf32": False},
+    "tf32": {"precision": "fp32", "tf32": True},
+    "fp16": {"precision": "fp16"},
+    "bf16": {"precision": "bf16"},
+    "bf16, channels-last": {"precision": "bf16", "channels_last": True},
+    "bf16, channels-last, compiled": {"precision": "bf16", "channels_last": True, "compile": True},
+}
+
+
+def compare_variants(sizes: Sizes, out: Path, deadline_s: float) -> dict[str, Any]:
+    answer: dict[str, Any] = {}
+    for name, settings in VARIANTS.items():
+        too_slow = settings.get("compile") and sizes.device.type != "cuda"
+        if time.monotonic() > deadline_s or too_slow:
+            answer[name] = None
+            continue
+        steps = max(sizes.steps // (4 if name == "fp32" else 2), 2)
+        try:
+            step_s = by_engine(sizes, sizes.model(), out, steps, **settings)
+        except Exception as error:  # one variant that this machine lacks must not cost the others
+            answer[name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"}
+            continue
+        answer[name] = {"step_ms": 1e3 * step_s, "samples_per_s": sizes.batch / step_s}
+    return answer
+
+
+def survive_out_of_memory(sizes: Sizes, out: Path) -> dict[str, Any]:
+    """The same steps with enough memory and with too little: the loss curve must be the same."""
+    steps = 4 if sizes.batch < 8 else 10
+
+    def run(job_loss: Any) -> tuple[list[float], int | None]:
+        shutil.rmtree(out, ignore_errors=True)
+        chosen = TrainSettings(
+            device=sizes.device.type,  # type: ignore[arg-type]
+            max_steps=steps,
+            lr=1e-4,
+            precision="fp32",
+            tf32=False,
+            schedule="constant",
+        )
+        screen = Losses(out)
+        seen: list[int | None] = []
+        data = Clocked(batches, 1, steps)
+        job = Job(model=sizes.model(group_norm=True), loss=job_loss, data=data)
+        train(job, chosen, out, screen=screen, on_step=lambda end: seen.append(end.rig.micro.most))
+        return screen.losses, seen[-1]
+
+    batches = sizes.batches()
+    if sizes.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        resting = torch.cuda.memory_allocated()
+        roomy, _ = run(loss)
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(sizes.device).total_memory
+        limit = resting + 0.6 * (peak - resting)
+        torch.cuda.set_per_process_memory_fraction(limit / total)
+        try:
+            tight, micro = run(loss)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+    else:
+        peak, limit = None, None
+        roomy, _ = run(loss)
+        tight, micro = run(pretended_limit(sizes.batch - 1))
+    difference = max(abs(a - b) / abs(a) for a, b in zip(roomy, tight, strict=True))
+    return {
+        "batch": sizes.batch,
+        "peak_bytes": peak,
+        "limit_bytes": limit,
+        "micro_batch_after": micro,
+        "steps": len(tight),
+        "largest_relative_loss_difference": difference,
+        "survived": micro is not None and len(tight) == steps and difference < 1e-3,
+    }
+
+
+def pretended_limit(most: int) -> Callable[[nn.Module, Any], torch.Tensor]:
+    def limited(model: nn.Module, batch: Any) -> torch.Tensor:
+        if len(batch[0]) > most:
+            raise torch.OutOfMemoryError("pretended")
+        return loss(model, batch)
+
+    return limited
+
+
+def rows(results: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, found in results["loops"].items():
+        low, high = found["range"]
+        share = found["engine_share_of_hand_speed"]
+        yield (
+            f"engine / hand-written loop, {name}",
+            f"{share:.4f} ({low:.4f} to {high:.4f}); {found['engine_ms']:.2f} against {found['hand_ms']:.2f} ms",
+        )
+    saving = results["checkpoints"]
+    every, size = saving["save_every_steps"], saving["about_bytes"] / 2**20
+    yield f"background checkpoints of {size:.0f} MiB every {every} steps", f"{saving['cost_pct']:+.2f} %"
+    for name, found in results["variants"].items():
+        if found is None:
+            shown = "left out: no time"
+        elif "error" in found:
+            shown = found["error"]
+        else:
+            shown = f"{found['step_ms']:.2f} ms, {found['samples_per_s']:.0f} samples/s"
+        yield name, shown
+    memory = results["out_of_memory"]
+    verdict = "survived" if memory["survived"] else "NOT survived"
+    difference = memory["largest_relative_loss_difference"]
+    yield "out of memory", f"{verdict}: micro-batch {memory['micro_batch_after']}, loss differs by {difference:.1e}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, default=Path("engine.json"))
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, on the CPU if there is no GPU")
+    arguments = parser.parse_args()
+    if not arguments.smoke and not torch.cuda.is_available():
+        parser.error("this measures a GPU; use --smoke to see that it works")
+    device = torch.device("cuda", 0) if torch.cuda.is_available() and not arguments.smoke else torch.device("cpu")
+    sizes = Sizes(arguments.smoke, device)
+    began_s = time.monotonic()
+    # Checkpoints of the A/B blocks go to memory, so that the disk has no part in them; their cost is measured apart.
+    memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(dir=memory) as quick, tempfile.TemporaryDirectory() as disk:
+        results = {
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+            "loops": compare_loops(sizes, Path(quick) / "run"),
+            "checkpoints": checkpoint_cost(sizes, Path(disk) / "run"),
+            "out_of_memory": survive_out_of_memory(sizes, Path(quick) / "run"),
+            "variants": compare_variants(sizes, Path(quick) / "run", began_s + BUDGET_S - 45.0),
+        }
+    results["seconds"] = time.monotonic() - began_s
+    for name, shown in rows(results):
+        print(f"{name:<58} {shown}")
+    arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"{results['seconds']:.0f} s; written to {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()
