@@ -58,7 +58,8 @@ class Recording:
         store.create_folder(self.folder)
         store.set_aside(self.folder)
         self._t0_ns = time.perf_counter_ns()
-        gpus = Gpus.open()
+        # Under a launcher the other ranks are its children too: they are ours, not strangers on the GPU.
+        gpus = Gpus.open(root_pid=os.getppid() if "LOCAL_RANK" in os.environ else None)
         self._record = RunRecord(
             name=self._name,
             command=tuple(sys.argv),

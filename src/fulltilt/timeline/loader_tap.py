@@ -43,6 +43,7 @@ class LoaderTap:
     described: dict[str, Any] = field(default_factory=dict)
     eval_batches: int = 0
     passes: int = 0
+    in_pass: bool = False
     batches: int = 0
     samples: int = 0
     counted: bool = False
@@ -55,6 +56,10 @@ class LoaderTap:
     batch_kind: str | None = None
     padding: float = 0.0
     padding_seen: int = 0
+
+    def retired(self) -> bool:
+        """Whether this loader has served its passes, so that one made at the same place stands for it."""
+        return self.loader() is None or (self.passes > 0 and not self.in_pass)
 
     @property
     def wait_cpu_s(self) -> float:
@@ -181,6 +186,7 @@ class TappedIterator:
             batch = self.source.__next__()
         except StopIteration:
             tap.restart_s += time.perf_counter() - began
+            tap.in_pass = False
             recorder.switch(
                 before, PassEnded(tap.loader_id, evaluating, workers), Point.EVAL if evaluating else Point.NONE
             )
@@ -241,6 +247,8 @@ class LoaderTaps:
         self._taps: weakref.WeakKeyDictionary[Any, LoaderTap] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self.all: list[LoaderTap] = []
+        # A loader made anew in each epoch is one loader to its user: same lines of the script, same length.
+        self._made_before: dict[tuple[Any, ...], LoaderTap] = {}
 
     def evaluating(self) -> bool:
         """Whether what is drawn now is for evaluation: gradients are off, or the trained model is in eval mode."""
@@ -251,18 +259,29 @@ class LoaderTaps:
         with self._lock:
             tap = self._taps.get(loader)
             if tap is None:
-                tap = LoaderTap(len(self.all), None, (), weakref.ref(loader))
-                self._taps[loader] = tap
-                self.all.append(tap)
+                tap = self._taps[loader] = self._new(loader)
             return tap
+
+    def _new(self, loader: Any) -> LoaderTap:
+        tap = LoaderTap(len(self.all), None, (), weakref.ref(loader))
+        self.all.append(tap)
+        return tap
 
     def constructed(self, loader: Any, given: tuple[str, ...]) -> None:
         """Remember where a loader was constructed and which arguments were written there."""
         self.recorder.ensure_started()
-        tap = self.of(loader)
+        sites = _call_sites(loader)
+        described = describe(loader)
+        with self._lock:
+            tap = self._made_before.get((*sites, described["dataset_len"]))
+            if tap is None or not tap.retired():
+                tap = self._new(loader)
+                self._made_before[(*sites, described["dataset_len"])] = tap
+            tap.loader = weakref.ref(loader)
+            self._taps[loader] = tap
         tap.given = given
-        tap.where = _call_site(loader)
-        tap.described = describe(loader)
+        tap.where = sites[0] if sites else None
+        tap.described = described
 
     def iterate(self, original: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
         """DataLoader.__iter__ with the tap in between."""
@@ -272,6 +291,7 @@ class LoaderTaps:
             return original(loader)
         tap.described = describe(loader)
         tap.passes += 1
+        tap.in_pass = True
         if not recorder.mine():
             return TappedIterator(self, tap, self._with_meters(original, loader, tap))
         evaluating = self.evaluating()
@@ -298,17 +318,20 @@ class LoaderTaps:
             workers._worker_loop = plain
 
 
-def _call_site(loader: Any) -> str | None:
-    """file:line of the call that constructed a loader: the first frame outside of torch and of its own class."""
+def _call_sites(loader: Any, most: int = 4) -> tuple[str, ...]:
+    """file:line of the call that constructed a loader, and of the calls around it, outside of torch and its class."""
+    sites: list[str] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         who = owner(code.co_filename)
         own_init = code.co_name == "__init__" and frame.f_locals.get("self") is loader
         if not who.startswith("torch") and who not in ("fulltilt", "stdlib") and not own_init:
-            return f"{shown_path(code.co_filename)}:{frame.f_lineno}"
+            sites.append(f"{shown_path(code.co_filename)}:{frame.f_lineno}")
+            if len(sites) == most:
+                break
         frame = frame.f_back
-    return None
+    return tuple(sites)
 
 
 def given_arguments(original: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
