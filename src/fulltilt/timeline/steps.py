@@ -61,56 +61,62 @@ class StepCounter:
     backwards: int = 0
     optimizer_seen: bool = False
     train_loaders: set[int] = field(default_factory=set)
-    # How often each loader was drawn from since the last backward, and which of them fed that one.
+    # How often each loader was drawn from since the last backward, the one drawn last, and those that fed it.
     _fresh: dict[int, int] = field(default_factory=dict)
+    _last: int = -1
     _feeding: list[int] = field(default_factory=list)
+    _unfed: set[int] = field(default_factory=set)
     _batches: int = 0
     _samples: int = 0
     _counted: bool = False
 
     def pass_began(self, loader_id: int) -> None:
-        """A loader starts anew. What is left of an abandoned pass, or of one that fed no backward, never trains."""
-        before = self.supplies.get(loader_id)
+        """A loader starts anew. What is left of an abandoned pass never trains."""
+        before = self.supplies.pop(loader_id, None)
         if before is not None and before.ended and before.backwards:
             self._count(list(before.waiting))
-        self.supplies[loader_id] = Supply()
         self._fresh.pop(loader_id, None)
+        self._unfed.discard(loader_id)
 
     def batch(self, loader_id: int, samples: int | None, evaluating: bool) -> None:
         """A batch came out of a loader."""
         if evaluating:
             return
-        for other_id, supply in self.supplies.items():
-            if supply.ended and not supply.backwards:
-                supply.forget(len(supply.waiting))  # a whole pass before the next batch: it was an evaluation
-                self._fresh.pop(other_id, None)
+        for unfed_id in self._unfed:
+            # A whole pass, and then the next batch without a backward in between: it was an evaluation.
+            self.supplies.pop(unfed_id, None)
+            self._fresh.pop(unfed_id, None)
+        self._unfed.clear()
         self.supplies.setdefault(loader_id, Supply()).draw(samples)
-        # The loader drawn last stands last.
-        self._fresh[loader_id] = self._fresh.pop(loader_id, 0) + 1
+        self._fresh[loader_id] = self._fresh.get(loader_id, 0) + 1
+        self._last = loader_id
         self.drawn_since_step = True
 
     def pass_ended(self, loader_id: int) -> bool:
-        """A loader is exhausted. Returns whether the pass has fed a backward so far."""
-        supply = self.supplies.setdefault(loader_id, Supply())
+        """A loader is exhausted. Returns whether this pass has fed a backward so far."""
+        supply = self.supplies.get(loader_id, Supply())
         supply.ended = True
+        if not supply.backwards:
+            self._unfed.add(loader_id)
         return supply.backwards > 0
 
     def backward(self) -> None:
         """backward() ran: the batches drawn for it belong to the step under way."""
         self.backwards += 1
-        if self._fresh:
+        self._unfed.clear()
+        if self._last in self._fresh:
             # A second loader in the same iteration draws about as often as the one that was drawn last;
             # a loader that drew many batches without a backward was evaluating.
-            most = next(reversed(self._fresh.values())) + 1
+            most = self._fresh[self._last] + 1
             for loader_id, drawn in self._fresh.items():
                 if drawn > most:
                     self.supplies[loader_id].forget(drawn)
-            self._feeding = sorted(loader_id for loader_id, drawn in self._fresh.items() if drawn <= most)
+            self._feeding = [loader_id for loader_id, drawn in self._fresh.items() if drawn <= most]
             self._fresh.clear()
             self.train_loaders.update(self._feeding)
-        # Loaders drawn side by side serve the same iteration: one of them counts its samples.
+        # Loaders drawn side by side serve the same iteration: the first one drawn counts its samples.
         for position, loader_id in enumerate(self._feeding):
-            used = self.supplies[loader_id].feed()
+            used = self.supplies[loader_id].feed() if loader_id in self.supplies else []
             if position == 0:
                 self._count(used)
 

@@ -77,7 +77,8 @@ class TileBuilder:
         self._eval_mode = False
         self._wait = 0.0
         self._hand_steps = 0
-        self._passes: dict[int, tuple[int, dict[str, float]]] = {}
+        self._before_pass: dict[int, dict[str, float]] = {}
+        self._undeclared: dict[str, float] = {}
         self.steps = 0
         self._tiles = 0
         self._step_end: float = t0_ns
@@ -146,6 +147,8 @@ class TileBuilder:
     # ------------------------------------------------------------------ what facts mean
 
     def _batch(self, fact: BatchArrived) -> None:
+        if self._undeclared:
+            self._settle_undeclared()
         self._evaluate(fact.evaluating)
         self.counter.batch(fact.loader_id, fact.samples, fact.evaluating)
         if not self._started:
@@ -170,26 +173,31 @@ class TileBuilder:
             self.gpu.held[-1] = (began, ended, shelf)
 
     def _pass_began(self, fact: PassBegan) -> None:
-        self._passes[fact.loader_id] = (self.counter.backwards, dict(self._shelves.time))
+        self._before_pass[fact.loader_id] = dict(self._shelves.time)
+        if not fact.evaluating:
+            self.counter.pass_began(fact.loader_id)
         self._evaluate(fact.evaluating)
 
     def _pass_ended(self, fact: PassEnded) -> None:
-        backwards, before = self._passes.pop(fact.loader_id, (self.counter.backwards, {}))
-        trained = self.counter.backwards - backwards
-        self.counter.pass_ended(fact.loader_id, trained)
+        before = self._before_pass.pop(fact.loader_id, {})
         if fact.evaluating:
             self._relabel_wait("validation")
             self._evaluate(self._eval_mode)
-        elif trained:
+        elif self.counter.pass_ended(fact.loader_id):
             self.epoch += 1
             if fact.workers:
                 self._relabel_wait("turnover")
         elif self.gpu is None and self._started:
-            # A whole pass with gradients on and no backward in it: an evaluation that nobody declared.
-            for shelf, ns in list(self._shelves.time.items()):
-                if shelf != "checkpoint":
-                    self._shelves.move(shelf, "validation", ns - before.get(shelf, 0.0))
+            # A whole pass with gradients on and no backward in it: an evaluation that nobody declared, unless
+            # backward comes next (then it was drawn ahead, to be accumulated).
+            self._undeclared = {shelf: ns - before.get(shelf, 0.0) for shelf, ns in self._shelves.time.items()}
         self._wait = 0.0
+
+    def _settle_undeclared(self) -> None:
+        for shelf, ns in self._undeclared.items():
+            if shelf != "checkpoint":
+                self._shelves.move(shelf, "validation", ns)
+        self._undeclared = {}
 
     def _evaluate(self, on: bool) -> None:
         self.validating = on and self._started
@@ -204,6 +212,9 @@ class TileBuilder:
     def _backward_began(self, _: BackwardBegan) -> None:
         self._started = True
         self._preparing = self.validating = self._eval_mode = False
+        if self._undeclared:
+            self._undeclared = {}
+            self.epoch += 1
 
     def _backward_ended(self, _: BackwardEnded) -> None:
         self.counter.backward()
@@ -263,6 +274,7 @@ class TileBuilder:
         self._begin_tile(position)
 
     def _finish(self, _: Finished) -> None:
+        self._settle_undeclared()
         if self._hand_steps:
             self._end_step(self._hand_steps)
         if self.gpu is not None:
