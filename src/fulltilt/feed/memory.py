@@ -27,10 +27,11 @@ def shared_bytes(size: int) -> torch.Tensor:
     return memory
 
 
-def pin(memory: torch.Tensor, device: torch.device) -> bool:
-    """Lock ``memory`` for direct copies to the GPU, until it is freed. False where that is not possible.
+def pin(memory: torch.Tensor, device: torch.device, owner: object) -> bool:
+    """Lock ``memory`` for direct copies to the GPU, as long as ``owner`` lives. False where that is not possible.
 
-    Registering in place avoids torch's pinned allocator, which rounds each block up to a power of two.
+    Registering in place avoids torch's pinned allocator, which rounds each block up to a power of two. Do it after
+    workers that use the memory were forked: pages that the driver knows are not inherited reliably.
     """
     if device.type != "cuda" or memory.numel() == 0:
         return False
@@ -40,8 +41,7 @@ def pin(memory: torch.Tensor, device: torch.device) -> bool:
         if int(cudart.cudaHostRegister(address, size, 0)) != 0:
             warnings.warn(f"could not pin {size} bytes; copies to the GPU will be slower", stacklevel=2)
             return False
-    # The storage, not the tensor object, owns the pages.
-    weakref.finalize(memory.untyped_storage(), _unpin, address)
+    weakref.finalize(owner, _unpin, address)
     return True
 
 

@@ -56,7 +56,6 @@ class WorkerPool:
         # One block for all slots: one registration with the driver, one mapping to inherit.
         self._memory = shared_bytes(slots * slot_bytes)
         self._index_memory = shared_bytes(slots * rows_per_slot * 8)
-        self.pinned = pin(self._memory, device)
         self._broken = False
         rows = self._memory.view(slots, rows_per_slot, row_bytes)
         indices = self._index_memory.view(torch.int64).view(slots, rows_per_slot)
@@ -67,6 +66,7 @@ class WorkerPool:
         self._tasks: connection.Connection | None = None
         if workers:
             self._start(workers)
+        self.pinned = pin(self._memory, device, self)
 
     # ----------------------------------------------------------------- the parent's side
 

@@ -147,8 +147,9 @@ class Residence:
         if tier in ("ram", "pinned"):
             rows = shared_bytes(self.samples * layout.row_bytes).view(self.samples, layout.row_bytes)
             present = shared_bytes(self.samples).view(torch.bool)
-            pinned = tier == "pinned" and pin(rows, self.device)
-            return HostStore(rows, present, pinned=pinned), ""
+            store = HostStore(rows, present)
+            store.pinned = tier == "pinned" and pin(rows, self.device, store)
+            return store, ""
         if tier == "disk":
             made_from = fingerprint(self.dataset)
             store, how = open_cache(

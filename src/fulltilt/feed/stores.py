@@ -41,10 +41,10 @@ class DeviceStore:
 class HostStore:
     """Packed rows [samples, row_bytes] in host memory: private, shared with workers, pinned, or a mapped file."""
 
-    def __init__(self, rows: torch.Tensor, present: torch.Tensor, *, pinned: bool = False) -> None:
+    def __init__(self, rows: torch.Tensor, present: torch.Tensor) -> None:
         self.rows = rows
         self.present = present
-        self.pinned = pinned
+        self.pinned = False
 
     def has(self, indices: torch.Tensor) -> torch.Tensor:
         """Which of ``indices`` can be served from here."""

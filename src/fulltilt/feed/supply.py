@@ -228,7 +228,7 @@ class Supply:
         if self._staging is None:
             self._staging = queue.SimpleQueue()
             memory = torch.empty(STAGING * self.batch_size * self.layout.row_bytes, dtype=torch.uint8)
-            pin(memory, self.device)
+            pin(memory, self.device, self)
             for buffer in memory.view(STAGING, self.batch_size, self.layout.row_bytes):
                 self._staging.put(buffer)
         return self._staging.get()

@@ -5,6 +5,7 @@ Results do not depend on workers, ranks, batch composition or resumes. Image and
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
@@ -97,14 +98,32 @@ class Pipeline:
         image_key, mask_key = self._keys(batch)
         image = batch if image_key is None else batch[image_key]
         mask = batch[mask_key] if mask_key is not None else None
-        compiled = self.compile if self.compile is not None else image.device.type == "cuda"
-        if compiled and self._compiled is None:
-            self._compiled = torch.compile(self.apply)
-        run = self._compiled if compiled and self._compiled is not None else self.apply
+        for transform in self.transforms:
+            prepare = getattr(transform, "prepare", None)
+            if prepare is not None:
+                prepare(image.device, self.dtype)
         # A tensor, because a compiled function would be compiled anew for each new Python number.
         epoch_tensor = torch.full((), epoch, dtype=torch.int64, device=image.device)
-        image, mask = run(image, mask, seed, epoch_tensor, indices)
+        image, mask = self._run(image, mask, seed, epoch_tensor, indices)
         return _with(batch, image_key, image, mask_key, mask)
+
+    def _run(
+        self, image: torch.Tensor, mask: torch.Tensor | None, seed: int, epoch: torch.Tensor, indices: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not (self.compile if self.compile is not None else image.device.type == "cuda"):
+            return self.apply(image, mask, seed, epoch, indices)
+        if self._compiled is None:
+            self._compiled = torch.compile(self.apply)
+        try:
+            done: tuple[torch.Tensor, torch.Tensor | None] = self._compiled(image, mask, seed, epoch, indices)
+            return done
+        except Exception as error:
+            if self.compile:
+                raise
+            # Nobody asked for compilation: without a compiler on the machine it works all the same, only slower.
+            warnings.warn(f"augmentation runs uncompiled: {str(error).splitlines()[0]}", stacklevel=4)
+            self.compile = False
+            return self.apply(image, mask, seed, epoch, indices)
 
     def apply(
         self, image: torch.Tensor, mask: torch.Tensor | None, seed: int, epoch: torch.Tensor, indices: torch.Tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -95,12 +95,19 @@ class Normalise:
 
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    _on: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, compare=False, repr=False)
     draws = 0
+
+    def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Put the constants on the device once: a copy in each step would make the host wait for the GPU."""
+        if f"{device} {dtype}" not in self._on:
+            mean, std = (torch.tensor(v, dtype=dtype, device=device)[:, None, None] for v in (self.mean, self.std))
+            self._on[f"{device} {dtype}"] = mean, std
 
     def apply(self, image: torch.Tensor, draw: Draw) -> torch.Tensor:  # noqa: ARG002
         """The new image."""
-        mean = torch.tensor(self.mean, dtype=image.dtype, device=image.device)[:, None, None]
-        std = torch.tensor(self.std, dtype=image.dtype, device=image.device)[:, None, None]
+        self.prepare(image.device, image.dtype)
+        mean, std = self._on[f"{image.device} {image.dtype}"]
         return (image - mean) / std
 
 

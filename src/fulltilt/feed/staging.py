@@ -1,0 +1,219 @@
+"""``stage_dir``: a data folder copied to tmpfs or a local disk when that pays, checked, resumable and cleaned up.
+
+    <stage>/<name>-<key>/files/…       the copy
+    <stage>/<name>-<key>/staged.jsonl  one line for each file that is whole: path, size, time, checksum
+
+A file is written beside its place and renamed, and its line is appended after that: whatever ends the copying, the
+next run goes on with the files that have no line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from fulltilt.errors import DataError, MachineError, UsageError
+from fulltilt.feed.disk import free_disk_bytes
+from fulltilt.feed.progress import progress
+from fulltilt.probes.storage import read_storage
+from fulltilt.records import StorageReading
+
+_LINES, _FILES = "staged.jsonl", "files"
+# Left free on the stage, for everybody else: a full /dev/shm breaks DataLoader workers, a full tmpfs takes the RAM.
+_SPARE_SHARE = 0.1
+_COPIERS = 8
+_PIECE = 4 * 1024**2
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether staging pays, and in words why."""
+
+    pays: bool
+    reason: str
+
+
+def staging_pays(source: StorageReading, epochs: int, free_bytes: int | None) -> Verdict:
+    """Decide from what was measured of the source. A pure function; None means not measured and says so."""
+    if source.kind == "tmpfs":
+        return Verdict(False, "the data lies in memory already")
+    if source.total_bytes is None or not source.counted_fully:
+        return Verdict(False, "the folder is too large to count in the time allowed")
+    if free_bytes is not None and source.total_bytes > free_bytes * (1 - _SPARE_SHARE):
+        return Verdict(False, f"{_gib(source.total_bytes)} do not fit into {_gib(free_bytes)} free")
+    if epochs < 2:
+        return Verdict(False, "every file is read once: copying it first would read it once more")
+    if source.kind in ("network", "hdd"):
+        return Verdict(True, f"the data lies on {source.kind} and is read {epochs} times")
+    if source.fits_in_ram:
+        return Verdict(False, f"the page cache keeps {_gib(source.total_bytes)} after the first epoch by itself")
+    cold, warm = source.small_cold_files_per_s, source.small_warm_files_per_s
+    if cold is None or warm is None:
+        return Verdict(False, "the storage could not be measured cold; when='always' copies all the same")
+    if warm > 2 * cold:
+        return Verdict(True, f"{warm:.0f} files/s from memory against {cold:.0f} from the disk")
+    return Verdict(False, f"the disk gives {cold:.0f} files/s, memory {warm:.0f}: too little to gain")
+
+
+def stage_dir(
+    data: str | Path,
+    stage: str | Path = "/dev/shm",
+    *,
+    when: str = "auto",
+    epochs: int = 10,
+    shown: bool | None = None,
+) -> StagedFolder:
+    """Copy ``data`` below ``stage`` if it pays (``when``: auto, always, never); use ``.path`` in either case.
+
+    A context manager that deletes the copy at its end. Raises UsageError, DataError, MachineError.
+    """
+    source = Path(data)
+    if when not in ("auto", "always", "never"):
+        raise UsageError(f"when is {when!r}", "Choose auto, always or never.")
+    if not source.is_dir():
+        raise UsageError(f"the data folder {source} does not exist")
+    if when == "never":
+        return StagedFolder(source, None, "not asked for")
+    stage_path = Path(stage)
+    free = free_disk_bytes(stage_path)
+    if when == "auto":
+        verdict = staging_pays(read_storage(source), epochs, free)
+        if not verdict.pays:
+            return StagedFolder(source, None, verdict.reason)
+        reason = verdict.reason
+    else:
+        reason = "asked for"
+    files = _files_of(source)
+    target = stage_path / f"{source.name}-{_key(source)}"
+    _check_space(sum(size for _, size, _ in files), target, free)
+    copied = _copy_all(source, target, files, shown)
+    return StagedFolder(target / _FILES, target, f"{reason}; {copied} of {len(files)} files copied")
+
+
+@dataclass(frozen=True)
+class StagedFolder:
+    """Where to read the data: the copy, or the original where copying does not pay (``reason`` says why)."""
+
+    path: Path
+    folder: Path | None
+    reason: str
+
+    @property
+    def staged(self) -> bool:
+        """Whether ``path`` is a copy."""
+        return self.folder is not None
+
+    def clean(self) -> None:
+        """Delete the copy; the original is never touched."""
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> StagedFolder:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.clean()
+
+
+# --------------------------------------------------------------------------- copying
+
+_File = tuple[str, int, int]  # path relative to the folder, size, modification time in ns
+
+
+def _files_of(folder: Path) -> list[_File]:
+    found = []
+    for root, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted(names):
+            path = Path(root, name)
+            with contextlib.suppress(OSError):  # a dangling link is not data
+                status = path.stat()
+                found.append((str(path.relative_to(folder)), status.st_size, status.st_mtime_ns))
+    return found
+
+
+def _copy_all(source: Path, target: Path, files: list[_File], shown: bool | None) -> int:
+    done = dict(_whole_files(target))
+    missing = [file for file in files if done.get(file[0]) != (file[1], file[2])]
+    try:
+        (target / _FILES).mkdir(parents=True, exist_ok=True)
+        with (target / _LINES).open("a", encoding="utf-8") as lines, ThreadPoolExecutor(_COPIERS) as copiers:
+            copies = copiers.map(lambda file: _copy_one(source, target / _FILES, file), missing)
+            for line in progress(copies, len(missing), f"Staging {source.name}", shown=shown):
+                lines.write(json.dumps(line) + "\n")
+                lines.flush()
+    except OSError as error:
+        raise MachineError(
+            f"staging to {target} failed: {error.strerror or error}",
+            "What was copied is kept and taken up again; free some space, or train from the original folder.",
+        ) from error
+    return len(missing)
+
+
+def _copy_one(source: Path, target: Path, file: _File) -> dict[str, str | int]:
+    """Copy one file with a checksum taken while reading, and compare what arrived with it."""
+    name, size, time_ns = file
+    final = target / name
+    final.parent.mkdir(parents=True, exist_ok=True)
+    making = final.with_name(f"{final.name}.{os.getpid()}.staging")
+    checksum = 0
+    with (source / name).open("rb") as reading, making.open("wb") as writing:
+        while piece := reading.read(_PIECE):
+            checksum = zlib.crc32(piece, checksum)
+            writing.write(piece)
+    if making.stat().st_size != size or _checksum(making) != checksum:
+        making.unlink(missing_ok=True)
+        raise DataError(f"{source / name} did not arrive whole in {target}", "It may be changing while it is copied.")
+    os.utime(making, ns=(time_ns, time_ns))
+    making.replace(final)
+    return {"path": name, "size": size, "time_ns": time_ns, "crc32": checksum}
+
+
+def _whole_files(target: Path) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Files that an earlier run copied and that are still as it left them. A torn last line is dropped."""
+    try:
+        lines = (target / _LINES).read_text(encoding="utf-8").splitlines(keepends=True)
+    except OSError:
+        return
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            path = target / _FILES / entry["path"]
+            whole = line.endswith("\n") and path.stat().st_size == entry["size"]
+            if whole and _checksum(path) == entry["crc32"]:
+                yield entry["path"], (entry["size"], entry["time_ns"])
+        except (ValueError, KeyError, TypeError, OSError):
+            continue
+
+
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            checksum = zlib.crc32(piece, checksum)
+    return checksum
+
+
+def _check_space(need: int, target: Path, free: int | None) -> None:
+    there = sum(size for _, (size, _) in _whole_files(target))
+    if free is not None and need - there > free * (1 - _SPARE_SHARE):
+        raise MachineError(
+            f"staging needs {_gib(need - there)}; {target.parent} has {_gib(free)} free",
+            "Stage to a larger file system, or train from the original folder.",
+        )
+
+
+def _key(source: Path) -> str:
+    return hashlib.blake2b(str(source.resolve()).encode(), digest_size=6).hexdigest()
+
+
+def _gib(count: int) -> str:
+    return f"{count / 1024**3:.1f} GiB" if count >= 1024**3 // 10 else f"{count / 1024**2:.1f} MiB"

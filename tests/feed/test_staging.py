@@ -1,0 +1,121 @@
+"""Staging: decided by measurement, whole or not at all, taken up again, cleaned up."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import pytest
+
+from fulltilt import feed
+from fulltilt.errors import MachineError, UsageError
+from fulltilt.feed import staging
+from fulltilt.feed.staging import stage_dir, staging_pays
+from fulltilt.records import StorageReading
+
+GIB = 1024**3
+
+
+def reading(**known):
+    known = {"kind": "ssd", "total_bytes": 10 * GIB, "counted_fully": True, "fits_in_ram": False} | known
+    return StorageReading(path="/data", **known)
+
+
+@pytest.mark.parametrize(
+    ("known", "epochs", "free", "pays", "why"),
+    [
+        ({"kind": "tmpfs"}, 10, 100 * GIB, False, "in memory already"),
+        ({"kind": "network"}, 10, 100 * GIB, True, "network"),
+        ({"kind": "hdd"}, 10, 100 * GIB, True, "hdd"),
+        ({"kind": "network"}, 1, 100 * GIB, False, "read once"),
+        ({"kind": "network"}, 10, 10 * GIB, False, "do not fit"),
+        ({"fits_in_ram": True}, 10, 100 * GIB, False, "page cache"),
+        ({"small_cold_files_per_s": 100.0, "small_warm_files_per_s": 900.0}, 10, 100 * GIB, True, "900 files/s"),
+        ({"small_cold_files_per_s": 600.0, "small_warm_files_per_s": 900.0}, 10, 100 * GIB, False, "too little"),
+        ({}, 10, 100 * GIB, False, "could not be measured"),
+        ({"counted_fully": False}, 10, 100 * GIB, False, "too large to count"),
+    ],
+)
+def test_it_is_done_when_it_pays(known, epochs, free, pays, why):
+    verdict = staging_pays(reading(**known), epochs, free)
+    assert verdict.pays is pays
+    assert why in verdict.reason
+
+
+@pytest.fixture
+def data(tmp_path):
+    folder = tmp_path / "data"
+    for number in range(20):
+        path = folder / f"class{number % 3}" / f"{number}.bin"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes([number]) * (1000 + number))
+    return folder
+
+
+def same(left, right):
+    names = sorted(str(path.relative_to(left)) for path in left.rglob("*") if path.is_file())
+    assert names == sorted(str(path.relative_to(right)) for path in right.rglob("*") if path.is_file())
+    assert all((left / name).read_bytes() == (right / name).read_bytes() for name in names)
+
+
+def test_the_copy_is_whole_and_goes_away(data, tmp_path):
+    with feed.stage_dir(data, tmp_path / "stage", when="always") as staged:
+        assert staged.staged
+        same(data, staged.path)
+    assert not staged.path.exists()
+    assert data.exists()
+
+
+def test_an_interrupted_copy_is_taken_up_again(data, tmp_path):
+    first = stage_dir(data, tmp_path / "stage", when="always")
+    lines = first.folder / "staged.jsonl"
+    kept = lines.read_text().splitlines(keepends=True)
+    lines.write_text("".join(kept[:12]) + kept[12][:20])  # killed in the middle of a line
+    damaged = json.loads(kept[3])["path"]
+    (first.path / damaged).write_bytes(b"x" * json.loads(kept[3])["size"])  # same size, other bytes
+    (data / "class0" / "0.bin").write_bytes(b"new content")  # changed at the source
+    again = stage_dir(data, tmp_path / "stage", when="always")
+    same(data, again.path)
+    copied = int(again.reason.split("; ")[1].split(" ")[0])
+    assert 9 <= copied <= 10  # eight without a line, the damaged one, the changed one
+    same(data, stage_dir(data, tmp_path / "stage", when="always").path)
+    again.clean()
+
+
+def test_too_little_room_is_told_before_anything_is_copied(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(staging, "free_disk_bytes", lambda folder: 10_000)
+    with pytest.raises(MachineError, match="staging needs"):
+        stage_dir(data, tmp_path / "stage", when="always")
+    assert not (tmp_path / "stage").exists()
+
+
+def test_a_disk_that_fills_up_is_told_and_what_was_copied_is_kept(data, tmp_path, monkeypatch):
+    real = staging._copy_one
+
+    def full(source, target, file):
+        if file[0].endswith("7.bin"):
+            raise OSError(28, os.strerror(28))
+        return real(source, target, file)
+
+    monkeypatch.setattr(staging, "_copy_one", full)
+    with pytest.raises(MachineError, match="No space left"):
+        stage_dir(data, tmp_path / "stage", when="always")
+    monkeypatch.setattr(staging, "_copy_one", real)
+    done = stage_dir(data, tmp_path / "stage", when="always")
+    same(data, done.path)
+    assert int(done.reason.split("; ")[1].split(" ")[0]) < 20
+
+
+def test_the_original_is_used_where_it_does_not_pay(data, tmp_path):
+    for when in ("never", "auto"):
+        staged = stage_dir(data, tmp_path / "stage", when=when, epochs=1)
+        assert not staged.staged
+        assert staged.path == data
+        staged.clean()
+        assert data.exists()
+    with pytest.raises(UsageError, match="does not exist"):
+        stage_dir(tmp_path / "nothing")
+    with pytest.raises(UsageError, match="sometimes"):
+        stage_dir(data, when="sometimes")
+    shutil.rmtree(tmp_path / "stage", ignore_errors=True)
