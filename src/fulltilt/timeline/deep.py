@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fulltilt.records import DeepRecord, HotLine
-from fulltilt.timeline.lines import LineTimes
 from fulltilt.timeline.marks import Activity
 from fulltilt.timeline.recorder import Recorder
-from fulltilt.timeline.stacks import owner, shown_path
+from fulltilt.timeline.stacks import shown_path
 
 # Steps before the profiler starts: compilation, autotuning and the allocator have settled by then.
 WARM_UP_STEPS = 10
-# Operators and runtime calls during which the host waits for the GPU.
-WAITS = frozenset(
-    {"aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "cudaStreamSynchronize"}
-)
+# Runtime calls during which the host waits for the GPU.
+WAITS = frozenset({"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"})
+SYNC_WARNING = "called a synchronizing CUDA operation"
 MATMUL = re.compile(r"gemm|matmul|cutlass|wgmma|conv|xmma|mma_|nvjet|flash|fmha", re.IGNORECASE)
 TENSOR_CORE = re.compile(
     r"tensorop|s\d{4,}|hmma|imma|wgmma|bf16|f16|half|tf32|sm90|nvjet|flash|fmha|fp8", re.IGNORECASE
 )
-FRAME = re.compile(r"^(?P<file>.+)\((?P<line>\d+)\): (?P<function>.+)$")
 
 
 class DeepLook:
@@ -35,6 +33,7 @@ class DeepLook:
         self._steps = steps
         self._seen = 0
         self._profiler: Any = None
+        self._waits: WaitLines | None = None
         self._handle: Any = None
 
     def install(self) -> None:
@@ -66,8 +65,10 @@ class DeepLook:
         try:
             kinds = self._torch.profiler.ProfilerActivity
             activities = [kinds.CPU, *([kinds.CUDA] if self._recorder.clock is not None else [])]
-            self._profiler = self._torch.profiler.profile(activities=activities, with_stack=True)
+            self._profiler = self._torch.profiler.profile(activities=activities)
             self._profiler.start()
+            if self._recorder.clock is not None:
+                self._waits = WaitLines(self._torch)
         except Exception as error:
             self._profiler = None
             self._recorder.notes.deep = DeepRecord(0, 0.0, None, None, None, None, None, error=str(error))
@@ -80,15 +81,44 @@ class DeepLook:
         steps = max(1, self._seen - WARM_UP_STEPS)
         try:
             profiler.stop()
-            self._recorder.notes.deep = summarise(profiler.events(), steps)
+            waits = self._waits.stop() if self._waits is not None else {}
+            self._recorder.notes.deep = summarise(profiler.events(), steps, waits)
         except Exception as error:
             self._recorder.notes.deep = DeepRecord(steps, 0.0, None, None, None, None, None, error=str(error))
         finally:
             self._recorder.switch(before)
 
 
-def summarise(events: Iterable[Any], steps: int) -> DeepRecord:
-    """What a profile of ``steps`` steps says, per step."""
+class WaitLines:
+    """Lets torch itself name the lines that wait for the GPU, through the warnings of its debug mode."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._mode = torch.cuda.get_sync_debug_mode()
+        self._show = warnings.showwarning
+        self._filters = warnings.filters[:]
+        self._seen: dict[str, int] = {}
+        warnings.filterwarnings("always", message=f".*{SYNC_WARNING}.*")
+        warnings.showwarning = self._take
+        torch.cuda.set_sync_debug_mode("warn")
+
+    def _take(self, message: Any, category: Any, filename: str, lineno: int, *rest: Any, **more: Any) -> None:
+        if SYNC_WARNING not in str(message):
+            self._show(message, category, filename, lineno, *rest, **more)
+            return
+        where = f"{shown_path(filename)}:{lineno}"
+        self._seen[where] = self._seen.get(where, 0) + 1
+
+    def stop(self) -> dict[str, int]:
+        """Put the debug mode and the warnings back; returns how often each line waited."""
+        self._torch.cuda.set_sync_debug_mode(self._mode)
+        warnings.showwarning = self._show
+        warnings.filters[:] = self._filters
+        return self._seen
+
+
+def summarise(events: Iterable[Any], steps: int, waits: Mapping[str, int]) -> DeepRecord:
+    """What a profile of ``steps`` steps says, per step. ``waits`` counts the synchronising calls by line."""
     events = list(events)
     kernels = [event for event in events if _on_gpu(event)]
     begin = min((event.time_range.start for event in events), default=0.0)
@@ -102,8 +132,7 @@ def summarise(events: Iterable[Any], steps: int) -> DeepRecord:
             copies_s=None,
             kernels=None,
             tensor_core_share=None,
-            top_kernels=_top((event.name, event.self_cpu_time_total) for event in events),
-            sync_calls=_waits(events),
+            top_kernels=_top((event.name, event.self_cpu_time_total) for event in events if "::" in event.name),
         )
     first = min(event.time_range.start for event in kernels)
     last = max(event.time_range.end for event in kernels)
@@ -119,7 +148,7 @@ def summarise(events: Iterable[Any], steps: int) -> DeepRecord:
         kernels=round(len(kernels) / steps),
         tensor_core_share=_tensor_core_share(kernels),
         top_kernels=_top((event.name, _length(event)) for event in kernels),
-        sync_calls=_waits(events),
+        sync_calls=_waits(events, waits),
     )
 
 
@@ -159,19 +188,9 @@ def _top(costs: Iterable[tuple[str, float]], most: int = 10) -> tuple[HotLine, .
     return tuple(HotLine(where="", function=name, seconds=cost * 1e-6) for name, cost in ranked)
 
 
-def _waits(events: list[Any]) -> tuple[HotLine, ...]:
-    """Synchronising calls with the user's lines that made them."""
-    lines = LineTimes()
-    for event in events:
-        if event.name in WAITS:
-            where, function = _users_line(event.stack or ())
-            lines.charge(where, function, event.cpu_time_total * 1e-6, event.name)
-    return lines.top()
-
-
-def _users_line(stack: Iterable[str]) -> tuple[str, str]:
-    for frame in stack:
-        match = FRAME.match(frame)
-        if match is not None and owner(match["file"]) == "user":
-            return f"{shown_path(match['file'])}:{match['line']}", match["function"]
-    return "unknown:0", "unknown"
+def _waits(events: list[Any], waits: Mapping[str, int]) -> tuple[HotLine, ...]:
+    """Synchronising calls by line. The time in all of them is shared out by how often each line made one."""
+    total_s = sum(_length(event) for event in events if event.name in WAITS) * 1e-6
+    calls = sum(waits.values())
+    ranked = sorted(waits.items(), key=lambda item: -item[1])[:10]
+    return tuple(HotLine(where, "", total_s * count / calls, f"{count} times") for where, count in ranked)
