@@ -95,8 +95,9 @@ class WaitLines:
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self._mode = torch.cuda.get_sync_debug_mode()
+        self._guard = warnings.catch_warnings()
+        self._guard.__enter__()
         self._show = warnings.showwarning
-        self._filters = warnings.filters[:]
         self._seen: dict[str, int] = {}
         warnings.filterwarnings("always", message=f".*{SYNC_WARNING}.*")
         warnings.showwarning = self._take
@@ -112,8 +113,7 @@ class WaitLines:
     def stop(self) -> dict[str, int]:
         """Put the debug mode and the warnings back; returns how often each line waited."""
         self._torch.cuda.set_sync_debug_mode(self._mode)
-        warnings.showwarning = self._show
-        warnings.filters[:] = self._filters
+        self._guard.__exit__(None, None, None)
         return self._seen
 
 
