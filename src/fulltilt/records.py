@@ -241,7 +241,11 @@ class HotLine:
 
 @dataclass(frozen=True, slots=True)
 class LoaderRecord:
-    """A DataLoader as it was constructed and as it was used by one rank."""
+    """A DataLoader as it was constructed and as it was used by one rank.
+
+    ``where`` is the user's line; ``made_by`` is the library that this line calls to construct the loader, or None
+    when the line constructs it itself.
+    """
 
     loader_id: int
     role: Literal["train", "eval", "unused"]
@@ -260,6 +264,7 @@ class LoaderRecord:
     collate: str | None
     start_method: str | None
     given: tuple[str, ...] = ()
+    made_by: str | None = None
     passes: int = 0
     batches: int = 0
     samples: int | None = None

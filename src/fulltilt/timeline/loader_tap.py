@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from fulltilt.records import LoaderRecord
 from fulltilt.timeline import worker_tap
@@ -44,6 +44,8 @@ class LoaderTap:
     eval_batches: int = 0
     passes: int = 0
     in_pass: bool = False
+    made_by: str | None = None
+    trains: bool = False
     batches: int = 0
     samples: int = 0
     counted: bool = False
@@ -87,6 +89,7 @@ class LoaderTap:
             loader_id=self.loader_id,
             role=role,  # type: ignore[arg-type]
             where=self.where,
+            made_by=self.made_by,
             given=self.given,
             passes=self.passes,
             batches=self.batches,
@@ -172,7 +175,7 @@ class TappedIterator:
         recorder = taps.recorder
         if not recorder.mine():
             return self._from_another_thread(recorder)
-        evaluating = taps.evaluating()
+        evaluating = taps.evaluating(tap)
         changed = evaluating != taps.was_evaluating
         taps.was_evaluating = evaluating
         taps.waiting_for = tap
@@ -187,6 +190,7 @@ class TappedIterator:
         except StopIteration:
             tap.restart_s += time.perf_counter() - began
             tap.in_pass = False
+            taps.was_evaluating = recorder.eval_mode
             recorder.switch(
                 before, PassEnded(tap.loader_id, evaluating, workers), Point.EVAL if evaluating else Point.NONE
             )
@@ -200,6 +204,7 @@ class TappedIterator:
         fact = BatchArrived(tap.loader_id, samples, evaluating, first, workers)
         recorder.switch(before, fact, Point.NONE if evaluating else Point.BATCH)
         if not evaluating:
+            taps.feeding = tap
             recorder.calibrate_if_asked(Point.BATCH)
         return batch
 
@@ -230,7 +235,10 @@ class TappedIterator:
         batch = self.source.__next__()
         if recorder.active:
             samples = self._count(batch)
-            recorder.note(BatchArrived(self._tap.loader_id, samples, self._taps.evaluating(), False, 1))
+            evaluating = self._taps.evaluating(self._tap)
+            if not evaluating:
+                self._taps.feeding = self._tap
+            recorder.note(BatchArrived(self._tap.loader_id, samples, evaluating, False, 1))
         return batch
 
 
@@ -242,6 +250,7 @@ class LoaderTaps:
         self.mailbox = worker_tap.Mailbox()
         self.was_evaluating = False
         self.waiting_for: LoaderTap | None = None
+        self.feeding: LoaderTap | None = None
         self.override: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
         self._torch = torch
         self._taps: weakref.WeakKeyDictionary[Any, LoaderTap] = weakref.WeakKeyDictionary()
@@ -250,9 +259,18 @@ class LoaderTaps:
         # A loader made anew in each epoch is one loader to its user: same lines of the script, same length.
         self._made_before: dict[tuple[Any, ...], LoaderTap] = {}
 
-    def evaluating(self) -> bool:
-        """Whether what is drawn now is for evaluation: gradients are off, or the trained model is in eval mode."""
-        return self.recorder.eval_mode or not self._torch.is_grad_enabled()
+    def evaluating(self, tap: LoaderTap) -> bool:
+        """Whether what is drawn now is for evaluation: gradients are off, or the trained model is in eval mode.
+
+        Hugging Face's Trainer draws the next batches before it switches the model back: a loader that has trained
+        goes on training.
+        """
+        return not self._torch.is_grad_enabled() or (self.recorder.eval_mode and not tap.trains)
+
+    def trained(self) -> None:
+        """backward() is called: the loader drawn last is one that trains."""
+        if self.feeding is not None:
+            self.feeding.trains = True
 
     def of(self, loader: Any) -> LoaderTap:
         """The tap of a loader, made when it is first seen."""
@@ -270,18 +288,27 @@ class LoaderTaps:
     def constructed(self, loader: Any, given: tuple[str, ...]) -> None:
         """Remember where a loader was constructed and which arguments were written there."""
         self.recorder.ensure_started()
-        sites = _call_sites(loader)
+        sites = call_sites(loader)
         described = describe(loader)
+        key = (*sites.nearest, described["dataset_len"])
         with self._lock:
-            tap = self._made_before.get((*sites, described["dataset_len"]))
+            tap = self._made_before.get(key)
             if tap is None or not tap.retired():
-                tap = self._new(loader)
-                self._made_before[(*sites, described["dataset_len"])] = tap
+                self._made_before[key] = tap = self._new(loader)
             tap.loader = weakref.ref(loader)
             self._taps[loader] = tap
-        tap.given = given
-        tap.where = sites[0] if sites else None
+        tap.where, tap.made_by, tap.given = sites.where, sites.made_by, given
         tap.described = described
+        if sites.made_by is not None:
+            self._inherit(tap, loader.dataset)
+
+    def _inherit(self, tap: LoaderTap, dataset: Any) -> None:
+        """A library made this loader out of one of the user's (accelerate does): then the user's call is the place."""
+        for other in self.all:
+            made = other.loader()
+            if other.made_by is None and other is not tap and made is not None and made.dataset is dataset:
+                tap.where, tap.made_by, tap.given = other.where, None, other.given
+                return
 
     def iterate(self, original: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
         """DataLoader.__iter__ with the tap in between."""
@@ -294,7 +321,7 @@ class LoaderTaps:
         tap.in_pass = True
         if not recorder.mine():
             return TappedIterator(self, tap, self._with_meters(original, loader, tap))
-        evaluating = self.evaluating()
+        evaluating = self.evaluating(tap)
         began = time.perf_counter()
         before = recorder.switch(Activity.ITER, PassBegan(tap.loader_id, evaluating))
         try:
@@ -318,20 +345,33 @@ class LoaderTaps:
             workers._worker_loop = plain
 
 
-def _call_sites(loader: Any, most: int = 4) -> tuple[str, ...]:
-    """file:line of the call that constructed a loader, and of the calls around it, outside of torch and its class."""
+class CallSites(NamedTuple):
+    """Where a loader was constructed: the user's line, the library that line calls, and the nearest lines of all."""
+
+    where: str | None
+    made_by: str | None
+    nearest: tuple[str, ...]
+
+
+def call_sites(loader: Any, most: int = 4) -> CallSites:
+    """The calls that led to the construction of a loader, outside of torch and of the construction itself."""
     sites: list[str] = []
+    where: str | None = None
+    library: str | None = None
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    while frame is not None and (where is None or len(sites) < most):
         code = frame.f_code
         who = owner(code.co_filename)
-        own_init = code.co_name == "__init__" and frame.f_locals.get("self") is loader
-        if not who.startswith("torch") and who not in ("fulltilt", "stdlib") and not own_init:
+        # The constructor of a class of its own, or a library's wrapper around the constructor.
+        constructs = code.co_argcount > 0 and frame.f_locals.get(code.co_varnames[0]) is loader
+        if who in ("user", "site") and not constructs:
             sites.append(f"{shown_path(code.co_filename)}:{frame.f_lineno}")
-            if len(sites) == most:
-                break
+            if where is None and who == "user":
+                where = sites[-1]
+            elif where is None:
+                library = str(frame.f_globals.get("__name__", "")).partition(".")[0] or None
         frame = frame.f_back
-    return tuple(sites)
+    return CallSites(where or (sites[0] if sites else None), library, tuple(sites[:most]))
 
 
 def given_arguments(original: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:

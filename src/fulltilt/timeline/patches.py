@@ -146,6 +146,7 @@ class Patches:
             recorder.ensure_started()
             recorder.training = True
             recorder.eval_mode = self._taps.was_evaluating = False
+            self._taps.trained()
             before = recorder.switch(Activity.BACKWARD, BackwardBegan(), Point.BACKWARD)
             recorder.calibrate_if_asked(Point.BACKWARD)
             try:
