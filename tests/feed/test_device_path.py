@@ -56,6 +56,18 @@ def test_every_tier_serves_the_data_set_through_the_ring(as_on_a_gpu, tier, work
     assert not threads()
 
 
+def test_long_rows_go_from_pinned_memory_straight_to_the_device(as_on_a_gpu, monkeypatch):
+    monkeypatch.setattr("fulltilt.feed.supply.DIRECT_ROW_BYTES", 64)
+    dataset = Pixels(23)
+    with as_on_a_gpu(dataset, 5, shuffle=True, residency="pinned", num_workers=2) as loader:
+        list(loader)
+        loader._supply.store.pinned = True  # as it would be with a GPU
+        monkeypatch.setattr(loader._supply, "_free_staging", None)
+        for images, numbers in loader:
+            for image, number in zip(images, numbers, strict=True):
+                assert torch.equal(image, dataset[int(number)][0])
+
+
 def test_vram_is_taken_only_after_the_model_has_shown_what_it_needs(as_on_a_gpu, monkeypatch):
     monkeypatch.setattr(residency.Residence, "waits_for_model", property(lambda self: True))
     asked = []

@@ -208,6 +208,34 @@ def test_random_state_of_the_user_is_left_alone():
     assert before[2] == after[2]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batched_fetch_is_used_and_a_bad_sample_in_it_still_named(workers):
+    class Batched(Pixels):
+        calls = 0
+
+        def __getitems__(self, indices):
+            Batched.calls += 1
+            if 7 in indices and self.samples == 24:
+                raise ValueError("one of them is bad")
+            return [self[index] for index in indices]
+
+        def __getitem__(self, index):
+            if index == 7 and self.samples == 24:
+                raise ValueError("this one is bad")
+            return super().__getitem__(index)
+
+    with feed.loader(Batched(23), 5, num_workers=workers) as loader:
+        for batch in loader:
+            check(loader.dataset, batch)
+    if workers == 0:
+        assert Batched.calls == 5
+    with (
+        feed.loader(Batched(24), 5, num_workers=workers, checks=2) as loader,
+        pytest.raises(DataError, match="sample 7 cannot be read: ValueError: this one is bad"),
+    ):
+        list(loader)
+
+
 def test_fill_decodes_everything_before_training():
     reads = []
 

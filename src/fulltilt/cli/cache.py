@@ -31,6 +31,7 @@ def cache(
     if action not in ("list", "clear"):
         raise UsageError(f"cache knows list and clear, not {action!r}")
     from fulltilt.feed.disk import default_cache_dir, list_caches, remove
+    from fulltilt.feed.tiers import in_words
 
     where = folder if folder is not None else default_cache_dir()
     entries = [
@@ -55,7 +56,7 @@ def cache(
         return
     if action == "clear":
         freed = sum(entry.size_bytes for entry in removed)
-        print(f"{len(removed)} of {len(entries)} caches removed, {_size(freed)} freed")
+        print(f"{len(removed)} of {len(entries)} caches removed, {in_words(freed)} freed")
         for entry in entries:
             if entry not in removed:
                 print(f"in use by a running job: {entry.folder.name}  {entry.label}")
@@ -67,19 +68,10 @@ def cache(
     for entry in entries:
         state = "in use" if entry.in_use else "complete" if entry.complete else "partial"
         print(
-            f"{entry.folder.name[:34]:<34} {_size(entry.size_bytes):>10} {entry.samples:>9}  {state:<10} "
+            f"{entry.folder.name[:34]:<34} {in_words(entry.size_bytes):>10} {entry.samples:>9}  {state:<10} "
             f"{_ago(entry.used_at_s):<12} {entry.label}"
         )
-    print(f"{_size(sum(entry.size_bytes for entry in entries))} in {where}")
-
-
-def _size(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
+    print(f"{in_words(sum(entry.size_bytes for entry in entries))} in {where}")
 
 
 def _ago(moment_s: float) -> str:

@@ -23,6 +23,7 @@ import os
 import secrets
 import shutil
 import time
+import weakref
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -88,6 +89,9 @@ class DiskStore(HostStore):
         rows = torch.frombuffer(mmap.mmap(self._rows_fd, samples * row_bytes, access=access), dtype=torch.uint8)
         self._marks = torch.frombuffer(mmap.mmap(self._marks_fd, samples * 4, access=access), dtype=torch.int32)
         super().__init__(rows.view(samples, row_bytes), self._marks)
+        if not keep:
+            # Also when the job ends without closing it.
+            weakref.finalize(self, shutil.rmtree, folder, True)
 
     def has(self, indices: torch.Tensor) -> torch.Tensor:
         """Which of ``indices`` are there, those written by other ranks included."""
@@ -193,6 +197,18 @@ def remove(entry: CacheEntry) -> bool:
     return alone
 
 
+def default_limit_bytes(cache_dir: Path) -> int | None:
+    """The cap on all caches together: FULLTILT_CACHE_LIMIT_BYTES, or half of what the disk has left for them."""
+    named = os.environ.get("FULLTILT_CACHE_LIMIT_BYTES")
+    if named:
+        try:
+            return int(named)
+        except ValueError as error:
+            raise UsageError(f"FULLTILT_CACHE_LIMIT_BYTES is {named!r}, not a number of bytes") from error
+    free = free_disk_bytes(cache_dir)
+    return None if free is None else (free + sum(entry.size_bytes for entry in list_caches(cache_dir))) // 2
+
+
 def make_room(cache_dir: Path, need_bytes: int, limit_bytes: int | None) -> None:
     """Delete the caches used longest ago until ``need_bytes`` fit below the cap and on the disk. Raises CacheFull."""
     entries = list_caches(cache_dir)
@@ -277,14 +293,15 @@ def _drop_torn_rows(store: DiskStore) -> int:
 
 
 def _remove_stale(cache_dir: Path, fingerprint: Fingerprint) -> str | None:
-    """Delete caches of the same data set with another fingerprint; says what changed."""
+    """Delete caches of the same data set whose files or code have changed; says what was found."""
     told = None
     for entry in list_caches(cache_dir):
         if entry.label != fingerprint.label or not fingerprint.reusable:
             continue
         changed = [name for name, digest in fingerprint.parts.items() if entry.parts.get(name) != digest]
-        if changed and remove(entry):
-            told = f"new; the one there was refused as stale ({', '.join(changed)} changed)"
+        # Other arguments make another data set, such as the validation part of the same folder: its cache stays.
+        kept = "arguments" in changed or not remove(entry)
+        told = f"new; the one there {'is another' if kept else 'was refused as stale'} ({', '.join(changed)} changed)"
     return told
 
 

@@ -224,7 +224,10 @@ class _Walk:
             self.files.update(f"{path} {found.st_size} {found.st_mtime_ns}\n".encode())
 
     def _folder(self, path: str) -> None:
-        if path in self._folders or Path(path) in (Path("/"), Path.home(), Path.cwd()):
+        if path in self._folders:
+            return
+        if Path(path) in (Path("/"), Path.home()):
+            self.unreadable.append(f"the whole of {path}")
             return
         self._folders.add(path)
         entries = 0

@@ -7,6 +7,7 @@ float32). A task is 24 bytes on one pipe; its indices lie in shared memory besid
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -114,6 +115,11 @@ class WorkerPool:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        # A loader that was dropped without being closed must not leave processes behind.
+        with contextlib.suppress(Exception):
+            self.close()
 
     def close(self) -> None:
         """End the workers and give their memory back."""

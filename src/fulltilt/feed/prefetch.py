@@ -24,7 +24,8 @@ import torch
 class HostBatch:
     """A batch, or the part of it that is not on the device yet, in host memory.
 
-    ``release`` is called when ``rows`` was copied away. ``store`` is handed through to the consumer.
+    ``release`` is called when ``rows`` was copied away. ``store`` is handed through to the consumer. ``scattered``:
+    ``rows`` is a whole pinned store, and the batch is its rows ``row_indices``.
     """
 
     indices: torch.Tensor
@@ -32,6 +33,7 @@ class HostBatch:
     row_indices: torch.Tensor
     release: Callable[[], None] = field(default=lambda: None)
     store: Any = None
+    scattered: bool = False
 
 
 @dataclass
@@ -143,7 +145,10 @@ class DeviceRing:
             if self._stream is not None and consumed is not None:
                 self._stream.wait_event(consumed)
             self._indices[position, : count + rows].copy_(host[: count + rows], non_blocking=True)
-            if rows:
+            if batch.scattered:
+                for buffer, index in zip(self._rows[position], batch.row_indices.tolist(), strict=False):
+                    buffer.copy_(batch.rows[index], non_blocking=True)
+            elif rows:
                 self._rows[position, :rows].copy_(batch.rows[:rows], non_blocking=True)
             if copied is not None:
                 copied.record(self._stream)

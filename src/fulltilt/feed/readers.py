@@ -73,6 +73,10 @@ class SampleReader:
             # Found here and not before the fork: a worker has instances of its own.
             self._generators = Generators(self.dataset)
         generators = self._generators
+        if not self.random and self._batched():
+            together = self._read_together(indices, rows, generators)
+            if together is not None:
+                return together
         failures: list[Failure] = []
         seeds = sample_seeds(self.seed, epoch, indices) if self.random else []
         # In this process the user's own generators must not notice us; a worker's belong to us.
@@ -90,6 +94,22 @@ class SampleReader:
                 if failure is not None:
                     failures.append(failure)
         return failures
+
+    def _batched(self) -> bool:
+        # torch's own Subset has the method too, and only loops in it.
+        return hasattr(self.dataset, "__getitems__") and not isinstance(self.dataset, torch.utils.data.Subset)
+
+    def _read_together(self, indices: torch.Tensor, rows: torch.Tensor, generators: Generators) -> list[Failure] | None:
+        """One call for all samples; None if anything is wrong: read one by one, the culprit can be named."""
+        with nullcontext() if self._in_worker else generators.untouched():
+            mark = generators.mark()
+            try:
+                samples = self.dataset.__getitems__(indices.tolist())
+                for row, sample in zip(rows, samples, strict=True):
+                    self.layout.pack(sample, row)
+            except Exception:
+                return None
+            return [] if mark == generators.mark() else None
 
 
 def read_one(dataset: Any, index: int, layout: Layout, row: torch.Tensor) -> Failure | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fulltilt.errors import UsageError
-from fulltilt.feed.disk import CacheFull, DiskStore, default_cache_dir, open_cache
+from fulltilt.feed.disk import CacheFull, DiskStore, default_cache_dir, default_limit_bytes, open_cache
 from fulltilt.feed.fingerprint import fingerprint
 from fulltilt.feed.inspection import Inspection
 from fulltilt.feed.memory import pin, shared_bytes
@@ -42,7 +42,9 @@ class Residence:
         self.decided = False
         self._reserve_bytes = reserve_bytes
         self._cache_dir = Path(cache_dir) if cache_dir is not None else default_cache_dir()
-        self._cache_limit_bytes = cache_limit_bytes
+        self._cache_limit_bytes = (
+            default_limit_bytes(self._cache_dir) if cache_limit_bytes is None else cache_limit_bytes
+        )
         self._checks = checks
         self._told_complete = False
         self._dropped = False

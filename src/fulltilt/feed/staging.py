@@ -23,6 +23,7 @@ from pathlib import Path
 from fulltilt.errors import DataError, MachineError, UsageError
 from fulltilt.feed.disk import free_disk_bytes
 from fulltilt.feed.progress import progress
+from fulltilt.feed.tiers import in_words
 from fulltilt.probes.storage import read_storage
 from fulltilt.records import StorageReading
 
@@ -48,13 +49,13 @@ def staging_pays(source: StorageReading, epochs: int, free_bytes: int | None) ->
     if source.total_bytes is None or not source.counted_fully:
         return Verdict(False, "the folder is too large to count in the time allowed")
     if free_bytes is not None and source.total_bytes > free_bytes * (1 - _SPARE_SHARE):
-        return Verdict(False, f"{_gib(source.total_bytes)} do not fit into {_gib(free_bytes)} free")
+        return Verdict(False, f"{in_words(source.total_bytes)} do not fit into {in_words(free_bytes)} free")
     if epochs < 2:
         return Verdict(False, "every file is read once: copying it first would read it once more")
     if source.kind in ("network", "hdd"):
         return Verdict(True, f"the data lies on {source.kind} and is read {epochs} times")
     if source.fits_in_ram:
-        return Verdict(False, f"the page cache keeps {_gib(source.total_bytes)} after the first epoch by itself")
+        return Verdict(False, f"the page cache keeps {in_words(source.total_bytes)} after the first epoch by itself")
     cold, warm = source.small_cold_files_per_s, source.small_warm_files_per_s
     if cold is None or warm is None:
         return Verdict(False, "the storage could not be measured cold; when='always' copies all the same")
@@ -206,14 +207,10 @@ def _check_space(need: int, target: Path, free: int | None) -> None:
     there = sum(size for _, (size, _) in _whole_files(target))
     if free is not None and need - there > free * (1 - _SPARE_SHARE):
         raise MachineError(
-            f"staging needs {_gib(need - there)}; {target.parent} has {_gib(free)} free",
+            f"staging needs {in_words(need - there)}; {target.parent} has {in_words(free)} free",
             "Stage to a larger file system, or train from the original folder.",
         )
 
 
 def _key(source: Path) -> str:
     return hashlib.blake2b(str(source.resolve()).encode(), digest_size=6).hexdigest()
-
-
-def _gib(count: int) -> str:
-    return f"{count / 1024**3:.1f} GiB" if count >= 1024**3 // 10 else f"{count / 1024**2:.1f} MiB"

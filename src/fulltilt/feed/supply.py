@@ -23,6 +23,9 @@ from fulltilt.feed.structure import Layout
 SLOTS = 4
 # Host buffers for batches gathered from a host store: one being filled, one being copied, one ready.
 STAGING = 3
+# Rows at least this long are copied to the device one by one from pinned memory: a copy call then costs less than
+# moving the row to a staging buffer first.
+DIRECT_ROW_BYTES = 64 * 1024
 
 
 @dataclass
@@ -66,7 +69,8 @@ class Supply:
     def missing(self, batches: Iterable[torch.Tensor]) -> bool:
         """Whether any sample of ``batches`` still has to be read from the source."""
         store = self.store
-        return store is None or not all(bool(store.has(batch).all()) for batch in batches)
+        every = list(batches)
+        return store is None or bool(every and not store.has(self.bad.without_bad(torch.cat(every))).all())
 
     def start_workers(self) -> None:
         """Start the workers; call it on the main thread, where forking is safest."""
@@ -193,9 +197,11 @@ class Supply:
             self._on_full(full)
 
     def _gather(self, store: HostStore, indices: torch.Tensor, read: torch.Tensor, rows: torch.Tensor) -> HostBatch:
+        there = store.has(indices)
+        if store.pinned and self.layout.row_bytes >= DIRECT_ROW_BYTES and bool(there.all()):
+            return HostBatch(indices, store.rows, indices, scattered=True)
         staging = self._free_staging()
         out = staging[: len(indices)]
-        there = store.has(indices)
         if bool(there.all()):
             store.gather(indices, out)
         else:

@@ -75,7 +75,7 @@ def choose_tier(need_bytes: int, room: Room, asked: Residency = "auto", *, on_ho
             raise UsageError(f"the data set cannot live in {asked}: {why}", "Use residency='auto'.")
         if need_bytes > free:
             raise DoesNotFit(
-                f"the decoded data set needs {_gib(need_bytes)}; {asked} has room for {_gib(free)}",
+                f"the decoded data set needs {in_words(need_bytes)}; {asked} has room for {in_words(free)}",
                 "Use residency='auto', which takes the next tier with room.",
             )
         return Choice(asked, "asked for")
@@ -85,9 +85,9 @@ def choose_tier(need_bytes: int, room: Room, asked: Residency = "auto", *, on_ho
             continue
         if need_bytes <= free:
             skipped = f"; too small: {', '.join(too_small)}" if too_small else ""
-            return Choice(tier, f"{_gib(need_bytes)} of {_gib(free)}{skipped}")
-        too_small.append(f"{tier} {_gib(free)}")
-    return Choice("none", f"{_gib(need_bytes)} fit nowhere: {', '.join(too_small)}")
+            return Choice(tier, f"{in_words(need_bytes)} of {in_words(free)}{skipped}")
+        too_small.append(f"{tier} {in_words(free)}")
+    return Choice("none", f"{in_words(need_bytes)} fit nowhere: {', '.join(too_small)}")
 
 
 def measure_room(
@@ -141,5 +141,9 @@ def default_workers() -> int:
     return max(1, int(min(usable, cores)) // ranks)
 
 
-def _gib(count: int) -> str:
-    return f"{count / GIB:.1f} GiB" if count >= GIB // 10 else f"{count / 1024**2:.1f} MiB"
+def in_words(count: int) -> str:
+    """A number of bytes as people write it: 17.5 GiB, 3.0 MiB, 200 bytes."""
+    for unit, size in (("GiB", GIB), ("MiB", 1024**2), ("KiB", 1024)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"
