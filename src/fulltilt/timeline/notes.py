@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import time
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,6 +103,7 @@ class RankNotes:
         self.gpu_busy_s = 0.0
         self.gpu_steps = 0
         self.looks = 0
+        self.observer_s: float | None = None
         self.host_lines = LineTimes()
         self.sync_lines = LineTimes()
         self.checkpoint_lines = LineTimes()
@@ -146,6 +146,10 @@ class RankNotes:
             self.host_lines.add(view, weight_s)
         elif view.kind == "checkpoint":
             self.checkpoint_lines.add(view, weight_s)
+
+    def evaluating(self, eval_mode: bool) -> bool:
+        """Whether the training thread evaluates at this moment: the tiles, made later, are too late for a look."""
+        return eval_mode or (self.taps is not None and self.taps.was_evaluating)
 
     def poll(self) -> None:
         """Take in what the workers have told."""
@@ -243,7 +247,7 @@ class RankNotes:
             alloc_retries=stats.get("num_alloc_retries"),
             torch_threads=self._torch.get_num_threads(),
             stack_samples=self.looks,
-            observer_s=time.thread_time(),
+            observer_s=self.observer_s,
             notes=tuple(self.remarks),
         )
 

@@ -33,7 +33,7 @@ from typing import Any
 from fulltilt.timeline.loader_tap import LoaderTaps, given_arguments
 from fulltilt.timeline.marks import Activity, BackwardBegan, BackwardEnded, EvalMode, OptimizerStepped, Point
 from fulltilt.timeline.recorder import Recorder
-from fulltilt.timeline.stacks import owner, shown_path
+from fulltilt.timeline.stacks import Spot, owner, shown_path
 
 COLLECTIVES = (
     "all_reduce",
@@ -260,7 +260,7 @@ class Patches:
         def save(*args: Any, **kwargs: Any) -> Any:
             if not recorder.mine() or recorder.activity is Activity.SAVE:
                 return original(*args, **kwargs)
-            where, function = _caller()
+            where, function = _caller(recorder.way_in.spots)
             began = time.perf_counter()
             before = recorder.switch(Activity.SAVE)
             try:
@@ -324,7 +324,7 @@ class Patches:
                         copies.asked += 1
                         copies.pageable += not tensor.is_pinned()
                     if worth_an_event:
-                        copies.lines.charge(*_caller(), took)
+                        copies.lines.charge(*_caller(recorder.way_in.spots), took)
                     if recorder.calibrating and took > BLOCKED_S:
                         recorder.synced_while_calibrating()
 
@@ -366,7 +366,7 @@ class Patches:
             if before is not Activity.SAVE:
                 notes.syncs += 1
                 notes.sync_blocked_s += took
-                notes.sync_lines.charge(*_caller(), took, call)
+                notes.sync_lines.charge(*_caller(recorder.way_in.spots), took, call)
             if recorder.calibrating:
                 recorder.synced_while_calibrating()
 
@@ -392,14 +392,17 @@ class Patches:
         return __init__
 
 
-def _caller() -> tuple[str, str]:
-    """file:line and function of the innermost code that is the user's, or at least not torch's or ours."""
+def _caller(ways_in: frozenset[Spot]) -> tuple[str, str]:
+    """file:line and function of the innermost code that is the user's, or at least not torch's or ours.
+
+    A line of the user's that only leads into a library's training loop is passed over.
+    """
     frame: FrameType | None = sys._getframe(2)
     outside: tuple[str, str] | None = None
     while frame is not None:
         code = frame.f_code
         who = owner(code.co_filename)
-        if who == "user":
+        if who == "user" and (code, frame.f_lasti) not in ways_in:
             return f"{shown_path(code.co_filename)}:{frame.f_lineno}", code.co_qualname
         if who == "site" and outside is None:
             outside = f"{shown_path(code.co_filename)}:{frame.f_lineno}", code.co_qualname

@@ -18,12 +18,14 @@ from typing import Any
 from fulltilt.records import Span
 from fulltilt.timeline.attribution import attribute
 from fulltilt.timeline.clock import CudaClock
+from fulltilt.timeline.loader_tap import TappedIterator
 from fulltilt.timeline.marks import Activity, Finished, Point
 from fulltilt.timeline.notes import RankNotes
 from fulltilt.timeline.rank_files import RankFiles
 from fulltilt.timeline.spans import WarmUp
 from fulltilt.timeline.stacks import look
 from fulltilt.timeline.tiles import TileBuilder
+from fulltilt.timeline.way_in import WayIn
 
 LOOK_EVERY_S = 0.01
 DRAIN_EVERY_S = 0.2
@@ -55,6 +57,7 @@ class Recorder:
         self.eval_mode = False
         self.clock: CudaClock | None = None
         self.calibrating = False
+        self.way_in = WayIn()
         self._t0_ns = t0_ns
         self._marks: deque[tuple[Any, ...]] = deque()
         self._builder = TileBuilder(t0_ns)
@@ -145,6 +148,7 @@ class Recorder:
         if self._thread.is_alive():
             self._thread.join(timeout=10.0)
         self._drain(patience_s=5.0)
+        self.notes.poll()
         self._write(final=True)
         if self._out is not None:
             self._out.close()
@@ -165,6 +169,7 @@ class Recorder:
                     self.notes.poll()
                 if now >= next_write:
                     next_write = now + WRITE_EVERY_S
+                    self.notes.observer_s = time.thread_time()
                     self._write(final=False)
             except Exception as error:
                 self._problem(error)
@@ -181,12 +186,18 @@ class Recorder:
         since_look, self._last_look_ns = now - self._last_look_ns, now
         activity = self.activity
         interesting = activity is Activity.USER or self.notes.wants_lines(activity)
-        if not interesting or not self.training or self._builder.validating:
+        learning = self.way_in.wants(activity)
+        if not (interesting or learning) or not self.training or self.notes.evaluating(self.eval_mode):
             return
         frame = sys._current_frames().get(self.thread_id or 0)
-        if frame is None:
+        if frame is None or activity is not self.activity:
             return
-        view = look(frame)
+        if learning:
+            self.way_in.see(activity, frame)
+        if not interesting:
+            return
+        fetching = TappedIterator.__next__.__code__ if activity is Activity.NEXT else None
+        view = look(frame, fetching, self.way_in.spots)
         # A look that came late (the interpreter lock was held) stands for all of that time, but not for time
         # before the present activity began.
         since_switch = now - self._last_switch_ns

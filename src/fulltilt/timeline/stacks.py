@@ -23,6 +23,9 @@ DEEPEST = 100
 TO_PYTHON = frozenset({"tolist", "numpy", "item", "__array__"})
 
 
+Spot = tuple[CodeType, int]  # a code object and the position in its bytecode
+
+
 @dataclass(frozen=True, slots=True)
 class StackView:
     """One look at a thread: the kind of its work, the user's line that caused it, and the expression there."""
@@ -84,8 +87,11 @@ def _part_of_torch(inside: str) -> str:
 
 @cache
 def shown_path(filename: str) -> str:
-    """A path as the user would write it: relative where it lies below the working folder or beside the script."""
+    """A path as the user would write it: relative to the working folder, the script or the installed packages."""
     path = Path(filename)
+    for packages in ("site-packages/", "dist-packages/"):
+        if packages in filename:
+            return filename.rpartition(packages)[2]
     for base in (Path.cwd(), Path(sys.argv[0] or ".").resolve().parent):
         try:
             return str(path.resolve().relative_to(base))
@@ -94,8 +100,21 @@ def shown_path(filename: str) -> str:
     return filename
 
 
-def look(frame: FrameType) -> StackView:
-    """What the thread whose innermost frame this is was doing."""
+def spots(frame: FrameType | None) -> frozenset[Spot]:
+    """The positions of all calls on the stack whose innermost frame this is."""
+    found: list[Spot] = []
+    while frame is not None:
+        found.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return frozenset(found)
+
+
+def look(frame: FrameType, inside: CodeType | None = None, ways_in: frozenset[Spot] = frozenset()) -> StackView:
+    """What the thread whose innermost frame this is was doing, and on which line of the user's.
+
+    Frames outside of a call of ``inside`` do not count. A line that is one of ``ways_in`` is not named: it only led
+    into the training loop (``trainer.train()``); then the library's own line says more.
+    """
     top_owner = owner(frame.f_code.co_filename)
     user: FrameType | None = None
     outside: FrameType | None = None
@@ -103,7 +122,7 @@ def look(frame: FrameType) -> StackView:
     special: str | None = None
     current: FrameType | None = frame
     for _ in range(DEEPEST):
-        if current is None:
+        if current is None or current.f_code is inside:
             break
         who = owner(current.f_code.co_filename)
         if who == "torch_module":
@@ -119,7 +138,8 @@ def look(frame: FrameType) -> StackView:
                 special = "checkpoint"
             outside = outside or current
         elif who == "user":
-            user = user or current
+            if user is None and (current.f_code, current.f_lasti) not in ways_in:
+                user = current
             if current.f_code.co_flags & GENERATOR and not in_module:
                 in_generator = True
         current = current.f_back

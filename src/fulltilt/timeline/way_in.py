@@ -1,0 +1,36 @@
+"""How the script gets into its training loop: the calls that stand on the stack whatever the step is doing.
+
+Where a library owns the loop, the script's line that costs the time is always the same (``trainer.train()``), and says
+nothing. Such lines are on the stack at backward, in the optimizer and at next() alike; lines of the loop are not.
+"""
+
+from __future__ import annotations
+
+from types import FrameType
+
+from fulltilt.timeline.marks import Activity
+from fulltilt.timeline.stacks import Spot, spots
+
+PARTS_OF_A_STEP = frozenset({Activity.NEXT, Activity.BACKWARD, Activity.OPTIMIZER})
+LOOKS_AT_EACH = 3
+
+
+class WayIn:
+    """Learns from the first looks at each part of a step which calls lead into the loop."""
+
+    def __init__(self) -> None:
+        self.spots: frozenset[Spot] = frozenset()
+        self._common: frozenset[Spot] | None = None
+        self._looks: dict[Activity, int] = {}
+
+    def wants(self, activity: Activity) -> bool:
+        """Whether a look at this activity would still teach anything."""
+        return activity in PARTS_OF_A_STEP and self._looks.get(activity, 0) < LOOKS_AT_EACH
+
+    def see(self, activity: Activity, frame: FrameType) -> None:
+        """Take in the stack of one part of a step."""
+        here = spots(frame)
+        self._common = here if self._common is None else self._common & here
+        self._looks[activity] = self._looks.get(activity, 0) + 1
+        if len(self._looks) > 1:
+            self.spots = self._common
