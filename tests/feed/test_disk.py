@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 
 from fulltilt import feed
 from fulltilt.errors import DoesNotFit, UsageError
-from fulltilt.feed.disk import PARTIAL, ROWS, CacheFull, list_caches, make_room, open_cache
+from fulltilt.feed.caches import PARTIAL, ROWS, CacheFull, list_caches, make_room
+from fulltilt.feed.disk import open_cache
 from fulltilt.feed.fingerprint import fingerprint
 from fulltilt.feed.structure import layout_of
 

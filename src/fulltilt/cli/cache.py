@@ -30,7 +30,7 @@ def cache(
     """List or clear the decoded data sets kept on disk (residency "disk")."""
     if action not in ("list", "clear"):
         raise UsageError(f"cache knows list and clear, not {action!r}")
-    from fulltilt.feed.disk import default_cache_dir, list_caches, remove
+    from fulltilt.feed.caches import default_cache_dir, list_caches, remove
     from fulltilt.feed.tiers import in_words
 
     where = folder if folder is not None else default_cache_dir()

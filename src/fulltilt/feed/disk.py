@@ -25,53 +25,29 @@ import shutil
 import time
 import weakref
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-try:
-    import fcntl
-except ImportError:  # Windows: caches there are not protected from a clearing command while a job uses them
-    fcntl = None  # type: ignore[assignment]
-
 from fulltilt.errors import FulltiltError, UsageError
+from fulltilt.feed.caches import (
+    HEADER,
+    MARKS,
+    PARTIAL,
+    ROWS,
+    CacheFull,
+    list_caches,
+    lock_shared,
+    make_room,
+    read_header,
+    remove,
+)
 from fulltilt.feed.fingerprint import Fingerprint
 from fulltilt.feed.stores import HostStore
 from fulltilt.feed.structure import Layout
 
-HEADER, ROWS, MARKS = "cache.json", "rows.bin", "marks.bin"
-PARTIAL = ".partial"
 FORMAT = 1
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-class CacheFull(Exception):  # noqa: N818 - an event; the job goes on without the cache
-    """There is no room left for the cache; the message says where and how much was needed."""
-
-
-@dataclass(frozen=True)
-class CacheEntry:
-    """One cache on disk, as ``fulltilt cache list`` shows it."""
-
-    folder: Path
-    label: str
-    samples: int
-    size_bytes: int
-    complete: bool
-    used_at_s: float
-    parts: dict[str, str]
-    in_use: bool
-
-
-def default_cache_dir() -> Path:
-    """FULLTILT_CACHE_DIR, or fulltilt/feed in the user's cache folder."""
-    named = os.environ.get("FULLTILT_CACHE_DIR")
-    if named:
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fulltilt" / "feed"
 
 
 class DiskStore(HostStore):
@@ -160,7 +136,7 @@ def open_cache(
     except OSError as error:
         raise UsageError(f"the cache folder {cache_dir} cannot be made: {error.strerror}", "Set cache_dir.") from error
     for folder, complete in ((final, True), (partial, False)):
-        lock = _lock_shared(folder)
+        lock = lock_shared(folder)
         if lock is None:
             continue
         if _fits(folder, samples, layout):
@@ -178,67 +154,9 @@ def open_cache(
     keep = fingerprint.reusable
     folder = partial if keep else cache_dir / f"run-{os.getpid()}-{secrets.token_hex(4)}{PARTIAL}"
     _create(folder, fingerprint, layout, samples)
-    lock = _lock_shared(folder)
+    lock = lock_shared(folder)
     assert lock is not None
     return DiskStore(folder, samples, layout.row_bytes, lock, keep=keep, complete=False), stale or "new"
-
-
-def list_caches(cache_dir: Path) -> list[CacheEntry]:
-    """Every cache in ``cache_dir``, the most recently used first."""
-    entries = [entry for folder in _folders(cache_dir) if (entry := _read_entry(folder)) is not None]
-    return sorted(entries, key=lambda entry: -entry.used_at_s)
-
-
-def remove(entry: CacheEntry) -> bool:
-    """Delete a cache; False if a running job uses it."""
-    with _lock_alone(entry.folder) as alone:
-        if alone:
-            shutil.rmtree(entry.folder, ignore_errors=True)
-    return alone
-
-
-def default_limit_bytes(cache_dir: Path) -> int | None:
-    """The cap on all caches together: FULLTILT_CACHE_LIMIT_BYTES, or half of what the disk has left for them."""
-    named = os.environ.get("FULLTILT_CACHE_LIMIT_BYTES")
-    if named:
-        try:
-            return int(named)
-        except ValueError as error:
-            raise UsageError(f"FULLTILT_CACHE_LIMIT_BYTES is {named!r}, not a number of bytes") from error
-    free = free_disk_bytes(cache_dir)
-    return None if free is None else (free + sum(entry.size_bytes for entry in list_caches(cache_dir))) // 2
-
-
-def make_room(cache_dir: Path, need_bytes: int, limit_bytes: int | None) -> None:
-    """Delete the caches used longest ago until ``need_bytes`` fit below the cap and on the disk. Raises CacheFull."""
-    entries = list_caches(cache_dir)
-    used = sum(entry.size_bytes for entry in entries)
-    free = free_disk_bytes(cache_dir)
-    limits = [limit_bytes] if limit_bytes is not None else []
-    limits += [used + free] if free is not None else []
-    if not limits:
-        return
-    limit = min(limits)
-    if need_bytes > limit:
-        raise CacheFull(f"the cache needs {need_bytes} bytes and may take {limit}")
-    for entry in reversed(entries):
-        if used + need_bytes <= limit:
-            return
-        if remove(entry):
-            used -= entry.size_bytes
-    if used + need_bytes > limit:
-        raise CacheFull(f"the caches in use leave no {need_bytes} bytes of the {limit} allowed")
-
-
-def free_disk_bytes(folder: Path) -> int | None:
-    """Free bytes of the file system that ``folder`` lies or would lie on; None if it cannot be asked."""
-    for existing in (folder, *folder.parents):
-        if existing.exists():
-            try:
-                return shutil.disk_usage(existing).free
-            except OSError:
-                return None
-    return None
 
 
 # --------------------------------------------------------------------------- folders
@@ -273,7 +191,7 @@ def _create(folder: Path, fingerprint: Fingerprint, layout: Layout, samples: int
 
 def _fits(folder: Path, samples: int, layout: Layout) -> bool:
     """Whether a cache is of this format, whole in length, and of this layout."""
-    header = _read_header(folder)
+    header = read_header(folder)
     if header is None or header.get("format") != FORMAT or header.get("layout") != layout.describe():
         return False
     try:
@@ -303,76 +221,6 @@ def _remove_stale(cache_dir: Path, fingerprint: Fingerprint) -> str | None:
         kept = "arguments" in changed or not remove(entry)
         told = f"new; the one there {'is another' if kept else 'was refused as stale'} ({', '.join(changed)} changed)"
     return told
-
-
-def _folders(cache_dir: Path) -> Iterator[Path]:
-    if cache_dir.is_dir():
-        yield from (folder for folder in cache_dir.iterdir() if (folder / HEADER).exists())
-
-
-def _read_header(folder: Path) -> dict[str, Any] | None:
-    try:
-        header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return header if isinstance(header, dict) else None
-
-
-def _read_entry(folder: Path) -> CacheEntry | None:
-    header = _read_header(folder)
-    if header is None:
-        return None
-    try:
-        # Blocks, not length: a half-written file is sparse.
-        size = sum((folder / name).stat().st_blocks * 512 for name in (ROWS, MARKS))
-        used = (folder / HEADER).stat().st_mtime
-    except OSError:
-        return None
-    with _lock_alone(folder) as alone:
-        in_use = not alone
-    return CacheEntry(
-        folder,
-        str(header.get("label", "?")),
-        int(header.get("samples", 0)),
-        size,
-        not folder.name.endswith(PARTIAL),
-        used,
-        dict(header.get("parts", {})),
-        in_use,
-    )
-
-
-def _lock_shared(folder: Path) -> int | None:
-    """A descriptor that marks the cache as in use until it is closed (the kernel does so at a kill too)."""
-    try:
-        fd = os.open(folder / HEADER, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        if fcntl is not None:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        return None
-    return fd
-
-
-@contextlib.contextmanager
-def _lock_alone(folder: Path) -> Iterator[bool]:
-    try:
-        fd = os.open(folder / HEADER, os.O_RDONLY)
-    except OSError:
-        yield False
-        return
-    try:
-        if fcntl is not None:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        yield False
-    else:
-        yield True
-    finally:
-        os.close(fd)
 
 
 # --------------------------------------------------------------------------- bytes

@@ -20,7 +20,7 @@ import torch
 
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
-from fulltilt.feed.disk import default_cache_dir
+from fulltilt.feed.caches import default_cache_dir
 from fulltilt.feed.hdf5_blocks import DAMAGED, Block, BlockReader, Source, describe
 from fulltilt.feed.order import Order
 from fulltilt.feed.places import device_or_default, ranks

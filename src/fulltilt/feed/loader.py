@@ -19,7 +19,8 @@ import torch
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
 from fulltilt.feed.bad_samples import BadSamples, Policy
-from fulltilt.feed.disk import CacheFull, DiskStore
+from fulltilt.feed.caches import CacheFull
+from fulltilt.feed.disk import DiskStore
 from fulltilt.feed.inspection import Inspection, inspect
 from fulltilt.feed.order import Order
 from fulltilt.feed.places import device_or_default, ranks

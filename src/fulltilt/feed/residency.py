@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from fulltilt.errors import UsageError
-from fulltilt.feed.disk import CacheFull, DiskStore, default_cache_dir, default_limit_bytes, open_cache
+from fulltilt.feed.caches import CacheFull, default_cache_dir, default_limit_bytes
+from fulltilt.feed.disk import DiskStore, open_cache
 from fulltilt.feed.fingerprint import fingerprint
 from fulltilt.feed.inspection import Inspection
 from fulltilt.feed.memory import pin, shared_bytes

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fulltilt.errors import DataError, MachineError, UsageError
-from fulltilt.feed.disk import free_disk_bytes
+from fulltilt.feed.caches import free_disk_bytes
 from fulltilt.feed.progress import progress
 from fulltilt.feed.tiers import in_words
 from fulltilt.probes.storage import read_storage

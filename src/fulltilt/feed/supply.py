@@ -11,7 +11,7 @@ import torch
 
 from fulltilt.errors import DataError
 from fulltilt.feed.bad_samples import BadSamples
-from fulltilt.feed.disk import CacheFull
+from fulltilt.feed.caches import CacheFull
 from fulltilt.feed.memory import pin
 from fulltilt.feed.pool import Slot, WorkerPool
 from fulltilt.feed.prefetch import HostBatch
