@@ -179,6 +179,11 @@ def test_charts_grow_with_the_window() -> None:
     assert large.count("█") > 2 * small.count("█")
 
 
+def test_with_a_gpu_the_host_stays_small() -> None:
+    lines = [line[:5] for line in text(view(), 200, 60).splitlines()]
+    assert lines.index("cores") - lines.index("CPU  ") == 3
+
+
 def test_many_gpus_get_a_line_each_and_none_is_left_out() -> None:
     gpus = tuple(dataclasses.replace(T4, index=n, uuid=f"GPU-{n}") for n in range(8))
     shown = text(view(gpus), 80, 24)

@@ -152,7 +152,8 @@ class Screen:
 
 def _show_until_quit(readings: Readings, screen: Screen) -> None:
     while _show_until_key(readings, screen) == _SUSPEND:
-        os.kill(0, signal.SIGTSTP)  # stops the whole job, as the terminal itself would; `fg` lets us go on
+        if sys.platform != "win32":
+            os.kill(0, signal.SIGTSTP)  # stops the whole job, as the terminal itself would; `fg` lets us go on
 
 
 def _show_until_key(readings: Readings, screen: Screen) -> str:
@@ -198,7 +199,8 @@ def _keyboard() -> Iterator[Callable[[float], str]]:
 
         def windows_key(wait_s: float) -> str:
             time.sleep(wait_s)
-            return msvcrt.getwch() if msvcrt.kbhit() else ""
+            key = msvcrt.getwch() if msvcrt.kbhit() else ""
+            return "" if key == _SUSPEND else key  # Windows stops no processes
 
         yield windows_key
         return
