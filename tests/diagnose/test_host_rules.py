@@ -50,6 +50,19 @@ def test_each_kind_of_line_has_its_own_cure(call: str, part: str) -> None:
     assert part in found(host_code(gather(run_of(rank(host_lines=lines), host_code=30.0, compute=70.0)))).fix
 
 
+def test_overhead_spread_over_a_library_blames_no_line() -> None:
+    lines = tuple(HotLine(f"transformers/part_{i}.py:9", f"step_{i}", 2.0, "self.call()") for i in range(12))
+    finding = found(host_code(gather(run_of(rank(host_lines=lines), host_code=30.0, compute=70.0))))
+    assert finding.where is None
+    assert "no line is to blame" in finding.fix
+
+
+def test_lines_of_one_function_are_blamed_together() -> None:
+    lines = tuple(HotLine(f"metric.py:{i}", "score", 3.0 + i, "hits += a == b") for i in range(5))
+    finding = found(host_code(gather(run_of(rank(host_lines=lines), host_code=30.0, compute=70.0))))
+    assert finding.where == "metric.py:4"
+
+
 def test_slow_launches_are_not_the_scripts_own_code() -> None:
     lines = (HotLine("train.py:55", "main", 20.0),)
     launching = gather(run_of(gpu_rank(launch_s=17.0, host_lines=lines), host_code=20.0, compute=80.0))

@@ -128,8 +128,7 @@ def test_batches_made_by_a_generator_name_its_line() -> None:
 
 
 def test_a_loader_built_by_hugging_face_is_changed_through_its_arguments() -> None:
-    where = "site-packages/transformers/trainer.py:1031"
-    fix = found(input_serial(gather(serial(where=where)))).fix
+    fix = found(input_serial(gather(serial(where="run_glue.py:510", made_by="transformers")))).fix
     assert "TrainingArguments(..., dataloader_num_workers=2, dataloader_persistent_workers=True)" in fix
 
 

@@ -100,6 +100,15 @@ def test_workers_that_do_not_queue_or_have_their_cpus_are_left_alone() -> None:
     assert cpu_oversubscribed(gather(run_of(rank(torch_threads=64)))) is None  # no workers to count
 
 
+def test_workers_that_use_little_cpu_cannot_slow_the_computing() -> None:
+    idle = workers(fetch_s=10.0, fetch_cpu_s=4.0, process_cpu_s=4.0, cpu_wait_s=6.0)
+    feeding = loader(num_workers=8, prefetch_factor=2, wait_s=1.0, wait_cpu_s=0.5)
+    run = run_of(
+        rank(torch_threads=2, workers=(idle,), loaders=(feeding,)), on=machine(2.0), data_wait=1.0, compute=99.0
+    )
+    assert cpu_oversubscribed(gather(run)) is None
+
+
 def test_a_crowd_whose_queueing_is_unknown_is_not_judged() -> None:
     judgement = cpu_oversubscribed(gather(crowd(cpu_wait_s=None)))
     assert judgement == Abstention("cpu_oversubscribed", "how long the workers waited for a CPU")

@@ -19,6 +19,7 @@ class Thresholds:
     transfer_share: float = 0.05  # pinned, overlapped copies leave under 1 % of idle time
     sync_share: float = 0.05  # one .item() a step at a full queue costs about the launch latency, 1 to 3 %
     launch_share: float = 0.10  # short gaps between kernels are normal; a tenth idle means the host sets the pace
+    guilty_function_share: float = 0.25  # of host code; a trainer's own overhead is dozens of functions with 2 to 12 %
     host_code_share: float = 0.05  # progress bars and schedulers stay under 3 % of a 10 ms step
     validation_share: float = 0.20  # validation is wanted work; a fifth of the job is what people still accept
     checkpoint_share: float = 0.05  # a checkpoint every few minutes costs under 2 %

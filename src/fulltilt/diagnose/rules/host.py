@@ -39,9 +39,23 @@ def host_code(evidence: Evidence) -> Judgement:
     facts += [line_cost(line) for line in lines[:3]]
     if not lines:
         facts.append("no stack was sampled, so the line is not known")
-    fix = _speed_up_line(lines[0], share) if lines else f"Find the slow code: {_OTHERWISE.format(every=100)}."
     predicted = by_removing(share, evidence.thresholds.recovered_low)
+    if lines and _most_in_one_function(lines) < evidence.thresholds.guilty_function_share * cost_s:
+        fix = (
+            "It is spread thin over many functions, so no line is to blame: it comes with every step. Make fewer and "
+            "larger steps (a larger batch), or compile the model (torch.compile)."
+        )
+        return found(evidence, "host_code", cost_s, facts, fix, None, predicted)
+    fix = _speed_up_line(lines[0], share) if lines else f"Find the slow code: {_OTHERWISE.format(every=100)}."
     return found(evidence, "host_code", cost_s, facts, fix, lines[0].where if lines else None, predicted)
+
+
+def _most_in_one_function(lines: tuple[HotLine, ...]) -> float:
+    by_function: dict[tuple[str, str], float] = {}
+    for line in lines:
+        key = line.where.rpartition(":")[0], line.function
+        by_function[key] = by_function.get(key, 0.0) + line.seconds
+    return max(by_function.values(), default=0.0)
 
 
 def _speed_up_line(line: HotLine, share: float) -> str:

@@ -122,9 +122,11 @@ def cpu_oversubscribed(evidence: Evidence) -> Judgement:
     if not is_crowded(supply, demand, limits) or evidence.limit not in (Limit.CROWDED, Limit.NOTHING):
         return None  # when another part of the input sets its rate, queueing is beside the point
     threads = (rank.torch_threads or 1) if not evidence.on_gpu else 1
-    # What the queueing can have slowed down: waiting for data, and on a CPU job the computing beside it.
-    slowed_s = evidence.buckets.data_wait_s + (0.0 if evidence.on_gpu else evidence.buckets.compute_s)
-    cost_s = slowed_s * supply.queueing_share
+    # What the queueing can have slowed down: waiting for data, and on a CPU job the computing beside it, from which
+    # the workers cannot take more CPU time than they use.
+    taken_s = evidence.workers.process_cpu_s if evidence.workers and not evidence.on_gpu else 0.0
+    computing_s = min(evidence.buckets.compute_s * supply.queueing_share, taken_s)
+    cost_s = evidence.buckets.data_wait_s * supply.queueing_share + computing_s
     share = evidence.active_share(cost_s)
     if share < limits.data_wait_share:
         return None

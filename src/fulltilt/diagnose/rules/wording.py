@@ -83,7 +83,7 @@ def rates(evidence: Evidence) -> str | None:
 
 def rewritten(evidence: Evidence, loader: LoaderRecord, **changes: int | bool) -> str:
     """The loader's call with ``changes``, in the words of the framework that makes the call."""
-    if loader.where and "transformers" in loader.where:
+    if loader.made_by == "transformers":
         settings = ", ".join(f"dataloader_{name}={value}" for name, value in changes.items())
         return f"TrainingArguments(..., {settings})"
     if evidence.on_gpu and not loader.pin_memory:
