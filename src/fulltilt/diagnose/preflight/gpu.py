@@ -101,7 +101,7 @@ def check_tenants(gpus: Sequence[GpuReading], limits: PreflightLimits) -> CheckL
         return CheckLine("sharing", "ok", "no other process on the GPU" if len(gpus) == 1 else "no others on the GPUs")
     more = len(tenants) - _SHOWN_TENANTS
     figure = "; ".join([*tenants[:_SHOWN_TENANTS], *([f"{more} more"] if more > 0 else [])])
-    remedy = "It takes time and memory from your job. Pick a free GPU with CUDA_VISIBLE_DEVICES, or wait for it."
+    remedy = "Unless it is your job, it takes time and memory from it. Pick a free GPU: CUDA_VISIBLE_DEVICES."
     return CheckLine("sharing", "warn", figure, remedy)
 
 
