@@ -110,6 +110,42 @@ def test_torchvision_lists_are_cut_and_their_tail_is_drawn_anew(transform):
     assert sum(count > 1 for count in versions) > 15  # a frozen one would give 1 for all
 
 
+def test_reading_is_done_once_before_a_list_that_begins_with_a_random_transform():
+    reads = []
+
+    class Counted(Transformed):
+        def __getitem__(self, index):
+            reads.append(index)
+            return super().__getitem__(index)
+
+    dataset = Counted(v1.Compose([v1.RandomResizedCrop(8), v1.ToTensor()]))
+    with feed.loader(dataset, 7, num_workers=0) as loader:
+        drawn = [torch.cat([image for image, _ in loader])]
+        reads.clear()
+        drawn += [torch.cat([image for image, _ in loader]) for _ in range(4)]
+    assert reads == []
+    assert min(distinct_per_sample(drawn)) == 5
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_first_part_of_another_shape_is_drawn_whole(workers):
+    """All samples drawn at the start agree in size; one that comes later does not, and its crop is as good."""
+
+    class Odd(Transformed):
+        def __getitem__(self, index):
+            from PIL import Image
+
+            size = (30, 31) if index == 7 else (20, 24)
+            return self.transform(Image.new("RGB", size, (index, 0, 0))), index
+
+    dataset = Odd(v1.Compose([v1.RandomCrop(8), v1.ToTensor()]))
+    with feed.loader(dataset, 7, num_workers=workers, checks=2) as loader:
+        assert any("done once" in note for note in loader.notes)
+        for _ in range(3):
+            for images, labels in loader:
+                assert torch.equal((images[:, 0, 0, 0] * 255).round().long(), labels)
+
+
 def test_a_cut_serves_what_the_data_set_would_return_with_the_same_seed():
     transform = v2.Compose([v2.Resize((12, 12)), v2.ToImage(), v2.RandomHorizontalFlip(), v2.RandomErasing(p=0.5)])
     cut, _ = epochs(Transformed(transform), seed=9)

@@ -305,7 +305,8 @@ class FeedLoader:
                 assert found.kept is not None
                 reader = SplitReader(self.dataset, found.split, found.kept, layout, store, self.order.seed)
                 once, each = found.split.names()
-                notes.append(f"done once: {', '.join(once)}; done on every draw, in the workers: {', '.join(each)}")
+                first = ", ".join(["reading", *once])
+                notes.append(f"done once: {first}; done on every draw, in the workers: {', '.join(each)}")
         else:
             reader = SampleReader(self.dataset, layout, random=found.random_because is not None, seed=self.order.seed)
             notes = [f"served as it is: {found.random_because}"] if found.random_because is not None else []

@@ -130,6 +130,10 @@ class SplitReader:
     def _read_one(self, index: int, seed: int, row: torch.Tensor, generators: Generators) -> Failure | None:
         if not self.store.present[index]:
             failure = self._keep(index, generators)
+            if failure is not None and failure.kind == "shape":
+                # Its first part has a shape of its own, which the tail may well even out: drawn whole, every time.
+                generators.seed(seed)
+                return read_one(self.dataset, index, self.finished, row)
             if failure is not None:
                 return failure
         leaves = leaves_of(self.kept.restore(self.store.rows[index]))
@@ -152,13 +156,16 @@ class SplitReader:
 
 
 def find_split(dataset: Any, indices: Iterable[int], generators: Generators) -> Split | None:
-    """The cut that lets most be done once, checked on ``indices``; None where the data set cannot be split."""
+    """The cut that lets most be done once, checked on ``indices``; None where the data set cannot be split.
+
+    A list that begins with a random transform is cut before it: what precedes the list, such as decoding, is done once.
+    """
     indices = list(indices)
     for transforms in _lists_in(dataset):
         try:
             cut = min(_first_random(dataset, transforms, index) for index in indices)
             split = Split(transforms, cut)
-            if cut and _holds(dataset, split, indices, generators):
+            if _holds(dataset, split, indices, generators):
                 return split
         except Exception:  # the user's own code, called in ways it may not foresee: then it is served as it is
             continue

@@ -201,13 +201,18 @@ class Supply:
         if store.pinned and self.layout.row_bytes >= DIRECT_ROW_BYTES and bool(there.all()):
             return HostBatch(indices, store.rows, indices, scattered=True)
         staging = self._free_staging()
+        buffers = self._staging
+        release = _nothing if buffers is None else lambda: buffers.put(staging)
         out = staging[: len(indices)]
-        if bool(there.all()):
-            store.gather(indices, out)
-        else:
-            self._patch(store, indices, there, read, rows, out)
-        release = self._staging.put if self._staging is not None else None
-        return HostBatch(indices, out, indices, (lambda: release(staging)) if release is not None else _nothing)
+        try:
+            if bool(there.all()):
+                store.gather(indices, out)
+            else:
+                self._patch(store, indices, there, read, rows, out)
+        except BaseException:
+            release()
+            raise
+        return HostBatch(indices, out, indices, release)
 
     def _patch(
         self,
