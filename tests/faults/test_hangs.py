@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -12,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from fulltilt.train.loop import StepEnd
+from fulltilt.train.outcome import StepEnd
 from fulltilt.train.workers import Surroundings, explain
 from tests.faults import victim
 from tests.faults.ranks import exit_codes
@@ -75,12 +76,17 @@ def test_row_21_a_worker_hangs(tmp_path: Path) -> None:
     deadline = time.monotonic() + 40
     family: list[psutil.Process] = []
     while child.is_alive() and time.monotonic() < deadline:
-        family = psutil.Process(child.pid).children(recursive=True) or family
+        with contextlib.suppress(psutil.Error):  # it may end just now
+            family = psutil.Process(child.pid).children(recursive=True) or family
         time.sleep(0.05)
     child.join(1)
+    orphans = [process for process in family if process.is_running() and process.status() != "zombie"]
+    for process in orphans:
+        process.kill()
+    child.kill()
     assert child.exitcode == 7
     assert family, "there was a worker"
-    assert not [process for process in family if process.is_running() and process.status() != "zombie"]
+    assert not orphans
     assert "no progress for 2 s while waiting for the data of step" in victim.told(tmp_path)
     stacks = (tmp_path / "stacks.rank-0.log").read_text()
     assert "in _epoch" in stacks, "the loop's own stack"

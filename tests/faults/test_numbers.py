@@ -66,17 +66,28 @@ def test_row_15_without_a_checkpoint_there_is_nowhere_to_go_back_to(tmp_path: Pa
     assert "there is no checkpoint to go back to" in victim.told(tmp_path)
 
 
-def poison_rank_1(order: Order) -> dict[str, Any]:
-    return poison(order) if order.rank == 1 else {}
+class InfiniteValue:
+    """A loss that is infinite at every third call, with gradients as if it were not."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        self.calls += 1
+        value, _ = victim.loss(model, batch)
+        return value + (math.inf if self.calls % 3 == 0 else 0.0)
+
+
+def infinite_on_rank_1(order: Order) -> dict[str, Any]:
+    return {"loss": InfiniteValue() if order.rank == 1 else victim.loss, "eval_data": None}
 
 
 def test_row_15_ranks_skip_together(tmp_path: Path) -> None:
-    """Seen to fail: with `loss` not summed over the ranks in `GradientExchange.finish`, and a loss that is infinite but
-    has finite gradients, one rank steps and the other does not."""
-    assert exit_codes(tmp_path, 2, settings={"epochs": 1}, prepare=poison_rank_1) == [0, 0]
-    assert "was skipped" in victim.told(tmp_path)
-    first, second = victim.chain(tmp_path, 0), victim.chain(tmp_path, 1)
-    assert first.keys() == second.keys()
+    """Seen to fail: with `loss` not summed over the ranks in `GradientExchange.finish` rank 0 steps and rank 1 does
+    not, which the look for drift after each step finds."""
+    settings = {"epochs": 1, "drift_every": 1, "monitor": None, "monitor_mode": "max"}
+    assert exit_codes(tmp_path, 2, settings=settings, prepare=infinite_on_rank_1) == [0, 0], victim.told(tmp_path)
+    assert victim.told(tmp_path).count("was skipped: loss inf") == 2
 
 
 class Overflowing:

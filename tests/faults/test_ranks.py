@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from fulltilt.train import checkpoint, find
-from fulltilt.train.loop import StepEnd
+from fulltilt.train.outcome import StepEnd
 from tests.faults import victim
 from tests.faults.ranks import exit_codes
 from tests.faults.victim import Order
@@ -82,3 +85,15 @@ def test_one_rank_goes_on_where_two_stopped(tmp_path: Path) -> None:
     used = ids(tmp_path)
     assert len(used) == 6 > done
     assert sorted(index for step in used for index in step) == list(range(44))
+
+
+@pytest.mark.slow
+def test_torchrun_starts_anew_after_a_rank_was_killed(tmp_path: Path) -> None:
+    """The elastic restart goes on from the checkpoint of step 3, and every step is what it would have been."""
+    assert exit_codes(tmp_path / "whole", 2) == [0, 0]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    job = ["-m", "tests.faults.elastic_job", str(tmp_path / "out")]
+    project = Path(__file__).parents[2]
+    done = subprocess.run([*torchrun, *job], cwd=project, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    assert victim.chain(tmp_path / "out") == victim.chain(tmp_path / "whole")

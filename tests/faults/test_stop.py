@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fulltilt.train import find
-from fulltilt.train.loop import StepEnd
+from fulltilt.train.outcome import StepEnd
 from fulltilt.train.stop import StopRequest
 from tests.faults import victim
 from tests.faults.victim import Order

@@ -22,7 +22,8 @@ import torch._dynamo  # the first optimizer imports it anyway; here it is done o
 
 from fulltilt.train.ending import exit_code_of
 from fulltilt.train.job import Job
-from fulltilt.train.loop import StepEnd, train
+from fulltilt.train.loop import train
+from fulltilt.train.outcome import StepEnd
 from fulltilt.train.progress import Screen
 from fulltilt.train.settings import TrainSettings
 

@@ -12,7 +12,8 @@ import torch
 from fulltilt.train import checkpoint
 from fulltilt.train.guard import StepFigures
 from fulltilt.train.job import Job
-from fulltilt.train.loop import StepEnd, train
+from fulltilt.train.loop import train
+from fulltilt.train.outcome import StepEnd
 from fulltilt.train.progress import Screen
 from fulltilt.train.settings import TrainSettings
 from tests.faults import victim

@@ -14,7 +14,8 @@ from fulltilt.errors import UsageError
 from fulltilt.probes.sampler import Sampler
 from fulltilt.train import checkpoint, wording
 from fulltilt.train.job import Job
-from fulltilt.train.loop import Outcome, StepEnd, train
+from fulltilt.train.loop import train
+from fulltilt.train.outcome import Outcome, StepEnd
 from fulltilt.train.progress import Screen
 from fulltilt.train.schedule import Stage
 from fulltilt.train.settings import TrainSettings

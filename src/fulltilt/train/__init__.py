@@ -1,1 +1,32 @@
-"""The engine: loop, precision, distributed, checkpoint, guard, schedule, progress, forecast."""
+"""The engine: loop, precision, distributed, checkpoint, guard, schedule, progress, forecast.
+
+from fulltilt.train import Job, TrainSettings, train
+train(Job(model=net, loss=loss, data=dataset), TrainSettings(epochs=20), Path("out"))
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+# Loaded when first asked for: the forecast and the schedule are of use without torch.
+_HOMES = {
+    "Job": "job",
+    "Outcome": "outcome",
+    "Stage": "schedule",
+    "StepEnd": "outcome",
+    "TrainSettings": "settings",
+    "exit_code_of": "ending",
+    "train": "loop",
+}
+__all__ = sorted(_HOMES)  # noqa: PLE0605 - one list of the names is enough
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from fulltilt.errors import MachineError, UsageError
 
@@ -38,6 +39,15 @@ def detect(environment: Mapping[str, str] | None = None) -> Ranks:
     except ValueError as error:
         raise UsageError(f"the launcher's {', '.join(names)} are not numbers") from error
     return Ranks(rank, world, local_rank, local_world)
+
+
+def device_of(name: str, local_rank: int) -> torch.device:
+    """The device that a rank trains on. Raises UsageError when a GPU is asked for and there is none."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device: cuda, but torch sees no GPU", "Use device: auto, or see `fulltilt check`.")
+    if name != "cpu" and torch.cuda.is_available():
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
 
 
 def part_of(total: int, ranks: Ranks) -> int:
@@ -74,7 +84,8 @@ class Group:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             timeout = datetime.timedelta(seconds=timeout_s)
             try:
-                dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world, timeout=timeout)
+                store = _own_store(ranks, timeout)
+                dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world, timeout=timeout)
             except (RuntimeError, ValueError) as error:
                 remedy = "Start the job with torchrun; MASTER_ADDR and MASTER_PORT must be reachable from every rank."
                 raise MachineError(
@@ -119,7 +130,7 @@ class Group:
         """Overwrite ``tensors`` with the first rank's."""
         if not self.alone:
             for tensor in tensors:
-                dist.broadcast(tensor, src=0)
+                dist.broadcast(tensor.detach(), src=0)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -129,6 +140,16 @@ class Group:
         """Leave the group, if we were the ones to form it."""
         if self._began and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _own_store(ranks: Ranks, timeout: datetime.timedelta) -> Any:
+    """The launcher's store, with a corner for this start of the job.
+
+    torchrun keeps one store over its restarts; a rank that is early would read the addresses of dead predecessors.
+    """
+    store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world, timeout=timeout))
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"fulltilt/start-{start}/ranks-{ranks.world}", store)  # type: ignore[attr-defined, unused-ignore]
 
 
 def same_everywhere(parameters: Sequence[torch.Tensor], group: Group) -> bool:

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from fulltilt.errors import Diverged, MachineError, StoppedEarly
 from fulltilt.train import find, state
-from fulltilt.train.checkpoint import Checkpoint
 from fulltilt.train.evaluate import evaluate
 from fulltilt.train.guard import StepFigures
 from fulltilt.train.job import Job
+from fulltilt.train.outcome import Hook, Outcome, StepEnd
 from fulltilt.train.progress import Screen
 from fulltilt.train.readout import Readout
 from fulltilt.train.resume import resume
@@ -28,31 +26,6 @@ from fulltilt.train.sources import StepData
 from fulltilt.train.stop import StopRequest
 from fulltilt.train.watchdog import Watchdog
 from fulltilt.train.writer import HostMemory
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a run ended: its steps, its last metrics, and where its newest checkpoint is."""
-
-    steps: int
-    epochs: int
-    metrics: dict[str, float]
-    best: float | None
-    checkpoint: Checkpoint | None
-    skipped_steps: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepEnd:
-    """What a step hook sees: the run's parts after the step, and the names of its samples."""
-
-    step: int
-    epoch: int
-    rig: Rig
-    samples: str
-
-
-Hook = Callable[[StepEnd], None]
 
 
 def train(

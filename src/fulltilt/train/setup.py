@@ -11,7 +11,7 @@ import torch
 
 from fulltilt.errors import MachineError, UsageError
 from fulltilt.train import checkpoint, optimizers, precision, rng
-from fulltilt.train.distributed import Group, detect, divided, same_everywhere
+from fulltilt.train.distributed import Group, detect, device_of, divided, same_everywhere
 from fulltilt.train.ema import Ema
 from fulltilt.train.guard import Guard, Limits
 from fulltilt.train.job import Job
@@ -212,15 +212,6 @@ def enter_stage(rig: Rig, epoch: int) -> None:
     if index != rig.stage_index or moved:
         rig.stepper.use(rig.stepper.optimizer)
     rig.stage_index = index
-
-
-def device_of(name: str, local_rank: int) -> torch.device:
-    """The device that a rank trains on. Raises UsageError when a GPU is asked for and there is none."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device: cuda, but torch sees no GPU", "Use device: auto, or see `fulltilt check`.")
-    if name != "cpu" and torch.cuda.is_available():
-        return torch.device("cuda", local_rank)
-    return torch.device("cpu")
 
 
 def _limits(settings: TrainSettings) -> Limits:

@@ -1,0 +1,34 @@
+"""What a run tells its caller: after each step, and at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fulltilt.train.checkpoint import Checkpoint
+from fulltilt.train.setup import Rig
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended: its steps, its last metrics, and where its newest checkpoint is."""
+
+    steps: int
+    epochs: int
+    metrics: dict[str, float]
+    best: float | None
+    checkpoint: Checkpoint | None
+    skipped_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    """What a step hook sees: the run's parts after the step, and the names of its samples."""
+
+    step: int
+    epoch: int
+    rig: Rig
+    samples: str
+
+
+Hook = Callable[[StepEnd], None]
