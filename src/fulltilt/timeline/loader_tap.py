@@ -201,7 +201,8 @@ class TappedIterator:
         waited = time.perf_counter() - began
         self._note_wait(first and workers > 0, waited, time.thread_time() - cpu if timed else None)
         samples = self._count(batch)
-        fact = BatchArrived(tap.loader_id, samples, evaluating, first, workers)
+        doubtful = evaluating and taps.gradients()
+        fact = BatchArrived(tap.loader_id, samples, evaluating, first, workers, doubtful)
         recorder.switch(before, fact, Point.NONE if evaluating else Point.BATCH)
         if not evaluating:
             taps.feeding = tap
@@ -252,6 +253,7 @@ class LoaderTaps:
         self.waiting_for: LoaderTap | None = None
         self.feeding: LoaderTap | None = None
         self.override: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+        self.gradients: Callable[[], bool] = torch.is_grad_enabled
         self._torch = torch
         self._taps: weakref.WeakKeyDictionary[Any, LoaderTap] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
@@ -265,7 +267,7 @@ class LoaderTaps:
         Hugging Face's Trainer draws the next batches before it switches the model back: a loader that has trained
         goes on training.
         """
-        return not self._torch.is_grad_enabled() or (self.recorder.eval_mode and not tap.trains)
+        return not self.gradients() or (self.recorder.eval_mode and not tap.trains)
 
     def trained(self) -> None:
         """backward() is called: the loader drawn last is one that trains."""

@@ -51,13 +51,17 @@ class Mark(NamedTuple):
 
 
 class BatchArrived(NamedTuple):
-    """next() returned a batch. ``samples`` is None when the batch has no countable structure."""
+    """next() returned a batch. ``samples`` is None when the batch has no countable structure.
+
+    ``doubtful``: only the model's mode speaks for evaluation, gradients are on.
+    """
 
     loader_id: int
     samples: int | None
     evaluating: bool
     first: bool
     workers: int
+    doubtful: bool = False
 
 
 class WaitBegan(NamedTuple):

@@ -66,6 +66,7 @@ class StepCounter:
     _last: int = -1
     _feeding: list[int] = field(default_factory=list)
     _unfed: set[int] = field(default_factory=set)
+    _doubtful: dict[int, list[int | None]] = field(default_factory=dict)
     _batches: int = 0
     _samples: int = 0
     _counted: bool = False
@@ -77,11 +78,28 @@ class StepCounter:
             self._count(list(before.waiting))
         self._fresh.pop(loader_id, None)
         self._unfed.discard(loader_id)
+        self._doubtful.pop(loader_id, None)
 
-    def batch(self, loader_id: int, samples: int | None, evaluating: bool) -> None:
+    def batch(self, loader_id: int, samples: int | None, evaluating: bool, doubtful: bool = False) -> None:
         """A batch came out of a loader."""
         if evaluating:
+            if doubtful:
+                self._doubtful.setdefault(loader_id, []).append(samples)
             return
+        self._believe(loader_id)
+        self._drawn(loader_id, samples)
+
+    def _believe(self, loader_id: int) -> None:
+        """What this loader gave in eval mode was for training; what others gave was not.
+
+        Hugging Face's Trainer draws the next batches before it switches the model back.
+        """
+        believed = self._doubtful.pop(loader_id, [])
+        self._doubtful.clear()
+        for samples in believed:
+            self._drawn(loader_id, samples)
+
+    def _drawn(self, loader_id: int, samples: int | None) -> None:
         for unfed_id in self._unfed:
             # A whole pass, and then the next batch without a backward in between: it was an evaluation.
             self.supplies.pop(unfed_id, None)
@@ -92,8 +110,11 @@ class StepCounter:
         self._last = loader_id
         self.drawn_since_step = True
 
-    def pass_ended(self, loader_id: int) -> bool:
+    def pass_ended(self, loader_id: int, evaluating: bool = False) -> bool:
         """A loader is exhausted. Returns whether this pass has fed a backward so far."""
+        if evaluating:
+            self._doubtful.pop(loader_id, None)
+            return False
         supply = self.supplies.get(loader_id, Supply())
         supply.ended = True
         if not supply.backwards:
@@ -104,6 +125,8 @@ class StepCounter:
         """backward() ran: the batches drawn for it belong to the step under way."""
         self.backwards += 1
         self._unfed.clear()
+        if self._doubtful and not any(self.supplies[fed].waiting for fed in self._feeding if fed in self.supplies):
+            self._believe(next(reversed(self._doubtful)))
         if self._last in self._fresh:
             # A second loader in the same iteration draws about as often as the one that was drawn last;
             # a loader that drew many batches without a backward was evaluating.

@@ -150,7 +150,7 @@ class TileBuilder:
         if self._undeclared:
             self._settle_undeclared()
         self._evaluate(fact.evaluating)
-        self.counter.batch(fact.loader_id, fact.samples, fact.evaluating)
+        self.counter.batch(fact.loader_id, fact.samples, fact.evaluating, fact.doubtful)
         if not self._started:
             # Whatever came before the batch of the first backward was preparation.
             self._shelves.time = {"startup": sum(self._shelves.time.values())}
@@ -180,10 +180,11 @@ class TileBuilder:
 
     def _pass_ended(self, fact: PassEnded) -> None:
         before = self._before_pass.pop(fact.loader_id, {})
+        trained = self.counter.pass_ended(fact.loader_id, fact.evaluating)
         if fact.evaluating:
             self._relabel_wait("validation")
             self._evaluate(self._eval_mode)
-        elif self.counter.pass_ended(fact.loader_id):
+        elif trained:
             self.epoch += 1
             if fact.workers:
                 self._relabel_wait("turnover")
