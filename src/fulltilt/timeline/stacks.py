@@ -19,6 +19,8 @@ from typing import Any
 GENERATOR = 0x20  # inspect.CO_GENERATOR
 DEEPEST = 100
 
+# How libraries call their writing of checkpoints: it is more than torch.save (transformers renames all weights).
+SAVING = frozenset({"save_pretrained", "save_checkpoint", "_save_checkpoint", "save_state", "save_model"})
 # Tensor methods whose time is the host's: they bring values over to Python.
 TO_PYTHON = frozenset({"tolist", "numpy", "item", "__array__"})
 
@@ -134,8 +136,8 @@ def look(frame: FrameType, inside: CodeType | None = None, ways_in: frozenset[Sp
         elif who == "torch_distributed" and top_owner == who:
             special = special or "communication"
         elif who == "site":
-            if special is None and "/safetensors/" in current.f_code.co_filename:
-                special = "checkpoint"
+            if "/safetensors/" in current.f_code.co_filename or current.f_code.co_name in SAVING:
+                special = special or "checkpoint"
             outside = outside or current
         elif who == "user":
             if user is None and (current.f_code, current.f_lasti) not in ways_in:
