@@ -176,7 +176,7 @@ def break_the_last_save(order: Order) -> None:
     real = checkpoint.write
 
     def write(root: Path, snapshot: checkpoint.Snapshot) -> checkpoint.Checkpoint:
-        if snapshot.step == 12:
+        if snapshot.epoch == 2:  # the save after the last evaluation, behind which no step comes
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(root, snapshot)
 

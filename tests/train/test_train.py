@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from fulltilt.errors import UsageError
 from fulltilt.probes.sampler import Sampler
 from fulltilt.train import checkpoint, wording
 from fulltilt.train.job import Job
+from fulltilt.train.lock import FolderLock
 from fulltilt.train.loop import train
 from fulltilt.train.outcome import Outcome, StepEnd
 from fulltilt.train.progress import Screen
@@ -224,6 +228,25 @@ def test_mistakes_are_told_before_step_0(
         pytest.skip("there is a GPU")
     with pytest.raises(UsageError, match=words):
         run(tmp_path, victim.make_job(**changes), **settings)
+
+
+def test_two_runs_cannot_write_into_the_same_folder(tmp_path: Path) -> None:
+    """The other run is a forked child: record locks are held by processes."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        FolderLock(tmp_path)
+        os.write(writing, b"held")
+        time.sleep(60)
+        os._exit(0)
+    try:
+        os.read(reading, 4)
+        with pytest.raises(UsageError, match="another run is writing into"):
+            run(tmp_path, epochs=1)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    run(tmp_path, epochs=1)  # a killed run holds nothing
 
 
 def test_metrics_are_logged_as_csv(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def folder_name(step: int) -> str:
 
 
 def prepare(root: Path) -> None:
-    """Make ``root``, check that it can be written, and sweep what a killed run left behind. Raises MachineError."""
+    """Make ``root`` and check that it can be written. Raises MachineError."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         probe = root / f".partial-probe-{os.getpid()}"
@@ -87,7 +87,6 @@ def prepare(root: Path) -> None:
         probe.rmdir()
     except OSError as error:
         raise durable.cannot_write(root, error) from error
-    sweep(root)
 
 
 def sweep(root: Path) -> None:

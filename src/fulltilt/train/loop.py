@@ -89,7 +89,7 @@ class Loop:
             try:
                 data = next(steps, None)
             except MachineError:
-                if self.stop.reason is None:
+                if self.stop.reason is None or not rig.group.alone:
                     raise
                 self._stop_here()  # the workers got the same signal as we did; the last step is whole
             if data is None:

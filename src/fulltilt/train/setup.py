@@ -11,11 +11,13 @@ import torch
 
 from fulltilt.errors import MachineError, UsageError
 from fulltilt.train import checkpoint, optimizers, precision, rng
+from fulltilt.train.activations import recompute
 from fulltilt.train.distributed import Group, detect, device_of, divided, same_everywhere
 from fulltilt.train.ema import Ema
 from fulltilt.train.guard import Guard, Limits
 from fulltilt.train.job import Job
 from fulltilt.train.keep import KeepPolicy
+from fulltilt.train.lock import FolderLock
 from fulltilt.train.precision import LossScale, Precision
 from fulltilt.train.progress import Screen
 from fulltilt.train.sampler import EpochPlan
@@ -26,6 +28,9 @@ from fulltilt.train.state import KeptSettings, MetricHistory, Part, Progress, Ra
 from fulltilt.train.step import MicroBatch, Stepper
 from fulltilt.train.totals import Totals
 from fulltilt.train.writer import Writer, check_space
+
+# What a time limit reckons with before the first save: a network disk on a bad day.
+SLOW_DISK_BYTES_PER_S = 100e6
 
 
 @dataclass(slots=True)
@@ -55,6 +60,7 @@ class Rig:
     kept_settings: KeptSettings
     writer: Writer
     screen: Screen
+    lock: FolderLock | None = None
     stage_index: int = -1
 
     @property
@@ -91,6 +97,8 @@ class Rig:
             if data is not None:
                 data.close()
         self.group.close()
+        if self.lock is not None:
+            self.lock.release()
 
     def share_buffers(self) -> None:
         """Give every rank the first rank's buffers: running statistics differ, and only one set counts."""
@@ -114,8 +122,11 @@ def rig_up(job: Job, settings: TrainSettings, out: Path, screen: Screen | None =
     group = Group(ranks, device, settings.hang_timeout_s)
     policy = KeepPolicy(settings.keep_last, settings.keep_best if settings.monitor else 0, settings.monitor_mode)
     root = out / "checkpoints"
+    lock = None
     if group.first:
         checkpoint.prepare(root)
+        lock = FolderLock(out)
+        checkpoint.sweep(root)  # only now: what looks left over could have been another run's, in the making
     group.barrier()
     rng.seed_everything(settings.seed)  # alike on every rank: models that draw their weights late must agree
     precision.set_tf32(settings.tf32)
@@ -126,7 +137,7 @@ def rig_up(job: Job, settings: TrainSettings, out: Path, screen: Screen | None =
     memory_format = torch.channels_last if settings.channels_last else torch.preserve_format
     model = job.model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
     if settings.gradient_checkpointing:
-        _checkpoint_activations(model)
+        recompute(model)
     group.copy_from_first([*model.parameters(), *model.buffers()])
     rng.seed_everything(settings.seed, ranks.rank)
 
@@ -184,10 +195,13 @@ def rig_up(job: Job, settings: TrainSettings, out: Path, screen: Screen | None =
         kept_settings=KeptSettings(settings),
         writer=Writer(root, policy),
         screen=shown,
+        lock=lock,
     )
     enter_stage(rig, 0)
+    size = expected_bytes(model, stepper.optimizer, averaged=ema is not None)
     if group.first:
-        check_space(root, expected_bytes(model, stepper.optimizer, averaged=ema is not None), policy)
+        check_space(root, size, policy)
+    rig.writer.longest_save_s = size / SLOW_DISK_BYTES_PER_S  # until one has been measured
     return rig
 
 
@@ -230,14 +244,3 @@ def _eval_source(job: Job, settings: TrainSettings, plan: EpochPlan, loading: Lo
     size = settings.eval_batch_size or settings.batch_size
     quiet = EpochPlan(samples=0, batch_size=size, seed=plan.seed, rank=plan.rank, world=plan.world, shuffle=False)
     return source(job.eval_data, quiet, loading, job.collate)
-
-
-def _checkpoint_activations(model: torch.nn.Module) -> None:
-    for name in ("gradient_checkpointing_enable", "set_grad_checkpointing"):  # Hugging Face, timm
-        if callable(switch := getattr(model, name, None)):
-            switch()
-            return
-    raise UsageError(
-        f"gradient_checkpointing: {type(model).__name__} does not offer it",
-        "Give the model a method gradient_checkpointing_enable(), or leave the setting out.",
-    )
