@@ -1,153 +1,168 @@
-"""What observing costs: the same job plain and under `fulltilt run`, alternating, at several step times.
+"""What observing costs, measured in one process: blocks of steps with the recorder attached and without, alternating.
 
-    python bench/overhead.py [--rounds 4] [--seconds 6] [--out overhead.json]
+    python bench/overhead.py [--pairs 12] [--block-s 1.0] [--out overhead.json]
 
-Prints a table and writes JSON. Each figure is the median step time of the job's own stopwatch; the cost is the ratio of
-observed to plain, pair by pair, with the spread over the pairs. Where the peer traceml-ai is installed it runs as well.
+Prints a table and writes JSON. Each pair is one observed and one plain block of the same loop on the same model; the
+cost is the ratio of their mean step times, given as the median over the pairs with its quartiles. The machine's sampler
+of `fulltilt run` lives in another process and runs throughout. Where the peer traceml-ai is installed, its decorator is
+measured the same way.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
-import os
 import platform
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-JOB = """
-import sys, time
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-width, depth, batch = (int(a) for a in sys.argv[1:4])
-seconds, device = float(sys.argv[4]), sys.argv[5]
-if device == "cpu":
-    torch.set_num_threads(1)
+from fulltilt.timeline.session import Session
 
-class Ready(Dataset):
-    def __init__(self):
-        self.x = torch.randn(batch, width)
-        self.y = torch.zeros(batch, dtype=torch.long)
-        if device == "cuda":
-            self.x, self.y = self.x.pin_memory(), self.y.pin_memory()
-    def __len__(self):
-        return 10**9
-    def __getitem__(self, index):
-        return self.x, self.y
-
-layers = [module for _ in range(depth) for module in (nn.Linear(width, width), nn.ReLU())]
-model = nn.Sequential(*layers, nn.Linear(width, 10)).to(device)
-optimizer = torch.optim.SGD(model.parameters(), 0.01)
-class Order:
-    def __iter__(self):
-        return iter(range(10**9))
-    def __len__(self):
-        return 10**9
-times, last, began = [], None, None
-for x, y in DataLoader(Ready(), batch_size=None, sampler=Order()):
-    x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-    loss = nn.functional.cross_entropy(model(x), y)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    now = time.perf_counter()
-    if began is None:
-        began = now
-    if now - began > 2.0:
-        times.append(now - last)
-    last = now
-    if now - began > 2.0 + seconds:
-        break
-if device == "cuda":
-    torch.cuda.synchronize()
-print("STEP", sum(times) / len(times), len(times), flush=True)
-"""
 # name, width, depth, batch
 SIZES = {
     "cuda": [
-        ("1.5 ms, host-limited", 256, 12, 64),
-        ("3 ms, host-limited", 512, 30, 64),
-        ("10 ms, GPU-limited", 8192, 4, 2048),
+        ("1.5 ms, launch-bound", 256, 12, 64),
+        ("3 ms, launch-bound", 256, 32, 64),
+        ("10 ms, GPU-bound", 8192, 6, 4096),
     ],
-    "cpu": [("1.5 ms", 256, 4, 32), ("10 ms", 512, 8, 128)],
+    "cpu": [("1.5 ms", 128, 6, 32), ("10 ms", 512, 8, 64)],
 }
+WARM_UP_STEPS = 20
 
 
-def step_s(command: list[str], job: Path, size: tuple[str, int, int, int], seconds: float, device: str) -> float | None:
-    """The job's own mean step time under a command prefix; None when it did not run."""
-    arguments = [str(value) for value in size[1:]]
-    done = subprocess.run(
-        [*command, str(job), *arguments, str(seconds), device], capture_output=True, text=True, check=False, timeout=300
-    )
-    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("STEP")]
-    if not lines:
-        print(done.stderr[-2000:], file=sys.stderr)
-        return None
-    return float(lines[-1][1])
+class Ready(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """One batch, ready in memory: the loop itself is what is measured."""
+
+    def __init__(self, batch: int, width: int, pin: bool) -> None:
+        self.x, self.y = torch.randn(batch, width), torch.zeros(batch, dtype=torch.long)
+        if pin:
+            self.x, self.y = self.x.pin_memory(), self.y.pin_memory()
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x, self.y
+
+
+class Loop:
+    """A plain training loop that can be run for a block of time."""
+
+    def __init__(self, width: int, depth: int, batch: int, device: str) -> None:
+        layers = [module for _ in range(depth) for module in (nn.Linear(width, width), nn.ReLU())]
+        self.device = device
+        self.model = nn.Sequential(*layers, nn.Linear(width, 10)).to(device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01)
+        self.data = Ready(batch, width, pin=device == "cuda")
+
+    def run(self, seconds: float) -> float:
+        """Train for a while; the mean step time in seconds, without the first steps."""
+        began, steps = 0.0, 0
+        for number, (inputs, labels) in enumerate(DataLoader(self.data, batch_size=None)):
+            x, y = inputs.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
+            nn.functional.cross_entropy(self.model(x), y).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            if number == WARM_UP_STEPS:
+                self._synchronize()
+                began = time.perf_counter()
+            elif number > WARM_UP_STEPS:
+                steps += 1
+                if time.perf_counter() - began > seconds:
+                    break
+        self._synchronize()
+        return (time.perf_counter() - began) / steps
+
+    def _synchronize(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def observed(loop: Loop, seconds: float) -> float:
+    """A block under Fulltilt's recorder."""
+    with tempfile.TemporaryDirectory() as folder:
+        session = Session(torch, Path(folder), time.perf_counter_ns())
+        session.install()
+        try:
+            return loop.run(seconds)
+        finally:
+            session.finish()
+
+
+def variants() -> Iterator[tuple[str, Callable[[Loop, float], float]]]:
+    """What is compared with the plain loop."""
+    yield "fulltilt", observed
+    if importlib.util.find_spec("traceml") is not None:
+        from traceml.decorators import trace_step  # type: ignore[import-not-found]
+
+        def with_peer(loop: Loop, seconds: float) -> float:
+            with trace_step(loop.model):
+                return loop.run(seconds)
+
+        yield "traceml", with_peer
+
+
+def compare(loop: Loop, block: Callable[[Loop, float], float], pairs: int, seconds: float) -> dict[str, float]:
+    """Alternating blocks: the cost of one against the plain loop."""
+    plain, other = [], []
+    for number in range(pairs):
+        order = [(plain, lambda: loop.run(seconds)), (other, lambda: block(loop, seconds))]
+        for figures, measure in order if number % 2 else reversed(order):
+            figures.append(measure())
+    ratios = sorted(100 * (b / a - 1) for a, b in zip(plain, other, strict=True))
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return {
+        "plain_step_ms": 1e3 * statistics.median(plain),
+        "observed_step_ms": 1e3 * statistics.median(other),
+        "cost_pct": statistics.median(ratios),
+        "cost_q1_pct": low,
+        "cost_q3_pct": high,
+        "plain_spread_pct": 100 * (max(plain) / min(plain) - 1),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=6.0)
-    parser.add_argument("--device", default=None)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument("--block-s", type=float, default=1.0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("overhead.json"))
     options = parser.parse_args()
-    import torch
-
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    machine = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
-    results = []
-    with tempfile.TemporaryDirectory() as folder:
-        job = Path(folder) / "job.py"
-        job.write_text(JOB)
-        variants = {
-            "plain": [sys.executable],
-            "fulltilt": [sys.executable, "-m", "fulltilt", "run", "--out", f"{folder}/run", "--"],
-        }
-        if shutil.which("traceml"):
-            variants["traceml"] = ["traceml", "run"]
-        for size in SIZES[device]:
-            seen: dict[str, list[float]] = {name: [] for name in variants}
-            for _ in range(options.rounds):
-                for name, command in variants.items():
-                    took = step_s(command, job, size, options.seconds, device)
-                    if took is not None:
-                        seen[name].append(took)
-                    shutil.rmtree(f"{folder}/run", ignore_errors=True)
-            for name, figures in seen.items():
-                pairs = [a / b - 1 for a, b in zip(figures, seen["plain"], strict=False)]
-                if name != "plain" and pairs:
-                    results.append(
-                        {
-                            "size": size[0],
-                            "variant": name,
-                            "plain_step_ms": 1e3 * statistics.median(seen["plain"]),
-                            "step_ms": 1e3 * statistics.median(figures),
-                            "cost_pct": 100 * statistics.median(pairs),
-                            "cost_low_pct": 100 * min(pairs),
-                            "cost_high_pct": 100 * max(pairs),
-                        }
-                    )
-                    row = results[-1]
-                    print(
-                        f"{row['size']:24} {name:10} plain {row['plain_step_ms']:8.3f} ms  observed {row['step_ms']:8.3f} ms"
-                        f"  cost {row['cost_pct']:+6.2f} %  ({row['cost_low_pct']:+.2f} to {row['cost_high_pct']:+.2f})",
-                        flush=True,
-                    )
-    versions = {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": machine,
-        "cpus": os.cpu_count(),
-    }
-    options.out.write_text(json.dumps({"versions": versions, "results": results}, indent=1))
+    device = options.device
+    if device == "cpu":
+        torch.set_num_threads(1)
+    watch = [sys.executable, "-m", "fulltilt", "watch", "--interval", "1"]
+    sampler = subprocess.Popen(watch, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    results: list[dict[str, Any]] = []
+    try:
+        for name, width, depth, batch in SIZES[device]:
+            loop = Loop(width, depth, batch, device)
+            loop.run(options.block_s)
+            for variant, block in variants():
+                row = {"job": name, "variant": variant, **compare(loop, block, options.pairs, options.block_s)}
+                results.append(row)
+                spread = f"{row['cost_q1_pct']:+.2f} to {row['cost_q3_pct']:+.2f}"
+                print(
+                    f"{name:22} {variant:9} {row['plain_step_ms']:8.3f} ms plain {row['observed_step_ms']:8.3f} ms observed"
+                    f"  cost {row['cost_pct']:+5.2f} % ({spread})",
+                    flush=True,
+                )
+    finally:
+        sampler.kill()
+        machine = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
+        versions = {"torch": torch.__version__, "python": platform.python_version(), "machine": machine}
+        options.out.write_text(json.dumps({"versions": versions, "results": results}, indent=1))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ for epoch in range({epochs}):
 
 
 def run(command: list[str], folder: Path, **kwargs: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, **kwargs)  # type: ignore[call-overload, no-any-return]
+    return subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True, timeout=120, **kwargs)  # type: ignore
 
 
 def both(folder: Path, script: str, *arguments: str, stdin: str = "") -> tuple[subprocess.CompletedProcess[str], ...]:
@@ -117,7 +117,7 @@ def test_a_killed_job_leaves_a_diagnosed_run(tmp_path: Path) -> None:
     deadline = time.monotonic() + 100
     while not (tmp_path / "run" / "rank-0.json").exists() and time.monotonic() < deadline:
         process.stdout.readline()
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    children = subprocess.check_output(["pgrep", "-P", str(process.pid)], text=True).split()
     os.kill(int(children[0]), signal.SIGKILL)
     process.stdout.read()
     assert process.wait(timeout=60) == -signal.SIGKILL

@@ -90,6 +90,11 @@ class Observation:
 # --------------------------------------------------------------------------- running
 
 
+def _python_path() -> str:
+    """The zoo's own stopwatch, and whatever the tests themselves were given."""
+    return os.pathsep.join(filter(None, [str(ZOO), os.environ.get("PYTHONPATH")]))
+
+
 def observe(specimen: Specimen, folder: Path) -> Observation:
     """Run a job under `fulltilt run`. Raises NotPossibleHere."""
     out = folder / "run"
@@ -97,7 +102,7 @@ def observe(specimen: Specimen, folder: Path) -> Observation:
         done = subprocess.run(
             [*prefix, sys.executable, "-m", "fulltilt", "run", "--out", str(out), *_job(specimen)],
             cwd=specimen.folder if specimen.launch == "module" else folder,
-            env={**os.environ, "PYTHONPATH": str(ZOO), "TMPDIR": str(folder)},
+            env={**os.environ, "PYTHONPATH": _python_path(), "TMPDIR": str(folder)},
             preexec_fn=enter,
             capture_output=True,
             text=True,

@@ -69,25 +69,29 @@ def _attribute_gpu(tile: Tile, split: Mapping[str, float]) -> Attributed:
     out["compute_s"] += (
         ns.get("backward", 0.0) + ns.get("optimizer", 0.0) + ns.get("user", 0.0) * split.get("torch", 0.0)
     )
-    starved = ns.get("starved", 0.0)
     user_overlap = tile.shelves.phases.get("starved_user", 0.0)
-    left = starved
+    launch = ns.get("starved", 0.0)
     for kind, share in split.items():
         if kind == "torch":
             continue
-        booked = min(left, user_overlap * share)
+        booked = min(launch, user_overlap * share)
         out[BUCKET_OF_KIND[kind]] += booked + ns.get("user", 0.0) * share
-        left -= booked
-    # The host had waited for the GPU and so had no lead: without that wait this idle time would have been hidden.
-    sync = min(left, tile.sync_blocked_ns)
+        launch -= booked
+    # Where the host has waited for the GPU it has lost its lead: what it did next, the GPU had to wait for. A step
+    # takes what the host does plus what it is blocked; unblocked it would take the longer of host and GPU. So the wait
+    # costs as much as it lasts, but no more than the GPU idles.
+    owed = tile.sync_blocked_ns
+    sync = min(launch, owed)
+    launch -= sync
+    for bucket in ("host_code_s", "data_wait_s"):
+        taken = min(out[bucket], owed - sync)
+        out[bucket] -= taken
+        sync += taken
     out["sync_s"] += sync
-    left -= sync
-    if split:
-        out["host_code_s"] += left
-        launch = left
-    else:
-        out["unattributed_s"] += left + ns.get("user", 0.0)
+    if not split:
+        out["unattributed_s"] += launch + ns.get("user", 0.0)
         launch = 0.0
+    out["host_code_s"] += launch
     return Attributed(_in_seconds(out), _phases(tile, split, gpu=True), launch * NS)
 
 

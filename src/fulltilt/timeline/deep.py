@@ -11,13 +11,14 @@ from typing import Any
 from fulltilt.records import DeepRecord, HotLine
 from fulltilt.timeline.marks import Activity
 from fulltilt.timeline.recorder import Recorder
-from fulltilt.timeline.stacks import shown_path
+from fulltilt.timeline.stacks import users_line
 
 # Steps before the profiler starts: compilation, autotuning and the allocator have settled by then.
 WARM_UP_STEPS = 10
 # Runtime calls during which the host waits for the GPU.
 WAITS = frozenset({"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"})
 SYNC_WARNING = "called a synchronizing CUDA operation"
+SYNC_NOTICE = "Synchronization debug mode is a prototype"
 MATMUL = re.compile(r"gemm|matmul|cutlass|wgmma|conv|xmma|mma_|nvjet|flash|fmha", re.IGNORECASE)
 TENSOR_CORE = re.compile(
     r"tensorop|s\d{4,}|hmma|imma|wgmma|bf16|f16|half|tf32|sm90|nvjet|flash|fmha|fp8", re.IGNORECASE
@@ -66,7 +67,10 @@ class DeepLook:
             kinds = self._torch.profiler.ProfilerActivity
             activities = [kinds.CPU, *([kinds.CUDA] if self._recorder.clock is not None else [])]
             self._profiler = self._torch.profiler.profile(activities=activities)
-            self._profiler.start()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._profiler.start()
+            self._recorder.profiling = True
             if self._recorder.clock is not None:
                 self._waits = WaitLines(self._torch)
         except Exception as error:
@@ -78,6 +82,7 @@ class DeepLook:
     def _summarise(self) -> None:
         before = self._recorder.switch(Activity.OBSERVE)
         profiler, self._profiler = self._profiler, None
+        self._recorder.profiling = False
         steps = max(1, self._seen - WARM_UP_STEPS)
         try:
             profiler.stop()
@@ -103,12 +108,12 @@ class WaitLines:
         warnings.showwarning = self._take
         torch.cuda.set_sync_debug_mode("warn")
 
-    def _take(self, message: Any, category: Any, filename: str, lineno: int, *rest: Any, **more: Any) -> None:
-        if SYNC_WARNING not in str(message):
-            self._show(message, category, filename, lineno, *rest, **more)
-            return
-        where = f"{shown_path(filename)}:{lineno}"
-        self._seen[where] = self._seen.get(where, 0) + 1
+    def _take(self, message: Any, *rest: Any, **more: Any) -> None:
+        if SYNC_WARNING in str(message):
+            where, _ = users_line()
+            self._seen[where] = self._seen.get(where, 0) + 1
+        elif SYNC_NOTICE not in str(message):
+            self._show(message, *rest, **more)
 
     def stop(self) -> dict[str, int]:
         """Put the debug mode and the warnings back; returns how often each line waited."""
@@ -153,7 +158,10 @@ def summarise(events: Iterable[Any], steps: int, waits: Mapping[str, int]) -> De
 
 
 def _on_gpu(event: Any) -> bool:
-    return getattr(event.device_type, "name", "CPU") == "CUDA" and not event.name.startswith("ProfilerStep")
+    if getattr(event.device_type, "name", "CPU") != "CUDA":
+        return False
+    # Annotations stretch over the kernels of a whole phase; they are no work of their own.
+    return not (getattr(event, "is_user_annotation", False) or event.name.startswith(("ProfilerStep", "Optimizer.")))
 
 
 def _length(event: Any) -> float:

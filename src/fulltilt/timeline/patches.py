@@ -27,13 +27,12 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 from fulltilt.timeline.loader_tap import LoaderTaps, given_arguments
 from fulltilt.timeline.marks import Activity, BackwardBegan, BackwardEnded, EvalMode, OptimizerStepped, Point
 from fulltilt.timeline.recorder import Recorder
-from fulltilt.timeline.stacks import Spot, owner, shown_path
+from fulltilt.timeline.stacks import users_line
 
 COLLECTIVES = (
     "all_reduce",
@@ -203,6 +202,7 @@ class Patches:
     def _stepped(self, key: int, skipped: bool) -> None:
         recorder = self._recorder
         self._notes.optimizer_calls += 1
+        recorder.calibrating = False
         recorder.switch(Activity.USER, OptimizerStepped(key, skipped), Point.STEP)
         if not recorder.notes.taps or not recorder.notes.taps.all:
             recorder.calibrate_if_asked(Point.BATCH)
@@ -260,7 +260,7 @@ class Patches:
         def save(*args: Any, **kwargs: Any) -> Any:
             if not recorder.mine() or recorder.activity is Activity.SAVE:
                 return original(*args, **kwargs)
-            where, function = _caller(recorder.way_in.spots)
+            where, function = users_line(recorder.way_in.spots)
             began = time.perf_counter()
             before = recorder.switch(Activity.SAVE)
             try:
@@ -324,7 +324,7 @@ class Patches:
                         copies.asked += 1
                         copies.pageable += not tensor.is_pinned()
                     if worth_an_event:
-                        copies.lines.charge(*_caller(recorder.way_in.spots), took)
+                        copies.lines.charge(*users_line(recorder.way_in.spots), took)
                     if recorder.calibrating and took > BLOCKED_S:
                         recorder.synced_while_calibrating()
 
@@ -366,7 +366,7 @@ class Patches:
             if before is not Activity.SAVE:
                 notes.syncs += 1
                 notes.sync_blocked_s += took
-                notes.sync_lines.charge(*_caller(recorder.way_in.spots), took, call)
+                notes.sync_lines.charge(*users_line(recorder.way_in.spots), took, call)
             if recorder.calibrating:
                 recorder.synced_while_calibrating()
 
@@ -390,24 +390,6 @@ class Patches:
                     replica._set_ddp_runtime_logging_sample_rate(10)
 
         return __init__
-
-
-def _caller(ways_in: frozenset[Spot]) -> tuple[str, str]:
-    """file:line and function of the innermost code that is the user's, or at least not torch's or ours.
-
-    A line of the user's that only leads into a library's training loop is passed over.
-    """
-    frame: FrameType | None = sys._getframe(2)
-    outside: tuple[str, str] | None = None
-    while frame is not None:
-        code = frame.f_code
-        who = owner(code.co_filename)
-        if who == "user" and (code, frame.f_lasti) not in ways_in:
-            return f"{shown_path(code.co_filename)}:{frame.f_lineno}", code.co_qualname
-        if who == "site" and outside is None:
-            outside = f"{shown_path(code.co_filename)}:{frame.f_lineno}", code.co_qualname
-        frame = frame.f_back
-    return outside or ("unknown:0", "unknown")
 
 
 def _number(value: Any) -> float | None:

@@ -57,6 +57,7 @@ class Recorder:
         self.eval_mode = False
         self.clock: CudaClock | None = None
         self.calibrating = False
+        self.profiling = False
         self.way_in = WayIn()
         self._t0_ns = t0_ns
         self._marks: deque[tuple[Any, ...]] = deque()
@@ -123,13 +124,14 @@ class Recorder:
         """Give the host a lead at this point of a step when the observer has asked for it."""
         if point is Point.BATCH:
             self.calibrating = False
-        if self._calibrate and self._calibrate_from is point and self.clock is not None:
+        if self._calibrate and self._calibrate_from is point and self.clock is not None and not self.profiling:
             self._calibrate = False
             self.calibrating = True
             self._delay()
 
     def synced_while_calibrating(self) -> None:
-        """A blocking call used up the lead: restore it."""
+        """A blocking call used up the lead: restore it, once. A step that blocks often has no lead to speak of."""
+        self.calibrating = False
         self.switch(self.activity, None, Point.SYNCED)
         self._delay()
 

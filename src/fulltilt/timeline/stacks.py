@@ -172,6 +172,24 @@ def _kind(frame: FrameType, top_owner: str, in_module: bool) -> str:
     return verdict
 
 
+def users_line(ways_in: frozenset[Spot] = frozenset()) -> tuple[str, str]:
+    """file:line and function of the innermost code that is the user's, or at least not torch's or ours.
+
+    A line of the user's that only leads into a library's training loop is passed over.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    outside: tuple[str, str] | None = None
+    while frame is not None:
+        code = frame.f_code
+        who = owner(code.co_filename)
+        if who == "user" and (code, frame.f_lasti) not in ways_in:
+            return f"{shown_path(code.co_filename)}:{frame.f_lineno}", code.co_qualname
+        if who == "site" and outside is None:
+            outside = f"{shown_path(code.co_filename)}:{frame.f_lineno}", code.co_qualname
+        frame = frame.f_back
+    return outside or ("unknown:0", "unknown")
+
+
 # --------------------------------------------------------------------------- the expression being evaluated
 
 _positions: dict[CodeType, list[tuple[int | None, int | None, int | None, int | None]]] = {}

@@ -16,13 +16,13 @@ labels = torch.randint(4096, (4096,), device="cuda")
 
 with tempfile.TemporaryDirectory() as folder:
     while watch.seconds < 3:
-        for _ in range(20):
-            loss = nn.functional.cross_entropy(model(inputs), labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            watch.step(len(inputs))
-        torch.cuda.synchronize()
-        with watch.part("checkpoint"):
-            torch.save(model.state_dict(), Path(folder) / "latest.pt")  # <- here
-watch.tell()
+        loss = nn.functional.cross_entropy(model(inputs), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        watch.step(len(inputs))
+        if watch.steps % 20 == 0 and watch.seconds < 2.5:
+            torch.cuda.synchronize()
+            with watch.part("checkpoint"):
+                torch.save(model.state_dict(), Path(folder) / "latest.pt")  # <- here
+    watch.tell()
