@@ -129,7 +129,7 @@ def damage(folder: Path, how: str) -> None:
     if how == "cut":
         del content[len(content) // 2 :]
     else:
-        content[len(content) // 2] ^= 1
+        content[-3] ^= 1  # in the last weight, not in the header
     file.write_bytes(content)
 
 
