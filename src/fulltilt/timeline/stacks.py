@@ -10,6 +10,7 @@ import linecache
 import os
 import sys
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -117,17 +118,19 @@ def look(frame: FrameType, inside: CodeType | None = None, ways_in: frozenset[Sp
     Frames outside of a call of ``inside`` do not count. A line that is one of ``ways_in`` is not named: it only led
     into the training loop (``trainer.train()``); then the library's own line says more.
     """
+    # All frames first: what follows may let the thread run on, and a frame that has returned forgets its caller.
+    chain = list(_callers(frame))
     top_owner = owner(frame.f_code.co_filename)
     user: FrameType | None = None
     outside: FrameType | None = None
-    in_module = in_generator = False
+    in_module = in_generator = in_library_module = False
     special: str | None = None
-    current: FrameType | None = frame
-    for _ in range(DEEPEST):
-        if current is None or current.f_code is inside:
+    for current in chain:
+        if current.f_code is inside:
             break
         who = owner(current.f_code.co_filename)
         if who == "torch_module":
+            in_library_module = in_library_module or (not in_module and user is None and outside is not None)
             in_module = True
         elif who == "torch_compile":
             special = special or "compile"
@@ -144,12 +147,20 @@ def look(frame: FrameType, inside: CodeType | None = None, ways_in: frozenset[Sp
                 user = current
             if current.f_code.co_flags & GENERATOR and not in_module:
                 in_generator = True
-        current = current.f_back
-    named = user or outside or frame
-    kind = special or _kind(frame, top_owner, in_module)
+    named = user or outside or next((f for f in chain if owner(f.f_code.co_filename) != "fulltilt"), frame)
+    # The Python inside a library's model is part of what the model costs; only a model of the user's can be changed.
+    kind = special or ("torch" if in_library_module else _kind(frame, top_owner, in_module))
     if kind != "torch" and special is None and in_generator and not in_module:
         kind = "data"
     return _view(named, kind)
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    for _ in range(DEEPEST):
+        if frame is None:
+            return
+        yield frame
+        frame = frame.f_back
 
 
 def _view(frame: FrameType, kind: str) -> StackView:
