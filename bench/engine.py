@@ -9,6 +9,7 @@ everything with tiny sizes on the CPU, to see that it works; its figures mean no
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import shutil
 import statistics
@@ -250,11 +251,13 @@ def survive_out_of_memory(sizes: Sizes, out: Path) -> dict[str, Any]:
 
     batches = sizes.batches()
     if sizes.device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         resting = torch.cuda.memory_allocated()
         roomy, _ = run(loss)
         peak = torch.cuda.max_memory_allocated()
+        gc.collect()
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(sizes.device).total_memory
         limit = resting + 0.6 * (peak - resting)

@@ -81,7 +81,7 @@ def limit_file_size(order: Order) -> None:
 
 
 def test_row_3_file_size_limit_is_seen_before_step_0(tmp_path: Path) -> None:
-    """Seen to fail: without `_check_file_size_limit` the run starts, and ends at step 3."""
+    """Seen to fail: without `_check_file_size_limit` the run trains until its first save."""
     assert victim.exit_code(Order(tmp_path, prepare=limit_file_size, note=8192)) == 7
     assert_clear(tmp_path, "file-size limit", "ulimit -f")
     assert victim.chain(tmp_path) == {}
@@ -112,7 +112,7 @@ def become_nobody(order: Order) -> None:
 
 
 def test_row_4_folder_not_writable(tmp_path: Path) -> None:
-    """Seen to fail: without the probe in `checkpoint.prepare` the run starts, and ends at step 3."""
+    """Seen to fail: without the probe in `checkpoint.prepare` the run trains until its first save."""
     out = tmp_path / "out"
     (out / "checkpoints").mkdir(parents=True)
     for folder in (tmp_path, *list(tmp_path.parents)[:-2]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,7 @@ def test_a_real_out_of_memory_is_survived(tmp_path: Path) -> None:
     resting = torch.cuda.memory_allocated()
     roomy = run(tmp_path / "roomy", Job(model=wide(), loss=quiet_loss, data=data), **settings)
     peak = torch.cuda.max_memory_allocated()
+    gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((resting + 0.66 * (peak - resting)) / total)
