@@ -16,7 +16,7 @@ from fulltilt.train.stop import StopRequest
 from tests.faults import victim
 from tests.faults.victim import Order
 
-LONG = {"epochs": 40, "save_every": 200}
+LONG = {"epochs": 4000, "save_every": 200}
 
 
 def signal_at_step_5(end: StepEnd) -> None:
@@ -64,9 +64,11 @@ def test_row_10_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
 
 
 def terminate_at_random(out: Path, settings: dict[str, object], chance: random.Random) -> int | None:
-    child = victim.start(Order(out, settings))
     chain = out / "chain.0.txt"
-    while child.is_alive() and not chain.exists():
+    before = chain.stat().st_size if chain.exists() else 0
+    child = victim.start(Order(out, settings))
+    # Before the first step there is nothing to save, and in the first moments no handler yet.
+    while child.is_alive() and not (chain.exists() and chain.stat().st_size > before):
         time.sleep(0.005)
     time.sleep(chance.random() * 0.5)
     if child.pid is not None:
