@@ -82,7 +82,7 @@ CATALOGUE = (
     # -- the machine
     Specimen("oversubscribed.py", "cpu_oversubscribed", measured=("data_wait",)),
     Specimen("small_shm.py", "shm_small", shares=COMPUTES, surroundings="small_shm"),
-    Specimen("hoarding.py", "memory_pressure", ("1840",), shares=COMPUTES, surroundings="little_memory"),
+    Specimen("hoarding.py", "memory_pressure", ("1790",), shares=COMPUTES, surroundings="little_memory"),
     # -- several ranks
     Specimen("ddp_healthy.py", "compute_bound", shares={"compute": (0.8, 1.05)}, launch="torchrun"),
     # Half of the ranks sleep three quarters of the time, the other half waits for them.

@@ -8,7 +8,7 @@ watch = Stopwatch()
 text = torch.randint(64, (100_000,))
 
 
-def get_batches(length=64, count=8):
+def get_batches(length=32, count=4):
     while True:
         starts = torch.randint(len(text) - length - 1, (count,))
         windows = torch.stack([text[start : start + length + 1] for start in starts])
@@ -16,7 +16,7 @@ def get_batches(length=64, count=8):
 
 
 model = torch.nn.Sequential(
-    torch.nn.Embedding(64, 128), torch.nn.TransformerEncoderLayer(128, 4, batch_first=True), torch.nn.Linear(128, 64)
+    torch.nn.Embedding(64, 64), torch.nn.TransformerEncoderLayer(64, 4, 256, batch_first=True), torch.nn.Linear(64, 64)
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 

@@ -20,7 +20,7 @@ class Simulated(Dataset):
 
 if __name__ == "__main__":
     loader = DataLoader(Simulated(), batch_size=4, num_workers=8)  # <- here
-    model = torch.nn.Sequential(torch.nn.Linear(250, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 4))
+    model = torch.nn.Sequential(torch.nn.Linear(250, 128), torch.nn.ReLU(), torch.nn.Linear(128, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for inputs, labels in loader:
         watch.arrived()

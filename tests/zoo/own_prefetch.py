@@ -14,7 +14,7 @@ watch = Stopwatch()
 
 class WaitingSamples(Dataset):
     def __len__(self):
-        return 32 * 100
+        return 16 * 180
 
     def __getitem__(self, index):
         time.sleep(0.0001)
@@ -27,8 +27,8 @@ def prefetch(loader, ready):
     ready.put(None)
 
 
-loader = DataLoader(WaitingSamples(), batch_size=32)
-model = torch.nn.Sequential(torch.nn.Linear(512, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 512), torch.nn.ReLU())
+loader = DataLoader(WaitingSamples(), batch_size=16)
+model = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 512), torch.nn.ReLU())
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 ready = queue.Queue(maxsize=4)
 threading.Thread(target=prefetch, args=(loader, ready), daemon=True).start()

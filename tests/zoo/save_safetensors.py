@@ -21,9 +21,9 @@ with tempfile.TemporaryDirectory() as folder:
         loss.backward()
         optimizer.step()
         watch.step(len(inputs))
+        if watch.seconds > 2:
+            break
         if number % 5 == 0:
             with watch.part("checkpoint"):
                 save_file(model.state_dict(), Path(folder) / "latest.safetensors")  # <- here
-        if watch.seconds > 2:
-            break
 watch.tell()

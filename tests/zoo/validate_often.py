@@ -19,6 +19,8 @@ while watch.seconds < 2:
         loss.backward()
         optimizer.step()
         watch.step(len(inputs))
+        if watch.seconds > 2:
+            break
         if number % 10 == 0:
             with watch.part("validation"), torch.no_grad():
                 model.eval()
