@@ -30,8 +30,8 @@ def looks_at(work: Callable[[], Any], seconds: float = 0.25) -> list[StackView]:
     while time.monotonic() < deadline:
         time.sleep(0.005)
         frame: FrameType | None = sys._current_frames().get(thread.ident or 0)
-        if frame is not None:
-            views.append(look(frame))
+        if frame is not None and (view := look(frame)) is not None:
+            views.append(view)
     stop.set()
     thread.join()
     return views

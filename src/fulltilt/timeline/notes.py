@@ -96,6 +96,9 @@ class RankNotes:
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
+        # A launcher says so in the environment; ranks that the script itself spawns know it once they have met.
+        self.rank = _number_in("RANK", 0)
+        self.world_size = _number_in("WORLD_SIZE", 1)
         self.taps: LoaderTaps | None = None
         self.steps = 0
         self.steps_attributed = 0
@@ -183,22 +186,11 @@ class RankNotes:
 
     # ------------------------------------------------------------------ who this is
 
-    @property
-    def rank(self) -> int:
-        """This process's rank among those that train together."""
-        return self._distributed("RANK", "get_rank", 0)
-
-    @property
-    def world_size(self) -> int:
-        """How many processes train together."""
-        return self._distributed("WORLD_SIZE", "get_world_size", 1)
-
-    def _distributed(self, variable: str, function: str, alone: int) -> int:
+    def learn_rank(self) -> None:
+        """Ask torch which rank this process is, while it knows: most scripts leave the group before they end."""
         module = sys.modules.get("torch.distributed")
         if module is not None and module.is_available() and module.is_initialized():
-            return int(getattr(module, function)())
-        value = os.environ.get(variable, "")
-        return int(value) if value.isdigit() else alone
+            self.rank, self.world_size = int(module.get_rank()), int(module.get_world_size())
 
     # ------------------------------------------------------------------ the record
 
@@ -295,3 +287,8 @@ class RankNotes:
             return None
         uuid = getattr(cuda.get_device_properties(cuda.current_device()), "uuid", None)
         return None if uuid is None else f"GPU-{uuid}"
+
+
+def _number_in(variable: str, otherwise: int) -> int:
+    value = os.environ.get(variable, "")
+    return int(value) if value.isdigit() else otherwise

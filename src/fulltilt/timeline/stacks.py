@@ -112,10 +112,10 @@ def spots(frame: FrameType | None) -> frozenset[Spot]:
     return frozenset(found)
 
 
-def look(frame: FrameType, inside: CodeType | None = None, ways_in: frozenset[Spot] = frozenset()) -> StackView:
+def look(frame: FrameType, inside: CodeType | None = None, ways_in: frozenset[Spot] = frozenset()) -> StackView | None:
     """What the thread whose innermost frame this is was doing, and on which line of the user's.
 
-    Frames outside of a call of ``inside`` do not count. A line that is one of ``ways_in`` is not named: it only led
+    Only frames inside a call of ``inside`` count; None when the thread has left it already. A line that is one of ``ways_in`` is not named: it only led
     into the training loop (``trainer.train()``); then the library's own line says more.
     """
     # All frames first: what follows may let the thread run on, and a frame that has returned forgets its caller.
@@ -125,6 +125,8 @@ def look(frame: FrameType, inside: CodeType | None = None, ways_in: frozenset[Sp
     outside: FrameType | None = None
     in_module = in_generator = in_library_module = False
     special: str | None = None
+    if inside is not None and not any(current.f_code is inside for current in chain):
+        return None
     for current in chain:
         if current.f_code is inside:
             break
@@ -136,6 +138,8 @@ def look(frame: FrameType, inside: CodeType | None = None, ways_in: frozenset[Sp
             special = special or "compile"
         elif who == "torch_save":
             special = special or "checkpoint"
+        elif who == "torch_data" and current.f_code.co_name == "_shutdown_workers":
+            special = "turnover"
         elif who == "torch_distributed" and top_owner == who:
             special = special or "communication"
         elif who == "site":

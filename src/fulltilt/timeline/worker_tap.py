@@ -117,7 +117,8 @@ class FetchMeter:
             now = time.perf_counter()
             since, self._last_look = now - self._last_look, now
             if self.fetching and (frame := sys._current_frames().get(self.thread_id)) is not None:
-                self._lines.add(look(frame, FetchMeter.fetch.__code__), min(since, 5 * LOOK_EVERY_S))
+                if (view := look(frame, FetchMeter.fetch.__code__)) is not None:
+                    self._lines.add(view, min(since, 5 * LOOK_EVERY_S))
                 del frame
             if now >= next_send:
                 next_send = now + SEND_EVERY_S
