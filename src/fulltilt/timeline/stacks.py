@@ -115,8 +115,8 @@ def spots(frame: FrameType | None) -> frozenset[Spot]:
 def look(frame: FrameType, inside: CodeType | None = None, ways_in: frozenset[Spot] = frozenset()) -> StackView | None:
     """What the thread whose innermost frame this is was doing, and on which line of the user's.
 
-    Only frames inside a call of ``inside`` count; None when the thread has left it already. A line that is one of ``ways_in`` is not named: it only led
-    into the training loop (``trainer.train()``); then the library's own line says more.
+    Only frames inside a call of ``inside`` count; None when the thread has left it already. A line that is one of
+    ``ways_in`` is not named: it only led into the training loop (``trainer.train()``); the library's line says more.
     """
     # All frames first: what follows may let the thread run on, and a frame that has returned forgets its caller.
     chain = list(_callers(frame))
