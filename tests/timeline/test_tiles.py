@@ -21,6 +21,7 @@ from fulltilt.timeline.marks import (
     PassBegan,
     PassEnded,
     Point,
+    Rested,
     WaitBegan,
 )
 from fulltilt.timeline.tiles import Tile, TileBuilder
@@ -249,6 +250,22 @@ def test_a_million_steps_make_few_tiles_that_still_close() -> None:
     assert max(tile.step_max_ns for tile in loop.tiles[1:]) == pytest.approx(1.5 * MS)
 
 
+def test_time_at_rest_is_kept_apart_and_its_steps_count() -> None:
+    loop = Loop()
+    train(loop, 20)
+    loop.mark(Activity.REST)
+    loop.spend(200)
+    loop.mark(Activity.NEXT)  # a long wait is booked even then
+    loop.spend(30)
+    loop.mark(Activity.REST)
+    loop.mark(Activity.USER, Rested(calls=25, batches=25, samples=200))
+    train(loop, 20)
+    assert closes(loop.finish())
+    assert (loop.steps, loop.samples) == (65, 520)
+    assert loop.shelf("rest") == 200
+    assert loop.shelf("data_wait") == 2 * 39 + 30
+
+
 # --------------------------------------------------------------------------- with a GPU
 
 
@@ -317,6 +334,7 @@ def test_a_starved_gpu_waits_for_data() -> None:
                     EvalMode(False),
                     WaitBegan(True),
                     WaitBegan(False),
+                    Rested(3, 3, 12),
                 ]
             ),
             st.sampled_from(list(Point)),

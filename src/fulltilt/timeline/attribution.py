@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
-from fulltilt.records import Buckets, Phases
+from fulltilt.records import BUCKETS, Buckets, Phases
+from fulltilt.timeline.rest import Usual
 from fulltilt.timeline.tiles import Tile
 
 NS = 1e-9
@@ -16,6 +18,7 @@ BUCKET_OF_KIND = {
     "host": "host_code_s",
     "data": "data_wait_s",
     "compile": "startup_s",
+    "turnover": "epoch_turnover_s",
     "checkpoint": "checkpoint_s",
     "communication": "communication_s",
 }
@@ -26,15 +29,40 @@ class Attributed:
     """A tile's time in buckets, its phases, and how much of host_code is the framework's launching (GPU only)."""
 
     buckets: Buckets
-    phases: Phases
+    phases: Phases | None
     launch_s: float
 
 
-def attribute(tile: Tile, seen: Mapping[str, float], exposed_communication_s: float = 0.0) -> Attributed:
+def attribute(tile: Tile, seen: Mapping[str, float], usual: Usual, exposed_communication_s: float = 0.0) -> Attributed:
     """Split a tile. ``seen`` holds the weights of the stack samples by kind; empty means nothing was seen.
 
-    ``exposed_communication_s`` is what a step waits for the exchange of gradients inside backward.
+    ``usual`` is how measured time divides: time at rest is divided the same way, and ``usual`` learns from the rest of
+    the tile. ``exposed_communication_s`` is what a step waits for the exchange of gradients inside backward.
     """
+    measured = _attribute_measured(tile, seen, exposed_communication_s)
+    usual.learn(measured.buckets, measured.launch_s)
+    rest_s = tile.shelves.time.get("rest", 0.0) * NS
+    if not rest_s:
+        return measured
+    rest = usual.divide(rest_s)
+    buckets = Buckets(**{name: getattr(measured.buckets, name) + rest.get(name, 0.0) for name in BUCKETS})
+    return Attributed(buckets, _stretched(measured.phases, tile, rest_s), measured.launch_s + rest.get("launch_s", 0.0))
+
+
+def _stretched(phases: Phases | None, tile: Tile, rest_s: float) -> Phases | None:
+    """The measured steps' phases stand for all steps of the tile; None when none was measured."""
+    measured_s = (tile.t1_ns - tile.t0_ns) * NS - rest_s
+    if measured_s <= 0 or not tile.shelves.phases or phases is None:
+        return None
+    factor = 1 + rest_s / measured_s
+    stretched: dict[str, Any] = {}
+    for item in fields(Phases):
+        value = getattr(phases, item.name)
+        stretched[item.name] = None if value is None else value * factor
+    return Phases(**stretched)
+
+
+def _attribute_measured(tile: Tile, seen: Mapping[str, float], exposed_communication_s: float) -> Attributed:
     total = sum(seen.values())
     split = {kind: weight / total for kind, weight in seen.items()} if total else {}
     whole = _attribute_gpu(tile, split) if tile.gpu else _attribute_cpu(tile, split)
@@ -55,7 +83,7 @@ def _attribute_cpu(tile: Tile, split: Mapping[str, float]) -> Attributed:
     out = _common(ns)
     out["compute_s"] += ns.get("backward", 0.0) + ns.get("optimizer", 0.0)
     for kind, share in split.items():
-        out[BUCKET_OF_KIND[kind]] += user * share
+        out[_bucket_of(kind, tile)] += user * share
     if not split:
         out["unattributed_s"] += user
     return Attributed(_in_seconds(out), _phases(tile, split, gpu=False), launch_s=0.0)
@@ -75,7 +103,7 @@ def _attribute_gpu(tile: Tile, split: Mapping[str, float]) -> Attributed:
         if kind == "torch":
             continue
         booked = min(launch, user_overlap * share)
-        out[BUCKET_OF_KIND[kind]] += booked + ns.get("user", 0.0) * share
+        out[_bucket_of(kind, tile)] += booked + ns.get("user", 0.0) * share
         launch -= booked
     # Where the host has waited for the GPU it has lost its lead: what it did next, the GPU had to wait for. A step
     # takes what the host does plus what it is blocked; unblocked it would take the longer of host and GPU. So the wait
@@ -93,6 +121,11 @@ def _attribute_gpu(tile: Tile, split: Mapping[str, float]) -> Attributed:
         launch = 0.0
     out["host_code_s"] += launch
     return Attributed(_in_seconds(out), _phases(tile, split, gpu=True), launch * NS)
+
+
+def _bucket_of(kind: str, tile: Tile) -> str:
+    # Workers that end after the last step are part of the tear-down, which is booked with the start-up.
+    return "startup_s" if kind == "turnover" and not tile.steps else BUCKET_OF_KIND[kind]
 
 
 def _common(ns: Mapping[str, float]) -> dict[str, float]:
@@ -128,5 +161,5 @@ def _phases(tile: Tile, split: Mapping[str, float], *, gpu: bool) -> Phases:
         optimizer_s=phase.get("optimizer", 0.0) * NS,
         other_s=(phase.get("other", 0.0) + user - forward) * NS,
         gpu_busy_s=busy * NS if gpu else None,
-        gpu_idle_s=max(0.0, tile.t1_ns - tile.t0_ns - busy) * NS if gpu else None,
+        gpu_idle_s=max(0.0, tile.t1_ns - tile.t0_ns - busy - tile.shelves.time.get("rest", 0.0)) * NS if gpu else None,
     )

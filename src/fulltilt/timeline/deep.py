@@ -62,6 +62,7 @@ class DeepLook:
             self._summarise()
 
     def _start(self) -> None:
+        self._recorder.wake()
         before = self._recorder.switch(Activity.OBSERVE)
         try:
             kinds = self._torch.profiler.ProfilerActivity

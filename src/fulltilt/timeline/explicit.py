@@ -155,7 +155,10 @@ class Recording:
 
     def _on_training_thread(self) -> Recorder | None:
         recorder = self._session.recorder if self._session is not None else None
-        return recorder if recorder is not None and recorder.mine() else None
+        if recorder is None or not recorder.mine():
+            return None
+        recorder.wake()
+        return recorder
 
 
 class TappedIterable(Generic[Item]):

@@ -88,6 +88,11 @@ class GpuTime:
         if any(shelf == "validation" for *_, shelf in held):
             shelves.put("validation", span)
             return
+        if any(shelf == "rest" for *_, shelf in held):
+            waited = min(span, sum(ended - began for began, ended, shelf in held if shelf == "data_wait"))
+            shelves.put("data_wait", waited)
+            shelves.put("rest", span - waited)
+            return
         if not starved and partial is not None:
             self.work.learn(kind, partial + span)
         expected = self.work.expected(kind)

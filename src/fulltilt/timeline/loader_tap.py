@@ -21,6 +21,7 @@ from fulltilt.records import LoaderRecord
 from fulltilt.timeline import worker_tap
 from fulltilt.timeline.batches import count_bytes, count_samples, kind_of, padding_share
 from fulltilt.timeline.marks import Activity, BatchArrived, PassBegan, PassEnded, Point, WaitBegan
+from fulltilt.timeline.rest import LONG_WAIT_NS
 from fulltilt.timeline.stacks import owner, shown_path
 
 # A batch's size and padding are measured on the first few batches and then on every so many.
@@ -176,6 +177,10 @@ class TappedIterator:
         if not recorder.mine():
             return self._from_another_thread(recorder)
         evaluating = taps.evaluating(tap)
+        if recorder.rest.on:
+            if not evaluating and not self._first:
+                return self._at_rest(recorder)
+            recorder.wake()
         changed = evaluating != taps.was_evaluating
         taps.was_evaluating = evaluating
         taps.waiting_for = tap
@@ -207,6 +212,28 @@ class TappedIterator:
         if not evaluating:
             taps.feeding = tap
             recorder.calibrate_if_asked(Point.BATCH)
+        return batch
+
+    def _at_rest(self, recorder: Any) -> Any:
+        """A batch that is only counted."""
+        tap, rest = self._tap, recorder.rest
+        began = time.perf_counter_ns()
+        try:
+            batch = self.source.__next__()
+        except StopIteration:
+            recorder.wake()
+            tap.in_pass = False
+            recorder.switch(recorder.activity, PassEnded(tap.loader_id, False, self.workers))
+            raise
+        except BaseException:
+            recorder.wake()
+            raise
+        ended = time.perf_counter_ns()
+        tap.wait_s += (ended - began) * 1e-9
+        if ended - began > LONG_WAIT_NS:
+            recorder.waited_at_rest(began, ended)
+        rest.batches += 1
+        rest.samples += self._count(batch) or 0
         return batch
 
     def _note_wait(self, first: bool, wait_s: float, cpu_s: float | None) -> None:
@@ -318,6 +345,7 @@ class LoaderTaps:
         tap = self.of(loader)
         if not recorder.active:
             return original(loader)
+        recorder.wake()
         tap.described = describe(loader)
         tap.passes += 1
         tap.in_pass = True

@@ -22,6 +22,7 @@ class Activity(IntEnum):
     COPY = 7  # host to GPU copies
     COMM = 8  # explicit collectives
     OBSERVE = 9  # Fulltilt's own work on this thread
+    REST = 10  # not looked at in detail: short steps between two bursts of measuring
 
 
 class Point(IntEnum):
@@ -98,6 +99,14 @@ class OptimizerStepped(NamedTuple):
 
     optimizer_id: int
     skipped: bool
+
+
+class Rested(NamedTuple):
+    """The recorder has rested for so many optimizer calls, batches and samples."""
+
+    calls: int
+    batches: int
+    samples: int
 
 
 class EpochBegan(NamedTuple):

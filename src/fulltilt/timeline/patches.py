@@ -68,6 +68,7 @@ class Patches:
         self._notes = recorder.notes
         self._undo: list[Callable[[], None]] = []
         self._stepping: list[int] = []
+        self._steps_count: set[int] = set()
         self._depth_of_train = 0
         self._trained: set[int] = set()
 
@@ -136,7 +137,7 @@ class Patches:
         recorder = self._recorder
 
         def backward(*args: Any, **kwargs: Any) -> Any:
-            if not recorder.active or recorder.activity is Activity.BACKWARD:
+            if not recorder.active or recorder.activity is Activity.BACKWARD or recorder.rest.on:
                 return original(*args, **kwargs)
             if not recorder.mine():
                 if recorder.notes.steps:
@@ -174,7 +175,7 @@ class Patches:
 
     def _before_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         recorder = self._recorder
-        if not recorder.active or self._torch.compiler.is_compiling():
+        if not recorder.active or recorder.rest.on or self._torch.compiler.is_compiling():
             return
         if not recorder.mine():
             if recorder.notes.steps:
@@ -191,6 +192,10 @@ class Patches:
 
     def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         recorder = self._recorder
+        if recorder.rest.on and recorder.mine():
+            if id(optimizer) in self._steps_count:
+                recorder.stepped_at_rest()
+            return
         if not recorder.mine() or id(optimizer) not in self._stepping or self._torch.compiler.is_compiling():
             return
         while self._stepping and self._stepping.pop() != id(optimizer):
@@ -202,16 +207,19 @@ class Patches:
     def _stepped(self, key: int, skipped: bool) -> None:
         recorder = self._recorder
         self._notes.optimizer_calls += 1
+        self._steps_count.add(key)
         recorder.calibrating = False
         recorder.switch(Activity.USER, OptimizerStepped(key, skipped), Point.STEP)
         if not recorder.notes.taps or not recorder.notes.taps.all:
             recorder.calibrate_if_asked(Point.BATCH)
         if self._notes.replicas and self._notes.optimizer_calls % ASK_REPLICAS_EVERY == 0:
             self._notes.read_communication()
+        recorder.stepped()
 
     def _meet(self, optimizer: Any) -> None:
         """The first step of an optimizer: note what it trains and on which device."""
         self._recorder.ensure_started()
+        self._notes.learn_rank()
         self._notes.optimizers[id(optimizer)] = type(optimizer).__name__
         groups = optimizer.param_groups
         self._notes.learning_rate = _number(groups[0].get("lr")) if groups else None
@@ -228,6 +236,7 @@ class Patches:
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if not recorder.mine() or not scaler.is_enabled():
                 return original(scaler, optimizer, *args, **kwargs)
+            recorder.wake()
             notes.scaler = True
             calls = notes.optimizer_calls
             before = recorder.switch(Activity.OPTIMIZER)
@@ -260,6 +269,7 @@ class Patches:
         def save(*args: Any, **kwargs: Any) -> Any:
             if not recorder.mine() or recorder.activity is Activity.SAVE:
                 return original(*args, **kwargs)
+            recorder.wake()
             where, function = users_line(recorder.way_in.spots)
             began = time.perf_counter()
             before = recorder.switch(Activity.SAVE)
@@ -283,6 +293,7 @@ class Patches:
             finally:
                 self._depth_of_train -= 1
                 if recorder.eval_mode == bool(mode) and self._is_trained(module):
+                    recorder.wake()
                     recorder.eval_mode = not mode
                     self._taps.was_evaluating = recorder.eval_mode
                     recorder.switch(recorder.activity, EvalMode(not mode), Point.EVAL)
@@ -299,7 +310,7 @@ class Patches:
         recorder, copies, torch = self._recorder, self._notes.copies, self._torch
 
         def copy(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if recorder.clock is None or torch.compiler.is_compiling():
+            if recorder.clock is None or recorder.rest.on or torch.compiler.is_compiling():
                 return original(tensor, *args, **kwargs)
             if tensor.is_cuda or not recorder.mine() or recorder.activity is not Activity.USER:
                 return original(tensor, *args, **kwargs)
@@ -335,7 +346,9 @@ class Patches:
         name = original.__name__
 
         def read(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if recorder.clock is None or torch.compiler.is_compiling() or not tensor.is_cuda or not recorder.mine():
+            if recorder.clock is None or recorder.rest.on or torch.compiler.is_compiling():
+                return original(tensor, *args, **kwargs)
+            if not tensor.is_cuda or not recorder.mine():
                 return original(tensor, *args, **kwargs)
             return self._blocked(original, f".{name}()", tensor, *args, **kwargs)
 
@@ -345,7 +358,7 @@ class Patches:
         recorder = self._recorder
 
         def synchronize(*args: Any, **kwargs: Any) -> Any:
-            if recorder.clock is None or not recorder.mine():
+            if recorder.clock is None or recorder.rest.on or not recorder.mine():
                 return original(*args, **kwargs)
             return self._blocked(original, "torch.cuda.synchronize()", *args, **kwargs)
 

@@ -19,9 +19,10 @@ from fulltilt.records import Span
 from fulltilt.timeline.attribution import attribute
 from fulltilt.timeline.clock import CudaClock
 from fulltilt.timeline.loader_tap import TappedIterator
-from fulltilt.timeline.marks import Activity, Finished, Point
+from fulltilt.timeline.marks import Activity, Finished, Point, Rested
 from fulltilt.timeline.notes import RankNotes
 from fulltilt.timeline.rank_files import RankFiles
+from fulltilt.timeline.rest import MEASURED_STEPS, RESTED_STEPS, Rest, Usual, plan
 from fulltilt.timeline.spans import WarmUp
 from fulltilt.timeline.stacks import look
 from fulltilt.timeline.tiles import TileBuilder
@@ -58,11 +59,13 @@ class Recorder:
         self.clock: CudaClock | None = None
         self.calibrating = False
         self.profiling = False
+        self.rest = Rest()
         self.way_in = WayIn()
         self._t0_ns = t0_ns
         self._marks: deque[tuple[Any, ...]] = deque()
         self._builder = TileBuilder(t0_ns)
         self._warm_up = WarmUp()
+        self._usual = Usual()
         self._window: dict[str, float] = {}
         self._overall: dict[str, float] = {}
         self._window_looks = 0
@@ -111,6 +114,34 @@ class Recorder:
         self.activity = activity
         return before
 
+    def stepped(self) -> None:
+        """An optimizer call has ended. After a burst of short steps the recorder rests."""
+        rest = self.rest
+        rest.awake_calls += 1
+        if rest.planned_calls and rest.awake_calls * RESTED_STEPS >= rest.planned_calls * MEASURED_STEPS:
+            if self.profiling or self.calibrating or self._calibrate:
+                return
+            rest.begin()
+            self.switch(Activity.REST)
+
+    def stepped_at_rest(self) -> None:
+        """An optimizer call has ended that was not measured."""
+        self.rest.calls += 1
+        if self.rest.calls >= self.rest.planned_calls:
+            self.wake()
+
+    def wake(self) -> None:
+        """Measure again, because the rest is over or because something out of the ordinary happens."""
+        rest = self.rest
+        if rest.on:
+            rest.end()
+            self.switch(Activity.USER, Rested(rest.calls, rest.batches, rest.samples), Point.STEP)
+
+    def waited_at_rest(self, began_ns: int, ended_ns: int) -> None:
+        """Book a long wait for data as it is."""
+        self._marks.append((began_ns, Activity.NEXT, None, Point.NONE, None))
+        self._marks.append((ended_ns, Activity.REST, None, Point.NONE, None))
+
     def note(self, fact: Any) -> None:
         """Leave a fact behind from any thread, without a change of activity."""
         self._marks.append((time.perf_counter_ns(), None, fact, Point.NONE, None))
@@ -130,8 +161,7 @@ class Recorder:
             self._delay()
 
     def synced_while_calibrating(self) -> None:
-        """A blocking call used up the lead: restore it, once. A step that blocks often has no lead to speak of."""
-        self.calibrating = False
+        """A blocking call used up the lead: restore it."""
         self.switch(self.activity, None, Point.SYNCED)
         self._delay()
 
@@ -144,6 +174,7 @@ class Recorder:
         """The job is over: write everything. Safe to call twice, and from an exit handler."""
         if not self.active or os.getpid() != self.pid:
             return
+        self.wake()
         self.switch(Activity.USER, Finished())
         self.active = False
         self._stop.set()
@@ -200,6 +231,8 @@ class Recorder:
             return
         fetching = TappedIterator.__next__.__code__ if activity is Activity.NEXT else None
         view = look(frame, fetching, self.way_in.spots)
+        if view is None:
+            return
         # A look that came late (the interpreter lock was held) stands for all of that time, but not for time
         # before the present activity began.
         since_switch = now - self._last_switch_ns
@@ -228,10 +261,16 @@ class Recorder:
             builder.feed(raw, reached)
         self.notes.steps = builder.steps
         self._plan_calibration()
+        if builder.closed:
+            tile = builder.closed[-1]
+            step_s = (tile.t1_ns - tile.t0_ns) * NS / max(tile.steps, 1)
+            self.rest.planned_calls = plan(builder.steps, builder.calls, step_s, self.notes.scaler)
 
     def _plan_calibration(self) -> None:
         gpu, tiles = self._builder.gpu, self._builder.closed
         if gpu is None or self._calibrate or self.notes.steps < self._calibrate_at or not tiles:
+            return
+        if "rest" in tiles[-1].shelves.time:
             return
         self._calibrate_at = CALIBRATE_AGAIN * self.notes.steps
         queueing_s = tiles[-1].queueing_ns * NS
@@ -239,7 +278,8 @@ class Recorder:
         if behind_s < queueing_s < LONGEST_DELAY_S / LEAD:
             # The driver's queue holds about a thousand kernels: every other time the lead is given for backward alone.
             self._calibrate_from = Point.BATCH if self._calibrate_from is not Point.BATCH else Point.BACKWARD
-            self._delay_s = LEAD * queueing_s
+            # Each blocking call of a step takes the lead away: it is given back in as many parts.
+            self._delay_s = LEAD * queueing_s / (1 + self.notes.syncs // self.notes.steps)
             self._calibrate = True
 
     def _split(self) -> dict[str, float]:
@@ -253,10 +293,10 @@ class Recorder:
         split = self._split()
         tiles = self._builder.closed
         for tile in tiles:
-            attributed = attribute(tile, split, self.notes.exposed_communication_s())
+            attributed = attribute(tile, split, self._usual, self.notes.exposed_communication_s())
             self.notes.launch_s += attributed.launch_s
             if tile.gpu and tile.steps:
-                self.notes.gpu_busy_s += tile.shelves.time.get("busy", 0.0) * NS
+                self.notes.gpu_busy_s += attributed.buckets.compute_s
                 self.notes.gpu_steps += tile.steps
             span = Span(
                 t0_s=(tile.t0_ns - self._t0_ns) * NS,
@@ -286,6 +326,7 @@ class Recorder:
         if final:
             self._ready.extend(self._warm_up.release())
         if self._out is None:
+            self.notes.learn_rank()
             self._out = RankFiles.claim(self.folder, self.notes.rank)
         ready, self._ready = self._ready, []
         now_s = (time.perf_counter_ns() - self._t0_ns) * NS

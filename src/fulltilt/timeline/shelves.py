@@ -18,6 +18,7 @@ SHELF = {
     Activity.COPY: "transfer",
     Activity.COMM: "communication",
     Activity.OBSERVE: "observer",
+    Activity.REST: "rest",
 }
 PHASE = {
     Activity.USER: "user",

@@ -8,8 +8,8 @@ from statistics import median
 from fulltilt.records import Buckets, Span
 
 WATCHED_AFTER_FIRST = 4
-WARM_UP_FACTOR = 3.0
-WARM_UP_LEAST_S = 0.2
+WARM_UP_FACTOR = 2.0
+WARM_UP_LEAST_S = 0.02
 WARMS_UP = ("compute_s", "host_code_s", "data_wait_s", "transfer_s", "sync_s", "communication_s", "unattributed_s")
 
 

@@ -24,6 +24,7 @@ from fulltilt.timeline.marks import (
     OptimizerStepped,
     PassBegan,
     PassEnded,
+    Rested,
     WaitBegan,
 )
 from fulltilt.timeline.shelves import PHASE, SHELF, Shelves
@@ -80,6 +81,7 @@ class TileBuilder:
         self._before_pass: dict[int, dict[str, float]] = {}
         self._undeclared: dict[str, float] = {}
         self.steps = 0
+        self.calls = 0
         self._tiles = 0
         self._step_end: float = t0_ns
         self._begin_tile(t0_ns)
@@ -93,6 +95,7 @@ class TileBuilder:
             WaitBegan: lambda fact: self._evaluate(fact.evaluating),
             EpochBegan: self._epoch_began,
             EvalMode: self._eval_mode_set,
+            Rested: self._rested,
             Finished: self._finish,
         }
 
@@ -227,11 +230,21 @@ class TileBuilder:
 
     def _stepped(self, fact: OptimizerStepped) -> None:
         self._hand_steps = 0
+        self.calls += 1
         new = self.counter.begins_new_step(fact.optimizer_id)
         self.counter.optimizer_stepped(fact.optimizer_id)
         if new:
             self._skipped += fact.skipped
             self._end_step(1)
+
+    def _rested(self, fact: Rested) -> None:
+        steps = fact.calls * self.steps // self.calls if self.calls else 0
+        self._batches += fact.batches
+        if fact.samples:
+            self._samples = (self._samples or 0) + fact.samples
+        self.calls += fact.calls
+        if steps:
+            self._end_step(steps)
 
     # ------------------------------------------------------------------ tiles out
 

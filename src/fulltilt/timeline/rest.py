@@ -1,0 +1,77 @@
+"""Short steps are measured in bursts: between two bursts the recorder rests and only counts.
+
+A step of 2 ms cannot bear what a full measurement costs. Of such steps one in eight is measured; the time of the others
+is divided as theirs. Nothing rare is missed: a long wait is booked as it is, and saving, evaluating, the end of a pass
+and everything else out of the ordinary wake the recorder up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fulltilt.records import Buckets
+
+MEASURED_STEPS = 16
+RESTED_STEPS = 112
+# Steps are measured one and all until there are this many, and while they take longer than this.
+MEASURE_ALL_FIRST = 300
+SHORT_STEP_S = 0.005
+# A wait for data longer than this is booked even at rest.
+LONG_WAIT_NS = 2_000_000
+
+# What the time at rest can have gone into; anything else would have woken the recorder.
+ORDINARY = ("data_wait_s", "transfer_s", "compute_s", "sync_s", "host_code_s", "communication_s", "unattributed_s")
+FORGET = 0.98
+
+
+@dataclass
+class Rest:
+    """What was counted since the rest began, in calls of optimizers."""
+
+    planned_calls: int = 0
+    on: bool = False
+    awake_calls: int = 0
+    calls: int = 0
+    batches: int = 0
+    samples: int = 0
+
+    def begin(self) -> None:
+        """Count from nothing."""
+        self.on = True
+        self.calls = self.batches = self.samples = 0
+
+    def end(self) -> None:
+        """Measure again."""
+        self.on = False
+        self.awake_calls = 0
+
+
+def plan(steps: int, calls: int, step_s: float, scaler: bool) -> int:
+    """How many optimizer calls to rest between two bursts; 0 when every step should be measured.
+
+    Counting calls stands for counting steps only while every step has made the same number of them.
+    """
+    if steps < MEASURE_ALL_FIRST or step_s > SHORT_STEP_S or scaler or calls % steps:
+        return 0
+    return RESTED_STEPS * (calls // steps)
+
+
+@dataclass
+class Usual:
+    """How measured time has divided lately, with the share of launching in it."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def learn(self, buckets: Buckets, launch_s: float) -> None:
+        """Take in measured time."""
+        for name in ORDINARY:
+            self.seconds[name] = FORGET * self.seconds.get(name, 0.0) + getattr(buckets, name)
+        self.seconds["launch_s"] = FORGET * self.seconds.get("launch_s", 0.0) + launch_s
+
+    def divide(self, rest_s: float) -> Mapping[str, float]:
+        """``rest_s`` by bucket, and how much of it was launching (``launch_s``, a part of host_code_s)."""
+        total = sum(self.seconds.get(name, 0.0) for name in ORDINARY)
+        if not total:
+            return {"unattributed_s": rest_s}
+        return {name: rest_s * seconds / total for name, seconds in self.seconds.items()}
