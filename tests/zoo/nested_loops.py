@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 torch.set_num_threads(1)
 watch = Stopwatch()
 rollouts = DataLoader(TensorDataset(torch.randn(256 * 200, 128), torch.randn(256 * 200, 1)), batch_size=256)
-model = torch.nn.Sequential(torch.nn.Linear(128, 2048), torch.nn.Tanh(), torch.nn.Linear(2048, 1))
+model = torch.nn.Sequential(torch.nn.Linear(128, 4096), torch.nn.Tanh(), torch.nn.Linear(4096, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 for states, returns in rollouts:

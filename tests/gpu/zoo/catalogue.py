@@ -18,8 +18,7 @@ CATALOGUE = (
     GpuSpecimen("small_batch.py", "batch_too_small", shares={"compute": (0.65, 1.05)}),
     GpuSpecimen("sleep_after_step.py", "host_code", measured=("host_code",)),
     GpuSpecimen("validate_often.py", "validation_heavy", measured=("validation",)),
-    # Its last save comes after its last step: the stopwatch runs on, a rate of steps does not.
-    GpuSpecimen("save_often.py", "checkpoint_stall", measured=("checkpoint",), counts_samples=False, too_short_to_rate=True),
+    GpuSpecimen("save_often.py", "checkpoint_stall", measured=("checkpoint",), counts_samples=False),
     GpuSpecimen("large_compute.py", "compute_bound", shares=COMPUTES),
     GpuSpecimen("shared_gpu.py", "gpu_shared", surroundings="neighbour"),
 )
