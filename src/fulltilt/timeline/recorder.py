@@ -106,6 +106,8 @@ class Recorder:
 
     def switch(self, activity: Activity, fact: Any = None, point: Point = Point.NONE) -> Activity:
         """From now on the training thread does ``activity``. Returns what it did before."""
+        if self.way_in.learning and self.training and not self.notes.evaluating(self.eval_mode):
+            self.way_in.see(activity, sys._getframe(1))
         event = self.clock.record() if point and self.clock is not None else None
         now = time.perf_counter_ns()
         self._marks.append((now, activity, fact, point, event))
@@ -219,15 +221,10 @@ class Recorder:
         since_look, self._last_look_ns = now - self._last_look_ns, now
         activity = self.activity
         interesting = activity is Activity.USER or self.notes.wants_lines(activity)
-        learning = self.way_in.wants(activity)
-        if not (interesting or learning) or not self.training or self.notes.evaluating(self.eval_mode):
+        if not interesting or not self.training or self.notes.evaluating(self.eval_mode):
             return
         frame = sys._current_frames().get(self.thread_id or 0)
         if frame is None or activity is not self.activity:
-            return
-        if learning:
-            self.way_in.see(activity, frame)
-        if not interesting:
             return
         fetching = TappedIterator.__next__.__code__ if activity is Activity.NEXT else None
         view = look(frame, fetching, self.way_in.spots)

@@ -12,25 +12,26 @@ from fulltilt.timeline.marks import Activity
 from fulltilt.timeline.stacks import Spot, spots
 
 PARTS_OF_A_STEP = frozenset({Activity.NEXT, Activity.BACKWARD, Activity.OPTIMIZER})
+EVERY_STEP_HAS = (Activity.BACKWARD, Activity.OPTIMIZER)
 LOOKS_AT_EACH = 3
 
 
 class WayIn:
-    """Learns from the first looks at each part of a step which calls lead into the loop."""
+    """Learns in the first steps, on the training thread, which calls lead into the loop."""
 
     def __init__(self) -> None:
         self.spots: frozenset[Spot] = frozenset()
+        self.learning = True
         self._common: frozenset[Spot] | None = None
         self._looks: dict[Activity, int] = {}
 
-    def wants(self, activity: Activity) -> bool:
-        """Whether a look at this activity would still teach anything."""
-        return activity in PARTS_OF_A_STEP and self._looks.get(activity, 0) < LOOKS_AT_EACH
-
     def see(self, activity: Activity, frame: FrameType) -> None:
-        """Take in the stack of one part of a step."""
+        """Take in the stack at the beginning of an activity, if it is a part of a step."""
+        if activity not in PARTS_OF_A_STEP or self._looks.get(activity, 0) == LOOKS_AT_EACH:
+            return
         here = spots(frame)
         self._common = here if self._common is None else self._common & here
         self._looks[activity] = self._looks.get(activity, 0) + 1
         if len(self._looks) > 1:
             self.spots = self._common
+        self.learning = any(self._looks.get(part, 0) < LOOKS_AT_EACH for part in EVERY_STEP_HAS)

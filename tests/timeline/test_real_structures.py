@@ -1,0 +1,165 @@
+"""Scripts built like those of real projects: steps and samples as they count them themselves, and a ledger that closes.
+
+The projects' own scripts were run too; what came out stands in docs/log.md.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STRUCTURES = Path(__file__).parent / "structures"
+
+
+@dataclass
+class Observed:
+    """What a script said of itself and what Fulltilt says of it."""
+
+    truth: dict[str, Any]
+    answer: dict[str, Any]
+    ranks: list[dict[str, Any]]
+
+    def bucket(self, name: str) -> float:
+        return float(self.answer["ledger"]["buckets"][name])
+
+    def loader(self, role: str) -> dict[str, Any]:
+        (loader,) = (loader for loader in self.ranks[0]["loaders"] if loader["role"] == role)
+        return loader  # type: ignore[no-any-return]
+
+
+def observe(script: Path, folder: Path) -> Observed:
+    """Run a script under `fulltilt run` and hold the two accounts against each other."""
+    command = [sys.executable, "-m", "fulltilt", "run", "--out", str(folder / "run"), "--", str(script)]
+    done = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    seen = Observed(
+        truth=json.loads(done.stdout),
+        answer=json.loads((folder / "run" / "findings.json").read_text()),
+        ranks=[json.loads(path.read_text()) for path in sorted((folder / "run").glob("rank-*.json"))],
+    )
+    throughput, ledger = seen.answer["throughput"], seen.answer["ledger"]
+    assert {name: throughput[name] for name in ("steps", "samples")} == seen.truth
+    assert sum(ledger["buckets"].values()) == pytest.approx(ledger["wall_s"], rel=1e-6)
+    assert seen.bucket("unattributed_s") < 0.03 * ledger["wall_s"]
+    return seen
+
+
+def test_a_wrapped_loader_that_draws_one_batch_ahead(tmp_path: Path) -> None:
+    seen = observe(STRUCTURES / "draws_ahead.py", tmp_path)
+    assert seen.loader("train")["batches"] == 38  # one more than was trained on
+    assert seen.loader("eval")["batches"] == 15
+    assert seen.bucket("validation_s") > 0
+
+
+def test_a_loader_that_never_ends_behind_a_generator(tmp_path: Path) -> None:
+    seen = observe(STRUCTURES / "never_ending_loader.py", tmp_path)
+    assert seen.loader("train")["passes"] == 1
+    assert seen.bucket("data_wait_s") > seen.bucket("compute_s")
+
+
+def test_a_trainer_that_skips_batches_and_draws_before_it_leaves_evaluation(tmp_path: Path) -> None:
+    seen = observe(STRUCTURES / "trainer_resumed.py", tmp_path)
+    roles = [loader["role"] for loader in seen.ranks[0]["loaders"]]
+    assert (roles.count("train"), set(roles)) == (2, {"train", "eval"})
+    assert seen.bucket("checkpoint_s") > 0
+
+
+def test_a_validation_before_training_and_modes_put_back_by_hand(tmp_path: Path) -> None:
+    seen = observe(STRUCTURES / "sanity_check.py", tmp_path)
+    assert seen.loader("eval")["batches"] == 3 + 9 * 5
+    assert 0 < seen.bucket("validation_s") < seen.bucket("compute_s")
+
+
+def test_a_loop_without_a_loader_that_estimates_its_loss(tmp_path: Path) -> None:
+    seen = observe(STRUCTURES / "no_loader.py", tmp_path)
+    assert seen.bucket("validation_s") > 0
+    assert seen.ranks[0]["backwards"] == 202
+
+
+def test_spawned_workers_are_measured_and_are_no_ranks(tmp_path: Path) -> None:
+    seen = observe(STRUCTURES / "spawned_workers.py", tmp_path)
+    (workers,) = seen.ranks[0]["workers"]
+    assert (workers["processes"], workers["batches"]) == (1, 15)
+    assert workers["lines"][0]["call"] == "time.sleep(0.005)"
+    assert seen.loader("train")["start_method"] == "spawn"
+
+
+def test_ranks_that_the_script_itself_spawns(tmp_path: Path) -> None:
+    seen = observe(STRUCTURES / "spawned_ranks.py", tmp_path)
+    assert [(rank["rank"], rank["world_size"], rank["steps"]) for rank in seen.ranks] == [(0, 2, 18), (1, 2, 18)]
+
+
+def test_a_model_compiled_as_one_graph_stays_one_graph(tmp_path: Path) -> None:
+    seen = observe(STRUCTURES / "compiled.py", tmp_path)
+    assert seen.ranks[0]["precision"]["compiled"]
+
+
+def test_a_stream_over_workers(tmp_path: Path) -> None:
+    seen = observe(STRUCTURES / "streamed.py", tmp_path)
+    assert seen.loader("train")["iterable"]
+
+
+LIBRARY = """
+import time
+import torch
+from torch.utils.data import DataLoader
+
+class Trainer:
+    def __init__(self, model, dataset):
+        self.model, self.dataset = model, dataset
+
+    def fit(self):
+        optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        self.steps = self.samples = 0
+        for _epoch in range(4):
+            for (inputs,) in DataLoader(self.dataset, batch_size=8):
+                self.model(inputs).square().mean().backward()
+                optimizer.step()
+                self.tell()
+                self.steps += 1
+                self.samples += len(inputs)
+
+    def tell(self):
+        time.sleep(0.02)
+"""
+
+CALLS_IT = """
+import json, sys
+sys.path.insert(0, "site-packages")
+import torch
+from trainerlib import Trainer
+
+class Slow(torch.utils.data.TensorDataset):
+    def __getitem__(self, index):
+        total = sum(i * i for i in range(20_000))
+        return super().__getitem__(index)
+
+torch.set_num_threads(1)
+trainer = Trainer(torch.nn.Linear(64, 4), Slow(torch.randn(40, 64)))
+trainer.fit()
+print(json.dumps({"steps": trainer.steps, "samples": trainer.samples}))
+"""
+
+
+def test_where_a_library_owns_the_loop_its_lines_are_named_and_the_scripts_for_its_loader(tmp_path: Path) -> None:
+    package = tmp_path / "site-packages" / "trainerlib"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(LIBRARY)
+    (tmp_path / "train.py").write_text(CALLS_IT)
+    seen = observe(tmp_path / "train.py", tmp_path)
+    rank = seen.ranks[0]
+    fit = CALLS_IT.splitlines().index("trainer.fit()") + 1
+    assert (rank["host_lines"][0]["where"], rank["host_lines"][0]["function"]) == (
+        f"trainerlib/__init__.py:{LIBRARY.splitlines().index('        time.sleep(0.02)') + 1}",
+        "Trainer.tell",
+    )
+    train = seen.loader("train")
+    assert (train["where"], train["made_by"], train["passes"]) == (f"train.py:{fit}", "trainerlib", 4)
+    (fetching,) = rank["workers"]
+    assert fetching["lines"][0]["function"].startswith("Slow.__getitem__")
