@@ -21,9 +21,11 @@ class Supply:
     """One loader in one pass: batches drawn from it, and how many of them backward has used up.
 
     Accelerate and Lightning draw one batch ahead, Hugging Face's Trainer all batches of an accumulated step and one
-    more: so what was drawn before a backward need not have gone into it.
+    more: so what was drawn before a backward need not have gone into it. How many batches go into each backward is
+    seen over time; ``usual`` is what it was in the pass before.
     """
 
+    usual: int | None = None
     waiting: deque[int | None] = field(default_factory=deque)
     drawn: int = 0
     used: int = 0
@@ -39,10 +41,16 @@ class Supply:
         """A backward ran: the samples of each batch that has been used up by now."""
         self.backwards += 1
         each = self.drawn // self.backwards
+        if self.usual is not None:
+            each = min(each, self.usual)
         due = each * self.backwards - self.used if each else len(self.waiting)
         due = min(max(due, len(self.waiting) - MOST_AHEAD, 0), len(self.waiting))
         self.used += due
         return [self.waiting.popleft() for _ in range(due)]
+
+    def next_pass(self) -> Supply:
+        """The same loader started anew."""
+        return Supply(self.drawn // self.backwards if self.ended and self.backwards else self.usual)
 
     def forget(self, batches: int) -> None:
         """The last few batches were not for training."""
@@ -74,8 +82,10 @@ class StepCounter:
     def pass_began(self, loader_id: int) -> None:
         """A loader starts anew. What is left of an abandoned pass never trains."""
         before = self.supplies.pop(loader_id, None)
-        if before is not None and before.ended and before.backwards:
-            self._count(list(before.waiting))
+        if before is not None:
+            if before.ended and before.backwards:
+                self._count(list(before.waiting))
+            self.supplies[loader_id] = before.next_pass()
         self._fresh.pop(loader_id, None)
         self._unfed.discard(loader_id)
         self._doubtful.pop(loader_id, None)
