@@ -18,7 +18,10 @@ ONLY_WITH_FAKES = {"throttled"}
 
 
 @pytest.mark.quiet
-@pytest.mark.parametrize("specimen", CATALOGUE, ids=str)
+@pytest.mark.parametrize(
+    "specimen",
+    [pytest.param(one, marks=pytest.mark.slow if one.rare else (), id=str(one)) for one in CATALOGUE],
+)
 def test_job_is_explained_truly(specimen: Specimen, tmp_path: Path) -> None:
     try:
         seen = observe(specimen, tmp_path)
