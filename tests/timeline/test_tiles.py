@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fulltilt.timeline.attribution import attribute
 from fulltilt.timeline.marks import (
     Activity,
     BackwardBegan,
@@ -24,6 +25,7 @@ from fulltilt.timeline.marks import (
     Rested,
     WaitBegan,
 )
+from fulltilt.timeline.rest import Usual
 from fulltilt.timeline.tiles import Tile, TileBuilder
 
 MS = 1_000_000
@@ -311,6 +313,40 @@ def test_a_starved_gpu_waits_for_data() -> None:
     # Of 41 ms a step the GPU works 10, and the host waits for data while it is idle.
     assert busy / whole == pytest.approx(10 / 41, abs=0.03)
     assert waited / whole == pytest.approx(31 / 41, abs=0.04)
+
+
+def reading_step(loop: Loop, lead: float = 0.0) -> None:
+    """2 ms to queue 6 ms of work, then ten readings that each queue 0.3 ms of host work for 0.05 ms on the GPU."""
+
+    def give_lead(ms: float) -> None:
+        if lead:
+            loop.gpu_free = max(loop.gpu_free, float(loop.t)) + ms * MS
+            loop.mark(Activity.USER, None, Point.DELAY)
+
+    loop.draw(0)
+    give_lead(lead)
+    loop.spend(1, 3)
+    loop.backward(1, 3)
+    for _ in range(10):
+        loop.spend(0.3, 0.05)
+        loop.mark(Activity.SYNC, None, Point.SYNCED if lead else Point.NONE)
+        loop.t = max(loop.t, int(loop.gpu_free))
+        loop.mark(Activity.USER)
+        give_lead(lead / 5)
+    loop.step(0.2)
+
+
+def test_readings_that_let_the_gpu_run_dry_are_charged_with_it() -> None:
+    loop = started_on_gpu()
+    for number in range(60):
+        reading_step(loop, lead=8.0 if number == 12 else 0.0)
+    assert closes(loop.finish())
+    tiles = loop.tiles[20:-2]
+    whole = sum(tile.t1_ns - tile.t0_ns for tile in tiles)
+    seen = [attribute(tile, {"torch": 1.0}, Usual()) for tile in tiles]
+    # A step takes 6.3 ms for the first reading and 9 × 0.35 ms for the others: 6.5 ms of it are work.
+    assert sum(one.buckets.compute_s for one in seen) * 1e9 / whole == pytest.approx(6.5 / 9.65, abs=0.06)
+    assert sum(one.buckets.sync_s for one in seen) * 1e9 / whole == pytest.approx(3.15 / 9.65, abs=0.06)
 
 
 @given(

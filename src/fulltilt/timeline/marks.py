@@ -35,7 +35,7 @@ class Point(IntEnum):
     COPY = 4  # a copy to the GPU has been queued, or is done
     EVAL = 5  # evaluation begins or ends
     DELAY = 6  # a calibrating delay has been queued
-    SYNCED = 7  # a blocking call returned while calibrating
+    SYNCED = 7  # a blocking call begins while calibrating: all that it waits for has been queued
 
 
 class Mark(NamedTuple):

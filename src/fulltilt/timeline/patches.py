@@ -337,7 +337,7 @@ class Patches:
                     if worth_an_event:
                         copies.lines.charge(*users_line(recorder.way_in.spots), took)
                     if recorder.calibrating and took > BLOCKED_S:
-                        recorder.synced_while_calibrating()
+                        recorder.lost_its_lead()
 
         return copy
 
@@ -369,7 +369,7 @@ class Patches:
         recorder, notes = self._recorder, self._notes
         if recorder.activity is Activity.SYNC:
             return original(*args, **kwargs)
-        before = recorder.switch(Activity.SYNC)
+        before = recorder.switch(Activity.SYNC, None, Point.SYNCED if recorder.calibrating else Point.NONE)
         began = time.perf_counter()
         try:
             return original(*args, **kwargs)
@@ -381,7 +381,7 @@ class Patches:
                 notes.sync_blocked_s += took
                 notes.sync_lines.charge(*users_line(recorder.way_in.spots), took, call)
             if recorder.calibrating:
-                recorder.synced_while_calibrating()
+                recorder.lost_its_lead()
 
     # ------------------------------------------------------------------ several processes
 

@@ -77,6 +77,7 @@ class Recorder:
         self._calibrate = False
         self._calibrate_from = Point.NONE
         self._delay_s = 0.0
+        self._again_delay_s = 0.0
         self._stop = threading.Event()
         self.pid = os.getpid()
         self._problems = 0
@@ -160,16 +161,15 @@ class Recorder:
         if self._calibrate and self._calibrate_from is point and self.clock is not None and not self.profiling:
             self._calibrate = False
             self.calibrating = True
-            self._delay()
+            self._delay(self._delay_s)
 
-    def synced_while_calibrating(self) -> None:
-        """A blocking call used up the lead: restore it."""
-        self.switch(self.activity, None, Point.SYNCED)
-        self._delay()
+    def lost_its_lead(self) -> None:
+        """A blocking call used up the lead while calibrating: restore it."""
+        self._delay(self._again_delay_s)
 
-    def _delay(self) -> None:
+    def _delay(self, seconds: float) -> None:
         assert self.clock is not None
-        self.clock.delay(self._delay_s)
+        self.clock.delay(seconds)
         self.switch(self.activity, None, Point.DELAY)
 
     def finish(self) -> None:
@@ -275,8 +275,9 @@ class Recorder:
         if behind_s < queueing_s < LONGEST_DELAY_S / LEAD:
             # The driver's queue holds about a thousand kernels: every other time the lead is given for backward alone.
             self._calibrate_from = Point.BATCH if self._calibrate_from is not Point.BATCH else Point.BACKWARD
-            # Each blocking call of a step takes the lead away: it is given back in as many parts.
-            self._delay_s = LEAD * queueing_s / (1 + self.notes.syncs // self.notes.steps)
+            self._delay_s = LEAD * queueing_s
+            # Each blocking call of a step takes the lead away. Between two of them there is less to queue.
+            self._again_delay_s = 2 * LEAD * queueing_s / (1 + self.notes.syncs // self.notes.steps)
             self._calibrate = True
 
     def _split(self) -> dict[str, float]:

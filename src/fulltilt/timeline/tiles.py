@@ -1,7 +1,7 @@
 """From marks to tiles: every nanosecond of the training thread's life in one place. Pure, no torch.
 
 Without a GPU a tile is host time: each stretch between two marks goes to the activity it was spent in. On a GPU a tile
-is GPU time, cut at the events (see gpu_time). A tile ends with a step: the first few hundred hold one step each, later
+is GPU time, cut at the events (see gpu_time). A tile ends with a step: the first hundred hold one step each, later
 ones as many as pass in a twentieth of a second or in 1/2000 of the run, so that their number grows with its logarithm.
 """
 
@@ -30,7 +30,7 @@ from fulltilt.timeline.marks import (
 from fulltilt.timeline.shelves import PHASE, SHELF, Shelves
 from fulltilt.timeline.steps import StepCounter
 
-ONE_BY_ONE = 200
+ONE_BY_ONE = 100
 SHORTEST_NS = 50e6
 RESOLUTION = 2000
 
