@@ -6,7 +6,7 @@ import re
 
 from fulltilt.diagnose.evidence import Evidence
 from fulltilt.diagnose.gains import amdahl, by_removing, gain, rarer, share_left
-from fulltilt.diagnose.rules.wording import Judgement, at, found, line_cost, time_spent
+from fulltilt.diagnose.rules.wording import Judgement, at, found, line_cost, rewritten, time_spent
 from fulltilt.diagnose.words import count, percent, seconds
 from fulltilt.records import Abstention, HotLine, LoaderRecord
 
@@ -83,7 +83,8 @@ def validation_heavy(evidence: Evidence) -> Judgement:
     left = share_left(share, every)
     fix = f"Validate every {_ordinal(every)} time: its share falls from {percent(share)} to {percent(left)}."
     if loader and loader.num_workers == 0:
-        fix += f" Its loader{at(loader.where)} has no workers: DataLoader(..., num_workers=2, persistent_workers=True)."
+        call = rewritten(evidence, loader, num_workers=2, persistent_workers=True)
+        fix += f" Its loader{at(loader.where)} has no workers: {call}."
     fix += " A larger batch and torch.inference_mode() make each one faster and change no result."
     high = amdahl(share * (1 - 1 / every))
     predicted = gain(1 + (high - 1) * limits.recovered_low, high)
