@@ -103,6 +103,7 @@ def test_a_model_compiled_as_one_graph_stays_one_graph(tmp_path: Path) -> None:
 def test_a_stream_over_workers(tmp_path: Path) -> None:
     seen = observe(STRUCTURES / "streamed.py", tmp_path)
     assert seen.loader("train")["iterable"]
+    assert seen.ranks[0]["workers"][0]["batches"] == seen.truth["steps"]  # the end of a stream is no batch
 
 
 LIBRARY = """

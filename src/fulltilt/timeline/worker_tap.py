@@ -92,7 +92,9 @@ class FetchMeter:
         wall, cpu, delay = time.perf_counter(), time.thread_time(), self._run_delay_s()
         self.fetching = True
         try:
-            return original(*args)
+            batch = original(*args)
+            self.batches += 1
+            return batch
         finally:
             self.fetching = False
             self.fetch_s += time.perf_counter() - wall
@@ -100,7 +102,6 @@ class FetchMeter:
             after = self._run_delay_s()
             if delay is not None and after is not None:
                 self.cpu_wait_s += after - delay
-            self.batches += 1
 
     def _run_delay_s(self) -> float | None:
         """Seconds this thread was ready to run and waited for a CPU; None where the kernel does not say."""
