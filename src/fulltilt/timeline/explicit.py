@@ -221,9 +221,9 @@ def _show(folder: Path) -> None:
     from IPython.display import HTML, display
 
     text = (folder / store.REPORT_FILE).read_text(encoding="utf-8")
-    frame = (
-        f'<iframe sandbox="allow-scripts" style="width:100%;height:640px;border:0" srcdoc="{escape(text)}"></iframe>'
-    )
+    style = "width:100%;height:640px;border:0"
+    # The div keeps IPython from advising another way of showing frames, which needs a server.
+    frame = f'<div><iframe sandbox="allow-scripts" style="{style}" srcdoc="{escape(text)}"></iframe></div>'
     display(HTML(frame))
 
 

@@ -92,6 +92,8 @@ def _part_of_torch(inside: str) -> str:
 def shown_path(filename: str) -> str:
     """A path as the user would write it: relative to the working folder, the script or the installed packages."""
     path = Path(filename)
+    if (cell := _cell_of(filename)) is not None:
+        return cell
     for packages in ("site-packages/", "dist-packages/"):
         if packages in filename:
             return filename.rpartition(packages)[2]
@@ -101,6 +103,16 @@ def shown_path(filename: str) -> str:
         except (ValueError, OSError):
             continue
     return filename
+
+
+def _cell_of(filename: str) -> str | None:
+    """``In[3]`` for the code of a notebook's cell, which lies in no file that the user knows."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    try:
+        label = shell.compile.format_code_name(filename) if shell is not None else None
+    except AttributeError:
+        return None
+    return label[1] if label else None
 
 
 def spots(frame: FrameType | None) -> frozenset[Spot]:
