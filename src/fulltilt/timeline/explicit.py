@@ -28,6 +28,7 @@ from fulltilt.timeline.loader_tap import LoaderTap, TappedIterator
 from fulltilt.timeline.marks import Activity, EpochBegan, EvalMode, Point
 from fulltilt.timeline.recorder import Recorder
 from fulltilt.timeline.session import Session
+from fulltilt.timeline.stacks import users_line
 
 Item = TypeVar("Item")
 
@@ -167,7 +168,8 @@ class TappedIterable(Generic[Item]):
     def __init__(self, session: Session, batches: Iterable[Item]) -> None:
         self._taps = session.taps
         self._batches = batches
-        self._tap = LoaderTap(len(session.taps.all), None, (), weakref.ref(self), plain_description(batches))
+        where, _ = users_line()
+        self._tap = LoaderTap(len(session.taps.all), where, (), weakref.ref(self), plain_description(batches))
         session.taps.all.append(self._tap)
 
     def __iter__(self) -> Iterator[Item]:
