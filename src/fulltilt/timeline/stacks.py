@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import linecache
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ DEEPEST = 100
 
 # How libraries call their writing of checkpoints: it is more than torch.save (transformers renames all weights).
 SAVING = frozenset({"save_pretrained", "save_checkpoint", "_save_checkpoint", "save_state", "save_model"})
+BODY = re.compile(r"(async |for |while |with |if |try:|def |class )")
 # Tensor methods whose time is the host's: they bring values over to Python.
 TO_PYTHON = frozenset({"tolist", "numpy", "item", "__array__"})
 
@@ -250,7 +252,8 @@ def _source_segment(code: CodeType, position: int) -> str | None:
     else:
         lines[-1] = lines[-1].encode()[:end_column].decode(errors="replace")
         lines[0] = lines[0].encode()[column:].decode(errors="replace")
-        text = " ".join(part.strip() for part in lines)
+        # Of a statement with a body (the loop itself), the first line says enough.
+        text = lines[0].strip().rstrip(":") if BODY.match(lines[0]) else " ".join(part.strip() for part in lines)
     text = " ".join(text.split())
     return text if len(text) <= 200 else text[:197] + "..."
 
