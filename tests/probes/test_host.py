@@ -163,11 +163,15 @@ def test_memory_falls_back_where_pss_is_not_told(monkeypatch):
     def unreadable(*args, **kwargs):
         raise OSError
 
-    monkeypatch.setattr("fulltilt.probes.tree.open", unreadable, raising=False)
-    monkeypatch.setattr(psutil.Process, "memory_full_info", unreadable)
-    size = ProcessTree(os.getpid()).pss_bytes()
-    monkeypatch.undo()
-    assert size == pytest.approx(psutil.Process().memory_info().rss, rel=0.2)
+    # A process of its own: this one may have children that other tests left running.
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as alone:
+        time.sleep(0.5)
+        monkeypatch.setattr("fulltilt.probes.tree.open", unreadable, raising=False)
+        monkeypatch.setattr(psutil.Process, "memory_full_info", unreadable)
+        size = ProcessTree(alone.pid).pss_bytes()
+        monkeypatch.undo()
+        assert size == pytest.approx(psutil.Process(alone.pid).memory_info().rss, rel=0.2)
+        alone.kill()
 
 
 def test_with_many_processes_memory_is_measured_in_turns(monkeypatch):
