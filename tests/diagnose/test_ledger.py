@@ -68,6 +68,17 @@ def test_throughput_is_what_a_stopwatch_shows_from_the_first_step_to_the_last() 
     assert (throughput.steps, throughput.samples) == (400, 12800)
 
 
+def test_the_first_step_is_left_out_of_the_rates_but_not_of_the_counts() -> None:
+    spans = (
+        step_span(10.0, 14.0, Buckets(compute_s=4.0), steps=1, samples=32),
+        Span(14.0, 15.0, 1, 0, 0, None, Buckets(validation_s=1.0)),
+        step_span(15.0, 24.0, Buckets(compute_s=9.0), steps=10, samples=320),
+    )
+    throughput = measure_throughput(run_of(rank(), spans=(spans,)))
+    assert (throughput.samples_per_s, throughput.steps_per_s) == (32.0, 1.0)
+    assert (throughput.steps, throughput.samples) == (11, 352)
+
+
 def test_startup_inside_the_first_step_does_not_count_against_the_rate() -> None:
     span = step_span(10.0, 25.0, Buckets(startup_s=5.0, compute_s=10.0), steps=100, samples=3200)
     window = training_window((span,))

@@ -17,10 +17,10 @@ from fulltilt.timeline.stacks import StackView, look, owner
 
 def looks_at(work: Callable[[], Any], seconds: float = 0.25) -> list[StackView]:
     """Looks at a thread that does ``work`` over and over."""
-    stop = threading.Event()
+    going = [True]
 
     def loop() -> None:
-        while not stop.is_set():
+        while going[0]:
             work()
 
     thread = threading.Thread(target=loop)
@@ -32,7 +32,7 @@ def looks_at(work: Callable[[], Any], seconds: float = 0.25) -> list[StackView]:
         frame: FrameType | None = sys._current_frames().get(thread.ident or 0)
         if frame is not None and (view := look(frame)) is not None:
             views.append(view)
-    stop.set()
+    going[0] = False
     thread.join()
     return views
 

@@ -127,6 +127,19 @@ def test_side_by_side_the_first_loader_counts() -> None:
     assert counter.train_loaders == {0, 1}
 
 
+def test_in_nested_loops_the_inner_loader_counts() -> None:
+    counter = StepCounter()
+    for _ in range(3):
+        counter.batch(0, 256, evaluating=False)
+        counter.pass_began(1)
+        for _ in range(8):
+            counter.batch(1, 32, evaluating=False)
+            counter.backward()
+        counter.pass_ended(1)
+    counter.settle()
+    assert counter.take_counts() == (24, 768)
+
+
 @given(
     passes=st.lists(st.integers(1, 30), min_size=1, max_size=4),
     ahead=st.integers(0, 10),

@@ -96,19 +96,42 @@ def training_window(spans: Iterable[Span]) -> Window | None:
 def measure_throughput(run: Run) -> Throughput:
     """The rates that a stopwatch beside the training part would show. Samples add up over the ranks."""
     steps = max((sum(span.steps for span in spans) for spans in run.spans), default=0)
-    samples = [count_samples(spans) for spans in run.spans]
-    windows = [window for spans in run.spans if (window := training_window(spans))]
-    length_s = max((window.length_s for window in windows), default=0.0)
-    counted = [count for count in samples if count is not None]
-    all_samples = sum(counted) if counted else None
+    samples = _all_samples(run.spans)
+    later = [after_first_step(spans) for spans in run.spans]
+    length_s = max((_rated_s(spans, rated) for spans, rated in zip(run.spans, later, strict=True)), default=0.0)
     if length_s <= 0:
-        return Throughput(None, None, steps, all_samples)
+        return Throughput(None, None, steps, samples)
+    rated_samples = _all_samples(later)
+    rated_steps = max(sum(span.steps for span in spans) for spans in later)
     return Throughput(
-        samples_per_s=all_samples / length_s if all_samples is not None else None,
-        steps_per_s=steps / length_s,
+        samples_per_s=rated_samples / length_s if rated_samples is not None else None,
+        steps_per_s=rated_steps / length_s,
         steps=steps,
-        samples=all_samples,
+        samples=samples,
     )
+
+
+def after_first_step(spans: Spans) -> Spans:
+    """The spans behind the first step, which is part warm-up; all of them where it does not stand alone."""
+    first = next((index for index, span in enumerate(spans) if span.steps > 0), None)
+    if first is None or spans[first].steps > 1 or not any(span.steps > 0 for span in spans[first + 1 :]):
+        return spans
+    return spans[first + 1 :]
+
+
+def _rated_s(spans: Spans, rated: Spans) -> float:
+    """How long the rated spans train, from the end of what was left out before them."""
+    window = training_window(rated)
+    if window is None:
+        return 0.0
+    left_out = len(spans) - len(rated)
+    begin_s = spans[left_out - 1].t1_s if left_out else window.t0_s
+    return window.length_s + max(window.t0_s - begin_s, 0.0)
+
+
+def _all_samples(spans_by_rank: Iterable[Spans]) -> int | None:
+    counted = [count for spans in spans_by_rank if (count := count_samples(spans)) is not None]
+    return sum(counted) if counted else None
 
 
 def count_samples(spans: Iterable[Span]) -> int | None:

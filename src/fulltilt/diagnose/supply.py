@@ -152,10 +152,11 @@ def find_limit(
         return Limit.SERIAL
     if supply is None:
         return Limit.UNKNOWN
-    if supply.idle_share >= thresholds.idle_workers_share:
-        return Limit.HANDOVER
+    # Crowded workers also look idle: what queues for a CPU after its fetch, or before the next one, does not fetch.
     if is_crowded(supply, crowding, thresholds):
         return Limit.CROWDED
+    if supply.idle_share >= thresholds.idle_workers_share:
+        return Limit.HANDOVER
     if _handover_explains(supply, delivered_samples_per_s, thresholds):
         return Limit.HANDOVER
     if supply.busy_share is not None:

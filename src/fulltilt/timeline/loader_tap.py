@@ -266,6 +266,7 @@ class TappedIterator:
             evaluating = self._taps.evaluating(self._tap)
             if not evaluating:
                 self._taps.feeding = self._tap
+                self._taps.drawn_elsewhere = True
             recorder.note(BatchArrived(self._tap.loader_id, samples, evaluating, False, 1))
         return batch
 
@@ -277,6 +278,8 @@ class LoaderTaps:
         self.recorder = recorder
         self.mailbox = worker_tap.Mailbox()
         self.was_evaluating = False
+        # Whether a thread of the user's own draws batches for the training thread.
+        self.drawn_elsewhere = False
         self.waiting_for: LoaderTap | None = None
         self.feeding: LoaderTap | None = None
         self.override: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None

@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fulltilt.records import CommunicationRecord, DeepRecord, PrecisionRecord, RankRecord, TransferRecord, WorkerRecord
@@ -137,6 +137,12 @@ class RankNotes:
         """Whether a look at the stack during this activity names lines of use: loading on the training thread does."""
         waiting = self.taps.waiting_for if self.taps is not None else None
         return activity is Activity.NEXT and waiting is not None and waiting.described.get("num_workers") == 0
+
+    def understood(self, view: StackView) -> StackView:
+        """A view with its meaning in this job: who waits for a thread that draws batches waits for data."""
+        if view.kind != "waiting":
+            return view
+        return replace(view, kind="data" if self.taps is not None and self.taps.drawn_elsewhere else "host")
 
     def looked(self, activity: Activity, view: StackView, weight_s: float) -> None:
         """A look at the training thread."""

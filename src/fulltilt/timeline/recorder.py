@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
+from random import random
 from typing import Any
 
 from fulltilt.records import Span
@@ -33,7 +34,9 @@ DRAIN_EVERY_S = 0.2
 WRITE_EVERY_S = 1.0
 # The observer asks for the interpreter lock; main code that holds it gives it up after this long. Python's 5 ms would
 # let samples slip from short stretches of Python code into the torch call behind them.
-SWITCH_INTERVAL_S = 0.0005
+SWITCH_INTERVAL_S = 0.0001
+# A look is late when it had to wait for the interpreter lock.
+LATE_NS = 300_000
 # A window needs this many looks before its own split is trusted over that of the whole run.
 ENOUGH_LOOKS = 20
 # A calibrating delay is queued at this step and then each time there are four times as many, if the GPU is not behind.
@@ -69,6 +72,8 @@ class Recorder:
         self._window: dict[str, float] = {}
         self._overall: dict[str, float] = {}
         self._window_looks = 0
+        self._late: dict[str, float] = {}
+        self._left = Activity.USER
         self._out: RankFiles | None = None
         self._ready: list[Span] = []
         self._last_look_ns = time.perf_counter_ns()
@@ -113,7 +118,7 @@ class Recorder:
         now = time.perf_counter_ns()
         self._marks.append((now, activity, fact, point, event))
         self._last_switch_ns = now
-        before = self.activity
+        before = self._left = self.activity
         self.activity = activity
         return before
 
@@ -192,11 +197,14 @@ class Recorder:
 
     def _observe(self) -> None:
         next_drain = next_write = time.monotonic() + DRAIN_EVERY_S
-        while not self._stop.wait(LOOK_EVERY_S):
-            if os.getpid() != self.pid:
+        while True:
+            # Never in step with the job: looks at a fixed interval would always meet a 10 ms step at the same place.
+            pause_s = LOOK_EVERY_S * (0.5 + random())
+            due_ns = time.perf_counter_ns() + int(pause_s * 1e9)
+            if self._stop.wait(pause_s) or os.getpid() != self.pid:
                 return
             try:
-                self._look()
+                self._look(due_ns)
                 now = time.monotonic()
                 if now >= next_drain:
                     next_drain = now + DRAIN_EVERY_S
@@ -215,11 +223,14 @@ class Recorder:
         if self._problems > 100:
             self._stop.set()
 
-    def _look(self) -> None:
-        """One look at the training thread's stack, weighted by the time it stands for."""
+    def _look(self, due_ns: int) -> None:
+        """One look at the training thread's stack, due at ``due_ns``, weighted by the time it stands for."""
         now = time.perf_counter_ns()
         since_look, self._last_look_ns = now - self._last_look_ns, now
         activity = self.activity
+        slipped = activity is not Activity.USER and self._last_switch_ns > due_ns and self._left is Activity.USER
+        if slipped and self.training and not self.notes.evaluating(self.eval_mode):
+            self._missed()
         interesting = activity is Activity.USER or self.notes.wants_lines(activity)
         if not interesting or not self.training or self.notes.evaluating(self.eval_mode):
             return
@@ -235,10 +246,24 @@ class Recorder:
         since_switch = now - self._last_switch_ns
         weight = LOOK_EVERY_S if since_look < 2e9 * LOOK_EVERY_S else min(since_look, since_switch) * NS
         del frame
+        view = self.notes.understood(view)
         self.notes.looked(activity, view, weight)
         if activity is Activity.USER:
             self._window[view.kind] = self._window.get(view.kind, 0.0) + weight
             self._window_looks += 1
+            if now - due_ns > LATE_NS:
+                self._late[view.kind] = self._late.get(view.kind, 0.0) + weight
+
+    def _missed(self) -> None:
+        """A look that was due in the user's own code came when that had ended: the interpreter lock was held.
+
+        It stands for such code as other late looks did see.
+        """
+        total = sum(self._late.values())
+        if not total:
+            return
+        for kind, weight in self._late.items():
+            self._window[kind] = self._window.get(kind, 0.0) + LOOK_EVERY_S * weight / total
 
     def _drain(self, patience_s: float = 0.0) -> None:
         """Turn the marks whose events have been reached into tiles."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,6 +46,9 @@ class Session:
         if self._deep is not None:
             self._deep.stop()
         self.patches.restore()
-        if self.notes.replicas:
-            self.notes.read_communication()
-        self.recorder.finish()
+        try:
+            if self.notes.replicas:
+                self.notes.read_communication()
+            self.recorder.finish()
+        except Exception as error:
+            print(f"fulltilt: the record of this process is incomplete: {error}", file=sys.stderr)

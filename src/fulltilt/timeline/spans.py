@@ -40,7 +40,7 @@ class WarmUp:
 
 def without_warm_up(first: Span, others: list[Span]) -> Span:
     """The first span with what it took beyond the median of the next ones moved to start-up."""
-    usual = [span.t1_s - span.t0_s for span in others if span.steps == 1]
+    usual = [first.steps * (span.t1_s - span.t0_s) / span.steps for span in others if span.steps]
     if not usual:
         return first
     buckets = first.buckets

@@ -8,9 +8,11 @@ from __future__ import annotations
 import ast
 import linecache
 import os
+import queue
 import re
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -57,7 +59,7 @@ def owner(filename: str) -> str:
         return "torch"
     if "/fulltilt/" in path and path.startswith(str(Path(__file__).parents[1]).replace("\\", "/")):
         return "fulltilt"
-    if path.startswith(("<frozen", "<__array_function__")) or path == "<string>":
+    if path.startswith("<") and not path.startswith(("<ipython", "<stdin")):
         return "stdlib"
     if "site-packages/" in path or "dist-packages/" in path:
         return "site"
@@ -170,7 +172,15 @@ def look(frame: FrameType, inside: CodeType | None = None, ways_in: frozenset[Sp
     kind = special or ("torch" if in_library_module else _kind(frame, top_owner, in_module))
     if kind != "torch" and special is None and in_generator and not in_module:
         kind = "data"
+    if kind == "host" and frame.f_code.co_filename in _waiting_rooms():
+        kind = "waiting"
     return _view(named, kind)
+
+
+@cache
+def _waiting_rooms() -> frozenset[str]:
+    """The files in which a thread waits for another one."""
+    return frozenset({threading.__file__, queue.__file__})
 
 
 def _callers(frame: FrameType | None) -> Iterator[FrameType]:
@@ -183,9 +193,8 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _view(frame: FrameType, kind: str) -> StackView:
     code, position = frame.f_code, frame.f_lasti
-    return StackView(
-        kind, f"{shown_path(code.co_filename)}:{frame.f_lineno}", code.co_qualname, expression_at(code, position)
-    )
+    line = frame.f_lineno or code.co_firstlineno  # None between two lines
+    return StackView(kind, f"{shown_path(code.co_filename)}:{line}", code.co_qualname, expression_at(code, position))
 
 
 def _kind(frame: FrameType, top_owner: str, in_module: bool) -> str:

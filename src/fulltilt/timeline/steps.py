@@ -75,6 +75,9 @@ class StepCounter:
     _feeding: list[int] = field(default_factory=list)
     _unfed: set[int] = field(default_factory=set)
     _doubtful: dict[int, list[int | None]] = field(default_factory=dict)
+    # Which of several loaders counts its samples, and batches for which that is not known yet.
+    _counting: dict[tuple[int, ...], int] = field(default_factory=dict)
+    _undecided: tuple[tuple[int, ...], dict[int, list[int | None]]] | None = None
     _batches: int = 0
     _samples: int = 0
     _counted: bool = False
@@ -135,6 +138,8 @@ class StepCounter:
         """backward() ran: the batches drawn for it belong to the step under way."""
         self.backwards += 1
         self._unfed.clear()
+        if self._fresh:
+            self.settle()
         if self._doubtful and not any(self.supplies[fed].waiting for fed in self._feeding if fed in self.supplies):
             self._believe(next(reversed(self._doubtful)))
         if self._last in self._fresh:
@@ -147,11 +152,28 @@ class StepCounter:
             self._feeding = [loader_id for loader_id, drawn in self._fresh.items() if drawn <= most]
             self._fresh.clear()
             self.train_loaders.update(self._feeding)
-        # Loaders drawn side by side serve the same iteration: the first one drawn counts its samples.
-        for position, loader_id in enumerate(self._feeding):
-            used = self.supplies[loader_id].feed() if loader_id in self.supplies else []
-            if position == 0:
-                self._count(used)
+        self._use_up(tuple(self._feeding))
+
+    def _use_up(self, feeding: tuple[int, ...]) -> None:
+        used = {fed: self.supplies[fed].feed() if fed in self.supplies else [] for fed in feeding}
+        if len(feeding) == 1:
+            self._count(used[feeding[0]])
+        elif feeding in self._counting:
+            self._count(used[self._counting[feeding]])
+        elif feeding and self._undecided is None:
+            self._undecided = (feeding, used)
+
+    def settle(self) -> None:
+        """Decide which of several loaders counts: the first of those drawn side by side, the inner one of nested loops.
+
+        The next draw tells them apart: the loader of an outer loop is not drawn again.
+        """
+        if self._undecided is not None:
+            feeding, used = self._undecided
+            self._undecided = None
+            inner = bool(self._fresh) and feeding[0] not in self._fresh
+            self._counting[feeding] = feeding[-1] if inner else feeding[0]
+            self._count(used[self._counting[feeding]])
 
     def _count(self, batches: list[int | None]) -> None:
         self._batches += len(batches)

@@ -288,6 +288,7 @@ class TileBuilder:
         self._begin_tile(position)
 
     def _finish(self, _: Finished) -> None:
+        self.counter.settle()
         self._settle_undeclared()
         if self._hand_steps:
             self._end_step(self._hand_steps)

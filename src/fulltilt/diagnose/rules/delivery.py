@@ -135,7 +135,9 @@ def shm_small(evidence: Evidence) -> Judgement:
         workers = max(int(limit * total / (ranks * loader.batch_bytes)), 0)
         if workers >= 1:
             fix += f", or use num_workers={workers} with prefetch_factor=1{at(loader.where)}"
-    severity: Severity = "severe" if needed > total else "warn"
+    # The batch in training and those being put together come on top: a job that died near the limit died of it.
+    died = evidence.run.run.state in ("crashed", "killed")
+    severity: Severity = "severe" if needed > total or died else "warn"
     return found(evidence, "shm_small", 0.0, facts, fix + ".", loader.where, None, severity)
 
 
