@@ -4,7 +4,7 @@ export UV_PROJECT_ENVIRONMENT := .venv
 export UV_PYTHON_DOWNLOADS := never
 RUN := .venv/bin
 
-.PHONY: setup test test-faults lint demo clean
+.PHONY: setup test test-zoo test-faults lint demo clean
 
 setup: .venv/.ready
 
@@ -22,6 +22,10 @@ lint: setup
 test: lint
 	$(RUN)/python -m pytest -n 2 -m "not gpu and not slow and not quiet"
 	$(RUN)/python -m pytest -m "quiet and not gpu and not slow"
+
+# All jobs with a known cause, one by one, alone on the machine. About six minutes.
+test-zoo: setup
+	$(RUN)/python -m pytest -p no:xdist tests/test_zoo.py
 
 # The longer suite: a hundred kills in each of five configurations, ten thousand damaged checkpoints. About ten minutes.
 test-faults: setup

@@ -15,19 +15,39 @@ from tests.zoo.observation import NotPossibleHere, observe, problems
 # The zoo's own machinery, and a code that only a failing machine shows (tested with a fake driver).
 NO_SPECIMENS = {"__init__.py", "catalogue.py", "observation.py", "stopwatch.py", "neighbour.py"}
 ONLY_WITH_FAKES = {"throttled"}
+# A job takes about eight seconds, most of them for importing torch: one of each kind runs in CI, all with `make test-zoo`.
+IN_CI = {
+    "serial_waits.py",
+    "worker_waits.py",
+    "numpy_collate.py",
+    "tiny_epochs.py",
+    "sleep_in_forward.py",
+    "validate_often.py",
+    "save_often.py",
+    "gan.py",
+    "accumulation.py",
+    "scaler_skips.py",
+    "padded_text.py",
+    "crash.py",
+}
 
 
 @pytest.mark.quiet
 @pytest.mark.parametrize(
     "specimen",
-    [pytest.param(one, marks=pytest.mark.slow if one.rare else (), id=str(one)) for one in CATALOGUE],
+    [pytest.param(one, marks=() if one.script in IN_CI else pytest.mark.slow, id=str(one)) for one in CATALOGUE],
 )
 def test_job_is_explained_truly(specimen: Specimen, tmp_path: Path) -> None:
-    try:
-        seen = observe(specimen, tmp_path)
-    except NotPossibleHere as reason:
-        pytest.skip(f"{specimen} CANNOT RUN HERE: {reason}")
-    wrong = problems(seen)
+    wrong: list[str] = []
+    # These jobs are held to a few per cent of a stopwatch: a neighbour on the machine is forgiven once.
+    for attempt in ("first", "second"):
+        try:
+            seen = observe(specimen, tmp_path / attempt)
+        except NotPossibleHere as reason:
+            pytest.skip(f"{specimen} CANNOT RUN HERE: {reason}")
+        wrong = problems(seen)
+        if not wrong:
+            return
     assert not wrong, "\n".join([f"{specimen}:", *(f"  {problem}" for problem in wrong), str(seen)])
 
 

@@ -18,8 +18,7 @@ ZOO = Path(__file__).parent
 class Specimen:
     """One job. ``measured`` names the buckets that the script timed itself; ``shares`` bounds others from its make-up.
 
-    Shares are of the training part, from the end of the first step to the end of the last. Each job costs some eight
-    seconds, most of them for importing torch: ``rare`` ones, whose kind others show too, are left out of the CI suite.
+    Shares are of the training part, from the end of the first step to the end of the last.
     """
 
     script: str
@@ -35,7 +34,6 @@ class Specimen:
     says: str | None = None
     lost_s: float = 0.0
     too_short_to_rate: bool = False
-    rare: bool = False
     on_gpu: bool = False
     folder: Path = ZOO
 
@@ -59,15 +57,15 @@ COMPUTES = {"compute": (0.85, 1.05)}
 CATALOGUE = (
     # -- the input
     Specimen("serial_waits.py", "input_serial", measured=("data_wait",)),
-    Specimen("serial_decode.py", "input_serial", measured=("data_wait",), rare=True),
-    Specimen("read_files.py", "input_serial", measured=("data_wait",), rare=True),
+    Specimen("serial_decode.py", "input_serial", measured=("data_wait",)),
+    Specimen("read_files.py", "input_serial", measured=("data_wait",)),
     Specimen("early_break.py", "input_serial", shares={"data_wait": (0.85, 1.05)}),
     Specimen("zip_loaders.py", "input_serial", measured=("data_wait",)),
     Specimen("generator_slow.py", "input_serial", measured=("data_wait",), counts_samples=False),
     Specimen("own_prefetch_slow.py", "input_serial", measured=("data_wait",)),
     Specimen("worker_decode.py", "input_cpu_bound", measured=("data_wait",)),
     Specimen("worker_waits.py", "input_io_bound", measured=("data_wait",)),
-    Specimen("iterable_workers.py", "input_io_bound", measured=("data_wait",), rare=True),
+    Specimen("iterable_workers.py", "input_io_bound", measured=("data_wait",)),
     Specimen("numpy_collate.py", "input_handover", measured=("data_wait",)),
     Specimen("tiny_epochs.py", "epoch_restart", measured=("epoch_turnover",)),
     # -- the script's own code
@@ -78,15 +76,15 @@ CATALOGUE = (
     Specimen("train_in_thread.py", "host_code", measured=("host_code",)),
     Specimen("packaged/train.py", "host_code", measured=("host_code",), launch="module", marked_in="packaged/pause.py"),
     Specimen("validate_often.py", "validation_heavy", measured=("validation",)),
-    Specimen("validate_sloppy.py", "validation_heavy", measured=("validation",), rare=True),
+    Specimen("validate_sloppy.py", "validation_heavy", measured=("validation",)),
     Specimen("save_often.py", "checkpoint_stall", measured=("checkpoint",)),
-    Specimen("save_safetensors.py", "checkpoint_stall", measured=("checkpoint",), rare=True),
+    Specimen("save_safetensors.py", "checkpoint_stall", measured=("checkpoint",)),
     # -- the machine
     Specimen("oversubscribed.py", "cpu_oversubscribed", measured=("data_wait",)),
-    Specimen("small_shm.py", "shm_small", shares=COMPUTES, surroundings="small_shm", rare=True),
+    Specimen("small_shm.py", "shm_small", shares=COMPUTES, surroundings="small_shm"),
     Specimen("hoarding.py", "memory_pressure", ("1790",), shares=COMPUTES, surroundings="little_memory"),
     # -- several ranks
-    Specimen("ddp_healthy.py", "compute_bound", shares={"compute": (0.8, 1.05)}, launch="torchrun", rare=True),
+    Specimen("ddp_healthy.py", "compute_bound", shares={"compute": (0.8, 1.05)}, launch="torchrun"),
     # Half of the ranks sleep three quarters of the time, the other half waits for them.
     Specimen(
         "ddp_straggler.py",
@@ -101,12 +99,12 @@ CATALOGUE = (
     Specimen("accumulation.py", "compute_bound", shares=COMPUTES),
     Specimen("scaler_skips.py", "compute_bound", shares=COMPUTES),
     Specimen("nested_loops.py", "compute_bound", shares=COMPUTES),
-    Specimen("generator_fast.py", "compute_bound", shares=COMPUTES, counts_samples=False, rare=True),
+    Specimen("generator_fast.py", "compute_bound", shares=COMPUTES, counts_samples=False),
     Specimen("manual_sgd.py", "compute_bound", shares=COMPUTES),
-    Specimen("lbfgs.py", "compute_bound", shares=COMPUTES, rare=True),
-    Specimen("detection_collate.py", "compute_bound", shares=COMPUTES, rare=True),
-    Specimen("custom_optimizer.py", "compute_bound", shares=COMPUTES, rare=True),
-    Specimen("own_prefetch.py", "compute_bound", shares=COMPUTES, rare=True),
+    Specimen("lbfgs.py", "compute_bound", shares=COMPUTES),
+    Specimen("detection_collate.py", "compute_bound", shares=COMPUTES),
+    Specimen("custom_optimizer.py", "compute_bound", shares=COMPUTES),
+    Specimen("own_prefetch.py", "compute_bound", shares=COMPUTES),
     Specimen("padded_text.py", "padding_waste", shares=COMPUTES),
     # -- bad ends
     Specimen(

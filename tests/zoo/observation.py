@@ -100,6 +100,7 @@ def _python_path() -> str:
 
 def observe(specimen: Specimen, folder: Path) -> Observation:
     """Run a job under `fulltilt run`. Raises NotPossibleHere."""
+    folder.mkdir(parents=True, exist_ok=True)
     out = folder / "run"
     with _surroundings(specimen) as (prefix, enter):
         done = subprocess.run(
