@@ -15,7 +15,7 @@ from tests.zoo.observation import NotPossibleHere, observe, problems
 # The zoo's own machinery, and a code that only a failing machine shows (tested with a fake driver).
 NO_SPECIMENS = {"__init__.py", "catalogue.py", "observation.py", "stopwatch.py", "neighbour.py"}
 ONLY_WITH_FAKES = {"throttled"}
-# A job takes about eight seconds, most of them for importing torch: one of each kind runs in CI, all with `make test-zoo`.
+# A job takes about eight seconds, most of them to import torch: one of each kind runs in CI, all in `make test-zoo`.
 IN_CI = {
     "serial_waits.py",
     "worker_waits.py",
