@@ -33,9 +33,9 @@ class Observed:
         return loader  # type: ignore[no-any-return]
 
 
-def observe(script: Path, folder: Path) -> Observed:
+def observe(script: Path, folder: Path, *arguments: str) -> Observed:
     """Run a script under `fulltilt run` and hold the two accounts against each other."""
-    command = [sys.executable, "-m", "fulltilt", "run", "--out", str(folder / "run"), "--", str(script)]
+    command = [sys.executable, "-m", "fulltilt", "run", "--out", str(folder / "run"), "--", str(script), *arguments]
     done = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     seen = Observed(
@@ -90,8 +90,9 @@ def test_spawned_workers_are_measured_and_are_no_ranks(tmp_path: Path) -> None:
     assert seen.loader("train")["start_method"] == "spawn"
 
 
-def test_ranks_that_the_script_itself_spawns(tmp_path: Path) -> None:
-    seen = observe(STRUCTURES / "spawned_ranks.py", tmp_path)
+@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+def test_ranks_that_the_script_itself_starts(tmp_path: Path, start_method: str) -> None:
+    seen = observe(STRUCTURES / "own_ranks.py", tmp_path, start_method)
     assert [(rank["rank"], rank["world_size"], rank["steps"]) for rank in seen.ranks] == [(0, 2, 18), (1, 2, 18)]
 
 

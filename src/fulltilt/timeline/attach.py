@@ -27,6 +27,7 @@ DEEP = "FULLTILT_DEEP"
 PACKAGE = "FULLTILT_PACKAGE"
 
 current: Session | None = None
+_forks_are_followed = False
 
 
 def environment(folder: Path, t0_ns: int, settings: Path | None, deep: int) -> dict[str, str]:
@@ -71,11 +72,40 @@ def start(torch: ModuleType) -> None:
             deep=int(os.environ.get(DEEP) or 0),
         )
         current.install()
-        atexit.register(current.finish)
+        _finish_with_process()
     except Exception as error:
         if os.environ.get("FULLTILT_DEBUG"):
             raise
         print(f"fulltilt: cannot record this process: {error}", file=sys.stderr)
+
+
+def _finish_with_process() -> None:
+    from multiprocessing import util  # torch has imported it; this file is also read where torch is not
+
+    global _forks_are_followed
+    atexit.register(_finish)
+    if not _forks_are_followed and hasattr(os, "register_at_fork"):
+        _forks_are_followed = True
+        os.register_at_fork(after_in_child=_start_afresh)
+        # A process of multiprocessing's ends without exit handlers, and forgets finalizers when it is forked.
+        util.register_after_fork(sys.modules[__name__], lambda _: util.Finalize(None, _finish, exitpriority=100))
+
+
+def _finish() -> None:
+    if current is not None:
+        current.finish()
+
+
+def _start_afresh() -> None:
+    """In a forked child: it may train on its own account, as ranks that a notebook forks do."""
+    global current
+    if current is None:
+        return
+    current.recorder.active = False
+    if not current.taps.starting_workers:
+        current.patches.restore()
+        current = None
+        start(sys.modules["torch"])
 
 
 class _TorchWatcher(importlib.abc.MetaPathFinder):

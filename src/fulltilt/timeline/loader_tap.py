@@ -278,6 +278,7 @@ class LoaderTaps:
         self.recorder = recorder
         self.mailbox = worker_tap.Mailbox()
         self.was_evaluating = False
+        self.starting_workers = False
         # Whether a thread of the user's own draws batches for the training thread.
         self.drawn_elsewhere = False
         self.waiting_for: LoaderTap | None = None
@@ -372,9 +373,11 @@ class LoaderTaps:
             return original(loader)
         plain = worker_tap.plain_loop = workers._worker_loop
         workers._worker_loop = partial(worker_tap.run_worker, self.mailbox.address, tap.loader_id)
+        self.starting_workers = True
         try:
             return original(loader)
         finally:
+            self.starting_workers = False
             workers._worker_loop = plain
 
 

@@ -1,6 +1,7 @@
-"""Ranks that torch.multiprocessing.spawn starts: no launcher, no RANK in the environment."""
+"""Ranks that the script itself starts, by spawning or, as in notebooks, by forking: no RANK in the environment."""
 
 import json
+import sys
 import tempfile
 
 import torch
@@ -37,4 +38,4 @@ def train(rank, meeting_point):
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(train, (f"{folder}/meeting",), nprocs=RANKS)
+        torch.multiprocessing.start_processes(train, (f"{folder}/meeting",), nprocs=RANKS, start_method=sys.argv[1])
