@@ -44,6 +44,9 @@ def test_every_surface_shows_any_run(seed):
     console = Console(file=io.StringIO(), width=dice.choice((40, 80, 200)))
     terminal.show(console, [(run, diagnosis)])
     terminal.show(console, [(run, diagnosis), (run, diagnosis)])
-    terminal.verdict_lines(diagnosis, run.folder)
-    page.render([(run, diagnosis)]).encode()
-    page.render([(run, diagnosis), (run, diagnosis)]).encode()
+    assert terminal.verdict_lines(diagnosis, run.folder)
+    for runs in ([(run, diagnosis)], [(run, diagnosis), (run, diagnosis)]):
+        shown = page.render(runs)
+        shown.encode()
+        assert shown.rstrip().endswith("</html>")
+        assert "<b>&" not in shown  # one of the texts above: names never become markup
