@@ -107,6 +107,17 @@ def test_a_stream_over_workers(tmp_path: Path) -> None:
     assert seen.ranks[0]["workers"][0]["batches"] == seen.truth["steps"]  # the end of a stream is no batch
 
 
+def test_a_script_draws_the_same_random_numbers_as_without(tmp_path: Path) -> None:
+    script = str(STRUCTURES / "random_numbers.py")
+    plain, observed = (
+        subprocess.run([sys.executable, *command, script], check=False, cwd=tmp_path, capture_output=True, timeout=120)
+        for command in ([], ["-m", "fulltilt", "run", "--out", "run", "--"])
+    )
+    assert observed.returncode == 0, observed.stderr
+    assert observed.stdout == plain.stdout
+    assert json.loads((tmp_path / "run" / "findings.json").read_text())["throughput"]["samples"] == 640
+
+
 LIBRARY = """
 import time
 import torch

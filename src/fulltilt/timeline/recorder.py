@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from random import random
+from random import Random
 from typing import Any
 
 from fulltilt.records import Span
@@ -197,9 +197,10 @@ class Recorder:
 
     def _observe(self) -> None:
         next_drain = next_write = time.monotonic() + DRAIN_EVERY_S
+        jitter = Random()  # our own: the job's random numbers are the job's
         while True:
             # Never in step with the job: looks at a fixed interval would always meet a 10 ms step at the same place.
-            pause_s = LOOK_EVERY_S * (0.5 + random())
+            pause_s = LOOK_EVERY_S * (0.5 + jitter.random())
             due_ns = time.perf_counter_ns() + int(pause_s * 1e9)
             if self._stop.wait(pause_s) or os.getpid() != self.pid:
                 return

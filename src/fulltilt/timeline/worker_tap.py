@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from random import random
+from random import Random
 from typing import Any
 
 from fulltilt import store
@@ -115,7 +115,8 @@ class FetchMeter:
     def observe(self, stop: threading.Event) -> None:
         """The sampler beside the loop, on a thread of its own."""
         next_send = time.perf_counter() + SEND_EVERY_S
-        while not stop.wait(LOOK_EVERY_S * (0.5 + random())):
+        jitter = Random()  # our own: the job's random numbers are the job's
+        while not stop.wait(LOOK_EVERY_S * (0.5 + jitter.random())):
             now = time.perf_counter()
             since, self._last_look = now - self._last_look, now
             if self.fetching and (frame := sys._current_frames().get(self.thread_id)) is not None:
