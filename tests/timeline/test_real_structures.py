@@ -115,7 +115,7 @@ def test_a_script_draws_the_same_random_numbers_as_without(tmp_path: Path) -> No
     )
     assert observed.returncode == 0, observed.stderr
     assert observed.stdout == plain.stdout
-    assert json.loads((tmp_path / "run" / "findings.json").read_text())["throughput"]["samples"] == 640
+    assert json.loads((tmp_path / "run" / "findings.json").read_text())["throughput"]["samples"] == 320
 
 
 LIBRARY = """
