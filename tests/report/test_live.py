@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
@@ -229,6 +229,7 @@ def test_the_height_is_known_without_drawing(count: int, width: int) -> None:
         assert len(_machine(view(gpus), width, layout)) == _height(view(gpus), width, layout)
 
 
+@example(samples=[], jobs=[JobProcess(1, "\n", 0, None, None, "\n")], width=28, height=10)
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     samples=st.lists(any_physical(Sample), max_size=4),

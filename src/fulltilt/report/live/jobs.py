@@ -39,14 +39,19 @@ def _job_line(view: WatchView, job: JobProcess, run_width: int) -> Text:
     line = _row(
         run_width,
         str(job.pid),
-        clean(job.name or "?") + (f" +{job.children}" if job.children else ""),
-        "not Fulltilt's" if job.run_folder is None else clean(PurePath(job.run_folder).name or job.run_folder),
+        _one_line(job.name or "?") + (f" +{job.children}" if job.children else ""),
+        "not Fulltilt's" if job.run_folder is None else _one_line(PurePath(job.run_folder).name or job.run_folder),
         ",".join(str(index) for index, _ in held),
         wording.size(sum(sizes) if sizes else None),
         wording.percent(job.cpu_pct),
         wording.size(job.pss_bytes),
     )
     return Text(line, DIM if job.run_folder is None else "")
+
+
+def _one_line(name: str) -> str:
+    """A name may hold anything, also line breaks; a row of the table may not."""
+    return " ".join(clean(name).split()) or "?"
 
 
 def _row(run_width: int, pid: str, process: str, run: str, gpu: str, vram: str, cpu: str, memory: str = "") -> str:
