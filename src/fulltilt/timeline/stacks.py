@@ -55,7 +55,8 @@ def owner(filename: str) -> str:
     path = filename.replace("\\", "/")
     if "/torch/" in path and ("site-packages" in path or "dist-packages" in path or _is_torch(path)):
         return _part_of_torch(path.rsplit("/torch/", 1)[1])
-    if "torchinductor_" in path or path.startswith("<eval_with_key>"):
+    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or "torchinductor_"
+    if compiled in path or path.startswith("<eval_with_key>"):
         return "torch"
     if "/fulltilt/" in path and path.startswith(str(Path(__file__).parents[1]).replace("\\", "/")):
         return "fulltilt"
