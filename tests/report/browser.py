@@ -73,6 +73,15 @@ class Browser:
     def open(self, url: str) -> None:
         self._post("url", {"url": url})
 
+    def is_loaded(self, patience_s: float = 20.0) -> bool:
+        """Whether the page is complete, at once or, on a busy machine, within some seconds."""
+        deadline = time.monotonic() + patience_s
+        while self.run("return document.readyState") != "complete":
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
     def run(self, script: str) -> Any:
         """The value that a script returns."""
         return self._post("execute/sync", {"script": script, "args": []})

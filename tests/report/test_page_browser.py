@@ -47,7 +47,7 @@ def test_it_opens_from_a_file_without_errors_or_requests(chromium, folder, name)
     chromium.screen(1120)
     chromium.open(url)
     assert chromium.alert() is None
-    assert chromium.run("return document.readyState") == "complete"
+    assert chromium.is_loaded()
     assert chromium.console() == []
     assert chromium.requests() == [url]
 
