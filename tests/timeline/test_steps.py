@@ -51,6 +51,12 @@ def test_two_batches_for_each_backward() -> None:
     assert counter.take_counts() == (20, 160)
 
 
+def test_a_batch_drawn_ahead_is_not_taken_for_part_of_the_first_step() -> None:
+    counter = StepCounter()
+    drawn_ahead(counter, 20, ahead=1, stop_after=1)
+    assert counter.take_counts() == (1, 8)
+
+
 def test_two_backwards_for_each_batch() -> None:
     counter = StepCounter()
     for _ in range(10):

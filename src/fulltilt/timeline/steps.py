@@ -40,9 +40,9 @@ class Supply:
     def feed(self) -> list[int | None]:
         """A backward ran: the samples of each batch that has been used up by now."""
         self.backwards += 1
-        each = self.drawn // self.backwards
-        if self.usual is not None:
-            each = min(each, self.usual)
+        # One backward alone does not tell two batches each from one drawn ahead; the second does.
+        usual = self.usual if self.usual is not None else 1 if self.backwards == 1 else self.drawn
+        each = min(self.drawn // self.backwards, usual)
         due = each * self.backwards - self.used if each else len(self.waiting)
         due = min(max(due, len(self.waiting) - MOST_AHEAD, 0), len(self.waiting))
         self.used += due
