@@ -18,15 +18,11 @@ ONLY_WITH_FAKES = {"throttled"}
 # A job takes about eight seconds, most of them to import torch: one of each kind runs in CI, all in `make test-zoo`.
 IN_CI = {
     "serial_waits.py",
-    "worker_waits.py",
     "numpy_collate.py",
     "tiny_epochs.py",
     "sleep_in_forward.py",
     "validate_often.py",
-    "save_often.py",
     "gan.py",
-    "accumulation.py",
-    "scaler_skips.py",
     "padded_text.py",
     "crash.py",
 }
