@@ -4,8 +4,9 @@
 
 Prints a table and writes JSON. Each pair is one observed and one plain block of the same loop on the same model; the
 cost is the ratio of their mean step times, given as the median over the pairs with its quartiles. The machine's sampler
-of `fulltilt run` lives in another process and runs throughout. Where the peer traceml-ai is installed, its decorator is
-measured the same way.
+of `fulltilt run` lives in another process and runs throughout. Where the peer traceml-ai is installed, its step context
+is measured the same way, in the training process alone: its plain blocks run after it has patched torch, which it does
+once and for all, and its aggregator runs in a process of its own, as our sampler does.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,9 @@ SIZES = {
 }
 # The recorder measures the first 300 steps one and all and writes 100 of them singly: a matter of the first seconds.
 WARM_UP_STEPS, WARM_UP_S = 2000, 3.0
+PLAIN_WARM_UP_STEPS = 100
+
+StepContext = Callable[[nn.Module], AbstractContextManager[Any]]
 
 
 class Ready(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -67,16 +72,17 @@ class Loop:
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01)
         self.data = Ready(batch, width, pin=device == "cuda")
 
-    def run(self, seconds: float) -> float:
+    def run(self, seconds: float, warm_up_steps: int = PLAIN_WARM_UP_STEPS, around: StepContext = nullcontext) -> float:
         """Train for a while; the mean step time in seconds, without the first steps."""
         entered = time.perf_counter()
         began, steps = 0.0, 0
         for number, (inputs, labels) in enumerate(DataLoader(self.data, batch_size=None)):
-            x, y = inputs.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
-            nn.functional.cross_entropy(self.model(x), y).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            if not began and (number == WARM_UP_STEPS or time.perf_counter() - entered > WARM_UP_S):
+            with around(self.model):
+                x, y = inputs.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
+                nn.functional.cross_entropy(self.model(x), y).backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)
+            if not began and (number == warm_up_steps or time.perf_counter() - entered > WARM_UP_S):
                 self._synchronize()
                 began = time.perf_counter()
             elif began:
@@ -97,7 +103,7 @@ def observed(loop: Loop, seconds: float) -> float:
         session = Session(torch, Path(folder), time.perf_counter_ns())
         session.install()
         try:
-            return loop.run(seconds)
+            return loop.run(seconds, WARM_UP_STEPS)
         finally:
             session.finish()
 
@@ -105,14 +111,17 @@ def observed(loop: Loop, seconds: float) -> float:
 def variants() -> Iterator[tuple[str, Callable[[Loop, float], float]]]:
     """What is compared with the plain loop."""
     yield "fulltilt", observed
-    if importlib.util.find_spec("traceml") is not None:
-        from traceml.decorators import trace_step  # type: ignore[import-not-found]
+    if importlib.util.find_spec("traceml_ai") is not None:
+        import traceml_ai  # type: ignore[import-not-found]
 
-        def with_peer(loop: Loop, seconds: float) -> float:
-            with trace_step(loop.model):
-                return loop.run(seconds)
-
-        yield "traceml", with_peer
+        with tempfile.TemporaryDirectory() as logs:
+            serve = "from traceml_ai.launcher.cli import main; main()"
+            aggregator = subprocess.Popen([sys.executable, "-c", serve, "serve", "--logs-dir", logs])
+            try:
+                traceml_ai.init(mode="auto", on_missing_aggregator="raise")
+                yield "traceml", lambda loop, seconds: loop.run(seconds, WARM_UP_STEPS, traceml_ai.trace_step)
+            finally:
+                aggregator.kill()
 
 
 def compare(loop: Loop, block: Callable[[Loop, float], float], pairs: int, seconds: float) -> dict[str, float]:
@@ -138,6 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=12)
     parser.add_argument("--block-s", type=float, default=1.0)
+    parser.add_argument("--only", choices=("fulltilt", "traceml"), help="measure one of them")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("overhead.json"))
     options = parser.parse_args()
@@ -148,10 +158,13 @@ def main() -> None:
     sampler = subprocess.Popen(watch, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     results: list[dict[str, Any]] = []
     try:
-        for name, width, depth, batch in SIZES[device]:
-            loop = Loop(width, depth, batch, device)
-            loop.run(options.block_s)
-            for variant, block in variants():
+        # The peer patches torch for good, so everything else is measured before it.
+        for variant, block in variants():
+            if options.only not in (None, variant):
+                continue
+            for name, width, depth, batch in SIZES[device]:
+                loop = Loop(width, depth, batch, device)
+                loop.run(options.block_s)
                 row = {"job": name, "variant": variant, **compare(loop, block, options.pairs, options.block_s)}
                 results.append(row)
                 spread = f"{row['cost_q1_pct']:+.2f} to {row['cost_q3_pct']:+.2f}"
