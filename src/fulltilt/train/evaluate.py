@@ -1,23 +1,25 @@
-"""Evaluation: means of loss and metrics over a data set, every sample once whatever the number of ranks."""
+"""Evaluation: loss and metrics over a data set, every sample once whatever the number of ranks."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from fulltilt.train import batches
+from fulltilt.train.distributed import Group
 from fulltilt.train.setup import Rig
 from fulltilt.train.step import is_out_of_memory
 from fulltilt.train.totals import Totals
 
 
 def evaluate(rig: Rig, beat: Callable[[str], None]) -> dict[str, float]:
-    """The means by name; ``loss`` is among them. A batch that does not fit is halved and done again."""
+    """The metrics by name; ``loss`` is among them. A batch that does not fit is halved and done again."""
     assert rig.eval_source is not None
     totals = Totals(rig.device)
+    kept: list[Mapping[str, torch.Tensor]] = []
     was_training = rig.model.training
     rig.model.eval()
     try:
@@ -25,24 +27,38 @@ def evaluate(rig: Rig, beat: Callable[[str], None]) -> dict[str, float]:
             for number, step in enumerate(rig.eval_source.steps(0, 0)):
                 beat(f"evaluating batch {number}")
                 for batch in step.batches:
-                    _add(rig, batch, totals)
+                    kept += _add(rig, batch, totals)
     finally:
         rig.model.train(was_training)
-    return totals.means(rig.group)
+    means = totals.means(rig.group)
+    if rig.job.eval_metrics is not None:
+        means.update(rig.job.eval_metrics(_joined(kept, rig.group)))
+    return means
 
 
-def _add(rig: Rig, batch: Any, totals: Totals) -> None:
+def _joined(kept: list[Mapping[str, torch.Tensor]], group: Group) -> dict[str, torch.Tensor]:
+    mine = {name: torch.cat([rows[name] for rows in kept]) for name in (kept[0] if kept else ())}
+    if group.alone:
+        return mine
+    parts = [part for part in group.gather({name: rows.cpu() for name, rows in mine.items()}) if part]
+    return {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
+
+
+def _add(rig: Rig, batch: Any, totals: Totals) -> list[Mapping[str, torch.Tensor]]:
+    """Add a batch's means to ``totals`` and return what is to be kept of its samples."""
     loss = rig.job.eval_loss or rig.job.loss
     while True:
         found: list[tuple[dict[str, torch.Tensor], int]] = []
+        kept: list[Mapping[str, torch.Tensor]] = []
         running, failed_at = 0, 0
         try:
             for piece, running in batches.split(batch, rig.eval_micro.most):
                 on_device = batches.to_device(piece, rig.device, rig.stepper.memory_format)
                 with rig.precision.context():
                     outcome = loss(rig.compiled, on_device)  # type: ignore[arg-type]
-                value, metrics = outcome if isinstance(outcome, tuple) else (outcome, {})
+                value, metrics, *rows = outcome if isinstance(outcome, tuple) else (outcome, {})
                 found.append(({"loss": value, **metrics}, running))
+                kept += rows
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -56,3 +72,4 @@ def _add(rig: Rig, batch: Any, totals: Totals) -> None:
         rig.eval_micro.halve(failed_at, "in evaluation")
     for means, count in found:
         totals.add(means, count)
+    return kept

@@ -12,6 +12,13 @@ from fulltilt.train.schedule import Stage
 from fulltilt.train.settings import TrainSettings
 
 Loss = Callable[[torch.nn.Module, Any], "torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor]]"]
+EvalLoss = Callable[
+    [torch.nn.Module, Any],
+    "torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor]]"
+    " | tuple[torch.Tensor, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]",
+]
+# Metrics that are no means (AUROC, recall among all): from what ``eval_loss`` kept of every sample.
+WholeSetMetrics = Callable[[dict[str, torch.Tensor]], Mapping[str, float]]
 MakeOptimizer = Callable[[torch.nn.Module, TrainSettings, torch.device], torch.optim.Optimizer]
 
 
@@ -22,17 +29,27 @@ class Job:
     ``loss(model, batch)`` returns the mean loss over the batch, and with it, if you like, a dict of metrics as means
     over the batch. ``data`` and ``eval_data`` are map-style data sets (``len`` and ``[i]``: shuffled, divided and
     resumed exactly by the engine) or iterables of ready batches. ``splittable`` is False for a loss that compares the
-    samples of a batch with each other (contrastive): halving such a batch would change what is trained.
+    samples of a batch with each other (contrastive): halving such a batch would change what is trained. ``augment`` runs
+    on the device: transforms of ``fulltilt.feed.augment`` or a function of the batch; ``eval_augment`` is its even-handed
+    counterpart (a crop of the middle, the same normalisation) for ``eval_data``.
+    A ``joint`` loss takes all micro-batches of a step as a list, compares across them and bounds its own memory to one
+    of them; accumulation and a halved micro-batch then leave what is trained unchanged.
+    ``eval_loss`` may return a third part, tensors with one row a sample; ``eval_metrics`` then gets those of all
+    samples and ranks, in any order, and returns metrics of the whole set.
     """
 
     model: torch.nn.Module
     loss: Loss
     data: Sequence[Any] | torch.utils.data.Dataset[Any] | Iterable[Any]
     eval_data: Sequence[Any] | torch.utils.data.Dataset[Any] | Iterable[Any] | None = None
-    eval_loss: Loss | None = None
+    eval_loss: EvalLoss | None = None
+    eval_metrics: WholeSetMetrics | None = None
     optimizer: MakeOptimizer | None = None
     stages: tuple[Stage, ...] = ()
     collate: Callable[[list[Any]], Any] | None = None
+    augment: Any = None
+    eval_augment: Any = None
     on_stage: Callable[[Stage, torch.nn.Module], None] | None = None
     splittable: bool = True
+    joint: bool = False
     name: str = "training"
