@@ -112,14 +112,16 @@ FLAGS = {
     "check": {"--data", "--workers", "--prefetch", "--batch-bytes", "--json", "--help"},
     "watch": {"--interval", "--once", "--out", "--help"},
     "run": {"--out", "--deep", "--settings", "-m", "--help"},
+    "train": {"--help"},  # the rest depends on the recipe: see below
     "report": {"--json", "--html", "--no-page", "--width", "--help"},
+    "make-data": {"--size", "--seed", "--help"},
     "cache": {"--dir", "--name", "--json", "--help"},
 }
 
 
 def flags_of(verb: str) -> set[str]:
     app = typer.Typer()
-    importlib.import_module(f"fulltilt.cli.{verb}").register(app)
+    importlib.import_module(f"fulltilt.cli.{verb.replace('-', '_')}").register(app)
     app.command("another")(lambda: None)  # a single command would be the app itself
     verb_command = typer.main.get_command(app).commands[verb]  # type: ignore[attr-defined]
     options = [flag for parameter in verb_command.params for flag in (*parameter.opts, *parameter.secondary_opts)]

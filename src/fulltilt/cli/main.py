@@ -21,7 +21,7 @@ app = typer.Typer(
 )
 
 # Each verb's file has `register(app)`. The order is the order of `fulltilt --help`.
-VERBS = ("check", "watch", "run", "report", "cache")
+VERBS = ("check", "watch", "run", "train", "report", "make-data", "cache")
 
 
 def _show_version(asked: bool) -> None:
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     # One verb alone starts faster; help and wrong verbs need them all.
     for verb in arguments[:1] if arguments[0] in VERBS else VERBS:
-        importlib.import_module(f"fulltilt.cli.{verb}").register(app)
+        importlib.import_module(f"fulltilt.cli.{verb.replace('-', '_')}").register(app)
     try:
         code = app(args=arguments, prog_name="fulltilt", standalone_mode=False)
         sys.stdout.flush()

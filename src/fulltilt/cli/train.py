@@ -1,0 +1,108 @@
+"""`fulltilt train NAME`: a recipe, with the flags that all share and its own."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+
+from fulltilt.recipes import RECIPES, find
+from fulltilt.recipes import options as flagged
+from fulltilt.recipes.recipe import Recipe
+
+RUNS = Path("fulltilt-runs")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    # Which flags there are depends on the recipe: they are read by the recipe's own command, below.
+    context = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
+    app.command("train", context_settings=context, add_help_option=False)(train)
+
+
+def train(arguments: Annotated[list[str] | None, typer.Argument(metavar="NAME [OPTIONS]")] = None) -> None:
+    """Train one of the guides' models: cod, carclip, visobert or hdf5."""
+    name, *rest = arguments or ["--help"]
+    if name in ("--help", "-h"):
+        _show_recipes()
+        return
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command()(command_of(find(name)))
+    raise typer.Exit(app(args=rest, prog_name=f"fulltilt train {name}", standalone_mode=False) or 0)
+
+
+def run_recipe(recipe: Recipe, given: dict[str, Any], config: Path | None = None) -> int:
+    """Train as flags and config ask for; returns the exit code. Raises UsageError for what is wrong with them."""
+    asked = flagged.read(recipe, given, config)
+    from fulltilt.train import exit_code_of
+
+    out = Path(asked.place.out) if asked.place.out is not None else RUNS / recipe.name
+
+    def body() -> None:
+        request = asked.request(_data_folder(recipe, asked, out), out)
+        recipe.check(request)
+        recipe.run(request)
+
+    code: int = exit_code_of(body, out)
+    return code
+
+
+def _data_folder(recipe: Recipe, asked: flagged.Asked, out: Path) -> Path:
+    if asked.place.data != "synthetic":
+        return Path(asked.place.data)
+    from fulltilt.recipes.made import KINDS, make_folder
+
+    folder = out / "synthetic"
+    if make_folder(recipe.made, folder, recipe.made_size, 0):
+        print(f"Made {recipe.made_size} {KINDS[recipe.made]} in {folder}", file=sys.stderr)
+    return folder
+
+
+# --------------------------------------------------------------------------- flags
+
+
+def command_of(recipe: Recipe) -> Callable[..., None]:
+    """The command of a recipe, with one parameter for each of its flags."""
+
+    def command(config: Path | None = None, **given: Any) -> None:
+        raise typer.Exit(run_recipe(recipe, {key: value for key, value in given.items() if value is not None}, config))
+
+    known = inspect.Parameter.KEYWORD_ONLY
+    file = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Settings in YAML, TOML or JSON.")]
+    parameters = [inspect.Parameter("config", known, default=None, annotation=file)]
+    for flag in flagged.flags(recipe):
+        parameters.append(inspect.Parameter(flag.name, known, default=None, annotation=_annotation(flag)))
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__doc__ = recipe.about
+    return command
+
+
+def _annotation(flag: flagged.Flag) -> Any:
+    options = get_args(flag.kind) if get_origin(flag.kind) in (Union, types.UnionType) else (flag.kind,)
+    kind = next(option for option in options if option is not types.NoneType)
+    word = flag.name.removesuffix("_s").replace("_", "-")
+    metavar = None
+    if kind is bool:
+        word = f"{word}/--no-{word}"
+    elif get_origin(kind) is Literal:
+        kind, metavar = str, "|".join(get_args(kind))
+    elif kind is float and flag.name.endswith("_s"):
+        kind, metavar = str, "TIME"
+    shown = "" if flag.default in (None, False) else f" [default: {'on' if flag.default is True else flag.default}]"
+    # None, not the default: what was given on the command line wins over the config, what was not does not.
+    return Annotated[
+        kind | None, typer.Option(f"--{word}", metavar=metavar, help=flag.help + shown, show_default=False)
+    ]
+
+
+def _show_recipes() -> None:
+    print("Usage: fulltilt train NAME [OPTIONS]\n")
+    print("  Train one of the guides' models. Its flags are in: fulltilt train NAME --help\n")
+    for name, about in RECIPES.items():
+        print(f"  {name:10} {about}")

@@ -1,0 +1,103 @@
+"""A folder of made data: written beside its place and renamed when complete, so that half of one is never used."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from fulltilt.errors import MachineError, UsageError
+from fulltilt.feed.progress import progress
+
+# Kind → what its samples are called.
+KINDS = {"cod": "images", "cars": "images", "text": "texts", "hdf5": "windows"}
+MARK = "made-by-fulltilt.json"
+
+
+def make_folder(kind: str, folder: Path, size: int, seed: int) -> bool:
+    """Fill ``folder`` with made data; False when exactly this was in it already. Raises UsageError, MachineError.
+
+    A folder that holds anything else is refused. Of several ranks that ask for the same folder, one makes it.
+    """
+    mark = {"kind": _known(kind), "size": size, "seed": seed}
+    if _is_there(folder, mark):
+        return False
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(folder.with_name(f".{folder.name}.lock")):
+            if _is_there(folder, mark):
+                return False
+            _make(kind, folder, size, seed, mark)
+    except OSError as error:
+        raise MachineError(f"cannot make {folder}: {error.strerror or error}") from error
+    return True
+
+
+def _make(kind: str, folder: Path, size: int, seed: int, mark: dict[str, object]) -> None:
+    aside = folder.with_name(f".{folder.name}.making")
+    shutil.rmtree(aside, ignore_errors=True)  # of a maker that was killed
+    aside.mkdir()
+    try:
+        pieces = importlib.import_module(f"{__package__}.{kind}").make(aside, size, seed)
+        for _ in progress(_one_by_one(pieces), size, f"making {kind}"):
+            pass
+        (aside / MARK).write_text(json.dumps(mark) + "\n")
+        if folder.exists():
+            folder.rmdir()  # it is empty: anything else was refused
+        aside.rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _one_by_one(pieces: Iterator[int]) -> Iterator[int]:
+    so_far = 0
+    for done in pieces:
+        yield from range(so_far, done)
+        so_far = done
+
+
+def _known(kind: str) -> str:
+    if kind not in KINDS:
+        close = difflib.get_close_matches(kind[:80], KINDS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise UsageError(f"there is no made data {kind!r}{hint}", f"Kinds: {', '.join(KINDS)}.")
+    return kind
+
+
+def _is_there(folder: Path, mark: dict[str, object]) -> bool:
+    try:
+        if not folder.exists() or not any(folder.iterdir()):
+            return False
+        found = json.loads((folder / MARK).read_text())
+    except NotADirectoryError as error:
+        raise UsageError(f"{folder} is a file, not a folder") from error
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{folder} is not empty, and Fulltilt did not make it", "Give an empty or new folder."
+        ) from error
+    if found != mark:
+        holds = ", ".join(f"{key} {value}" for key, value in found.items())
+        raise UsageError(f"{folder} holds other made data ({holds})", "Give another folder, or remove that one.")
+    return True
+
+
+@contextlib.contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Wait until nobody else makes the same folder. The lock goes with the process, however it ends."""
+    try:
+        import fcntl
+    except ImportError:  # Windows has one rank
+        yield
+        return
+    fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX)
+        yield
+        lock.unlink(missing_ok=True)
+    finally:
+        os.close(fd)

@@ -1,0 +1,114 @@
+"""From flags and a config file to a recipe's request: flags win, and every problem is listed at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from fulltilt.recipes.recipe import Recipe, Request, option
+from fulltilt.train import config
+from fulltilt.train.settings import TrainSettings
+
+Record = TypeVar("Record")
+
+# The settings of the engine that every recipe has as a flag; the others are keys of the config alone.
+SHARED_SETTINGS = {
+    "epochs": "How often to go through the data.",
+    "max_steps": "Stop after this many optimizer steps.",
+    "batch_size": "Samples of a batch, over all GPUs.",
+    "accumulation": "Batches for each optimizer step.",
+    "lr": "The highest learning rate.",
+    "workers": "Loader workers, over all GPUs.",
+    "seed": "Seed of weights, order and augmentation.",
+    "device": "Where to train.",
+    "precision": "Arithmetic of forward and backward.",
+    "compile": "Compile the model.",
+    "residency": "Where the decoded data lives.",
+    "max_time_s": "Save and stop before this time is over, such as 11h.",
+    "save_every": "Save after this many steps, besides each epoch.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a training takes its data and leaves its results."""
+
+    data: str = option("synthetic", "A folder, or synthetic for made data.")
+    out: str | None = option(None, "Where checkpoints and report go; the same command there goes on.")
+    resume_from: str | None = option(None, "A checkpoint folder, or the weights of another trainer.")
+    fresh: bool = option(False, "Do not go on from what is in --out.")
+    gpus: int | None = option(None, "How many GPUs to train on.", least=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag of a recipe, as the command line shows it."""
+
+    name: str
+    kind: Any
+    default: Any
+    help: str
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the user asked for, complete and checked, before any file was looked at."""
+
+    options: Any
+    settings: TrainSettings
+    place: Place
+
+    def request(self, data: Path, out: Path) -> Request:
+        """With the data at hand."""
+        place = self.place
+        resume_from = None if place.resume_from is None else Path(place.resume_from)
+        return Request(self.options, self.settings, data, out, resume_from, place.fresh)
+
+
+def flags(recipe: Recipe) -> list[Flag]:
+    """All flags of a recipe but ``--config``: where, the shared settings, then its own."""
+    listed = []
+    for record in (Place, TrainSettings, recipe.options):
+        kinds = get_type_hints(record)
+        for entry in dataclasses.fields(record):
+            help = SHARED_SETTINGS.get(entry.name) if record is TrainSettings else entry.metadata["help"]
+            if help is not None:
+                default = recipe.settings.get(entry.name, entry.default) if record is TrainSettings else entry.default
+                listed.append(Flag(entry.name, kinds[entry.name], default, help))
+    return listed
+
+
+def read(recipe: Recipe, given: Mapping[str, Any], file: Path | None = None) -> Asked:
+    """What flags (``given``) and config file ask for. Raises UsageError listing every problem of both."""
+    from_file = {} if file is None else config.read(file)
+    # The flag is --max-time; the setting carries its unit.
+    from_file = {"max_time_s" if key == "max_time" else key: value for key, value in from_file.items()}
+    values = {**recipe.settings, **from_file, **given}
+    union: Any = _union(recipe.options)  # type: ignore[arg-type, unused-ignore]
+    whole = config.parse(values, union, "the command line" if file is None else str(file))
+    return Asked(_part(whole, recipe.options), _part(whole, TrainSettings), _part(whole, Place))
+
+
+def _part(whole: Any, record: type[Record]) -> Record:
+    return record(**{entry.name: getattr(whole, entry.name) for entry in dataclasses.fields(record)})  # type: ignore[arg-type]
+
+
+@functools.cache
+def _union(options: type[Any]) -> type[Any]:
+    """One record with the fields of all three, so that problems are found, and guesses made, over all of them."""
+    records = (options, TrainSettings, Place)
+    fields = [
+        (entry.name, get_type_hints(record)[entry.name], field(default=entry.default, metadata=dict(entry.metadata)))
+        for record in records
+        for entry in dataclasses.fields(record)
+    ]
+
+    def problems(self: Any) -> list[str]:
+        own = [getattr(record, "problems", None) for record in records]
+        return [problem for find in own if find is not None for problem in find(self)]
+
+    return dataclasses.make_dataclass("Asked", fields, namespace={"problems": problems}, frozen=True)

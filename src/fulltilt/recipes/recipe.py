@@ -1,0 +1,76 @@
+"""What a recipe is: its own options, how it looks at its data before training, and how it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fulltilt.train.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from fulltilt.train.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One training as it was asked for. ``options`` is the recipe's own record; ``data`` a folder or file."""
+
+    options: Any
+    settings: TrainSettings
+    data: Path
+    out: Path
+    resume_from: Path | None = None
+    fresh: bool = False
+
+
+Run = Callable[[Request], Mapping[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A trainer that ships with Fulltilt.
+
+    ``options`` is a frozen dataclass whose fields are made by ``option``: each is a flag and a key of the config.
+    ``settings`` are its defaults of TrainSettings. ``check`` looks at data and options before anything is built and
+    raises DataError or UsageError. ``run`` trains and returns the last metrics: ``on_engine`` makes one from a function
+    that builds a Job; a recipe on another trainer brings its own. ``made`` is the kind of data that
+    ``--data synthetic`` stands for, ``made_size`` its number of samples.
+    """
+
+    name: str
+    about: str
+    options: type[Any]
+    check: Callable[[Request], None]
+    run: Run
+    made: str
+    made_size: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+) -> Any:
+    """A field of a recipe's options: its default, its line in ``--help``, and its bounds."""
+    return field(default=default, metadata={"help": help, "least": least, "above": above, "most": most})
+
+
+def on_engine(build: Callable[[Request], Job]) -> Run:
+    """A recipe's ``run`` that trains the job of ``build`` on the engine."""
+
+    def run(request: Request) -> Mapping[str, float]:
+        from fulltilt.train import train
+
+        outcome = train(
+            build(request), request.settings, request.out, resume_from=request.resume_from, fresh=request.fresh
+        )
+        metrics: dict[str, float] = outcome.metrics
+        return metrics
+
+    return run
