@@ -422,7 +422,11 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One measured try of settings. An out-of-memory trial is a result, not a failure."""
+    """One measured try of settings. An out-of-memory trial is a result, not a failure.
+
+    ``settings`` is what was asked for, ``in_force`` what the job then ran with. ``losses`` are those of the first
+    steps, one a step; ``cpu_pct`` of 100 is one core.
+    """
 
     settings: Settings
     state: Literal["ok", "oom", "crashed", "timed_out", "diverged", "throttled"]
@@ -434,6 +438,17 @@ class Trial:
     ram_peak_bytes: int | None = None
     loss: float | None = None
     note: str | None = None
+    purpose: Literal["start", "search", "verify"] = "search"
+    in_force: Settings = field(default_factory=Settings)
+    data_wait_share: float | None = None
+    compute_samples_per_s: float | None = None
+    vram_total_bytes: int | None = None
+    gpu_util_pct: float | None = None
+    cpu_pct: float | None = None
+    wall_s: float | None = None
+    losses: tuple[float, ...] = ()
+    changed_files: tuple[str, ...] = ()
+    folder: str | None = None
 
 
 # --------------------------------------------------------------------------- the answer

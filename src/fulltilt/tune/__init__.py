@@ -1,0 +1,1 @@
+"""Finding better settings: live while a job trains, and in trials."""

@@ -1,0 +1,45 @@
+"""What a trial's process is told, and what it answers: two small files in the trial's folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fulltilt.records import Settings
+from fulltilt.tune.interval import Block, Patience
+
+ASSIGNMENT = "FULLTILT_TRIAL"
+ASSIGNMENT_FILE = "assignment.json"
+ANSWER_FILE = "answer.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingLoader:
+    """Which loader feeds the training, as the first trial saw it: by the user's line and the data set's length."""
+
+    where: str | None
+    dataset_len: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The settings to put in force, on which loader, where saves go, and when to stop."""
+
+    settings: Settings
+    folder: str
+    scratch: str
+    loader: TrainingLoader | None = None
+    patience: Patience = field(default_factory=Patience)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a trial measured. ``complete``: it stopped because it knew enough, not because the script ended."""
+
+    blocks: tuple[Block, ...]
+    steps: int
+    losses: tuple[float, ...]
+    world_size: int
+    complete: bool
+    out_of_memory: int = 0
+    remarks: tuple[str, ...] = ()
+    diverts: int = 0
