@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import importlib.abc
 import importlib.machinery
 import os
@@ -25,6 +26,8 @@ T0_NS = "FULLTILT_T0_NS"
 SETTINGS = "FULLTILT_SETTINGS"
 DEEP = "FULLTILT_DEEP"
 PACKAGE = "FULLTILT_PACKAGE"
+# Modules of floors above whose ``attach(session)`` is called in each process of the job; names with commas between.
+ALSO = "FULLTILT_ALSO"
 
 current: Session | None = None
 _forks_are_followed = False
@@ -73,6 +76,8 @@ def start(torch: ModuleType) -> None:
         )
         current.install()
         _finish_with_process()
+        for name in filter(None, os.environ.get(ALSO, "").split(",")):
+            importlib.import_module(name).attach(current)
     except Exception as error:
         if os.environ.get("FULLTILT_DEBUG"):
             raise
