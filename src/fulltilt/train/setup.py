@@ -147,7 +147,7 @@ def rig_up(job: Job, settings: TrainSettings, out: Path, screen: Screen | None =
     stages = job.stages or (Stage("training", settings.epochs),)
     shown = screen or Screen(out, speaks=group.first)
     compiled = torch.compile(model) if settings.compile else model
-    stepper = Stepper(model, compiled, job.loss, arithmetic, scale, micro, group, shown.warn)
+    stepper = Stepper(model, compiled, job.loss, arithmetic, scale, micro, group, shown.warn, joint=job.joint)
     stepper.clip_norm = settings.clip_norm
     stepper.memory_format = torch.channels_last if settings.channels_last else None
     ema = stepper.ema = Ema(model, settings.ema_decay) if settings.ema_decay is not None else None

@@ -75,9 +75,11 @@ class Stepper:
         micro: MicroBatch,
         group: Group,
         say: Say,
+        *,
+        joint: bool = False,
     ) -> None:
         self.model, self.compiled, self.loss, self.precision, self.scale = model, compiled, loss, precision, scale
-        self.micro, self.group, self.say = micro, group, say
+        self.micro, self.group, self.say, self.joint = micro, group, say, joint
         self.clip_norm: float | None = None
         self.ema: Ema | None = None
         self.memory_format: torch.memory_format | None = None
@@ -124,11 +126,14 @@ class Stepper:
         device = self.precision.device
         loss = torch.zeros((), device=device)
         means: list[tuple[dict[str, Any], int]] = []
-        running = 0
+        largest = running = 0
         failed_at = 0
         try:
             self._zero_gradients()
             pieces = [piece for batch in taken for piece in batches.split(batch, self.micro.most)]
+            largest = max((count for _, count in pieces), default=0)
+            if self.joint:
+                pieces = [([piece for piece, _ in pieces], sum(count for _, count in pieces))]
             for place, (piece, running) in enumerate(pieces):
                 if self.exchange is not None and place == len(pieces) - 1:
                     self.exchange.arm()
@@ -144,7 +149,7 @@ class Stepper:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            failed_at = max(running, 1)
+            failed_at = max(min(running, largest), 1)
         if self.exchange is not None:
             self.exchange.finish(loss)
         return loss, means, failed_at
