@@ -53,8 +53,9 @@ def claim_file(rank: int) -> str:
     return f".claim-{rank}"
 
 
-# Everything that a run leaves in its folder.
-_RUN_FILES = (RUN_FILE, "rank-*.json", "steps*.jsonl", SAMPLES_FILE, FINDINGS_FILE, REPORT_FILE, ".claim-*")
+# Everything that a run leaves in its folder. What makes it a run folder comes last: whoever is killed while moving
+# them leaves a folder of which the next one still sees that there is something to move.
+_RUN_FILES = ("rank-*.json", "steps*.jsonl", SAMPLES_FILE, FINDINGS_FILE, REPORT_FILE, ".claim-*", RUN_FILE)
 
 
 # --------------------------------------------------------------------------- records to JSON and back

@@ -40,7 +40,7 @@ class LoaderTap:
     loader_id: int
     where: str | None
     given: tuple[str, ...]
-    loader: weakref.ref[Any]
+    loader: Callable[[], Any]
     described: dict[str, Any] = field(default_factory=dict)
     eval_batches: int = 0
     passes: int = 0

@@ -71,6 +71,7 @@ class Patches:
         self._steps_count: set[int] = set()
         self._depth_of_train = 0
         self._trained: set[int] = set()
+        self.watches_copies = False
 
     def install(self) -> None:
         """Put all patches in place."""
@@ -84,7 +85,8 @@ class Patches:
         self._exchange(torch, "save", self._save)
         self._exchange(torch.nn.Module, "train", self._train)
         # torchvision keeps a set of these very functions from the moment it is imported: then they must stay.
-        if "torchvision.tv_tensors" not in sys.modules:
+        self.watches_copies = "torchvision.tv_tensors" not in sys.modules
+        if self.watches_copies:
             for name in ("to", "cuda"):
                 self._exchange(torch.Tensor, name, self._copy)
         for name in ("item", "tolist", "cpu"):

@@ -39,6 +39,12 @@ class Session:
         if self._deep is not None:
             self._deep.install()
 
+    def begin_here(self) -> None:
+        """Install, and observe from now on: the calling thread is the one that trains."""
+        self.recorder.adopt()
+        self.install()
+        self.recorder.ensure_started()
+
     def finish(self) -> None:
         """Write everything and put torch back as it was."""
         if os.getpid() != self.recorder.pid:
