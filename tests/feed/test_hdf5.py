@@ -66,6 +66,26 @@ def test_without_shuffle_the_order_is_that_of_the_files(files, small_blocks):
             assert rows_of(loader) == list(range(380))
 
 
+@pytest.mark.parametrize("residency", ["auto", "none"])
+def test_two_parts_of_the_rows_share_none(files, small_blocks, residency):
+    def rows(part):
+        return sorted(rows_of(feed.hdf5(files, ["x", "y"], 32, part=part, residency=residency, num_workers=0)))
+
+    first, rest = rows((0, 0.8)), rows((0.8, 1))
+    assert first == [*range(200), *range(250, 354)]
+    assert rest == [*range(200, 250), *range(354, 380)]
+
+
+@pytest.mark.parametrize("residency", ["auto", "none"])
+def test_a_resume_begins_at_any_batch(files, small_blocks, residency):
+    loader = feed.hdf5(files, ["x", "y"], 32, residency=residency, num_workers=0, mixing_rows=120)
+    loader.set_epoch(3)
+    whole = rows_of(loader)
+    loader.begin_at(3, 5)
+    assert rows_of(loader) == whole[5 * 32 :]
+    assert rows_of(loader) != whole[5 * 32 :]  # the epoch after it, from its beginning
+
+
 def test_above_memory_samples_mix_within_the_window_that_is_stated(files, small_blocks):
     with feed.hdf5(files, ["x", "y"], 20, residency="none", num_workers=0, mixing_rows=130) as loader:
         assert loader.tier == "none"

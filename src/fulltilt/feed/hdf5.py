@@ -8,6 +8,7 @@ Above memory: blocks are drawn in random order, a group of them is mixed, and th
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -41,6 +42,7 @@ def hdf5(
     window: int | None = None,
     stride: int = 1,
     window_keys: Sequence[str] | None = None,
+    part: tuple[float, float] = (0.0, 1.0),
     augment: Augmentation | Iterable[Any] | Callable[[Any], Any] | None = None,
     residency: Residency = "auto",
     shuffle: bool = True,
@@ -56,10 +58,10 @@ def hdf5(
     """A loader whose batches are tuples of the ``keys``' tensors (one tensor for one key), on the device.
 
     ``window``: a sample is that many rows, ``stride`` apart; keys not in ``window_keys`` (default: the first) give the
-    value at the window's last row. ``mixing_rows`` is the window of the shuffle above memory (``loader.mixing``).
-    Raises UsageError, DataError.
+    value at the window's last row. ``part``: which share of each file's rows, from and to. ``mixing_rows`` is the
+    window of the shuffle above memory (``loader.mixing``). Raises UsageError, DataError.
     """
-    source = describe(files, keys, window, stride)
+    source = describe(files, keys, window, stride, part)
     found_rank, found_world = ranks()
     order = Order(
         source.samples,
@@ -124,7 +126,7 @@ class Hdf5Loader:
         self.workers = workers
         self._windowed = windowed
         self._augment = augment
-        self._next_epoch = 0
+        self._next_epoch = self._next_batch = 0
         self._resident: _Group | None = None
         self._upcoming: tuple[int, Future[torch.Tensor]] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fulltilt-order")
@@ -149,12 +151,17 @@ class Hdf5Loader:
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch that the next iteration draws."""
-        self._next_epoch = epoch
+        self.begin_at(epoch, 0)
+
+    def begin_at(self, epoch: int, batch: int) -> None:
+        """Let the next iteration begin with batch number ``batch`` of ``epoch``, as a resume does."""
+        self._next_epoch, self._next_batch = epoch, batch
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = self._next_epoch
-        self._next_epoch = epoch + 1
-        for pieces in self._resident_batches(epoch) if self.tier != "none" else self._streamed(epoch):
+        epoch, first = self._next_epoch, self._next_batch
+        self.begin_at(epoch + 1, 0)
+        drawn = self._resident_batches(epoch) if self.tier != "none" else self._streamed(epoch)
+        for pieces in itertools.islice(drawn, first, None):
             batch = _join([self._cut(group, picks) for group, picks in pieces])
             if self._augment is not None:
                 numbers = torch.cat([group.numbers_of(picks) for group, picks in pieces]).to(self.device)

@@ -56,13 +56,17 @@ class Block:
 
 @dataclass(frozen=True)
 class Source:
-    """Files and keys as one long table. Sample s is ``window`` rows from row ``s × stride`` on, within one file."""
+    """Files and keys as one long table. Sample s is ``window`` rows from row ``s × stride`` on, within one file.
+
+    ``rows`` counts the rows of each file that are used, from row ``first`` of it on.
+    """
 
     files: tuple[str, ...]
     rows: tuple[int, ...]
     columns: tuple[Column, ...]
     window: int | None
     stride: int
+    first: tuple[int, ...]
 
     @property
     def total_rows(self) -> int:
@@ -100,26 +104,37 @@ class Source:
         per_block = max(1, aligned // self.stride)
         overlap = (self.window or 1) - 1
         found, before_rows, before_samples = [], 0, 0
-        for file, count in zip(self.files, self.rows, strict=True):
+        for file, start, count in zip(self.files, self.first, self.rows, strict=True):
             samples = self.samples_of(count)
             for first in range(0, samples, per_block):
                 here = min(per_block, samples - first)
                 row = first * self.stride
                 rows = (here - 1) * self.stride + 1 + overlap
-                found.append(Block(file, row, rows, before_rows + row, before_samples + first, here))
+                found.append(Block(file, start + row, rows, before_rows + row, before_samples + first, here))
             before_rows += count
             before_samples += samples
         return found
 
 
-def describe(files: Sequence[str | Path] | str | Path, keys: Sequence[str], window: int | None, stride: int) -> Source:
-    """Look at the files without reading rows. Raises UsageError for wrong names, DataError for damage."""
+def describe(
+    files: Sequence[str | Path] | str | Path,
+    keys: Sequence[str],
+    window: int | None,
+    stride: int,
+    part: tuple[float, float] = (0.0, 1.0),
+) -> Source:
+    """Look at the files without reading rows; ``part`` is the share of each file's rows to use, from and to.
+
+    Raises UsageError for wrong names, DataError for damage.
+    """
     h5py = require_h5py()
     names = [files] if isinstance(files, str | Path) else list(files)
     if not names or not keys:
         raise UsageError("no HDF5 file or no key was given")
     if stride < 1 or (window is not None and window < 1):
         raise UsageError(f"window {window} and stride {stride} must be at least 1")
+    if not 0 <= part[0] < part[1] <= 1:
+        raise UsageError(f"part {part} is not a range within 0 to 1")
     rows: list[int] = []
     columns: tuple[Column, ...] | None = None
     for name in names:
@@ -140,7 +155,9 @@ def describe(files: Sequence[str | Path] | str | Path, keys: Sequence[str], wind
         columns = columns or here
         rows.append(next(iter(lengths.values())))
     assert columns is not None
-    source = Source(tuple(str(name) for name in names), tuple(rows), columns, window, stride)
+    first, last = ([round(share * count) for count in rows] for share in part)
+    used = tuple(end - start for start, end in zip(first, last, strict=True))
+    source = Source(tuple(str(name) for name in names), used, columns, window, stride, tuple(first))
     if source.samples == 0:
         raise DataError(f"{', '.join(source.files[:3])}: no sample in {source.total_rows} rows (window {window})")
     return source
