@@ -75,7 +75,7 @@ class LoaderOverride:
             return args, kwargs  # DataLoader itself will complain
         given = dict(bound.arguments)
         given.pop("self", None)
-        if not _trains(given):
+        if not looks_like_training(given):
             return args, kwargs
         changed = apply(self._settings, given)
         dataset = changed.pop("dataset", None)
@@ -97,7 +97,7 @@ def apply(settings: Settings, given: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def _trains(given: dict[str, Any]) -> bool:
+def looks_like_training(given: dict[str, Any]) -> bool:
     """Whether a loader looks like a training loader: it shuffles, or draws in an order of its own."""
     dataset = given.get("dataset")
     streams = any(base.__name__ == "IterableDataset" for base in type(dataset).__mro__)
