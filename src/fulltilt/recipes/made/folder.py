@@ -8,11 +8,14 @@ import importlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
 from fulltilt.errors import MachineError, UsageError
-from fulltilt.feed.progress import progress
 
 # Kind → what its samples are called.
 KINDS = {"cod": "images", "cars": "images", "text": "texts", "hdf5": "windows"}
@@ -43,9 +46,7 @@ def _make(kind: str, folder: Path, size: int, seed: int, mark: dict[str, object]
     shutil.rmtree(aside, ignore_errors=True)  # of a maker that was killed
     aside.mkdir()
     try:
-        pieces = importlib.import_module(f"{__package__}.{kind}").make(aside, size, seed)
-        for _ in progress(_one_by_one(pieces), size, f"making {kind}"):
-            pass
+        _show(importlib.import_module(f"{__package__}.{kind}").make(aside, size, seed), size, f"making {kind}")
         (aside / MARK).write_text(json.dumps(mark) + "\n")
         if folder.exists():
             folder.rmdir()  # it is empty: anything else was refused
@@ -54,11 +55,12 @@ def _make(kind: str, folder: Path, size: int, seed: int, mark: dict[str, object]
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _one_by_one(pieces: Iterator[int]) -> Iterator[int]:
-    so_far = 0
-    for done in pieces:
-        yield from range(so_far, done)
-        so_far = done
+def _show(done: Iterator[int], size: int, label: str) -> None:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(label, total=size)
+        for number in done:
+            bar.update(task, completed=number)
 
 
 def _known(kind: str) -> str:
