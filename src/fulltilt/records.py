@@ -343,6 +343,59 @@ class DeepRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Settings:
+    """The knobs of a job. ``None`` leaves a knob as the job has it."""
+
+    num_workers: int | None = None
+    prefetch_factor: int | None = None
+    pin_memory: bool | None = None
+    persistent_workers: bool | None = None
+    torch_threads: int | None = None
+    start_method: str | None = None
+    batch_size: int | None = None
+    accumulation: int | None = None
+    precision: str | None = None
+    compile: bool | None = None
+    residency: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LiveMove:
+    """Settings that live tuning tried while the job trained, and what came of it.
+
+    ``expected`` is the range predicted for ``batches_per_s`` before the try. ``began_s`` is a moment of the run.
+    """
+
+    settings: Settings
+    began_s: float
+    outcome: Literal["trying", "kept", "returned", "failed"] = "trying"
+    expected: tuple[float, float] | None = None
+    batches_per_s: float | None = None
+    wait_share: float | None = None
+    why: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRecord:
+    """What live tuning did to one loader of a rank: the settings it found and those it put in force.
+
+    ``cost_s`` is time of the training thread that went into tuning itself.
+    """
+
+    loader_id: int
+    state: Literal["watching", "trying", "settled", "left_alone"]
+    why: str
+    before: Settings
+    settings: Settings
+    before_batches_per_s: float | None = None
+    before_wait_share: float | None = None
+    batches_per_s: float | None = None
+    wait_share: float | None = None
+    moves: tuple[LiveMove, ...] = ()
+    cost_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class RankRecord:
     """What one rank's recorder knows besides its spans. Rewritten atomically while the job runs."""
 
@@ -381,26 +434,10 @@ class RankRecord:
     stack_samples: int = 0
     observer_s: float | None = None
     notes: tuple[str, ...] = ()
+    live: tuple[LiveRecord, ...] = ()
 
 
-# --------------------------------------------------------------------------- settings, runs, trials
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The knobs of a job. ``None`` leaves a knob as the job has it."""
-
-    num_workers: int | None = None
-    prefetch_factor: int | None = None
-    pin_memory: bool | None = None
-    persistent_workers: bool | None = None
-    torch_threads: int | None = None
-    start_method: str | None = None
-    batch_size: int | None = None
-    accumulation: int | None = None
-    precision: str | None = None
-    compile: bool | None = None
-    residency: str | None = None
+# --------------------------------------------------------------------------- runs, trials
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@
     samples.jsonl         what the machine did                        (one writer: the sampler)
     findings.json         the diagnosis                               (written at the end)
     report.html           the page                                    (written at the end)
+    settings.json         what live tuning found, for --settings      (one writer: rank 0)
 
 A line is complete when its newline is there. A kill can only tear the last line, which reading drops.
 A file that is damaged anywhere else is an error that names the file and the line: nothing is guessed.
@@ -36,6 +37,7 @@ RUN_FILE = "run.json"
 SAMPLES_FILE = "samples.jsonl"
 FINDINGS_FILE = "findings.json"
 REPORT_FILE = "report.html"
+SETTINGS_FILE = "settings.json"
 
 
 def steps_file(rank: int) -> str:
@@ -55,7 +57,10 @@ def claim_file(rank: int) -> str:
 
 # Everything that a run leaves in its folder. What makes it a run folder comes last: whoever is killed while moving
 # them leaves a folder of which the next one still sees that there is something to move.
-_RUN_FILES = ("rank-*.json", "steps*.jsonl", SAMPLES_FILE, FINDINGS_FILE, REPORT_FILE, ".claim-*", RUN_FILE)
+_RUN_FILES = (
+    *("rank-*.json", "steps*.jsonl", SAMPLES_FILE, FINDINGS_FILE, REPORT_FILE, SETTINGS_FILE, ".claim-*"),
+    RUN_FILE,
+)
 
 
 # --------------------------------------------------------------------------- records to JSON and back

@@ -1,7 +1,7 @@
 """The tap on DataLoader: every batch passes through it, so that waits are measured and batches are counted.
 
-The tap's iterator stands between the loop and torch's iterator. It holds the one it draws from in ``source``; live
-tuning can put another in its place between two batches.
+The tap's iterator stands between the loop and torch's iterator, its ``source``. ``LoaderTaps.live`` may give it another
+source: live tuning does, and exchanges the pool of workers behind it between two batches.
 """
 
 from __future__ import annotations
@@ -59,10 +59,17 @@ class LoaderTap:
     batch_kind: str | None = None
     padding: float = 0.0
     padding_seen: int = 0
+    # What live tuning has put in force instead of the loader's own arguments.
+    in_force: dict[str, Any] = field(default_factory=dict)
 
     def retired(self) -> bool:
         """Whether this loader has served its passes, so that one made at the same place stands for it."""
         return self.loader() is None or (self.passes > 0 and not self.in_pass)
+
+    @property
+    def serial(self) -> bool:
+        """Whether the training thread fetches its batches itself."""
+        return {**self.described, **self.in_force}.get("num_workers") == 0
 
     @property
     def wait_cpu_s(self) -> float:
@@ -102,7 +109,7 @@ class LoaderTap:
             first_wait_s=self.first_wait_s,
             restart_s=self.restart_s,
             padding_share=self.padding / self.padding_seen if self.padding_seen else None,
-            **self.described,
+            **{**self.described, **self.in_force},
         )
 
 
@@ -159,8 +166,12 @@ class TappedIterator:
         self._taps = taps
         self._tap = tap
         self._first = True
-        self.workers = int(getattr(source, "_num_workers", 0))
         self.source = source
+
+    @property
+    def workers(self) -> int:
+        """How many workers the batches come from at this moment."""
+        return int(getattr(self.source, "_num_workers", 0))
 
     def __iter__(self) -> TappedIterator:
         return self
@@ -284,6 +295,8 @@ class LoaderTaps:
         self.waiting_for: LoaderTap | None = None
         self.feeding: LoaderTap | None = None
         self.override: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+        # Called for each pass with the loader, its tap and what would begin the pass; returns the source of batches.
+        self.live: Callable[[Any, LoaderTap, Callable[[], Any]], Any] | None = None
         self.gradients: Callable[[], bool] = torch.is_grad_enabled
         self._torch = torch
         self._taps: weakref.WeakKeyDictionary[Any, LoaderTap] = weakref.WeakKeyDictionary()
@@ -354,28 +367,32 @@ class LoaderTaps:
         tap.passes += 1
         tap.in_pass = True
         if not recorder.mine():
-            return TappedIterator(self, tap, self._with_meters(original, loader, tap))
+            return TappedIterator(self, tap, self._begin(original, loader, tap))
         evaluating = self.evaluating(tap)
         began = time.perf_counter()
         before = recorder.switch(Activity.ITER, PassBegan(tap.loader_id, evaluating))
         try:
-            source = self._with_meters(original, loader, tap)
+            source = self._begin(original, loader, tap)
         finally:
             recorder.switch(before)
         if tap.passes > 1:
             tap.restart_s += time.perf_counter() - began
         return TappedIterator(self, tap, source)
 
-    def _with_meters(self, original: Callable[[Any], Any], loader: Any, tap: LoaderTap) -> Any:
-        """Create torch's iterator while its worker loop is exchanged for the measured one."""
+    def _begin(self, original: Callable[[Any], Any], loader: Any, tap: LoaderTap) -> Any:
+        begin = partial(self.with_meters, partial(original, loader), tap)
+        return begin() if self.live is None else self.live(loader, tap, begin)
+
+    def with_meters(self, start: Callable[[], Any], tap: LoaderTap) -> Any:
+        """Let torch start workers while its worker loop is exchanged for the measured one."""
         workers = self._torch.utils.data._utils.worker
-        if self.mailbox.address is None or loader.num_workers == 0:
-            return original(loader)
+        if self.mailbox.address is None:
+            return start()
         plain = worker_tap.plain_loop = workers._worker_loop
         workers._worker_loop = partial(worker_tap.run_worker, self.mailbox.address, tap.loader_id)
         self.starting_workers = True
         try:
-            return original(loader)
+            return start()
         finally:
             self.starting_workers = False
             workers._worker_loop = plain

@@ -6,10 +6,19 @@ import os
 import socket
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fulltilt.records import CommunicationRecord, DeepRecord, PrecisionRecord, RankRecord, TransferRecord, WorkerRecord
+from fulltilt.records import (
+    CommunicationRecord,
+    DeepRecord,
+    LiveRecord,
+    PrecisionRecord,
+    RankRecord,
+    TransferRecord,
+    WorkerRecord,
+)
 from fulltilt.timeline.lines import LineTimes
 from fulltilt.timeline.loader_tap import LoaderTaps
 from fulltilt.timeline.marks import Activity
@@ -125,6 +134,8 @@ class RankNotes:
         self.communication: CommunicationRecord | None = None
         self.deep: DeepRecord | None = None
         self.remarks: list[str] = []
+        # What live tuning did, asked for each time that the record is written.
+        self.live: Callable[[], tuple[LiveRecord, ...]] = tuple
 
     # ------------------------------------------------------------------ while it runs
 
@@ -136,7 +147,7 @@ class RankNotes:
     def wants_lines(self, activity: Activity) -> bool:
         """Whether a look at the stack during this activity names lines of use: loading on the training thread does."""
         waiting = self.taps.waiting_for if self.taps is not None else None
-        return activity is Activity.NEXT and waiting is not None and waiting.described.get("num_workers") == 0
+        return activity is Activity.NEXT and waiting is not None and waiting.serial
 
     def understood(self, view: StackView) -> StackView:
         """A view with its meaning in this job: who waits for a thread that draws batches waits for data."""
@@ -247,6 +258,7 @@ class RankNotes:
             stack_samples=self.looks,
             observer_s=self.observer_s,
             notes=tuple(self.remarks),
+            live=self.live(),
         )
 
     def _worker_records(self) -> tuple[WorkerRecord, ...]:
