@@ -38,6 +38,7 @@ DEFAULTS: dict[str, Any] = {
     "warmup_steps": 2,
     "monitor": "loss",
     "monitor_mode": "min",
+    "record": False,  # disk calls are counted, and the kills have to fall on those of the checkpoints
 }
 
 

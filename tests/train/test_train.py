@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from fulltilt.errors import UsageError
-from fulltilt.probes.sampler import Sampler
 from fulltilt.train import checkpoint, wording
 from fulltilt.train.job import Job
 from fulltilt.train.lock import FolderLock
@@ -102,7 +101,6 @@ def test_the_loader_profile_is_only_for_debugging(tmp_path: Path, monkeypatch: p
 def test_the_status_line_stands_beside_the_bar(tmp_path: Path) -> None:
     stream = io.StringIO()
     screen = Screen(tmp_path, stream=stream)
-    Sampler(screen._note).stop()
     train(victim.make_job(), TrainSettings(device="cpu", epochs=3), tmp_path, screen=screen)
     assert re.search(r"loss \S+ \| GPU: .* \| VRAM:.* \| CPU: .* \| RAM:", stream.getvalue())
 

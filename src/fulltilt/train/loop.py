@@ -15,9 +15,11 @@ from fulltilt.train import find, state
 from fulltilt.train.evaluate import evaluate
 from fulltilt.train.guard import StepFigures
 from fulltilt.train.job import Job
+from fulltilt.train.machine import MachineWatch
 from fulltilt.train.outcome import Hook, Outcome, StepEnd
 from fulltilt.train.progress import Screen
 from fulltilt.train.readout import Readout
+from fulltilt.train.record import TrainingRecord
 from fulltilt.train.resume import resume
 from fulltilt.train.schedule import stage_at, stage_rate
 from fulltilt.train.settings import TrainSettings
@@ -42,6 +44,7 @@ def train(
 
     Raises StoppedEarly after a signal or at the time limit, with everything saved; other FulltiltErrors as documented.
     """
+    began_ns = time.perf_counter_ns()
     stop = StopRequest(settings.max_time_s)
     with stop.listening(), contextlib.ExitStack() as cleanup:
         rig = rig_up(job, settings, out, screen)
@@ -51,26 +54,40 @@ def train(
         cleanup.enter_context(rig.screen)
         cleanup.enter_context(watchdog)
         resume(rig, resume_from=resume_from, fresh=fresh)
-        return Loop(rig, stop, watchdog, on_step).run()
+        watch = MachineWatch(began_ns)
+        loop = Loop(rig, stop, watchdog, TrainingRecord(rig, began_ns, watch), on_step)
+        if loop.steps_left:  # a run that was done already keeps the record that it has
+            cleanup.enter_context(loop.record)
+            cleanup.enter_context(watch)
+        return loop.run()
 
 
 class Loop:
     """One run over its rig."""
 
-    def __init__(self, rig: Rig, stop: StopRequest, watchdog: Watchdog, on_step: Hook | None) -> None:
-        self.rig, self.stop, self.watchdog, self.on_step = rig, stop, watchdog, on_step
+    def __init__(
+        self, rig: Rig, stop: StopRequest, watchdog: Watchdog, record: TrainingRecord, on_step: Hook | None
+    ) -> None:
+        self.rig, self.stop, self.watchdog, self.record, self.on_step = rig, stop, watchdog, record, on_step
+        rig.stepper.marks = record
         self.readout: Readout[tuple[int, StepData]] = Readout(rig.device)
         self.memory = HostMemory()
         self.metrics: dict[str, float] = {}
         self._saved_at = rig.progress.step if rig.progress.step else -1
 
+    @property
+    def steps_left(self) -> bool:
+        """Whether anything is left to train."""
+        return self.rig.progress.epoch < self.rig.epochs and not self._steps_used_up()
+
     def run(self) -> Outcome:
         """Train to the end."""
         rig, progress = self.rig, self.rig.progress
         rig.screen.begin(rig)
-        while progress.epoch < rig.epochs and not self._steps_used_up():
+        while self.steps_left:
             self._epoch()
-        self._wait_for_disk()
+        with self.record.checkpoint():
+            self._wait_for_disk()
         rig.screen.end(self.metrics)
         best, newest = rig.history.best, rig.writer.newest
         return Outcome(progress.step, progress.epoch, self.metrics, best, newest, rig.guard.skipped)
@@ -82,7 +99,8 @@ class Loop:
         enter_stage(rig, progress.epoch)
         rig.model.train()
         rig.screen.epoch_begins(progress.epoch, rig.source.steps_per_epoch(), rig.source.steps_done(progress.consumed))
-        steps = rig.source.steps(progress.epoch, progress.consumed)
+        self.record.mark_epoch(progress.epoch)
+        steps = self.record.steps(rig.source.steps(progress.epoch, progress.consumed))
         while not self._steps_used_up():
             self.watchdog.beat(f"waiting for the data of step {progress.step + 1}")
             began = time.perf_counter()
@@ -145,9 +163,10 @@ class Loop:
     def _evaluate(self) -> float | None:
         rig = self.rig
         averaged = rig.ema.applied(rig.model) if rig.ema is not None else contextlib.nullcontext()
-        rig.share_buffers()
-        with averaged:
-            found = evaluate(rig, self.watchdog.beat)
+        with self.record.validation():
+            rig.share_buffers()
+            with averaged:
+                found = evaluate(rig, self.watchdog.beat)
         self.metrics.update({f"eval_{name}": value for name, value in found.items()})
         watched = rig.settings.monitor
         metric = found.get(watched.removeprefix("eval_")) if watched else None
@@ -203,11 +222,14 @@ class Loop:
     # ----------------------------------------------------------------------- saving
 
     def _save(self, metric: float | None = None, *, background: bool = True) -> None:
-        rig = self.rig
         self._judge(everything=True)
-        self._wait_for_disk()
-        if rig.progress.step == self._saved_at and metric is None:
-            return
+        with self.record.checkpoint():
+            self._wait_for_disk()
+            if self.rig.progress.step != self._saved_at or metric is not None:
+                self._freeze_and_write(metric, background=background)
+
+    def _freeze_and_write(self, metric: float | None, *, background: bool) -> None:
+        rig = self.rig
         self.watchdog.beat(f"saving step {rig.progress.step}")
         rig.share_buffers()
         states = {name: part.state_dict() for name, part in rig.parts().items()}

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, TextIO
 
 import torch
 
-from fulltilt.probes.sampler import Sampler
 from fulltilt.records import Sample
 from fulltilt.report.status import memory_line, status_line
 from fulltilt.train import wording
@@ -35,7 +34,7 @@ class Screen:
         self.stream = stream or sys.stdout
         self.debugging = os.environ.get("TRAINER_LOG_LEVEL", "").upper() == "DEBUG"
         self.latest: Sample | None = None
-        self._sampler = Sampler(self._note) if speaks and sampled else None
+        self.sampled = speaks and sampled
         self._log = MetricLog(out) if speaks else None
         self._peak_gpu_pct: float | None = None
         self._waits_s: list[float] = []
@@ -48,13 +47,9 @@ class Screen:
         self._resumed_at = 0
 
     def __enter__(self) -> Screen:
-        if self._sampler is not None:
-            self._sampler.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._sampler is not None:
-            self._sampler.stop()
         if self._log is not None:
             self._log.close()
 
@@ -157,7 +152,8 @@ class Screen:
         if torch.cuda.is_available():
             self.say(memory_line(torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()))
 
-    def _note(self, sample: Sample) -> None:
+    def note(self, sample: Sample) -> None:
+        """What the machine does now; called from the sampler's thread."""
         self.latest = sample
         used = [gpu.util_pct for gpu in sample.gpus if gpu.util_pct is not None]
         if used:

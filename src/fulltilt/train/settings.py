@@ -64,6 +64,7 @@ class TrainSettings:
     # what is shown
     eval_every: int = bounded(1, least=1)
     log_every: int | None = bounded(None, least=1)
+    record: bool = True
 
     def problems(self) -> list[str]:
         """What is wrong between fields that are each right alone."""

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from fulltilt.errors import DoesNotFit
+from fulltilt.timeline.loop_marks import LoopMarks
 from fulltilt.train import batches, optimizers
 from fulltilt.train.distributed import Group
 from fulltilt.train.ema import Ema
-from fulltilt.train.exchange import GradientExchange
-from fulltilt.train.job import Loss
+from fulltilt.train.placement import Placement
 from fulltilt.train.precision import LossScale, Precision
 from fulltilt.train.totals import Totals
 
@@ -68,8 +68,7 @@ class Stepper:
     def __init__(
         self,
         model: torch.nn.Module,
-        compiled: Callable[..., Any],
-        loss: Loss,
+        placement: Placement,
         precision: Precision,
         scale: LossScale,
         micro: MicroBatch,
@@ -78,13 +77,13 @@ class Stepper:
         *,
         joint: bool = False,
     ) -> None:
-        self.model, self.compiled, self.loss, self.precision, self.scale = model, compiled, loss, precision, scale
+        self.model, self.placement, self.precision, self.scale = model, placement, precision, scale
         self.micro, self.group, self.say, self.joint = micro, group, say, joint
         self.clip_norm: float | None = None
         self.ema: Ema | None = None
         self.memory_format: torch.memory_format | None = None
         self.optimizer: torch.optim.Optimizer
-        self.exchange: GradientExchange | None = None
+        self.marks = LoopMarks()
         self._parameters: list[torch.nn.Parameter] = []
         # One message a step between the ranks carries both: who ran out of memory, and who wants to stop.
         self.wish = 0.0
@@ -92,11 +91,9 @@ class Stepper:
 
     def use(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the optimizer of a stage; called again whenever the trainable parameters change."""
-        if self.exchange is not None:
-            self.exchange.close()
         self.optimizer = optimizer
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.exchange = None if self.group.alone else GradientExchange(self._parameters, self.group)
+        self.placement.use(self._parameters)
 
     def step(self, taken: list[Any], samples: int, number: int, totals: Totals) -> torch.Tensor:
         """Train on ``taken``, this rank's part of ``samples`` samples. Returns loss, gradient norm, bad, loss scale."""
@@ -129,20 +126,20 @@ class Stepper:
         largest = running = 0
         failed_at = 0
         try:
-            self._zero_gradients()
+            self.placement.zero_gradients()
             pieces = [piece for batch in taken for piece in batches.split(batch, self.micro.most)]
             largest = max((count for _, count in pieces), default=0)
             if self.joint:
                 pieces = [([piece for piece, _ in pieces], sum(count for _, count in pieces))]
             for place, (piece, running) in enumerate(pieces):
-                if self.exchange is not None and place == len(pieces) - 1:
-                    self.exchange.arm()
-                on_device = batches.to_device(piece, device, self.memory_format)
+                with self.marks.transfer():
+                    on_device = batches.to_device(piece, device, self.memory_format)
                 with self.precision.context():
-                    outcome = self.loss(self.compiled, on_device)  # type: ignore[arg-type]
+                    outcome = self.placement.loss_of(on_device, last=place == len(pieces) - 1)
                 value, metrics = outcome if isinstance(outcome, tuple) else (outcome, {})
                 share = value.float() * (running / samples)
-                (share * self.scale.scale if self.scale.active else share).backward()  # type: ignore[no-untyped-call, unused-ignore]
+                whole = share * self.placement.divisor
+                (whole * self.scale.scale if self.scale.active else whole).backward()  # type: ignore[no-untyped-call, unused-ignore]
                 loss += share.detach()
                 if metrics:
                     means.append(({name: mean.detach() for name, mean in metrics.items()}, running))
@@ -150,21 +147,14 @@ class Stepper:
             if not is_out_of_memory(error):
                 raise
             failed_at = max(min(running, largest), 1)
-        if self.exchange is not None:
-            self.exchange.finish(loss)
+        with self.marks.communication():
+            self.placement.finish(loss)
         return loss, means, failed_at
-
-    def _zero_gradients(self) -> None:
-        if self.exchange is not None:
-            self.exchange.zero()
-        else:
-            for parameter in self._parameters:
-                parameter.grad = None
 
     @torch.no_grad()
     def _update(self, loss: torch.Tensor) -> torch.Tensor:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros_like(loss)
+        norm = self.placement.norm(gradients) if gradients else torch.zeros_like(loss)
         if self.scale.active:
             norm = norm / self.scale.scale
         bad = ~(torch.isfinite(norm) & torch.isfinite(loss))
