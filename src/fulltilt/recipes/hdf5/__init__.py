@@ -1,0 +1,74 @@
+"""Windows of features in HDF5 files, yes or no (guide 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from fulltilt.recipes.hdf5.config import Config
+from fulltilt.recipes.recipe import Recipe, Request, option
+
+__all__ = ["RECIPE", "Config", "Options"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What only this recipe has. Keys are names of arrays in the files."""
+
+    features: str = option("features", "Keys of the features, separated by commas; joined along their last axis.")
+    labels: str = option("labels", "Key of the labels, 0 or 1.")
+    window: int | None = option(None, "Cut windows of this many rows out of long recordings.", least=2)
+    stride: int = option(1, "Rows from one such window to the next.", least=1)
+    val_share: float = option(0.1, "Share of each file held out, where there are no val files.", above=0, most=0.5)
+    stage_dir: str | None = option(None, "RAM disk or fast disk that the files are copied to, if that pays.")
+    use_specaugment: bool = option(False, "Blank bands of time and of features in training, on the device.")
+    imbalance: Literal["pos_weight", "focal", "none"] = option("pos_weight", "What makes up for the rarer class.")
+    focal_gamma: float = option(2.0, "Exponent of the focal loss.", least=0)
+    width: int = option(64, "Channels of the network.", least=4)
+    heads: int = option(4, "Attention heads; they divide the width.", least=1)
+    dropout: float = option(0.1, "Dropout before the decision.", least=0, most=0.9)
+    profile_performance: bool = option(True, "Loader profile under TRAINER_LOG_LEVEL=DEBUG.")
+    profile_gpu_util: bool = option(True, "Show what GPU, CPU and memory do.")
+
+    def problems(self) -> list[str]:
+        """What is wrong between fields that are each right alone."""
+        found = [] if self.width % self.heads == 0 else [f"heads ({self.heads}) do not divide width ({self.width})"]
+        if not all(key.strip() for key in self.features.split(",")):
+            found.append(f"features: {self.features!r} names an empty key")
+        return found
+
+
+def _check(request: Request) -> None:
+    from fulltilt.recipes.hdf5.data import look
+
+    look(request.data, request.options)
+
+
+def _run(request: Request) -> Mapping[str, float]:
+    from fulltilt.recipes.hdf5.training import run
+
+    return run(request)
+
+
+RECIPE = Recipe(
+    name="hdf5",
+    about="Tell windows of features in HDF5 files apart: event or not (guide 5).",
+    options=Options,
+    check=_check,
+    run=_run,
+    made="hdf5",
+    made_size=40_000,
+    settings={
+        "epochs": 20,
+        "batch_size": 8192,
+        "eval_batch_size": 4096,
+        "workers": 8,
+        "prefetch": 16,
+        "lr": 3e-3,
+        "warmup_epochs": 1.0,
+        "weight_decay": 0.05,
+        "clip_norm": 1.0,
+        "monitor": "auroc",
+    },
+)

@@ -1,0 +1,134 @@
+"""The files of a folder as training and validation data, looked at before anything is built on them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fulltilt.errors import DataError, UsageError
+from fulltilt.feed.hdf5_blocks import Source, describe, require_h5py
+
+if TYPE_CHECKING:
+    from fulltilt.recipes.hdf5 import Options
+
+_SUFFIXES = {".h5", ".hdf5", ".hdf", ".he5"}
+_HELD_OUT = re.compile(r"(val|valid|validation|test)([-_. \d].*)?", re.IGNORECASE)
+# Labels read at a time.
+_PIECE = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Files, and the share of each file's rows that is used."""
+
+    files: tuple[Path, ...]
+    rows: tuple[float, float] = (0.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a folder holds: both parts, the width of a window's row, and how the training labels divide."""
+
+    train: Part
+    validation: Part
+    feature_count: int
+    positives: int
+    negatives: int
+
+    @property
+    def pos_weight(self) -> float:
+        """How many negatives there are for each positive."""
+        return self.negatives / self.positives
+
+
+def keys_of(options: Options) -> list[str]:
+    """All keys of a sample, the label's last."""
+    return [*(key.strip() for key in options.features.split(",")), options.labels]
+
+
+def look(folder: Path, options: Options) -> Found:
+    """Find the files, check keys, shapes and every label. Raises UsageError and DataError that name file and row."""
+    train, validation = split(hdf5_files(folder), folder, options.val_share)
+    keys = keys_of(options)
+    features = 0
+    for part in (train, validation):
+        source = describe(part.files, keys, options.window, options.stride, part.rows)
+        features = _feature_count(source, keys[:-1], options)
+    counts = [_count_labels(part, options.labels) for part in (train, validation)]
+    negatives, positives = counts[0]
+    if not negatives or not positives:
+        missing = "1" if negatives else "0"
+        raise DataError(f"no training label in {folder} is {missing}", f"Look at {options.labels!r} in the files.")
+    return Found(train, validation, features, positives, negatives)
+
+
+def hdf5_files(folder: Path) -> list[Path]:
+    """The HDF5 files of a folder and of its folders, sorted; a file stands for itself. Raises UsageError for none."""
+    if folder.is_file():
+        return [folder]
+    if not folder.is_dir():
+        raise UsageError(f"the data folder {folder} does not exist", "Give a folder of .h5 files with --data.")
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES and path.is_file())
+    if not files:
+        raise UsageError(f"{folder} holds no HDF5 file", f"Their names end in {', '.join(sorted(_SUFFIXES))}.")
+    return files
+
+
+def split(files: list[Path], folder: Path, val_share: float) -> tuple[Part, Part]:
+    """Training and validation: files or folders called val… or test… are held out, else the last rows of each file.
+
+    The last rows and not random ones: neighbouring windows are nearly the same, and would tell on each other.
+    """
+    held = [path for path in files if any(_HELD_OUT.fullmatch(name) for name in _names(path, folder))]
+    rest = [path for path in files if path not in held]
+    if held and rest:
+        return Part(tuple(rest)), Part(tuple(held))
+    cut = 1 - val_share
+    return Part(tuple(files), (0.0, cut)), Part(tuple(files), (cut, 1.0))
+
+
+def _names(path: Path, folder: Path) -> tuple[str, ...]:
+    inside = path.relative_to(folder) if path != folder else Path(path.name)
+    return (*inside.parts[:-1], inside.stem)
+
+
+def _feature_count(source: Source, keys: list[str], options: Options) -> int:
+    """Features of one time step over all keys. Raises DataError for arrays that are no windows."""
+    file = source.files[0]
+    label = source.columns[-1]
+    if label.shape not in ((), (1,)):
+        raise DataError(f"{file}: {label.key!r} has rows of shape {label.shape}, not one label a row")
+    wanted = 1 if options.window else 2
+    for column in source.columns[:-1]:
+        if len(column.shape) != wanted:
+            meant = "[rows, features]" if options.window else "[windows, time, features]"
+            found = f"[rows{''.join(f', {size}' for size in column.shape)}]"
+            remedy = None if options.window else "For long recordings of [rows, features] set window."
+            raise DataError(f"{file}: {column.key!r} is {found}, not {meant}", remedy)
+    if len({column.shape[:-1] for column in source.columns[:-1]}) > 1:
+        raise DataError(f"{file}: {', '.join(keys)} differ in their number of time steps")
+    return sum(column.shape[-1] for column in source.columns[:-1])
+
+
+def _count_labels(part: Part, key: str) -> tuple[int, int]:
+    """How many labels are 0 and 1. Raises DataError that names the first that is neither."""
+    h5py = require_h5py()
+    zeros = ones = 0
+    for path in part.files:
+        with h5py.File(path, "r") as file:
+            rows = len(file[key])
+            first, last = (round(share * rows) for share in part.rows)
+            for start in range(first, last, _PIECE):
+                labels = file[key][start : min(start + _PIECE, last)].reshape(-1)
+                is_one = labels == 1
+                if (wrong := (~is_one & (labels != 0)).nonzero()[0]).size:
+                    raise _outside(path, key, start + int(wrong[0]), labels[wrong[0]])
+                ones += int(is_one.sum())
+                zeros += len(labels) - int(is_one.sum())
+    return zeros, ones
+
+
+def _outside(path: Path, key: str, row: int, value: Any) -> DataError:
+    return DataError(f"{path}: {key!r} is {value} at row {row}, outside the classes 0 and 1", "Relabel or remove it.")

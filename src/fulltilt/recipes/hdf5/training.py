@@ -1,0 +1,156 @@
+"""From a folder of HDF5 files to a trained network: reader, network, loss and metrics put together for the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fulltilt import feed
+from fulltilt.feed.augment import Pipeline, SpecAugment
+from fulltilt.feed.hdf5 import Hdf5Loader
+from fulltilt.feed.staging import stage_dir
+from fulltilt.probes.host import cpu_capacity
+from fulltilt.recipes.hdf5 import Options
+from fulltilt.recipes.hdf5.data import Found, Part, hdf5_files, keys_of, look
+from fulltilt.recipes.hdf5.metrics import Calibration, summary
+from fulltilt.recipes.hdf5.model import WindowNet, binary_loss
+from fulltilt.recipes.recipe import Request
+from fulltilt.train import Job, rng, train
+from fulltilt.train.distributed import detect, device_of
+from fulltilt.train.progress import Screen
+
+CALIBRATION_FILE = "calibration.json"
+
+
+def run(request: Request) -> Mapping[str, float]:
+    """Train and return the last metrics. The calibration of the last evaluation goes into the run folder."""
+    options: Options = request.options
+    screen = Screen(request.out, speaks=detect().rank == 0, sampled=options.profile_gpu_util)
+    screen.debugging = screen.debugging and options.profile_performance
+    with contextlib.ExitStack() as cleanup:
+        folder = _staged(request, screen, cleanup)
+        found = look(folder, options)
+        data = cleanup.enter_context(reader(request, found.train, training=True))
+        eval_data = cleanup.enter_context(reader(request, found.validation, training=False))
+        screen.say(_described(found, data))
+        job = build(request, found, data, eval_data)
+        outcome = train(
+            job, request.settings, request.out, resume_from=request.resume_from, fresh=request.fresh, screen=screen
+        )
+    metrics: dict[str, float] = outcome.metrics
+    return metrics
+
+
+def build(request: Request, found: Found, data: Hdf5Loader, eval_data: Hdf5Loader) -> Job:
+    """The engine's job."""
+    options: Options = request.options
+    rng.seed_everything(request.settings.seed)  # the weights are drawn here, before the engine seeds itself
+    model = WindowNet(found.feature_count, options.width, options.heads, options.dropout)
+    # A weight on the positives moves every logit by its logarithm; taken off again, logits mean what they say.
+    shift = math.log(found.pos_weight) if options.imbalance == "pos_weight" else 0.0
+
+    def loss(net: torch.nn.Module, batch: Any) -> torch.Tensor:
+        *features, labels = batch
+        logits = net(_joined(features))
+        return binary_loss(logits, _flat(labels), options.imbalance, found.pos_weight, options.focal_gamma)
+
+    def eval_loss(net: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, Any], dict[str, torch.Tensor]]:
+        *features, labels = batch
+        logits, truth = net(_joined(features)), _flat(labels)
+        value = binary_loss(logits, truth, options.imbalance, found.pos_weight, options.focal_gamma)
+        return value, {}, {"logits": logits - shift, "labels": truth}
+
+    def eval_metrics(kept: dict[str, torch.Tensor]) -> dict[str, float]:
+        metrics, calibration = summary(kept["logits"], kept["labels"])
+        if calibration is not None and detect().rank == 0:
+            _write_calibration(request.out, calibration, shift)
+        return metrics
+
+    return Job(
+        model,
+        loss,
+        data,
+        eval_data=eval_data,
+        eval_loss=eval_loss,
+        eval_metrics=eval_metrics,
+        name="hdf5",
+    )
+
+
+def reader(request: Request, part: Part, *, training: bool) -> Hdf5Loader:
+    """The reader of one part: large blocks, kept on the device where they fit, cut into batches there."""
+    options: Options = request.options
+    settings, ranks = request.settings, detect()
+    keys = keys_of(options)
+    size = settings.batch_size if training else settings.eval_batch_size or settings.batch_size
+    # Above memory a recording streams by; pinned memory and a disk cache are no better than the file itself.
+    residency = {"pinned": "ram", "disk": "none"}.get(settings.residency, settings.residency)
+    spec = Pipeline([SpecAugment(fill=None)], image=0) if training and options.use_specaugment else None
+    return feed.hdf5(
+        part.files,
+        keys,
+        max(size // ranks.world, 1),
+        window=options.window,
+        stride=options.stride,
+        window_keys=keys[:-1] if options.window else None,
+        part=part.rows,
+        augment=spec,
+        residency=residency,  # type: ignore[arg-type]
+        shuffle=training,
+        drop_last=training and settings.drop_last,
+        seed=settings.seed,
+        device=device_of(settings.device, ranks.local_rank),
+        rank=ranks.rank,
+        world_size=ranks.world,
+        num_workers=min(settings.workers, int(cpu_capacity().usable)) // ranks.world,
+    )
+
+
+def _staged(request: Request, screen: Screen, cleanup: contextlib.ExitStack) -> Path:
+    """The folder to read: as guide 5 does, files that lie in ``stage_dir`` already are taken from there."""
+    options: Options = request.options
+    if options.stage_dir is None or not request.data.is_dir():
+        return request.data
+    stage = Path(options.stage_dir)
+    names = {path.name for path in hdf5_files(request.data)}
+    if stage.is_dir() and names <= {path.name for path in stage.iterdir()}:
+        screen.say(f"Reading from {stage}, where the files already are")
+        return stage
+    with reader(request, look(request.data, options).train, training=True) as planned:
+        resident = planned.tier != "none"
+    # What stays in memory is read once, whatever the number of epochs.
+    staged = stage_dir(request.data, stage, epochs=1 if resident else request.settings.epochs)
+    cleanup.enter_context(staged)
+    screen.say(f"Staged to {staged.path}: {staged.reason}" if staged.staged else f"Not staged: {staged.reason}")
+    return staged.path
+
+
+def _described(found: Found, data: Hdf5Loader) -> str:
+    share = found.positives / (found.positives + found.negatives)
+    files = "1 file" if len(found.train.files) == 1 else f"{len(found.train.files)} files"
+    kept = "read in blocks as they come" if data.tier == "none" else f"kept in {data.tier}"
+    return f"{data.source.samples:,} training windows from {files}, {100 * share:.1f} % positive, {kept}"
+
+
+def _joined(features: list[torch.Tensor]) -> torch.Tensor:
+    parts = [part.float() for part in features]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def _flat(labels: torch.Tensor) -> torch.Tensor:
+    return labels.reshape(len(labels))
+
+
+def _write_calibration(out: Path, calibration: Calibration, shift: float) -> None:
+    """How to use the network: sigmoid((logit - logit_shift) / temperature) is a probability, cut at threshold."""
+    path = out / CALIBRATION_FILE
+    making = path.with_name(path.name + ".new")
+    making.write_text(json.dumps({**asdict(calibration), "logit_shift": shift}, indent=1) + "\n")
+    making.replace(path)
