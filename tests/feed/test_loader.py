@@ -344,6 +344,6 @@ def test_a_killed_worker_is_explained():
 
     with (
         feed.loader(Drawn(draw, 40), 4, num_workers=2, checks=2) as loader,
-        pytest.raises(MachineError, match="was killed, most likely for lack of memory"),
+        pytest.raises(MachineError, match="got SIGKILL, most likely from the OOM killer"),
     ):
         list(loader)

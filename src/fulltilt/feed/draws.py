@@ -58,11 +58,21 @@ def normal_like(
     return torch.stack(pairs, dim=-1).flatten(1)[:, :per_sample].view(image.shape)
 
 
-def sample_seeds(seed: int, epoch: int, indices: torch.Tensor) -> list[int]:
-    """A 32-bit seed for each sample, for code that brings its own generators; from the same numbers as all draws."""
-    apart = torch.full((1,), 1 << 62)  # a block that no call of ``uniform`` or ``normal_like`` reaches
-    words: list[int] = philox(_counter(epoch, indices, apart), _key(seed))[0].tolist()
-    return words
+def sample_seed(seed: int, epoch: int, index: int) -> int:
+    """A 32-bit seed for one sample, for code that brings its own generators: NumPy's takes no more."""
+    return mix(seed, epoch, index) & _MASK
+
+
+def mix(*numbers: int) -> int:
+    """One 63-bit seed from several numbers, so that neighbouring ones give unrelated streams (SplitMix64)."""
+    mask = 2**64 - 1
+    state = 0
+    for number in numbers:
+        state = (state + (number & mask) + 0x9E3779B97F4A7C15) & mask
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+        state ^= state >> 31
+    return state >> 1
 
 
 def _counter(

@@ -15,6 +15,10 @@ from fulltilt.feed.splitting import Split, find_split
 from fulltilt.feed.structure import Layout, Unstorable, layout_of
 
 
+class ShapesDiffer(DataError):  # noqa: N818 - as all errors of this project
+    """Samples of one data set have different shapes; the message says which."""
+
+
 @dataclass(frozen=True)
 class Inspection:
     """What was found. ``layout`` None: served by a stock DataLoader. ``kept`` is the layout before the cut."""
@@ -87,7 +91,7 @@ def _check_shapes(dataset: Any, drawn: dict[int, Any], layout: Layout) -> None:
             found = str(error)
         if found != layout.describe():
             name = name_of(dataset, index)
-            raise DataError(
+            raise ShapesDiffer(
                 f"samples differ in shape: sample {first} is {layout.describe()}, "
                 f"sample {index}{f' ({name})' if name else ''} is {found}",
                 "Resize, crop or pad all samples to one shape in the data set, or give a collate_fn that pads.",

@@ -22,7 +22,7 @@ from fulltilt.feed.bad_samples import BadSamples, Policy
 from fulltilt.feed.caches import CacheFull
 from fulltilt.feed.disk import DiskStore
 from fulltilt.feed.inspection import Inspection, inspect
-from fulltilt.feed.order import Order
+from fulltilt.feed.order import BatchOrder, Order
 from fulltilt.feed.places import device_or_default, ranks
 from fulltilt.feed.prefetch import DeviceRing, HostBatch
 from fulltilt.feed.progress import progress
@@ -111,7 +111,7 @@ class FeedLoader:
     def __init__(
         self,
         dataset: Any,
-        order: Order,
+        order: BatchOrder,
         found: Inspection,
         *,
         augment: Augmentation | None,
@@ -120,6 +120,7 @@ class FeedLoader:
         workers: int,
         collate_fn: Callable[..., Any] | None,
         bad: BadSamples,
+        on_worker_start: Callable[[], None] | None = None,
     ) -> None:
         self.dataset, self.order, self.device = dataset, order, device
         self.notes: list[str] = []
@@ -127,6 +128,7 @@ class FeedLoader:
         self._augment = augment
         self._residence = residence
         self._bad = bad
+        self._on_worker_start = on_worker_start
         self._next_epoch = 0
         self._epoch = 0
         self._next_batch = 0
@@ -164,7 +166,18 @@ class FeedLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch that the next iteration draws. Without it each iteration draws the epoch after the last one."""
-        self._next_epoch, self._resume_at = epoch, 0
+        self.begin_at(epoch, 0)
+
+    def begin_at(self, epoch: int, batch: int) -> None:
+        """Let the next iteration begin with batch number ``batch`` of ``epoch``."""
+        self._next_epoch, self._resume_at = epoch, batch
+
+    def regroup(self, order: BatchOrder) -> None:
+        """Draw the same samples in the batches of another order from the next iteration on. What is kept stays."""
+        if order.batch_size != self.order.batch_size and self._supply is not None:
+            self._supply.resize(order.batch_size)
+            self._ring = None
+        self.order = order
 
     def state_dict(self) -> dict[str, int]:
         """Where the iteration stands: after a load, the next batch is the one that would have come now."""
@@ -193,7 +206,7 @@ class FeedLoader:
         if supply is None or not self._residence.wanted:
             return
         self._settle(model_has_run=False)
-        everything = [*torch.split(torch.arange(self.order.samples), self.batch_size)]
+        everything = [*torch.split(torch.arange(self._residence.samples), self.batch_size)]
         if supply.store is not None and supply.missing(everything):
             batches = self._device_batches(supply, everything, 0)
             for _ in progress(batches, len(everything), f"Decoding into {self.tier}", shown=shown):
@@ -263,7 +276,8 @@ class FeedLoader:
         if supply.missing(batches):
             supply.start_workers()  # forked here, on the main thread, and not in the feeding thread
         if self._ring is None:
-            self._ring = DeviceRing(self.batch_size, self._layout.row_bytes, self.device)
+            with torch.inference_mode(False):  # made in an evaluation, it has to be of use to the feeding thread
+                self._ring = DeviceRing(self.batch_size, self._layout.row_bytes, self.device)
         stream = self._ring.stream(host)
         try:
             for arrived in stream:
@@ -324,8 +338,10 @@ class FeedLoader:
             on_random=self._on_random,
             on_full=self._on_full,
             on_bad=lambda failure: self._warn(f"skipped {failure.where()}: {failure.message}"),
+            on_worker_start=self._on_worker_start,
         )
 
+    @torch.inference_mode(False)  # what is kept outlives the evaluation that it may be made in
     def _settle(self, *, model_has_run: bool) -> None:
         """Decide the tier, now that the model's own memory is known, and begin to keep what is read."""
         assert self._supply is not None

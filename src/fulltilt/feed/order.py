@@ -5,11 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from fulltilt.errors import UsageError
+
+
+class BatchOrder(Protocol):
+    """What a loader asks for the samples of its batches."""
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the largest batch on this rank."""
+
+    @property
+    def seed(self) -> int:
+        """The seed of everything random about a sample."""
+
+    def batches(self, epoch: int) -> list[torch.Tensor]:
+        """The sample numbers of each batch of ``epoch``, as int64."""
+
+    def batches_per_epoch(self) -> int:
+        """How many batches an epoch has on this rank."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import signal
 import struct
 import time
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.context import BaseContext
@@ -48,11 +48,20 @@ class WorkerPool:
     """Reads batches ahead of their use. ``workers=0`` reads in this process, at the moment of asking."""
 
     def __init__(
-        self, reader: Reader, row_bytes: int, rows_per_slot: int, *, workers: int, slots: int, device: torch.device
+        self,
+        reader: Reader,
+        row_bytes: int,
+        rows_per_slot: int,
+        *,
+        workers: int,
+        slots: int,
+        device: torch.device,
+        on_worker_start: Callable[[], None] | None = None,
     ) -> None:
         self.workers = workers
         self.rows_per_slot = rows_per_slot
         self._reader = reader
+        self._on_worker_start = on_worker_start
         slot_bytes = rows_per_slot * row_bytes
         # One block for all slots: one registration with the driver, one mapping to inherit.
         self._memory = shared_bytes(slots * slot_bytes)
@@ -103,7 +112,7 @@ class WorkerPool:
 
     @property
     def broken(self) -> bool:
-        """Whether a worker died: the pool is of no further use."""
+        """Whether a worker died or the pool was closed: it is of no further use."""
         return self._broken
 
     def release(self, slot: Slot) -> None:
@@ -138,6 +147,7 @@ class WorkerPool:
         for end in [*self._results, *([self._tasks] if self._tasks is not None else [])]:
             end.close()
         self._processes, self._results, self._tasks = [], [], None
+        self._broken = True  # an iterator that outlives the pool has nobody to wait for
 
     def _start(self, workers: int) -> None:
         context: BaseContext = multiprocessing.get_context(start_method())
@@ -145,9 +155,10 @@ class WorkerPool:
         lock = context.Lock()
         for number in range(workers):
             mine, theirs = context.Pipe(duplex=False)
-            arguments = (self._reader, self._memory, self._index_memory, self.rows_per_slot, reading, lock, theirs)
+            memory = (self._memory, self._index_memory, self.rows_per_slot)
+            arguments = (self._reader, *memory, reading, lock, theirs, os.getpid(), self._on_worker_start)
             process = context.Process(  # type: ignore[attr-defined]
-                target=_work, args=(*arguments, os.getpid()), name=f"fulltilt-feed-{number}", daemon=True
+                target=_work, args=arguments, name=f"fulltilt-feed-{number}", daemon=True
             )
             process.start()
             theirs.close()
@@ -216,18 +227,18 @@ class WorkerPool:
         code = process.exitcode
         if code == -signal.SIGKILL:
             return MachineError(
-                f"a feed worker (pid {process.pid}) was killed, most likely for lack of memory",
-                f"Use fewer workers than {self.workers} (num_workers), or give the job more memory.",
+                f"a loader worker died: pid {process.pid} got SIGKILL, most likely from the OOM killer",
+                f"Use fewer workers than {self.workers}, or give the job more memory.",
             )
         if code == -signal.SIGBUS:
             return MachineError(
-                f"a feed worker (pid {process.pid}) died of a bus error: shared memory is full",
-                "Give the container more /dev/shm (docker run --shm-size=8g) or free the disk of the cache.",
+                f"a loader worker (pid {process.pid}) died of a bus error: /dev/shm is too small, or a disk is full",
+                "Give the container more (docker run --shm-size=8g), use fewer workers, or free the disk of the cache.",
             )
         how = f"was ended by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
         return MachineError(
-            f"a feed worker (pid {process.pid}) {how}",
-            "The data set's own code ended it; run once with num_workers=0 to see where.",
+            f"a loader worker died: pid {process.pid} {how}",
+            "The data set's own code ended it; run once without workers to see where.",
         )
 
 
@@ -243,6 +254,7 @@ def _work(
     lock: Any,
     results: connection.Connection,
     parent: int,
+    on_start: Callable[[], None] | None,
 ) -> None:
     # Ctrl-C goes to the whole process group; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -250,6 +262,8 @@ def _work(
     torch.set_num_threads(1)
     indices = index_memory.view(torch.int64).view(-1, rows_per_slot)
     rows = memory.view(len(indices), rows_per_slot, -1)
+    if on_start is not None:
+        on_start()
     reader.opened_in_worker()
     while True:
         with lock:

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from fulltilt.feed.draws import sample_seeds
+from fulltilt.feed.draws import sample_seed
 from fulltilt.feed.generators import Generators
 from fulltilt.feed.structure import Layout, ShapeChanged, Unstorable
 
@@ -78,13 +78,12 @@ class SampleReader:
             if together is not None:
                 return together
         failures: list[Failure] = []
-        seeds = sample_seeds(self.seed, epoch, indices) if self.random else []
         # In this process the user's own generators must not notice us; a worker's belong to us.
         with nullcontext() if self._in_worker else generators.untouched():
             mark = None if self.random else generators.mark()
             for position, index in enumerate(indices.tolist()):
                 if self.random:
-                    generators.seed(seeds[position])
+                    generators.seed(sample_seed(self.seed, epoch, index))
                 failure = read_one(self.dataset, index, self.layout, rows[position])
                 if mark is not None:
                     after = generators.mark()

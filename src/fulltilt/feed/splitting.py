@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fulltilt.feed.draws import sample_seeds
+from fulltilt.feed.draws import sample_seed
 from fulltilt.feed.generators import Generators
 from fulltilt.feed.randomness import first_reason
 from fulltilt.feed.readers import Failure, name_of, pack_one, read_one
@@ -118,11 +118,10 @@ class SplitReader:
         """Write finished sample ``indices[i]`` into ``rows[i]``; returns what failed."""
         if self._generators is None:
             self._generators = Generators(self.dataset)
-        seeds = sample_seeds(self.seed, epoch, indices)
         failures = []
         with nullcontext() if self._in_worker else self._generators.untouched():
             for position, index in enumerate(indices.tolist()):
-                failure = self._read_one(index, seeds[position], rows[position], self._generators)
+                failure = self._read_one(index, sample_seed(self.seed, epoch, index), rows[position], self._generators)
                 if failure is not None:
                     failures.append(failure)
         return failures

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from fulltilt.feed.order import Order
+from fulltilt.feed.order import BatchOrder
 
 
 class _EpochBatches:
     """A batch sampler that follows an Order; persistent workers need one object for all epochs."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: BatchOrder) -> None:
         self.order = order
         self.epoch = 0
         self.start = 0
@@ -31,7 +31,7 @@ class StockLoader:
     """Batches of ``dataset`` through ``collate_fn``, moved to the device without waiting."""
 
     def __init__(
-        self, dataset: Any, order: Order, collate_fn: Callable[..., Any] | None, workers: int, device: torch.device
+        self, dataset: Any, order: BatchOrder, collate_fn: Callable[..., Any] | None, workers: int, device: torch.device
     ) -> None:
         self.device = device
         self._batches = _EpochBatches(order)

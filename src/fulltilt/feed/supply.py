@@ -54,6 +54,7 @@ class Supply:
         on_random: Callable[[Failure], None],
         on_full: Callable[[CacheFull], None],
         on_bad: Callable[[Failure], None],
+        on_worker_start: Callable[[], None] | None = None,
     ) -> None:
         self.reader = reader
         self.layout = layout
@@ -63,6 +64,7 @@ class Supply:
         self.bad = bad
         self.store: DeviceStore | HostStore | None = None
         self._on_random, self._on_full, self._on_bad = on_random, on_full, on_bad
+        self._on_worker_start = on_worker_start
         self._pool: WorkerPool | None = None
         self._staging: queue.SimpleQueue[torch.Tensor] | None = None
 
@@ -72,6 +74,12 @@ class Supply:
         every = list(batches)
         return store is None or bool(every and not store.has(self.bad.without_bad(torch.cat(every))).all())
 
+    def resize(self, batch_size: int) -> None:
+        """Serve batches of up to ``batch_size`` from now on; what is kept stays."""
+        self.stop_workers()
+        self.batch_size, self._staging = batch_size, None
+
+    @torch.inference_mode(False)  # started in an evaluation, they have to be of use to the feeding thread
     def start_workers(self) -> None:
         """Start the workers; call it on the main thread, where forking is safest."""
         if self._pool is not None and self._pool.broken:
@@ -84,6 +92,7 @@ class Supply:
                 workers=self.workers,
                 slots=SLOTS if self.workers else 2,
                 device=self.device,
+                on_worker_start=self._on_worker_start,
             )
 
     def stop_workers(self) -> None:
@@ -233,6 +242,7 @@ class Supply:
             else:
                 self._judge(self.reader.read(indices[position : position + 1], out[position : position + 1], 0))
 
+    @torch.inference_mode(False)
     def _free_staging(self) -> torch.Tensor:
         if self.device.type != "cuda":
             return torch.empty(self.batch_size, self.layout.row_bytes, dtype=torch.uint8)

@@ -29,9 +29,9 @@ class Job:
     ``loss(model, batch)`` returns the mean loss over the batch, and with it, if you like, a dict of metrics as means
     over the batch. ``data`` and ``eval_data`` are map-style data sets (``len`` and ``[i]``: shuffled, divided and
     resumed exactly by the engine) or iterables of ready batches. ``splittable`` is False for a loss that compares the
-    samples of a batch with each other (contrastive): halving such a batch would change what is trained. ``augment`` runs
-    on the device: transforms of ``fulltilt.feed.augment`` or a function of the batch; ``eval_augment`` is its even-handed
-    counterpart (a crop of the middle, the same normalisation) for ``eval_data``.
+    samples of a batch with each other (contrastive): halving such a batch would change what is trained.
+    ``augment`` runs on the device: transforms of ``fulltilt.feed.augment``, or a function of the batch;
+    ``eval_augment`` is what ``eval_data`` gets in its place (the middle crop, the same normalisation).
     A ``joint`` loss takes all micro-batches of a step as a list, compares across them and bounds its own memory to one
     of them; accumulation and a halved micro-batch then leave what is trained unchanged.
     ``eval_loss`` may return a third part, tensors with one row a sample; ``eval_metrics`` then gets those of all

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fulltilt.train.sampler import mix
+from fulltilt.feed import draws
 
 
 def capture(device: torch.device) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def restore(states: dict[str, Any], device: torch.device) -> None:
 
 def seed_everything(seed: int, rank: int = 0) -> None:
     """Seed Python, NumPy and torch for one rank of a run."""
-    mixed = mix(seed, rank)
+    mixed = draws.mix(seed, rank)
     random.seed(mixed)
     torch.manual_seed(mixed)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -51,12 +51,12 @@ def sample_seed(seed: int, epoch: int, index: int) -> Iterator[None]:
     """Within it, random draws depend on (seed, epoch, index) only; the run's own generators then go on undisturbed."""
     # A worker process has no run of its own to protect, and putting states back costs more than seeding.
     kept = None if torch.utils.data.get_worker_info() is not None else _host_states()
-    mixed = mix(seed, epoch, index)
+    mixed = draws.sample_seed(seed, epoch, index)
     random.seed(mixed)
     torch.default_generator.manual_seed(mixed)  # not torch.manual_seed, which would also reseed the GPUs
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed(mixed % 2**32)
+        numpy.random.seed(mixed)
     try:
         yield
     finally:

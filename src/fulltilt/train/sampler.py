@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fulltilt.feed.draws import mix
+
 
 @dataclass(frozen=True, slots=True)
 class EpochPlan:
@@ -88,15 +90,3 @@ class RankBatches:
         """The sample indices of a step over all ranks, to name those of a bad one."""
         first, end = self.plan.span(step)
         return self.order[first:end].tolist()
-
-
-def mix(*numbers: int) -> int:
-    """One 63-bit seed from several numbers, so that neighbouring ones give unrelated streams (SplitMix64)."""
-    mask = 2**64 - 1
-    state = 0
-    for number in numbers:
-        state = (state + (number & mask) + 0x9E3779B97F4A7C15) & mask
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
-        state ^= state >> 31
-    return state >> 1

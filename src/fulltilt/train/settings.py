@@ -47,6 +47,7 @@ class TrainSettings:
     # how the data comes
     workers: int = bounded(0, least=0)
     prefetch: int = bounded(2, least=1)
+    residency: Literal["auto", "vram", "pinned", "ram", "disk", "none"] = "auto"
     # what is saved
     save_every: int | None = bounded(None, least=1)
     keep_last: int = bounded(2, least=1)

@@ -14,6 +14,7 @@ from fulltilt.train import checkpoint, optimizers, precision, rng
 from fulltilt.train.activations import recompute
 from fulltilt.train.distributed import Group, detect, device_of, divided, same_everywhere
 from fulltilt.train.ema import Ema
+from fulltilt.train.feeding import source
 from fulltilt.train.guard import Guard, Limits
 from fulltilt.train.job import Job
 from fulltilt.train.keep import KeepPolicy
@@ -23,7 +24,7 @@ from fulltilt.train.progress import Screen
 from fulltilt.train.sampler import EpochPlan
 from fulltilt.train.schedule import Stage, stage_at, trainable
 from fulltilt.train.settings import TrainSettings
-from fulltilt.train.sources import LoaderSettings, Source, source
+from fulltilt.train.sources import LoaderSettings, Source
 from fulltilt.train.state import KeptSettings, MetricHistory, Part, Progress, RandomStates, expected_bytes
 from fulltilt.train.step import MicroBatch, Stepper
 from fulltilt.train.totals import Totals
@@ -154,7 +155,12 @@ def rig_up(job: Job, settings: TrainSettings, out: Path, screen: Screen | None =
 
     divided(settings.batch_size, settings.workers, ranks)
     loading = LoaderSettings(
-        settings.workers, settings.prefetch, device.type == "cuda", out / f"stacks.rank-{ranks.rank}.log"
+        settings.workers,
+        settings.prefetch,
+        pin_memory=device.type == "cuda",
+        stack_log=out / f"stacks.rank-{ranks.rank}.log",
+        device=device,
+        residency=settings.residency,
     )
     plan = EpochPlan(
         samples=0,
@@ -165,7 +171,7 @@ def rig_up(job: Job, settings: TrainSettings, out: Path, screen: Screen | None =
         world=ranks.world,
         drop_last=settings.drop_last,
     )
-    data = source(job.data, plan, loading, job.collate)
+    data = source(job.data, plan, loading, job.collate, job.augment)
     if data.steps_per_epoch() is None and settings.max_steps is None:
         raise UsageError("the data has no length, so nobody knows when it ends", "Set max_steps.")
     if data.steps_per_epoch() == 0:
@@ -243,4 +249,4 @@ def _eval_source(job: Job, settings: TrainSettings, plan: EpochPlan, loading: Lo
         return None
     size = settings.eval_batch_size or settings.batch_size
     quiet = EpochPlan(samples=0, batch_size=size, seed=plan.seed, rank=plan.rank, world=plan.world, shuffle=False)
-    return source(job.eval_data, quiet, loading, job.collate)
+    return source(job.eval_data, quiet, loading, job.collate, job.eval_augment)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import itertools
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from fulltilt.errors import UsageError
+from fulltilt.feed.augment import Augmentation
+from fulltilt.feed.draws import mix
+from fulltilt.feed.tiers import Residency
 from fulltilt.train import batches, workers
 from fulltilt.train.distributed import Ranks, part_of
 from fulltilt.train.rng import sample_seed
-from fulltilt.train.sampler import EpochPlan, RankBatches, mix
+from fulltilt.train.sampler import EpochPlan, RankBatches
 from fulltilt.train.watchdog import listen_in_worker
 
 
@@ -50,12 +53,14 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoaderSettings:
-    """How samples are fetched. ``workers`` is the total over the ranks."""
+    """How samples are fetched, and where they are kept. ``workers`` is the total over the ranks."""
 
     workers: int = 0
     prefetch: int = 2
     pin_memory: bool = False
     stack_log: Path | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    residency: Residency = "none"
 
 
 class SeededSamples(torch.utils.data.Dataset[Any]):
@@ -80,8 +85,9 @@ class MapSource:
         plan: EpochPlan,
         loading: LoaderSettings,
         collate: Callable[[list[Any]], Any] | None = None,
+        augment: Augmentation | None = None,
     ) -> None:
-        self.samples, self.plan, self.loading, self.collate = samples, plan, loading, collate
+        self.samples, self.plan, self.loading, self.collate, self.augment = samples, plan, loading, collate, augment
         self._batches = RankBatches(plan)
         count = part_of(loading.workers, Ranks(plan.rank, plan.world))
         self._generator = torch.Generator()
@@ -93,7 +99,7 @@ class MapSource:
             prefetch_factor=loading.prefetch if count else None,
             persistent_workers=count > 0,
             pin_memory=loading.pin_memory,
-            worker_init_fn=_WorkerStart(loading.stack_log) if count else None,
+            worker_init_fn=WorkerStart(loading.stack_log) if count else None,
             generator=self._generator,  # the loader's own draws must not move the run's random state
         )
 
@@ -115,7 +121,10 @@ class MapSource:
                 if explained is None:
                     raise
                 raise explained from error
-            yield StepData(taken, end - first, end, lambda step=step: _listed(order.step_ids(step)))  # type: ignore[misc]
+            if self.augment is not None:
+                shares = [order.order[low:high] for low, high in plan.shares(step)]
+                taken = [self._augmented(*pair, epoch) for pair in zip(taken, shares, strict=True)]
+            yield StepData(taken, end - first, end, partial(listed, order.order[first:end]))
 
     def steps_per_epoch(self) -> int:
         """See Source."""
@@ -131,7 +140,12 @@ class MapSource:
             return self
         self.close()
         plan = replace(self.plan, batch_size=batch_size, accumulation=accumulation)
-        return MapSource(self.samples, plan, self.loading, self.collate)
+        return MapSource(self.samples, plan, self.loading, self.collate, self.augment)
+
+    def _augmented(self, batch: Any, indices: torch.Tensor, epoch: int) -> Any:
+        assert self.augment is not None
+        device = self.loading.device
+        return self.augment(batches.to_device(batch, device), self.plan.seed, epoch, indices.to(device))
 
     def close(self) -> None:
         """See Source. Left to themselves the workers would notice up to five seconds later that we are gone."""
@@ -141,17 +155,20 @@ class MapSource:
 
 
 class BatchSource:
-    """Ready batches from any iterable. A resume draws and drops those that were used already."""
+    """Ready batches from any iterable. A resume goes to its position, or draws and drops what was used already."""
 
     def __init__(self, iterable: Any, accumulation: int, world: int) -> None:
         self.iterable, self.accumulation, self.world = iterable, accumulation, world
 
     def steps(self, epoch: int, consumed: int) -> Iterator[StepData]:
         """See Source. ``consumed`` counts batches of this rank."""
-        if hasattr(self.iterable, "set_epoch"):
+        positioned = hasattr(self.iterable, "begin_at")  # the feed's loaders find any batch without drawing to it
+        if positioned:
+            self.iterable.begin_at(epoch, consumed)
+        elif hasattr(self.iterable, "set_epoch"):
             self.iterable.set_epoch(epoch)
         drawn = iter(self.iterable)
-        for _ in range(consumed):
+        for _ in range(0 if positioned else consumed):
             next(drawn, None)
         while taken := list(itertools.islice(drawn, self.accumulation)):
             consumed += len(taken)
@@ -178,24 +195,14 @@ class BatchSource:
         """See Source. The iterable's workers are its owner's."""
 
 
-def source(data: Any, plan: EpochPlan, loading: LoaderSettings, collate: Any = None) -> Source:
-    """The source for a data set or iterable; ``plan`` has the sizes, without its number of samples."""
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        if len(data) == 0:
-            raise UsageError("the data set is empty")
-        return MapSource(data, replace(plan, samples=len(data)), loading, collate)
-    if hasattr(data, "__iter__"):
-        return BatchSource(data, plan.accumulation, plan.world)
-    raise UsageError(f"data of type {type(data).__name__} is neither a data set nor an iterable of batches")
-
-
-class _WorkerStart:
+class WorkerStart:
     """What a worker does first: leave Ctrl-C to the parent, which saves; and show its stack when asked."""
 
     def __init__(self, stack_log: Path | None) -> None:
         self.stack_log = stack_log
 
-    def __call__(self, _worker: int) -> None:
+    def __call__(self, _worker: int = 0) -> None:
+        """Called in the worker."""
         for name in ("SIGINT", "SIGUSR1"):
             if hasattr(signal, name):
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -203,6 +210,7 @@ class _WorkerStart:
             listen_in_worker(self.stack_log)
 
 
-def _listed(ids: list[int], most: int = 16) -> str:
+def listed(ids: torch.Tensor, most: int = 16) -> str:
+    """Samples in words, by their numbers."""
     more = f" and {len(ids) - most} more" if len(ids) > most else ""
-    return f"samples {', '.join(map(str, ids[:most]))}{more}"
+    return f"samples {', '.join(map(str, ids[:most].tolist()))}{more}"

@@ -5,6 +5,7 @@ Results do not depend on workers, ranks, batch composition or resumes. Image and
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
@@ -183,7 +184,10 @@ _GEOMETRIC = (HorizontalFlip, VerticalFlip, RandomCrop, CenterCrop, RandomResize
 
 
 def as_augmentation(given: Any) -> Augmentation | None:
-    """What ``augment=`` was given (a Pipeline, transforms, or a function of the batch), as the loader calls it."""
+    """What ``augment=`` was given, as the loader calls it.
+
+    A Pipeline, transforms, a function of the batch, or one of ``(batch, seed, epoch, indices)``.
+    """
     if given is None or isinstance(given, Pipeline):
         return given
     if isinstance(given, list | tuple):
@@ -194,7 +198,15 @@ def as_augmentation(given: Any) -> Augmentation | None:
         raise UsageError(
             f"augment is {type(given).__name__}", "Give transforms of fulltilt.feed.augment or a function."
         )
-    return _Function(given)
+    return given if _asks_for_samples(given) else _Function(given)
+
+
+def _asks_for_samples(function: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False  # a builtin that does not tell
+    return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) == 4
 
 
 class _Function:
