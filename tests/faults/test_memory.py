@@ -89,7 +89,7 @@ def full_on_rank_1(order: Order) -> dict[str, Any]:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_row_13_one_rank_of_two_runs_out(where: str, tmp_path: Path) -> None:
-    """Seen to fail: without `exchange.finish` after a failed attempt the ranks' sums no longer match and both crash;
+    """Seen to fail: without `Placement.finish` after a failed attempt the ranks' sums no longer match and both crash;
     without the agreement in `Stepper.step` both hang."""
     settings = {"monitor": None, "monitor_mode": "max"}
     assert exit_codes(tmp_path, 2, settings=settings, prepare=full_on_rank_1, note=where) == [0, 0]

@@ -19,8 +19,10 @@ from fulltilt.train.guard import Guard, Limits
 from fulltilt.train.job import Job
 from fulltilt.train.keep import KeepPolicy
 from fulltilt.train.lock import FolderLock
+from fulltilt.train.placement import LossModule, OneProcess
 from fulltilt.train.precision import LossScale, Precision
 from fulltilt.train.progress import Screen
+from fulltilt.train.replicated import Replicated
 from fulltilt.train.sampler import EpochPlan
 from fulltilt.train.schedule import Stage, stage_at, trainable
 from fulltilt.train.settings import TrainSettings
@@ -148,7 +150,9 @@ def rig_up(job: Job, settings: TrainSettings, out: Path, screen: Screen | None =
     stages = job.stages or (Stage("training", settings.epochs),)
     shown = screen or Screen(out, speaks=group.first)
     compiled = torch.compile(model) if settings.compile else model
-    stepper = Stepper(model, compiled, job.loss, arithmetic, scale, micro, group, shown.warn, joint=job.joint)
+    whole = LossModule(model, compiled, job.loss)
+    placement = OneProcess(whole) if group.alone else Replicated(whole, group)
+    stepper = Stepper(model, placement, arithmetic, scale, micro, group, shown.warn, joint=job.joint)
     stepper.clip_norm = settings.clip_norm
     stepper.memory_format = torch.channels_last if settings.channels_last else None
     ema = stepper.ema = Ema(model, settings.ema_decay) if settings.ema_decay is not None else None

@@ -85,7 +85,7 @@ class Stepper:
         self.optimizer: torch.optim.Optimizer
         self.marks = LoopMarks()
         self._parameters: list[torch.nn.Parameter] = []
-        # One message a step between the ranks carries both: who ran out of memory, and who wants to stop.
+        # One message a step between the ranks: who ran out of memory, who wants to stop, who left parameters out.
         self.wish = 0.0
         self.agreed_wish = 0.0
 
@@ -99,8 +99,8 @@ class Stepper:
         """Train on ``taken``, this rank's part of ``samples`` samples. Returns loss, gradient norm, bad, loss scale."""
         while True:
             loss, means, failed_at = self._attempt(taken, samples)
-            agreed = self.group.agree([failed_at, self.wish])
-            failed_at, self.agreed_wish = int(agreed[0]), agreed[1]
+            agreed = self.group.agree([failed_at, self.wish, self.placement.left_out])
+            failed_at, self.agreed_wish, left_out = int(agreed[0]), agreed[1], agreed[2]
             if not failed_at:
                 break
             # The frames of the failed attempt are gone by now, and with them what they held.
@@ -112,6 +112,8 @@ class Stepper:
                 f"step {number}: memory ran out; going on with micro-batches of {self.micro.most}"
                 f" (the effective batch stays {samples})"
             )
+        if left_out:
+            self.placement.forget_left_out()
         figures = self._update(loss)
         totals.add({"loss": loss}, samples)
         for values, count in means:
@@ -137,9 +139,8 @@ class Stepper:
                 with self.precision.context():
                     outcome = self.placement.loss_of(on_device, last=place == len(pieces) - 1)
                 value, metrics = outcome if isinstance(outcome, tuple) else (outcome, {})
-                share = value.float() * (running / samples)
-                whole = share * self.placement.divisor
-                (whole * self.scale.scale if self.scale.active else whole).backward()  # type: ignore[no-untyped-call, unused-ignore]
+                share = value.float() * (running * self.placement.divisor / samples)
+                (share * self.scale.scale if self.scale.active else share).backward()  # type: ignore[no-untyped-call, unused-ignore]
                 loss += share.detach()
                 if metrics:
                     means.append(({name: mean.detach() for name, mean in metrics.items()}, running))
