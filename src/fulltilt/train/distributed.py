@@ -152,6 +152,12 @@ def _own_store(ranks: Ranks, timeout: datetime.timedelta) -> Any:
     return dist.PrefixStore(f"fulltilt/start-{start}/ranks-{ranks.world}", store)  # type: ignore[attr-defined, unused-ignore]
 
 
+def lost_contact(error: BaseException) -> bool:
+    """True for a collective that failed because another rank has gone."""
+    signs = ("closed by peer", "reset by peer", "Broken pipe", "gloo/transport", "NCCL", "TCPStore")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
 def same_everywhere(parameters: Sequence[torch.Tensor], group: Group) -> bool:
     """Whether all ranks hold the same parameters bit for bit, by comparing a hash of their bits.
 

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-from fulltilt.errors import FulltiltError, StoppedEarly
+from fulltilt.errors import Diverged, DoesNotFit, FulltiltError, MachineError, StoppedEarly, UsageError
 from fulltilt.train import checkpoint
+from fulltilt.train.distributed import Ranks, detect, lost_contact
 
 INTERRUPTED = 130
+LOST = MachineError.exit_code
+# A rank that lost another waits so long: the launcher should see first how that one ended, and ends us then.
+_AFTER_YOU_S = 5.0
+# What all ranks meet together; the first one says it.
+_SHARED = (StoppedEarly, Diverged, DoesNotFit)
 
 
 def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = None) -> int:
     """Run ``body`` and return the exit code of the run in ``out``; errors are told in at most three lines."""
+    ranks = detect()
+    silent = False
     try:
         body()
     except FulltiltError as error:
         lines = [error.what, error.remedy or ""]
         code = error.exit_code
+        silent = _told_by_another(error, ranks)
         if not isinstance(error, StoppedEarly):
             _log_traceback(out)
     except KeyboardInterrupt:
@@ -29,14 +39,26 @@ def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = 
         first = (str(error).strip().splitlines() or [""])[0]
         log = _log_traceback(out)
         lines, code = [f"{type(error).__name__}: {first} (in {_place(error)}; all of it is in {log})"], 1
+        if ranks.world > 1 and lost_contact(error):
+            lines, code = ["lost contact with another rank", f"Look for what that one said. Ours is in {log}."], LOST
+            time.sleep(_AFTER_YOU_S)
     else:
         return 0
+    if silent:
+        return code
     told = [line.replace("\n", "; ") for line in lines if line]
+    if ranks.rank:
+        told[0] = f"rank {ranks.rank}: {told[0]}"
     resumable = _newest(out)
     if resumable is not None:
         told.append(f"Newest checkpoint: {resumable}; the same command resumes there.")
     print(f"fulltilt: {told[0]}", *(f"  {line}" for line in told[1:]), sep="\n", file=stream or sys.stderr, flush=True)
     return code
+
+
+def _told_by_another(error: FulltiltError, ranks: Ranks) -> bool:
+    """A wrong setting is told once on each machine, since the machines may differ."""
+    return (isinstance(error, _SHARED) and ranks.rank > 0) or (isinstance(error, UsageError) and ranks.local_rank > 0)
 
 
 def _newest(out: Path) -> Path | None:

@@ -247,6 +247,7 @@ class Loop:
         rig = self.rig
         self._save(background=False)
         self._wait_for_disk()
+        rig.group.barrier()  # a launcher that sees one rank gone ends the others, also one that still writes
         reason = self.stop.reason or "another rank was asked to stop"
         where = f"step {rig.progress.step} is saved in {rig.root}"
         raise StoppedEarly(f"stopped: {reason}; {where}", "Run the same command again to go on from there.")

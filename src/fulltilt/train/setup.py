@@ -157,7 +157,11 @@ def rig_up(job: Job, settings: TrainSettings, out: Path, screen: Screen | None =
     stepper.memory_format = torch.channels_last if settings.channels_last else None
     ema = stepper.ema = Ema(model, settings.ema_decay) if settings.ema_decay is not None else None
 
-    divided(settings.batch_size, settings.workers, ranks)
+    shares = divided(settings.batch_size, settings.workers, ranks)
+    if not group.alone:
+        if device.type == "cpu":
+            shown.say(f"Using {ranks.world} processes on the CPU for training")
+        shown.say(shares)
     loading = LoaderSettings(
         settings.workers,
         settings.prefetch,
