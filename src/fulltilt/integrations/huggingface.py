@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fulltilt.errors import UsageError
+from fulltilt.records import Sample
 from fulltilt.timeline.explicit import Recording
 
 try:
@@ -17,10 +19,15 @@ except ImportError as error:
 
 
 class FulltiltCallback(TrainerCallback):  # type: ignore[misc]
-    """Records from the start of training to its end; marks epochs, evaluations and checkpoints."""
+    """Records from the start of training to its end; marks epochs, evaluations and checkpoints.
 
-    def __init__(self, folder: str | Path = "fulltilt-runs/trainer") -> None:
-        self.recording = Recording(folder)
+    ``on_sample`` is told, from another thread, what the machine does about once a second.
+    """
+
+    def __init__(
+        self, folder: str | Path = "fulltilt-runs/trainer", on_sample: Callable[[Sample], None] | None = None
+    ) -> None:
+        self.recording = Recording(folder, on_sample=on_sample)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Training starts."""
@@ -53,9 +60,9 @@ class FulltiltCallback(TrainerCallback):  # type: ignore[misc]
         self.recording.mark_checkpoint(False)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Training has ended."""
+        """Training has ended, at its last step or because somebody asked for it."""
         self.recording.mark_checkpoint(False)
-        self.recording.stop()
+        self.recording.stop(interrupted=state.global_step < state.max_steps)
 
     def _before_saving(self, control: Any) -> None:
         if control.should_save and not control.should_evaluate:

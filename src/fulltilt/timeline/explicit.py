@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,6 +17,7 @@ from fulltilt import store
 from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.host import HostProbe
 from fulltilt.probes.sampler import Sampler
+from fulltilt.records import Sample
 from fulltilt.timeline import attach
 from fulltilt.timeline.loop_marks import LoopMarks
 from fulltilt.timeline.run_files import RunFiles, job_root
@@ -23,13 +25,19 @@ from fulltilt.timeline.session import Session
 
 
 class Recording(LoopMarks):
-    """A run being recorded. Use it in a ``with`` block, or call ``start`` and ``stop`` in different notebook cells."""
+    """A run being recorded. Use it in a ``with`` block, or call ``start`` and ``stop`` in different notebook cells.
 
-    def __init__(self, folder: str | Path, name: str | None = None) -> None:
+    ``on_sample`` is told, from another thread, what the machine does about once a second.
+    """
+
+    def __init__(
+        self, folder: str | Path, name: str | None = None, on_sample: Callable[[Sample], None] | None = None
+    ) -> None:
         super().__init__()
         self.folder = Path(folder)
         self._name = name or self.folder.name
         self._attached = False
+        self._on_sample = on_sample
         self._files: RunFiles | None = None
         self._sampler: Sampler | None = None
 
@@ -46,13 +54,19 @@ class Recording(LoopMarks):
         t0_ns = time.perf_counter_ns()
         gpus = Gpus.open(root_pid=job_root())
         self._files = RunFiles(self.folder, self._name, t0_ns, gpus)
-        self._sampler = Sampler(self._files.take, gpus=gpus, host=HostProbe(os.getpid()), t0=t0_ns * 1e-9)
+        self._sampler = Sampler(self._take, gpus=gpus, host=HostProbe(os.getpid()), t0=t0_ns * 1e-9)
         self._sampler.start()
         self._session = Session(torch, self.folder, t0_ns)
         self._session.begin_here()
         return self
 
-    def stop(self, failed: bool = False) -> None:
+    def _take(self, sample: Sample) -> None:
+        if self._files is not None:
+            self._files.take(sample)
+        if self._on_sample is not None:
+            self._on_sample(sample)
+
+    def stop(self, failed: bool = False, *, interrupted: bool = False) -> None:
         """End the recording and write its report. In a notebook the report is shown."""
         session, self._session = self._session, None
         if session is None or self._attached or self._files is None:
@@ -60,7 +74,7 @@ class Recording(LoopMarks):
         session.finish()
         if self._sampler is not None:
             self._sampler.stop()
-        self._files.close("crashed" if failed else "done")
+        self._files.close("crashed" if failed else "interrupted" if interrupted else "done")
         _show(self.folder)
 
     def __enter__(self) -> Recording:

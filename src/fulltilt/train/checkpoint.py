@@ -26,6 +26,7 @@ import torch
 
 from fulltilt.errors import MachineError
 from fulltilt.train import durable, tensorfile, tree
+from fulltilt.train.durable import FileSum
 from fulltilt.train.keep import KeepPolicy, steps_to_delete
 
 SCHEMA_VERSION = 1
@@ -33,7 +34,6 @@ MODEL_FILE = "model.safetensors"
 TENSORS_FILE = "state.safetensors"
 VALUES_FILE = "state.json"
 MANIFEST_FILE = "manifest.json"
-_FILES = (MODEL_FILE, TENSORS_FILE, VALUES_FILE)
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -101,22 +101,46 @@ def sweep(root: Path) -> None:
 
 def write(root: Path, snapshot: Snapshot) -> Checkpoint:
     """Write a checkpoint so that it is complete under its name or not there at all. Raises MachineError."""
-    name = folder_name(snapshot.step)
-    partial = root / f".partial-{name}-{os.getpid()}"
-    final = root / name
-    displaced = root / f".displaced-{name}"
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = partial_folder(root, snapshot.step)
+    final = root / folder_name(snapshot.step)
     try:
         partial.mkdir()
         manifest = _write_files(partial, snapshot)
-        durable.sync_folder(partial)
-        if final.exists():  # the run went back and came here again; `sweep` knows the way out of each state
-            durable.rename(final, displaced)
-        durable.rename(partial, final)
+        return _appear(partial, final, manifest)
     except OSError as error:
         raise durable.cannot_write(partial, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def partial_folder(root: Path, step: int) -> Path:
+    """Where a trainer that writes its own files is to put those of a step, for ``adopt``; `sweep` knows the name."""
+    partial = root / f".partial-{folder_name(step)}-{os.getpid()}"
+    shutil.rmtree(partial, ignore_errors=True)
+    return partial
+
+
+def adopt(root: Path, made: Path, step: int, epoch: int, metric: float | None) -> Checkpoint:
+    """Make a folder of files that another trainer wrote a checkpoint: on the disk, with checksums, by one rename.
+
+    Raises MachineError.
+    """
+    try:
+        sums = {path.name: durable.sync_file(path) for path in sorted(made.iterdir()) if path.is_file()}
+        manifest = _write_manifest(made, step, epoch, metric, sums, None)
+        return _appear(made, root / folder_name(step), manifest)
+    except OSError as error:
+        raise durable.cannot_write(made, error) from error
+
+
+def _appear(partial: Path, final: Path, manifest: dict[str, Any]) -> Checkpoint:
+    displaced = final.with_name(f".displaced-{final.name}")
+    durable.sync_folder(partial)
+    try:
+        if final.exists():  # the run went back and came here again; `sweep` knows the way out of each state
+            durable.rename(final, displaced)
+        durable.rename(partial, final)
+    finally:
         if displaced.exists():
             _settle(displaced, final)
     return _described(final, manifest)
@@ -137,11 +161,17 @@ def _write_files(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
     }
     needed = snapshot.size_bytes
     sums = {name: durable.write_file(folder / name, parts, needed) for name, parts in contents.items()}
+    return _write_manifest(folder, snapshot.step, snapshot.epoch, snapshot.metric, sums, needed)
+
+
+def _write_manifest(
+    folder: Path, step: int, epoch: int, metric: float | None, sums: Mapping[str, FileSum], needed: int | None
+) -> dict[str, Any]:
     body = {
         "schema_version": SCHEMA_VERSION,
-        "step": snapshot.step,
-        "epoch": snapshot.epoch,
-        "metric": snapshot.metric,
+        "step": step,
+        "epoch": epoch,
+        "metric": metric,
         "files": {name: {"bytes": total.bytes, "sha256": total.sha256} for name, total in sums.items()},
     }
     durable.write_file(folder / MANIFEST_FILE, [_seal(body)], needed)
@@ -207,7 +237,8 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raw = path.read_bytes()
         manifest = json.loads(raw)
         checksum = manifest.pop("manifest_sha256")
-        intact = _seal(manifest) == raw and tuple(manifest["files"]) == _FILES
+        plain_names = all(Path(name).name == name for name in manifest["files"])
+        intact = _seal(manifest) == raw and plain_names and bool(manifest["files"])
         newer = manifest["schema_version"] > SCHEMA_VERSION
         step_agrees = folder_name(manifest["step"]) == folder.name or not _NAME.fullmatch(folder.name)
     except OSError as error:

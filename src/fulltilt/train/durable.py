@@ -60,6 +60,16 @@ def hash_file(path: Path) -> FileSum:
         return FileSum(file.tell(), digest.hexdigest())
 
 
+def sync_file(path: Path) -> FileSum:
+    """Flush a file that somebody else wrote to the disk; returns what it holds. Raises MachineError."""
+    try:
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+        return hash_file(path)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
 def sync_folder(folder: Path) -> None:
     """Flush the names in ``folder`` to the disk. Windows has no such call and needs none."""
     if os.name == "nt":

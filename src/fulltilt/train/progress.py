@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -73,15 +74,19 @@ class Screen:
 
     def begin(self, rig: Rig) -> None:
         """Say on what the run trains."""
-        self._epochs = rig.epochs
+        names = []
         if rig.device.type == "cuda":
             names = [str(name) for name in rig.group.gather(torch.cuda.get_device_name(rig.device))]
-            for line in device_lines(names):
-                self.say(line)
         settings = rig.settings
+        self.open(rig.epochs, settings.batch_size, names)
         accumulated = f" × {settings.accumulation} accumulated" if settings.accumulation > 1 else ""
         self.debug(f"precision {rig.precision.name}, batch {settings.batch_size}{accumulated}, seed {settings.seed}")
-        self._asked = settings.batch_size
+
+    def open(self, epochs: int, batch_size: int, gpu_names: Sequence[str]) -> None:
+        """The same for a loop that is not the engine's: how long, in which batches, on which GPUs."""
+        self._epochs, self._asked = epochs, batch_size
+        for line in device_lines(gpu_names):
+            self.say(line)
 
     def epoch_begins(self, epoch: int, steps: int | None, done: int) -> None:
         """A new epoch, ``done`` of its ``steps`` already behind us after a resume."""
