@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+from fulltilt.errors import UsageError
 from fulltilt.recipes.recipe import Recipe, Request, option
 from fulltilt.train import config
 from fulltilt.train.settings import TrainSettings
@@ -65,7 +66,7 @@ class Asked:
     def request(self, data: Path, out: Path) -> Request:
         """With the data at hand."""
         place = self.place
-        resume_from = None if place.resume_from is None else Path(place.resume_from)
+        resume_from = None if place.resume_from is None else _newest_in(Path(place.resume_from))
         return Request(self.options, self.settings, data, out, resume_from, place.fresh)
 
 
@@ -91,6 +92,19 @@ def read(recipe: Recipe, given: Mapping[str, Any], file: Path | None = None) -> 
     union: Any = _union(recipe.options)  # type: ignore[arg-type, unused-ignore]
     whole = config.parse(values, union, "the command line" if file is None else str(file))
     return Asked(_part(whole, recipe.options), _part(whole, TrainSettings), _part(whole, Place))
+
+
+def _newest_in(path: Path) -> Path:
+    """A run's folder stands for its newest checkpoint."""
+    root = path / "checkpoints"
+    if not root.is_dir():
+        return path
+    from fulltilt.train.find import newest_complete
+
+    found = newest_complete(root).checkpoint
+    if found is None:
+        raise UsageError(f"{root} holds no complete checkpoint", "Give another folder or file with --resume-from.")
+    return found.folder
 
 
 def _part(whole: Any, record: type[Record]) -> Record:

@@ -1,0 +1,33 @@
+"""The cod recipe's own options, under the names that guides 1 and 3 use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fulltilt.recipes.recipe import option
+
+
+@dataclass(frozen=True, slots=True)
+class CodOptions:
+    """What is trained, and how the run divides into its two stages."""
+
+    img_size: int = option(384, "Side of the square that images are scaled to.", least=32, most=2048)
+    backbone: str = option("edgenext_base", "Any timm backbone that gives feature maps.")
+    weights: str = option("none", "Backbone weights: none, pretrained (timm's hub), or a file.")
+    num_experts: int = option(7, "Experts of each mixture in the decoder.", least=1, most=64)
+    decoder_width: int = option(64, "Channels of the decoder.", least=8, most=1024)
+    stage1_epochs: int = option(30, "Epochs, of all, that train the decoder on a frozen backbone.", least=0)
+    skip_stage1: bool = option(False, "Begin with stage 2; its epochs stay as many.")
+    stage2_lr: float | None = option(2.4e-4, "The highest learning rate of stage 2.", above=0)
+    stage2_batch_size: int | None = option(None, "Batch size of stage 2, over all GPUs.", least=1)
+    progressive_unfreeze: bool = option(True, "Unfreeze the backbone block by block, the deepest first.")
+    deep_supervision: bool = option(True, "Train every level of the decoder, not the last alone.")
+    balance: float = option(0.01, "Weight of the term that keeps all experts in use.", least=0)
+    include_noncam: bool = option(False, "Train and test on images without camouflage too.")
+
+    def problems(self) -> list[str]:
+        """What is wrong between fields that are each right alone; ``epochs`` is the engine's."""
+        epochs = getattr(self, "epochs", None)
+        if epochs is not None and self.stage1_epochs >= epochs:
+            return [f"stage1_epochs ({self.stage1_epochs}) leaves stage 2 none of the {epochs} epochs"]
+        return []

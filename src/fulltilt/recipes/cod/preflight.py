@@ -1,0 +1,67 @@
+"""What is wrong with data or options, found before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from PIL import Image
+
+from fulltilt.errors import DataError
+from fulltilt.recipes.cod.model import check_backbone
+from fulltilt.recipes.cod.options import CodOptions
+from fulltilt.recipes.cod.pictures import PARTS, Pair, pairs
+from fulltilt.recipes.recipe import Request
+
+# Only headers are read, and a network disk answers many at once.
+READERS = 16
+
+
+def check(request: Request) -> None:
+    """Raise DataError or UsageError for the first thing that would stop the run later."""
+    options: CodOptions = request.options
+    check_backbone(options.backbone, options.img_size, options.weights)
+    for part in PARTS:
+        check_pairs(pairs(request.data, part, noncam=options.include_noncam))
+
+
+def check_pairs(listed: Sequence[Pair]) -> None:
+    """Raise DataError when a picture has no mask, cannot be opened, or has a mask of another size."""
+    folder = listed[0].mask.parent
+    _refuse(
+        listed,
+        [pair for pair in listed if not pair.mask.is_file()],
+        lambda pair: (f"no mask for {pair.picture}", f"Put it into {folder} as {pair.mask.name}."),
+    )
+    with ThreadPoolExecutor(READERS) as pool:
+        sizes = list(pool.map(lambda pair: (_size(pair.picture), _size(pair.mask)), listed))
+    differing = {pair: both for pair, both in zip(listed, sizes, strict=True) if both[0] != both[1]}
+    _refuse(
+        listed,
+        list(differing),
+        lambda pair: (
+            f"{pair.mask} is {_words(differing[pair][1])}, its picture {_words(differing[pair][0])}",
+            "A mask has the size of its picture: export it again, or take both out.",
+        ),
+    )
+
+
+def _refuse(listed: Sequence[Pair], bad: list[Pair], tell: Callable[[Pair], tuple[str, str]]) -> None:
+    if bad:
+        what, remedy = tell(bad[0])
+        more = f" ({len(bad)} of {len(listed)} are like that)" if len(bad) > 1 else ""
+        raise DataError(f"{what}{more}", remedy)
+
+
+def _size(path: Path) -> tuple[int, int]:
+    try:
+        with Image.open(path) as opened:
+            width, height = opened.size
+            return width, height
+    except (OSError, SyntaxError, ValueError) as error:
+        raise DataError(f"{path} is no image: {error}", "Replace it, or take it and its mask out.") from error
+
+
+def _words(size: tuple[int, int]) -> str:
+    return f"{size[0]}×{size[1]}"
