@@ -23,7 +23,7 @@ from fulltilt.timeline.loader_tap import TappedIterator
 from fulltilt.timeline.marks import Activity, Finished, Point, Rested
 from fulltilt.timeline.notes import RankNotes
 from fulltilt.timeline.rank_files import RankFiles
-from fulltilt.timeline.rest import MEASURED_STEPS, RESTED_STEPS, Rest, Usual, plan
+from fulltilt.timeline.rest import Rest, Usual, plan
 from fulltilt.timeline.spans import WarmUp
 from fulltilt.timeline.stacks import look
 from fulltilt.timeline.tiles import TileBuilder
@@ -126,7 +126,7 @@ class Recorder:
         """An optimizer call has ended. After a burst of short steps the recorder rests."""
         rest = self.rest
         rest.awake_calls += 1
-        if rest.planned_calls and rest.awake_calls * RESTED_STEPS >= rest.planned_calls * MEASURED_STEPS:
+        if rest.plan is not None and rest.awake_calls >= rest.plan.measured_calls:
             if self.profiling or self.calibrating or self._calibrate:
                 return
             rest.begin()
@@ -135,7 +135,7 @@ class Recorder:
     def stepped_at_rest(self) -> None:
         """An optimizer call has ended that was not measured."""
         self.rest.calls += 1
-        if self.rest.calls >= self.rest.planned_calls:
+        if self.rest.plan is None or self.rest.calls >= self.rest.plan.rested_calls:
             self.wake()
 
     def wake(self) -> None:
@@ -202,7 +202,8 @@ class Recorder:
             # Never in step with the job: looks at a fixed interval would always meet a 10 ms step at the same place.
             pause_s = LOOK_EVERY_S * (0.5 + jitter.random())
             due_ns = time.perf_counter_ns() + int(pause_s * 1e9)
-            if self._stop.wait(pause_s) or os.getpid() != self.pid:
+            time.sleep(pause_s)  # waiting for an Event with a time limit takes the interpreter lock twice as long
+            if self._stop.is_set() or os.getpid() != self.pid:
                 return
             try:
                 self._look(due_ns)
@@ -287,7 +288,7 @@ class Recorder:
         if builder.closed:
             tile = builder.closed[-1]
             step_s = (tile.t1_ns - tile.t0_ns) * NS / max(tile.steps, 1)
-            self.rest.planned_calls = plan(builder.steps, builder.calls, step_s, self.notes.scaler)
+            self.rest.plan = plan(builder.steps, builder.calls, step_s, self.notes.scaler)
 
     def _plan_calibration(self) -> None:
         gpu, tiles = self._builder.gpu, self._builder.closed

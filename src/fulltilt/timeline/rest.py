@@ -1,7 +1,7 @@
 """Short steps are measured in bursts: between two bursts the recorder rests and only counts.
 
-A step of 2 ms cannot bear what a full measurement costs. Of such steps one in eight is measured; the time of the others
-is divided as theirs. Nothing rare is missed: a long wait is booked as it is, and saving, evaluating, the end of a pass
+A step of 2 ms cannot bear what a full measurement costs. Of such steps one in sixteen is measured, of 5 ms one in
+eight; the time of the others is divided as theirs. Nothing rare is missed: a long wait is booked as it is, and saving, evaluating, the end of a pass
 and everything else out of the ordinary wake the recorder up.
 """
 
@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from fulltilt.records import Buckets
 
 MEASURED_STEPS = 16
-RESTED_STEPS = 112
-# Steps are measured one and all until there are this many, and while they take longer than this.
+# Steps are measured one and all until there are this many, and while they take longer than a short one.
 MEASURE_ALL_FIRST = 300
-SHORT_STEP_S = 0.005
+SHORT_STEP_S, RESTED_STEPS = 0.005, 112
+VERY_SHORT_STEP_S, RESTED_STEPS_VERY_SHORT = 0.0025, 240
 # A wait for data longer than this is booked even at rest.
 LONG_WAIT_NS = 2_000_000
 
@@ -25,11 +25,19 @@ ORDINARY = ("data_wait_s", "transfer_s", "compute_s", "sync_s", "host_code_s", "
 FORGET = 0.98
 
 
+@dataclass(frozen=True, slots=True)
+class RestPlan:
+    """How many calls of optimizers to measure in a burst, and how many to rest after it."""
+
+    measured_calls: int
+    rested_calls: int
+
+
 @dataclass
 class Rest:
     """What was counted since the rest began, in calls of optimizers."""
 
-    planned_calls: int = 0
+    plan: RestPlan | None = None
     on: bool = False
     awake_calls: int = 0
     calls: int = 0
@@ -47,14 +55,15 @@ class Rest:
         self.awake_calls = 0
 
 
-def plan(steps: int, calls: int, step_s: float, scaler: bool) -> int:
-    """How many optimizer calls to rest between two bursts; 0 when every step should be measured.
+def plan(steps: int, calls: int, step_s: float, scaler: bool) -> RestPlan | None:
+    """How to measure in bursts; None when every step should be measured.
 
     Counting calls stands for counting steps only while every step has made the same number of them.
     """
     if steps < MEASURE_ALL_FIRST or step_s > SHORT_STEP_S or scaler or calls % steps:
-        return 0
-    return RESTED_STEPS * (calls // steps)
+        return None
+    rested = RESTED_STEPS_VERY_SHORT if step_s < VERY_SHORT_STEP_S else RESTED_STEPS
+    return RestPlan(MEASURED_STEPS * (calls // steps), rested * (calls // steps))
 
 
 @dataclass
