@@ -53,3 +53,10 @@ def test_batches_made_by_hand_get_a_loader() -> None:
     warning = low_gpu_warning(None, STARVED, None, 2.0)
     assert warning is not None
     assert "a DataLoader with workers (current: none)" in warning
+
+
+def test_without_a_gpu_the_wait_is_named_not_the_computing() -> None:
+    warning = low_gpu_warning(None, Buckets(data_wait_s=4.2, compute_s=4.7, host_code_s=1.1), None, 2.0)
+    assert warning is not None
+    assert "Most likely: training waits for data (42.0% of the time)" in warning
+    assert "the GPU computes" not in warning

@@ -46,14 +46,17 @@ def low_gpu_warning(
         if share < thresholds.severe_share:
             return None
         title = f"TRAINING WAITS FOR DATA ({100 * share:.1f}% of the time)"
-    lines = [_likely_cause(buckets, active_s), *_settings(buckets, active_s, loader, usable_cpus, thresholds)]
+    lines = [
+        _likely_cause(buckets, active_s, util_pct is not None),
+        *_settings(buckets, active_s, loader, usable_cpus, thresholds),
+    ]
     return "\n".join((f"⚠️  {title}! Possible bottlenecks:", *(f"   - {line}" for line in lines)))
 
 
-def _likely_cause(buckets: Buckets, active_s: float) -> str:
+def _likely_cause(buckets: Buckets, active_s: float, on_gpu: bool) -> str:
     idle = [name for name in BUCKETS if name not in ("startup_s", "compute_s")]
     largest = max(idle, key=lambda name: getattr(buckets, name))
-    if getattr(buckets, largest) < buckets.compute_s:
+    if on_gpu and getattr(buckets, largest) < buckets.compute_s:
         largest = "compute_s"
     return f"Most likely: {_CAUSES[largest]} ({100 * getattr(buckets, largest) / active_s:.1f}% of the time)"
 
@@ -67,7 +70,10 @@ def _settings(
     batch = f"batch_size (current: {loader.batch_size})"
     prefetch = f"prefetch_factor (current: {loader.prefetch_factor or 2})"
     if not starved:
-        return [f"Increase {batch}", f"num_workers (current: {loader.num_workers}) keeps up"]
+        return [
+            *([f"Increase {batch}"] if loader.batch_size is not None else []),
+            f"num_workers (current: {loader.num_workers}) keeps up",
+        ]
     place = f" at {loader.where}" if loader.where else ""
     if loader.num_workers == 0:
         lines = [f"Increase num_workers (current: 0){place}"]
@@ -81,7 +87,8 @@ def _settings(
             f"num_workers (current: {loader.num_workers}) already fills the {usable_cpus:g} usable CPUs{place}",
             f"Increase {prefetch}",
         ]
-    lines.append(f"A larger {batch} does not help while data is late")
+    if loader.batch_size is not None:
+        lines.append(f"A larger {batch} does not help while data is late")
     steady = loader.batches - max(loader.passes, 1)
     if steady > 0 and loader.wait_s > 0:
         lines.append(f"DataLoader avg: {1000 * loader.wait_s / steady:.1f}ms a batch")
