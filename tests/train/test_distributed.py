@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fulltilt.errors import UsageError
-from fulltilt.train import batches
+from fulltilt.train import batches, slurm
 from fulltilt.train.distributed import Ranks, bit_hash, detect, device_lines, divided, part_of
 
 
@@ -21,6 +21,7 @@ def test_torchrun_slurm_and_neither() -> None:
         "SLURM_LOCALID": "1",
         "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
         "SLURM_STEP_ID": "0",
+        "SLURM_NODEID": "1",
     }
     assert detect(srun) == Ranks(5, 8, 1, 4)
     assert detect({**torchrun, **srun}) == Ranks(3, 8, 1, 2), "torchrun inside a Slurm job speaks for itself"
@@ -28,6 +29,19 @@ def test_torchrun_slurm_and_neither() -> None:
     assert detect({"SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}) == Ranks(), "a batch script is no srun step"
     with pytest.raises(UsageError):
         detect({"RANK": "x", "WORLD_SIZE": "2"})
+
+
+def test_slurm_in_torchs_words() -> None:
+    step = {"SLURM_PROCID": "6", "SLURM_STEP_NUM_TASKS": "7", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "2"}
+    place = {"SLURM_NODEID": "3", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_STEP_NODELIST": "gpu[03-05,9]"}
+    found = slurm.torch_environment({**step, **place, "SLURM_JOB_ID": "123456"})
+    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"]) == ("6", "7", "1")
+    assert found["MASTER_ADDR"] == "gpu03"
+    assert 20_000 <= int(found["MASTER_PORT"]) < 32_000
+    assert slurm.torch_environment({**step, "MASTER_ADDR": "elsewhere"})["MASTER_ADDR"] == "elsewhere"
+    assert slurm.torch_environment({**step, "SLURM_STEP_NUM_TASKS": "1"}) == {}
+    for nodes, first in [("a,b", "a"), ("n1-ib,n2-ib", "n1-ib"), ("rack[7-8]-gpu,x", "rack7-gpu"), ("", "")]:
+        assert slurm.first_host(nodes) == first
 
 
 @given(st.integers(0, 500), st.integers(1, 16))

@@ -13,6 +13,9 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from fulltilt.errors import MachineError, UsageError
+from fulltilt.train import slurm
+
+_AFTER_THE_WATCHDOG_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,26 +31,29 @@ class Ranks:
 def detect(environment: Mapping[str, str] | None = None) -> Ranks:
     """Our place as torchrun states it, or Slurm's srun where torchrun is not in between; otherwise one process."""
     env = os.environ if environment is None else environment
-    if "RANK" in env and "WORLD_SIZE" in env:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    elif "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
-        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
-    else:
-        return Ranks()
+    if "RANK" not in env or "WORLD_SIZE" not in env:
+        env = slurm.torch_environment(env)
+    defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     try:
-        rank, world, local_rank, local_world = (int(env.get(n, d).split("(")[0]) for n, d in zip(names, "0101"))  # noqa: B905
+        return Ranks(*(int(env.get(name, default)) for name, default in defaults.items()))
     except ValueError as error:
-        raise UsageError(f"the launcher's {', '.join(names)} are not numbers") from error
-    return Ranks(rank, world, local_rank, local_world)
+        raise UsageError(f"the launcher's {', '.join(defaults)} are not numbers") from error
 
 
 def device_of(name: str, local_rank: int) -> torch.device:
     """The device that a rank trains on. Raises UsageError when a GPU is asked for and there is none."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError("device: cuda, but torch sees no GPU", "Use device: auto, or see `fulltilt check`.")
-    if name != "cpu" and torch.cuda.is_available():
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    present = torch.cuda.device_count()
+    if local_rank < present:
         return torch.device("cuda", local_rank)
-    return torch.device("cpu")
+    if present == 1 and "SLURM_LOCALID" in os.environ:
+        return torch.device("cuda", 0)  # srun --gpus-per-task=1 shows each rank its own GPU only
+    raise UsageError(
+        f"this machine has {present} GPUs for {local_rank + 1} or more ranks", "Start one rank a GPU, or device: cpu."
+    )
 
 
 def part_of(total: int, ranks: Ranks) -> int:
@@ -79,13 +85,21 @@ class Group:
         self.ranks = ranks
         self.device = device
         self._began = False
-        if ranks.world > 1 and not dist.is_initialized():
+        if not self.alone and not dist.is_initialized():
             # CPU tensors go through gloo: flags can be agreed upon without waiting for any GPU.
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            timeout = datetime.timedelta(seconds=timeout_s)
+            # Our own watchdog should be first: it writes the stacks. NCCL's would abort without a word for the user.
+            timeout = datetime.timedelta(seconds=timeout_s + _AFTER_THE_WATCHDOG_S)
             try:
-                store = _own_store(ranks, timeout)
-                dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world, timeout=timeout)
+                dist.init_process_group(
+                    backend,
+                    store=_own_store(ranks, timeout),
+                    rank=ranks.rank,
+                    world_size=ranks.world,
+                    timeout=timeout,
+                    # Connects at once, where a failure can still be told; and no collective has to guess its GPU.
+                    device_id=device if device.type == "cuda" else None,
+                )
             except (RuntimeError, ValueError) as error:
                 remedy = "Start the job with torchrun; MASTER_ADDR and MASTER_PORT must be reachable from every rank."
                 raise MachineError(
@@ -136,9 +150,12 @@ class Group:
         """Wait until every rank is here."""
         self.agree([0.0])
 
-    def close(self) -> None:
-        """Leave the group, if we were the ones to form it."""
-        if self._began and dist.is_initialized():
+    def close(self, *, failed: bool = False) -> None:
+        """Leave the group, if we were the ones to form it.
+
+        After a failure of this rank NCCL is left as it is: it would wait here for collectives that others never join.
+        """
+        if self._began and dist.is_initialized() and not (failed and self.device.type == "cuda"):
             dist.destroy_process_group()
 
 
@@ -147,6 +164,8 @@ def _own_store(ranks: Ranks, timeout: datetime.timedelta) -> Any:
 
     torchrun keeps one store over its restarts; a rank that is early would read the addresses of dead predecessors.
     """
+    for name, value in slurm.torch_environment(os.environ).items():
+        os.environ.setdefault(name, value)  # torch looks for the first rank's address there
     store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world, timeout=timeout))
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"fulltilt/start-{start}/ranks-{ranks.world}", store)  # type: ignore[attr-defined, unused-ignore]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
+
+import torch.distributed as dist
 
 from fulltilt.errors import Diverged, DoesNotFit, FulltiltError, MachineError, StoppedEarly, UsageError
 from fulltilt.train import checkpoint
@@ -45,7 +48,7 @@ def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = 
     else:
         return 0
     if silent:
-        return code
+        return code  # together with the others
     told = [line.replace("\n", "; ") for line in lines if line]
     if ranks.rank:
         told[0] = f"rank {ranks.rank}: {told[0]}"
@@ -53,6 +56,10 @@ def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = 
     if resumable is not None:
         told.append(f"Newest checkpoint: {resumable}; the same command resumes there.")
     print(f"fulltilt: {told[0]}", *(f"  {line}" for line in told[1:]), sep="\n", file=stream or sys.stderr, flush=True)
+    if ranks.world > 1 and dist.is_initialized():
+        # NCCL was left as it is (see Group.close), and the interpreter's own end would wait for it.
+        sys.stdout.flush()
+        os._exit(code)
     return code
 
 

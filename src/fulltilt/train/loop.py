@@ -48,7 +48,7 @@ def train(
     stop = StopRequest(settings.max_time_s)
     with stop.listening(), contextlib.ExitStack() as cleanup:
         rig = rig_up(job, settings, out, screen)
-        cleanup.callback(rig.close)
+        cleanup.push(lambda kind, _error, _trace: rig.close(failed=kind not in (None, StoppedEarly)))
         watchdog = Watchdog(settings.hang_timeout_s, out / f"stacks.rank-{rig.group.ranks.rank}.log")
         cleanup.callback(rig.writer.finish)
         cleanup.enter_context(rig.screen)

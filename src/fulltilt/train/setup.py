@@ -94,12 +94,12 @@ class Rig:
             parts["ema"] = self.ema
         return parts
 
-    def close(self) -> None:
-        """End the loader's workers and leave the group of ranks."""
+    def close(self, *, failed: bool = False) -> None:
+        """End the loader's workers and leave the group of ranks; ``failed``: the others may not know yet."""
         for data in (self.source, self.eval_source):
             if data is not None:
                 data.close()
-        self.group.close()
+        self.group.close(failed=failed)
         if self.lock is not None:
             self.lock.release()
 
