@@ -269,6 +269,14 @@ class TextLoader:
             self._padded += width * len(picks)
             yield self._assemble(picks, width)
 
+    def batch(self, picks: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The batch of these samples, by their numbers on the host: for a loop that decides on batches itself."""
+        inside = self.lengths[picks]
+        width = padded_length(int(inside.max()), self.batching.multiple)
+        self._real += int(inside.sum())
+        self._padded += width * len(picks)
+        return self._assemble(picks.to(self.device, non_blocking=True), width)
+
     def _assemble(self, picks: torch.Tensor, width: int) -> dict[str, torch.Tensor]:
         start, stop = self._offsets[picks][:, None], self._offsets[picks + 1][:, None]
         places = start + torch.arange(width, device=self.device)

@@ -28,6 +28,7 @@ class FulltiltCallback(TrainerCallback):  # type: ignore[misc]
         self, folder: str | Path = "fulltilt-runs/trainer", on_sample: Callable[[Sample], None] | None = None
     ) -> None:
         self.recording = Recording(folder, on_sample=on_sample)
+        self.interrupted = False  # for a callback that ends training early because it was told to
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Training starts."""
@@ -60,9 +61,9 @@ class FulltiltCallback(TrainerCallback):  # type: ignore[misc]
         self.recording.mark_checkpoint(False)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Training has ended, at its last step or because somebody asked for it."""
+        """Training has ended."""
         self.recording.mark_checkpoint(False)
-        self.recording.stop(interrupted=state.global_step < state.max_steps)
+        self.recording.stop(interrupted=self.interrupted)
 
     def _before_saving(self, control: Any) -> None:
         if control.should_save and not control.should_evaluate:

@@ -85,7 +85,7 @@ def flags(recipe: Recipe) -> list[Flag]:
 
 def read(recipe: Recipe, given: Mapping[str, Any], file: Path | None = None) -> Asked:
     """What flags (``given``) and config file ask for. Raises UsageError listing every problem of both."""
-    from_file = {} if file is None else config.read(file)
+    from_file = {} if file is None else recipe.translate(config.read(file))
     # The flag is --max-time; the setting carries its unit.
     from_file = {"max_time_s" if key == "max_time" else key: value for key, value in from_file.items()}
     values = {**recipe.settings, **from_file, **given}

@@ -36,7 +36,8 @@ class Recipe:
     ``settings`` are its defaults of TrainSettings. ``check`` looks at data and options before anything is built and
     raises DataError or UsageError. ``run`` trains and returns the last metrics: ``on_engine`` makes one from a function
     that builds a Job; a recipe on another trainer brings its own. ``made`` is the kind of data that
-    ``--data synthetic`` stands for, ``made_size`` its number of samples.
+    ``--data synthetic`` stands for, ``made_size`` its number of samples. ``translate`` turns the keys of another
+    trainer's config file into those above.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Recipe:
     made: str
     made_size: int
     settings: Mapping[str, Any] = field(default_factory=dict)
+    translate: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
 
 
 def option(

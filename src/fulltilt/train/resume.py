@@ -10,8 +10,8 @@ from fulltilt.train.setup import Rig, enter_stage
 
 def resume(rig: Rig, *, resume_from: Path | None = None, fresh: bool = False) -> None:
     """Bring the rig to its starting point and say which that is. Raises FulltiltErrors."""
-    if fresh and rig.group.first:
-        _set_aside(rig)
+    if fresh and rig.group.first and (aside := set_aside(rig.root)) is not None:
+        rig.screen.say(f"The checkpoints of the run before are now in {aside}")
     rig.group.barrier()
     if not fresh:
         found = find.newest_complete(rig.root)
@@ -44,13 +44,13 @@ def _restore(rig: Rig, folder: Path) -> None:
         rig.screen.say(f"Changed since: {', '.join(rig.kept_settings.changes)}")
 
 
-def _set_aside(rig: Rig) -> None:
-    """Old checkpoints must not be taken for those of the fresh run; they are kept, under another name."""
-    if not checkpoint.folders(rig.root):
-        return
+def set_aside(root: Path) -> Path | None:
+    """Give old checkpoints another name, so that a fresh run is not taken for theirs; None when there are none."""
+    if not checkpoint.folders(root):
+        return None
     number = 1
-    while (aside := rig.out / f"checkpoints.old-{number}").exists():
+    while (aside := root.with_name(f"{root.name}.old-{number}")).exists():
         number += 1
-    durable.rename(rig.root, aside)
-    checkpoint.prepare(rig.root)
-    rig.screen.say(f"The checkpoints of the run before are now in {aside}")
+    durable.rename(root, aside)
+    checkpoint.prepare(root)
+    return aside
