@@ -127,6 +127,7 @@ class _Forwarding:
 
     def __init__(self) -> None:
         self._waiting: list[int] = []
+        self._others = psutil.Process().children()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _Forwarding:
@@ -141,7 +142,7 @@ class _Forwarding:
 
     def pass_on(self) -> None:
         """Hand on what came before there was a rank to take it."""
-        ranks = psutil.Process().children() if self._waiting else ()
+        ranks = [child for child in psutil.Process().children() if child not in self._others] if self._waiting else []
         while ranks and self._waiting:
             number = self._waiting.pop(0)
             for rank in ranks:
