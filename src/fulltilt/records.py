@@ -291,6 +291,26 @@ class WorkerRecord:
     process_cpu_s: float
     read_bytes: int | None
     lines: tuple[HotLine, ...] = ()
+    pss_bytes: int | None = None  # of one worker, their mean
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRecord:
+    """Memory by part, asked for once at the end of an early step. ``other_bytes`` is all else that stays on the GPU:
+
+    frozen weights, buffers, data kept there; None for a job on the CPU.
+    """
+
+    parameters: int
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    other_bytes: int | None = None
+
+    @property
+    def resident_bytes(self) -> int:
+        """What stays from step to step."""
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + (self.other_bytes or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,6 +450,7 @@ class RankRecord:
     vram_peak_bytes: int | None = None
     vram_reserved_bytes: int | None = None
     alloc_retries: int | None = None
+    memory: MemoryRecord | None = None
     torch_threads: int | None = None
     stack_samples: int = 0
     observer_s: float | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import statistics
 import sys
 import weakref
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from fulltilt.records import (
     CommunicationRecord,
     DeepRecord,
     LiveRecord,
+    MemoryRecord,
     PrecisionRecord,
     RankRecord,
     TransferRecord,
@@ -41,6 +43,7 @@ class WorkerTotals:
     idle_s: float = 0.0
     process_cpu_s: float = 0.0
     read_bytes: dict[int, int] = field(default_factory=dict)
+    pss_bytes: dict[int, int] = field(default_factory=dict)
     lines: LineTimes = field(default_factory=LineTimes)
 
     def add(self, message: dict[str, Any]) -> None:
@@ -55,6 +58,8 @@ class WorkerTotals:
         self.cpu_wait_s = None if waited is None or self.cpu_wait_s is None else self.cpu_wait_s + waited
         if message["read_bytes"] is not None:
             self.read_bytes[message["pid"]] = message["read_bytes"]
+        if message["pss_bytes"] is not None:
+            self.pss_bytes[message["pid"]] = max(message["pss_bytes"], self.pss_bytes.get(message["pid"], 0))
         self.lines.merge(lines_of(message))
 
     def record(self, loader_id: int) -> WorkerRecord:
@@ -70,6 +75,7 @@ class WorkerTotals:
             process_cpu_s=self.process_cpu_s,
             read_bytes=sum(self.read_bytes.values()) if self.read_bytes else None,
             lines=self.lines.top(),
+            pss_bytes=round(statistics.mean(self.pss_bytes.values())) if self.pss_bytes else None,
         )
 
 
@@ -128,6 +134,7 @@ class RankNotes:
         self.optimizer_calls = 0
         self.learning_rate: float | None = None
         self.parameter_dtype: str | None = None
+        self.memory: MemoryRecord | None = None
         self.autocast: str | None = None
         self.scaler = False
         self.replicas: list[weakref.ref[Any]] = []
@@ -254,6 +261,7 @@ class RankNotes:
             vram_peak_bytes=stats.get("allocated_bytes.all.peak"),
             vram_reserved_bytes=stats.get("reserved_bytes.all.peak"),
             alloc_retries=stats.get("num_alloc_retries"),
+            memory=self.memory,
             torch_threads=self._torch.get_num_threads(),
             stack_samples=self.looks,
             observer_s=self.observer_s,

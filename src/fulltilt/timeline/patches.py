@@ -29,8 +29,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from fulltilt.records import MemoryRecord
 from fulltilt.timeline.loader_tap import LoaderTaps, given_arguments
 from fulltilt.timeline.marks import Activity, BackwardBegan, BackwardEnded, EvalMode, OptimizerStepped, Point
+from fulltilt.timeline.memory_parts import memory_parts
 from fulltilt.timeline.recorder import Recorder
 from fulltilt.timeline.stacks import users_line
 
@@ -53,6 +55,8 @@ COLLECTIVES = (
 ASK_PINNED_FIRST = 8
 ASK_PINNED_EVERY = 64
 ASK_REPLICAS_EVERY = 16
+# An early step, but not the first: some optimizers make their states later.
+ASK_MEMORY_AT = 3
 # A copy that took the host longer than this did not merely queue itself.
 BLOCKED_S = 0.0002
 LARGE_COPY_BYTES = 1 << 20
@@ -71,6 +75,7 @@ class Patches:
         self._steps_count: set[int] = set()
         self._depth_of_train = 0
         self._trained: set[int] = set()
+        self._known: list[weakref.ref[Any]] = []
         self.watches_copies = False
 
     def install(self) -> None:
@@ -216,13 +221,25 @@ class Patches:
             recorder.calibrate_if_asked(Point.BATCH)
         if self._notes.replicas and self._notes.optimizer_calls % ASK_REPLICAS_EVERY == 0:
             self._notes.read_communication()
+        if self._notes.memory is None and self._notes.optimizer_calls >= ASK_MEMORY_AT:
+            self._weigh()
         recorder.stepped()
+
+    def _weigh(self) -> None:
+        """Ask for the memory by part at the end of a step, when the gradients still lie there."""
+        known = [optimizer for reference in self._known if (optimizer := reference()) is not None]
+        try:
+            self._notes.memory = memory_parts(self._torch, known, self._recorder.clock is not None)
+        except Exception as error:  # an optimizer of another shape is no reason to stop anybody's training
+            self._notes.memory = MemoryRecord(0, 0, 0, 0)
+            self._notes.remark(f"memory by part: {type(error).__name__}: {error}")
 
     def _meet(self, optimizer: Any) -> None:
         """The first step of an optimizer: note what it trains and on which device."""
         self._recorder.ensure_started()
         self._notes.learn_rank()
         self._notes.optimizers[id(optimizer)] = type(optimizer).__name__
+        self._known.append(weakref.ref(optimizer))
         groups = optimizer.param_groups
         self._notes.learning_rate = _number(groups[0].get("lr")) if groups else None
         parameters = [parameter for group in groups for parameter in group["params"]]

@@ -1,8 +1,8 @@
 """Short steps are measured in bursts: between two bursts the recorder rests and only counts.
 
 A step of 2 ms cannot bear what a full measurement costs. Of such steps one in sixteen is measured, of 5 ms one in
-eight; the time of the others is divided as theirs. Nothing rare is missed: a long wait is booked as it is, and saving, evaluating, the end of a pass
-and everything else out of the ordinary wake the recorder up.
+eight; the time of the others is divided as theirs. Nothing rare is missed: a long wait is booked as it is, and saving,
+evaluating, the end of a pass and everything else out of the ordinary wake the recorder up.
 """
 
 from __future__ import annotations
