@@ -1,0 +1,1 @@
+"""The jobs of ``bench/feed.py``, one file for each kind of data."""

@@ -1,0 +1,281 @@
+"""COD and CLIP: JPEG files, every tier, the stock DataLoader over worker counts, peers on the same files."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from feedbench import peers
+from feedbench.measuring import Bench, Step, first_of, on_device, trainer
+from fulltilt import feed
+from fulltilt.feed import augment
+
+TIERS = ("vram", "disk", "pinned", "ram", "none")  # in the order of what has a target
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+# --------------------------------------------------------------------------- files
+
+
+def _make_image(task: tuple[str, str | None, int, int, int]) -> None:
+    import numpy
+    from PIL import Image
+
+    image_path, mask_path, width, height, seed = task
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.randint(0, 256, (height // 16, width // 16, 3), generator=generator, dtype=torch.uint8)
+    image = Image.fromarray(coarse.numpy()).resize((width, height), Image.Resampling.BICUBIC)
+    fine = torch.randint(0, 24, (height, width, 3), generator=generator, dtype=torch.uint8)
+    pixels = torch.from_numpy(numpy.asarray(image).copy()) // 10 * 9 + fine
+    Image.fromarray(pixels.numpy()).save(image_path, quality=90)
+    if mask_path is not None:
+        Image.fromarray((coarse[..., 0] > 128).to(torch.uint8).mul(255).numpy()).resize((width, height)).save(mask_path)
+
+
+def make_images(folder: Path, count: int, width: int, height: int, *, masks: bool) -> list[tuple[str, str | None]]:
+    """Smooth colours with noise as JPEG of quality 90, and masks as PNG; written by all cores."""
+    pairs = [(str(folder / f"{n:06}.jpg"), str(folder / f"{n:06}.png") if masks else None) for n in range(count)]
+    with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
+        list(pool.map(_make_image, [(*pair, width, height, n) for n, pair in enumerate(pairs)], chunksize=16))
+    return pairs
+
+
+class Images(Dataset[Any]):
+    """Decoded and resized images as uint8, with a mask or with token ids. The deterministic part of a real data set."""
+
+    def __init__(self, files: list[tuple[str, str | None]], size: int) -> None:
+        self.files = files
+        self.size = size
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        from PIL import Image
+        from torchvision.transforms.v2.functional import pil_to_tensor
+
+        path, mask_path = self.files[index]
+        with Image.open(path) as image:
+            pixels = pil_to_tensor(image.convert("RGB").resize((self.size, self.size), Image.Resampling.BILINEAR))
+        if mask_path is None:
+            tokens = torch.randint(1, 49000, (77,), generator=torch.Generator().manual_seed(index))
+            tokens[-1] = 49407
+            return pixels, tokens
+        with Image.open(mask_path) as mask:
+            return pixels, pil_to_tensor(mask.resize((self.size, self.size), Image.Resampling.NEAREST))
+
+
+class StockImages(Images):
+    """The same the usual way: flip, float and normalise per sample on the CPU."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        from torchvision.transforms.v2.functional import normalize
+
+        pixels, other = super().__getitem__(index)
+        flip = float(torch.rand(1)) < 0.5
+        if flip:
+            pixels = pixels.flip(-1)
+        if other.ndim == 3:
+            other = other.flip(-1) if flip else other
+        return normalize(pixels.float() / 255, list(MEAN), list(STD)), other
+
+
+# --------------------------------------------------------------------------- one job
+
+
+class ImageJob:
+    """Files, model step and batch size of one row; each method measures one thing about it."""
+
+    def __init__(self, bench: Bench, name: str, files: Any, size: int, batch_size: int, step: Step) -> None:
+        self.bench, self.name, self.batch_size, self.step = bench, name, batch_size, step
+        self.dataset, self.stock = Images(files, size), StockImages(files, size)
+        self.transforms = augment.Pipeline([augment.HorizontalFlip(), augment.Normalise(MEAN, STD)])
+        self.options: dict[str, Any] = {
+            "shuffle": True,
+            "augment": self.transforms,
+            "device": bench.device,
+            "drop_last": True,
+            "cache_dir": bench.cache_dir,
+        }
+        samples = [self.stock[number % len(self.stock)] for number in range(batch_size)]
+        self.fixed = [torch.stack(parts).to(bench.device) for parts in zip(*samples, strict=True)]
+        self.compute = 0.0
+
+    def resident(self) -> None:
+        """The first epoch while the cache fills, then the fastest tier against compute-only."""
+        bench = self.bench
+        # Model and augmentation are compiled before any clock starts.
+        numbers = torch.arange(self.batch_size, device=bench.device)
+        for _ in range(3):
+            self.step(self.fixed)
+            self.transforms((self.fixed[0].to(torch.uint8), self.fixed[1]), 0, 0, numbers)
+        bench.drain()
+        bench.note(self.name, "ready_after_s", round(time.monotonic() - bench.began_s, 1))
+        tier = "ram" if bench.device.type == "cpu" else "vram"
+        with feed.loader(self.dataset, self.batch_size, residency=tier, **self.options) as loader:
+            bench.note(self.name, "first_epoch", bench.epoch_rate(self.step, loader, first_of))
+            bench.note(self.name, "first_epoch_workers", loader.workers)
+            loader.fill()  # what drop_last left out
+            seconds = 3.0
+            self.compute = bench.against_compute(
+                self.name, f"feed_{tier}", self.step, lambda: [self.fixed], lambda: loader, first_of, seconds
+            )
+
+    def stock_loader(self, counts: Iterable[int], seconds: float) -> None:
+        """torch's DataLoader over worker counts: its first epoch, then its steady state."""
+        best = best_first = 0.0
+        for workers in counts:
+            if not self.bench.has_time_for(2 * seconds + 6):
+                self.bench.note(self.name, f"stock_{workers}_workers", "no time left")
+                continue
+            stream = self._stock(workers)
+            first = self.bench.epoch_rate(self.step, on_device(stream, self.bench.device), first_of)
+            rate, _ = self.bench.rate(
+                self.step, lambda stream=stream: on_device(stream, self.bench.device), first_of, seconds
+            )
+            self.bench.note(self.name, f"stock_{workers}_workers", rate)
+            self.bench.note(self.name, f"stock_{workers}_workers_first_epoch", first)
+            best, best_first = max(best, rate), max(best_first, first)
+            del stream
+        if best:
+            figures = self.bench.results[self.name]
+            self.bench.note(self.name, "best_stock", best)
+            self.bench.note(self.name, "first_epoch_over_best_stock_first", figures["first_epoch"] / best_first)
+            self.bench.note(self.name, "first_epoch_over_best_stock", figures["first_epoch"] / best)
+            self.bench.note(self.name, "fed_over_best_stock", figures["fed_over_compute"] * self.compute / best)
+
+    def tier(self, tier: str, seconds: float) -> None:
+        """One tier, filled, in steady state."""
+        absent = tier in ("vram", "pinned") and self.bench.device.type != "cuda"
+        if absent or f"feed_{tier}" in self.bench.results[self.name]:
+            return
+        if not self.bench.has_time_for(seconds + 6):
+            self.bench.note(self.name, f"feed_{tier}", "no time left")
+            return
+        try:
+            with feed.loader(self.dataset, self.batch_size, residency=tier, **self.options) as loader:
+                loader.fill()
+                fed, cpu = self.bench.rate(self.step, lambda loader=loader: loader, first_of, seconds)
+            self.bench.note(self.name, f"feed_{tier}", fed)
+            self.bench.note(self.name, f"feed_{tier}_host_cpu_pct", cpu)
+            self.bench.note(self.name, f"{tier}_over_compute", fed / self.compute)
+        except Exception as error:
+            self.bench.note(self.name, f"feed_{tier}_failed", f"{type(error).__name__}: {str(error)[:200]}")
+
+    def peers(self, seconds: float) -> None:
+        """Other projects' loaders on the same files, where they are installed."""
+        for peer in peers.PEERS:
+            if not self.bench.has_time_for(seconds + 10):
+                self.bench.note(self.name, f"peer_{peer.__name__}", "no time left")
+                continue
+            try:
+                with peer(self.stock, self.batch_size, self.bench) as batches:
+                    rate, _ = self.bench.rate(self.step, batches, first_of, seconds)
+                self.bench.note(self.name, f"peer_{peer.__name__}", rate)
+            except ImportError as error:
+                self.bench.note(self.name, f"peer_{peer.__name__}_absent", str(error))
+            except Exception as error:
+                self.bench.note(
+                    self.name, f"peer_{peer.__name__}_failed", f"{type(error).__name__}: {str(error)[:200]}"
+                )
+
+    def _stock(self, workers: int) -> DataLoader[Any]:
+        return DataLoader(
+            self.stock,
+            self.batch_size,
+            shuffle=True,
+            num_workers=workers,
+            pin_memory=self.bench.device.type == "cuda",
+            drop_last=True,
+            persistent_workers=workers > 0,
+            prefetch_factor=2 if workers else None,
+        )
+
+
+# --------------------------------------------------------------------------- COD
+
+
+class Segmenter(nn.Module):
+    """EdgeNeXt features and a small decoder, as the COD recipe has them in outline."""
+
+    def __init__(self, backbone: str) -> None:
+        super().__init__()
+        import timm
+
+        self.backbone = timm.create_model(backbone, pretrained=False, features_only=True)
+        self.lateral = nn.ModuleList(nn.Conv2d(width, 64, 1) for width in self.backbone.feature_info.channels())
+        self.head = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 1, 1))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        features = self.backbone(images)
+        size = features[0].shape[-2:]
+        together = sum(
+            nn.functional.interpolate(lateral(feature), size=size, mode="bilinear")
+            for lateral, feature in zip(self.lateral, features, strict=True)
+        )
+        return nn.functional.interpolate(self.head(together), size=images.shape[-2:], mode="bilinear")
+
+
+def run_cod(bench: Bench) -> None:
+    """COD: EdgeNeXt-base, 384 px, batch 64, compiled."""
+    size, batch_size, count = (64, 4, 24) if bench.smoke else (384, 64, 2048)
+    files = make_images(bench.folder, count, *((96, 64) if bench.smoke else (800, 600)), masks=True)
+    model = Segmenter("edgenext_xx_small" if bench.smoke else "edgenext_base").to(bench.device)
+    model = model.to(memory_format=torch.channels_last)
+    compiled = model if bench.smoke else torch.compile(model)
+
+    def loss_of(network: nn.Module, batch: Any) -> torch.Tensor:
+        images, masks = batch
+        # One memory format for every loader: a compiled model would be compiled again for each other one.
+        outputs = network(images.contiguous(memory_format=torch.channels_last))
+        return nn.functional.binary_cross_entropy_with_logits(outputs.float(), (masks > 127).float())
+
+    job = ImageJob(bench, "cod", files, size, batch_size, trainer(compiled, loss_of, bench.device))
+    job.resident()
+    job.stock_loader(bench.workers, 3.0)
+    for tier in TIERS:
+        job.tier(tier, 3.0)
+    job.peers(3.5)
+
+
+# --------------------------------------------------------------------------- CLIP
+
+
+def run_clip(bench: Bench) -> None:
+    """CLIP ViT-B/32, 224 px, batches of 256 and 1024."""
+    from transformers import CLIPConfig, CLIPModel
+
+    if bench.smoke:
+        small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = CLIPConfig(
+            text_config=small, vision_config={**small, "image_size": 32, "patch_size": 16}, projection_dim=16
+        )
+    else:
+        config = CLIPConfig()  # ViT-B/32
+    size, count = (32, 24) if bench.smoke else (224, 6144)
+    files = make_images(bench.folder, count, *((48, 48) if bench.smoke else (400, 300)), masks=False)
+    model = CLIPModel(config).to(bench.device)
+
+    def loss_of(network: nn.Module, batch: Any) -> torch.Tensor:
+        images, tokens = batch
+        return network(input_ids=tokens, pixel_values=images.contiguous(), return_loss=True).loss
+
+    step = trainer(model, loss_of, bench.device)
+    small_batch, large_batch = (
+        ImageJob(bench, f"clip_b{batch_size}", files, size, batch_size, step)
+        for batch_size in ((4, 8) if bench.smoke else (256, 1024))
+    )
+    small_batch.resident()
+    large_batch.resident()
+    small_batch.stock_loader(bench.workers, 3.0)
+    large_batch.stock_loader(bench.workers[-2:-1] or bench.workers, 3.0)
+    for tier in TIERS:
+        small_batch.tier(tier, 3.0)

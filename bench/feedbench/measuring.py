@@ -1,0 +1,146 @@
+"""Rates by the wall clock, the device drained at both ends, each figure written down as soon as it is known."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch.utils.data import DataLoader
+
+Batches = Callable[[], Iterable[Any]]
+Step = Callable[[Any], None]
+
+
+class Bench:
+    """What one job needs: the device, the sizes of a smoke run or a real one, and somewhere to note figures."""
+
+    def __init__(self, out: Path, budget_s: float, *, smoke: bool, workers: list[int]) -> None:
+        self.out = out
+        self.smoke = smoke
+        self.workers = workers
+        self.device = torch.device("cpu" if smoke or not torch.cuda.is_available() else "cuda")
+        # The budget covers the start of the process: importing torch alone takes many seconds on some machines.
+        self.began_s = time.monotonic() - (time.time() - psutil.Process().create_time())
+        self.deadline_s = self.began_s + budget_s
+        self.results: dict[str, dict[str, Any]] = {}
+        in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        self.folder = Path(tempfile.mkdtemp(prefix="fulltilt-bench-", dir=in_memory))
+        # The disk tier has to live on a disk, whatever the source files live on.
+        self.cache_dir = Path(tempfile.mkdtemp(prefix="fulltilt-bench-cache-"))
+        if self.device.type == "cuda":
+            torch.backends.cuda.matmul.allow_tf32 = True
+            torch.backends.cudnn.allow_tf32 = True
+            torch.backends.cudnn.benchmark = True
+
+    def note(self, job: str, name: str, value: Any) -> None:
+        """Write a figure down at once."""
+        self.results.setdefault(job, {})[name] = round(value, 4) if isinstance(value, float) else value
+        print(f"{time.monotonic() - self.began_s:6.1f} s  {job:<11} {name:<34} {shown(value)}", flush=True)
+        self.out.write_text(json.dumps(self.results, indent=1))
+
+    def has_time_for(self, seconds: float) -> bool:
+        """Whether a measurement of ``seconds`` still fits; a smoke run has time for everything."""
+        return self.smoke or self.deadline_s - time.monotonic() > seconds
+
+    def drain(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def rate(
+        self, step: Step, batches: Batches, size: Callable[[Any], int], seconds: float, *, warmup: int = 5
+    ) -> tuple[float, float]:
+        """Samples per second over ``seconds`` of endless epochs of ``batches``, and host CPU use in percent."""
+        seconds, warmup = (0.2, 1) if self.smoke else (seconds, warmup)
+        stream = endless(batches)
+        try:
+            for _ in range(warmup):
+                step(next(stream))
+            self.drain()
+            psutil.cpu_percent()
+            began, samples, steps = time.perf_counter(), 0, 0
+            while time.perf_counter() - began < seconds:
+                batch = next(stream)
+                step(batch)
+                samples += size(batch)
+                steps += 1
+                if steps % 32 == 0:
+                    self.drain()  # bounds how far the host runs ahead, so that the clock stops near the real end
+            self.drain()
+            return samples / (time.perf_counter() - began), psutil.cpu_percent()
+        finally:
+            stream.close()
+
+    def epoch_rate(self, step: Step, batches: Iterable[Any], size: Callable[[Any], int]) -> float:
+        """Samples per second over one whole epoch, the start of workers included."""
+        began, samples = time.perf_counter(), 0
+        for batch in batches:
+            step(batch)
+            samples += size(batch)
+        self.drain()
+        return samples / (time.perf_counter() - began)
+
+    def against_compute(
+        self, job: str, name: str, step: Step, ready: Batches, fed: Batches, size: Callable[[Any], int], seconds: float
+    ) -> float:
+        """Compute-only and ``fed`` in turn, twice: the GPU's clock drifts by more than what is measured here."""
+        compute, rates, cpu = [], [], 0.0
+        for _ in range(2):
+            compute.append(self.rate(step, ready, size, seconds, warmup=10)[0])
+            rate, cpu = self.rate(step, fed, size, seconds, warmup=8)
+            rates.append(rate)
+        self.note(job, "compute_only", sum(compute) / 2)
+        self.note(job, "compute_only_runs", [round(rate, 1) for rate in compute])
+        self.note(job, name, sum(rates) / 2)
+        self.note(job, f"{name}_runs", [round(rate, 1) for rate in rates])
+        self.note(job, f"{name}_host_cpu_pct", cpu)
+        self.note(job, "fed_over_compute", sum(rates) / sum(compute))
+        return sum(compute) / 2
+
+    def close(self) -> None:
+        """Remove the files."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.cache_dir, ignore_errors=True)
+
+
+def endless(batches: Batches) -> Iterator[Any]:
+    """Epoch after epoch."""
+    while True:
+        yield from batches()
+
+
+def shown(value: Any) -> str:
+    """A figure as people read it."""
+    return f"{value:,.2f}" if isinstance(value, float) else str(value)
+
+
+def first_of(batch: Any) -> int:
+    """The samples of a batch whose first part is a tensor."""
+    return len(batch[0])
+
+
+def on_device(loader: DataLoader[Any], device: torch.device) -> Iterator[Any]:
+    """The batches of a stock DataLoader, moved the way everybody moves them."""
+    for batch in loader:
+        yield [part.to(device, non_blocking=True) for part in batch]
+
+
+def trainer(model: Any, loss_of: Callable[[Any, Any], torch.Tensor], device: torch.device) -> Step:
+    """One training step in bf16 with AdamW; nothing in it waits for the GPU."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
+
+    def step(batch: Any) -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step

@@ -1,0 +1,103 @@
+"""Short text through BERT-base: length buckets against padding to 128 and dynamic padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from feedbench.measuring import Bench, on_device, trainer
+from fulltilt import feed
+from fulltilt.feed.text import padding_waste
+
+Sample = tuple[list[int], int]
+
+
+class Texts(Dataset[Any]):
+    """Token ids and a label."""
+
+    def __init__(self, sequences: list[list[int]]) -> None:
+        self.sequences = sequences
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.sequences[index], index % 2
+
+
+def pad_to(length: int | None) -> Callable[[list[Sample]], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """A collate function that pads to ``length``, or to the longest of the batch."""
+
+    def collate(samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        width = length or max(len(ids) for ids, _ in samples)
+        ids = torch.zeros(len(samples), width, dtype=torch.int64)
+        for row, (sequence, _) in enumerate(samples):
+            ids[row, : len(sequence)] = torch.tensor(sequence)
+        return ids, (ids != 0).long(), torch.tensor([label for _, label in samples])
+
+    return collate
+
+
+def run_text(bench: Bench) -> None:
+    """BERT-base, batch 512, mean length 21."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    batch_size, count = (8, 100) if bench.smoke else (512, 40_960)
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    model = BertForSequenceClassification(BertConfig(**(small if bench.smoke else {}))).to(bench.device)
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.exp(torch.randn(count, generator=generator) * 0.55 + 2.9).round().clamp(4, 128).int().tolist()
+    flat = torch.randint(5, 30_000, (sum(lengths),), generator=generator)
+    sequences = [part.tolist() for part in torch.split(flat, lengths)]
+    bench.note("text", "mean_tokens", sum(lengths) / count)
+    step = trainer(model, lambda network, batch: network(**batch).loss, bench.device)
+
+    def size(batch: Any) -> int:
+        return len(batch["labels"])
+
+    labels = [number % 2 for number in range(count)]
+    loader = feed.text(sequences, labels, batch_size=batch_size, device=bench.device, drop_last=True)
+    ready = list(loader)  # epoch 0, already assembled: what the steps alone cost
+    for batch in ready[:: max(1, len(ready) // 40)]:
+        step(batch)
+    compute, fed = [], []
+    for _ in range(2):  # the very same batches, whole epochs in turn
+        compute.append(bench.epoch_rate(step, ready, size))
+        loader.set_epoch(0)
+        fed.append(bench.epoch_rate(step, loader, size))
+    ready = []
+    bench.note("text", "compute_only", sum(compute) / 2)
+    bench.note("text", "compute_only_runs", [round(rate, 1) for rate in compute])
+    bench.note("text", "feed_buckets", sum(fed) / 2)
+    bench.note("text", "feed_buckets_runs", [round(rate, 1) for rate in fed])
+    bench.note("text", "fed_over_compute", sum(fed) / sum(compute))
+    bench.note("text", "padding_waste_buckets", loader.padding_waste)
+    order = torch.split(torch.randperm(count, generator=generator), batch_size)
+    bench.note("text", "padding_waste_dynamic", padding_waste(torch.tensor(lengths), order))
+    bench.note("text", "padding_waste_pad_to_128", 1 - sum(lengths) / (128 * count))
+    for name, width in (("pad_to_128", 128), ("dynamic_padding", None)):
+        if not bench.has_time_for(12):
+            bench.note("text", name, "no time left")
+            continue
+        stock = DataLoader(
+            Texts(sequences),
+            batch_size,
+            shuffle=True,
+            num_workers=1 if bench.smoke else 4,
+            collate_fn=pad_to(width),
+            drop_last=True,
+            pin_memory=bench.device.type == "cuda",
+            persistent_workers=True,
+        )
+
+        def batches(stock: DataLoader[Any] = stock) -> Iterator[Any]:
+            for parts in on_device(stock, bench.device):
+                yield dict(zip(("input_ids", "attention_mask", "labels"), parts, strict=True))
+
+        rate, _ = bench.rate(step, batches, size, 6)
+        bench.note("text", name, rate)
+        bench.note("text", f"fed_over_{name}", sum(fed) / 2 / rate)
+        del stock

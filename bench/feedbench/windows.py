@@ -1,0 +1,104 @@
+"""HDF5 windows at batch 8192: resident, streamed in blocks, and guide 5's way of reading."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from feedbench.measuring import Bench, first_of, on_device, trainer
+from fulltilt import feed
+
+
+class SampleBySample(Dataset[Any]):
+    """Guide 5's way: ``h5[i]`` in each worker."""
+
+    def __init__(self, path: str, count: int) -> None:
+        self.path, self.count = path, count
+        self.file: Any = None
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.file is None:
+            import h5py
+
+            self.file = h5py.File(self.path, "r")
+        return torch.from_numpy(self.file["x"][index]), torch.tensor(self.file["y"][index])
+
+
+def run_hdf5(bench: Bench) -> None:
+    """64 × 16 float windows, a small convolutional classifier."""
+    batch_size, count = (64, 1024) if bench.smoke else (8192, 524_288)
+    path = str(bench.folder / "windows.h5")
+    _write(path, count)
+    model = nn.Sequential(
+        nn.Conv1d(16, 64, 5, stride=2, padding=2),
+        nn.ReLU(),
+        nn.Conv1d(64, 64, 5, stride=2, padding=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(1024, 128),
+        nn.ReLU(),
+        nn.Linear(128, 1),
+    ).to(bench.device)
+    compiled = model if bench.smoke else torch.compile(model)
+
+    def loss_of(network: nn.Module, batch: Any) -> torch.Tensor:
+        windows, labels = batch
+        return nn.functional.binary_cross_entropy_with_logits(network(windows.transpose(1, 2))[:, 0].float(), labels)
+
+    step = trainer(compiled, loss_of, bench.device)
+    fixed = [(torch.randn(batch_size, 64, 16, device=bench.device), torch.zeros(batch_size, device=bench.device))]
+    for _ in range(3):
+        step(fixed[0])
+    options: dict[str, Any] = {"drop_last": True, "device": bench.device}
+    resident = "ram" if bench.device.type == "cpu" else "vram"
+    with feed.hdf5(path, ["x", "y"], batch_size, residency=resident, **options) as loader:
+        bench.note("hdf5", "first_epoch", bench.epoch_rate(step, loader, first_of))
+        bench.against_compute("hdf5", f"feed_{resident}", step, lambda: fixed, lambda: loader, first_of, 3.5)
+    fed = bench.results["hdf5"][f"feed_{resident}"]
+    for name, workers, prefetch in (("guide_5", 8, 16), ("guide_5_before", 4, 8)):
+        if not bench.has_time_for(28):
+            bench.note("hdf5", name, "no time left")
+            continue
+        stock = DataLoader(
+            SampleBySample(path, count),
+            batch_size,
+            shuffle=True,
+            num_workers=1 if bench.smoke else workers,
+            prefetch_factor=prefetch,
+            pin_memory=bench.device.type == "cuda",
+            persistent_workers=True,
+            drop_last=True,
+        )
+        rate, _ = bench.rate(step, lambda stock=stock: on_device(stock, bench.device), first_of, 10, warmup=workers + 2)
+        bench.note("hdf5", name, rate)
+        bench.note("hdf5", f"fed_over_{name}", fed / rate)
+        del stock
+    if bench.has_time_for(10):
+        with feed.hdf5(path, ["x", "y"], batch_size, residency="none", mixing_rows=count // 4, **options) as loader:
+            streamed, _ = bench.rate(step, lambda: loader, first_of, 5)
+            bench.note("hdf5", "feed_streamed", streamed)
+            bench.note("hdf5", "feed_streamed_mixing_samples", loader.mixing)
+
+
+def _write(path: str, count: int) -> None:
+    import h5py
+
+    generator = torch.Generator().manual_seed(0)
+    with h5py.File(path, "w") as file:
+        x = file.create_dataset("x", (count, 64, 16), "f4", chunks=(256, 64, 16))
+        y = file.create_dataset("y", (count,), "f4", chunks=(8192,) if count > 8192 else None)
+        part = min(count, 65_536)
+        windows = torch.randn(
+            part, 64, 16, generator=generator
+        ).numpy()  # the same in every part: its values are fed, not learnt
+        for start in range(0, count, part):
+            x[start : start + part] = windows[: count - start]
+            y[start : start + part] = (
+                torch.randint(0, 2, (min(part, count - start),), generator=generator).float().numpy()
+            )
