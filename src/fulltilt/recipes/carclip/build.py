@@ -1,0 +1,141 @@
+"""From a request to a job for the engine: what is checked before, said at the start and left at the end."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fulltilt.errors import UsageError
+from fulltilt.recipes.carclip import table
+from fulltilt.recipes.carclip.loss import compared, contrastive_loss
+from fulltilt.recipes.carclip.metrics import WholeSet
+from fulltilt.recipes.carclip.options import BUILT_IN, OPEN_CLIP, TEMPLATES, CarClipOptions
+from fulltilt.recipes.carclip.samples import CarPictures, CarViews, captions_of, prompts
+from fulltilt.recipes.carclip.table import Label, Picture
+from fulltilt.recipes.carclip.towers import Loaded
+from fulltilt.recipes.recipe import Request, on_engine
+from fulltilt.train.distributed import detect, device_of
+from fulltilt.train.job import Job
+from fulltilt.train.schedule import Stage
+from fulltilt.train.settings import TrainSettings
+
+# Above it a pretrained CLIP forgets more than it learns; guide 2 uses 2e-5.
+GENTLE_LR = 1e-4
+
+
+def check(request: Request) -> None:
+    """Look at model name, templates and every picture before anything is built. Raises UsageError, DataError."""
+    options: CarClipOptions = request.options
+    model = options.model
+    named = model in ("auto", *BUILT_IN) or model.startswith(OPEN_CLIP) or "/" in model or Path(model).is_dir()
+    if not named:
+        close = difflib.get_close_matches(model[:80], BUILT_IN, n=1)
+        raise UsageError(
+            f"there is no model {model!r}{f'; did you mean {close[0]}?' if close else ''}",
+            f"Give a folder, a hub name such as openai/clip-vit-base-patch32, or {', '.join(BUILT_IN)}.",
+        )
+    _templates(options)
+    table.check_readable(table.read(request.data, options.val_share))
+
+
+def run(request: Request) -> Mapping[str, float]:
+    """Train, and leave the model in Hugging Face's format."""
+    job, loaded = build(request)
+    metrics = on_engine(lambda _: job)(request)
+    if request.options.export and loaded.save is not None and detect().rank == 0:
+        folder = request.out / "model"
+        loaded.save(folder)
+        print(f"The trained model is in {folder}")
+    return metrics
+
+
+def build(request: Request) -> tuple[Job, Loaded]:
+    """The job, and the model with its tokenizer."""
+    options: CarClipOptions = request.options
+    templates = _templates(options)
+    pictures = table.read(request.data, options.val_share)
+    labels = sorted({picture.label for picture in pictures if picture.label is not None})
+    all_prompts = [prompts(label, templates) for label in labels]
+    captions = [caption for picture in pictures for caption in captions_of(picture, templates)]
+    captions += [prompt for texts in all_prompts for prompt in texts]
+    torch.manual_seed(request.settings.seed)  # random weights are the run's own
+    loaded = load_model(options, request.settings, captions)
+    if detect().rank == 0:
+        for line in opening(pictures, labels, loaded, request.settings):
+            print(line)
+
+    def samples(split: str) -> CarPictures:
+        chosen = [picture for picture in pictures if picture.split == split]
+        return CarPictures(chosen, loaded.image_size, labels, templates, loaded.tokenise)
+
+    frozen = [
+        pattern for tower in ("image", "text") if options.freeze in (tower, "both") for pattern in loaded.frozen[tower]
+    ]
+    if not options.learn_temperature:
+        frozen.append("*logit_scale")
+    job = Job(
+        model=loaded.model,
+        loss=contrastive_loss,
+        joint=True,
+        data=samples("train"),
+        augment=CarViews(loaded.image_size, augment=options.augment),
+        eval_data=samples("val"),
+        eval_augment=CarViews(loaded.image_size, augment=False),
+        eval_loss=embed_for_metrics,
+        eval_metrics=WholeSet(loaded.model, labels, all_prompts, loaded.tokenise),
+        stages=(Stage("training", request.settings.epochs, frozen=tuple(frozen)),),
+        name="carclip",
+    )
+    return job, loaded
+
+
+def load_model(options: CarClipOptions, settings: TrainSettings, captions: Sequence[str]) -> Loaded:
+    """The model that the options name; ``auto`` is ViT-B/32 on a GPU and a small one on a CPU."""
+    from fulltilt.recipes.carclip import huggingface, openclip
+
+    name = options.model
+    if name == "auto":
+        name = "vit-b-32" if device_of(settings.device, 0).type == "cuda" else "small"
+    if name.startswith(OPEN_CLIP):
+        return openclip.load(name)
+    if name in BUILT_IN:
+        return huggingface.from_nothing(name, captions, options.image_size, options.temperature)
+    return huggingface.pretrained(name, captions)
+
+
+def embed_for_metrics(
+    model: Any, batch: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The loss within a validation batch, and what the metrics of the whole set need of it."""
+    images, texts = model(batch["image"], batch["tokens"])
+    loss, found = compared(images, texts, batch["car"], model.log_scale)
+    return loss, found, {"images": images, "texts": texts, "car": batch["car"], "label": batch["label"]}
+
+
+def opening(pictures: Sequence[Picture], labels: Sequence[Label], loaded: Loaded, settings: TrainSettings) -> list[str]:
+    """What a run says of its data, its model and its batches before it starts."""
+    train = sum(picture.split == "train" for picture in pictures)
+    weights = sum(parameter.numel() for parameter in loaded.model.parameters())
+    lines = [
+        f"Data: {train} pictures to train, {len(pictures) - train} to validate, {len(labels)} cars by make/model/year",
+        f"Model: {loaded.about}, {weights / 1e6:.1f} M weights, pictures of {loaded.image_size} pixels",
+    ]
+    if not loaded.pretrained:
+        lines.append("For pretrained weights: --model openai/clip-vit-base-patch32, or a folder.")
+    elif settings.lr > GENTLE_LR:
+        lines.append(f"warning: lr {settings.lr:g} is high for pretrained weights; guide 2 uses 2e-5")
+    if settings.accumulation > 1:
+        whole = settings.batch_size * settings.accumulation
+        lines.append(
+            f"A step compares {whole} pictures with {whole} captions, in {settings.accumulation} parts of"
+            f" {settings.batch_size}: the gradient of one batch of {whole}, which plain accumulation does not give"
+        )
+    return lines
+
+
+def _templates(options: CarClipOptions) -> tuple[str, ...]:
+    return table.read_templates(None if options.templates is None else Path(options.templates), TEMPLATES)

@@ -1,0 +1,136 @@
+"""CLIP through transformers: pretrained from a folder or the hub, or with random weights in the sizes given here."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fulltilt.errors import UsageError
+from fulltilt.recipes.carclip import tokens
+from fulltilt.recipes.carclip.towers import CLIP_MEAN, CLIP_STD, DualEncoder, Loaded
+
+
+class HuggingFaceTowers(torch.nn.Module):
+    """transformers' CLIPModel as Towers."""
+
+    image_part = ("*clip.vision_model.*",)
+    text_part = ("*clip.text_model.*",)
+
+    def __init__(self, clip: Any) -> None:
+        super().__init__()
+        self.clip = clip
+
+    @property
+    def log_scale(self) -> torch.nn.Parameter:
+        """CLIP's own parameter."""
+        scale: torch.nn.Parameter = self.clip.logit_scale
+        return scale
+
+    def image_features(self, images: torch.Tensor) -> torch.Tensor:
+        """See Towers."""
+        projected: torch.Tensor = self.clip.visual_projection(self.clip.vision_model(pixel_values=images).pooler_output)
+        return projected
+
+    def text_features(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See Towers. No mask: the text is read at its end token, and attention looks only back from there."""
+        projected: torch.Tensor = self.clip.text_projection(self.clip.text_model(input_ids=tokens).pooler_output)
+        return projected
+
+    def gradient_checkpointing_enable(self) -> None:
+        """For the engine's setting of that name."""
+        self.clip.gradient_checkpointing_enable()
+
+
+def pretrained(name: str, captions: Sequence[str]) -> Loaded:
+    """The CLIP model of a folder or hub name. Raises UsageError when it is none or cannot be fetched."""
+    from transformers import AutoTokenizer, CLIPModel
+
+    _check_folder(name)
+    try:
+        clip, tokenizer = CLIPModel.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # the hub, the network and damaged files have exceptions of their own each
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(
+            f"cannot load the CLIP model {name}: {first[:200]}",
+            "Give a folder with config.json, weights and tokenizer, or a hub name that this machine can reach.",
+        ) from error
+    return _loaded(clip, tokenizer, captions, f"{name}, pretrained", pretrained=True)
+
+
+def _check_folder(name: str) -> None:
+    folder = Path(name)
+    if not folder.is_dir():
+        return
+    try:
+        kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UsageError(
+            f"{folder} holds no model: its config.json cannot be read", "Give a CLIP model's folder."
+        ) from error
+    if kind != "clip":
+        raise UsageError(f"the model in {folder} is of type {kind!r}, not clip", "Give a CLIP model's folder.")
+
+
+def from_nothing(size: str, captions: Sequence[str], image_size: int | None, temperature: float) -> Loaded:
+    """CLIP with random weights and a tokenizer trained on ``captions``; ``size`` is small or vit-b-32."""
+    from transformers import CLIPConfig, CLIPModel
+
+    tokenizer = tokens.trained_on(captions)
+    # Small enough for two CPU cores; the other is OpenAI's ViT-B/32, whose shapes are transformers' defaults.
+    if size == "small":
+        shape = {"hidden_size": 160, "intermediate_size": 640, "num_hidden_layers": 4, "num_attention_heads": 4}
+        vision, text = {**shape, "patch_size": 8, "image_size": image_size or 64}, shape
+        width = 128
+    else:
+        vision, text, width = {"image_size": image_size or 224}, {}, 512
+    if vision["image_size"] % vision.get("patch_size", 32):
+        raise UsageError(f"image_size {image_size} is no multiple of {vision.get('patch_size', 32)}, the model's patch")
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    config = CLIPConfig(
+        text_config={**text, "vocab_size": len(tokenizer), "projection_dim": width, **ids},
+        vision_config={**vision, "projection_dim": width},
+        projection_dim=width,
+        logit_scale_init_value=math.log(1 / temperature),
+    )
+    return _loaded(CLIPModel(config), tokenizer, captions, f"{size}, random weights", pretrained=False)
+
+
+def _loaded(clip: Any, tokenizer: Any, captions: Sequence[str], about: str, *, pretrained: bool) -> Loaded:
+    length = tokens.fixed_length(tokenizer, captions, clip.config.text_config.max_position_embeddings)
+    image_size = int(clip.config.vision_config.image_size)
+    return Loaded(
+        model=DualEncoder(HuggingFaceTowers(clip)),
+        tokenise=partial(tokens.tokenised, tokenizer, length=length),
+        image_size=image_size,
+        about=about,
+        pretrained=pretrained,
+        frozen={"image": HuggingFaceTowers.image_part, "text": HuggingFaceTowers.text_part},
+        save=partial(_save, clip, tokenizer, image_size),
+    )
+
+
+def _save(clip: Any, tokenizer: Any, image_size: int, folder: Path) -> None:
+    clip.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    size = {"height": image_size, "width": image_size}
+    preparing = {
+        "image_processor_type": "CLIPImageProcessor",
+        "do_resize": True,
+        "size": {"shortest_edge": image_size},
+        "do_center_crop": True,
+        "crop_size": size,
+        "resample": 3,
+        "do_convert_rgb": True,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(CLIP_MEAN),
+        "image_std": list(CLIP_STD),
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(preparing, indent=2) + "\n")

@@ -1,0 +1,43 @@
+"""The recipe's own options, and the words that stand for models and captions. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fulltilt.recipes.recipe import option
+
+# What is said of a car whose make, model and year are known. Which of them a picture gets changes with every epoch.
+TEMPLATES = (
+    "a photo of a {year} {make} {model}",
+    "a {make} {model} from {year}",
+    "a {make} {model} car, model year {year}",
+    "a picture of the {year} {make} {model} on the road",
+    "the {make} {model} of {year}",
+    "side view of a {year} {make} {model}",
+)
+
+# Models that need no download: CLIP with random weights, in two sizes.
+BUILT_IN = ("small", "vit-b-32")
+OPEN_CLIP = "open_clip:"
+
+
+@dataclass(frozen=True, slots=True)
+class CarClipOptions:
+    """What is particular to this trainer."""
+
+    model: str = option(
+        "auto", "A folder or hub name of a CLIP model, open_clip:NAME[/WEIGHTS], or small or vit-b-32 (random weights)."
+    )
+    image_size: int | None = option(
+        None, "Side of the pictures in pixels, for small and vit-b-32.", least=32, most=1024
+    )
+    templates: str | None = option(None, "A file of caption templates, one a line, with {make}, {model}, {year}.")
+    freeze: Literal["none", "image", "text", "both"] = option("none", "Towers whose weights stay as they are.")
+    temperature: float = option(0.07, "Where the temperature starts, for small and vit-b-32.", above=0.01, most=1)
+    learn_temperature: bool = option(True, "Let the temperature move with the weights.")
+    val_share: float = option(
+        0.1, "Share of the pictures to validate on, where the data has no split.", above=0, most=0.9
+    )
+    augment: bool = option(True, "Crop, flip and light every picture anew in every epoch.")
+    export: bool = option(True, "Leave the trained model as OUT/model in Hugging Face's format.")

@@ -1,0 +1,176 @@
+"""Which pictures there are and what is said of them: folders ``make/model/year``, or a CSV of images and captions."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fulltilt.errors import DataError, UsageError
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+# Found in a data folder, this table is read instead of the folders' names.
+CAPTIONS = "captions.csv"
+# The column names of the tables that people have; the first is ours.
+IMAGE_COLUMNS = ("image", "image_path", "filepath", "file_name", "filename", "path")
+CAPTION_COLUMNS = ("caption", "title", "text", "description")
+SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "val"}
+
+Label = tuple[str, str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One picture. ``label`` is make, model and year; ``car`` is alike for pictures that show the same car."""
+
+    path: Path
+    label: Label | None
+    caption: str | None
+    car: tuple[str, ...]
+    split: str
+
+
+def read(data: Path, val_share: float) -> list[Picture]:
+    """The pictures of a folder or CSV, each in ``train`` or ``val``. Raises DataError, UsageError."""
+    if data.is_file():
+        pictures = _from_csv(data)
+    elif (data / CAPTIONS).is_file():
+        pictures = _from_csv(data / CAPTIONS)
+    elif data.is_dir():
+        pictures = _from_folders(data)
+    else:
+        raise DataError(f"there is no folder or CSV {data}", "Give --data DIR (make/model/year/*.jpg) or FILE.csv.")
+    root = data if data.is_dir() else data.parent
+    return _with_both_splits(pictures, lambda picture: _share_of(picture.path, root) < val_share, data)
+
+
+def _from_folders(root: Path) -> list[Picture]:
+    found = []
+    for path in sorted(root.rglob("*")):
+        if path.suffix.lower() not in IMAGE_SUFFIXES:
+            continue
+        names = path.relative_to(root).parts[:-1]
+        split = SPLITS.get(names[0].lower(), "") if len(names) == 4 else ""
+        if len(names) != (4 if split else 3):
+            raise DataError(
+                f"{path} does not lie in a folder make/model/year of {root}",
+                "Sort the pictures as make/model/year/picture.jpg, with train/ and val/ above or not, or use a CSV.",
+            )
+        make, model, year = (name.replace("_", " ") for name in names[-3:])
+        found.append(Picture(path, (make, model, year), None, (make, model, year), split))
+    if not found:
+        raise DataError(
+            f"{root} holds no pictures ({', '.join(IMAGE_SUFFIXES)})",
+            f"Sort them as make/model/year/picture.jpg, or put a {CAPTIONS} of image and caption there.",
+        )
+    return found
+
+
+def _from_csv(table: Path) -> list[Picture]:
+    try:
+        with table.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            columns = list(reader.fieldnames or ())
+            image = _column(columns, IMAGE_COLUMNS, "the pictures' paths", table)
+            caption = _column(columns, CAPTION_COLUMNS, "the captions", table)
+            return [_from_row(row, image, caption, table, number) for number, row in enumerate(reader, start=2)]
+    except (OSError, csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {table}: {error}", "It should be a CSV in UTF-8 with a header line.") from error
+
+
+def _column(columns: Sequence[str], known: tuple[str, ...], of: str, table: Path) -> str:
+    for name in known:
+        if name in columns:
+            return name
+    raise DataError(
+        f"{table} has no column for {of}; its columns are: {', '.join(columns) or 'none'}",
+        f"Name it {known[0]} (or {', '.join(known[1:])}).",
+    )
+
+
+def _from_row(row: dict[str, str], image: str, caption: str, table: Path, number: int) -> Picture:
+    if not row[image] or not (row[caption] or "").strip():
+        missing = caption if row[image] else image
+        raise DataError(f"line {number} of {table} has no {missing}", "Fill it in, or take the line out.")
+    known = {name: (row.get(name) or "").strip() for name in ("make", "model", "year")}
+    label = (known["make"], known["model"], known["year"]) if all(known.values()) else None
+    told = (row.get("split") or "").strip().lower()
+    if told and told not in SPLITS:
+        raise DataError(f"line {number} of {table}: split is {told!r}", f"Use {', '.join(SPLITS)}.")
+    # Rows that agree in everything else that the table says show the same car in other words.
+    others = tuple(value for name, value in row.items() if name not in (image, caption, "split"))
+    return Picture(
+        table.parent / row[image], label, row[caption].strip(), others or (row[caption],), SPLITS.get(told, "")
+    )
+
+
+def _with_both_splits(pictures: list[Picture], is_val: Callable[[Picture], bool], data: Path) -> list[Picture]:
+    """The split that the data states; where it states none, one that follows from the picture's path alone."""
+    if not any(picture.split == "val" for picture in pictures):
+        pictures = [replace(picture, split="val" if is_val(picture) else "train") for picture in pictures]
+    else:
+        pictures = [replace(picture, split=picture.split or "train") for picture in pictures]
+    for split in ("train", "val"):
+        if sum(picture.split == split for picture in pictures) < 2:
+            raise DataError(
+                f"{data} has {len(pictures)} pictures, fewer than 2 of them for {split}",
+                "Add pictures, or change --val-share.",
+            )
+    return pictures
+
+
+def _share_of(path: Path, root: Path) -> float:
+    """A number in [0, 1) that only the path below ``root`` decides: adding pictures moves none to the other side."""
+    try:
+        name = path.relative_to(root).as_posix()
+    except ValueError:  # a CSV may name pictures anywhere
+        name = path.as_posix()
+    return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=6).digest()) / 2**48
+
+
+def check_readable(pictures: Iterable[Picture]) -> None:
+    """Open every picture far enough to know that it is one. Raises DataError naming the first that is not."""
+    with ThreadPoolExecutor(8) as pool:
+        problems = [problem for problem in pool.map(_problem, pictures) if problem is not None]
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise DataError(f"{problems[0]}{more}", "Repair the picture or take it out of the data.")
+
+
+def _problem(picture: Picture) -> str | None:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(picture.path):
+            return None
+    except FileNotFoundError:
+        return f"{picture.path} is not there"
+    except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
+        reason = "it is no picture that Pillow knows" if isinstance(error, UnidentifiedImageError) else str(error)
+        return f"cannot read {picture.path}: {reason}"
+
+
+def read_templates(file: Path | None, defaults: tuple[str, ...]) -> tuple[str, ...]:
+    """Caption templates, one a line, with {make}, {model} and {year}. Raises UsageError."""
+    if file is None:
+        return defaults
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the caption templates {file}: {error}") from error
+    templates = tuple(line for line in lines if line and not line.startswith("#"))
+    for template in templates:
+        try:
+            template.format(make="", model="", year="")
+        except (KeyError, IndexError, ValueError) as error:
+            raise UsageError(
+                f"{file}: the template {template!r} cannot be filled in ({error})", "Use {make}, {model} and {year}."
+            ) from error
+    if not templates:
+        raise UsageError(
+            f"{file} holds no caption template", "Write one a line, such as: a photo of a {year} {make} {model}."
+        )
+    return templates
