@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 import time
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,27 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
+def start(out: Path, world: int, **order: Any) -> list[BaseProcess]:
+    """Start all ranks."""
+    port = free_port()
+    return [victim.start(Order(out, rank=rank, world=world, port=port, **order)) for rank in range(world)]
+
+
+def run_as_torchrun(children: list[BaseProcess], timeout_s: float = 60) -> list[int | None]:
+    """Wait for all ranks; when one of them fails, kill the others, as torchrun does. The codes of all."""
+    deadline = time.monotonic() + timeout_s
+    while any(child.is_alive() for child in children):
+        connection.wait([child.sentinel for child in children if child.is_alive()], timeout=1)
+        if time.monotonic() > deadline or any(child.exitcode for child in children):
+            for child in children:
+                child.kill()
+                child.join()
+    return [child.exitcode for child in children]
+
+
 def exit_codes(out: Path, world: int, timeout_s: float = 60, **order: Any) -> list[int | None]:
     """Run all ranks to their end. A rank still alive at the time limit is killed and has the code None."""
-    port = free_port()
-    children = [victim.start(Order(out, rank=rank, world=world, port=port, **order)) for rank in range(world)]
+    children = start(out, world, **order)
     deadline = time.monotonic() + timeout_s
     for child in children:
         child.join(max(deadline - time.monotonic(), 0.1))

@@ -14,7 +14,7 @@ import pytest
 
 from fulltilt.train import checkpoint, find
 from fulltilt.train.keep import KeepPolicy
-from tests.faults import victim
+from tests.faults import ranks, victim
 from tests.faults.victim import Order
 from tests.train.test_checkpoint import snapshot
 
@@ -67,11 +67,11 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     return victim.chain(out)
 
 
-def supervise(out: Path, kills: list[int], **order: Any) -> int:
+def supervise(out: Path, kills: list[int], world: int = 1, **order: Any) -> int:
     """Start the job again and again, killed at the given disk calls, until it ends by itself; returns the deaths."""
     deaths = 0
     for kill in [*kills, None]:
-        code = victim.exit_code(Order(out, kill_at=kill, **order))
+        code = run_once(out, world, kill_at=kill, **order)
         assert code in (0, -signal.SIGKILL), victim.told(out)
         deaths += code != 0
         find.newest_complete(out / "checkpoints")
@@ -88,40 +88,68 @@ def test_killed_in_several_places_the_chain_of_hashes_is_the_same(reference: dic
     assert victim.chain(tmp_path) == reference
 
 
+def run_once(out: Path, world: int, **order: Any) -> int | None:
+    """The exit code of the job; with several ranks that of the first, which writes the checkpoints."""
+    if world == 1:
+        return victim.exit_code(Order(out, **order))
+    return ranks.run_as_torchrun(ranks.start(out, world, **order))[0]
+
+
+def test_two_ranks_killed_in_mid_write_go_on_with_the_same_hashes(tmp_path: Path) -> None:
+    """Seen to fail: with `random` left out of `Rig.parts` the chain differs at the first step after a kill."""
+    assert run_once(tmp_path / "whole", 2) == 0
+    assert supervise(tmp_path / "cut", [14, 31], world=2) == 2
+    for rank in (0, 1):
+        assert victim.chain(tmp_path / "cut", rank) == victim.chain(tmp_path / "whole", rank)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "world"),
     [
-        {},
-        {"workers": 2},
-        {"accumulation": 3, "batch_size": 3},
-        {"precision": "fp16", "ema_decay": None},
-        {"workers": 2, "accumulation": 3, "batch_size": 4, "precision": "fp16"},
+        ({}, 1),
+        ({"workers": 2}, 1),
+        ({"accumulation": 3, "batch_size": 3}, 1),
+        ({"precision": "fp16", "ema_decay": None}, 1),
+        ({"workers": 2, "accumulation": 3, "batch_size": 4, "precision": "fp16"}, 1),
+        ({}, 2),
+        ({"workers": 2, "accumulation": 3, "batch_size": 4, "precision": "fp16"}, 2),
     ],
-    ids=["plain", "workers", "accumulation", "fp16 without EMA", "all together"],
+    ids=[
+        "plain",
+        "workers",
+        "accumulation",
+        "fp16 without EMA",
+        "all together",
+        "two ranks",
+        "two ranks, all together",
+    ],
 )
-def test_a_hundred_kills(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_a_hundred_kills(settings: dict[str, Any], world: int, tmp_path: Path) -> None:
     """Every disk call of a run in turn, then at random moments, twice in one epoch and during a resume."""
     chance = random.Random(11)
-    assert victim.exit_code(Order(tmp_path / "whole", settings)) == 0
+    assert run_once(tmp_path / "whole", world, settings=settings) == 0
     expected = victim.chain(tmp_path / "whole")
     deaths = 0
     attempt = 0
     while deaths < 100:
         attempt += 1
         out = tmp_path / f"attempt-{attempt}"
-        deaths += supervise(out, [attempt, chance.randrange(1, 80), chance.randrange(1, 80)], settings=settings)
+        kills = [attempt, chance.randrange(1, 80), chance.randrange(1, 80)]
+        deaths += supervise(out, kills, world, settings=settings)
         for _ in range(2):
-            deaths += killed_at_random_moment(Order(out, settings), chance)
-        assert victim.exit_code(Order(out, settings)) == 0, victim.told(out)
+            deaths += killed_at_random_moment(out, world, settings, chance)
+        assert run_once(out, world, settings=settings) == 0, victim.told(out)
         assert victim.chain(out) == expected
 
 
-def killed_at_random_moment(order: Order, chance: random.Random) -> bool:
-    child = victim.start(order)
+def killed_at_random_moment(out: Path, world: int, settings: dict[str, Any], chance: random.Random) -> bool:
+    """Kill one rank, any of them; the others follow. Whether it was still alive."""
+    children = ranks.start(out, world, settings=settings)
     time.sleep(chance.random() * 1.0)
-    child.kill()
-    child.join()
-    find.newest_complete(order.out / "checkpoints")
-    return child.exitcode == -signal.SIGKILL
+    unlucky = chance.choice(children)
+    unlucky.kill()
+    ranks.run_as_torchrun(children)
+    find.newest_complete(out / "checkpoints")
+    return unlucky.exitcode == -signal.SIGKILL

@@ -13,7 +13,7 @@ import pytest
 from fulltilt.train import find
 from fulltilt.train.outcome import StepEnd
 from fulltilt.train.stop import StopRequest
-from tests.faults import victim
+from tests.faults import ranks, victim
 from tests.faults.victim import Order
 
 LONG = {"epochs": 4000, "save_every": 200}
@@ -63,29 +63,33 @@ def test_row_10_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     assert "a second time" in victim.told(tmp_path)
 
 
-def terminate_at_random(out: Path, settings: dict[str, object], chance: random.Random) -> int | None:
-    chain = out / "chain.0.txt"
-    before = chain.stat().st_size if chain.exists() else 0
-    child = victim.start(Order(out, settings))
+def terminate_at_random(out: Path, settings: dict[str, object], chance: random.Random, world: int) -> list[int | None]:
+    """With several ranks the launcher tells all of them, or Slurm one."""
+    chains = [out / f"chain.{rank}.txt" for rank in range(world)]
+    before = [chain.stat().st_size if chain.exists() else 0 for chain in chains]
+    children = ranks.start(out, world, settings=settings) if world > 1 else [victim.start(Order(out, settings))]
     # Before the first step there is nothing to save, and in the first moments no handler yet.
-    while child.is_alive() and not (chain.exists() and chain.stat().st_size > before):
-        time.sleep(0.005)
+    for child, chain, size in zip(children, chains, before, strict=True):
+        while child.is_alive() and not (chain.exists() and chain.stat().st_size > size):
+            time.sleep(0.005)
     time.sleep(chance.random() * 0.5)
-    if child.pid is not None:
+    for child in children if chance.random() < 0.5 else [chance.choice(children)]:
+        assert child.pid is not None
         os.kill(child.pid, signal.SIGTERM)
-    child.join(30)
-    return child.exitcode
+    for child in children:
+        child.join(30)
+    return [child.exitcode for child in children]
 
 
-def check_termination(out: Path, times: int, seed: int) -> None:
+def check_termination(out: Path, times: int, seed: int, world: int = 1) -> None:
     chance = random.Random(seed)
-    settings: dict[str, object] = {**LONG, "workers": 1 if seed % 2 else 0}
+    settings: dict[str, object] = {**LONG, "workers": world if seed % 2 else 0}
     for _ in range(times):
-        assert terminate_at_random(out, settings, chance) == 3, victim.told(out)
+        assert terminate_at_random(out, settings, chance, world) == [3] * world, victim.told(out)
         found = find.newest_complete(out / "checkpoints")
         assert found.checkpoint is not None
         assert not found.warnings
-        assert found.checkpoint.step == max(victim.chain(out))
+        assert {max(victim.chain(out, rank)) for rank in range(world)} == {found.checkpoint.step}
 
 
 def test_row_10_sigterm_at_random_moments(tmp_path: Path) -> None:
@@ -94,9 +98,10 @@ def test_row_10_sigterm_at_random_moments(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("seed", range(10))
-def test_row_10_sigterm_a_hundred_times(seed: int, tmp_path: Path) -> None:
-    check_termination(tmp_path, 10, seed)
+def test_row_10_sigterm_a_hundred_times(seed: int, world: int, tmp_path: Path) -> None:
+    check_termination(tmp_path, 10, seed, world)
 
 
 class SlowSamples(victim.NoisySamples):
