@@ -33,13 +33,17 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a trial measured. ``complete``: it stopped because it knew enough, not because the script ended."""
+    """What a trial measured. ``complete``: it stopped because it knew enough, not because the script ended.
+
+    ``losses`` go up to the first that is not finite, which is that of step ``not_finite_at``.
+    """
 
     blocks: tuple[Block, ...]
     steps: int
     losses: tuple[float, ...]
     world_size: int
     complete: bool
+    not_finite_at: int | None = None
     out_of_memory: int = 0
     remarks: tuple[str, ...] = ()
     diverts: int = 0

@@ -14,7 +14,7 @@ _T_95 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
 )
-_Z_95 = 1.96
+Z_95 = 1.96
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Rate:
 
 def t_quantile(degrees: int) -> float:
     """The two-sided 95 % quantile of Student's t."""
-    return _T_95[degrees - 1] if 1 <= degrees <= len(_T_95) else _Z_95
+    return _T_95[degrees - 1] if 1 <= degrees <= len(_T_95) else Z_95
 
 
 def rate_of(blocks: Sequence[Block]) -> Rate | None:
@@ -68,15 +68,16 @@ def rate_of(blocks: Sequence[Block]) -> Rate | None:
 class Patience:
     """When a trial has measured enough.
 
-    ``least_blocks``: fewer agree by chance. ``wanted_error``: half an interval, a third of what is worth a change.
-    ``most_s`` ends a trial whose rate will not settle; its wide interval then tells so.
+    ``least_blocks``: fewer agree by chance. ``wanted_error`` is half an interval. ``most_s`` ends a trial whose rate
+    will not settle; its wide interval then tells so. ``to_beat`` is a rate that a trial must reach to matter.
     """
 
-    wanted_error: float = 0.02
+    wanted_error: float = 0.025
     least_blocks: int = 5
     least_s: float = 1.5
-    most_s: float = 12.0
+    most_s: float = 8.0
     block_s: float = 0.25
+    to_beat: float | None = None
 
 
 def is_enough(blocks: Sequence[Block], patience: Patience) -> bool:
@@ -87,7 +88,10 @@ def is_enough(blocks: Sequence[Block], patience: Patience) -> bool:
     if len(blocks) < patience.least_blocks or seconds < patience.least_s:
         return False
     rate = rate_of(blocks)
-    return rate is not None and rate.relative_error <= patience.wanted_error
+    if rate is None:
+        return False
+    out_of_the_race = patience.to_beat is not None and rate.high < patience.to_beat
+    return out_of_the_race or rate.relative_error <= patience.wanted_error
 
 
 def is_warm(steps: int, batches: int, queue_batches: int, has_waited: bool) -> bool:

@@ -1,0 +1,109 @@
+"""The end of `fulltilt tune`: the table, what was verified, the settings file, and the change of the source."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from fulltilt import store
+from fulltilt.errors import Diverged, DoesNotFit, FulltiltError, MachineError, UsageError
+from fulltilt.records import Settings, Trial
+from fulltilt.tune.learning_rate import CONTRASTIVE_WARNING, looks_contrastive, looks_deeply_supervised
+from fulltilt.tune.search import is_valid
+from fulltilt.tune.solutions import by_hand, solutions
+from fulltilt.tune.source_patch import WriteYourself, apply_change, propose
+from fulltilt.tune.space import loader_settings, rid_of_none
+from fulltilt.tune.study import StudyRecord
+from fulltilt.tune.table import show_arithmetic, show_solutions, show_trials, verdict_sentence
+from fulltilt.tune.verify import candidates, compare, winner
+
+SETTINGS_FILE = "settings.json"
+DIFF_FILE = "change.diff"
+
+
+def end_study(record: StudyRecord, trials: Sequence[Trial], folder: Path, apply: bool) -> None:
+    """Print what a study found and write its files. Raises when the script as it is could not be measured."""
+    console = Console(file=sys.stdout, highlight=False)
+    if trials:
+        show_trials(console, trials)
+        console.print()
+    found = [trial for trial in trials if is_valid(trial)]
+    if not found:
+        raise _nothing_measured(trials, folder)
+    rows = solutions(trials, record.optimizer, record.learning_rate, looks_deeply_supervised(record.command))
+    show_solutions(console, rows)
+    console.print()
+    show_arithmetic(console, rows)
+    if any(trial.settings.accumulation for trial in found) and looks_contrastive(_source(record)):
+        console.print(Text(CONTRASTIVE_WARNING))
+    won = winner(trials)
+    tested = [comparison for candidate in candidates(trials) if (comparison := compare(trials, candidate))]
+    console.print(Text(verdict_sentence(won or (tested[0] if tested else None))))
+    for name in (SETTINGS_FILE, DIFF_FILE):
+        (folder / name).unlink(missing_ok=True)  # of an earlier answer
+    if won is not None:
+        in_force = next(trial.in_force for trial in found if trial.settings == won.candidate)
+        _hand_over(console, record, won.candidate, in_force, folder, apply)
+    elif apply:
+        console.print(Text("--apply: there is no verified change, so nothing was written."))
+
+
+def _hand_over(
+    console: Console, record: StudyRecord, settings: Settings, in_force: Settings, folder: Path, apply: bool
+) -> None:
+    """The winner as a settings file and as a change of the source."""
+    store.write_json(folder / SETTINGS_FILE, rid_of_none(loader_settings(in_force)))
+    console.print(Text(f"Without a change to the script: fulltilt run --settings {folder / SETTINGS_FILE} …"))
+    for line in by_hand(settings):
+        console.print(Text(line))
+    try:
+        change = propose(
+            record.loader,
+            in_force,
+            Path(record.working_folder),
+            record.command,
+            with_batch=settings.batch_size is not None,
+        )
+    except MachineError as error:  # libcst is not there
+        console.print(Text(str(error)))
+        return
+    if isinstance(change, WriteYourself):
+        console.print(Text(f"No diff: {change.why}. Write: {change.write}"))
+        return
+    store.write_text(folder / DIFF_FILE, change.diff)
+    console.print(Text(change.diff))
+    for remark in change.remarks:
+        console.print(Text(f"Note: {remark}."))
+    if apply:
+        apply_change(change, record.source_sha256)
+        console.print(Text(f"Written into {change.path}; take it back with: patch -R -p1 < {folder / DIFF_FILE}"))
+    else:
+        console.print(Text(f"The diff is in {folder / DIFF_FILE}; --apply writes it."))
+
+
+def _nothing_measured(trials: Sequence[Trial], folder: Path) -> FulltiltError:
+    if not trials:
+        return UsageError("no trial was made", "Give it more time: --budget 10m")
+    last = trials[-1]
+    where = f"Its output is in {folder / (last.folder or '')}/output.txt"
+    what = f"the script as it is could not be measured: {last.note or last.state}"
+    if last.state == "oom":
+        return DoesNotFit(what, f"Try smaller parts of the same batch: --allow batch,accumulation. {where}")
+    if last.state == "diverged":
+        return Diverged(what, where)
+    return UsageError(what, where)
+
+
+def _source(record: StudyRecord) -> str:
+    """The text of the scripts that the command names."""
+    text = ""
+    for argument in record.command:
+        if argument.endswith(".py"):
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                text += (Path(record.working_folder) / argument).read_text(encoding="utf-8")
+    return text

@@ -1,0 +1,93 @@
+"""A study as the terminal shows it: progress with the best so far, then how it ended."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any, TextIO
+
+from fulltilt.cli.statusbar import StatusBar
+from fulltilt.cli.study_ending import end_study
+from fulltilt.probes.host import cpu_capacity, memory_headroom_bytes
+from fulltilt.records import Trial
+from fulltilt.report.wording import seconds
+from fulltilt.tune.outcome import Attempt
+from fulltilt.tune.search import best_of
+from fulltilt.tune.solutions import in_words
+from fulltilt.tune.space import Space
+from fulltilt.tune.study import Study
+from fulltilt.tune.table import progress_line, rate_words
+
+STOPPED_EARLY = 3
+# Of the memory that is free at the beginning: what a trial may hold before it is ended.
+TRIAL_MEMORY = 0.9
+
+
+def conduct(
+    arguments: list[str],
+    command: list[str],
+    folder: Path,
+    allow: frozenset[str],
+    budget_s: float,
+    trial_limit_s: float | None,
+    apply: bool,
+) -> int:
+    """Run a study and print what it found. Returns 0, or 3 when it was stopped early; raises when nothing was found."""
+    space = Space(cpu_capacity().usable, allow, int(TRIAL_MEMORY * memory_headroom_bytes()))
+    screen = Screen(sys.stderr)
+    study = Study(arguments, command, folder, space, trial_limit_s, screen.say)
+    if study.trials:
+        screen.say(f"{folder} has {len(study.trials)} trials already; the study goes on from there")
+    stopped = False
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _like_ctrl_c)
+    try:
+        study.run(budget_s, screen.trying, lambda trial: screen.tried(study.trials, trial))
+    except KeyboardInterrupt:
+        stopped = True
+    finally:
+        screen.close()
+        study.close()
+    if stopped:
+        again = shlex.join(["fulltilt", "tune", "--out", str(folder), *arguments])
+        screen.say(f"stopped; what was learned is kept. Go on with: {again}")
+    end_study(study.record, study.trials, folder, apply)
+    return STOPPED_EARLY if stopped else 0
+
+
+def _like_ctrl_c(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+class Screen:
+    """One line for each trial that has ended, and a last row for the one that runs."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._bar = StatusBar(stream)
+        self._best: Trial | None = None
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        print(f"fulltilt: {text}", file=self._stream, flush=True)
+
+    def trying(self, attempt: Attempt, wall_s: float) -> None:
+        """A trial runs."""
+        if self._bar.on:
+            best = "" if self._best is None else f" · best so far {rate_words(self._best)} samples/s"
+            what = "the script as it is" if attempt.purpose == "start" else in_words(attempt.settings)
+            self._bar.show(f"fulltilt tune · {what} ({attempt.why}) · {seconds(wall_s)}{best}")
+
+    def tried(self, trials: list[Trial], trial: Trial) -> None:
+        """A trial has ended."""
+        self._best = best_of(trials)
+        self.say(progress_line(len(trials), trial, self._best))
+        for change in trial.changed_files:
+            self.say(f"  under the working folder: {change}")
+
+    def close(self) -> None:
+        """Give the last row back."""
+        self._bar.close()

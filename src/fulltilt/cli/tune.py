@@ -1,0 +1,72 @@
+"""`fulltilt tune`: trials of a script, verified, with a settings file and a diff of its source."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fulltilt import store
+from fulltilt.errors import UsageError
+from fulltilt.timeline.launch import job_command, job_name
+
+DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|sec|m|min|h)?")
+SECONDS = {None: 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command(
+        "tune",
+        context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
+        options_metavar="[OPTIONS] [--]",
+    )(tune)
+
+
+def tune(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SCRIPT.py ARGS | -m MODULE ARGS | fulltilt train …", show_default=False),
+    ] = None,
+    budget: Annotated[str, typer.Option(help="Time for all trials together, such as 90s, 10m or 1h.")] = "10m",
+    allow: Annotated[
+        str,
+        typer.Option(help="What may change besides the loader: batch,accumulation,precision,compile.", metavar="NAMES"),
+    ] = "",
+    apply: Annotated[bool, typer.Option("--apply", help="Write the verified change into the source.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Study folder; one that was stopped goes on. [default: fulltilt-runs/<date>-…]")
+    ] = None,
+    trial_limit: Annotated[str | None, typer.Option(help="Longest time of one trial, such as 60s.")] = None,
+    module: Annotated[bool, typer.Option("-m", help="Study a module, as python -m runs it.")] = False,
+) -> None:
+    """Try settings of a training job in short trials, verify the best, and say what to write."""
+    arguments = (["-m"] if module else []) + list(command or [])
+    if not arguments:
+        raise UsageError("nothing to tune", "Give a script: fulltilt tune train.py ARGS")
+    resolved = job_command(arguments)
+    budget_s = seconds_of("--budget", budget)
+    trial_limit_s = None if trial_limit is None else seconds_of("--trial-limit", trial_limit)
+    from fulltilt.tune.space import parse_allow
+
+    allowed = parse_allow(allow)
+    folder = store.create_folder(out or _new_folder(job_name(arguments)))
+    from fulltilt.cli.studying import conduct
+
+    raise typer.Exit(conduct(arguments, resolved, folder, allowed, budget_s, trial_limit_s, apply))
+
+
+def seconds_of(flag: str, text: str) -> float:
+    """A duration such as ``90s``, ``10m`` or ``1.5h`` in seconds. Raises UsageError naming the flag."""
+    found = DURATION.fullmatch(text.strip())
+    if found is None or float(found[1]) <= 0:
+        raise UsageError(f"{flag} {text} is not a duration", "Write it like 90s, 10m or 1h.")
+    return float(found[1]) * SECONDS[found[2]]
+
+
+def _new_folder(name: str) -> Path:
+    stem = f"{datetime.now():%Y%m%d-%H%M%S}-tune-{re.sub(r'[^A-Za-z0-9._-]+', '-', name)[:60]}"
+    return Path("fulltilt-runs") / stem

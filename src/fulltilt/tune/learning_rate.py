@@ -1,0 +1,109 @@
+"""The learning rate for another batch size, with its arithmetic. Pure functions.
+
+Square root for optimizers that divide by the gradients' size (Adam and its like), linear for SGD. Guide 1 lowers the
+rate under deep supervision: 0.6 of it at the batch it was found for, 0.56 at one and a half, half at twice that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Rule = Literal["sqrt", "linear"]
+
+# Plain gradient steps: their noise falls with the batch as their length grows with the rate. All others normalise.
+_LINEAR = frozenset({"SGD", "ASGD", "LARS"})
+# Deep supervision by the ratio of the batch sizes: guide 1's three rows.
+_DEEP_SUPERVISION = ((1.0, 0.6), (1.5, 0.56), (2.0, 0.5))
+# A rate this many times as high should not be met by fresh weights at once.
+WARM_UP_FROM = 1.3
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A learning rate for another batch, how it came about, and whether to warm up to it."""
+
+    rate: float
+    arithmetic: str
+    warm_up: str | None
+
+
+def rule_for(optimizer: str | None) -> Rule:
+    """How the rate of this optimizer goes with the batch size; the square root where it is not known."""
+    return "linear" if optimizer in _LINEAR else "sqrt"
+
+
+def scale(
+    rate: float, batch: int, new_batch: int, optimizer: str | None = None, deep_supervision: bool = False
+) -> Scaled:
+    """The rate for ``new_batch`` samples a step when ``rate`` was right for ``batch``."""
+    if new_batch == batch:
+        return Scaled(rate, f"{figure(rate)}, as it is", None)
+    ratio = new_batch / batch
+    rule = rule_for(optimizer)
+    factor = ratio if rule == "linear" else math.sqrt(ratio)
+    fraction = f"{new_batch}/{batch}"
+    terms = f"{figure(rate)} × {fraction if rule == 'linear' else f'sqrt({fraction})'}"
+    if deep_supervision:
+        reduced = deep_supervision_factor(ratio) / deep_supervision_factor(1.0)
+        factor *= reduced
+        terms += f" × {deep_supervision_factor(ratio):.2f}/{deep_supervision_factor(1.0):.1f} (deep supervision)"
+    scaled = rate * factor
+    return Scaled(scaled, f"{terms} = {figure(scaled)}", warm_up_advice(factor))
+
+
+def deep_supervision_factor(ratio: float) -> float:
+    """What deep supervision leaves of the rate at so many times the batch: between guide 1's figures, in between."""
+    if ratio <= 1.0:
+        return _DEEP_SUPERVISION[0][1]
+    for (low, at_low), (high, at_high) in itertools.pairwise(_DEEP_SUPERVISION):
+        if ratio <= high:
+            return at_low + (at_high - at_low) * (ratio - low) / (high - low)
+    return _DEEP_SUPERVISION[-1][1]
+
+
+def warm_up_advice(factor: float) -> str | None:
+    """Whether to warm up to a rate this many times as high."""
+    if factor < WARM_UP_FROM:
+        return None
+    return f"the rate is {factor:.2g} × as high: warm up to it over the first 3 epochs (guide 1), or 500 steps"
+
+
+def accumulation_for(batch: int, fits: int) -> tuple[int, int] | None:
+    """The parts and their size that keep the effective batch where only ``fits`` samples fit; None if none do."""
+    if fits >= batch:
+        return 1, batch
+    for parts in range(2, batch + 1):
+        if batch % parts == 0 and batch // parts <= fits:
+            return parts, batch // parts
+    return None
+
+
+_CONTRASTIVE = re.compile(r"contrastive|info_?nce|nt_?xent|logit_scale|\bclip_?(?:loss|model)|simclr", re.IGNORECASE)
+CONTRASTIVE_WARNING = (
+    "The loss looks contrastive: each sample is told apart from the others of its batch. Accumulation does not make"
+    " that batch larger, it only adds up the gradients of small ones (fewer negatives); GradCache does."
+)
+
+
+def looks_contrastive(source: str) -> bool:
+    """Whether a script seems to train with a contrastive loss."""
+    return _CONTRASTIVE.search(source) is not None
+
+
+def looks_deeply_supervised(command: tuple[str, ...]) -> bool:
+    """Whether a command asks for deep supervision, as guide 1's does."""
+    return any(argument.lstrip("-").replace("_", "-").startswith("deep-supervision") for argument in command)
+
+
+def figure(value: float) -> str:
+    """A learning rate in at most three significant figures, never as a power of ten above 1e-5."""
+    if value == 0:
+        return "0"
+    if value < 1e-5:
+        return f"{value:.3g}"
+    digits = 2 - math.floor(math.log10(value))
+    return f"{value:.{max(digits, 0)}f}".rstrip("0").rstrip(".") if digits > 0 else f"{value:.0f}"

@@ -1,0 +1,246 @@
+"""Inside a trial: blocks of steps are timed, losses are kept, and the process ends when the rate is known.
+
+The process ends at a step boundary without running on: no end-of-training code of the user's, no exit handlers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import math
+import multiprocessing
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from fulltilt import store
+from fulltilt.timeline.session import Session
+from fulltilt.tune.assignment import ANSWER_FILE, Answer, Assignment
+from fulltilt.tune.changes import Changes
+from fulltilt.tune.interval import Block, is_enough, is_warm
+from fulltilt.tune.saves import Saves
+
+# Losses of so many first steps are compared between trials.
+MOST_LOSSES = 400
+# A step that waited at least this long, and this share of its time, found the loader's queue empty.
+WAITED_S = 0.002
+WAITED_SHARE = 0.05
+
+
+class Measuring:
+    """One trial from its first step to its end."""
+
+    def __init__(self, session: Session, torch: Any, assignment: Assignment) -> None:
+        self._session = session
+        self._torch = torch
+        self._assignment = assignment
+        self._saves = Saves(Path(assignment.scratch))
+        self._changes = Changes(torch, assignment.settings, assignment.loader)
+        self._pid, self._parent = os.getpid(), os.getppid()
+        self._optimizer: int | None = None
+        self._cuda = False
+        self._steps = 0
+        self._warm = False
+        self._has_waited = False
+        self._last: Moment | None = None
+        self._began: Moment | None = None
+        self._pending: list[tuple[Moment, Moment]] = []
+        self._blocks: list[Block] = []
+        self._loss: Any = None
+        self._losses: list[Any] = []
+        self._answered = False
+
+    def install(self) -> None:
+        """Put the settings in force and begin to watch for steps."""
+        self._saves.install()
+        self._changes.install()
+        torch = self._torch
+        sys.modules[torch.optim.Optimizer.__module__].register_optimizer_step_post_hook(self._stepped)
+        self._keep_losses()
+        atexit.register(self._script_ended)
+
+    # ------------------------------------------------------------------ losses
+
+    def _keep_losses(self) -> None:
+        torch = self._torch
+        backward, scale = torch.autograd.backward, torch.amp.grad_scaler.GradScaler.scale
+        unscaled: dict[int, Any] = {}
+
+        @functools.wraps(scale)
+        def scaling(scaler: Any, outputs: Any) -> Any:
+            result = scale(scaler, outputs)
+            unscaled.clear()
+            unscaled[id(result)] = outputs
+            return result
+
+        @functools.wraps(backward)
+        def keeping(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = unscaled.pop(id(tensors), tensors)
+            if isinstance(loss, torch.Tensor) and loss.numel() == 1 and len(self._losses) < MOST_LOSSES:
+                self._loss = loss.detach().clone()  # a captured graph would overwrite its output
+            return backward(tensors, *args, **kwargs)
+
+        torch.amp.grad_scaler.GradScaler.scale = scaling
+        torch.autograd.backward = keeping
+
+    # ------------------------------------------------------------------ steps
+
+    def _stepped(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if os.getpid() != self._pid or not self._session.recorder.mine():
+            return
+        if self._optimizer is None:
+            self._optimizer = id(optimizer)
+            self._cuda = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
+        if id(optimizer) != self._optimizer:
+            return
+        self._steps += 1
+        if len(self._losses) < MOST_LOSSES and self._loss is not None:
+            self._losses.append(self._loss)
+            self._loss = None
+        if os.getppid() != self._parent:
+            os._exit(1)  # the study is gone
+        if self._session.notes.rank == 0:
+            self._advance()
+
+    def _advance(self) -> None:
+        now = self._moment()
+        last, self._last = self._last, now
+        if last is not None:
+            self._has_waited = self._has_waited or _waited(last, now)
+        if not self._warm:
+            self._warm = is_warm(self._steps, now.batches, self._queue_batches(), self._has_waited)
+            if self._warm:
+                self._began = self._timed(now)
+            return
+        assert self._began is not None
+        began, patience = self._began, self._assignment.patience
+        if now.interruptions != began.interruptions:
+            self._began = self._timed(now)  # validation or a save came between: not the pace of training
+            return
+        enough_batches = now.batches - began.batches >= self._workers()
+        if now.host_s - began.host_s >= patience.block_s and enough_batches:
+            self._began = self._timed(now)
+            self._pending.append((began, self._began))
+            self._settle()
+            if is_enough(self._blocks, patience):
+                self._end()
+
+    def _settle(self, wait: bool = False) -> None:
+        """Turn the blocks whose end the GPU has reached into figures."""
+        while self._pending:
+            began, ended = self._pending[0]
+            if ended.event is not None and not ended.event.query():
+                if not wait:
+                    return
+                ended.event.synchronize()
+            self._pending.pop(0)
+            self._blocks.append(_block(began, ended))
+
+    def _workers(self) -> int:
+        tap = self._session.taps.feeding
+        return max(int(tap.described.get("num_workers") or 0), 1) if tap is not None else 1
+
+    def _queue_batches(self) -> int:
+        tap = self._session.taps.feeding
+        if tap is None or not tap.described.get("num_workers"):
+            return 0
+        return int(tap.described["num_workers"]) * int(tap.described.get("prefetch_factor") or 2)
+
+    def _moment(self) -> Moment:
+        taps = self._session.taps.all
+        trained = [tap for tap in taps if tap.trains]
+        samples = sum(tap.samples if tap.counted else tap.batches for tap in trained)
+        others = sum(tap.batches for tap in taps if not tap.trains)
+        return Moment(
+            host_s=time.perf_counter(),
+            steps=self._steps,
+            batches=sum(tap.batches for tap in trained),
+            samples=samples,
+            wait_s=sum(tap.wait_s for tap in trained),
+            interruptions=others + self._saves.diverted,
+        )
+
+    def _timed(self, moment: Moment) -> Moment:
+        if self._cuda and not self._torch.cuda.is_current_stream_capturing():
+            moment.event = self._torch.cuda.Event(enable_timing=True)
+            moment.event.record()
+        return moment
+
+    # ------------------------------------------------------------------ the end
+
+    def _end(self) -> None:
+        """Answer and be gone, with the loader's workers."""
+        self._answer(complete=True)
+        self._session.finish()
+        for process in multiprocessing.active_children():
+            process.kill()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    def _script_ended(self) -> None:
+        if os.getpid() == self._pid and self._steps and self._session.notes.rank == 0:
+            self._answer(complete=False)
+
+    def _answer(self, complete: bool) -> None:
+        if self._answered:
+            return
+        self._answered = True
+        self._settle(wait=True)
+        statistics = self._torch.cuda.memory_stats() if self._cuda else {}
+        losses = _finite(self._losses)
+        answer = Answer(
+            blocks=tuple(self._blocks),
+            steps=self._steps,
+            losses=losses,
+            not_finite_at=len(losses) if len(losses) < len(self._losses) else None,
+            world_size=self._session.notes.world_size,
+            complete=complete,
+            out_of_memory=int(statistics.get("num_ooms", 0)),
+            remarks=tuple(dict.fromkeys((*self._changes.remarks, *(f"kept {path}" for path in self._saves.kept)))),
+            diverts=self._saves.diverted,
+        )
+        store.write_json(Path(self._assignment.folder) / ANSWER_FILE, answer)
+
+
+class Moment:
+    """Where the job stood at the end of a step; ``event`` says when the GPU got there."""
+
+    __slots__ = ("batches", "event", "host_s", "interruptions", "samples", "steps", "wait_s")
+
+    def __init__(
+        self, host_s: float, steps: int, batches: int, samples: int, wait_s: float, interruptions: int
+    ) -> None:
+        self.host_s = host_s
+        self.steps = steps
+        self.batches = batches
+        self.samples = samples
+        self.wait_s = wait_s
+        self.interruptions = interruptions
+        self.event: Any = None
+
+
+def _block(began: Moment, ended: Moment) -> Block:
+    if began.event is not None and ended.event is not None:
+        seconds = float(began.event.elapsed_time(ended.event)) * 1e-3
+    else:
+        seconds = ended.host_s - began.host_s
+    return Block(
+        samples=ended.samples - began.samples,
+        seconds=seconds,
+        wait_s=min(ended.wait_s - began.wait_s, seconds),
+        steps=ended.steps - began.steps,
+    )
+
+
+def _waited(last: Moment, now: Moment) -> bool:
+    waited_s = now.wait_s - last.wait_s
+    return waited_s >= WAITED_S and waited_s >= WAITED_SHARE * (now.host_s - last.host_s)
+
+
+def _finite(losses: list[Any]) -> tuple[float, ...]:
+    """The losses as numbers, up to the first that is not one."""
+    return tuple(itertools.takewhile(math.isfinite, (float(loss) for loss in losses)))

@@ -1,0 +1,148 @@
+"""What a trial's end means: its state, its figures, its words. Pure functions over records and the last output."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+from typing import Literal
+
+from fulltilt.diagnose.evidence import Evidence, gather
+from fulltilt.diagnose.settings import precision_name
+from fulltilt.diagnose.thresholds import DEFAULT
+from fulltilt.records import Run, Settings, Trial
+from fulltilt.tune.assignment import Answer
+from fulltilt.tune.interval import rate_of
+from fulltilt.tune.losses import compared_steps, is_worse, mean_loss
+from fulltilt.tune.trial_run import Ended
+
+State = Literal["ok", "oom", "crashed", "timed_out", "diverged", "throttled"]
+
+# What running out of memory looks like in a traceback: the GPU's, the host's, and shared memory between workers.
+_OUT_OF_MEMORY = re.compile(
+    r"OutOfMemoryError|CUDA out of memory|^MemoryError|can't allocate memory|Cannot allocate memory"
+    r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|insufficient shared memory|killed by signal: Killed",
+    re.MULTILINE,
+)
+# The last line of a traceback: the exception and its message.
+_EXCEPTION = re.compile(r"^((?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b.*)$", re.MULTILINE)
+MOST_KEPT_LOSSES = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A trial as asked for: its settings, and what for."""
+
+    settings: Settings
+    purpose: Literal["start", "search", "verify"]
+    why: str = ""
+
+
+def conclude(attempt: Attempt, ended: Ended, answer: Answer | None, run: Run | None, start: Trial | None) -> Trial:
+    """The record of a trial. ``run`` is its run folder as read, ``start`` the trial of the settings as they are."""
+    state, note = _state(ended, answer, run, start)
+    evidence = gather(run, DEFAULT) if run is not None else None
+    rate = rate_of(answer.blocks) if answer is not None else None
+    ranks = answer.world_size if answer is not None else 1
+    losses = answer.losses[:MOST_KEPT_LOSSES] if answer is not None else ()
+    seconds = sum(block.seconds for block in answer.blocks) if answer is not None else 0.0
+    waited = sum(block.wait_s for block in answer.blocks) / seconds if answer is not None and seconds else None
+    samples = [sample.host for sample in run.samples] if run is not None else []
+    gpus = evidence.gpus if evidence is not None else ()
+    vram = [rank.vram_peak_bytes for rank in run.ranks if rank.vram_peak_bytes is not None] if run is not None else []
+    utils = [gpu.util_pct for gpu in gpus if gpu.util_pct is not None]
+    return Trial(
+        settings=attempt.settings,
+        state=state,
+        samples_per_s=rate.mean * ranks if rate else None,
+        samples_per_s_low=rate.low * ranks if rate else None,
+        samples_per_s_high=rate.high * ranks if rate else None,
+        steps=answer.steps if answer is not None else 0,
+        vram_peak_bytes=max(vram, default=None),
+        ram_peak_bytes=max((host.tree_pss_bytes for host in samples if host.tree_pss_bytes), default=None),
+        loss=mean_loss(losses, compared_steps(start.losses if start is not None else losses, losses)),
+        note=note,
+        purpose=attempt.purpose,
+        in_force=in_force(evidence, attempt.settings),
+        data_wait_share=waited,
+        compute_samples_per_s=evidence.ceilings.compute_samples_per_s if evidence is not None else None,
+        vram_total_bytes=next((gpu.vram_total_bytes for gpu in gpus if gpu.vram_total_bytes), None),
+        gpu_util_pct=sum(utils) / len(utils) if utils else None,
+        cpu_pct=evidence.host.tree_cpu_pct if evidence is not None else None,
+        wall_s=ended.wall_s,
+        losses=losses,
+    )
+
+
+def in_force(evidence: Evidence | None, asked: Settings) -> Settings:
+    """What the job ran with, as seen; what cannot be seen is as asked for."""
+    if evidence is None or evidence.rank is None:
+        return asked
+    loader, precision = evidence.loader, evidence.rank.precision
+    spans = [span for spans in evidence.run.spans for span in spans if span.steps]
+    batches, steps = sum(span.batches for span in spans), sum(span.steps for span in spans)
+    return Settings(
+        num_workers=loader.num_workers if loader else None,
+        prefetch_factor=loader.prefetch_factor if loader else None,
+        pin_memory=loader.pin_memory if loader else None,
+        persistent_workers=loader.persistent_workers if loader else None,
+        torch_threads=evidence.rank.torch_threads,
+        batch_size=loader.batch_size if loader else None,
+        accumulation=max(1, round(batches / steps)) if steps else None,
+        precision=asked.precision or (precision_name(precision) if precision else None),
+        compile=bool(asked.compile) or (precision.compiled if precision else None),
+    )
+
+
+def _state(ended: Ended, answer: Answer | None, run: Run | None, start: Trial | None) -> tuple[State, str | None]:
+    memory = _OUT_OF_MEMORY.search(ended.tail) is not None
+    if ended.stopped_for == "time":
+        return "timed_out", f"stopped after {ended.wall_s:.0f} s"
+    if ended.stopped_for == "memory":
+        return "oom", "used more memory than there is for a trial"
+    failed = ended.status not in (0, None) and (answer is None or not answer.complete)
+    if (failed and memory) or (answer is not None and answer.out_of_memory):
+        return "oom", last_exception(ended.tail)
+    if failed and ended.status == -signal.SIGKILL:
+        return "oom", "killed by the system, which does so when memory runs out"
+    if failed:
+        return "crashed", last_exception(ended.tail) or _how_it_ended(ended.status)
+    if answer is None or not answer.blocks:
+        steps = answer.steps if answer is not None else 0
+        return "crashed", f"the script ended after {steps} steps: too few to measure"
+    if answer.not_finite_at is not None:
+        return "diverged", f"the loss of step {answer.not_finite_at + 1} is not a finite number"
+    if start is not None and is_worse(start.losses, answer.losses):
+        return "diverged", _worse(start.losses, answer.losses)
+    throttled = _throttled(run)
+    if throttled is not None:
+        return "throttled", throttled
+    return "ok", "; ".join(answer.remarks) or None
+
+
+def _throttled(run: Run | None) -> str | None:
+    """Why the GPU's figures are not its own at this moment; None when they are."""
+    for gpu in gather(run, DEFAULT).gpus if run is not None else ():
+        if gpu.throttled_share is not None and gpu.throttled_share >= DEFAULT.throttled_share:
+            reasons = ", ".join(gpu.throttle_reasons) or "reasons unknown"
+            return f"GPU {gpu.index} was slowed down in {gpu.throttled_share:.0%} of the readings ({reasons})"
+    return None
+
+
+def _worse(start: tuple[float, ...], losses: tuple[float, ...]) -> str:
+    steps = compared_steps(start, losses)
+    assert steps is not None
+    before, after = mean_loss(start, steps), mean_loss(losses, steps)
+    return f"mean loss of steps {steps.start + 1} to {steps.stop}: {after:.4g}, at the start settings {before:.4g}"
+
+
+def last_exception(tail: str) -> str | None:
+    """The last exception that a program's output names, on one line and not too long."""
+    found = _EXCEPTION.findall(tail)
+    return None if not found else found[-1].strip()[:200]
+
+
+def _how_it_ended(status: int | None) -> str:
+    if status is not None and status < 0:
+        return f"ended by {signal.Signals(-status).name}"
+    return f"ended with exit code {status}"

@@ -1,0 +1,104 @@
+"""The DataLoader(...) call in the user's source with other arguments, through libcst: formatting and comments stay.
+
+An argument is changed where its value is written: in the call itself, in the dict that is unpacked into it, in the
+variable, parameter, class attribute or config that it names. Where that is not one literal with the value that was seen
+in force, nothing is guessed: the answer is a sentence and what to write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fulltilt.errors import MachineError
+
+if TYPE_CHECKING:
+    import libcst as cst
+
+# The order of DataLoader's positional arguments.
+POSITIONS = (
+    *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory"),
+    *("drop_last", "timeout", "worker_init_fn", "multiprocessing_context"),
+)
+DEFAULTS: Mapping[str, object] = {
+    "num_workers": 0,
+    "prefetch_factor": None,
+    "pin_memory": False,
+    "persistent_workers": False,
+    "batch_size": 1,
+}
+
+
+NEED_WORKERS = ("prefetch_factor", "persistent_workers")
+# torch's own default, not worth writing.
+ONCE_THERE_ARE_WORKERS: Mapping[str, object] = {"prefetch_factor": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """The new source, and what the reader of the diff should know besides."""
+
+    source: str
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Why the source was not changed."""
+
+    why: str
+
+
+def rewrite_call(
+    source: str, line: int, wanted: Mapping[str, object], in_force: Mapping[str, object]
+) -> Rewritten | Refused:
+    """The source with ``wanted`` in force for the DataLoader call at ``line``.
+
+    ``in_force`` is what the call ran with before: a literal is only changed where it says the same.
+    """
+    try:
+        import libcst
+    except ImportError as error:
+        raise MachineError("the diff of the source needs libcst", "Install it: pip install fulltilt[tune]") from error
+    from fulltilt.tune.source_places import Places, Unclear
+
+    try:
+        module = libcst.parse_module(source)
+    except libcst.ParserSyntaxError as error:
+        return Refused(f"the file does not parse: {error.message}")
+    places = Places(module)
+    call = places.loader_call(line)
+    if call is None:
+        return Refused(f"no DataLoader(...) call stands at line {line}")
+    replacements: dict[cst.CSTNode, cst.CSTNode] = {}
+    added: dict[str, str] = {}
+    remarks: list[str] = []
+    # The same call may make a loader without workers elsewhere, which torch then refuses to keep or to prefetch for.
+    workers = places.variable_workers(call)
+    for name, value in wanted.items():
+        if value == in_force.get(name) or (value is None and name not in in_force):
+            continue
+        try:
+            place = places.of_argument(call, name, in_force.get(name, DEFAULTS.get(name)))
+        except Unclear as unclear:
+            return Refused(str(unclear))
+        code = repr(value)
+        if workers is not None and name in NEED_WORKERS and value:
+            code = f"{workers} > 0" if value is True else f"{code} if {workers} > 0 else None"
+        if place is not None:
+            replacements[place.node] = place.replacement(code)
+            remarks += place.remarks
+        elif value != ONCE_THERE_ARE_WORKERS.get(name, ...):
+            added[name] = code
+    if not replacements and not added:
+        return Refused("the call has these settings already")
+    if added and places.unpacks(call):
+        home = places.unpacked_dict(call)
+        if isinstance(home, str):
+            return Refused(home)
+        replacements[home.node] = home.with_entries(added, replacements)
+        remarks += home.remarks
+    elif added:
+        replacements[call] = places.with_keywords(call, added, replacements)
+    return Rewritten(places.replaced(replacements), tuple(dict.fromkeys(remarks)))

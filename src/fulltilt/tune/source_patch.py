@@ -1,0 +1,129 @@
+"""The winning settings as a change of the user's source: a unified diff, applied on request, or what to write."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fulltilt.errors import MachineError, UsageError
+from fulltilt.records import LoaderRecord, Settings
+from fulltilt.tune.source_call import NEED_WORKERS, Refused, rewrite_call
+
+# Libraries that construct the loader themselves, and how they are told.
+_TRAINING_ARGUMENTS = {
+    "num_workers": "dataloader_num_workers",
+    "prefetch_factor": "dataloader_prefetch_factor",
+    "pin_memory": "dataloader_pin_memory",
+    "persistent_workers": "dataloader_persistent_workers",
+    "batch_size": "per_device_train_batch_size",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SourceChange:
+    """A change of one file. ``old`` and ``new`` are its whole text, byte for byte."""
+
+    path: Path
+    old: bytes
+    new: bytes
+    diff: str
+    remarks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteYourself:
+    """Why there is no diff, and what to write instead."""
+
+    why: str
+    write: str
+
+
+def propose(
+    loader: LoaderRecord | None,
+    in_force: Settings,
+    working_folder: Path,
+    command: tuple[str, ...] = (),
+    with_batch: bool = False,
+) -> SourceChange | WriteYourself:
+    """The change that puts the loader's part of ``in_force`` into the user's source."""
+    names = (
+        "num_workers",
+        "prefetch_factor",
+        "pin_memory",
+        "persistent_workers",
+        *(["batch_size"] if with_batch else []),
+    )
+    wanted = {name: value for name in names if (value := getattr(in_force, name)) is not None}
+    if not in_force.num_workers:
+        wanted = {name: value for name, value in wanted.items() if name not in NEED_WORKERS}
+    if loader is None or loader.where is None:
+        return WriteYourself("it was not seen where the training loader is made", _call("DataLoader(…", wanted))
+    if loader.made_by == "transformers":
+        arguments = {_TRAINING_ARGUMENTS[name]: value for name, value in wanted.items()}
+        return WriteYourself(
+            f"Hugging Face's Trainer makes the loader ({loader.where})", _call("TrainingArguments(…", arguments)
+        )
+    if loader.made_by is not None:
+        return WriteYourself(f"{loader.made_by} makes the loader ({loader.where})", _call("DataLoader(…", wanted))
+    before = {name: getattr(loader, name) for name in names}
+    for argument in command:
+        name = argument.split("=")[0].lstrip("-").replace("-", "_")
+        if argument.startswith("--") and name in wanted and wanted[name] != before[name]:
+            return WriteYourself(
+                f"{argument.split('=')[0]} is given on the command line", f"{argument.split('=')[0]} {wanted[name]}"
+            )
+    file, _, line = loader.where.rpartition(":")
+    path = working_folder / file
+    try:
+        old = path.read_bytes()
+        source = old.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        return WriteYourself(f"{file} could not be read: {error}", _call("DataLoader(…", wanted))
+    result = rewrite_call(source, int(line), wanted, before)
+    if isinstance(result, Refused):
+        return WriteYourself(f"{loader.where}: {result.why}", _call("DataLoader(…", wanted))
+    new = result.source.encode("utf-8")
+    return SourceChange(path, old, new, unified_diff(file, source, result.source), result.remarks)
+
+
+def unified_diff(name: str, old: str, new: str) -> str:
+    """A diff that `git apply` and `patch -p1` take."""
+    lines = difflib.unified_diff(old.splitlines(True), new.splitlines(True), f"a/{name}", f"b/{name}")
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+
+
+def fingerprint(path: Path) -> str | None:
+    """The SHA-256 of a file; None where it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def apply_change(change: SourceChange, studied_sha256: str | None) -> None:
+    """Write the change, whole or not at all. Raises UsageError when the file is not the one that was studied."""
+    if fingerprint(change.path) != hashlib.sha256(change.old).hexdigest() or (
+        studied_sha256 is not None and studied_sha256 != hashlib.sha256(change.old).hexdigest()
+    ):
+        raise UsageError(f"{change.path} has changed since it was studied; nothing was written", "Study it anew.")
+    descriptor, temporary = tempfile.mkstemp(dir=change.path.parent, prefix=f".{change.path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(change.new)
+            file.flush()
+            os.fsync(file.fileno())
+        shutil.copymode(change.path, temporary)
+        Path(temporary).replace(change.path)
+    except OSError as error:
+        Path(temporary).unlink(missing_ok=True)
+        raise MachineError(f"cannot write {change.path}: {error.strerror or error}") from error
+
+
+def _call(opening: str, arguments: Mapping[str, object]) -> str:
+    return f"{opening}, {', '.join(f'{name}={value!r}' for name, value in arguments.items())})"

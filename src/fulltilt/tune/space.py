@@ -1,0 +1,83 @@
+"""What a study may try: which settings, how many workers, and what the user has allowed by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+
+from fulltilt.errors import UsageError
+from fulltilt.records import Settings, Trial
+
+# Settings that change what is trained; each is tried only when the user names it.
+ALLOWABLE = ("batch", "accumulation", "precision", "compile")
+LOADER_SETTINGS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
+MOST_WORKERS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """``memory_bytes`` is what a trial may hold in RAM, ``allow`` what the user has allowed beyond the same math."""
+
+    usable_cpus: float
+    allow: frozenset[str] = frozenset()
+    memory_bytes: int | None = None
+
+    @property
+    def most_workers(self) -> int:
+        """Workers that wait on storage may outnumber the CPUs; more than twice as many have never paid."""
+        return max(4, min(MOST_WORKERS, round(2 * self.usable_cpus)))
+
+    @property
+    def expected_workers(self) -> int:
+        """Where to look first: half of the CPUs, so that as many are left for everything else."""
+        return max(1, round(self.usable_cpus / 2))
+
+
+def parse_allow(text: str) -> frozenset[str]:
+    """The settings named in ``--allow``. Raises UsageError for one that there is not."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = sorted(set(names) - set(ALLOWABLE))
+    if unknown:
+        raise UsageError(f"--allow: there is no {', '.join(unknown)}", f"There are: {', '.join(ALLOWABLE)}")
+    if "accumulation" in names and "batch" not in names:
+        raise UsageError(
+            "--allow accumulation changes the batch that the loader gives", "Allow both: --allow batch,accumulation"
+        )
+    return frozenset(names)
+
+
+def loader_settings(settings: Settings) -> Settings:
+    """Only the part of settings that concerns the loader."""
+    return Settings(**{name: getattr(settings, name) for name in LOADER_SETTINGS})
+
+
+def is_loader_only(settings: Settings) -> bool:
+    """Whether settings leave what is trained unchanged."""
+    return settings == loader_settings(settings)
+
+
+def with_loader(trial: Trial, workers: int, on_gpu: bool) -> Settings:
+    """So many workers with the rest of the loader as it is best: kept over epochs, pinned where there is a GPU."""
+    if workers == 0:
+        return Settings(num_workers=0, pin_memory=True if on_gpu and not trial.in_force.pin_memory else None)
+    return Settings(
+        num_workers=workers,
+        persistent_workers=None if trial.in_force.persistent_workers else True,
+        pin_memory=True if on_gpu and not trial.in_force.pin_memory else None,
+    )
+
+
+def rid_of_none(settings: Settings) -> dict[str, object]:
+    """The settings that are set, by name."""
+    values = ((field.name, getattr(settings, field.name)) for field in fields(settings))
+    return {name: value for name, value in values if value is not None}
+
+
+def changed(settings: Settings, **more: object) -> Settings:
+    """Settings with some of them set."""
+    return replace(settings, **more)  # type: ignore[arg-type]
+
+
+def tried(trials: Iterable[Trial], settings: Settings) -> list[Trial]:
+    """The trials of these very settings."""
+    return [trial for trial in trials if trial.settings == settings]

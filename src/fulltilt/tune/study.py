@@ -1,0 +1,234 @@
+"""A study at work: asks which trial comes next, runs it, keeps it. Stopped at any moment, it loses one trial."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+from fulltilt import __version__, store
+from fulltilt.diagnose.evidence import gather
+from fulltilt.diagnose.thresholds import DEFAULT
+from fulltilt.errors import FulltiltError, RunFolderError, UsageError
+from fulltilt.probes.gpu import Gpus
+from fulltilt.probes.machine import describe_machine
+from fulltilt.records import SCHEMA_VERSION, LoaderRecord, Run, RunRecord, Trial
+from fulltilt.tune.assignment import ANSWER_FILE, Answer, Assignment, TrainingLoader
+from fulltilt.tune.course import next_step, time_limit_s
+from fulltilt.tune.folder_watch import differences, look
+from fulltilt.tune.interval import Patience
+from fulltilt.tune.outcome import Attempt, conclude
+from fulltilt.tune.processes import AnewStarts, ForkedStarts, Starts
+from fulltilt.tune.search import best_of, rate
+from fulltilt.tune.source_patch import fingerprint
+from fulltilt.tune.space import Space
+from fulltilt.tune.template import CANNOT_FORK
+from fulltilt.tune.trial_run import Limits, run_trial
+
+# A search trial that is surely below this share of the best need not be measured more exactly.
+OUT_OF_THE_RACE = 0.9
+STUDY_FILE = "study.json"
+TRIALS_FILE = "trials.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class StudyRecord:
+    """What is studied, and what the first trial told about it. ``source_sha256`` is of the file with the loader."""
+
+    command: tuple[str, ...]
+    working_folder: str
+    allow: tuple[str, ...]
+    started_at: str
+    loader: LoaderRecord | None = None
+    source_sha256: str | None = None
+    optimizer: str | None = None
+    learning_rate: float | None = None
+    schema_version: int = SCHEMA_VERSION
+
+
+class Study:
+    """The trials of one command in one folder."""
+
+    def __init__(
+        self,
+        arguments: list[str],
+        command: list[str],
+        folder: Path,
+        space: Space,
+        trial_limit_s: float | None,
+        tell: Callable[[str], None],
+        patience: Patience | None = None,
+    ) -> None:
+        self._arguments = arguments
+        self._command = command
+        self._folder = folder
+        self._space = space
+        self._trial_limit_s = trial_limit_s
+        self._tell = tell
+        self._patience = patience or Patience()
+        self._gpus = Gpus.open()
+        self._starts: Starts | None = None
+        self.record = self._open()
+        self.trials: list[Trial] = list(store.read_lines(folder / TRIALS_FILE, Trial))
+        self._writer = store.LineWriter(folder / TRIALS_FILE)
+
+    # ------------------------------------------------------------------ the folder
+
+    def _open(self) -> StudyRecord:
+        path = self._folder / STUDY_FILE
+        fresh = StudyRecord(
+            command=tuple(self._arguments),
+            working_folder=str(Path.cwd()),
+            allow=tuple(sorted(self._space.allow)),
+            started_at=datetime.now().astimezone().isoformat(timespec="seconds"),
+        )
+        if not path.exists():
+            store.write_json(path, fresh)
+            return fresh
+        kept = store.read_record(path, StudyRecord)
+        if (kept.command, kept.working_folder, kept.allow) != (fresh.command, fresh.working_folder, fresh.allow):
+            raise UsageError(
+                f"{self._folder} holds a study of another command: {' '.join(kept.command)}",
+                "Choose another folder with --out.",
+            )
+        return kept
+
+    def close(self) -> None:
+        """End what still runs and clear up."""
+        if self._starts is not None:
+            self._starts.close()
+            self._starts = None
+        self._writer.close()
+        shutil.rmtree(self._folder / "scratch", ignore_errors=True)
+
+    # ------------------------------------------------------------------ trials
+
+    def run(self, budget_s: float, trying: Callable[[Attempt, float], None], tried: Callable[[Trial], None]) -> None:
+        """Make trials until nothing is left to learn or the budget is spent. Ctrl-C is raised."""
+        deadline = time.monotonic() + budget_s
+        while True:
+            left_s = deadline - time.monotonic()
+            attempt = next_step(self.trials, self._space, left_s)
+            if attempt is None:
+                return
+            limits = Limits(time_limit_s(self.trials, left_s, self._trial_limit_s), self._space.memory_bytes)
+            trial = self._try(attempt, limits, partial(trying, attempt))
+            self.trials.append(trial)
+            self._writer.write([trial])
+            tried(trial)
+
+    def _try(self, attempt: Attempt, limits: Limits, tick: Callable[[float], None]) -> Trial:
+        folder = self._folder / "trials" / f"trial-{len(self.trials) + 1:03d}"
+        shutil.rmtree(folder, ignore_errors=True)  # one that was cut off
+        before = look(Path.cwd(), self._folder)
+        starts = self._ready(limits.time_s)
+        trial = self._attempt(attempt, folder, starts, limits, tick)
+        if trial.purpose == "start" and trial.state in ("crashed", "timed_out") and isinstance(starts, ForkedStarts):
+            # True to the script above all: perhaps it is only the fork that it does not survive.
+            self._start_anew("the forked script failed")
+            shutil.rmtree(folder, ignore_errors=True)
+            trial = self._attempt(attempt, folder, self._ready(limits.time_s), limits, tick)
+        shutil.rmtree(folder / "scratch", ignore_errors=True)
+        return replace(
+            trial,
+            changed_files=differences(before, look(Path.cwd(), self._folder)),
+            folder=str(folder.relative_to(self._folder)),
+        )
+
+    def _attempt(
+        self, attempt: Attempt, folder: Path, starts: Starts, limits: Limits, tick: Callable[[float], None]
+    ) -> Trial:
+        assignment = Assignment(
+            settings=attempt.settings,
+            folder=str(folder),
+            scratch=str((folder / "scratch").absolute()),
+            loader=_identity(self.record.loader),
+            patience=self._patience_for(attempt),
+        )
+        record = RunRecord(
+            name=f"{folder.name}",
+            command=tuple(self._arguments),
+            started_at=datetime.now().astimezone().isoformat(timespec="seconds"),
+            machine=describe_machine(self._gpus),
+            fulltilt=__version__,
+            asked=attempt.settings,
+        )
+        ended = run_trial(starts, assignment, record, limits, self._gpus, tick)
+        if ended.status == CANNOT_FORK and isinstance(starts, ForkedStarts):
+            self._start_anew("the GPU was touched before the fork")
+            shutil.rmtree(folder, ignore_errors=True)
+            return self._attempt(attempt, folder, self._ready(limits.time_s), limits, tick)
+        answer = _read(folder / ANSWER_FILE)
+        run = _load(folder)
+        start = next((trial for trial in self.trials if trial.purpose == "start" and trial.state == "ok"), None)
+        trial = conclude(attempt, ended, answer, run, start)
+        if attempt.purpose == "start" and run is not None and run.ranks:
+            self._learn(run)
+        return trial
+
+    def _patience_for(self, attempt: Attempt) -> Patience:
+        best = best_of(self.trials) if attempt.purpose == "search" else None
+        return self._patience if best is None else replace(self._patience, to_beat=OUT_OF_THE_RACE * rate(best))
+
+    def _learn(self, run: Run) -> None:
+        """Keep what the first trial tells about the job: its loader and its optimizer."""
+        evidence = gather(run, DEFAULT)
+        rank = evidence.rank
+        self.record = replace(
+            self.record,
+            loader=evidence.loader,
+            source_sha256=_fingerprint(evidence.loader),
+            optimizer=rank.optimizers[0] if rank is not None and rank.optimizers else None,
+            learning_rate=rank.learning_rate if rank is not None else None,
+        )
+        store.write_json(self._folder / STUDY_FILE, self.record)
+
+    # ------------------------------------------------------------------ how trials start
+
+    def _ready(self, limit_s: float) -> Starts:
+        if self._starts is None:
+            template = store.create_folder(self._folder / "template")
+            forked = ForkedStarts.open(self._command, template, self._folder / "scratch", limit_s)
+            if isinstance(forked, str):
+                self._start_anew(forked)
+            else:
+                self._starts = forked
+        assert self._starts is not None
+        return self._starts
+
+    def _start_anew(self, why: str) -> None:
+        if self._starts is not None:
+            self._starts.close()
+        self._starts = AnewStarts(self._command, self._folder / "scratch")
+        self._tell(f"each trial starts the script anew: {why}")
+
+
+def _identity(loader: LoaderRecord | None) -> TrainingLoader | None:
+    return None if loader is None else TrainingLoader(loader.where, loader.dataset_len)
+
+
+def _fingerprint(loader: LoaderRecord | None) -> str | None:
+    """Of the file in which the loader is made: a diff is only applied to the text that was studied."""
+    if loader is None or loader.where is None:
+        return None
+    return fingerprint(Path(loader.where.rpartition(":")[0]))
+
+
+def _read(path: Path) -> Answer | None:
+    try:
+        return store.read_record(path, Answer)
+    except RunFolderError:
+        return None
+
+
+def _load(folder: Path) -> Run | None:
+    try:
+        return store.load(folder)
+    except FulltiltError as error:
+        print(f"fulltilt: {error}", file=sys.stderr)
+        return None

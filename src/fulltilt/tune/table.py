@@ -1,0 +1,122 @@
+"""A study on the terminal: the table of solutions, what was verified, the arithmetic, and every trial."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fulltilt.records import Trial
+from fulltilt.report import wording
+from fulltilt.tune.learning_rate import figure
+from fulltilt.tune.search import is_valid
+from fulltilt.tune.solutions import Solution, in_words
+from fulltilt.tune.verify import Comparison
+
+STATES = {
+    "ok": "ok",
+    "oom": "out of memory",
+    "crashed": "crashed",
+    "timed_out": "timed out",
+    "diverged": "diverged",
+    "throttled": "GPU slowed down",
+}
+
+
+def show_solutions(console: Console, rows: Sequence[Solution]) -> None:
+    """The guides' table, with measured figures; below it what each row sets and risks."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("")
+    for name in ("workers", "batch", "samples/s", "speed", "GPU", "VRAM\nGiB", "RAM\nGiB", "CPU", "LR"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        trial = row.trial
+        table.add_row(
+            row.name,
+            wording.setting(trial.in_force.num_workers),
+            _batch(trial),
+            rate_words(trial),
+            "1 ×" if row.speedup is None else f"{row.speedup:.2f} ×",
+            wording.percent(trial.gpu_util_pct),
+            _gib(trial.vram_peak_bytes),
+            _gib(trial.ram_peak_bytes),
+            wording.percent(trial.cpu_pct),
+            wording.NOT_MEASURED if row.learning_rate is None else figure(row.learning_rate.rate),
+        )
+    console.print(table)
+    for row in rows:
+        risk = f" Risk {row.risk}." if row.speedup is not None else ""
+        console.print(Text(f"{row.name}: {in_words(row.trial.settings, row.trial.in_force)}.{risk}"))
+
+
+def show_arithmetic(console: Console, rows: Sequence[Solution]) -> None:
+    """How the learning rates came about, where they change."""
+    for row in rows:
+        scaled = row.learning_rate
+        if scaled is not None and "=" in scaled.arithmetic:
+            advice = f"; {scaled.warm_up}" if scaled.warm_up else ""
+            console.print(Text(f"{row.name}: learning rate {scaled.arithmetic}{advice}"))
+
+
+def show_trials(console: Console, trials: Sequence[Trial]) -> None:
+    """Every trial with its state, those that failed too."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("trial", "settings", "state", "samples/s", "waits", "took", ""):
+        table.add_column(name, justify="right" if name in ("trial", "samples/s", "waits", "took") else "left")
+    for number, trial in enumerate(trials, start=1):
+        shown = trial.in_force if is_valid(trial) else None
+        what = "start" if trial.purpose == "start" or trial.settings == type(trial.settings)() else None
+        mark = " (verifying)" if trial.purpose == "verify" else ""
+        table.add_row(
+            str(number),
+            (what or in_words(trial.settings, shown)) + mark,
+            STATES[trial.state],
+            rate_words(trial) if trial.state in ("ok", "throttled") else wording.NOT_MEASURED,
+            wording.share(trial.data_wait_share),
+            wording.seconds(trial.wall_s),
+            wording.brief(trial.note or "", 70),
+        )
+    console.print(table)
+
+
+def verdict_sentence(comparison: Comparison | None) -> str:
+    """What verification said, in a sentence."""
+    if comparison is None:
+        return "Nothing was found to be faster than the settings as they are; they stay."
+    spread = f"{comparison.low:.2f} to {comparison.high:.2f}, 95 %, {comparison.pairs} pairs measured in turns"
+    if comparison.wins:
+        return f"Verified: {in_words(comparison.candidate)}: {comparison.ratio:.2f} × as fast ({spread})."
+    return f"Not verified: {in_words(comparison.candidate)}: {comparison.ratio:.2f} × ({spread}); the settings stay."
+
+
+def progress_line(number: int, trial: Trial, best: Trial | None) -> str:
+    """A trial that has ended, in a line."""
+    shown = trial.in_force if is_valid(trial) else None
+    what = "start" if trial.settings == type(trial.settings)() else in_words(trial.settings, shown)
+    if not is_valid(trial):
+        return f"trial {number}: {what}: {STATES[trial.state]}{f' ({trial.note})' if trial.note else ''}"
+    lead = " (best so far)" if trial is best else ""
+    return f"trial {number}: {what}: {rate_words(trial)} samples/s{lead}"
+
+
+def rate_words(trial: Trial) -> str:
+    """A rate with half its interval: ``480 ± 9``."""
+    if trial.samples_per_s is None:
+        return wording.NOT_MEASURED
+    low, high = trial.samples_per_s_low, trial.samples_per_s_high
+    if low is None or high is None:
+        return wording.number(trial.samples_per_s)
+    return f"{wording.number(trial.samples_per_s)} ± {wording.number((high - low) / 2)}"
+
+
+def _gib(value: int | None) -> str:
+    return wording.NOT_MEASURED if value is None else f"{value / (1 << 30):.1f}"
+
+
+def _batch(trial: Trial) -> str:
+    batch, parts = trial.in_force.batch_size, trial.in_force.accumulation or 1
+    if batch is None:
+        return wording.NOT_MEASURED
+    return str(batch) if parts == 1 else f"{batch} × {parts}"
