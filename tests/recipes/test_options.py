@@ -97,7 +97,8 @@ def test_help_shows_shared_and_own_flags(installed: list[Request], capsys: pytes
     wanted = (
         *("--config", "--data", "--out", "--epochs", "--max-steps", "--batch-size", "--accumulation", "--lr"),
         *("--workers", "--seed", "--device", "--gpus", "--precision", "--compile", "--no-compile", "--resume-from"),
-        *("--fresh", "--max-time", "--save-every", "--colour", "--legs"),
+        *("--fresh", "--max-time", "--save-every", "--residency", "--min-lr", "--schedule", "--warmup-epochs"),
+        *("--colour", "--legs"),
     )
     assert [flag for flag in wanted if flag not in shown] == []
     assert not installed

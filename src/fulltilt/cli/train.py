@@ -13,6 +13,7 @@ import typer
 
 from fulltilt.recipes import RECIPES, find
 from fulltilt.recipes import options as flagged
+from fulltilt.recipes.memory import changes
 from fulltilt.recipes.recipe import Recipe
 
 RUNS = Path("fulltilt-runs")
@@ -40,16 +41,25 @@ def run_recipe(recipe: Recipe, given: dict[str, Any], config: Path | None = None
     """Train as flags and config ask for; returns the exit code. Raises UsageError for what is wrong with them."""
     asked = flagged.read(recipe, given, config)
     from fulltilt.train import exit_code_of
+    from fulltilt.train.launching import relaunch
 
     out = Path(asked.place.out) if asked.place.out is not None else RUNS / recipe.name
+    of_ranks = 0
 
     def body() -> None:
+        nonlocal of_ranks
         request = asked.request(_data_folder(recipe, asked, out), out)
         recipe.check(request)
-        recipe.run(request)
+        code = relaunch(asked.place.gpus, asked.settings.device) if asked.place.gpus else None
+        if code is None:
+            for line in changes(recipe, request):
+                print(line, flush=True)
+            recipe.run(request)
+        else:
+            of_ranks = code  # the ranks have said what there was to say
 
     code: int = exit_code_of(body, out)
-    return code
+    return code or of_ranks
 
 
 def _data_folder(recipe: Recipe, asked: flagged.Asked, out: Path) -> Path:

@@ -1,0 +1,47 @@
+"""Guides 1 and 3: `python train_ultimate.py train --dataset-path … --checkpoint-dir … …` as they write it.
+
+It is `fulltilt train cod` under the guides' names of flags, on all GPUs that are there. Every flag of the recipe works
+too: `fulltilt train cod --help`.
+"""
+
+import sys
+
+try:
+    from fulltilt.cli.main import main
+except ImportError:
+    sys.exit("Fulltilt is not installed in this Python. From the folder above: pip install '.[train,recipes]'")
+
+NAMES = {
+    "--dataset-path": "--data",
+    "--checkpoint-dir": "--out",
+    "--accumulation-steps": "--accumulation",
+    "--scheduler": "--schedule",
+    "--num-workers": "--workers",
+}
+# The guides switch these on by name, so without the name they are off.
+OFF = ("--no-progressive-unfreeze", "--no-deep-supervision")
+
+
+def translated(arguments: list[str]) -> list[str]:
+    """The guides' flags as the recipe calls them; of a flag given twice the last counts."""
+    known = []
+    for argument in arguments:
+        name, given, value = argument.partition("=")
+        known.append(f"{NAMES.get(name, name)}{given}{value}")
+    return [*OFF, *known]
+
+
+def gpus() -> list[str]:
+    """Guide 3 changes no code for two GPUs: all that are visible take part."""
+    import torch
+
+    return ["--gpus", str(torch.cuda.device_count())] if torch.cuda.device_count() > 1 else []
+
+
+if __name__ == "__main__":
+    verb, *rest = sys.argv[1:] or ["--help"]
+    if verb != "train":
+        sys.exit(
+            "Usage: python train_ultimate.py train --dataset-path DIR --checkpoint-dir DIR [flags of guides 1 and 3]"
+        )
+    main(["train", "cod", *gpus(), *translated(rest)])

@@ -1,0 +1,34 @@
+"""What a run was asked for the last time, so that one that goes on can say what is different now."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+from fulltilt import store
+from fulltilt.recipes.recipe import Recipe, Request
+
+FILE = "recipe.json"
+
+
+def changes(recipe: Recipe, request: Request) -> list[str]:
+    """Note the recipe's options in the run's folder; a line when they were others before and the run goes on.
+
+    The engine says the same of its own settings. Only the first rank notes and tells.
+    """
+    from fulltilt.train.distributed import detect
+
+    if detect().rank:
+        return []
+    path = request.out / FILE
+    now = {"recipe": recipe.name, "data": str(request.data), **asdict(request.options)}
+    try:
+        before = json.loads(path.read_text())
+    except (OSError, ValueError):
+        before = {}
+    request.out.mkdir(parents=True, exist_ok=True)
+    store.write_json(path, now)
+    if request.fresh:
+        return []
+    changed = [f"{name} {before[name]} → {now[name]}" for name in now if name in before and before[name] != now[name]]
+    return [f"Changed since the last run: {', '.join(changed)}"] if changed else []
