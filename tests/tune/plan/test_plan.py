@@ -1,0 +1,135 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fulltilt.errors import UsageError
+from fulltilt.records import MemoryRecord, Run
+from fulltilt.tune.plan.elsewhere import memory_bound_share, speed_there
+from fulltilt.tune.plan.gpu_models import find_gpu
+from fulltilt.tune.plan.plan import make_plan, with_target
+from fulltilt.tune.plan.target import parse_target, read_history
+from fulltilt.tune.plan.vram import CONTEXT_BYTES, vram_budget
+from tests.diagnose.examples import gpu, gpu_rank, loader, machine, rank, run_of, sampled, workers
+
+MIB = 1 << 20
+GIB = 1 << 30
+# 100 MiB of weights, as much of gradients, twice that of Adam's states; 50 MiB of frozen weights.
+PARTS = MemoryRecord(26_214_400, 100 * MIB, 100 * MIB, 200 * MIB, 50 * MIB)
+EACH = 20 * MIB
+WORKSPACE = 64 * MIB
+
+
+def observed(batch: int, compute_s: float = 100.0) -> Run:
+    """A run at a batch size whose memory follows 450 + 64 + 20 · batch MiB."""
+    trained = gpu_rank(
+        loaders=(loader(batch_size=batch, num_workers=4, batch_bytes=batch * 1000),),
+        workers=(workers(processes=4, pss_bytes=300 * MIB),),
+        memory=PARTS,
+        vram_peak_bytes=PARTS.resident_bytes + WORKSPACE + EACH * batch,
+        learning_rate=4e-4,
+        optimizers=("AdamW",),
+        gpu_busy_step_s=compute_s / 1000,
+    )
+    reading = gpu(vram_total_bytes=141 * GIB)
+    return run_of(trained, samples=sampled(reading), on=machine(gpus=(reading,)), compute=compute_s)
+
+
+def test_two_batch_sizes_tell_activations_from_workspace() -> None:
+    budget = vram_budget([observed(8), observed(32)])
+    assert budget is not None
+    assert budget.fitted_at == (8, 32)
+    assert budget.activations_bytes_per_sample == pytest.approx(EACH)
+    assert budget.workspace_bytes == pytest.approx(WORKSPACE, rel=0.01)
+    assert budget.needed_bytes(64) == pytest.approx(PARTS.resident_bytes + WORKSPACE + 64 * EACH, rel=0.01)
+
+
+def test_one_batch_size_never_promises_too_much() -> None:
+    one, two = vram_budget([observed(8)]), vram_budget([observed(8), observed(32)])
+    assert one is not None
+    assert two is not None
+    eight_gib = one.largest_batch(8 * GIB), two.largest_batch(8 * GIB)
+    assert eight_gib[0] is not None
+    assert eight_gib[1] is not None
+    assert 0 < eight_gib[0] < eight_gib[1]
+    true_need = PARTS.resident_bytes + WORKSPACE + EACH * eight_gib[1] + CONTEXT_BYTES
+    assert true_need <= 8 * GIB
+
+
+def test_a_model_that_does_not_fit_has_no_batch() -> None:
+    huge = replace(PARTS, optimizer_bytes=20 * GIB)
+    run = observed(8)
+    grown = replace(run.ranks[0], memory=huge, vram_peak_bytes=huge.resident_bytes + 8 * EACH)
+    plan = make_plan([replace(run, ranks=(grown,))])
+    small = next(row for row in plan.gpus if row.gpu == "RTX 3070")
+    assert small.largest_batch == 0
+    assert small.fits is False
+
+
+def test_the_plan_names_batches_rates_and_what_workers_hold() -> None:
+    plan = make_plan([observed(8)])
+    assert plan.gpu == "NVIDIA H200"
+    assert [row.batch for row in plan.batches[:3]] == [8, 16, 32]
+    doubled = plan.batches[1]
+    assert doubled.learning_rate is not None
+    assert doubled.learning_rate.arithmetic == "0.0004 × sqrt(16/8) = 0.000566"
+    four = next(row for row in plan.loading if row.workers == 4)
+    assert four.workers_bytes == 4 * 300 * MIB
+    assert four.queued_batches == 4 * (loader().prefetch_factor or 2)
+    assert any("one batch size (8)" in lack for lack in plan.lacks)
+
+
+def test_a_run_without_a_gpu_says_what_it_lacks() -> None:
+    plan = make_plan([run_of(rank(), compute=100.0)])
+    assert plan.vram is None
+    assert plan.gpus == ()
+    assert any("no GPU" in lack for lack in plan.lacks)
+
+
+def test_speed_elsewhere_lies_between_arithmetic_and_bandwidth() -> None:
+    h200, a100 = find_gpu("H200"), find_gpu("A100 80GB")
+    assert h200 is not None
+    assert a100 is not None
+    speed = speed_there(1000.0, h200, a100, "bf16")
+    assert speed.low < 1000 * 312 / 989 < speed.likely < 1000 * 2039 / 4800 < speed.high
+    bound = speed_there(1000.0, h200, a100, "bf16", memory_bound=1.0)
+    assert bound.likely == pytest.approx(1000 * 2039 / 4800)
+    assert speed_there(1000.0, h200, h200, "bf16").low == 1000.0
+    assert memory_bound_share(30.0, 90.0) == 0.75
+    assert memory_bound_share(None, 90.0) is None
+
+
+def test_hours_go_with_speed_but_never_faster_than_the_loader() -> None:
+    plan = replace(make_plan([observed(8)]), loader_samples_per_s=400.0)
+    timed = with_target(plan, (1.0, 2.0), reached_at=200.0)
+    fast = next(row for row in timed.gpus if row.gpu == "B200")
+    assert fast.speed is not None
+    assert fast.hours is not None
+    assert fast.hours[0] >= 1.0 * 200.0 / 400.0 - 1e-9
+
+
+def test_history_is_read_over_a_new_header_and_from_hugging_face(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("epoch,seconds,iou\n1,60,0.5\nepoch,seconds,iou,mae\n2,80,0.6,0.1\n")
+    history = read_history([tmp_path], "iou")
+    assert history.points == ((1.0, 0.5), (2.0, 0.6))
+    assert history.epoch_s == 70.0
+    theirs = tmp_path / "hf" / "checkpoint-20"
+    theirs.mkdir(parents=True)
+    log = [{"epoch": 1.0, "eval_f1": 0.4}, {"epoch": 2.0, "eval_f1": 0.5, "note": "x"}]
+    (theirs / "trainer_state.json").write_text(json.dumps({"log_history": log}))
+    assert read_history([tmp_path / "hf"], "eval_f1").points == ((1.0, 0.4), (2.0, 0.5))
+    with pytest.raises(UsageError, match="no history of auc") as caught:
+        read_history([tmp_path], "auc")
+    assert "iou, mae" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["iou", "=0.5", "iou=", "iou=high", "iou=nan"])
+def test_a_target_that_is_none(text: str) -> None:
+    with pytest.raises(UsageError, match="not METRIC=VALUE"):
+        parse_target(text)
+
+
+def test_smaller_is_better_for_errors() -> None:
+    assert parse_target("val_loss=0.2").mode == "min"
+    assert parse_target("iou=0.75").mode == "max"
