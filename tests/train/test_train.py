@@ -28,7 +28,9 @@ from tests.faults import victim
 def run(out: Path, job: Job | None = None, **settings: Any) -> tuple[Outcome, str]:
     stream = io.StringIO()
     screen = Screen(out, stream=stream, sampled=False)
-    outcome = train(job or victim.make_job(), TrainSettings(**{"device": "cpu", **settings}), out, screen=screen)
+    outcome = train(
+        job or victim.make_job(), TrainSettings(**{"device": "cpu", "record": False, **settings}), out, screen=screen
+    )
     return outcome, stream.getvalue()
 
 
@@ -123,7 +125,7 @@ def test_another_batch_size_in_the_middle_of_an_epoch_uses_each_sample_once(tmp_
             raise victim.Interrupted  # the third step is saved
         used[end.step] = [int(number) for number in re.findall(r"\d+", end.samples)]
 
-    settings: dict[str, Any] = {"device": "cpu", "save_every": 3, "epochs": 1}
+    settings: dict[str, Any] = {"device": "cpu", "save_every": 3, "epochs": 1, "record": False}
     quiet = {"screen": Screen(tmp_path, speaks=False), "on_step": note}
     with pytest.raises(victim.Interrupted):
         train(victim.make_job(), TrainSettings(**settings, batch_size=8), tmp_path, **quiet)  # type: ignore[arg-type]
@@ -136,7 +138,7 @@ def test_fresh_sets_the_old_checkpoints_aside(tmp_path: Path) -> None:
     run(tmp_path, epochs=1)
     stream = io.StringIO()
     screen = Screen(tmp_path, stream=stream, sampled=False)
-    train(victim.make_job(), TrainSettings(device="cpu", epochs=1), tmp_path, screen=screen, fresh=True)
+    train(victim.make_job(), TrainSettings(device="cpu", epochs=1, record=False), tmp_path, screen=screen, fresh=True)
     assert "Resuming" not in stream.getvalue()
     assert checkpoint.folders(tmp_path / "checkpoints.old-1")
 
@@ -186,7 +188,7 @@ def test_ready_batches_and_their_resume(tmp_path: Path) -> None:
         if end.step == 7:
             raise victim.Interrupted
 
-    settings = TrainSettings(device="cpu", epochs=2, save_every=5)
+    settings = TrainSettings(device="cpu", epochs=2, save_every=5, record=False)
     train(job(), settings, tmp_path / "whole", screen=Screen(tmp_path, speaks=False), on_step=note)
     with pytest.raises(victim.Interrupted):
         train(job(), settings, tmp_path / "cut", screen=Screen(tmp_path, speaks=False), on_step=until_7)

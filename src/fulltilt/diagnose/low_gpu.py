@@ -46,19 +46,19 @@ def low_gpu_warning(
         if share < thresholds.severe_share:
             return None
         title = f"TRAINING WAITS FOR DATA ({100 * share:.1f}% of the time)"
+    cause = likely_cause(buckets, util_pct is not None)
     lines = [
-        _likely_cause(buckets, active_s, util_pct is not None),
+        f"Most likely: {_CAUSES[cause]} ({100 * getattr(buckets, cause) / active_s:.1f}% of the time)",
         *_settings(buckets, active_s, loader, usable_cpus, thresholds),
     ]
     return "\n".join((f"⚠️  {title}! Possible bottlenecks:", *(f"   - {line}" for line in lines)))
 
 
-def _likely_cause(buckets: Buckets, active_s: float, on_gpu: bool) -> str:
+def likely_cause(buckets: Buckets, on_gpu: bool) -> str:
+    """The name of the bucket that keeps the GPU from its work most."""
     idle = [name for name in BUCKETS if name not in ("startup_s", "compute_s")]
     largest = max(idle, key=lambda name: getattr(buckets, name))
-    if on_gpu and getattr(buckets, largest) < buckets.compute_s:
-        largest = "compute_s"
-    return f"Most likely: {_CAUSES[largest]} ({100 * getattr(buckets, largest) / active_s:.1f}% of the time)"
+    return "compute_s" if on_gpu and getattr(buckets, largest) < buckets.compute_s else largest
 
 
 def _settings(
@@ -67,24 +67,26 @@ def _settings(
     starved = buckets.data_wait_s / active_s >= thresholds.warn_share
     if loader is None:
         return ["Make batches beside the training: a DataLoader with workers (current: none)"] if starved else []
+    # The engine's own settings have names of their own.
+    workers, prefetch = ("workers", "prefetch") if loader.made_by == "fulltilt" else ("num_workers", "prefetch_factor")
     batch = f"batch_size (current: {loader.batch_size})"
-    prefetch = f"prefetch_factor (current: {loader.prefetch_factor or 2})"
+    prefetch = f"{prefetch} (current: {loader.prefetch_factor or 2})"
     if not starved:
         return [
             *([f"Increase {batch}"] if loader.batch_size is not None else []),
-            f"num_workers (current: {loader.num_workers}) keeps up",
+            f"{workers} (current: {loader.num_workers}) keeps up",
         ]
     place = f" at {loader.where}" if loader.where else ""
     if loader.num_workers == 0:
-        lines = [f"Increase num_workers (current: 0){place}"]
+        lines = [f"Increase {workers} (current: 0){place}"]
     elif loader.num_workers + 1 < usable_cpus:
         lines = [
-            f"Increase num_workers (current: {loader.num_workers}; {usable_cpus:g} CPUs are usable){place}",
+            f"Increase {workers} (current: {loader.num_workers}; {usable_cpus:g} CPUs are usable){place}",
             f"Increase {prefetch}",
         ]
     else:
         lines = [
-            f"num_workers (current: {loader.num_workers}) already fills the {usable_cpus:g} usable CPUs{place}",
+            f"{workers} (current: {loader.num_workers}) already fills the {usable_cpus:g} usable CPUs{place}",
             f"Increase {prefetch}",
         ]
     if loader.batch_size is not None:

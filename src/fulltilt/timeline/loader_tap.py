@@ -30,6 +30,8 @@ INSPECT_EVERY = 32
 # Reading a thread's CPU clock is a system call: done for the first batches and then for every so many.
 TIME_CPU_FIRST = 64
 TIME_CPU_EVERY = 8
+# What a loader is ``made_by`` when the engine has made it from the settings of a training.
+ENGINE = "fulltilt"
 WAITS = {False: WaitBegan(False), True: WaitBegan(True)}
 
 
@@ -421,9 +423,14 @@ def call_sites(loader: Any, most: int = 4) -> CallSites:
             sites.append(f"{shown_path(code.co_filename)}:{frame.f_lineno}")
             if where is None and who == "user":
                 where = sites[-1]
-            elif where is None:
+            elif where is None and library != ENGINE:
                 library = str(frame.f_globals.get("__name__", "")).partition(".")[0] or None
+        elif who == "fulltilt" and where is None and "/timeline/" not in code.co_filename:
+            library = ENGINE
         frame = frame.f_back
+    if library == ENGINE:
+        # Settings make the loader; on the line that starts the training there is nothing to change.
+        return CallSites(None, ENGINE, tuple(sites[:most]))
     return CallSites(where or (sites[0] if sites else None), library, tuple(sites[:most]))
 
 

@@ -78,6 +78,12 @@ class LoopMarks:
         if recorder is not None:
             recorder.note(EpochBegan(number))
 
+    def mark_profiling(self, on: bool) -> None:
+        """The job is under a profiler of its own from here, or no longer: no delays are queued meanwhile."""
+        recorder = self._on_training_thread()
+        if recorder is not None:
+            recorder.profiling = on
+
     def _on_training_thread(self) -> Recorder | None:
         recorder = self._session.recorder if self._session is not None else None
         if recorder is None or not recorder.mine():

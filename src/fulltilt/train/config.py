@@ -93,6 +93,11 @@ def _converted(kind: Any, value: Any, key: str, bounds: Mapping[str, Any]) -> tu
     if value is None:
         return (None, None) if types.NoneType in options else ("should not be empty", None)
     wanted = next(option for option in options if option is not types.NoneType)
+    if get_origin(wanted) is tuple:
+        if not isinstance(value, list | tuple):
+            return f"should be a list, not {_short(value)}", None
+        each = [_converted(get_args(wanted)[0], item, key, bounds) for item in value]
+        return next((problem for problem, _ in each if problem), None), tuple(item for _, item in each)
     if get_origin(wanted) is Literal:
         choices = get_args(wanted)
         if isinstance(value, str) and value in choices:

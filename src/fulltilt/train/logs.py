@@ -1,11 +1,9 @@
-"""Metrics of each epoch as CSV, which everything can read, and to TensorBoard where it is installed."""
+"""Metrics of each epoch as CSV, which everything can read."""
 
 from __future__ import annotations
 
 import csv
-import importlib.util
 from pathlib import Path
-from typing import Any
 
 from fulltilt.train import durable
 
@@ -15,9 +13,7 @@ class MetricLog:
 
     def __init__(self, out: Path) -> None:
         self.path = out / "metrics.csv"
-        self._columns: list[str] = []
-        self._board: Any = None
-        self._board_folder = out / "tensorboard"
+        self._columns = _last_header(self.path)
 
     def write(self, epoch: int, metrics: dict[str, float], seconds: float) -> None:
         """Log one epoch. Raises MachineError when the disk refuses."""
@@ -31,15 +27,12 @@ class MetricLog:
                 writer.writerow(row)
         except OSError as error:
             raise durable.cannot_write(self.path, error) from error
-        if self._board is None and importlib.util.find_spec("tensorboard") is not None:
-            from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(self._board_folder))  # type: ignore[no-untyped-call, unused-ignore]
-        if self._board is not None:
-            for name, value in metrics.items():
-                self._board.add_scalar(name, value, epoch)
 
-    def close(self) -> None:
-        """Flush what is open."""
-        if self._board is not None:
-            self._board.close()
+def _last_header(path: Path) -> list[str]:
+    """The columns that a run before has written last; none when there was no such run."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            return next((row for row in reversed(list(csv.reader(file))) if row[:1] == ["epoch"]), [])
+    except (OSError, UnicodeDecodeError, csv.Error):
+        return []

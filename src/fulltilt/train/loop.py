@@ -17,6 +17,7 @@ from fulltilt.train.guard import StepFigures
 from fulltilt.train.job import Job
 from fulltilt.train.machine import MachineWatch
 from fulltilt.train.outcome import Hook, Outcome, StepEnd
+from fulltilt.train.profiling import StepProfiler
 from fulltilt.train.progress import Screen
 from fulltilt.train.readout import Readout
 from fulltilt.train.record import TrainingRecord
@@ -59,6 +60,7 @@ def train(
         if loop.steps_left:  # a run that was done already keeps the record that it has
             cleanup.enter_context(loop.record)
             cleanup.enter_context(watch)
+            cleanup.enter_context(loop.profiler)
         return loop.run()
 
 
@@ -70,6 +72,8 @@ class Loop:
     ) -> None:
         self.rig, self.stop, self.watchdog, self.record, self.on_step = rig, stop, watchdog, record, on_step
         rig.stepper.marks = record
+        rank = rig.group.ranks.rank
+        self.profiler = StepProfiler(rig.settings.profile_steps, rig.out, rank, rig.screen, record)
         self.readout: Readout[tuple[int, StepData]] = Readout(rig.device)
         self.memory = HostMemory()
         self.metrics: dict[str, float] = {}
@@ -112,7 +116,7 @@ class Loop:
                 self._stop_here()  # the workers got the same signal as we did; the last step is whole
             if data is None:
                 break
-            rig.screen.loaded(time.perf_counter() - began)
+            rig.screen.loaded(time.perf_counter() - began, len(data.batches))
             self._step(data)
         self._end_epoch(cut_short=self._steps_used_up())
 
@@ -124,6 +128,7 @@ class Loop:
             group["lr"] = self._learning_rate() * group.get("lr_factor", 1.0)
         rig.stepper.wish = float(self.stop.reason is not None)
         figures = rig.stepper.step(data.batches, data.samples, number, rig.totals)
+        rig.screen.stepped(data.samples, len(data.batches))
         progress.step = number
         progress.consumed = data.consumed
         progress.samples += data.samples
@@ -131,6 +136,7 @@ class Loop:
         self._judge()
         if self.on_step is not None:
             self.on_step(StepEnd(number, progress.epoch, rig, data.names()))
+        self.profiler.step(number)
         self._between_steps()
 
     def _between_steps(self) -> None:
@@ -149,6 +155,7 @@ class Loop:
         """Evaluate and save. An epoch cut short by max_steps is evaluated too, but a longer run goes on within it."""
         rig, progress = self.rig, self.rig.progress
         self._judge(everything=True)
+        rig.screen.epoch_trained()
         self.metrics = {f"train_{name}": value for name, value in rig.totals.means(rig.group).items()}
         metric = None
         if rig.eval_source is not None and (cut_short or (progress.epoch + 1) % rig.settings.eval_every == 0):

@@ -24,12 +24,13 @@ from fulltilt.records import RankRecord, RunRecord
 from fulltilt.report.explain import explain
 from fulltilt.report.terminal import verdict_lines
 from fulltilt.timeline import attach
-from fulltilt.timeline.loader_tap import LoaderTap, TappedIterator
+from fulltilt.timeline.loader_tap import ENGINE, LoaderTap, TappedIterator
 from fulltilt.timeline.loop_marks import LoopMarks
 from fulltilt.timeline.run_files import Ended, RunFiles
 from fulltilt.timeline.session import Session
 from fulltilt.timeline.tapped import described, tap_on
 from fulltilt.train import batches
+from fulltilt.train.idle_gpu import IdleGpu
 from fulltilt.train.machine import MachineWatch
 from fulltilt.train.setup import Rig
 from fulltilt.train.sources import BatchSource, MapSource, StepData
@@ -50,15 +51,19 @@ class TrainingRecord(LoopMarks):
         self._tap: LoaderTap | None = None
 
     def __enter__(self) -> TrainingRecord:
-        if self._rig.screen.sampled:
-            self._watch.listeners.append(self._rig.screen.note)
-        if self._session is None and self._rig.settings.record:
+        rig = self._rig
+        if rig.screen.sampled:
+            self._watch.listeners.append(rig.screen.note)
+        attached = self._session is not None  # then `fulltilt run` warns
+        if not attached and rig.settings.record:
             try:
                 self._begin()
             except (FulltiltError, OSError) as error:
-                self._rig.screen.warn(f"this run is not recorded: {error}")
+                rig.screen.warn(f"this run is not recorded: {error}")
+        if rig.screen.speaks and rig.device.type == "cuda" and not attached:
+            self._watch.listeners.append(IdleGpu(rig.settings, rig.screen, rig.out if self._own is not None else None))
         # Nobody writes into the folder before the first rank has cleared it.
-        self._rig.group.barrier()
+        rig.group.barrier()
         return self
 
     def _begin(self) -> None:
@@ -69,6 +74,9 @@ class TrainingRecord(LoopMarks):
             if self._files.aside is not None:
                 _mark_killed(self._files.aside)
         self._own = self._session = Session(torch, rig.out, self._t0_ns)
+        for source in (rig.source, rig.eval_source):
+            if isinstance(loader := getattr(source, "_loader", None), torch.utils.data.DataLoader):
+                self._own.taps.of(loader).made_by = ENGINE
         self._own.begin_here()
 
     def __exit__(
@@ -95,7 +103,7 @@ class TrainingRecord(LoopMarks):
         if session is None or _has_a_loader(source):
             return drawn  # torch's own loader is measured at its own next()
         if self._tap is None:
-            self._tap = tap_on(session, _describe(self._rig), None, made_by="fulltilt")
+            self._tap = tap_on(session, _describe(self._rig), None, made_by=ENGINE)
         self._tap.passes += 1
         return _MeasuredSteps(session.taps, self._tap, drawn)
 

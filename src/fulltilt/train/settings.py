@@ -66,6 +66,8 @@ class TrainSettings:
     eval_every: int = bounded(1, least=1)
     log_every: int | None = bounded(None, least=1)
     record: bool = True
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] | None = None
+    profile_steps: int | None = bounded(None, least=1)
 
     def problems(self) -> list[str]:
         """What is wrong between fields that are each right alone."""

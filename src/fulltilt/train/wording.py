@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 def epoch_time(seconds: float, samples: int, batches: int) -> str:
     """``Epoch time: 120s (412 samples/sec, 3.2 batches/sec)``."""
@@ -41,3 +43,12 @@ def bar(done: int, total: int | None, width: int = 20) -> str:
 def metrics(values: dict[str, float]) -> str:
     """``train_loss 0.1234, eval_accuracy 0.9``."""
     return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+
+
+def watched_metric(values: Mapping[str, float], watched: str | None) -> tuple[str, float] | None:
+    """The metric worth a place beside the bar: the watched one, else the first of the evaluation that is no loss."""
+    if watched is not None:
+        name = f"eval_{watched.removeprefix('eval_')}"
+        return (name, values[name]) if name in values else None
+    found = (pair for pair in values.items() if pair[0].startswith("eval_") and pair[0] != "eval_loss")
+    return next(found, None)

@@ -86,6 +86,10 @@ def rewritten(evidence: Evidence, loader: LoaderRecord, **changes: int | bool) -
     if loader.made_by == "transformers":
         settings = ", ".join(f"dataloader_{name}={value}" for name, value in changes.items())
         return f"TrainingArguments(..., {settings})"
+    if loader.made_by == "fulltilt":  # the engine keeps its workers alive and pins by itself
+        names = {"num_workers": "workers", "prefetch_factor": "prefetch"}
+        settings = ", ".join(f"{names[name]}: {value}" for name, value in changes.items() if name in names)
+        return f"{settings} in the training's settings"
     if evidence.on_gpu and not loader.pin_memory:
         changes = {**changes, "pin_memory": True}
     return f"DataLoader(..., {', '.join(f'{name}={value}' for name, value in changes.items())})"

@@ -1,0 +1,55 @@
+"""Lines that stay, and below them one place that is drawn anew: a progress bar, without a thread of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Sequence
+from typing import TextIO
+
+from fulltilt.report.wording import clean
+
+
+class Terminal:
+    """Writes to ``stream``. Where that is no terminal, what would be drawn anew is written as an ordinary line."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.live = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self._rows = 0
+        self._lock = threading.Lock()  # warnings come from the thread that samples the machine
+
+    def line(self, text: str) -> None:
+        """Write a line that stays, above the bar."""
+        with self._lock:
+            self._write(f"{self._wiped()}{clean(text)}\n")
+
+    def bar(self, parts: Sequence[str]) -> None:
+        """Draw the bar: its parts in one row where they fit, else a row each, cut at the window's edge."""
+        parts = [clean(part) for part in parts]
+        whole = " | ".join(parts)
+        if not self.live:
+            with self._lock:
+                self._write(f"{whole}\n")
+            return
+        columns = shutil.get_terminal_size().columns - 1  # a full last column would wrap into the next row
+        rows = [whole] if len(whole) <= columns else [part[:columns] for part in parts]
+        with self._lock:
+            self._write(self._wiped() + "\n".join(rows))
+            self._rows = len(rows)
+
+    def keep(self) -> None:
+        """Let the bar stand as it is; what comes next goes below it."""
+        with self._lock:
+            if self._rows:
+                self._rows = 0
+                self._write("\n")
+
+    def _wiped(self) -> str:
+        rows, self._rows = self._rows, 0
+        return "\r" + "\x1b[1A" * (rows - 1) + "\x1b[J" if rows else ""
+
+    def _write(self, text: str) -> None:
+        self.stream.write(text)
+        self.stream.flush()
