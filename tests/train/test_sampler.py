@@ -7,8 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fulltilt.train.rng import sample_seed
 from fulltilt.feed.draws import mix
+from fulltilt.train.rng import sample_seed
 from fulltilt.train.sampler import EpochPlan, RankBatches
 
 plans = st.builds(

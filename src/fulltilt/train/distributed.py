@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from fulltilt.errors import MachineError, UsageError
 from fulltilt.train import slurm
+from fulltilt.train.meeting import own_store
 
 _AFTER_THE_WATCHDOG_S = 30.0
 
@@ -93,7 +93,7 @@ class Group:
             try:
                 dist.init_process_group(
                     backend,
-                    store=_own_store(ranks, timeout),
+                    store=own_store(ranks.rank, ranks.world, timeout),
                     rank=ranks.rank,
                     world_size=ranks.world,
                     timeout=timeout,
@@ -157,18 +157,6 @@ class Group:
         """
         if self._began and dist.is_initialized() and not (failed and self.device.type == "cuda"):
             dist.destroy_process_group()
-
-
-def _own_store(ranks: Ranks, timeout: datetime.timedelta) -> Any:
-    """The launcher's store, with a corner for this start of the job.
-
-    torchrun keeps one store over its restarts; a rank that is early would read the addresses of dead predecessors.
-    """
-    for name, value in slurm.torch_environment(os.environ).items():
-        os.environ.setdefault(name, value)  # torch looks for the first rank's address there
-    store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world, timeout=timeout))
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"fulltilt/start-{start}/ranks-{ranks.world}", store)  # type: ignore[attr-defined, unused-ignore]
 
 
 def lost_contact(error: BaseException) -> bool:
