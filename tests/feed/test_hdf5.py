@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from fulltilt import feed
 from fulltilt.errors import DataError, UsageError
+from fulltilt.feed.hdf5_arrival import ResidentRows
 from fulltilt.feed.hdf5_blocks import BlockReader, Source, describe
 
 h5py = pytest.importorskip("h5py")
@@ -77,13 +79,52 @@ def test_two_parts_of_the_rows_share_none(files, small_blocks, residency):
 
 
 @pytest.mark.parametrize("residency", ["auto", "none"])
-def test_a_resume_begins_at_any_batch(files, small_blocks, residency):
-    loader = feed.hdf5(files, ["x", "y"], 32, residency=residency, num_workers=0, mixing_rows=120)
-    loader.set_epoch(3)
+@pytest.mark.parametrize("epoch", [0, 3])
+def test_a_resume_begins_at_any_batch(files, small_blocks, residency, epoch):
+    def fresh():
+        return feed.hdf5(files, ["x", "y"], 32, residency=residency, num_workers=0, mixing_rows=120)
+
+    loader = fresh()
+    loader.set_epoch(epoch)
     whole = rows_of(loader)
-    loader.begin_at(3, 5)
-    assert rows_of(loader) == whole[5 * 32 :]
-    assert rows_of(loader) != whole[5 * 32 :]  # the epoch after it, from its beginning
+    for batch in (0, 5, 11, 12):
+        resumed = fresh()
+        resumed.begin_at(epoch, batch)
+        assert rows_of(resumed) == whole[batch * 32 :]
+        assert len(rows_of(resumed)) == 380  # the epoch after it, from its beginning
+
+
+def test_the_first_epoch_trains_while_the_rows_arrive(files, small_blocks, monkeypatch):
+    """Seen to hang when the first batch waits for all rows."""
+    allowed = threading.Semaphore(0)
+    place = ResidentRows._place
+
+    def gated(self, number, row):
+        allowed.acquire()
+        place(self, number, row)
+
+    monkeypatch.setattr(ResidentRows, "_place", gated)
+    with feed.hdf5(files, ["x", "y"], 32, residency="ram", num_workers=0, mixing_rows=100) as loader:
+        first = len(loader._arrival.groups[0])
+        assert first < len(loader._blocks) / 2
+        allowed.release(first)
+        batches = iter(loader)
+        x, y = next(batches)
+        assert torch.equal(x[:, 0], -y.float())
+        assert not loader._rows.complete
+        allowed.release(len(loader._blocks))
+        rest = list(batches)
+        assert loader._rows.complete
+        assert sorted(int(v) for _, y in [(x, y), *rest] for v in -y) == list(range(380))
+
+
+@pytest.mark.parametrize("residency", ["ram", "none"])
+def test_rows_may_be_read_in_an_evaluation(files, small_blocks, residency):
+    """Tensors made under inference mode cannot be written by the thread that reads."""
+    with feed.hdf5(files, ["x", "y"], 32, residency=residency, num_workers=1, mixing_rows=120) as loader:
+        with torch.inference_mode():
+            assert len(rows_of(loader)) == 380
+        assert len(rows_of(loader)) == 380
 
 
 def test_above_memory_samples_mix_within_the_window_that_is_stated(files, small_blocks):
@@ -117,7 +158,7 @@ def test_windows_overlap_and_never_cross_a_file(files, small_blocks, residency, 
 def test_overlapping_windows_are_stored_once(files):
     with feed.hdf5(files, ["x"], 16, window=8, window_keys=["x"], num_workers=0) as loader:
         loader.fill()
-        assert [tuple(column.shape) for column in loader._resident.columns] == [(380, 5)]
+        assert [tuple(column.shape) for column in loader._rows.columns] == [(380, 5)]
         assert len(loader) == -(-(243 + 123) // 16)
 
 

@@ -122,3 +122,12 @@ def test_mistakes_are_told():
         feed.text(sequences(4), [1, 2, 3], batch_size=2)
     with pytest.raises(DataError, match="no text"):
         feed.text([], batch_size=2)
+
+
+def test_a_resume_begins_at_any_batch():
+    loader = feed.text(sequences(), labels=list(range(500)), tokens_per_batch=512)
+    loader.set_epoch(2)
+    whole = [batch["labels"].tolist() for batch in loader]
+    loader.begin_at(2, 4)
+    assert [batch["labels"].tolist() for batch in loader] == whole[4:]
+    assert [batch["labels"].tolist() for batch in loader] != whole  # the epoch after it

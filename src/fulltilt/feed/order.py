@@ -65,7 +65,7 @@ class Order:
             indices = torch.randperm(self.samples, generator=generator)
         else:
             indices = torch.arange(self.samples)
-        return self._share(indices)
+        return self.share(indices)
 
     def batches(self, epoch: int) -> list[torch.Tensor]:
         """The batches of ``epoch``: slices of its indices."""
@@ -83,7 +83,7 @@ class Order:
             return len(self.sampler)  # type: ignore[arg-type]
         return math.ceil(self.samples / self.world_size)
 
-    def _share(self, indices: torch.Tensor) -> torch.Tensor:
+    def share(self, indices: torch.Tensor) -> torch.Tensor:
         """This rank's part. Every rank gets equally many, by repeating the first few: unequal ranks would hang DDP."""
         if self.world_size == 1:
             return indices

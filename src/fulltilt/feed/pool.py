@@ -47,6 +47,7 @@ class Slot:
 class WorkerPool:
     """Reads batches ahead of their use. ``workers=0`` reads in this process, at the moment of asking."""
 
+    @torch.inference_mode(False)  # made in an evaluation, its memory has to be of use to other threads
     def __init__(
         self,
         reader: Reader,

@@ -79,7 +79,6 @@ class Supply:
         self.stop_workers()
         self.batch_size, self._staging = batch_size, None
 
-    @torch.inference_mode(False)  # started in an evaluation, they have to be of use to the feeding thread
     def start_workers(self) -> None:
         """Start the workers; call it on the main thread, where forking is safest."""
         if self._pool is not None and self._pool.broken:

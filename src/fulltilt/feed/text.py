@@ -234,7 +234,7 @@ class TextLoader:
         self._flat = tokens.flat.to(device)
         self._offsets = tokens.offsets.to(device)
         self._labels = labels.to(device) if labels is not None else None
-        self._next_epoch = 0
+        self._next_epoch = self._next_batch = 0
         self._real = self._padded = 0
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="fulltilt-order")
         self._planned: dict[int, Future[list[torch.Tensor]]] = {}
@@ -250,12 +250,16 @@ class TextLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch that the next iteration draws."""
-        self._next_epoch = epoch
+        self.begin_at(epoch, 0)
+
+    def begin_at(self, epoch: int, batch: int) -> None:
+        """Let the next iteration begin with batch number ``batch`` of ``epoch``."""
+        self._next_epoch, self._next_batch = epoch, batch
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        epoch = self._next_epoch
-        self._next_epoch = epoch + 1
-        batches = self._plan(epoch)
+        epoch, first = self._next_epoch, self._next_batch
+        self.begin_at(epoch + 1, 0)
+        batches = self._plan(epoch)[first:]
         self._planned = {epoch + 1: self._planner.submit(self._make_plan, epoch + 1)}
         if not batches:
             return
