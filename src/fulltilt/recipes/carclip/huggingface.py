@@ -84,9 +84,9 @@ def from_nothing(size: str, captions: Sequence[str], image_size: int | None, tem
     tokenizer = tokens.trained_on(captions)
     # Small enough for two CPU cores; the other is OpenAI's ViT-B/32, whose shapes are transformers' defaults.
     if size == "small":
-        shape = {"hidden_size": 160, "intermediate_size": 640, "num_hidden_layers": 4, "num_attention_heads": 4}
-        vision, text = {**shape, "patch_size": 8, "image_size": image_size or 64}, shape
-        width = 128
+        shape = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4}
+        vision = {**shape, "num_hidden_layers": 4, "patch_size": 16, "image_size": image_size or 96}
+        text, width = {**shape, "num_hidden_layers": 2}, 128
     else:
         vision, text, width = {"image_size": image_size or 224}, {}, 512
     if vision["image_size"] % vision.get("patch_size", 32):
