@@ -1,0 +1,149 @@
+"""cod: EdgeNeXt-base at 384 px, batch 64, everything unfrozen, against guide 1's solution 1 (batch 8, 12 workers)."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from fulltilt.recipes.cod.job import build
+from fulltilt.recipes.cod.options import CodOptions
+from fulltilt.recipes.cod.pictures import Pair, Pictures
+from fulltilt.recipes.made.cod import draw
+from fulltilt.recipes.made.parallel import spread
+from fulltilt.recipes.recipe import Request
+from fulltilt.train import Job, TrainSettings
+from recipebench.measuring import Bench, engine_rate, plain_step, rate, stock_rate
+
+# COD10K's pictures are about this large; made ones are drawn smaller and scaled up.
+PICTURE = (1024, 768)
+GUIDE_BATCH, GUIDE_WORKERS = 8, 12
+
+
+def run(bench: Bench) -> None:
+    """Compute-only, fed, compute-only again, then the guide's settings and ours at the guide's batch."""
+    size = 32 if bench.smoke else 384
+    batch = 4 if bench.smoke else 64
+    data = pictures(bench.work / "data", 24 if bench.smoke else 1024)
+    options = CodOptions(
+        backbone="test_resnet" if bench.smoke else "edgenext_base",
+        img_size=size,
+        stage1_epochs=0,
+        progressive_unfreeze=False,
+        stage2_lr=1e-4,
+    )
+    bench.note("promised", "+20 %")
+    compute = functools.partial(compute_rate, bench, options, data, batch)
+    before = compute()
+    bench.note("compute_only", before)
+    # Epochs of a hundred steps: shorter ones would measure the checkpoint at their end.
+    again = 2 if bench.smoke else 8
+    fed, used, active = engine_rate(
+        *engine_job(bench, options, data, batch, again), bench.work / "fed", bench.seconds(6)
+    )
+    bench.note("gpu_util_pct", used)
+    bench.note("sm_active_pct", active)
+    bench.note("fed", fed)
+    bench.note("compute_only", (before + compute()) / 2)
+    bench.note("guide", guide_rate(bench, options, data))
+    if bench.left_s() > 15 or bench.smoke:
+        own, _, _ = engine_rate(
+            *engine_job(bench, options, data, GUIDE_BATCH, 1), bench.work / "small", bench.seconds(5)
+        )
+        bench.note("fed_at_guide_batch", own)
+
+
+def engine_job(bench: Bench, options: CodOptions, data: Path, batch: int, again: int) -> tuple[Job, TrainSettings]:
+    """The recipe's own job on ``again`` times the pictures, without evaluation."""
+    settings = TrainSettings(epochs=1000, batch_size=batch, lr=1e-4, clip_norm=1.0, device=bench.device.type)
+    job = build(Request(options, settings, data, bench.work))
+    return replace(job, data=Repeated(job.data, again), eval_data=None), settings
+
+
+def compute_rate(bench: Bench, options: CodOptions, data: Path, batch: int) -> float:
+    """The plain step on a batch that is on the device."""
+    job = build(Request(options, TrainSettings(), data, bench.work))
+    model = job.model.to(bench.device).train()
+    images = torch.randn(batch, 3, options.img_size, options.img_size, device=bench.device)
+    masks = (torch.rand(batch, 1, options.img_size, options.img_size, device=bench.device) > 0.8).to(torch.uint8)
+    step = plain_step(model, job.loss, clip_norm=1.0, dtype=torch.bfloat16 if bench.device.type == "cuda" else None)
+
+    def once() -> int:
+        step((images, masks))
+        return batch
+
+    return rate(once, bench.seconds(4), bench.device)
+
+
+def guide_rate(bench: Bench, options: CodOptions, data: Path) -> float:
+    """Guide 1's solution 1: a stock loader that augments on the CPU, batch 8, 12 workers, fp16 with a scaler."""
+    job = build(Request(options, TrainSettings(), data, bench.work))
+    model = job.model.to(bench.device).train()
+    loader = torch.utils.data.DataLoader(
+        OnTheCpu(job.data, options.img_size),
+        batch_size=GUIDE_BATCH,
+        shuffle=True,
+        drop_last=True,
+        num_workers=1 if bench.smoke else GUIDE_WORKERS,
+        pin_memory=bench.device.type == "cuda",
+    )
+    step = plain_step(model, job.loss, dtype=torch.float16 if bench.device.type == "cuda" else None)
+    return stock_rate(loader, step, GUIDE_BATCH, bench.seconds(10), bench.device)
+
+
+class Repeated(torch.utils.data.Dataset[Any]):
+    """The same samples several times over: a longer epoch."""
+
+    def __init__(self, samples: Any, times: int) -> None:
+        self.samples, self.times = samples, times
+
+    def __len__(self) -> int:
+        return len(self.samples) * self.times
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index % len(self.samples)]
+
+
+class OnTheCpu(torch.utils.data.Dataset[Any]):
+    """Pictures as such trainers load them: flipped, jittered and normalised in the worker, float32 to the GPU."""
+
+    def __init__(self, pictures: Any, size: int) -> None:
+        from torchvision import transforms
+
+        self.pictures = Pictures(pictures.pairs, size)
+        self.jitter = transforms.ColorJitter(0.2, 0.2, 0.2)
+        self.mean = torch.tensor((0.485, 0.456, 0.406))[:, None, None]
+        self.std = torch.tensor((0.229, 0.224, 0.225))[:, None, None]
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        image, mask = self.pictures[index]
+        if torch.rand(()) < 0.5:
+            image, mask = image.flip(2), mask.flip(2)
+        image = self.jitter(image).float() / 255
+        return (image - self.mean) / self.std, mask.float()
+
+
+def pictures(folder: Path, count: int) -> Path:
+    """COD10K folders with ``count`` pictures to train on, as large as the real ones."""
+    for part in ("Train", "Test"):
+        for kind in ("Image", "GT_Object"):
+            (folder / part / kind).mkdir(parents=True)
+    for _ in spread(functools.partial(_write, folder), count + 1):
+        pass
+    return folder
+
+
+def _write(folder: Path, numbers: range) -> None:
+    for number in numbers:
+        picture, mask = draw(number, 0)
+        part = folder / ("Test" if number == 0 else "Train")
+        pair = Pair(part / "Image" / f"made-{number}.jpg", part / "GT_Object" / f"made-{number}.png")
+        Image.fromarray(picture).resize(PICTURE).save(pair.picture, quality=92)
+        Image.fromarray(mask).resize(PICTURE).save(pair.mask, compress_level=1)

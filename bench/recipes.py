@@ -1,0 +1,147 @@
+"""The recipes with full-size models: fed against compute-only, and end to end against the guides' own settings.
+
+    python bench/recipes.py                      all rows, on a GPU; under six minutes on an H200
+    python bench/recipes.py --only cod           one row
+    python bench/recipes.py --smoke              tiny models on the CPU: does the benchmark itself work?
+
+Each row runs in a process of its own and writes its figures as it gets them (OUT.<row>.json). Rates are samples per
+second by the wall clock, the device drained at both ends. "compute-only" is the plain torch step of the same model on
+a batch that is on the device already, measured before and after the fed run. "guide" is a stock DataLoader with the
+guide's own batch, workers and precision. Weights are random: their values do not change the speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+# Row → the seconds it may take, start and compilation included.
+ROWS = {"cod": 95.0, "carclip": 85.0, "visobert": 85.0, "hdf5": 60.0}
+# What a row measures, with the heading of its column.
+COLUMNS = {
+    "compute_only": "compute-only/s",
+    "fed": "fed/s",
+    "fed_over_compute": "fed ÷ compute",
+    "gpu_util_pct": "GPU %",
+    "sm_active_pct": "SM %",
+    "guide": "guide/s",
+    "fed_over_guide": "× guide",
+    "fed_at_guide_batch": "at its batch/s",
+    "fed_at_guide_batch_over_guide": "× guide",
+    "promised": "guide's promise",
+}
+WANTED_FED_OVER_COMPUTE = 0.97
+
+
+def child(arguments: argparse.Namespace) -> int:
+    """Measure one row in this process."""
+    from recipebench.measuring import Bench
+
+    bench = Bench(Path(arguments.out), arguments.budget_s, smoke=arguments.smoke)
+    try:
+        importlib.import_module(f"recipebench.{arguments.child}").run(bench)
+    except Exception as error:
+        traceback.print_exc()
+        bench.note("failed", f"{type(error).__name__}: {str(error)[:300]}")
+        return 1
+    finally:
+        bench.close()
+    return 0
+
+
+def measure(row: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], str | None]:
+    """One row in a child process: its figures, and what went wrong."""
+    out = Path(arguments.out).with_suffix(f".{row}.json")
+    out.unlink(missing_ok=True)
+    budget_s = arguments.budget_s or ROWS[row]
+    command = [sys.executable, __file__, "--child", row, "--out", str(out), "--budget-s", str(budget_s)]
+    # A session of its own, so that a row that overruns is ended with all of its workers.
+    process = subprocess.Popen([*command, *(["--smoke"] if arguments.smoke else [])], start_new_session=True)
+    problem = None
+    try:
+        process.wait(budget_s + 20)
+        problem = f"exit code {process.returncode}" if process.returncode else None
+    except BaseException as error:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        problem = f"ran past {budget_s + 20:.0f} s"
+    return json.loads(out.read_text()) if out.exists() else {}, problem
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """A Markdown table of the figures, and whether each recipe runs at its compute-only rate."""
+    lines = ["| recipe | " + " | ".join(COLUMNS.values()) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for row, figures in rows.items():
+        lines.append(f"| {row} | " + " | ".join(shown(figures.get(name)) for name in COLUMNS) + " |")
+    for row, figures in rows.items():
+        share = figures.get("fed_over_compute")
+        verdict = "not measured" if share is None else "ok" if share >= WANTED_FED_OVER_COMPUTE else "MISSED"
+        lines.append(f"{row}: fed ÷ compute-only ≥ {WANTED_FED_OVER_COMPUTE}: {shown(share)} {verdict}")
+        lines += [f"{row}: {note}" for note in figures.get("notes", ())]
+    return "\n".join(lines)
+
+
+def shown(value: Any) -> str:
+    """A figure for people; a dash where nothing was measured."""
+    if value is None:
+        return "–"
+    if isinstance(value, str):
+        return value
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def versions() -> dict[str, Any]:
+    """The machine and the packages that the figures belong to."""
+    import torch
+
+    found: dict[str, Any] = {"python": platform.python_version(), "cpus": os.cpu_count()}
+    for package in ("torch", "timm", "transformers", "h5py", "pillow", "fulltilt"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    found["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return found
+
+
+def main() -> int:
+    """Measure the rows asked for, print the table and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=ROWS, help="a row; may be given more than once")
+    parser.add_argument("--out", default="recipes-bench.json", help="where the figures are written after each row")
+    parser.add_argument("--budget-s", type=float, default=None, help="seconds for each row (default: its own)")
+    parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU")
+    parser.add_argument("--child", choices=ROWS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        return child(arguments)
+    result: dict[str, Any] = {"versions": versions(), "command": sys.argv, "rows": {}, "problems": {}}
+    for row in arguments.only or ROWS:
+        if not (Path(__file__).parent / "recipebench" / f"{row}.py").exists():
+            result["problems"][row] = "has no benchmark yet"
+            continue
+        result["rows"][row], problem = measure(row, arguments)
+        if problem is not None:
+            result["problems"][row] = problem
+        Path(arguments.out).write_text(json.dumps(result, indent=1) + "\n")
+    print(table(result["rows"]))
+    for row, problem in result["problems"].items():
+        print(f"{row}: {problem}")
+    print(f"figures: {arguments.out}")
+    return 1 if result["problems"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
