@@ -132,7 +132,7 @@ class Decoded(torch.utils.data.Dataset[Any]):
 
 
 class OnTheCpu(torch.utils.data.Dataset[Any]):
-    """Pictures as such trainers load them: decoded, cropped, flipped and normalised in the worker, float32 to the GPU."""
+    """Pictures as such trainers load them: decoded, cropped and flipped in the worker, float32 to the GPU."""
 
     def __init__(self, samples: Any) -> None:
         from torchvision import transforms
