@@ -109,6 +109,7 @@ def test_without_a_verb_it_shows_its_help(capsys: pytest.CaptureFixture[str]) ->
 # --------------------------------------------------------------------------- flags
 
 FLAGS = {
+    "demo": {"--out", "--help"},
     "check": {"--data", "--workers", "--prefetch", "--batch-bytes", "--json", "--help"},
     "watch": {"--interval", "--once", "--out", "--help"},
     "run": {"--out", "--deep", "--settings", "-m", "--help"},

@@ -21,7 +21,7 @@ app = typer.Typer(
 )
 
 # Each verb's file has `register(app)`. The order is the order of `fulltilt --help`.
-VERBS = ("check", "watch", "run", "tune", "plan", "train", "report", "make-data", "cache")
+VERBS = ("demo", "check", "watch", "run", "tune", "plan", "train", "report", "make-data", "cache")
 
 
 def _show_version(asked: bool) -> None:

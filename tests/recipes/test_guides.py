@@ -1,0 +1,209 @@
+"""Every command line of the five guides, as they write it: only paths and numbers of epochs are exchanged.
+
+A fast test reads each line through its launcher up to the moment of training; a slow one (``make test-recipes``) runs
+it and looks for the lines that the guides show.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fulltilt.recipes.made import make_folder
+
+GUIDES = Path(__file__).parents[2] / "guides"
+
+# Rows V2 to V7 of the requirements. V5 and V9 speak of GPUs: tests/gpu looks for them.
+STATUS = r"GPU: (n/a|\d+%) \| VRAM:(n/a|[\d.]+/[\d.]+GB\([\d.]+%\)) \| CPU: [\d.]+% \| RAM:[\d.]+/[\d.]+GB\([\d.]+%\)"
+EPOCH = r"Epoch time: \d+s \(\d+ samples/sec, [\d.]+ batches/sec\)"
+SEEN = (STATUS, EPOCH, r"Epoch 1/\d+ \[█")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A command of a guide. ``says`` are expressions that its output must match, besides those of every training."""
+
+    guide: int
+    command: str
+    kind: str
+    says: tuple[str, ...] = ()
+
+
+def cod(options: str, *, batch: int, guide: int) -> Line:
+    command = f"""python train_ultimate.py train
+        --dataset-path /kaggle/input/cod10k-dataset/COD10K-v3 --checkpoint-dir /kaggle/working/checkpoints
+        --resume-from /kaggle/working/checkpoints/best_model.pth --skip-stage1 --backbone edgenext_base
+        --num-experts 7 {options}"""
+    return Line(guide, command, "cod", (re.escape(f"Batch size: {batch} (expected: {batch})"),))
+
+
+TAIL = "--scheduler cosine --min-lr 0.00001 --progressive-unfreeze --deep-supervision"
+TAIL_3 = "--scheduler cosine --min-lr 0.00001 --warmup-epochs 10 --progressive-unfreeze --deep-supervision"
+LINES = {
+    "guide 1, solution 1": cod(
+        "--batch-size 8 --stage2-batch-size 8 --accumulation-steps 1 --img-size 384 --epochs 120 --stage1-epochs 30"
+        f" --lr 0.0004 --stage2-lr 0.00024 {TAIL} --num-workers 12 --num-workers 12",
+        batch=8,
+        guide=1,
+    ),
+    "guide 1, solution 2": cod(
+        "--batch-size 12 --stage2-batch-size 12 --accumulation-steps 1 --img-size 384 --epochs 120 --stage1-epochs 30"
+        f" --lr 0.00048 --stage2-lr 0.00027 {TAIL} --num-workers 12 --num-workers 12",
+        batch=12,
+        guide=1,
+    ),
+    "guide 1, solution 3": cod(
+        "--batch-size 16 --stage2-batch-size 16 --accumulation-steps 1 --img-size 384 --epochs 120 --stage1-epochs 30"
+        " --lr 0.0006 --stage2-lr 0.00030 --scheduler cosine --min-lr 0.00002 --warmup-epochs 3"
+        " --progressive-unfreeze --deep-supervision --num-workers 16 --num-workers 16",
+        batch=16,
+        guide=1,
+    ),
+    "guide 1, quick start": cod(
+        "--batch-size 8 --stage2-batch-size 8 --accumulation-steps 1 --img-size 384 --epochs 120 --stage1-epochs 30"
+        f" --lr 0.0004 --stage2-lr 0.00024 {TAIL} --num-workers 12",
+        batch=8,
+        guide=1,
+    ),
+    "guide 3, two GPUs": cod(
+        "--batch-size 32 --stage2-batch-size 16 --accumulation-steps 1 --img-size 320 --epochs 140 --stage1-epochs 30"
+        f" --lr 0.00065 --stage2-lr 0.00015 {TAIL_3} --num-workers 16",
+        batch=16,
+        guide=3,
+    ),
+    "guide 3, option A": cod(
+        "--batch-size 16 --stage2-batch-size 12 --accumulation-steps 1 --img-size 320 --epochs 140 --stage1-epochs 30"
+        f" --lr 0.00065 --stage2-lr 0.00015 {TAIL_3} --num-workers 12",
+        batch=12,
+        guide=3,
+    ),
+    "guide 3, option B": cod(
+        "--batch-size 16 --stage2-batch-size 8 --accumulation-steps 1 --img-size 352 --epochs 140 --stage1-epochs 30"
+        f" --lr 0.00065 --stage2-lr 0.00015 {TAIL_3} --num-workers 12",
+        batch=8,
+        guide=3,
+    ),
+}
+
+# --------------------------------------------------------------------------- exchanging paths and epochs
+
+
+@dataclass(frozen=True)
+class Places:
+    data: Path
+    out: Path
+    weights: Path
+
+
+def exchanged(line: Line, places: Places) -> tuple[dict[str, str], list[str]]:
+    """Environment and arguments of a line, with our paths, and as few epochs as a test can wait for."""
+    text = " ".join(line.command.split())
+    text = re.sub(r"/kaggle/input/\S+", str(places.data), text)
+    text = re.sub(r"(--resume-from )/\S+", rf"\g<1>{places.weights}", text)
+    text = re.sub(r"/kaggle/working/\S+", str(places.out), text)
+    text = re.sub(r"(--epochs) \d+", r"\1 2", text)
+    text = re.sub(r"(--(?:stage1|warmup)-epochs) \d+", r"\1 1", text)
+    words = shlex.split(text)
+    environment = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
+    return environment, [word for word in words if word.partition("=")[0] not in environment]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A small data set of each kind."""
+    folder = tmp_path_factory.mktemp("made")
+    # Twenty to train on: a whole batch of sixteen, the largest that a line trains with.
+    for kind, size in (("cod", 25),):
+        make_folder(kind, folder / kind, size, 0)
+    return {kind: folder / kind for kind in ("cod",)}
+
+
+# --------------------------------------------------------------------------- read, fast
+
+
+@pytest.mark.parametrize("name", [name for name, line in LINES.items() if line.kind == "cod"])
+def test_a_line_of_guides_1_and_3_means_what_it_says(
+    name: str, made: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fulltilt.recipes import cod as package
+
+    seen: list[Any] = []
+    recipe = replace(package.RECIPE, check=lambda request: None, run=lambda request: seen.append(request) or {})
+    monkeypatch.setattr(package, "RECIPE", recipe)
+    line, places = LINES[name], Places(made["cod"], tmp_path / "out", tmp_path / "best_model.pth")
+    _, words = exchanged(line, places)
+    flags = dict(zip(words[3:], [*words[4:], ""], strict=True))
+    monkeypatch.setattr(sys, "argv", words[1:])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(GUIDES / words[1]), run_name="__main__")
+    assert ended.value.code == 0
+    (request,) = seen
+    settings, options = request.settings, request.options
+    assert (request.data, request.out, request.resume_from) == (places.data, places.out, places.weights)
+    assert (settings.batch_size, settings.workers) == (int(flags["--batch-size"]), int(flags["--num-workers"]))
+    assert (settings.lr, settings.min_lr) == (float(flags["--lr"]), float(flags["--min-lr"]))
+    assert (settings.schedule, settings.accumulation, settings.epochs) == ("cosine", 1, 2)
+    assert (options.stage2_lr, options.stage2_batch_size) == (
+        float(flags["--stage2-lr"]),
+        int(flags["--stage2-batch-size"]),
+    )
+    assert (options.img_size, options.num_experts) == (int(flags["--img-size"]), 7)
+    assert (options.skip_stage1, options.progressive_unfreeze, options.deep_supervision) == (True, True, True)
+
+
+def test_without_their_names_the_guides_switches_are_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from fulltilt.recipes import cod as package
+
+    seen: list[Any] = []
+    recipe = replace(package.RECIPE, check=lambda request: None, run=lambda request: seen.append(request) or {})
+    monkeypatch.setattr(package, "RECIPE", recipe)
+    monkeypatch.setattr(sys, "argv", ["t", "train", f"--dataset-path={tmp_path}", f"--checkpoint-dir={tmp_path}/o"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(GUIDES / "train_ultimate.py"), run_name="__main__")
+    options = seen[0].options
+    assert (options.skip_stage1, options.progressive_unfreeze, options.deep_supervision) == (False, False, False)
+
+
+# --------------------------------------------------------------------------- run, slow
+
+
+@pytest.mark.slow
+@pytest.mark.recipes
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", LINES)
+def test_a_line_runs_and_prints_the_guides_lines(name: str, made: dict[str, Path], tmp_path: Path) -> None:
+    line = LINES[name]
+    places = Places(made[line.kind], tmp_path / "out", tmp_path / "best_model.pth")
+    if "--resume-from" in line.command:
+        torch.save({"epoch": 84, "model_state_dict": foreign_weights(line)}, places.weights)
+    environment, words = exchanged(line, places)
+    ran = subprocess.run(
+        [sys.executable, *words[1:]],
+        cwd=GUIDES,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    shown = ran.stdout + ran.stderr
+    assert ran.returncode == 0, shown
+    assert "Traceback" not in shown
+    for wanted in (*SEEN, *line.says):
+        assert re.search(wanted, shown), f"{wanted}\n{shown}"
+
+
+def foreign_weights(line: Line) -> dict[str, torch.Tensor]:
+    """The weights of the guides' model, as DataParallel names them."""
+    from fulltilt.recipes.cod import model
+
+    return {f"module.{name}": tensor for name, tensor in model.build("edgenext_base", 384).state_dict().items()}
