@@ -16,6 +16,7 @@ from fulltilt.feed.bad_samples import BadSamples
 from fulltilt.feed.inspection import ShapesDiffer, inspect
 from fulltilt.feed.residency import Residence
 from fulltilt.train.distributed import Ranks, part_of
+from fulltilt.train.handles import refuse_open_handles
 from fulltilt.train.sampler import EpochPlan
 from fulltilt.train.sources import BatchSource, LoaderSettings, MapSource, Source, StepData, WorkerStart, listed
 
@@ -33,6 +34,7 @@ def source(
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not streams:
         if len(data) == 0:
             raise UsageError("the data set is empty")
+        refuse_open_handles(data, loading.workers)
         plan = replace(plan, samples=len(data))
         fed = _fed(data, plan, loading, on_device) if collate is None and loading.residency != "none" else None
         return fed or MapSource(data, plan, loading, collate, on_device)
@@ -119,7 +121,7 @@ def _fed(data: Any, plan: EpochPlan, loading: LoaderSettings, augment: Augmentat
     """The data set behind the feed; None for samples that are no fixed-shape tensors and need the worker path."""
     order = PlannedOrder(plan)
     try:
-        found = inspect(data)
+        found = inspect(data, policy=loading.on_bad_sample)
     except ShapesDiffer:
         if order.batch_size > 1:
             raise
@@ -140,7 +142,7 @@ def _fed(data: Any, plan: EpochPlan, loading: LoaderSettings, augment: Augmentat
         device=loading.device,
         workers=part_of(loading.workers, Ranks(plan.rank, plan.world)),
         collate_fn=None,
-        bad=BadSamples(len(data)),
+        bad=BadSamples(len(data), loading.on_bad_sample, loading.max_bad_share),
         on_worker_start=WorkerStart(loading.stack_log),
     )
     return FeedSource(loader, plan)

@@ -49,6 +49,7 @@ class Screen:
         self._terminal = Terminal(self.stream)
         self._log = MetricLog(out) if speaks else None
         self._trackers = Trackers(self.warn)
+        self._relay = _Relay(self)
         self._log_every: int | None = None
         self._on_gpu = False
         self._peak: Sample | None = None
@@ -65,9 +66,12 @@ class Screen:
         self._trained_s: float | None = None
 
     def __enter__(self) -> Screen:
+        if self.speaks:
+            logging.getLogger("fulltilt").addHandler(self._relay)
         return self
 
     def __exit__(self, *_: object) -> None:
+        logging.getLogger("fulltilt").removeHandler(self._relay)
         self._terminal.keep()
         self._trackers.close()
 
@@ -211,6 +215,17 @@ class Screen:
     def _say_memory(self) -> None:
         if self._on_gpu:
             self.say(memory_line(torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()))
+
+
+class _Relay(logging.Handler):
+    """What the floors below have to say (a sample skipped, a tier given up) goes to the screen, not into its bar."""
+
+    def __init__(self, screen: Screen) -> None:
+        super().__init__(logging.WARNING)
+        self._screen = screen
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._screen.warn(record.getMessage())
 
 
 class Silence(Screen):

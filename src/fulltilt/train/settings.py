@@ -48,6 +48,8 @@ class TrainSettings:
     workers: int = bounded(0, least=0)
     prefetch: int = bounded(2, least=1)
     residency: Literal["auto", "vram", "pinned", "ram", "disk", "none"] = "auto"
+    on_bad_sample: Literal["stop", "skip"] = "stop"
+    max_bad_share: float = bounded(0.01, least=0, most=1)
     # what is saved
     save_every: int | None = bounded(None, least=1)
     keep_last: int = bounded(2, least=1)

@@ -169,6 +169,8 @@ def rig_up(job: Job, settings: TrainSettings, out: Path, screen: Screen | None =
         stack_log=out / f"stacks.rank-{ranks.rank}.log",
         device=device,
         residency=settings.residency,
+        on_bad_sample=settings.on_bad_sample,
+        max_bad_share=settings.max_bad_share,
     )
     plan = EpochPlan(
         samples=0,

@@ -13,12 +13,14 @@ from typing import Any, Protocol
 import torch
 
 from fulltilt.feed.augment import Augmentation
+from fulltilt.feed.bad_samples import BadSamples, Policy
 from fulltilt.feed.draws import mix
 from fulltilt.feed.tiers import Residency
 from fulltilt.train import batches, workers
 from fulltilt.train.distributed import Ranks, part_of
 from fulltilt.train.rng import sample_seed
 from fulltilt.train.sampler import EpochPlan, RankBatches
+from fulltilt.train.skipping import CollateRest, failed, without_failures
 from fulltilt.train.watchdog import listen_in_worker
 
 
@@ -61,6 +63,8 @@ class LoaderSettings:
     stack_log: Path | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     residency: Residency = "none"
+    on_bad_sample: Policy = "stop"
+    max_bad_share: float = 0.01
 
 
 class SeededSamples(torch.utils.data.Dataset[Any]):
@@ -73,7 +77,12 @@ class SeededSamples(torch.utils.data.Dataset[Any]):
     def __getitem__(self, key: tuple[int, int]) -> Any:
         epoch, index = key
         with sample_seed(self.seed, epoch, index):
-            return self.samples[index]
+            try:
+                return self.samples[index]
+            except MemoryError:
+                raise  # not the sample's fault
+            except Exception as error:
+                return failed(self.samples, index, error)
 
 
 class MapSource:
@@ -89,12 +98,13 @@ class MapSource:
     ) -> None:
         self.samples, self.plan, self.loading, self.collate, self.augment = samples, plan, loading, collate, augment
         self._batches = RankBatches(plan)
+        self._bad = BadSamples(len(samples), loading.on_bad_sample, loading.max_bad_share)
         count = part_of(loading.workers, Ranks(plan.rank, plan.world))
         self._generator = torch.Generator()
         self._loader = torch.utils.data.DataLoader(
             SeededSamples(samples, plan.seed),
             batch_sampler=self._batches,
-            collate_fn=collate,
+            collate_fn=CollateRest(collate or torch.utils.data.default_collate),
             num_workers=count,
             prefetch_factor=loading.prefetch if count else None,
             persistent_workers=count > 0,
@@ -121,8 +131,9 @@ class MapSource:
                 if explained is None:
                     raise
                 raise explained from error
+            shares = [order.order[low:high] for low, high in plan.shares(step)]
+            taken, shares = without_failures(taken, shares, self._bad)
             if self.augment is not None:
-                shares = [order.order[low:high] for low, high in plan.shares(step)]
                 taken = [self._augmented(*pair, epoch) for pair in zip(taken, shares, strict=True)]
             yield StepData(taken, end - first, end, partial(listed, order.order[first:end]))
 
