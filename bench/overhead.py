@@ -5,7 +5,7 @@
 Prints a table and writes JSON. Each pair is one observed and one plain block of the same loop on the same model. A
 block is timed in chunks of 256 steps, a whole cycle of measuring and resting. Neighbours on the machine only ever add
 time, and to a step that waits for the host up to a third of it; so the cost compares the lower quartile of all observed
-chunks with that of all plain ones. The quartiles of the ratio over the pairs stand beside it. The machine's sampler
+chunks with that of all plain ones. Median and quartiles of the ratio over the pairs stand beside it. The machine's sampler
 of `fulltilt run` lives in another process and runs throughout. Where the peer traceml-ai is installed, its step context
 is measured the same way, in the training process alone: its plain blocks run after it has patched torch, which it does
 once and for all, and its aggregator runs in a process of its own, as our sampler does.
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from fulltilt.timeline import recorder
 from fulltilt.timeline.session import Session
 
 # name, width, depth, batch
@@ -45,10 +46,10 @@ SIZES = {
 CHUNK_STEPS = 256
 # The recorder measures the first 300 steps one and all and writes 100 of them singly: a matter of the first seconds.
 WARM_UP_STEPS, WARM_UP_S = 2000, 3.0
-PLAIN_WARM_UP_STEPS = 100
+BLOCK_WARM_UP_STEPS = 50
 
 StepContext = Callable[[nn.Module], AbstractContextManager[Any]]
-Block = Callable[["Loop", float], list[float]]
+Block = Callable[[float], list[float]]
 
 
 class Ready(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -77,7 +78,7 @@ class Loop:
         self.data = Ready(batch, width, pin=device == "cuda")
 
     def run(
-        self, seconds: float, warm_up_steps: int = PLAIN_WARM_UP_STEPS, around: StepContext = nullcontext
+        self, seconds: float, warm_up_steps: int = BLOCK_WARM_UP_STEPS, around: StepContext = nullcontext
     ) -> list[float]:
         """Train for a while; the mean step time of each chunk in seconds, without the first steps."""
         entered = time.perf_counter()
@@ -108,48 +109,61 @@ class Loop:
             torch.cuda.synchronize()
 
 
-def observed(loop: Loop, seconds: float) -> list[float]:
-    """A block under Fulltilt's recorder."""
+@contextmanager
+def observed(loop: Loop) -> Iterator[Block]:
+    """Blocks under Fulltilt's recorder, long after its first seconds. Between them it is put aside altogether."""
     with tempfile.TemporaryDirectory() as folder:
         session = Session(torch, Path(folder), time.perf_counter_ns())
         session.install()
-        try:
-            return loop.run(seconds, WARM_UP_STEPS)
-        finally:
-            session.finish()
+        loop.run(0.0, WARM_UP_STEPS)
+        session.patches.restore()
+        look_every_s = recorder.LOOK_EVERY_S
 
-
-def variants() -> Iterator[tuple[str, Block]]:
-    """What is compared with the plain loop."""
-    yield "fulltilt", observed
-    if importlib.util.find_spec("traceml_ai") is not None:
-        import traceml_ai  # type: ignore[import-not-found]
-
-        with tempfile.TemporaryDirectory() as logs:
-            serve = "from traceml_ai.launcher.cli import main; main()"
-            aggregator = subprocess.Popen([sys.executable, "-c", serve, "serve", "--logs-dir", logs])
+        def block(seconds: float) -> list[float]:
+            recorder.LOOK_EVERY_S = look_every_s
+            session.patches.install()
             try:
-                traceml_ai.init(mode="auto", on_missing_aggregator="raise")
-                yield "traceml", lambda loop, seconds: loop.run(seconds, WARM_UP_STEPS, traceml_ai.trace_step)
+                return loop.run(seconds)
             finally:
-                aggregator.kill()
+                session.patches.restore()
+                recorder.LOOK_EVERY_S = 0.2
+
+        yield block
+        session.finish()
+
+
+@contextmanager
+def with_peer(loop: Loop) -> Iterator[Block]:
+    """Blocks inside the step context of traceml-ai."""
+    import traceml_ai  # type: ignore[import-not-found]
+
+    with tempfile.TemporaryDirectory() as logs:
+        serve = "from traceml_ai.launcher.cli import main; main()"
+        aggregator = subprocess.Popen([sys.executable, "-c", serve, "serve", "--logs-dir", logs])
+        try:
+            traceml_ai.init(mode="auto", on_missing_aggregator="raise")
+            loop.run(0.0, WARM_UP_STEPS, traceml_ai.trace_step)
+            yield lambda seconds: loop.run(seconds, around=traceml_ai.trace_step)
+        finally:
+            aggregator.kill()
 
 
 def compare(loop: Loop, block: Block, pairs: int, seconds: float) -> dict[str, float]:
     """Alternating blocks: the cost of one against the plain loop."""
     plain, other = list[list[float]](), list[list[float]]()
     for number in range(pairs):
-        order = [(plain, lambda: loop.run(seconds)), (other, lambda: block(loop, seconds))]
+        order = [(plain, loop.run), (other, block)]
         for figures, measure in order if number % 2 else reversed(order):
-            figures.append(measure())
+            figures.append(measure(seconds))  # type: ignore[operator]
     ratios = [100 * (statistics.mean(b) / statistics.mean(a) - 1) for a, b in zip(plain, other, strict=True)]
-    low, _, high = statistics.quantiles(ratios, n=4)
+    low, middle, high = statistics.quantiles(ratios, n=4)
     quiet, quiet_other = (lower_quartile([chunk for block in blocks for chunk in block]) for blocks in (plain, other))
     means = [statistics.mean(block) for block in plain]
     return {
         "plain_step_ms": 1e3 * quiet,
         "observed_step_ms": 1e3 * quiet_other,
         "cost_pct": 100 * (quiet_other / quiet - 1),
+        "pairs_median_pct": middle,
         "pairs_q1_pct": low,
         "pairs_q3_pct": high,
         "plain_spread_pct": 100 * (max(means) / min(means) - 1),
@@ -163,9 +177,10 @@ def lower_quartile(chunks: list[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=12)
-    parser.add_argument("--block-s", type=float, default=1.0)
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--block-s", type=float, default=0.5)
     parser.add_argument("--only", choices=("fulltilt", "traceml"), help="measure one of them")
+    parser.add_argument("--job", default="", help="only jobs with this in their name")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("overhead.json"))
     options = parser.parse_args()
@@ -177,15 +192,21 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     try:
         # The peer patches torch for good, so everything else is measured before it.
-        for variant, block in variants():
+        for variant, prepared in {"fulltilt": observed, "traceml": with_peer}.items():
             if options.only not in (None, variant):
                 continue
+            if variant == "traceml" and importlib.util.find_spec("traceml_ai") is None:
+                print("traceml-ai is not installed: not measured")
+                continue
             for name, width, depth, batch in SIZES[device]:
+                if options.job not in name:
+                    continue
                 loop = Loop(width, depth, batch, device)
                 loop.run(options.block_s)
-                row = {"job": name, "variant": variant, **compare(loop, block, options.pairs, options.block_s)}
+                with prepared(loop) as block:
+                    row = {"job": name, "variant": variant, **compare(loop, block, options.pairs, options.block_s)}
                 results.append(row)
-                spread = f"{row['pairs_q1_pct']:+.2f} to {row['pairs_q3_pct']:+.2f}"
+                spread = f"{row['pairs_median_pct']:+.2f}, {row['pairs_q1_pct']:+.2f} to {row['pairs_q3_pct']:+.2f}"
                 print(
                     f"{name:22} {variant:9} {row['plain_step_ms']:8.3f} ms plain {row['observed_step_ms']:8.3f} ms"
                     f" observed  cost {row['cost_pct']:+5.2f} % (pairs {spread})",
