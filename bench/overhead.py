@@ -1,14 +1,15 @@
 """What observing costs, measured in one process: blocks of steps with the recorder attached and without, alternating.
 
-    python bench/overhead.py [--pairs 12] [--block-s 1.0] [--out overhead.json]
+    python bench/overhead.py [--pairs 20] [--block-s 0.5] [--job launch] [--out overhead.json]
 
 Prints a table and writes JSON. Each pair is one observed and one plain block of the same loop on the same model. A
 block is timed in chunks of 256 steps, a whole cycle of measuring and resting. Neighbours on the machine only ever add
 time, and to a step that waits for the host up to a third of it; so the cost compares the lower quartile of all observed
-chunks with that of all plain ones. Median and quartiles of the ratio over the pairs stand beside it. The machine's sampler
-of `fulltilt run` lives in another process and runs throughout. Where the peer traceml-ai is installed, its step context
-is measured the same way, in the training process alone: its plain blocks run after it has patched torch, which it does
-once and for all, and its aggregator runs in a process of its own, as our sampler does.
+chunks with that of all plain ones. Median and quartiles of the ratio over the pairs stand beside it.
+
+The machine's sampler of `fulltilt run` lives in another process and runs throughout. Where the peer traceml-ai is
+installed, its step context is measured the same way, in the training process alone: its plain blocks run after it has
+patched torch, which it does once and for all, and its aggregator runs in a process of its own, as our sampler does.
 """
 
 from __future__ import annotations
