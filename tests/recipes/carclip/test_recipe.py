@@ -145,21 +145,8 @@ def test_a_model_that_cannot_be_had_is_told(
 def test_the_guides_flags_are_the_recipes() -> None:
     guide = runpy.run_path(str(GUIDE))
     given = "--batch_size 128 --gradient_accumulation 2 --num_workers 12 --epochs 20 --lr 2e-5 --no_mixed_precision"
-    assert guide["translated"](given.split())[len(guide["DEFAULTS"]) :] == (
-        [
-            "--batch-size",
-            "128",
-            "--accumulation",
-            "2",
-            "--workers",
-            "12",
-            "--epochs",
-            "20",
-            "--lr",
-            "2e-5",
-            "--precision=fp32",
-        ]
-    )
+    ours = " ".join(guide["translated"](given.split())[len(guide["DEFAULTS"]) :])
+    assert ours == "--batch-size 128 --accumulation 2 --workers 12 --epochs 20 --lr 2e-5 --precision=fp32"
     assert guide["batch_line"](given.split()) == "Using batch size: 128 (from command line)"
     assert guide["batch_line"](["--batch_size=64", "--lr=1"]) == "Using batch size: 64 (from command line)"
     assert guide["batch_line"]([]) == "Using batch size: 96 (default)"
