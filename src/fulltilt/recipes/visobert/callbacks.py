@@ -1,0 +1,121 @@
+"""What the recipe does between the Trainer's steps: show figures, stop on request, save every so often."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from fulltilt.errors import Diverged
+from fulltilt.integrations.huggingface import FulltiltCallback
+from fulltilt.recipes.visobert.batches import BucketSampler
+from fulltilt.recipes.visobert.trainer import ClassLoss, TextTrainer
+from fulltilt.train.guard import StepFigures
+from fulltilt.train.progress import Screen
+from fulltilt.train.readout import Readout
+from fulltilt.train.stop import StopRequest
+
+# Losses that are not finite, one after the other, before training is given up: fp16 skips some when it seeks its scale.
+MOST_BAD_STEPS = 20
+
+
+class Figures(TrainerCallback):  # type: ignore[misc]
+    """Puts the engine's lines on the screen, from figures that leave the GPU some steps later."""
+
+    def __init__(
+        self, screen: Screen, loss: ClassLoss, sampler: BucketSampler | None, per_epoch: int, device: torch.device
+    ) -> None:
+        self.screen, self.loss, self.sampler, self.per_epoch = screen, loss, sampler, per_epoch
+        self.readout: Readout[tuple[int, int]] = Readout(device)
+        self._served = 0
+        self._bad = 0
+        self._losses: list[float] = []
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """See TrainerCallback."""
+        self._losses = []
+        epoch, done = divmod(state.global_step, self.per_epoch)
+        self.screen.epoch_begins(epoch, self.per_epoch, done)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """See TrainerCallback."""
+        samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        if self.sampler is not None:
+            samples, self._served = (self.sampler.served - self._served) * args.world_size, self.sampler.served
+        self.readout.push((state.global_step, samples), self.loss.taken().reshape(1))
+        self._show(self.readout.due())
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
+        """See TrainerCallback. Evaluations come at the end of an epoch."""
+        self.settle()
+        wanted = ("eval_loss", "eval_macro_f1", "eval_accuracy")
+        shown = {name: metrics[name] for name in wanted if name in metrics}
+        if self._losses:
+            shown = {"train_loss": sum(self._losses) / len(self._losses), **shown}
+        self.screen.epoch_ends((state.global_step - 1) // self.per_epoch, shown)
+
+    def settle(self) -> None:
+        """Look at every figure that is still on its way. Raises Diverged."""
+        self._show(self.readout.drain())
+
+    def _show(self, figures: Any) -> None:
+        for (step, samples), (loss,) in figures:
+            self._bad = 0 if math.isfinite(loss) else self._bad + 1
+            if self._bad:
+                self.screen.warn(f"step {step}: the loss is {loss}")
+            if self._bad > MOST_BAD_STEPS:
+                raise Diverged(
+                    f"the loss has not been finite since step {step - MOST_BAD_STEPS}",
+                    "Lower learning_rate, lengthen the warm-up, or train with bf16 in place of fp16.",
+                )
+            if not self._bad:
+                self._losses.append(loss)
+            self.screen.step(StepFigures(step, loss, math.nan, bool(self._bad)), samples)
+
+
+class StopAndSave(TrainerCallback):  # type: ignore[misc]
+    """Saves and stops at the step after a signal, or before the time is over; saves every ``save_every`` steps."""
+
+    def __init__(
+        self, stop: StopRequest, save_every: int | None, per_epoch: int, recorder: FulltiltCallback | None
+    ) -> None:
+        self.stop, self.save_every, self.per_epoch, self.recorder = stop, save_every, per_epoch, recorder
+        self.trainer: TextTrainer | None = None
+        self.ended_early = False
+        self._within_epoch = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """See TrainerCallback. The last step of an epoch is left to the end of the epoch, which saves anyway."""
+        assert self.trainer is not None
+        self.stop.step_done(self.trainer.longest_save_s)
+        if state.global_step % self.per_epoch == 0 or state.global_step >= state.max_steps:
+            return
+        if self.save_every and state.global_step % self.save_every == 0:
+            control.should_save = True
+        if self._asked(args):
+            self._within_epoch = control.should_save = True
+            control.should_evaluate = False
+            self._end(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """See TrainerCallback. An epoch that was cut short is neither evaluated nor saved a second time."""
+        if self._within_epoch:
+            control.should_evaluate = control.should_save = False
+        elif state.global_step < state.max_steps and self._asked(args):
+            self._end(control)
+
+    def _asked(self, args: Any) -> bool:
+        """Whether any rank was asked to stop: all of them have to stop at the same step."""
+        asked = self.stop.reason is not None
+        if args.world_size > 1:
+            flag = torch.tensor(float(asked), device=args.device)
+            torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
+            asked = bool(flag)
+        return asked
+
+    def _end(self, control: Any) -> None:
+        control.should_training_stop = self.ended_early = True
+        if self.recorder is not None:
+            self.recorder.interrupted = True

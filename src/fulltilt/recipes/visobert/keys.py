@@ -1,0 +1,79 @@
+"""A Hugging Face training config read as it is: its keys in the words that every recipe shares. No torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from fulltilt.errors import UsageError
+
+_SAME_THING = {
+    "num_train_epochs": "epochs",
+    "per_device_train_batch_size": "batch_size",
+    "per_device_eval_batch_size": "eval_batch_size",
+    "gradient_accumulation_steps": "accumulation",
+    "learning_rate": "lr",
+    "max_grad_norm": "clip_norm",
+    "dataloader_num_workers": "workers",
+    "dataloader_prefetch_factor": "prefetch",
+    "dataloader_drop_last": "drop_last",
+    "torch_compile": "compile",
+    "save_steps": "save_every",
+    "save_total_limit": "keep_last",
+    "output_dir": "out",
+    "model_name_or_path": "model",
+    "max_seq_length": "max_length",
+}
+_PER_DEVICE = ("per_device_train_batch_size", "per_device_eval_batch_size")
+# Every training here logs, evaluates after each epoch, saves then and keeps the best by itself; lengths are bucketed.
+_DONE_ANYWAY = {
+    "do_train",
+    "do_eval",
+    "disable_tqdm",
+    "eval_steps",
+    "eval_strategy",
+    "evaluation_strategy",
+    "greater_is_better",
+    "group_by_length",
+    "logging_dir",
+    "logging_first_step",
+    "logging_steps",
+    "logging_strategy",
+    "metric_for_best_model",
+    "overwrite_output_dir",
+    "remove_unused_columns",
+    "report_to",
+    "save_strategy",
+}
+
+
+def translate(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe's keys for a config that may use Hugging Face's. Raises UsageError for one thing said twice."""
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        if key in ("fp16", "bf16") or key in _DONE_ANYWAY:
+            continue
+        name = _SAME_THING.get(key, key)
+        if name in values:
+            raise UsageError(f"{key} says again what another key says", f"Give only one of them; here it is {name}.")
+        values[name] = _converted(key, value)
+    if "fp16" in given or "bf16" in given:
+        if "precision" in values or (given.get("fp16") and given.get("bf16")):
+            raise UsageError("fp16, bf16 and precision exclude each other", "Give only one of them.")
+        values["precision"] = "fp16" if given.get("fp16") else "bf16" if given.get("bf16") else "fp32"
+    unused = [key for key in given if key in _DONE_ANYWAY]
+    if unused:
+        print(f"Not needed here: {', '.join(unused)} (logging, evaluating and saving are done anyway)", file=sys.stderr)
+    return values
+
+
+def _converted(key: str, value: Any) -> Any:
+    if key in _PER_DEVICE and type(value) is int:
+        return value * int(os.environ.get("WORLD_SIZE", "1") or 1)
+    if key == "num_train_epochs" and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if key == "max_grad_norm" and value == 0:
+        return None
+    return value

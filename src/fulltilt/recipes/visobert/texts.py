@@ -1,0 +1,176 @@
+"""Labelled texts from CSV, JSON lines or Parquet, looked at line by line before anything is built on them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fulltilt.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from fulltilt.recipes.visobert import Options
+
+_TRAIN, _VALIDATION = ("train",), ("validation", "valid", "val", "dev", "test")
+_SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
+# A field of a CSV file may be this long; Python's own limit is 128 KiB.
+_LONGEST_FIELD = 2**24
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Texts and the numbers of their classes."""
+
+    texts: list[str]
+    labels: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Both splits and the names of the classes, by number."""
+
+    train: Split
+    validation: Split
+    classes: tuple[str, ...]
+
+    def balanced_weights(self) -> list[float]:
+        """A weight for each class so that all of them count alike, 1 on average over the samples."""
+        counts = Counter(self.train.labels)
+        share = len(self.train.labels) / len(counts)
+        return [share / counts[number] if counts[number] else 0.0 for number in range(len(self.classes))]
+
+
+_Row = tuple[str, str, str]  # where it stands, text, label
+
+
+def read_texts(folder: Path, options: Options, seed: int) -> Texts:
+    """Read all texts. Raises UsageError for missing files and columns, DataError that names the line otherwise."""
+    train = list(_rows(_file(folder, _TRAIN), options))
+    held = _file(folder, _VALIDATION) if folder.is_dir() else None
+    validation = list(_rows(held, options)) if held is not None else []
+    if not train:
+        raise DataError(f"{folder} has no training text")
+    if not validation:
+        train, validation = _held_out(train, options.val_share, seed)
+    classes = _classes(train, options)
+    numbers = {name: number for number, name in enumerate(classes)}
+    return Texts(_split(train, numbers), _split(validation, numbers), classes)
+
+
+def _file(folder: Path, names: tuple[str, ...]) -> Path | None:
+    """The file of a split; None where there need not be one."""
+    if folder.is_file():
+        return folder
+    if not folder.is_dir():
+        raise UsageError(f"the data folder {folder} does not exist", "Give a folder with train.csv with --data.")
+    for name in names:
+        for suffix in _SUFFIXES:
+            if (path := folder / f"{name}{suffix}").is_file():
+                return path
+    if names == _TRAIN:
+        raise UsageError(f"{folder} has no train file", f"It is called train, and ends in {', '.join(_SUFFIXES)}.")
+    return None
+
+
+def _held_out(rows: list[_Row], share: float, seed: int) -> tuple[list[_Row], list[_Row]]:
+    if len(rows) < 2:
+        raise DataError("one text is too few to train on and to measure with")
+    order = list(range(len(rows)))
+    random.Random(seed).shuffle(order)
+    cut = max(1, round(share * len(rows)))
+    return [rows[n] for n in sorted(order[cut:])], [rows[n] for n in sorted(order[:cut])]
+
+
+def _classes(train: list[_Row], options: Options) -> tuple[str, ...]:
+    if options.classes is not None:
+        return tuple(name.strip() for name in options.classes.split(","))
+    found = {label for _, _, label in train}
+    if len(found) < 2:
+        raise DataError(f"every training text has the label {found.pop()!r}", "There is nothing to tell apart.")
+    return tuple(sorted(found, key=lambda name: (0, int(name), name) if name.lstrip("-").isdigit() else (1, 0, name)))
+
+
+def _split(rows: list[_Row], numbers: dict[str, int]) -> Split:
+    for where, _, label in rows:
+        if label not in numbers:
+            known = ", ".join(list(numbers)[:10])
+            raise DataError(f"{where}: the label {label!r} is outside the classes ({known})", "Relabel or remove it.")
+    return Split([text for _, text, _ in rows], [numbers[label] for _, _, label in rows])
+
+
+# --------------------------------------------------------------------------- the formats
+
+
+def _rows(path: Path | None, options: Options) -> Iterator[_Row]:
+    assert path is not None
+    reader = {".jsonl": _json_lines, ".json": _json_lines, ".parquet": _parquet}.get(path.suffix, _csv)
+    wanted = (options.text_column, options.label_column)
+    try:
+        for line, values in reader(path, wanted):
+            text, label = values
+            if text is None or not str(text).strip():
+                raise DataError(f"{path}, line {line}: there is no text", "Remove the line.")
+            if label is None or str(label).strip() == "":
+                raise DataError(f"{path}, line {line}: there is no label", "Label the text or remove the line.")
+            yield f"{path}, line {line}", str(text), str(label).strip()
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 (byte {error.start})", "Save it as UTF-8.") from error
+
+
+_Pairs = Iterator[tuple[int, tuple[Any, Any]]]
+
+
+def _csv(path: Path, wanted: tuple[str, str]) -> _Pairs:
+    csv.field_size_limit(_LONGEST_FIELD)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",")
+        try:
+            _need(path, wanted, rows.fieldnames or ())
+            for row in rows:
+                yield rows.line_num, (row[wanted[0]], row[wanted[1]])
+        except csv.Error as error:
+            raise DataError(f"{path}, line {rows.line_num}: {error}") from error
+
+
+def _json_lines(path: Path, wanted: tuple[str, str]) -> _Pairs:
+    with path.open(encoding="utf-8-sig") as file:
+        for line, content in enumerate(file, 1):
+            if not content.strip():
+                continue
+            try:
+                row = json.loads(content)
+            except ValueError as error:
+                raise DataError(f"{path}, line {line} is not JSON: {error}", "Each line holds one object.") from error
+            if not isinstance(row, dict):
+                raise DataError(f"{path}, line {line} is not an object", 'Write {"text": …, "label": …}.')
+            _need(path, wanted, row)
+            yield line, (row[wanted[0]], row[wanted[1]])
+
+
+def _parquet(path: Path, wanted: tuple[str, str]) -> _Pairs:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise UsageError(f"reading {path} needs pyarrow", "Install it: pip install pyarrow, or save as CSV.") from error
+    try:
+        _need(path, wanted, parquet.read_schema(path).names)
+        table = parquet.read_table(path, columns=list(wanted))
+    except ArrowException as error:
+        raise DataError(f"{path} is not Parquet: {str(error).splitlines()[0]}") from error
+    columns = (table.column(name).to_pylist() for name in wanted)
+    yield from enumerate(zip(*columns, strict=True), 1)
+
+
+def _need(path: Path, wanted: tuple[str, str], found: Any) -> None:
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        has = ", ".join(map(str, list(found)[:10])) or "none"
+        remedy = f"It has {has}; name them with text_column and label_column."
+        raise UsageError(f"{path} has no column {' and '.join(missing)}", remedy)

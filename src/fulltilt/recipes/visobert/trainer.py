@@ -1,0 +1,131 @@
+"""Hugging Face's Trainer with our batches, our loss and our checkpoints; everything else is its own."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import Trainer
+
+from fulltilt.recipes.visobert.batches import BucketSampler, ResidentTexts, loader, sorted_batches
+from fulltilt.train import checkpoint
+from fulltilt.train.keep import KeepPolicy
+
+
+class ClassLoss:
+    """Cross-entropy with class weights and label smoothing. ``total`` sums what a step has brought so far."""
+
+    def __init__(self, weights: torch.Tensor | None, smoothing: float) -> None:
+        self.weights, self.smoothing = weights, smoothing
+        self.total: torch.Tensor | None = None
+
+    def __call__(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        """The loss of a micro-batch as its share of the step, as the Trainer asks for it."""
+        logits = outputs["logits"].float()
+        if self.weights is not None and self.weights.device != logits.device:
+            self.weights = self.weights.to(logits.device)
+        summed = functional.cross_entropy(
+            logits, labels, weight=self.weights, label_smoothing=self.smoothing, reduction="sum"
+        )
+        loss = summed / (len(labels) if num_items_in_batch is None else num_items_in_batch)
+        if torch.is_grad_enabled():
+            self.total = loss.detach() if self.total is None else self.total + loss.detach()
+        return loss
+
+    def taken(self) -> torch.Tensor:
+        """The loss of the step that has just ended, on the device."""
+        total, self.total = self.total, None
+        assert total is not None
+        return total
+
+
+class TextTrainer(Trainer):  # type: ignore[misc]
+    """``train_dataset`` and ``eval_dataset`` are ResidentTexts, or data sets for the Trainer's own loader."""
+
+    def __init__(
+        self,
+        *,
+        sampler: BucketSampler | None,
+        root: Path,
+        policy: KeepPolicy,
+        monitor: str | None,
+        waited: Callable[[float], None],
+        before_saving: Callable[[], None],
+        **hugging_face: Any,
+    ) -> None:
+        self.sampler = sampler
+        self.root, self.policy, self.monitor = root, policy, monitor
+        self.longest_save_s = 0.0
+        self._waited, self._before_saving = waited, before_saving
+        self._writing_to: Path | None = None
+        super().__init__(**hugging_face)
+
+    # ----------------------------------------------------------------------- batches
+
+    def get_train_dataloader(self) -> Any:
+        """See Trainer."""
+        if self.sampler is None:
+            return super().get_train_dataloader()
+        return loader(self.train_dataset, self.sampler)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """See Trainer. Several ranks share an evaluation out in the Trainer's own way."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if not isinstance(dataset, ResidentTexts):
+            return super().get_eval_dataloader(eval_dataset)
+        return loader(dataset, sorted_batches(dataset.texts.lengths, self.args.per_device_eval_batch_size))
+
+    def get_batch_samples(self, *drawn: Any, **how: Any) -> Any:
+        """See Trainer. Here it waits for data."""
+        began = time.perf_counter()
+        batches = super().get_batch_samples(*drawn, **how)
+        self._waited(time.perf_counter() - began)
+        return batches
+
+    # ----------------------------------------------------------------------- checkpoints
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._writing_to or super()._get_output_dir(trial))
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Write what the Trainer writes, but into a folder that appears under its name when it is whole."""
+        self._before_saving()
+        began = time.monotonic()
+        step = self.state.global_step
+        with self._partial(step) as partial:
+            super()._save_checkpoint(model, trial)
+            self._barrier()
+            if self.is_world_process_zero():
+                checkpoint.adopt(self.root, partial / f"checkpoint-{step}", step, int(self.state.epoch), self._metric())
+                checkpoint.delete_old(self.root, self.policy)
+            self._barrier()
+        self.longest_save_s = max(self.longest_save_s, time.monotonic() - began)
+
+    @contextlib.contextmanager
+    def _partial(self, step: int) -> Iterator[Path]:
+        # One name for all ranks, which write their random states into the same folder.
+        self._writing_to = partial = self.root / f".partial-{checkpoint.folder_name(step)}"
+        try:
+            yield partial
+        finally:
+            self._writing_to = None
+            if self.is_world_process_zero():
+                shutil.rmtree(partial, ignore_errors=True)
+
+    def _metric(self) -> float | None:
+        """What the checkpoint is rated by: the evaluation of this very step, if there was one."""
+        last = next((entry for entry in reversed(self.state.log_history) if "eval_loss" in entry), None)
+        if last is None or last["step"] != self.state.global_step or self.monitor is None:
+            return None
+        value = last.get(f"eval_{self.monitor.removeprefix('eval_')}")
+        return None if value is None else float(value)
+
+    def _barrier(self) -> None:
+        if self.args.world_size > 1:
+            torch.distributed.barrier()

@@ -1,0 +1,234 @@
+"""From labelled texts to a fine-tuned model: data, model, Trainer and checkpoints put together."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from fulltilt.errors import DoesNotFit, StoppedEarly, UsageError
+from fulltilt.feed.text import Batching, Tokens, tokenise
+from fulltilt.integrations.huggingface import FulltiltCallback
+from fulltilt.recipes.recipe import Request
+from fulltilt.recipes.visobert import Options
+from fulltilt.recipes.visobert.arguments import per_rank, total_steps, training_arguments
+from fulltilt.recipes.visobert.batches import BucketSampler, TokenisedTexts, resident
+from fulltilt.recipes.visobert.callbacks import Figures, StopAndSave
+from fulltilt.recipes.visobert.metrics import classification
+from fulltilt.recipes.visobert.model import load_model, load_tokenizer
+from fulltilt.recipes.visobert.texts import Split, Texts, read_texts
+from fulltilt.recipes.visobert.trainer import ClassLoss, TextTrainer
+from fulltilt.train import checkpoint, find, rng
+from fulltilt.train.distributed import detect, device_of
+from fulltilt.train.keep import KeepPolicy
+from fulltilt.train.lock import FolderLock
+from fulltilt.train.progress import Screen
+from fulltilt.train.resume import set_aside
+from fulltilt.train.step import is_out_of_memory
+from fulltilt.train.stop import StopRequest
+
+STATE_FILE = "trainer_state.json"
+
+
+def run(request: Request) -> Mapping[str, float]:
+    """Train and return the last metrics; the model of the end lies in ``OUT/model``. Raises FulltiltErrors."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    settings, ranks = request.settings, detect()
+    screen = Screen(request.out, speaks=ranks.rank == 0)
+    stop = StopRequest(settings.max_time_s)
+    with stop.listening(), screen, contextlib.ExitStack() as cleanup:
+        root = request.out / "checkpoints"
+        begin = _starting_point(request, root, screen, cleanup)
+        texts = read_texts(request.data, request.options, settings.seed)
+        rng.seed_everything(settings.seed)
+        made = Fitting(request, texts, screen, stop)
+        if begin is not None and _steps_of(begin) >= made.total_steps:
+            screen.say(f"All {made.total_steps} steps are done already; --fresh begins anew")
+            return made.kept_metrics(begin)
+        if begin is not None:
+            screen.say(f"Resuming from {begin} (step {_steps_of(begin)})")
+        return made.fit(begin)
+
+
+class Fitting:
+    """One run of the Trainer: everything it is made of."""
+
+    def __init__(self, request: Request, texts: Texts, screen: Screen, stop: StopRequest) -> None:
+        self.request, self.screen, self.stop = request, screen, stop
+        self.options: Options = request.options
+        settings, ranks = request.settings, detect()
+        self.root = request.out / "checkpoints"
+        device = device_of(settings.device, ranks.local_rank)
+        self.tokenizer = load_tokenizer(self.options, texts.train.texts, request.out / "tokenizer")
+        train, validation = (self._tokens(split) for split in (texts.train, texts.validation))
+        size = per_rank(settings.batch_size, ranks)
+        self.sampler: BucketSampler | None = None
+        batches = math.ceil(len(texts.train.texts) / (size * ranks.world))
+        datasets: list[Any] = [
+            TokenisedTexts(train, texts.train.labels),
+            TokenisedTexts(validation, texts.validation.labels),
+        ]
+        if settings.residency != "none":
+            batching = self._batching(size)
+            self.sampler = BucketSampler(train.lengths, batching, ranks.rank, ranks.world, self._next_batch)
+            batches = len(self.sampler)
+            pad = self.tokenizer.pad_token_id
+            datasets[0] = resident(train, texts.train.labels, pad, device)
+            if ranks.world == 1:
+                datasets[1] = resident(validation, texts.validation.labels, pad, device)
+        self.per_epoch = math.ceil(batches / settings.accumulation)
+        self.total_steps = total_steps(settings, self.per_epoch)
+        self._build(texts, datasets, device)
+
+    def fit(self, begin: Path | None) -> Mapping[str, float]:
+        """Train to the end, or until somebody asks to stop."""
+        recording = self.recorder.recording
+        settings = self.request.settings
+        gpus = [torch.cuda.get_device_name(rank) for rank in range(detect().world)] if torch.cuda.is_available() else []
+        self.screen.open(math.ceil(self.total_steps / self.per_epoch), settings.batch_size, gpus)
+        try:
+            self.trainer.train(resume_from_checkpoint=None if begin is None else str(begin))
+        except BaseException as error:
+            recording.stop(failed=not isinstance(error, KeyboardInterrupt), interrupted=True)
+            if is_out_of_memory(error):
+                raise _does_not_fit(settings.batch_size) from error
+            raise
+        if self.stopper.ended_early:
+            step = self.trainer.state.global_step
+            raise StoppedEarly(
+                f"stopped: {self.stop.reason or 'another rank was asked to stop'}; step {step} is saved in {self.root}",
+                "Run the same command again to go on from there.",
+            )
+        self._keep_model()
+        return _last_metrics(self.trainer.state.log_history)
+
+    def kept_metrics(self, begin: Path) -> Mapping[str, float]:
+        """The metrics of a run that is already done."""
+        return _last_metrics(json.loads((begin / STATE_FILE).read_text())["log_history"])
+
+    # ----------------------------------------------------------------------- parts
+
+    def _build(self, texts: Texts, datasets: list[Any], device: torch.device) -> None:
+        settings, options = self.request.settings, self.options
+        classes = len(texts.classes)
+        weights = torch.tensor(texts.balanced_weights()) if options.class_weights == "balanced" else None
+        loss = ClassLoss(weights, options.label_smoothing_factor)
+        self.recorder = FulltiltCallback(self.request.out, on_sample=self.screen.note)
+        figures = Figures(self.screen, loss, self.sampler, self.per_epoch, device)
+        self.stopper = StopAndSave(self.stop, settings.save_every, self.per_epoch, self.recorder)
+        self.trainer = self.stopper.trainer = TextTrainer(
+            sampler=self.sampler,
+            root=self.root,
+            policy=KeepPolicy(settings.keep_last, settings.keep_best, settings.monitor_mode),
+            monitor=settings.monitor,
+            waited=self.screen.loaded,
+            before_saving=figures.settle,
+            model=load_model(options, self.tokenizer, texts.classes),
+            args=training_arguments(self.request, self.per_epoch, self.screen.say),
+            train_dataset=datasets[0],
+            eval_dataset=datasets[1],
+            processing_class=self.tokenizer,
+            data_collator=transformers.DataCollatorWithPadding(self.tokenizer, pad_to_multiple_of=8),
+            compute_loss_func=loss,
+            compute_metrics=lambda found: classification(
+                torch.as_tensor(found.predictions).argmax(-1), torch.as_tensor(found.label_ids), classes
+            ),
+            callbacks=[self.recorder, figures, self.stopper],
+        )
+        self.trainer.remove_callback(transformers.PrinterCallback)
+        self.screen.say(
+            f"{len(texts.train.texts):,} training and {len(texts.validation.texts):,} validation texts, "
+            f"{classes} classes; {sum(p.numel() for p in self.trainer.model.parameters()) / 1e6:.1f} M parameters"
+        )
+
+    def _tokens(self, split: Split) -> Tokens:
+        def cut(texts: list[str]) -> Any:
+            return self.tokenizer(texts, truncation=True, max_length=self.options.max_length)
+
+        return tokenise(split.texts, cut)
+
+    def _batching(self, size: int) -> Batching:
+        budget = self.options.tokens_per_batch
+        return Batching(None if budget else size, budget, seed=self.request.settings.seed)
+
+    def _next_batch(self) -> int:
+        """The number of the first batch of the Trainer's present epoch; after a resume it skips within it by itself."""
+        assert self.sampler is not None
+        return int(self.trainer.state.global_step) // self.per_epoch * len(self.sampler)
+
+    def _keep_model(self) -> None:
+        """Leave the model and its tokenizer in ``OUT/model``, complete or not at all."""
+        if not self.trainer.is_world_process_zero():
+            return
+        final, making = self.request.out / "model", self.request.out / "model.new"
+        shutil.rmtree(making, ignore_errors=True)
+        self.trainer.save_model(str(making))
+        best = _best(self.root, self.request.settings.monitor_mode) if self.options.load_best_model_at_end else None
+        if best is not None:
+            for weights in best.glob("model*.safetensors*"):
+                shutil.copyfile(weights, making / weights.name)
+        shutil.rmtree(final, ignore_errors=True)
+        making.rename(final)
+        self.screen.say(f"The {'best' if best else 'last'} model is in {final}")
+
+
+def _starting_point(request: Request, root: Path, screen: Screen, cleanup: contextlib.ExitStack) -> Path | None:
+    """Take the run folder for us, and find the checkpoint to go on from. Raises UsageError, MachineError."""
+    if detect().rank == 0:
+        checkpoint.prepare(root)
+        lock = FolderLock(request.out)
+        cleanup.callback(lock.release)
+        checkpoint.sweep(root)
+        if request.fresh:
+            shutil.rmtree(request.out / "tokenizer", ignore_errors=True)
+            if (aside := set_aside(root)) is not None:
+                screen.say(f"The checkpoints of the run before are now in {aside}")
+    found = find.newest_complete(root)
+    for warning in found.warnings:
+        screen.warn(warning)
+    if found.checkpoint is not None:
+        return found.checkpoint.folder
+    given = request.resume_from
+    if given is not None and not (given / STATE_FILE).is_file():
+        raise UsageError(
+            f"{given} is no checkpoint of Hugging Face's Trainer: it has no {STATE_FILE}",
+            "To begin with the weights of a model, give its folder as model.",
+        )
+    if given is not None and (given / checkpoint.MANIFEST_FILE).exists():
+        checkpoint.verify(given)
+    return given
+
+
+def _steps_of(folder: Path) -> int:
+    return int(json.loads((folder / STATE_FILE).read_text())["global_step"])
+
+
+def _best(root: Path, mode: str) -> Path | None:
+    rated = []
+    for folder in checkpoint.folders(root):
+        with contextlib.suppress(checkpoint.DamagedCheckpoint):
+            found = checkpoint.verify(folder)
+            if found.metric is not None:
+                rated.append((found.metric if mode == "max" else -found.metric, folder))
+    return max(rated)[1] if rated else None
+
+
+def _last_metrics(history: list[dict[str, float]]) -> dict[str, float]:
+    last = next((entry for entry in reversed(history) if "eval_loss" in entry), {})
+    return {name: value for name, value in last.items() if name.startswith("eval_")}
+
+
+def _does_not_fit(batch_size: int) -> DoesNotFit:
+    return DoesNotFit(
+        f"memory ran out with batches of {batch_size}",
+        f"Set per_device_train_batch_size: {max(batch_size * 5 // 6, 1)}, gradient_checkpointing: true,"
+        " a smaller per_device_eval_batch_size, or optim: adamw_bnb_8bit.",
+    )
