@@ -47,6 +47,12 @@ def cod(options: str, *, batch: int, guide: int) -> Line:
     return Line(guide, command, "cod", (re.escape(f"Batch size: {batch} (expected: {batch})"),))
 
 
+def cars(command: str, *, batch: int, parts: int = 1) -> Line:
+    compared = (rf"A step compares {batch * parts} pictures with {batch * parts} captions",) if parts > 1 else ()
+    wanted = (rf"Using batch size: {batch} \(", rf"Batch size: {batch} \(expected: {batch}\)", *compared)
+    return Line(2, command, "cars", wanted)
+
+
 TAIL = "--scheduler cosine --min-lr 0.00001 --progressive-unfreeze --deep-supervision"
 TAIL_3 = "--scheduler cosine --min-lr 0.00001 --warmup-epochs 10 --progressive-unfreeze --deep-supervision"
 LINES = {
@@ -93,6 +99,26 @@ LINES = {
         batch=8,
         guide=3,
     ),
+    "guide 2, 8 GB": cars(
+        "python scripts/train_car_clip.py --batch_size 128 --gradient_accumulation 2 --num_workers 12 --epochs 20"
+        " --lr 2e-5",
+        batch=128,
+        parts=2,
+    ),
+    "guide 2, 12 GB and more": cars(
+        "python scripts/train_car_clip.py --batch_size 256 --gradient_accumulation 2 --num_workers 16 --epochs 20"
+        " --lr 2e-5",
+        batch=256,
+        parts=2,
+    ),
+    "guide 2, accumulation": cars(
+        "python train_car_clip.py --batch_size 64 --gradient_accumulation 2", batch=64, parts=2
+    ),
+    "guide 2, more accumulation": cars(
+        "python scripts/train_car_clip.py --batch_size 128 --gradient_accumulation 4", batch=128, parts=4
+    ),
+    "guide 2, out of memory": cars("python scripts/train_car_clip.py --batch_size 64", batch=64),
+    "guide 2, full precision": cars("python scripts/train_car_clip.py --no_mixed_precision", batch=96),
 }
 
 # --------------------------------------------------------------------------- exchanging paths and epochs
@@ -111,6 +137,8 @@ def exchanged(line: Line, places: Places) -> tuple[dict[str, str], list[str]]:
     text = re.sub(r"/kaggle/input/\S+", str(places.data), text)
     text = re.sub(r"(--resume-from )/\S+", rf"\g<1>{places.weights}", text)
     text = re.sub(r"/kaggle/working/\S+", str(places.out), text)
+    if line.kind == "cars":  # guide 2 names no path, and its default is 20 epochs
+        text += f" --data {places.data} --out {places.out}" + (" --epochs 20" if "--epochs" not in text else "")
     text = re.sub(r"(--epochs) \d+", r"\1 2", text)
     text = re.sub(r"(--(?:stage1|warmup)-epochs) \d+", r"\1 1", text)
     words = shlex.split(text)
@@ -122,10 +150,11 @@ def exchanged(line: Line, places: Places) -> tuple[dict[str, str], list[str]]:
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A small data set of each kind."""
     folder = tmp_path_factory.mktemp("made")
-    # Twenty to train on: a whole batch of sixteen, the largest that a line trains with.
-    for kind, size in (("cod", 25),):
+    # One whole step of the largest batch that a line trains with: sixteen of twenty, 512 of 544.
+    sizes = {"cod": 25, "cars": 640}
+    for kind, size in sizes.items():
         make_folder(kind, folder / kind, size, 0)
-    return {kind: folder / kind for kind in ("cod",)}
+    return {kind: folder / kind for kind in sizes}
 
 
 # --------------------------------------------------------------------------- read, fast
@@ -161,6 +190,28 @@ def test_a_line_of_guides_1_and_3_means_what_it_says(
     assert (options.skip_stage1, options.progressive_unfreeze, options.deep_supervision) == (True, True, True)
 
 
+@pytest.mark.parametrize("name", [name for name, line in LINES.items() if line.kind == "cars"])
+def test_a_line_of_guide_2_means_what_it_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fulltilt.recipes import carclip as package
+
+    seen: list[Any] = []
+    recipe = replace(package.RECIPE, check=lambda request: None, run=lambda request: seen.append(request) or {})
+    monkeypatch.setattr(package, "RECIPE", recipe)
+    places = Places(tmp_path, tmp_path / "out", tmp_path)
+    _, words = exchanged(LINES[name], places)
+    flags = dict(zip(words[2:], [*words[3:], ""], strict=True))
+    monkeypatch.setattr(sys, "argv", words[1:])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(home(words[1]) / words[1]), run_name="__main__")
+    assert ended.value.code == 0
+    settings = seen[0].settings
+    assert settings.batch_size == int(flags.get("--batch_size", 96))
+    assert settings.accumulation == int(flags.get("--gradient_accumulation", 1))
+    assert settings.workers == int(flags.get("--num_workers", 8))
+    assert (settings.lr, settings.epochs) == (2e-5, 2)
+    assert settings.precision == ("fp32" if "--no_mixed_precision" in flags else "auto")
+
+
 def test_without_their_names_the_guides_switches_are_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from fulltilt.recipes import cod as package
 
@@ -189,7 +240,7 @@ def test_a_line_runs_and_prints_the_guides_lines(name: str, made: dict[str, Path
     environment, words = exchanged(line, places)
     ran = subprocess.run(
         [sys.executable, *words[1:]],
-        cwd=GUIDES,
+        cwd=home(words[1]),
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -200,6 +251,11 @@ def test_a_line_runs_and_prints_the_guides_lines(name: str, made: dict[str, Path
     assert "Traceback" not in shown
     for wanted in (*SEEN, *line.says):
         assert re.search(wanted, shown), f"{wanted}\n{shown}"
+
+
+def home(script: str) -> Path:
+    """The folder that a guide calls its script from."""
+    return GUIDES if (GUIDES / script).exists() else GUIDES / "scripts"
 
 
 def foreign_weights(line: Line) -> dict[str, torch.Tensor]:

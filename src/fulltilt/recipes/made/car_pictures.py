@@ -139,7 +139,7 @@ class _Sketch:
     def __init__(self, pen: ImageDraw.ImageDraw, car: Look, rng: np.random.Generator, side: int, ground: float) -> None:
         self.pen, self.car = pen, car
         length, height, self.outline, self.window = BODIES[car.body]
-        scale = side * rng.uniform(0.62, 0.82)
+        scale = side * rng.uniform(0.72, 0.86)
         # Two models with the same body differ in proportion.
         self.length = scale * length * (0.94 + 0.04 * (car.model % 3))
         self.height = scale * height * (0.92 + 0.05 * ((car.make + car.model) % 4))
