@@ -186,7 +186,7 @@ def test_with_many_processes_memory_is_measured_in_turns(monkeypatch):
         def __init__(self, pid):
             self.pid = pid
 
-    monkeypatch.setattr("fulltilt.probes.tree._proportional_bytes", slow)
+    monkeypatch.setattr("fulltilt.probes.tree.proportional_bytes", slow)
     tree = ProcessTree(1)
     members = {pid: Stub(pid) for pid in range(8)}
     monkeypatch.setattr(tree, "_walk", lambda: members)
@@ -205,7 +205,7 @@ def test_with_many_processes_memory_is_measured_in_turns(monkeypatch):
 
 def test_the_stalest_process_is_measured_again_first(monkeypatch):
     measured = []
-    monkeypatch.setattr("fulltilt.probes.tree._proportional_bytes", lambda pid: measured.append(pid) or 1)
+    monkeypatch.setattr("fulltilt.probes.tree.proportional_bytes", lambda pid: measured.append(pid) or 1)
     tree = ProcessTree(1)
     monkeypatch.setattr(tree, "_walk", lambda: {pid: pid for pid in range(3)})
     monkeypatch.setattr(tree._next_pss, "due", lambda: True)

@@ -69,7 +69,7 @@ class ProcessTree:
             if not ration.due() or time.perf_counter() >= deadline_s:
                 break
             with ration.spend():
-                self._pss[pid] = (time.perf_counter(), _proportional_bytes(members[pid]))
+                self._pss[pid] = (time.perf_counter(), proportional_bytes(pid))
         return sum(size for _, size in self._pss.values()) if members and len(self._pss) == len(members) else None
 
     def _walk(self) -> dict[int, psutil.Process]:
@@ -84,19 +84,20 @@ class ProcessTree:
         return self._members
 
 
-def _proportional_bytes(process: psutil.Process) -> int:
+def proportional_bytes(pid: int) -> int:
+    """Memory of a process, pages that it shares counted in part (PSS), or the nearest to it that the system tells."""
     try:
-        with open(f"/proc/{process.pid}/smaps_rollup", "rb") as file:  # noqa: PTH123 - the fast way, every second
+        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:  # noqa: PTH123 - the fast way, every second
             for line in file:
                 if line.startswith(b"Pss:"):
                     return int(line.split()[1]) * 1024
     except OSError:
         pass  # not Linux, an old kernel, or the process has gone
     try:
-        return int(process.memory_full_info().uss)
+        return int(psutil.Process(pid).memory_full_info().uss)
     except (psutil.Error, OSError, AttributeError):
         pass
     try:
-        return int(process.memory_info().rss)
+        return int(psutil.Process(pid).memory_info().rss)
     except (psutil.Error, OSError):
         return 0  # it has gone, and holds nothing

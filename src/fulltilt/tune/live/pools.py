@@ -1,0 +1,198 @@
+"""Pools of workers: torch's own iterators over a DataLoader, made with other settings and fed by a share of the orders.
+
+What is used of torch's iterators, the same from torch 2.8 to 2.15: ``_sampler_iter`` (where indices come from),
+``_try_put_index`` (send one to a worker), ``_task_info`` (what is owed), ``_reset`` (the next pass), the answer of each
+worker to ``_ResumeIteration``, ``_try_get_data`` and ``_shutdown_workers``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import _utils, dataloader
+
+from fulltilt.probes.tree import proportional_bytes
+from fulltilt.timeline.loader_tap import LoaderTap, LoaderTaps
+from fulltilt.tune.live.orders import Orders, Share
+from fulltilt.tune.live.window import Knobs
+
+ASK_EVERY_S = 0.5
+# Page tables of a large process take milliseconds to add up: a few workers stand for all.
+MEASURED_WORKERS = 3
+
+
+class PoolFailed(Exception):
+    """A pool of ours did not start, died, or does not deliver."""
+
+
+class WatchedWorkers(dataloader._MultiProcessingDataLoaderIter):
+    """torch's iterator over workers, in which a dead or silent worker is an exception at next() and nothing else.
+
+    torch raises the death of a worker in the training thread wherever that stands, through SIGCHLD. A pool on trial must
+    not end the job, so its workers are taken out of that list, and asked for while their batch is waited for.
+    """
+
+    patience_s: float | None = None
+
+    def __init__(self, blueprint: Any) -> None:
+        super().__init__(blueprint)
+        _utils.signal_handling._remove_worker_pids(id(self))
+        self._worker_pids_set = False
+
+    def _get_data(self) -> Any:
+        began_s = time.monotonic()
+        while True:
+            got, answer = self._try_get_data(ASK_EVERY_S)
+            if got:
+                return answer
+            if self._pin_memory and not self._pin_memory_thread.is_alive():
+                raise PoolFailed("its pinning thread has ended")
+            waited_s = time.monotonic() - began_s
+            if self.patience_s is not None and waited_s > self.patience_s:
+                raise PoolFailed(f"no batch came for {waited_s:.0f} s")
+
+
+class Blueprint:
+    """A DataLoader as torch's iterators see it, with other settings and with nothing to draw yet.
+
+    It has a generator of its own, so that starting a pool draws nothing from the job's.
+    """
+
+    def __init__(self, loader: Any, knobs: Knobs, seed: int) -> None:
+        self._loader = loader
+        self.num_workers = knobs.workers
+        self.prefetch_factor = knobs.prefetch if knobs.workers else None
+        self.pin_memory = knobs.pin
+        self.persistent_workers = knobs.workers > 0
+        self.generator = torch.Generator().manual_seed(seed)
+        self._index_sampler = ()
+        if not knobs.workers:
+            self.timeout = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class Pool:
+    """One of torch's iterators with its share of the orders. ``own``: made here, not by the script's ``iter()``."""
+
+    def __init__(self, iterator: Any, knobs: Knobs, own: bool) -> None:
+        self.iterator = iterator
+        self.knobs = knobs
+        self.own = own
+        self._share: Share | None = None
+        self._absent = 0
+
+    # ------------------------------------------------------------------ orders in, batches out
+
+    def join(self, orders: Orders, is_open: bool = False) -> None:
+        """Draw indices from these orders from now on."""
+        self._share = Share(orders, is_open)
+        self.iterator._sampler_iter = self._share
+
+    def open(self) -> None:
+        """Take orders and send them to the workers."""
+        self._joined.is_open = True
+        if self.knobs.workers:
+            for _ in range(self.knobs.workers * self.knobs.prefetch - len(self.iterator._task_info)):
+                self.iterator._try_put_index()
+
+    def close(self) -> None:
+        """Take no more orders. Without workers one is still taken: meanwhile the next pool makes its first batch."""
+        self._joined.close(reserve=0 if self.knobs.workers else 1)
+
+    def draw(self) -> Any:
+        """The next batch; StopIteration when no order is left for this pool."""
+        if self.own:
+            self._joined.keep_only(getattr(self.iterator, "_task_info", ()))
+        return next(self.iterator)
+
+    @property
+    def dry(self) -> bool:
+        """Whether it has given all that it took and takes no more."""
+        return self._joined.empty and not getattr(self.iterator, "_task_info", ())
+
+    def unfulfilled(self) -> list[Any]:
+        """Orders whose batches it still owes, the earliest first."""
+        return self._joined.unfulfilled()
+
+    @property
+    def _joined(self) -> Share:
+        assert self._share is not None
+        return self._share
+
+    # ------------------------------------------------------------------ life
+
+    def call_roll(self) -> None:
+        """Ask each worker to answer once it has started."""
+        if self.knobs.workers:
+            for queue in self.iterator._index_queues:
+                queue.put(_utils.worker._ResumeIteration(None))
+            self._absent = self.knobs.workers
+
+    def is_warm(self) -> bool:
+        """Whether all workers have answered. Raises when one has died."""
+        while self._absent:
+            got, answer = self.iterator._try_get_data(0)
+            if not got:
+                return False
+            if isinstance(answer[0], _utils.worker._ResumeIteration):
+                self._absent -= 1
+        return True
+
+    def next_pass(self, loader: Any) -> None:
+        """Make it ready for another pass, also after one that was left early. Raises when a worker has died."""
+        self.iterator._reset(Blueprint(loader, self.knobs, 0))
+
+    def trust(self, timeout_s: float) -> None:
+        """It has proven itself: from now on it may take as long as the script allows."""
+        self.iterator.patience_s = timeout_s or None
+
+    def worker_bytes(self) -> int | None:
+        """Memory of one worker (PSS), from a few of them; None without workers."""
+        sizes = [size for pid in self._pids()[:MEASURED_WORKERS] if (size := proportional_bytes(pid))]
+        return max(sizes) if sizes else None
+
+    def _pids(self) -> list[int]:
+        return [worker.pid for worker in getattr(self.iterator, "_workers", ()) if worker.pid is not None]
+
+    def retire(self, failed: bool = False) -> None:
+        """End its workers, beside the training thread: joining them takes a moment."""
+        if self.knobs.workers:
+            threading.Thread(target=_end, args=(self.iterator, failed), name="fulltilt-retire", daemon=True).start()
+
+
+def _end(iterator: Any, failed: bool) -> None:
+    if failed:
+        for worker in iterator._workers:
+            worker.kill()  # it may hang, and would be waited for
+    iterator._shutdown_workers()
+
+
+def make_pool(loader: Any, knobs: Knobs, seed: int, taps: LoaderTaps, tap: LoaderTap, patience_s: float) -> Pool:
+    """Start a pool with these settings, without orders yet. Raises whatever starting processes raises."""
+    blueprint = Blueprint(loader, knobs, seed)
+    if not knobs.workers:
+        return Pool(dataloader._SingleProcessDataLoaderIter(blueprint), knobs, own=True)
+    iterator = taps.with_meters(lambda: WatchedWorkers(blueprint), tap)
+    iterator.patience_s = patience_s
+    return Pool(iterator, knobs, own=True)
+
+
+def begin_as_the_script_would(loader: Any, first_pass: bool) -> tuple[Iterator[Any], int | None]:
+    """The sampler's iterator of a new pass, and the seed of its workers: drawn as torch's own iterator would draw them.
+
+    Everything that ``iter(loader)`` takes from a random generator is taken here, once and in the same order: the base
+    seed unless the script's own workers persist, and what the sampler draws when it is asked to begin.
+    """
+    workers = loader.num_workers > 0
+    if workers and loader.persistent_workers and not first_pass:
+        return iter(loader._index_sampler), None
+    iterator = dataloader._BaseDataLoaderIter(loader)
+    if workers:
+        iterator._reset(loader, first_iter=True)
+    return iterator._sampler_iter, iterator._base_seed

@@ -1,0 +1,79 @@
+"""What a stretch of batches says about the settings under which they came. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fulltilt.tune.live.limits import DEFAULT, Limits
+
+# A stop this many times as long as the usual one is no part of a step.
+PAUSE_TIMES = 10.0
+# With fewer groups than this the scatter of their means is itself a guess.
+ENOUGH_GROUPS = 3
+UNKNOWN_SPREAD = 0.08
+
+
+class Knobs(NamedTuple):
+    """The settings of a loader that live tuning may change; none of them changes what is trained."""
+
+    workers: int
+    prefetch: int = 2
+    pin: bool = False
+    persistent: bool = False
+
+
+class Arrival(NamedTuple):
+    """One batch: how long training waited for it, and how long it was busy before it asked."""
+
+    wait_s: float
+    busy_s: float
+
+
+class Seen(NamedTuple):
+    """What settings gave. ``spread`` is the standard error of the rate as a share of it."""
+
+    knobs: Knobs
+    batches_per_s: float
+    spread: float
+    wait_share: float
+    busy_s: float
+
+
+def summarize(knobs: Knobs, arrivals: Sequence[Arrival], limits: Limits = DEFAULT) -> Seen | None:
+    """The rate of a stretch, pauses and what they let queue up left out; None when too little is left.
+
+    Workers deliver in turns, so that batches come in bursts of as many: the scatter is taken between such bursts.
+    """
+    kept = _without_pauses(arrivals, knobs, limits)
+    if len(kept) < limits.least_batches:
+        return None
+    total_s = sum(wait_s + busy_s for wait_s, busy_s in kept)
+    if total_s <= 0:
+        return None
+    size = max(knobs.workers, 1)
+    groups = [sum(map(sum, kept[start : start + size])) for start in range(0, len(kept) - size + 1, size)]
+    spread = UNKNOWN_SPREAD
+    if len(groups) >= ENOUGH_GROUPS:
+        spread = statistics.stdev(groups) / statistics.fmean(groups) / math.sqrt(len(groups))
+    wait_s = sum(arrival.wait_s for arrival in kept)
+    return Seen(knobs, len(kept) / total_s, spread, wait_s / total_s, (total_s - wait_s) / len(kept))
+
+
+def _without_pauses(arrivals: Sequence[Arrival], knobs: Knobs, limits: Limits) -> list[Arrival]:
+    if not arrivals:
+        return []
+    usual_s = statistics.median(arrival.busy_s for arrival in arrivals)
+    longest_s = max(PAUSE_TIMES * usual_s, usual_s + limits.pause_s)
+    kept: list[Arrival] = []
+    skip = 0
+    for arrival in arrivals:
+        if arrival.busy_s > longest_s:
+            skip = knobs.workers * knobs.prefetch + 1
+        if skip:
+            skip -= 1
+        else:
+            kept.append(arrival)
+    return kept
