@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fulltilt.recipes.recipe import Recipe
 
 # The guide's names for what every recipe calls otherwise.
 _SHARED = {"val_batch_size": "eval_batch_size", "num_workers": "workers", "prefetch_factor": "prefetch"}
@@ -30,7 +33,13 @@ class Config:
     epochs: int = 20
     lr: float = 3e-3
 
+    def recipe(self) -> Recipe:
+        """The recipe with these values in place of its own defaults; flags win over them."""
+        from fulltilt.recipes.hdf5 import RECIPE
+
+        return replace(RECIPE, settings={**RECIPE.settings, **self.settings()})
+
     def settings(self) -> dict[str, Any]:
-        """The same under the recipe's names, as its flags give it."""
+        """The same under the recipe's names."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return {_SHARED.get(name, name): value for name, value in values.items() if name not in _WITHOUT_WORK}

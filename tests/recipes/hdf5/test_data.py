@@ -1,0 +1,113 @@
+"""Finding the files, and what is said about those that cannot be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from fulltilt.errors import DataError, FulltiltError, UsageError
+from fulltilt.recipes.hdf5 import Options
+from fulltilt.recipes.hdf5.data import look
+from fulltilt.recipes.made import hdf5 as made
+
+
+def write(path: Path, rows: int = 40, shape: tuple[int, ...] = (8, 3), **keys: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with h5py.File(path, "w") as file:
+        file["features"] = np.zeros((rows, *shape), "f4")
+        file["labels"] = np.arange(rows) % 2
+        for key, value in keys.items():
+            if key in file:
+                del file[key]
+            file[key] = value
+    return path
+
+
+@pytest.mark.parametrize(
+    ("files", "train", "validation"),
+    [
+        (["a.h5", "val.h5"], ["a.h5"], ["val.h5"]),
+        (["train/a.h5", "train/b.h5", "valid/c.h5"], ["train/a.h5", "train/b.h5"], ["valid/c.h5"]),
+        (["REC1.H5", "Test_2.HDF5"], ["REC1.H5"], ["Test_2.HDF5"]),
+        (["value.h5", "b.h5"], None, None),
+        (["val-1.h5"], None, None),
+    ],
+)
+def test_files_called_val_or_test_are_held_out(
+    tmp_path: Path, files: list[str], train: list[str] | None, validation: list[str] | None
+) -> None:
+    for name in files:
+        write(tmp_path / name)
+    found = look(tmp_path, Options(val_share=0.25))
+    shown = [[str(p.relative_to(tmp_path)) for p in part.files] for part in (found.train, found.validation)]
+    if train is None:
+        assert shown == [sorted(files)] * 2
+        assert (found.train.rows, found.validation.rows) == ((0.0, 0.75), (0.75, 1.0))
+    else:
+        assert shown == [train, validation]
+        assert found.train.rows == found.validation.rows == (0.0, 1.0)
+
+
+def test_labels_are_counted_over_the_rows_that_train(tmp_path: Path) -> None:
+    write(tmp_path / "one.h5", labels=np.array([1] * 10 + [0] * 20 + [1] * 10))
+    found = look(tmp_path, Options(val_share=0.25))
+    assert (found.positives, found.negatives, found.pos_weight) == (10, 20, 2.0)
+
+
+def test_several_keys_and_long_recordings(tmp_path: Path) -> None:
+    write(tmp_path / "a.h5", more=np.zeros((40, 8, 2), "f2"))
+    assert look(tmp_path, Options(features="features, more")).feature_count == 5
+    write(tmp_path / "a.h5", shape=(3,))
+    assert look(tmp_path, Options(window=5, stride=2, val_share=0.3)).feature_count == 3
+
+
+def test_mistakes_are_told_with_file_key_and_row(tmp_path: Path) -> None:
+    def told(kind: type[FulltiltError], path: Path = tmp_path, **options: object) -> str:
+        with pytest.raises(kind) as caught:
+            look(path, Options(**options))  # type: ignore[arg-type]
+        text = str(caught.value)
+        assert len(text.splitlines()) <= 3
+        return text
+
+    assert "does not exist" in told(UsageError, tmp_path / "nowhere")
+    assert "holds no HDF5 file" in told(UsageError)
+    file = write(tmp_path / "a.h5")
+    text = told(UsageError, features="mfcc")
+    assert f"{file} has no key 'mfcc'" in text
+    assert "It has: features, labels" in text
+    write(file, labels=np.array([0, 1] * 16 + [0, 7] + [0, 1] * 3))
+    assert f"{file}: 'labels' is 7 at row 33, outside the classes 0 and 1" in told(DataError)
+    write(file, labels=np.zeros(40))
+    assert "no training label" in told(DataError)
+    write(file, labels=np.zeros((40, 2)))
+    assert "not one label a row" in told(DataError)
+    write(file, shape=(3,))
+    text = told(DataError)
+    assert "[rows, 3], not [windows, time, features]" in text
+    assert "set window" in text
+    write(file, more=np.zeros((40, 9, 2)))
+    assert "differ in their number of time steps" in told(DataError, features="features,more")
+    file.write_bytes(b"not HDF5")
+    assert "cannot be read as HDF5" in told(DataError)
+
+
+def test_made_windows_are_the_same_for_the_same_seed_and_hold_both_classes(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "two", "other")]
+    for folder, seed in zip(folders, (1, 1, 2), strict=True):
+        folder.mkdir()
+        assert list(made.make(folder, 101, seed))[-1] == 101
+    contents = [
+        {path.name: (h5py.File(path)["features"][:], h5py.File(path)["labels"][:]) for path in sorted(folder.iterdir())}
+        for folder in folders
+    ]
+    assert [*contents[0]] == ["train-0.h5", "train-1.h5", "train-2.h5", "val-0.h5"]
+    assert sum(len(labels) for _, labels in contents[0].values()) == 101
+    for name, (features, labels) in contents[0].items():
+        assert features.shape[1:] == (64, 16)
+        assert np.array_equal(features, contents[1][name][0])
+        assert np.array_equal(labels, contents[1][name][1])
+        assert not np.array_equal(features, contents[2][name][0])
+    assert 0.05 < np.concatenate([labels for _, labels in contents[0].values()]).mean() < 0.35

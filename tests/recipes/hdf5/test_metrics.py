@@ -1,0 +1,82 @@
+"""The metrics against their definitions and torchmetrics, and calibration against what it promises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fulltilt.recipes.hdf5 import metrics
+
+
+def scored(seed: int, count: int = 500, *, ties: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    labels = (torch.rand(count, generator=generator) < 0.2).long()
+    logits = torch.randn(count, generator=generator) + 1.5 * labels
+    return (logits * 2).round() / 2 if ties else logits, labels
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_areas_and_f1_by_their_definitions(ties: bool) -> None:
+    logits, labels = scored(1, 200, ties=ties)
+    found = metrics.curve(logits, labels)
+    assert found is not None
+    above, below = logits[labels == 1][:, None], logits[labels == 0][None, :]
+    assert metrics.auroc(found) == pytest.approx(float(((above > below) + 0.5 * (above == below)).float().mean()))
+    rates = []
+    for cut in sorted(set(logits.tolist()), reverse=True):
+        called = logits >= cut
+        hits = float((called & (labels == 1)).sum())
+        rates.append((hits / float(called.sum()), hits / float(labels.sum())))
+    gains = [now - before for (_, now), before in zip(rates, [0.0, *(recall for _, recall in rates)], strict=False)]
+    area = sum(precision * gain for (precision, _), gain in zip(rates, gains, strict=True))
+    assert metrics.auprc(found) == pytest.approx(area)
+    f1, cut = metrics.best_f1(found)
+    assert f1 == pytest.approx(max(2 * p * r / (p + r) for p, r in rates if p + r))
+    called = logits >= cut
+    assert f1 == pytest.approx(2 * float((called & (labels == 1)).sum()) / float(called.sum() + labels.sum()))
+
+
+@pytest.mark.slow
+@pytest.mark.recipes
+@pytest.mark.parametrize("ties", [False, True])
+def test_areas_and_f1_are_those_of_torchmetrics(ties: bool) -> None:
+    from torchmetrics.functional import classification as reference
+
+    logits, labels = scored(1, ties=ties)
+    found = metrics.curve(logits, labels)
+    assert found is not None
+    assert metrics.auroc(found) == pytest.approx(float(reference.binary_auroc(logits, labels)), abs=1e-6)
+    assert metrics.auprc(found) == pytest.approx(float(reference.binary_average_precision(logits, labels)), abs=1e-6)
+    f1, cut = metrics.best_f1(found)
+    called = (logits >= cut).long()
+    assert f1 == pytest.approx(float(reference.binary_f1_score(called, labels)), abs=1e-6)
+    every = [float(reference.binary_f1_score((logits >= other).long(), labels)) for other in logits[:50]]
+    assert f1 >= max(every) - 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.recipes
+def test_calibration_error_is_that_of_torchmetrics() -> None:
+    from torchmetrics.functional.classification import binary_calibration_error
+
+    logits, labels = scored(2)
+    probabilities = torch.sigmoid(logits)
+    expected = float(binary_calibration_error(probabilities, labels, n_bins=15))
+    assert metrics.calibration_error(probabilities, labels) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("factor", [0.25, 1.0, 4.0])
+def test_the_temperature_undoes_overconfidence(factor: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    honest = 2 * torch.randn(20_000, generator=generator)
+    labels = (torch.rand(20_000, generator=generator) < torch.sigmoid(honest)).long()
+    assert metrics.best_temperature(honest * factor, labels) == pytest.approx(factor, rel=0.05)
+    found, calibration = metrics.summary(honest * factor, labels)
+    assert calibration is not None
+    assert found["ece_calibrated"] < 0.02
+    assert factor == 1.0 or found["ece"] > 2 * found["ece_calibrated"]
+
+
+def test_a_set_of_one_class_has_no_metrics_rather_than_wrong_ones() -> None:
+    assert metrics.summary(torch.randn(5), torch.zeros(5)) == ({}, None)
+    assert metrics.summary(torch.empty(0), torch.empty(0)) == ({}, None)
