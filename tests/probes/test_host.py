@@ -177,18 +177,14 @@ def test_memory_falls_back_where_pss_is_not_told(monkeypatch):
 def test_with_many_processes_memory_is_measured_in_turns(monkeypatch):
     measured = []
 
-    def slow(process):
-        measured.append(process.pid)
+    def slow(pid):
+        measured.append(pid)
         time.sleep(0.02)
         return 100
 
-    class Stub:
-        def __init__(self, pid):
-            self.pid = pid
-
     monkeypatch.setattr("fulltilt.probes.tree.proportional_bytes", slow)
     tree = ProcessTree(1)
-    members = {pid: Stub(pid) for pid in range(8)}
+    members = dict.fromkeys(range(8))
     monkeypatch.setattr(tree, "_walk", lambda: members)
     assert tree.pss_bytes() is None, "not all have been measured"
     assert 1 <= len(measured) <= 3, "one call measures for 50 ms"

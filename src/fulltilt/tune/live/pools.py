@@ -7,13 +7,16 @@ worker to ``_ResumeIteration``, ``_try_get_data`` and ``_shutdown_workers``.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import _utils, dataloader
+from torch.utils.data._utils import signal_handling
 
 from fulltilt.probes.tree import proportional_bytes
 from fulltilt.timeline.loader_tap import LoaderTap, LoaderTaps
@@ -25,28 +28,28 @@ ASK_EVERY_S = 0.5
 MEASURED_WORKERS = 3
 
 
-class PoolFailed(Exception):
+class PoolFailed(Exception):  # noqa: N818 - it says what happened
     """A pool of ours did not start, died, or does not deliver."""
 
 
 class WatchedWorkers(dataloader._MultiProcessingDataLoaderIter):
     """torch's iterator over workers, in which a dead or silent worker is an exception at next() and nothing else.
 
-    torch raises the death of a worker in the training thread wherever that stands, through SIGCHLD. A pool on trial must
-    not end the job, so its workers are taken out of that list, and asked for while their batch is waited for.
+    torch raises the death of a worker in the training thread wherever that stands, through SIGCHLD. A pool on trial
+    must not end the job, so its workers are taken out of that list, and asked for while their batch is waited for.
     """
 
     patience_s: float | None = None
 
     def __init__(self, blueprint: Any) -> None:
         super().__init__(blueprint)
-        _utils.signal_handling._remove_worker_pids(id(self))
+        signal_handling._remove_worker_pids(id(self))  # type: ignore[attr-defined]
         self._worker_pids_set = False
 
     def _get_data(self) -> Any:
         began_s = time.monotonic()
         while True:
-            got, answer = self._try_get_data(ASK_EVERY_S)
+            got, answer = self._try_get_data(ASK_EVERY_S)  # type: ignore[no-untyped-call]
             if got:
                 return answer
             if self._pin_memory and not self._pin_memory_thread.is_alive():
@@ -180,7 +183,15 @@ def make_pool(loader: Any, knobs: Knobs, seed: int, taps: LoaderTaps, tap: Loade
         return Pool(dataloader._SingleProcessDataLoaderIter(blueprint), knobs, own=True)
     iterator = taps.with_meters(lambda: WatchedWorkers(blueprint), tap)
     iterator.patience_s = patience_s
+    if iterator._pin_memory:
+        # Up to 2.14, torch's own exit handler waits five seconds for each worker of such a pool. This one comes first.
+        atexit.register(_end_if_there, weakref.ref(iterator))
     return Pool(iterator, knobs, own=True)
+
+
+def _end_if_there(reference: weakref.ref[Any]) -> None:
+    if (iterator := reference()) is not None:
+        iterator._shutdown_workers()
 
 
 def begin_as_the_script_would(loader: Any, first_pass: bool) -> tuple[Iterator[Any], int | None]:
@@ -195,4 +206,4 @@ def begin_as_the_script_would(loader: Any, first_pass: bool) -> tuple[Iterator[A
     iterator = dataloader._BaseDataLoaderIter(loader)
     if workers:
         iterator._reset(loader, first_iter=True)
-    return iterator._sampler_iter, iterator._base_seed
+    return iterator._sampler_iter, int(iterator._base_seed)

@@ -1,0 +1,86 @@
+"""Which loaders may be tuned while they are drawn from: whatever could change what is trained is a reason not to.
+
+A reason is a sentence for the user, beginning with what is the matter.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    MapDataPipe,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    dataloader,
+)
+
+TORCHS_OWN = (dataloader._SingleProcessDataLoaderIter, dataloader._MultiProcessingDataLoaderIter)
+# These fix their whole order when the first index is drawn, whatever happens afterwards.
+FIXED_AT_ONCE = (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+# Accelerate's wrappers pass on what the sampler inside gives.
+WRAPPERS = {"BatchSamplerShard": "batch_sampler", "SkipBatchSampler": "batch_sampler"}
+OVER_A_SEQUENCE: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
+
+
+def reason_against(loader: Any, iterator: Any) -> str | None:
+    """Why this loader is left alone, from what it is made of; None when nothing speaks against tuning it."""
+    if loader._dataset_kind == dataloader._DatasetKind.Iterable:
+        return (
+            "an IterableDataset divides its data among its workers: another number would lose or repeat samples, "
+            "unless the data set is written for it"
+        )
+    if isinstance(loader.dataset, MapDataPipe):
+        return "a DataPipe keeps a state of its own in each worker"
+    if type(iterator) not in TORCHS_OWN:
+        return f"it iterates by {type(iterator).__name__}, which is not torch's own"
+    if loader.num_workers == 0 and (reason := _reason_against_forking()) is not None:
+        return reason
+    return _reason_of_sampler(loader._index_sampler, iterator._sampler_iter)
+
+
+def _reason_against_forking() -> str | None:
+    """Why a loader without workers cannot get any behind the script's back."""
+    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    if method != "fork":
+        return (
+            f"workers would start by {method}, which runs the script's top level again; the script has not asked for it"
+        )
+    if multiprocessing.current_process().daemon:
+        return "this process may not start processes of its own (it is a daemon)"
+    if threading.current_thread() is not threading.main_thread():
+        return "a thread of the script's own draws its batches; forking beside the main thread could catch a lock"
+    return None
+
+
+def _reason_of_sampler(sampler: Any, iterator: Any) -> str | None:
+    """Why the sampler may not be read further ahead than the script itself does."""
+    kind = type(sampler)
+    if isinstance(iterator, OVER_A_SEQUENCE) or any(kind.__iter__ is known.__iter__ for known in FIXED_AT_ONCE):
+        return None
+    if isinstance(sampler, RandomSampler) and (kind.__iter__ is RandomSampler.__iter__ or _of_accelerate(kind)):
+        # With a generator of the script's own, later permutations of one pass are drawn from it when they are needed.
+        later = sampler.replacement or sampler.num_samples > len(sampler.data_source)
+        if sampler.generator is not None and later:
+            return "its RandomSampler draws from the script's own generator during the pass"
+        return None
+    if kind.__iter__ is BatchSampler.__iter__:
+        inner = getattr(iterator, "gi_frame", None)
+        return _reason_of_sampler(sampler.sampler, inner and inner.f_locals.get("sampler_iter"))
+    if _of_accelerate(kind) and kind.__name__ in WRAPPERS:
+        return _reason_of_sampler(getattr(sampler, WRAPPERS[kind.__name__]), None)
+    if isinstance(sampler, list | tuple | range):
+        return None
+    return (
+        f"its sampler {kind.__name__} may depend on what training does between two batches, "
+        "so it must not be read further ahead"
+    )
+
+
+def _of_accelerate(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "accelerate"

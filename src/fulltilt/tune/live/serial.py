@@ -1,0 +1,129 @@
+"""Watching a loader without workers fetch: would a worker process have done the same, bit for bit?
+
+Three things would not be the same: random numbers drawn from the training process's generators, a data set that changes
+by being read, and a file whose position is shared after a fork. Each is looked for around real fetches.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import Any
+
+import torch
+
+from fulltilt.feed.generators import Generators
+from fulltilt.tune.live.anatomy import anatomy
+
+FILES_FIRST = 4
+
+
+class FetchWatch:
+    """Stands around the fetches of torch's single-process iterator until ``remove``."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._fetcher = iterator._dataset_fetcher
+        self._dataset = iterator._dataset
+        self._generators = Generators(self._dataset, iterator._collate_fn)
+        self._fetches = 0
+        self._before: Any = None
+        self._problem: str | None = None
+        self.tensors_per_batch = 0
+        fetch = self._fetcher.fetch
+
+        def watched(index: Any) -> Any:
+            mark = self._generators.mark()
+            positions = file_positions() if self._fetches < FILES_FIRST else None
+            batch = fetch(index)
+            if self._generators.mark() != mark:
+                self._problem = (
+                    "its data set draws random numbers, which in workers would be others than in the training process"
+                )
+            elif positions is not None and _moved(positions, file_positions()):
+                self._problem = "its data set reads from a file that stays open, whose position workers would share"
+            self._fetches += 1
+            if self._fetches == 1:
+                self._look_at(batch)
+            return batch
+
+        self._fetcher.fetch = watched
+
+    def remove(self) -> None:
+        """Leave the iterator as it was."""
+        vars(self._fetcher).pop("fetch", None)
+
+    def problem(self) -> str | None:
+        """Why this loader should stay without workers, as far as seen; None when nothing speaks against them."""
+        if self._problem is not None or self._before is None:
+            return self._problem
+        now = anatomy(self._dataset)
+        changed = now.change_from(self._before)
+        if changed is not None:
+            return f"reading a sample changes the data set itself ({changed})"
+        if now.handle is not None:
+            return f"its data set holds an open file or connection ({now.handle}), which workers must not share"
+        return None
+
+    def _look_at(self, batch: Any) -> None:
+        self._before = anatomy(self._dataset)
+        probe = HandoverProbe()
+        try:
+            probe.dump(batch)
+        except Exception as error:
+            self._problem = f"its batches cannot be handed over between processes ({type(error).__name__}: {error})"
+        self.tensors_per_batch = probe.tensors
+        if probe.unusual is not None:
+            self._problem = f"its batches hold {probe.unusual}, which a worker cannot hand over as it is"
+
+
+class HandoverProbe(pickle.Pickler):
+    """Pickles a batch to nowhere: everything but the tensors, which are counted and looked at."""
+
+    def __init__(self) -> None:
+        super().__init__(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors = 0
+        self.unusual: str | None = None
+
+    def reducer_override(self, item: Any) -> Any:
+        """Let a number stand for each tensor."""
+        if not isinstance(item, torch.Tensor):
+            return NotImplemented
+        self.tensors += 1
+        if item.device.type != "cpu":
+            self.unusual = f"tensors on {item.device}"
+        elif item.requires_grad and not item.is_leaf:
+            self.unusual = "tensors with a gradient history"
+        elif item.layout != torch.strided:
+            self.unusual = f"tensors of layout {item.layout}"
+        return int, ()
+
+
+class _Nowhere:
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+def file_positions() -> dict[str, int]:
+    """The read position of each open file of this process, by descriptor and file; empty where /proc is not there."""
+    positions = {}
+    try:
+        descriptors = os.listdir("/proc/self/fd")  # noqa: PTH208 - every batch
+    except OSError:
+        return {}
+    for descriptor in descriptors:
+        try:
+            path = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115
+            if not path.startswith("/") or path.startswith(("/dev/", "/proc/")) or "(deleted)" in path:
+                continue
+            positions[f"{descriptor} {path}"] = os.lseek(int(descriptor), 0, os.SEEK_CUR)
+        except (OSError, ValueError):
+            continue
+    return positions
+
+
+def _moved(before: dict[str, int], after: dict[str, int]) -> bool:
+    """Whether a file that was open all the time was read on: its position would be shared by forked readers.
+
+    The job's own output moves too, but not while a batch is fetched.
+    """
+    return any(after[key] != position for key, position in before.items() if key in after)
