@@ -29,7 +29,7 @@ def as_on_a_gpu(monkeypatch):
 
     def make(*args, **options):
         loader = feed.loader(*args, **options)
-        loader._prefetches = True
+        loader._delivery.copies_ahead = True
         return loader
 
     return make
@@ -61,8 +61,8 @@ def test_long_rows_go_from_pinned_memory_straight_to_the_device(as_on_a_gpu, mon
     dataset = Pixels(23)
     with as_on_a_gpu(dataset, 5, shuffle=True, residency="pinned", num_workers=2) as loader:
         list(loader)
-        loader._supply.store.pinned = True  # as it would be with a GPU
-        monkeypatch.setattr(loader._supply, "_free_staging", None)
+        loader._keeping.supply.store.pinned = True  # as it would be with a GPU
+        monkeypatch.setattr(loader._keeping.supply, "_free_staging", None)
         for images, numbers in loader:
             for image, number in zip(images, numbers, strict=True):
                 assert torch.equal(image, dataset[int(number)][0])

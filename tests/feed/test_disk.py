@@ -233,8 +233,8 @@ def largest_file(size):
 def test_a_disk_that_fills_up_while_caching_does_not_stop_training(cache_dir, caplog, prefetches):
     dataset = Pixels(40)
     with feed.loader(dataset, 4, residency="disk", cache_dir=cache_dir, num_workers=2, shuffle=True) as loader:
-        loader._prefetches = prefetches
-        loader._settle(model_has_run=True)
+        loader._delivery.copies_ahead = prefetches
+        loader._keeping.settle(model_has_run=True)
         with largest_file(20 * 448):  # half of the rows
             for _ in range(2):
                 served = list(loader)

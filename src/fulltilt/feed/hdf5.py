@@ -25,6 +25,7 @@ from fulltilt.feed.order import Order
 from fulltilt.feed.places import device_or_default, ranks
 from fulltilt.feed.progress import progress
 from fulltilt.feed.tiers import choose_tier, default_workers, measure_room
+from fulltilt.onlookers import seen
 
 Residency = Literal["auto", "vram", "ram", "none"]
 # Rows that are mixed with each other above memory: a gigabyte of them, unless the user asks for more.
@@ -148,6 +149,9 @@ class Hdf5Loader:
         self._next_epoch, self._next_batch = epoch, batch
 
     def __iter__(self) -> Iterator[Any]:
+        return seen(self, self._pass())
+
+    def _pass(self) -> Iterator[Any]:
         epoch, first = self._next_epoch, self._next_batch
         self.begin_at(epoch + 1, 0)
         for parts, numbers in self._resident(epoch, first) if self.tier != "none" else self._streamed(epoch, first):

@@ -19,6 +19,7 @@ import torch
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.places import device_or_default, ranks
 from fulltilt.feed.progress import progress
+from fulltilt.onlookers import seen
 
 # Samples in a window, in batches: large enough that lengths within a batch are nearly equal, small against the epoch.
 WINDOW_BATCHES = 64
@@ -257,6 +258,9 @@ class TextLoader:
         self._next_epoch, self._next_batch = epoch, batch
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return seen(self, self._pass())
+
+    def _pass(self) -> Iterator[dict[str, torch.Tensor]]:
         epoch, first = self._next_epoch, self._next_batch
         self.begin_at(epoch + 1, 0)
         batches = self._plan(epoch)[first:]

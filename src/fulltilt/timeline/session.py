@@ -8,7 +8,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fulltilt import onlookers
 from fulltilt.timeline.deep import DeepLook
+from fulltilt.timeline.feed_tap import FeedTaps
 from fulltilt.timeline.loader_tap import LoaderTaps
 from fulltilt.timeline.notes import RankNotes
 from fulltilt.timeline.overrides import LoaderOverride, read_settings
@@ -36,6 +38,7 @@ class Session:
             if self._settings.torch_threads:
                 self._torch.set_num_threads(self._settings.torch_threads)
         self.patches.install()
+        onlookers.look = FeedTaps(self).look
         if self._deep is not None:
             self._deep.install()
 
@@ -52,6 +55,7 @@ class Session:
         if self._deep is not None:
             self._deep.stop()
         self.patches.restore()
+        onlookers.look = None
         try:
             if self.notes.replicas:
                 self.notes.read_communication()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fulltilt.timeline.loader_tap import LoaderTap, TappedIterator
-from fulltilt.timeline.session import Session
 from fulltilt.timeline.stacks import users_line
+
+if TYPE_CHECKING:
+    from fulltilt.timeline.session import Session
 
 Item = TypeVar("Item")
 

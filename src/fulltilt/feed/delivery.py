@@ -1,0 +1,78 @@
+"""Batches as tensors on the device: gathered there, or copied ahead through a ring of buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from fulltilt.feed.prefetch import DeviceRing, HostBatch
+from fulltilt.feed.stores import DeviceStore
+from fulltilt.feed.structure import Layout
+from fulltilt.feed.supply import Supply
+
+Leaves = tuple[list[torch.Tensor], torch.Tensor]  # the leaves of a batch, and its samples' numbers on the device
+
+
+class Delivery:
+    """Takes batches of sample numbers to the device, in order. The tensors belong to the caller."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self._layout, self._device = layout, device
+        self._ring: DeviceRing | None = None
+        self.copies_ahead = device.type == "cuda"  # on a CPU there is nothing to copy to
+
+    def batches(self, supply: Supply, batches: list[torch.Tensor], epoch: int) -> Iterator[Leaves]:
+        """The leaves of each batch, from wherever its samples are."""
+        if isinstance(supply.store, DeviceStore) and not supply.missing(batches):
+            return self._resident(supply.store, [supply.bad.without_bad(batch) for batch in batches])
+        way = self._copied if self.copies_ahead else self._here
+        return way(supply, batches, epoch)
+
+    def close(self) -> None:
+        """Give the buffers back."""
+        self._ring = None
+
+    def _resident(self, store: DeviceStore, batches: list[torch.Tensor]) -> Iterator[Leaves]:
+        """Batches of a complete device store: one upload of indices for the epoch, then one gather a tensor."""
+        if batches:
+            every = torch.cat(batches).to(self._device)
+            for indices in torch.split(every, [len(batch) for batch in batches]):
+                yield store.gather(indices), indices
+
+    def _here(self, supply: Supply, batches: list[torch.Tensor], epoch: int) -> Iterator[Leaves]:
+        host = supply.host_batches(batches, epoch)
+        try:
+            for batch in host:
+                leaves = self._take(batch, batch.rows, batch.indices, batch.row_indices)
+                batch.release()
+                yield leaves, batch.indices
+        finally:
+            host.close()
+
+    def _copied(self, supply: Supply, batches: list[torch.Tensor], epoch: int) -> Iterator[Leaves]:
+        if supply.missing(batches):
+            supply.start_workers()  # forked here, on the main thread, and not in the feeding thread
+        if self._ring is None:
+            with torch.inference_mode(False):  # made in an evaluation, it has to be of use to the feeding thread
+                self._ring = DeviceRing(supply.batch_size, self._layout.row_bytes, self._device)
+        stream = self._ring.stream(supply.host_batches(batches, epoch))
+        try:
+            for arrived in stream:
+                leaves = self._take(arrived.host, arrived.rows, arrived.indices, arrived.row_indices)
+                arrived.done()
+                yield leaves, arrived.indices
+        finally:
+            stream.close()
+
+    def _take(
+        self, batch: HostBatch, rows: torch.Tensor, indices: torch.Tensor, row_indices: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """The leaves of a batch as tensors of the caller's own; rows that a device store lacks go into it first."""
+        store = batch.store
+        if isinstance(store, DeviceStore):
+            if len(row_indices):
+                store.write(row_indices, rows)
+                store.present[batch.row_indices] = True
+            return store.gather(indices)
+        return [leaf.clone(memory_format=torch.contiguous_format) for leaf in self._layout.split(rows)]
