@@ -41,7 +41,8 @@ def table_of(path: Path, rows: Sequence[dict[str, str]]) -> Path:
 
 
 def request(data: Path, **options: object) -> Request:
-    return Request(CarClipOptions(**options), TrainSettings(), data, data.parent / "out")  # type: ignore[arg-type]
+    settings = TrainSettings(drop_last=bool(options.pop("drop_last", True)))
+    return Request(CarClipOptions(**options), settings, data, data.parent / "out")  # type: ignore[arg-type]
 
 
 def words(error: FulltiltError) -> str:
@@ -117,6 +118,8 @@ def test_what_is_wrong_is_told_before_training(garage: Path, tmp_path: Path) -> 
     cases: list[tuple[type[FulltiltError], Request, str]] = [
         (DataError, request(tmp_path / "nowhere"), "there is no folder or CSV"),
         (UsageError, request(garage, model="smal"), "did you mean small?"),
+        (UsageError, request(garage, model="openai/clip-vit-base-patch32", image_size=64), "has a size of its own"),
+        (UsageError, request(garage, drop_last=False), "drop_last: false"),
         (UsageError, request(garage, templates=str(tmp_path / "none.txt")), "caption templates"),
     ]
     (tmp_path / "empty").mkdir()
