@@ -92,7 +92,7 @@ def build(backbone: str, size: int, *, weights: str = "none", width: int = 64, n
 def check_backbone(name: str, size: int, weights: str) -> None:
     """Raise UsageError when ``build`` or a picture of ``size`` would fail. Costs no memory: nothing is computed."""
     with torch.device("meta"):
-        features = _features(name, size, pretrained=False)
+        features = _features(name, size, pretrained=False).eval()
         _levels(features)
         try:
             features(torch.empty(1, 3, size, size))

@@ -1,7 +1,7 @@
 """Camouflaged objects as COD10K-v3 stores them: shapes in the texture of their background, which only turns in them.
 
-Object and background share palette and brightness. What tells them apart is the direction and the grain of the
-texture, and sometimes a faint shade along the edge; slow light over the picture makes brightness alone worthless.
+Object and background share palette and mean brightness. What tells them apart is the direction and the grain of the
+texture, and a body's shading, lit from above; slow light over the whole picture keeps brightness alone from telling.
 """
 
 from __future__ import annotations
@@ -60,17 +60,18 @@ def draw(number: int, seed: int) -> tuple[Array, Array]:
     height, width = (int(side) for side in rng.integers(176, 241, size=2))
     direction = rng.uniform(0, math.pi)
     grain = rng.uniform(0.16, 0.34)
-    inside = np.zeros((height, width), np.float32)
+    inside, shade = np.zeros((2, height, width), np.float32)
     if not _is_empty(number):
         for _ in range(1 + (rng.random() < 0.2)):
-            inside = np.maximum(inside, _shape(rng, height, width))
+            body, height_on_body = _shape(rng, height, width)
+            shade = np.where(body > inside, height_on_body, shade)
+            inside = np.maximum(inside, body)
     turned = direction + rng.choice((-1, 1)) * rng.uniform(0.7, math.pi / 2)
     outer = _texture(rng, height, width, direction, grain)
     inner = _texture(rng, height, width, turned, grain * rng.uniform(0.7, 1.4))
-    surface = outer + inside * (inner + rng.uniform(-0.15, 0.15) - outer)
-    edge = inside * (1 - inside)
+    surface = outer + inside * (inner + rng.uniform(0.4, 0.9) * shade - outer)
     light = _texture(rng, height, width, rng.uniform(0, math.pi), 0.012)
-    surface += 0.35 * light - rng.uniform(0, 0.5) * edge
+    surface += 0.35 * light
     surface += 0.25 * rng.standard_normal((height, width), dtype=np.float32)
     return _coloured(rng, surface), np.where(inside > 0.5, np.uint8(255), np.uint8(0))
 
@@ -90,8 +91,8 @@ def _texture(rng: np.random.Generator, height: int, width: int, direction: float
     return field * np.float32(math.sqrt(2 / WAVES))
 
 
-def _shape(rng: np.random.Generator, height: int, width: int) -> Array:
-    """A lobed, stretched blob with an edge about two pixels soft: 1 inside, 0 outside."""
+def _shape(rng: np.random.Generator, height: int, width: int) -> tuple[Array, Array]:
+    """A lobed, stretched blob with a soft edge, 1 inside and 0 outside; and how high on it a pixel is, 1 to -1."""
     size = min(height, width) * rng.uniform(0.16, 0.34)
     centre_y, centre_x = (side * rng.uniform(0.25, 0.75) for side in (height, width))
     tilt, stretch = rng.uniform(0, math.pi), rng.uniform(1.0, 1.8)
@@ -106,7 +107,7 @@ def _shape(rng: np.random.Generator, height: int, width: int) -> Array:
         reach = size * rng.uniform(0, 0.3) / math.sqrt(lobes)
         radius += (power * np.complex64(reach * np.exp(2j * math.pi * rng.random()))).real
     filled: Array = np.clip((radius - distance) / 2 + 0.5, 0, 1)
-    return filled
+    return filled, np.clip(-y / size, -1, 1)
 
 
 def _coloured(rng: np.random.Generator, surface: Array) -> Array:
