@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import multiprocessing
 import warnings
@@ -31,7 +32,8 @@ def pin(memory: torch.Tensor, device: torch.device, owner: object) -> bool:
     """Lock ``memory`` for direct copies to the GPU, as long as ``owner`` lives. False where that is not possible.
 
     Registering in place avoids torch's pinned allocator, which rounds each block up to a power of two. Do it after
-    workers that use the memory were forked: pages that the driver knows are not inherited reliably.
+    workers that use the memory were forked: pages that the driver knows are not inherited reliably. The memory must
+    have its pages to itself (``shared_bytes`` has): the driver refuses a page that it knows already.
     """
     if device.type != "cuda" or memory.numel() == 0:
         return False
@@ -39,6 +41,7 @@ def pin(memory: torch.Tensor, device: torch.device, owner: object) -> bool:
     address, size = memory.data_ptr(), memory.numel() * memory.element_size()
     with torch.cuda.device(device):
         if int(cudart.cudaHostRegister(address, size, 0)) != 0:
+            _forget_error(device)
             warnings.warn(f"could not pin {size} bytes; copies to the GPU will be slower", stacklevel=2)
             return False
     weakref.finalize(owner, _unpin, address)
@@ -48,4 +51,11 @@ def pin(memory: torch.Tensor, device: torch.device, owner: object) -> bool:
 def _unpin(address: int) -> None:
     if torch.cuda.is_available():
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        cudart.cudaHostUnregister(address)
+        if int(cudart.cudaHostUnregister(address)) != 0:
+            _forget_error(torch.device("cuda"))
+
+
+def _forget_error(device: torch.device) -> None:
+    """CUDA keeps the error of a refused call and hands it to the next kernel that is launched: let that be ours."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)

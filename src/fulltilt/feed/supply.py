@@ -12,7 +12,7 @@ import torch
 from fulltilt.errors import DataError
 from fulltilt.feed.bad_samples import BadSamples
 from fulltilt.feed.caches import CacheFull
-from fulltilt.feed.memory import pin
+from fulltilt.feed.memory import pin, shared_bytes
 from fulltilt.feed.pool import Slot, WorkerPool
 from fulltilt.feed.prefetch import HostBatch
 from fulltilt.feed.readers import Failure, Reader
@@ -247,7 +247,7 @@ class Supply:
             return torch.empty(self.batch_size, self.layout.row_bytes, dtype=torch.uint8)
         if self._staging is None:
             self._staging = queue.SimpleQueue()
-            memory = torch.empty(STAGING * self.batch_size * self.layout.row_bytes, dtype=torch.uint8)
+            memory = shared_bytes(STAGING * self.batch_size * self.layout.row_bytes)
             pin(memory, self.device, self)
             for buffer in memory.view(STAGING, self.batch_size, self.layout.row_bytes):
                 self._staging.put(buffer)

@@ -1,7 +1,7 @@
 """Short steps are measured in bursts: between two bursts the recorder rests and only counts.
 
-A step of 2 ms cannot bear what a full measurement costs. Of such steps one in sixteen is measured, of 5 ms one in
-eight; the time of the others is divided as theirs. Nothing rare is missed: a long wait is booked as it is, and saving,
+A step of 2 ms cannot bear what a full measurement costs. Of such steps one in 32 is measured, of 5 ms one in eight;
+the time of the others is divided as theirs. Nothing rare is missed: a long wait is booked as it is, and saving,
 evaluating, the end of a pass and everything else out of the ordinary wake the recorder up.
 """
 
@@ -16,7 +16,7 @@ MEASURED_STEPS = 16
 # Steps are measured one and all until there are this many, and while they take longer than a short one.
 MEASURE_ALL_FIRST = 300
 SHORT_STEP_S, RESTED_STEPS = 0.005, 112
-VERY_SHORT_STEP_S, RESTED_STEPS_VERY_SHORT = 0.0025, 240
+VERY_SHORT_STEP_S, RESTED_STEPS_VERY_SHORT = 0.004, 496
 # A wait for data longer than this is booked even at rest.
 LONG_WAIT_NS = 2_000_000
 
