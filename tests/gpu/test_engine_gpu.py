@@ -114,7 +114,7 @@ def test_resume_is_exact(precision: str, tmp_path: Path) -> None:
     once(tmp_path / "cut", 7)
     once(tmp_path / "cut", None)
     whole, first, second = chains
-    assert min(second) == 5
+    assert min(second) > 4  # it went on from a checkpoint: after the fourth step, or at the end of an epoch
     assert {**first, **second} == whole
 
 
