@@ -27,6 +27,8 @@ IMAGE = torch.zeros(3, 8, 8)
         ([{"image": IMAGE} for _ in range(5)], 5, 5),
         ([IMAGE] * 6, 6, 6),
         (["a", "b", "c"], None, 3),
+        ([torch.zeros(4), torch.zeros(1)], 1, 1),  # one sample, drawn without batching
+        ([torch.zeros(64, 3), torch.zeros(64)], 1, 64),  # a batch that the data set itself made
         (([torch.zeros(4, 3), torch.zeros(4, 3)], torch.zeros(4)), 4, 4),  # two views of each sample
         (SimpleNamespace(x=torch.zeros(9, 2)), None, 9),
         (SimpleNamespace(num_graphs=11, x=torch.zeros(99, 2)), None, 11),

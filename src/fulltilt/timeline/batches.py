@@ -62,6 +62,8 @@ def _counts_of_sequence(value: list[Any] | tuple[Any, ...], depth: int) -> Itera
             yield len(value)
         for counts in inner:
             yield from counts
+        if len(firsts) > 1 and all(hasattr(item, "ndim") for item in value):
+            yield 1  # columns of one sample: an image, a vector, a label
 
 
 def count_bytes(batch: Any, depth: int = DEEPEST) -> int:

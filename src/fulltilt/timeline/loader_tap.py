@@ -44,6 +44,7 @@ class LoaderTap:
     given: tuple[str, ...]
     loader: Callable[[], Any]
     described: dict[str, Any] = field(default_factory=dict)
+    asked_for: int | None = None  # indices in each request, where there is no batch size: 1 without batching
     eval_batches: int = 0
     passes: int = 0
     in_pass: bool = False
@@ -263,7 +264,7 @@ class TappedIterator:
 
     def _count(self, batch: Any) -> int | None:
         tap = self._tap
-        samples = count_samples(batch, tap.described.get("batch_size"))
+        samples = count_samples(batch, tap.described.get("batch_size") or tap.asked_for)
         tap.batches += 1
         if samples is not None:
             tap.samples += samples
@@ -329,7 +330,8 @@ class LoaderTaps:
             return tap
 
     def _new(self, loader: Any) -> LoaderTap:
-        tap = LoaderTap(len(self.all), None, (), weakref.ref(loader))
+        unbatched = getattr(loader, "batch_sampler", None) is None and not _is_iterable(loader)
+        tap = LoaderTap(len(self.all), None, (), weakref.ref(loader), asked_for=1 if unbatched else None)
         self.all.append(tap)
         return tap
 
