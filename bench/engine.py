@@ -1,6 +1,7 @@
 """The engine against a hand-written loop of the same model, and what each of its features costs or wins.
 
     python bench/engine.py [--out engine.json] [--smoke]
+    python bench/engine.py --recording [--out recording.json]      the cost of the run's own record, also on a CPU
 
 Blocks of the two loops alternate in one process, so that clocks and temperature treat both alike. ``--smoke`` runs
 everything with tiny sizes on the CPU, to see that it works; its figures mean nothing. Takes under 150 s on an H200.
@@ -94,18 +95,24 @@ class Clocked:
     def __init__(self, batches: list[Any], first: int, last: int) -> None:
         self.batches, self.first, self.last = batches, first, last
         self.began_s = self.ended_s = 0.0
+        self.began_cpu_s = self.ended_cpu_s = 0.0
 
     def __iter__(self) -> Iterator[Any]:
         for number in range(self.last + 1):
             if number == self.first:
-                self.began_s = now_s()
+                self.began_s, self.began_cpu_s = now_s(), time.process_time()
             if number == self.last:
-                self.ended_s = now_s()
+                self.ended_s, self.ended_cpu_s = now_s(), time.process_time()
             yield self.batches[number % len(self.batches)]
 
     @property
     def step_s(self) -> float:
         return (self.ended_s - self.began_s) / (self.last - self.first)
+
+    @property
+    def step_cpu_s(self) -> float:
+        """CPU time a step of all threads: what a busy neighbour does not change."""
+        return (self.ended_cpu_s - self.began_cpu_s) / (self.last - self.first)
 
 
 def now_s() -> float:
@@ -149,13 +156,20 @@ def by_engine(
     sizes: Sizes, model: nn.Module, out: Path, steps: int | None = None, first: int | None = None, **settings: Any
 ) -> float:
     """Seconds a step of the engine, all of its guards on, over ``steps`` steps from ``first`` on."""
+    return timed_engine(sizes, model, out, steps, first, **settings).step_s
+
+
+def timed_engine(
+    sizes: Sizes, model: nn.Module, out: Path, steps: int | None = None, first: int | None = None, **settings: Any
+) -> Clocked:
+    """The same, with the clock itself."""
     begin = first or sizes.warmup
     data = Clocked(sizes.batches(), begin, begin + (steps or sizes.steps))
     chosen = {"lr": 1e-4, "schedule": "constant", "precision": "bf16", "max_steps": data.last + 1, **settings}
     shutil.rmtree(out, ignore_errors=True)
     job = Job(model=model, loss=loss, data=data)
     train(job, TrainSettings(device=sizes.device.type, **chosen), out, screen=Losses(out))  # type: ignore[arg-type]
-    return data.step_s
+    return data
 
 
 def compare_loops(sizes: Sizes, out: Path) -> dict[str, Any]:
@@ -199,6 +213,39 @@ def checkpoint_cost(sizes: Sizes, out: Path) -> dict[str, Any]:
         "saving_ms": 1e3 * min(saving),
         "cost_pct": 100.0 * (min(saving) / min(plain) - 1.0),
     }
+
+
+def recording_cost(sizes: Sizes, out: Path, steps: int) -> dict[str, Any]:
+    """What the record of a run costs, in percent of the step: neighbouring blocks with and without it, in pairs."""
+    model = sizes.model()
+    precision = "bf16" if sizes.device.type == "cuda" else "fp32"  # many CPUs only imitate bf16
+    plain, recorded = [], []
+    for pair in range(2 * sizes.pairs):
+        for record in (False, True) if pair % 2 == 0 else (True, False):
+            timed = timed_engine(sizes, model, out, steps, record=record, precision=precision)
+            (recorded if record else plain).append((timed.step_s, timed.step_cpu_s))
+    pairs = list(zip(plain, recorded, strict=True))
+    costs = sorted(100.0 * (b[0] / a[0] - 1.0) for a, b in pairs)
+    return {
+        "steps": steps,
+        "plain_ms": 1e3 * statistics.median(wall_s for wall_s, _ in plain),
+        "recorded_ms": 1e3 * statistics.median(wall_s for wall_s, _ in recorded),
+        "cost_pct": statistics.median(costs),
+        "middle_half_pct": [costs[len(costs) // 4], costs[-1 - len(costs) // 4]],
+        "cpu_cost_pct": statistics.median(100.0 * (b[1] / a[1] - 1.0) for a, b in pairs),
+    }
+
+
+def only_recording(device: torch.device) -> dict[str, Any]:
+    """The cost of the record for a step of a few milliseconds and for one of some tens of them."""
+    answer: dict[str, Any] = {}
+    memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
+    for name, batch, steps in (("short steps", 4, 200), ("longer steps", 48, 60)):
+        sizes = Sizes(smoke=True, device=device)
+        sizes.batch, sizes.pairs = batch, 3
+        with tempfile.TemporaryDirectory(dir=memory) as quick:
+            answer[name] = recording_cost(sizes, Path(quick) / "run", steps)
+    return answer
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -310,17 +357,34 @@ def rows(results: dict[str, Any]) -> Iterator[tuple[str, str]]:
         else:
             shown = f"{found['step_ms']:.2f} ms, {found['samples_per_s']:.0f} samples/s"
         yield name, shown
+    yield from recording_rows({"30 ms steps": results["recording"]})
     memory = results["out_of_memory"]
     verdict = "survived" if memory["survived"] else "NOT survived"
     difference = memory["largest_relative_loss_difference"]
     yield "out of memory", f"{verdict}: micro-batch {memory['micro_batch_after']}, loss differs by {difference:.1e}"
 
 
+def recording_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, one in found.items():
+        low, high = one["middle_half_pct"]
+        wall = f"{one['cost_pct']:+.2f} % ({low:+.2f} to {high:+.2f}) of {one['plain_ms']:.2f} ms"
+        shown = f"{wall}; {one['cpu_cost_pct']:+.2f} % of all threads' CPU time"
+        yield f"the run's record, {name}", shown
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=Path("engine.json"))
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, on the CPU if there is no GPU")
+    parser.add_argument("--recording", action="store_true", help="only the cost of the record; works on a CPU")
     arguments = parser.parse_args()
+    if arguments.recording:
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        found = only_recording(device)
+        for name, shown in recording_rows(found):
+            print(f"{name:<58} {shown}")
+        arguments.out.write_text(json.dumps({"torch": torch.__version__, "recording": found}, indent=1) + "\n")
+        return
     if not arguments.smoke and not torch.cuda.is_available():
         parser.error("this measures a GPU; use --smoke to see that it works")
     device = torch.device("cuda", 0) if torch.cuda.is_available() and not arguments.smoke else torch.device("cpu")
@@ -334,6 +398,7 @@ def main() -> None:
             "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
             "loops": compare_loops(sizes, Path(quick) / "run"),
             "checkpoints": checkpoint_cost(sizes, Path(disk) / "run"),
+            "recording": recording_cost(sizes, Path(quick) / "run", sizes.steps),
             "out_of_memory": survive_out_of_memory(sizes, Path(quick) / "run"),
             "variants": compare_variants(sizes, Path(quick) / "run", began_s + BUDGET_S - 45.0),
         }

@@ -643,7 +643,10 @@ class CheckLine:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The answer: one typed result that feeds every surface. ``step`` is the mean training step, drawn to scale."""
+    """The answer: one typed result that feeds every surface. ``step`` is the mean training step, drawn to scale.
+
+    ``invalid_because`` says why the timings are not the job's own (a GPU slowed down or shared), None when they are.
+    """
 
     verdict: Verdict
     ledger: Ledger
@@ -656,6 +659,7 @@ class Diagnosis:
     settings: tuple[tuple[str, str | int | float | bool | None], ...]
     ranks: tuple[RankSummary, ...] = ()
     step: Phases | None = None
+    invalid_because: str | None = None
     schema_version: int = SCHEMA_VERSION
 
 

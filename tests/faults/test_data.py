@@ -177,8 +177,8 @@ class LateOpened(EarlyOpened):
 
 @pytest.mark.parametrize("residency", ["none", "auto"])
 def test_row_19_a_handle_opened_before_the_fork_is_refused(residency: str, tmp_path: Path) -> None:
-    """Seen to fail: without `refuse_open_handles` four workers read through one handle: some runs end in an error of
-    the library, others train on wrong rows."""
+    """Seen to fail: without `refuse_open_handles` four workers read through one handle, and the run ends with code 0
+    whatever they have read."""
     path = hdf5_file(tmp_path / "rows.h5")
     code, _, told = run(tmp_path / "out", EarlyOpened(path), residency=residency, workers=4)
     assert code == 2

@@ -12,6 +12,7 @@ from fulltilt.diagnose.low_gpu import low_gpu_warning
 from fulltilt.diagnose.rules import judge
 from fulltilt.diagnose.settings import settings_in_force
 from fulltilt.diagnose.thresholds import DEFAULT, Thresholds
+from fulltilt.diagnose.validity import invalid_because
 from fulltilt.diagnose.verdict import ordered, reach_verdict
 from fulltilt.records import Abstention, Diagnosis, Finding, Run
 
@@ -40,6 +41,7 @@ def answer(run: Run, thresholds: Thresholds = DEFAULT) -> Diagnosis:
         settings=settings_in_force(evidence),
         ranks=evidence.ranks,
         step=mean_step(run),
+        invalid_because=invalid_because(evidence),
     )
 
 

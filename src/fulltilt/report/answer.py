@@ -26,6 +26,7 @@ def to_plain(diagnosis: Diagnosis, run: Run | None = None) -> dict[str, Any]:
         "abstained": encode_fully(diagnosis.abstained),
         "ranks": encode_fully(diagnosis.ranks),
         "step": encode_fully(diagnosis.step),
+        "invalid_because": diagnosis.invalid_because,
         "run": None if run is None else _identity(run),
     }
 

@@ -58,11 +58,13 @@ def _verdict(run: Run, diagnosis: Diagnosis) -> Markup:
     severity = diagnosis.findings[0].severity if diagnosis.findings else "info"
     state = record.state if record.exit_code in (None, 0) else f"{record.state}, exit code {record.exit_code}"
     running = element("p", wording.NO_END_YET, class_="running")
+    invalid = diagnosis.invalid_because
     return element(
         "header",
         element("p", wording.title(verdict.code), class_=f"eyebrow {severity}"),
         element("h1", wording.glued(verdict.sentence)),
         running if record.state == "running" else None,
+        element("p", wording.not_valid(invalid), class_="running") if invalid is not None else None,
         element("dl", _key_figures(diagnosis), class_="tiles"),
         speed_bars(diagnosis.throughput, diagnosis.ceilings),
         element(

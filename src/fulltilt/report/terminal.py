@@ -63,6 +63,8 @@ def _show_head(console: Console, run: Run, diagnosis: Diagnosis) -> None:
     console.print(Text(f"{clean(record.started_at)} · {state}", "dim"))
     if record.state == "running":
         console.print(Text(wording.NO_END_YET, "yellow"))
+    if diagnosis.invalid_because is not None:
+        console.print(Text(wording.not_valid(diagnosis.invalid_because), "yellow"))
     console.print()
     console.print(Text(clean(diagnosis.verdict.sentence), "bold"))
     figures = list(_figures(diagnosis))

@@ -154,6 +154,11 @@ def deep_facts(deep: DeepRecord) -> list[tuple[str, str]]:
     ]
 
 
+def not_valid(because: str) -> str:
+    """The warning above a run whose timings are not its own."""
+    return f"Not a valid measurement: {one_line(because)}."
+
+
 def one_line(text: str) -> str:
     """Text that is safe to show, on one line."""
     return clean(" ".join(text.split()))

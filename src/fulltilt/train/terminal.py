@@ -23,11 +23,11 @@ class Terminal:
     def line(self, text: str) -> None:
         """Write a line that stays, above the bar."""
         with self._lock:
-            self._write(f"{self._wiped()}{clean(text)}\n")
+            self._write(f"{self._wiped()}{_one_row(text)}\n")
 
     def bar(self, parts: Sequence[str]) -> None:
         """Draw the bar: its parts in one row where they fit, else a row each, cut at the window's edge."""
-        parts = [clean(part) for part in parts]
+        parts = [_one_row(part) for part in parts]
         whole = " | ".join(parts)
         if not self.live:
             with self._lock:
@@ -53,3 +53,8 @@ class Terminal:
     def _write(self, text: str) -> None:
         self.stream.write(text)
         self.stream.flush()
+
+
+def _one_row(text: str) -> str:
+    """Names come from anywhere: no codes for the terminal, no line of their own."""
+    return clean(text).replace("\n", " ")

@@ -10,6 +10,7 @@ from typing import Literal
 from fulltilt.diagnose.evidence import Evidence, gather
 from fulltilt.diagnose.settings import precision_name
 from fulltilt.diagnose.thresholds import DEFAULT
+from fulltilt.diagnose.validity import invalid_because
 from fulltilt.records import Run, Settings, Trial
 from fulltilt.tune.assignment import Answer
 from fulltilt.tune.interval import rate_of
@@ -122,11 +123,7 @@ def _state(ended: Ended, answer: Answer | None, run: Run | None, start: Trial | 
 
 def _throttled(run: Run | None) -> str | None:
     """Why the GPU's figures are not its own at this moment; None when they are."""
-    for gpu in gather(run, DEFAULT).gpus if run is not None else ():
-        if gpu.throttled_share is not None and gpu.throttled_share >= DEFAULT.throttled_share:
-            reasons = ", ".join(gpu.throttle_reasons) or "reasons unknown"
-            return f"GPU {gpu.index} was slowed down in {gpu.throttled_share:.0%} of the readings ({reasons})"
-    return None
+    return None if run is None else invalid_because(gather(run, DEFAULT))
 
 
 def _worse(start: tuple[float, ...], losses: tuple[float, ...]) -> str:
