@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from PIL import Image
 
+from fulltilt.feed.tiers import default_workers
 from fulltilt.recipes.cod.job import build
 from fulltilt.recipes.cod.options import CodOptions
 from fulltilt.recipes.cod.pictures import Pair, Pictures
@@ -59,7 +60,14 @@ def run(bench: Bench) -> None:
 
 def engine_job(bench: Bench, options: CodOptions, data: Path, batch: int, again: int) -> tuple[Job, TrainSettings]:
     """The recipe's own job on ``again`` times the pictures, without evaluation."""
-    settings = TrainSettings(epochs=1000, batch_size=batch, lr=1e-4, clip_norm=1.0, device=bench.device.type)
+    settings = TrainSettings(
+        epochs=1000,
+        batch_size=batch,
+        lr=1e-4,
+        clip_norm=1.0,
+        device=bench.device.type,
+        workers=0 if bench.smoke else default_workers(),
+    )
     job = build(Request(options, settings, data, bench.work))
     return replace(job, data=Repeated(job.data, again), eval_data=None), settings
 

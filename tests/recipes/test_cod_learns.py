@@ -41,7 +41,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def chance(data: Path) -> float:
-    """The best that a prediction can do which does not look at the picture: the most usual places, at the best level."""
+    """The best IoU of a prediction that never looks at the picture: the most usual places, at the best level."""
     train, test = (
         torch.stack([sample[1][0] for sample in Pictures(pairs(data, part), SIZE)]).float()
         for part in ("Train", "Test")

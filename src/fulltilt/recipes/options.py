@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from fulltilt.errors import UsageError
+from fulltilt.probes.host import cpu_capacity
 from fulltilt.recipes.recipe import Recipe, Request, option
 from fulltilt.train import config
 from fulltilt.train.settings import TrainSettings
@@ -76,12 +77,13 @@ class Asked:
 def flags(recipe: Recipe) -> list[Flag]:
     """All flags of a recipe but ``--config``: where, the shared settings, then its own."""
     listed = []
+    defaults = _defaults(recipe)
     for record in (Place, TrainSettings, recipe.options):
         kinds = get_type_hints(record)
         for entry in dataclasses.fields(record):
             help = SHARED_SETTINGS.get(entry.name) if record is TrainSettings else entry.metadata["help"]
             if help is not None:
-                default = recipe.settings.get(entry.name, entry.default) if record is TrainSettings else entry.default
+                default = defaults.get(entry.name, entry.default) if record is TrainSettings else entry.default
                 listed.append(Flag(entry.name, kinds[entry.name], default, help))
     return listed
 
@@ -91,10 +93,15 @@ def read(recipe: Recipe, given: Mapping[str, Any], file: Path | None = None) -> 
     from_file = {} if file is None else recipe.translate(config.read(file))
     # The flag is --max-time; the setting carries its unit.
     from_file = {"max_time_s" if key == "max_time" else key: value for key, value in from_file.items()}
-    values = {**recipe.settings, **from_file, **given}
+    values = {**_defaults(recipe), **from_file, **given}
     union: Any = _union(recipe.options)  # type: ignore[arg-type, unused-ignore]
     whole = config.parse(values, union, "the command line" if file is None else str(file))
     return Asked(_part(whole, recipe.options), _part(whole, TrainSettings), _part(whole, Place))
+
+
+def _defaults(recipe: Recipe) -> dict[str, Any]:
+    """The recipe's own settings; and workers for all CPUs but the one that trains, busy until the data is resident."""
+    return {"workers": max(int(cpu_capacity().usable) - 1, 1), **recipe.settings}
 
 
 def _newest_in(path: Path) -> Path:
