@@ -104,11 +104,8 @@ def _annotation(flag: flagged.Flag) -> Any:
         kind, metavar = str, "|".join(get_args(kind))
     elif kind is float and flag.name.endswith("_s"):
         kind, metavar = str, "TIME"
-    shown = (
-        ""
-        if flag.default is None or flag.default is False
-        else f" [default: {'on' if flag.default is True else flag.default}]"
-    )
+    default = "on" if flag.default is True else flag.default
+    shown = "" if default is None or default is False else f" [default: {default}]"
     # None, not the default: what was given on the command line wins over the config, what was not does not.
     return Annotated[
         kind | None, typer.Option(f"--{word}", metavar=metavar, help=flag.help + shown, show_default=False)

@@ -1,0 +1,70 @@
+"""Recipes on a real GPU: the guides' lines about GPUs, measures equal to the CPU's, learning. About 40 s on an H200."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from fulltilt.cli import main as command
+from fulltilt.recipes.made import make_folder
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+
+def train(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        command.main(["train", *arguments])
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made") / "cod"
+    make_folder("cod", folder, 1000, 0)
+    return folder
+
+
+def test_cod_learns_from_vram_and_prints_the_guides_lines(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = (
+        *("--backbone", "test_resnet", "--img-size", "96", "--decoder-width", "32", "--batch-size", "32"),
+        *("--epochs", "16", "--stage1-epochs", "2", "--lr", "3e-3", "--stage2-lr", "3e-3", "--residency", "vram"),
+    )
+    assert train("cod", "--data", str(pictures), "--out", str(tmp_path), *flags) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"Using 1 GPU for training\nGPU 0: \S", shown)  # V9
+    assert re.search(r"GPU Memory - Allocated: \d+\.\d\d GB, Peak: \d+\.\d\d GB", shown)  # V5
+    assert "Batch size: 32 (expected: 32)" in shown  # V6
+    assert re.search(r"GPU: \d+% \| VRAM:[\d.]+/[\d.]+GB", shown)  # V2
+    with (tmp_path / "metrics.csv").open() as file:
+        history = [float(row["eval_iou"]) for row in csv.DictReader(file)]
+    assert history[-1] > 0.60
+    assert history[-1] > max(history[:2]) + 0.05
+
+
+def test_the_measures_are_those_of_the_cpu() -> None:
+    from fulltilt.recipes.cod.metrics import measure
+
+    torch.manual_seed(0)
+    guess = torch.rand(5, 1, 64, 80)
+    mask = (torch.nn.functional.avg_pool2d(guess, 15, 1, 7) > 0.5).to(torch.uint8)
+    here, there = measure(guess, mask), measure(guess.cuda(), mask.cuda())
+    for name, values in here.items():
+        assert torch.allclose(values, there[name].cpu(), atol=1e-4), name
+
+
+def test_guide_3s_half_precision_stays_finite_with_a_large_picture() -> None:
+    from fulltilt.recipes.cod.loss import structure_loss
+
+    mask = (torch.rand(2, 1, 384, 384, device="cuda") > 0.7).float()
+    weight = torch.ones(1, 1, 1, 1, device="cuda", requires_grad=True)
+    with torch.autocast("cuda", dtype=torch.float16):
+        value = structure_loss(torch.nn.functional.conv2d((mask * 2 - 1) * 500, weight), mask)
+    value.backward()
+    assert torch.isfinite(value)
+    assert torch.isfinite(weight.grad).all()
