@@ -14,12 +14,12 @@ from fulltilt import store
 from fulltilt.errors import Diverged, DoesNotFit, FulltiltError, MachineError, UsageError
 from fulltilt.records import Settings, Trial
 from fulltilt.tune.learning_rate import CONTRASTIVE_WARNING, looks_contrastive, looks_deeply_supervised
-from fulltilt.tune.search import is_valid
 from fulltilt.tune.solutions import by_hand, solutions
 from fulltilt.tune.source_patch import WriteYourself, apply_change, propose
 from fulltilt.tune.space import loader_settings, rid_of_none
 from fulltilt.tune.study import StudyRecord
 from fulltilt.tune.table import show_arithmetic, show_solutions, show_trials, verdict_sentence
+from fulltilt.tune.trials import is_valid
 from fulltilt.tune.verify import candidates, compare, winner
 
 SETTINGS_FILE = "settings.json"

@@ -15,11 +15,11 @@ from fulltilt.probes.host import cpu_capacity, memory_headroom_bytes
 from fulltilt.records import Trial
 from fulltilt.report.wording import seconds
 from fulltilt.tune.outcome import Attempt
-from fulltilt.tune.search import best_of
 from fulltilt.tune.solutions import in_words
 from fulltilt.tune.space import Space
 from fulltilt.tune.study import Study
 from fulltilt.tune.table import progress_line, rate_words
+from fulltilt.tune.trials import best_of
 
 STOPPED_EARLY = 3
 # Of the memory that is free at the beginning: what a trial may hold before it is ended.

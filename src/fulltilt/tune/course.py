@@ -7,8 +7,9 @@ from statistics import fmean
 
 from fulltilt.records import Trial
 from fulltilt.tune.outcome import Attempt
-from fulltilt.tune.search import is_valid, next_attempt, start_of
+from fulltilt.tune.search import next_attempt
 from fulltilt.tune.space import Space
+from fulltilt.tune.trials import is_valid, start_of
 from fulltilt.tune.verify import LEAST_PAIRS, candidates, next_verification
 
 # How much longer than the start a trial may take: others start more workers, compile, or load larger batches.

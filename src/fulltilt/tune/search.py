@@ -9,19 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fulltilt.records import Settings, Trial
-from fulltilt.tune.interval import Z_95
-from fulltilt.tune.memory import USABLE_VRAM, ram_line, vram_line
+from fulltilt.tune.memory import USABLE_VRAM, vram_line
 from fulltilt.tune.outcome import Attempt
-from fulltilt.tune.scaling import Measured, fit_scaling
-from fulltilt.tune.space import Space, changed, is_loader_only, tried, with_loader
+from fulltilt.tune.space import Space, changed, is_loader_only, tried
+from fulltilt.tune.trials import KNEE, WAITS, best_of, is_valid, on_gpu, rate, start_of
+from fulltilt.tune.worker_search import next_workers
 
-# A change is worth a trial, or worth having, when it promises this much.
-WORTH = 1.02
-# Below this share of waiting the loader is not what limits the job.
-WAITS = 0.03
-MOST_WORKER_TRIALS = 7
-# The knee: doubling the batch gains less than this.
-KNEE = 1.05
 MOST_TRIES_WHEN_THROTTLED = 3
 
 Phase = Callable[[Sequence[Trial], Space], Attempt | None]
@@ -36,7 +29,7 @@ def next_attempt(trials: Sequence[Trial], space: Space) -> Attempt | None:
         if retry:
             return Attempt(Settings(), "start", "the script as it is")
         return _smaller_parts(trials, space)
-    phases: tuple[Phase, ...] = (_workers, _queue, _batch, _precision, _compile)
+    phases: tuple[Phase, ...] = (next_workers, _queue, _batch, _precision, _compile)
     for phase in phases:
         attempt = phase(trials, space)
         if attempt is not None:
@@ -44,94 +37,7 @@ def next_attempt(trials: Sequence[Trial], space: Space) -> Attempt | None:
     return None
 
 
-def start_of(trials: Sequence[Trial]) -> Trial | None:
-    """The trial of the script as it is, once it was measured."""
-    return next((trial for trial in trials if trial.purpose == "start" and is_valid(trial)), None)
-
-
-def is_valid(trial: Trial) -> bool:
-    """Whether a trial's rate counts."""
-    return trial.state == "ok" and trial.samples_per_s is not None
-
-
-def best_of(trials: Sequence[Trial]) -> Trial | None:
-    """The fastest valid trial of the search, the earliest of equals."""
-    valid = [trial for trial in trials if is_valid(trial) and trial.purpose != "verify"]
-    return max(valid, key=rate, default=None)
-
-
-def rate(trial: Trial) -> float:
-    """Samples a second, 0 where none were measured."""
-    return trial.samples_per_s or 0.0
-
-
-def on_gpu(trial: Trial) -> bool:
-    """Whether the job trains on a GPU."""
-    return trial.vram_peak_bytes is not None
-
-
 # --------------------------------------------------------------------------- the loader
-
-
-def _workers(trials: Sequence[Trial], space: Space) -> Attempt | None:
-    """The next number of workers: half of the CPUs, then where the scaling law expects more, then beside the best."""
-    start = start_of(trials)
-    assert start is not None
-    if (start.data_wait_share or 0.0) < WAITS or start.in_force.num_workers is None:
-        return None
-    searched = [trial for trial in trials if trial.purpose != "verify"]
-    seen = [t for t in searched if is_loader_only(t.settings) and not t.settings.prefetch_factor]
-    by_workers = {trial.in_force.num_workers: trial for trial in seen if is_valid(trial)}
-    avoided = {trial.settings.num_workers for trial in seen if not is_valid(trial)}
-    best = max(by_workers.values(), key=rate)
-    if len(seen) > MOST_WORKER_TRIALS or (best is not start and (best.data_wait_share or 0.0) < WAITS):
-        return None
-
-    def ask(workers: int, why: str) -> Attempt | None:
-        settings = with_loader(start, workers, on_gpu(start))
-        return None if tried(trials, settings) else Attempt(settings, "search", why)
-
-    most = _most_workers(trials, space)
-    first = min(space.expected_workers, most)
-    if len(seen) == 1 and first != start.in_force.num_workers:
-        return ask(first, "half of the CPUs")
-    points = [Measured(workers, rate(trial), _spread(trial)) for workers, trial in by_workers.items() if workers]
-    untried = [w for w in range(1, most + 1) if w not in by_workers and w not in avoided]
-    if not points or not untried:
-        return ask(first, "half of the CPUs") if untried and first in untried else None
-    law = fit_scaling(points, expected_peak=space.usable_cpus)
-    promising = max(untried, key=lambda workers: law.at(workers).rate)
-    if law.at(promising).rate >= WORTH * rate(best):
-        return ask(promising, f"the scaling law expects {law.at(promising).rate:.0f} samples/s")
-    for neighbour in _neighbours(best.in_force.num_workers or 0, untried, by_workers):
-        if law.at(neighbour).high >= KNEE * rate(best):
-            return ask(neighbour, "beside the best so far")
-    return None
-
-
-def _neighbours(best: int, untried: list[int], known: dict[int | None, Trial]) -> list[int]:
-    """The numbers a quarter above and below the best, as long as nothing that close was tried on that side."""
-    step = max(1, round(best / 4))
-    found = []
-    for side in (1, -1):
-        tried_there = any(w is not None and 0 < side * (w - best) <= step for w in known)
-        if not tried_there and best + side * step in untried:
-            found.append(best + side * step)
-    return found
-
-
-def _most_workers(trials: Sequence[Trial], space: Space) -> int:
-    """Workers that fit into memory, by the trials so far."""
-    line = ram_line(trials)
-    fit = None if line is None or space.memory_bytes is None else line.most_within(space.memory_bytes)
-    return space.most_workers if fit is None else max(1, min(space.most_workers, fit))
-
-
-def _spread(trial: Trial) -> float:
-    low, high = trial.samples_per_s_low, trial.samples_per_s_high
-    if low is None or high is None or not trial.samples_per_s:
-        return 0.05
-    return (high - low) / (2 * Z_95) / trial.samples_per_s
 
 
 def _queue(trials: Sequence[Trial], _space: Space) -> Attempt | None:
@@ -224,12 +130,3 @@ def _smaller_parts(trials: Sequence[Trial], space: Space) -> Attempt | None:
             return None
         parts *= 2
     return None
-
-
-def knee_of(trials: Sequence[Trial]) -> Trial | None:
-    """The smallest batch whose rate is within 5 % of the best: a larger one costs memory and steps for nothing."""
-    valid = [trial for trial in trials if is_valid(trial) and trial.purpose != "verify" and trial.settings.batch_size]
-    if not valid:
-        return None
-    top = max(map(rate, valid))
-    return min((t for t in valid if rate(t) * KNEE >= top), key=lambda t: t.settings.batch_size or 0)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from fulltilt.records import Settings, Trial
 from fulltilt.tune.learning_rate import Scaled, scale
-from fulltilt.tune.search import best_of, is_valid, knee_of, rate, start_of
 from fulltilt.tune.space import is_loader_only
+from fulltilt.tune.trials import best_of, is_valid, knee_of, rate, start_of
 
 FULL_VRAM = 0.9
 MOST_SOLUTIONS = 3

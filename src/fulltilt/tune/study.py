@@ -24,11 +24,11 @@ from fulltilt.tune.folder_watch import differences, look
 from fulltilt.tune.interval import Patience
 from fulltilt.tune.outcome import Attempt, conclude
 from fulltilt.tune.processes import AnewStarts, ForkedStarts, Starts
-from fulltilt.tune.search import best_of, rate
 from fulltilt.tune.source_patch import fingerprint
 from fulltilt.tune.space import Space
 from fulltilt.tune.template import CANNOT_FORK
 from fulltilt.tune.trial_run import Limits, run_trial
+from fulltilt.tune.trials import best_of, rate
 
 # A search trial that is surely below this share of the best need not be measured more exactly.
 OUT_OF_THE_RACE = 0.9

@@ -11,8 +11,8 @@ from rich.text import Text
 from fulltilt.records import Trial
 from fulltilt.report import wording
 from fulltilt.tune.learning_rate import figure
-from fulltilt.tune.search import is_valid
 from fulltilt.tune.solutions import Solution, in_words
+from fulltilt.tune.trials import is_valid
 from fulltilt.tune.verify import Comparison
 
 STATES = {
@@ -85,10 +85,12 @@ def verdict_sentence(comparison: Comparison | None) -> str:
     """What verification said, in a sentence."""
     if comparison is None:
         return "Nothing was found to be faster than the settings as they are; they stay."
-    spread = f"{comparison.low:.2f} to {comparison.high:.2f}, 95 %, {comparison.pairs} pairs measured in turns"
+    pairs = "a pair" if comparison.pairs == 1 else f"{comparison.pairs} pairs"
+    spread = f"{comparison.low:.2f} to {comparison.high:.2f}, 95 %, {pairs} measured in turns"
     if comparison.wins:
         return f"Verified: {in_words(comparison.candidate)}: {comparison.ratio:.2f} × as fast ({spread})."
-    return f"Not verified: {in_words(comparison.candidate)}: {comparison.ratio:.2f} × ({spread}); the settings stay."
+    why = "; the settings stay" if comparison.decided else "; there was no time to be sure, so the settings stay"
+    return f"Not verified: {in_words(comparison.candidate)}: {comparison.ratio:.2f} × ({spread}){why}."
 
 
 def progress_line(number: int, trial: Trial, best: Trial | None) -> str:

@@ -8,7 +8,9 @@ same lines in the same state, the random numbers included. Where a fork is not s
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import json
 import multiprocessing.process
 import os
@@ -91,6 +93,8 @@ class Template:
         while self._undo:
             self._undo.pop()()
         self._saves.restore()
+        with contextlib.suppress(ImportError):
+            importlib.import_module("torch._dynamo")  # as any optimizer does when it is made, for seconds
         self._serve()
 
     # ------------------------------------------------------------------ serving

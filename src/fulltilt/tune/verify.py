@@ -13,7 +13,7 @@ from statistics import fmean, variance
 from fulltilt.records import Settings, Trial
 from fulltilt.tune.interval import Z_95
 from fulltilt.tune.outcome import Attempt
-from fulltilt.tune.search import WORTH, is_valid, knee_of, rate, start_of
+from fulltilt.tune.trials import WORTH, is_valid, knee_of, rate, start_of
 
 LEAST_PAIRS = 2
 MOST_PAIRS = 4
@@ -34,12 +34,12 @@ class Comparison:
     @property
     def wins(self) -> bool:
         """Whether the candidate is faster beyond doubt."""
-        return self.low > 1.0
+        return self.pairs >= LEAST_PAIRS and self.low > 1.0
 
     @property
     def decided(self) -> bool:
         """Whether more pairs could hardly change the answer."""
-        return self.pairs >= LEAST_PAIRS and (self.wins or self.high < WORTH or self.pairs >= MOST_PAIRS)
+        return self.wins or (self.pairs >= LEAST_PAIRS and self.high < WORTH) or self.pairs >= MOST_PAIRS
 
 
 def compare(trials: Sequence[Trial], candidate: Settings) -> Comparison | None:
@@ -100,7 +100,7 @@ def winner(trials: Sequence[Trial]) -> Comparison | None:
     """The candidate that was verified to be faster than the start; None when none was."""
     for candidate in candidates(trials):
         comparison = compare(trials, candidate)
-        if comparison is not None and comparison.pairs >= LEAST_PAIRS and comparison.wins:
+        if comparison is not None and comparison.wins:
             return comparison
     return None
 
