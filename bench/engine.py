@@ -240,9 +240,9 @@ def only_recording(device: torch.device) -> dict[str, Any]:
     """The cost of the record for a step of a few milliseconds and for one of some tens of them."""
     answer: dict[str, Any] = {}
     memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
-    for name, batch, steps in (("short steps", 4, 200), ("longer steps", 48, 60)):
+    for name, batch, steps in (("short steps", 4, 150), ("longer steps", 48, 40)):
         sizes = Sizes(smoke=True, device=device)
-        sizes.batch, sizes.pairs = batch, 3
+        sizes.batch, sizes.pairs = batch, 2
         with tempfile.TemporaryDirectory(dir=memory) as quick:
             answer[name] = recording_cost(sizes, Path(quick) / "run", steps)
     return answer

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fulltilt.train import rng, state
+from fulltilt.train import checkpoint, rng, state
+from fulltilt.train.outcome import StepEnd
+from fulltilt.train.sampler import EpochPlan
 from tests.faults import victim
+from tests.faults.ranks import exit_codes
+from tests.faults.victim import Order
 
 
 class Tight:
@@ -121,6 +128,59 @@ def test_forgetting_the_model_shows(
 
     monkeypatch.setattr(victim.Net, "load_state_dict", forgetful)
     assert differs(lambda: run(tmp_path / "out"), whole)
+
+
+def test_forgetting_the_permutation_shows(
+    whole: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not saved but made again from seed and epoch: another one must not pass for it."""
+    run(tmp_path / "out", stop_at=8)
+    order = EpochPlan.order
+    monkeypatch.setattr(EpochPlan, "order", lambda plan: order(dataclasses.replace(plan, seed=plan.seed + 1)))
+    assert differs(lambda: run(tmp_path / "out"), whole)
+
+
+def test_forgetting_which_checkpoint_was_best_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best epoch was the first; its checkpoint outlives a resume only if its metric was kept with it."""
+    values = iter((0.1, 0.5, 0.6, 0.5, 0.6))
+
+    def eval_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        return torch.tensor(next(values))
+
+    def kept(out: Path, epochs: int) -> list[str]:
+        changes = {"eval_loss": eval_loss, "eval_data": victim.NoisySamples(4)}
+        victim.run_here(out, changes=changes, epochs=epochs, keep_last=1, keep_best=1, save_every=None)
+        return sorted(path.name for path in (out / "checkpoints").iterdir())
+
+    assert kept(tmp_path / "out", 1) == ["step-00000006"]
+    assert kept(tmp_path / "out", 3) == ["step-00000006", "step-00000018"]
+    monkeypatch.setattr(checkpoint, "_described", _without_metric(checkpoint._described))
+    assert "step-00000006" not in kept(tmp_path / "out", 5)
+
+
+def _without_metric(described: Any) -> Any:
+    return lambda *given: dataclasses.replace(described(*given), metric=None)
+
+
+def take_the_first_ranks_random_state(order: Order) -> None:
+    if order.note == "forget":
+        load = state.RandomStates.load_state_dict
+        state.RandomStates.load_state_dict = lambda self, saved: load(self, {"ranks": saved["ranks"][:1] * 2})  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("note", ["keep", "forget"])
+def test_forgetting_the_random_state_of_a_rank_shows(note: str, tmp_path: Path) -> None:
+    assert exit_codes(tmp_path / "whole", 2) == [0, 0]
+    assert exit_codes(tmp_path / "cut", 2, on_step=stop_at_5) == [3, 3]
+    assert exit_codes(tmp_path / "cut", 2, prepare=take_the_first_ranks_random_state, note=note) == [0, 0]
+    whole, cut = victim.chain(tmp_path / "whole"), victim.chain(tmp_path / "cut")
+    assert (whole == cut) == (note == "keep")
+
+
+def stop_at_5(end: StepEnd) -> None:
+    if end.step == 5 and end.rig.group.ranks.rank == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def differs(resumed: Any, whole: dict[int, str]) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fulltilt.train import checkpoint
+from fulltilt.train import checkpoint, rng
 from fulltilt.train.guard import StepFigures
 from fulltilt.train.job import Job
 from fulltilt.train.loop import train
@@ -90,8 +90,10 @@ def test_a_bad_step_is_skipped_on_the_device(tmp_path: Path) -> None:
     assert all(torch.isfinite(parameter).all() for parameter in job.model.parameters())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_resume_is_exact(precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("precision", "forgotten"), [("fp32", None), ("bf16", None), ("fp16", None), ("fp32", "cuda")])
+def test_resume_is_exact_and_needs_the_gpus_random_state(
+    precision: str, forgotten: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chains: list[dict[int, str]] = []
 
     def once(out: Path, stop_at: int | None) -> None:
@@ -112,10 +114,17 @@ def test_resume_is_exact(precision: str, tmp_path: Path) -> None:
 
     once(tmp_path / "whole", None)
     once(tmp_path / "cut", 7)
+    if forgotten is not None:
+        restore = rng.restore
+        monkeypatch.setattr(
+            rng,
+            "restore",
+            lambda states, device: restore({**states, forgotten: rng.capture(device)[forgotten]}, device),
+        )
     once(tmp_path / "cut", None)
     whole, first, second = chains
     assert min(second) > 4  # it went on from a checkpoint: after the fourth step, or at the end of an epoch
-    assert {**first, **second} == whole
+    assert ({**first, **second} == whole) == (forgotten is None)
 
 
 def drop_out_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
