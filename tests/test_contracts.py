@@ -112,7 +112,7 @@ FLAGS = {
     "demo": {"--out", "--help"},
     "check": {"--data", "--workers", "--prefetch", "--batch-bytes", "--json", "--help"},
     "watch": {"--interval", "--once", "--out", "--help"},
-    "run": {"--out", "--deep", "--settings", "-m", "--help"},
+    "run": {"--out", "--deep", "--settings", "--auto", "-m", "--help"},
     "train": {"--help"},  # the rest depends on the recipe: see below
     "report": {"--json", "--html", "--no-page", "--width", "--help"},
     "make-data": {"--size", "--seed", "--help"},

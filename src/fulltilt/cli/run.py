@@ -22,6 +22,9 @@ from fulltilt.timeline import attach
 from fulltilt.timeline.launch import job_command, job_name
 from fulltilt.timeline.overrides import read_settings
 
+# Each process of the job imports it once torch is there; this one need not.
+LIVE_TUNING = "fulltilt.tune.live"
+
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
@@ -42,6 +45,7 @@ def run(
     out: Annotated[Path | None, typer.Option(help="Run folder [default: fulltilt-runs/<date>-<script>]")] = None,
     deep: Annotated[int, typer.Option(min=0, help="Profile this many steps with torch.profiler.")] = 0,
     settings: Annotated[Path | None, typer.Option(help="Settings file whose loader settings are put in force.")] = None,
+    auto: Annotated[bool, typer.Option("--auto", help="Tune the data loading while the job trains.")] = False,
     module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
 ) -> None:
     """Run a training job unchanged, record where its time goes, and say why the GPU is idle."""
@@ -50,7 +54,7 @@ def run(
     asked = read_settings(settings) if settings is not None else Settings()
     name = job_name(arguments)
     folder = prepare_folder(out, name)
-    code = Job(arguments, resolved, name, folder, settings, asked, deep).run()
+    code = Job(arguments, resolved, name, folder, settings, asked, deep, auto).run()
     raise typer.Exit(code)
 
 
@@ -84,12 +88,14 @@ class Job:
         settings: Path | None,
         asked: Settings,
         deep: int,
+        auto: bool,
     ) -> None:
         self._arguments = arguments
         self._resolved = resolved
         self._folder = folder
         self._settings = settings
         self._deep = deep
+        self._auto = auto
         self._gpus = Gpus.open()
         self._record = RunRecord(
             name=name,
@@ -104,7 +110,8 @@ class Job:
         """Start the job, watch it, explain it. Returns the job's own exit code, or ends by the job's own signal."""
         store.write_json(self._folder / store.RUN_FILE, self._record)
         t0_ns = time.perf_counter_ns()
-        environment = {**os.environ, **attach.environment(self._folder, t0_ns, self._settings, self._deep)}
+        variables = attach.environment(self._folder, t0_ns, self._settings, self._deep)
+        environment = {**os.environ, **variables, **({attach.ALSO: LIVE_TUNING} if self._auto else {})}
         try:
             child = Child(self._resolved, environment)
         except OSError as error:

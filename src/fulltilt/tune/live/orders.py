@@ -34,7 +34,7 @@ class Share:
 
     def __init__(self, orders: Orders, is_open: bool) -> None:
         self.is_open = is_open
-        self._orders = orders
+        self.orders = orders
         self._reserved: deque[Any] = deque()
         self._sent: dict[int, Any] = {}
         self._count = 0
@@ -46,7 +46,7 @@ class Share:
         if self._reserved:
             order = self._reserved.popleft()
         elif self.is_open:
-            order = self._orders.take()
+            order = self.orders.take()
         else:
             raise StopIteration
         self._sent[self._count] = order
@@ -63,9 +63,13 @@ class Share:
         self.is_open = False
         for _ in range(reserve):
             try:
-                self._reserved.append(self._orders.take())
+                self._reserved.append(self.orders.take())
             except StopIteration:
                 return
+
+    def reserve(self, orders: Iterable[Any]) -> None:
+        """Give this pool orders that come before all others."""
+        self._reserved.extend(orders)
 
     def keep_only(self, owed: Container[int]) -> None:
         """Forget the orders that have been fulfilled; ``owed`` are the numbers of those that have not."""

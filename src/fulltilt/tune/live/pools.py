@@ -11,7 +11,7 @@ import atexit
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -87,6 +87,7 @@ class Pool:
         self.iterator = iterator
         self.knobs = knobs
         self.own = own
+        self.final = not own  # nothing stands behind it: its errors are the script's
         self._share: Share | None = None
         self._absent = 0
 
@@ -97,9 +98,21 @@ class Pool:
         self._share = Share(orders, is_open)
         self.iterator._sampler_iter = self._share
 
+    def has_joined(self, orders: Orders) -> bool:
+        """Whether it draws from these orders."""
+        return self._share is not None and self._share.orders is orders
+
     def open(self) -> None:
         """Take orders and send them to the workers."""
         self._joined.is_open = True
+        self._send()
+
+    def mend(self, orders: Iterable[Any]) -> None:
+        """Make the batches that another pool still owed, and no others."""
+        self._joined.reserve(orders)
+        self._send()
+
+    def _send(self) -> None:
         if self.knobs.workers:
             for _ in range(self.knobs.workers * self.knobs.prefetch - len(self.iterator._task_info)):
                 self.iterator._try_put_index()
@@ -150,10 +163,6 @@ class Pool:
     def next_pass(self, loader: Any) -> None:
         """Make it ready for another pass, also after one that was left early. Raises when a worker has died."""
         self.iterator._reset(Blueprint(loader, self.knobs, 0))
-
-    def trust(self, timeout_s: float) -> None:
-        """It has proven itself: from now on it may take as long as the script allows."""
-        self.iterator.patience_s = timeout_s or None
 
     def worker_bytes(self) -> int | None:
         """Memory of one worker (PSS), from a few of them; None without workers."""

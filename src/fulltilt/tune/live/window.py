@@ -1,10 +1,11 @@
-"""What a stretch of batches says about the settings under which they came. Pure."""
+"""What a stretch of batches says about the settings under which they came."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from fulltilt.tune.live.limits import DEFAULT, Limits
@@ -14,6 +15,7 @@ PAUSE_TIMES = 10.0
 # With fewer groups than this the scatter of their means is itself a guess.
 ENOUGH_GROUPS = 3
 UNKNOWN_SPREAD = 0.08
+LOOK_EVERY_S = 0.25
 
 
 class Knobs(NamedTuple):
@@ -77,3 +79,40 @@ def _without_pauses(arrivals: Sequence[Arrival], knobs: Knobs, limits: Limits) -
         else:
             kept.append(arrival)
     return kept
+
+
+class Window:
+    """Collects the batches that come under one setting until they say enough about it."""
+
+    def __init__(self, limits: Limits, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._limits = limits
+        self._clock = clock
+        self.begin(Knobs(0), limits.warm_up_batches)
+
+    def begin(self, knobs: Knobs, skip: int = 0) -> None:
+        """Begin anew. The first ``skip`` batches do not count, for as long as coming into stride may take."""
+        self._knobs = knobs
+        self._skip = skip
+        self._skip_until_s = self._clock() + self._limits.settle_s
+        self._arrivals: list[Arrival] = []
+        self._look_at_s = 0.0
+
+    def pass_ended(self) -> None:
+        """The first batch of the next pass has waited for the pass to begin, and for nothing else."""
+        self._skip = max(self._skip, 1)
+
+    def add(self, arrival: Arrival) -> Seen | None:
+        """Take a batch in. Returns what was seen when that is enough."""
+        now_s = self._clock()
+        if self._skip:
+            self._skip = self._skip - 1 if now_s < self._skip_until_s else 0
+            return None
+        if not self._arrivals:
+            self._look_at_s = now_s + self._limits.least_s
+            self._end_s = now_s + self._limits.most_s
+        self._arrivals.append(arrival)
+        if now_s < self._look_at_s:
+            return None
+        self._look_at_s = now_s + LOOK_EVERY_S
+        seen = summarize(self._knobs, self._arrivals, self._limits)
+        return seen if seen is not None and (seen.spread <= self._limits.spread or now_s >= self._end_s) else None

@@ -1,0 +1,111 @@
+"""One pass over a loader, drawn from one pool of workers after another: the source behind the loader's tap."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from fulltilt.tune.live.orders import Orders
+from fulltilt.tune.live.pools import Pool
+from fulltilt.tune.live.window import Arrival
+
+if TYPE_CHECKING:
+    from fulltilt.tune.live.tuner import LoaderTuner
+
+
+class Relay:
+    """Hands out the batches of the pools in its line, the first one's to the last, so that none is lost or overtaken.
+
+    A pool that is handed over to takes the orders behind those of the pool before it, which runs dry meanwhile.
+    """
+
+    def __init__(self, tuner: LoaderTuner, orders: Orders, first: Pool, index_sampler: Any) -> None:
+        self.orders = orders
+        self._line: deque[Pool] = deque([first])
+        self.ended = False
+        self._tuner = tuner
+        self._index_sampler = index_sampler
+        self._num_workers = first.knobs.workers
+        self._left_s: float | None = None
+
+    def __iter__(self) -> Relay:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._index_sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._line[0].iterator, name)
+
+    def __next__(self) -> Any:
+        asked_s = time.perf_counter()
+        if self._left_s is None:
+            self._line[0].open()
+        self._tuner.at_boundary(self)
+        began_s = time.perf_counter()
+        batch = self._draw()
+        wait_s = time.perf_counter() - began_s
+        if self._left_s is None:
+            self._tuner.first_arrived(wait_s)
+        else:
+            self._tuner.arrived(self, Arrival(wait_s, asked_s - self._left_s))
+        self._left_s = time.perf_counter()
+        return batch
+
+    def _draw(self) -> Any:
+        while True:
+            if len(self._line) > 1 and self._line[0].dry:
+                self._step_on()
+            try:
+                return self._line[0].draw()
+            except StopIteration:
+                if len(self._line) == 1:
+                    self.ended = True
+                    self._tuner.pass_ended(self)
+                    raise
+                self._step_on()
+            except Exception as error:
+                if self._line[0].final:
+                    raise
+                self._tuner.failed_at_work(self, error)
+
+    def _step_on(self) -> None:
+        before = self._line.popleft()
+        self._num_workers = self._line[0].knobs.workers
+        self._tuner.ran_dry(before)
+
+    @property
+    def serving(self) -> Pool:
+        """The pool from which the next batch comes."""
+        return self._line[0]
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether one pool alone serves, and no hand-over is under way."""
+        return len(self._line) == 1
+
+    def hand_over(self, pool: Pool) -> None:
+        """Let another pool go on behind the batches that are under way."""
+        self._line[-1].close()
+        if not pool.has_joined(self.orders):
+            pool.join(self.orders)
+        pool.open()
+        self._line.append(pool)
+
+    def replace_serving(self, pool: Pool) -> None:
+        """Put another pool in the place of the one that serves, to make first what that one still owed."""
+        owed = self._line.popleft().unfulfilled()
+        if not pool.has_joined(self.orders):
+            pool.join(self.orders)
+        if self._line:
+            pool.mend(owed)
+        else:
+            self.orders.give_back(owed)
+            pool.open()
+        self._line.appendleft(pool)
+        self._num_workers = pool.knobs.workers
+
+    def __del__(self) -> None:
+        if not self.ended:
+            self._tuner.pass_abandoned(self)

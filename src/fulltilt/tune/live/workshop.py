@@ -1,0 +1,122 @@
+"""Makes pools for one loader and keeps them fit from pass to pass."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from fulltilt.timeline.loader_tap import LoaderTap, LoaderTaps
+from fulltilt.tune.live.anatomy import Anatomy, anatomy
+from fulltilt.tune.live.limits import Limits
+from fulltilt.tune.live.orders import Orders
+from fulltilt.tune.live.pools import Pool, begin_as_the_script_would, make_pool
+from fulltilt.tune.live.window import Knobs, Seen
+
+
+def knobs_of(loader: Any) -> Knobs:
+    """The settings that the script gave its loader."""
+    return Knobs(
+        int(loader.num_workers),
+        loader.prefetch_factor or Knobs(0).prefetch,
+        bool(loader.pin_memory),
+        bool(loader.persistent_workers),
+    )
+
+
+class Workshop:
+    """Pools for the loader that a tap stands at. The script may put another loader in its place from pass to pass."""
+
+    def __init__(self, taps: LoaderTaps, tap: LoaderTap, limits: Limits) -> None:
+        self.user = Knobs(0)
+        self._taps = taps
+        self._tap = tap
+        self._limits = limits
+        self._loader: Callable[[], Any] = lambda: None
+        self._first_pass = True
+        self._seed = 0
+        self._made = 0
+        self._forked_from: Anatomy | None = None
+
+    @property
+    def loader(self) -> Any:
+        """The script's DataLoader."""
+        return self._loader()
+
+    def adopt(self, loader: Any) -> None:
+        """Work for this loader from now on."""
+        self._loader = weakref.ref(loader)
+        self.user = knobs_of(loader)
+        self._first_pass = True
+        self._forked_from = None
+
+    def begin_theirs(self, start: Callable[[], Any]) -> Any:
+        """torch's own iterator for a new pass."""
+        iterator = start()
+        self._seed = iterator._base_seed
+        self._first_pass = False
+        return iterator
+
+    def begin_ours(self) -> Orders:
+        """The orders of a new pass in which torch's own iterator is not made."""
+        sampler, seed = begin_as_the_script_would(self.loader, self._first_pass)
+        self._seed = self._seed + 1 if seed is None else seed
+        self._first_pass = False
+        return Orders(sampler)
+
+    def make(self, knobs: Knobs, seen: Seen | None = None) -> Pool:
+        """Start a pool. Its workers draw random numbers of their own: the next seed behind those of the script's.
+
+        ``seen`` tells how long a batch takes, and so how long to wait for the first one.
+        """
+        self._made += 1
+        seed = (self._seed + 0x9E3779B97F4A7C15 * self._made) % 2**63
+        batch_s = max(knobs.workers, 1) / seen.batches_per_s if seen is not None else 0.0
+        patience_s = max(self._limits.first_batch_s, self._limits.first_batch_times * batch_s)
+        self._forked_from = anatomy(self.loader.dataset)
+        return make_pool(self.loader, knobs, seed, self._taps, self._tap, patience_s)
+
+    def make_final(self) -> Pool:
+        """A pool with the script's own settings, whose errors are the script's."""
+        pool = self.make(self.user)
+        pool.final = True
+        self.trust(pool)
+        return pool
+
+    def trust(self, pool: Pool) -> None:
+        """A pool has proven itself: from now on it may take as long as the script allows."""
+        pool.iterator.patience_s = self.loader.timeout or None
+
+    def renew(self, pool: Pool | None) -> Pool | None:
+        """A pool of ours ready for another pass; None when there is none, or the data set has changed meanwhile.
+
+        A worker has the data set as it was when the worker was forked. The script may have changed its own since, and
+        workers that do not persist would show it.
+        """
+        if pool is None or not pool.own:
+            return None
+        persists = self.user.workers > 0 and self.user.persistent
+        if not persists and not self._data_set_is_the_same():
+            self.retire(pool)
+            return None
+        deadline_s = time.monotonic() + self._limits.start_s
+        while not pool.is_warm():
+            if time.monotonic() > deadline_s:
+                raise TimeoutError("its workers did not start")
+            time.sleep(0.01)
+        pool.next_pass(self.loader)
+        return pool
+
+    def _data_set_is_the_same(self) -> bool:
+        now = anatomy(self.loader.dataset)
+        return self._forked_from is not None and now.whole and now.change_from(self._forked_from) is None
+
+    def retire(self, pool: Pool | None, failed: bool = False) -> None:
+        """End a pool's workers. The script's own persistent ones are forgotten by its loader too."""
+        if pool is None:
+            return
+        loader = self.loader
+        if loader is not None and loader._iterator is pool.iterator:
+            loader._iterator = None
+        pool.retire(failed)
