@@ -13,7 +13,7 @@ from fulltilt.tune.space import Space, is_loader_only, tried, with_loader
 from fulltilt.tune.trials import WAITS, WORTH, is_valid, on_gpu, rate, start_of
 
 MOST_WORKER_TRIALS = 7
-# A gap is looked into where the law, at its most hopeful, comes this near to the best: measured peaks were 40 % above it.
+# A gap is looked into where the law at its most hopeful comes this near to the best: real peaks stood 40 % above it.
 HIDDEN = 0.8
 
 

@@ -1,0 +1,211 @@
+"""Which trial comes next, when a study ends and who wins: on simulated jobs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+from fulltilt.errors import UsageError
+from fulltilt.records import Settings, Trial
+from fulltilt.tune.course import next_step, time_limit_s
+from fulltilt.tune.space import ALLOWABLE, Space, is_loader_only, parse_allow
+from fulltilt.tune.trials import best_of, knee_of, start_of
+from fulltilt.tune.verify import compare, winner
+from tests.tune.simulated import CLIP, COD, GIB, Job, study
+
+SIXTEEN = Space(usable_cpus=16)
+
+
+def found(job: Job, trials: list[Trial]) -> float:
+    """The true rate of what the study recommends, over the best there is."""
+    won = winner(trials)
+    settings = Settings() if won is None else won.candidate
+    return job.rate(settings) / max(min(job.loader_rate(workers), job.ceiling) for workers in range(33))
+
+
+@pytest.mark.parametrize("start", [0, 4, 16])
+def test_the_study_finds_the_peak_of_the_measured_job_in_few_trials(start: int) -> None:
+    for seed in range(2):
+        job = Job(COD, 900.0, Settings(num_workers=start, prefetch_factor=2, batch_size=64), noise=0.01, seed=seed)
+        trials = study(job, SIXTEEN)
+        assert found(job, trials) >= 0.97
+        assert len(trials) <= 14
+
+
+def test_a_sharp_peak_between_two_slow_numbers_is_found() -> None:
+    job = Job(CLIP, 3091.0, Settings(num_workers=16, prefetch_factor=2, batch_size=256), noise=0.01)
+    assert found(job, study(job, SIXTEEN)) >= 0.97
+
+
+def test_a_job_that_computes_all_the_time_is_left_alone() -> None:
+    job = Job({0: 100.0, 32: 5000.0}, 480.0, Settings(num_workers=8, prefetch_factor=2, batch_size=64))
+    trials = study(job, SIXTEEN)
+    assert [trial.purpose for trial in trials] == ["start"]
+    assert winner(trials) is None
+
+
+def test_search_ends_when_the_loader_is_no_longer_the_limit() -> None:
+    job = Job({0: 50.0, 1: 100.0, 8: 1000.0, 32: 1000.0}, 300.0, Settings(num_workers=1, prefetch_factor=2))
+    trials = study(job, SIXTEEN)
+    assert [t.in_force.num_workers for t in trials if t.purpose != "verify"] == [1, 8]
+    assert winner(trials) is not None
+
+
+@given(
+    allow=st.sets(st.sampled_from(ALLOWABLE)).filter(lambda names: "accumulation" not in names or "batch" in names),
+    states=st.lists(st.sampled_from(["ok", "oom", "crashed", "timed_out", "diverged", "throttled"]), max_size=25),
+    workers=st.integers(0, 8),
+    rates=st.lists(st.floats(10.0, 5000.0), min_size=25, max_size=25),
+    waits=st.lists(st.floats(0.0, 0.99), min_size=25, max_size=25),
+)
+@examples(max_examples=40)
+def test_nothing_is_tried_that_was_not_allowed_and_a_study_always_ends(
+    allow: set[str], states: list[str], workers: int, rates: list[float], waits: list[float]
+) -> None:
+    job = Job(COD, 900.0, Settings(num_workers=workers, prefetch_factor=2, batch_size=64))
+    space = Space(4, frozenset(allow))
+    trials: list[Trial] = []
+    for index in range(60):
+        attempt = next_step(trials, space, 10_000.0)
+        if attempt is None:
+            break
+        asked = attempt.settings
+        assert asked.batch_size is None or "batch" in allow, "the user's batch size was changed"
+        assert asked.accumulation is None or "accumulation" in allow
+        assert asked.precision is None or "precision" in allow
+        assert asked.compile is None or "compile" in allow
+        measured = job.measure(attempt)
+        state = states[index] if index < len(states) else "ok"
+        rate, wait = rates[index % 25], waits[index % 25]
+        trials.append(
+            replace(
+                measured,
+                state=state,  # type: ignore[arg-type]
+                samples_per_s=rate if state in ("ok", "throttled") else None,
+                samples_per_s_low=0.98 * rate,
+                samples_per_s_high=1.02 * rate,
+                data_wait_share=wait,
+            )
+        )
+    else:
+        pytest.fail("the study does not end")
+
+
+def test_a_batch_size_is_never_changed_without_being_allowed() -> None:
+    job = Job({0: 9000.0, 32: 9000.0}, 400.0, batch_gain=0.5)
+    assert all(trial.settings.batch_size is None for trial in study(job, SIXTEEN))
+    allowed = study(job, Space(16, frozenset({"batch"})))
+    assert any(trial.settings.batch_size for trial in allowed)
+
+
+def test_the_batch_is_doubled_until_the_knee() -> None:
+    job = Job({0: 9000.0, 32: 9000.0}, 400.0, batch_gain=0.06, vram_each=0.001 * GIB)
+    trials = study(job, Space(16, frozenset({"batch"})))
+    sizes = [t.settings.batch_size for t in trials if t.settings.batch_size and t.purpose == "search"]
+    assert sizes[:2] == [128, 256]
+    assert sizes[-1] < 64 * 2**6
+    knee = knee_of(trials)
+    assert knee is not None
+    assert knee.settings.batch_size in sizes
+
+
+def test_the_batch_is_doubled_until_memory_ends_and_the_line_says_how_far() -> None:
+    job = Job({0: 9000.0, 32: 9000.0}, 400.0, batch_gain=0.5)  # 4 GiB + 0.1 GiB a sample: 360 samples in 40 GiB
+    trials = study(job, Space(16, frozenset({"batch"})))
+    sizes = [t.settings.batch_size for t in trials if t.settings.batch_size and t.purpose == "search"]
+    assert sizes == [128, 256, 328]
+    assert all(trial.state == "ok" for trial in trials)  # the line spared the trial that would not fit
+
+
+def test_memory_that_ends_before_a_line_is_known_is_a_result() -> None:
+    job = Job({0: 9000.0, 32: 9000.0}, 400.0, batch_gain=0.5, vram_total=9.0 * GIB, vram_fixed=0.0, vram_each=0.1 * GIB)
+    trials = study(job, Space(16, frozenset({"batch"})))
+    assert [t.state for t in trials if t.settings.batch_size] == ["oom"]
+    assert winner(trials) is None
+
+
+def test_a_start_that_does_not_fit_is_tried_in_parts_with_the_same_effective_batch() -> None:
+    job = Job({0: 9000.0, 32: 9000.0}, 400.0, vram_each=1.0 * GIB)
+    assert [trial.state for trial in study(job, Space(16, frozenset({"batch"})))] == ["oom"]
+    trials = study(job, Space(16, frozenset({"batch", "accumulation"})))
+    tried = [(t.settings.batch_size, t.settings.accumulation, t.state) for t in trials]
+    assert tried == [(None, None, "oom"), (32, 2, "ok")]
+
+
+def test_precision_and_compilation_are_tried_on_the_best_when_allowed() -> None:
+    job = Job({0: 9000.0, 32: 9000.0}, 400.0)
+    trials = study(job, Space(16, frozenset({"precision", "compile"})))
+    searched = [trial.settings for trial in trials if trial.purpose == "search"]
+    assert searched == [Settings(precision="bf16"), Settings(precision="bf16", compile=True)]
+    assert winner(trials) is not None
+
+
+def test_a_flattered_candidate_is_not_kept() -> None:
+    job = Job({0: 100.0, 32: 100.0}, 1000.0)
+    trials = study(job, SIXTEEN)
+    lucky = Trial(Settings(num_workers=9), "ok", 130.0, 129.0, 131.0, in_force=Settings(num_workers=9), wall_s=10.0)
+    while (attempt := next_step([*trials, lucky], SIXTEEN, 1000.0)) is not None:
+        trials.append(job.measure(attempt))
+    comparison = compare(trials, lucky.settings)
+    assert comparison is not None
+    assert comparison.decided
+    assert winner([*trials, lucky]) is None
+
+
+def test_winner_and_start_are_measured_in_turns() -> None:
+    trials = study(Job(COD, 900.0), SIXTEEN)
+    order = [trial.settings == Settings() for trial in trials if trial.purpose == "verify"]
+    assert order == [True, False] * (len(order) // 2)
+    assert len(order) >= 4
+
+
+def test_a_throttled_start_is_measured_again_and_counts_for_nothing() -> None:
+    start = next_step([], SIXTEEN, 600.0)
+    assert start is not None
+    throttled = Trial(Settings(), "throttled", 400.0, purpose="start", wall_s=5.0)
+    assert start_of([throttled]) is None
+    again = next_step([throttled], SIXTEEN, 600.0)
+    assert again == start
+    assert next_step([throttled] * 3, SIXTEEN, 600.0) is None
+
+
+def test_a_study_taken_up_again_goes_on_as_it_would_have() -> None:
+    trials = study(Job(COD, 900.0), SIXTEEN, budget_s=10_000.0)
+    for length in range(len(trials)):
+        attempt = next_step(trials[:length], SIXTEEN, 10_000.0)
+        assert attempt is not None
+        assert (attempt.settings, attempt.purpose) == (trials[length].settings, trials[length].purpose)
+
+
+def test_little_time_is_kept_for_verifying() -> None:
+    trials = study(Job(COD, 900.0), SIXTEEN, budget_s=65.0)
+    assert [trial.purpose for trial in trials].count("verify") == 4
+    assert winner(trials) is not None
+
+
+def test_the_settings_of_a_loader_change_nothing_else() -> None:
+    assert all(is_loader_only(trial.settings) for trial in study(Job(COD, 900.0), SIXTEEN))
+    best = best_of(study(Job(COD, 900.0), SIXTEEN))
+    assert best is not None
+    assert best.settings.pin_memory is True  # on a GPU
+    assert best.settings.persistent_workers is True
+
+
+def test_later_trials_may_take_a_few_times_as_long_as_the_start() -> None:
+    start = Trial(Settings(), "ok", 100.0, purpose="start", wall_s=10.0)
+    assert time_limit_s([], 600.0, None) == 600.0
+    assert time_limit_s([start], 600.0, None) == 50.0
+    assert time_limit_s([start], 600.0, 7.0) == 7.0
+
+
+def test_what_is_allowed_is_checked() -> None:
+    assert parse_allow("batch, precision") == {"batch", "precision"}
+    assert parse_allow("") == frozenset()
+    with pytest.raises(UsageError, match="there is no bach"):
+        parse_allow("bach")
+    with pytest.raises(UsageError, match="--allow batch,accumulation"):
+        parse_allow("accumulation")
