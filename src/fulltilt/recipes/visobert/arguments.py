@@ -6,6 +6,7 @@ import difflib
 import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +44,8 @@ def check_arguments(request: Request) -> None:
         raise UsageError(
             f"visobert trains with Hugging Face's Trainer, which has no {' and no '.join(changed)}", "Leave it out."
         )
+    if options.model is not None and _is_path(options.model) and not Path(options.model).is_dir():
+        raise UsageError(f"the model's folder {options.model} does not exist", "Give another with --model.")
     training_args = transformers.training_args
     _known("optim", options.optim, (name.value for name in training_args.OptimizerNames))
     _known("lr_scheduler_type", options.lr_scheduler_type, (name.value for name in transformers.SchedulerType))
@@ -131,6 +134,11 @@ def per_rank(count: int, ranks: Ranks) -> int:
     if count % ranks.world:
         raise UsageError(f"a batch of {count} cannot be divided evenly among {ranks.world} GPUs", "Change batch_size.")
     return count // ranks.world
+
+
+def _is_path(model: str) -> bool:
+    """Whether a model is meant as a folder: hub names have one slash at most, between owner and name."""
+    return model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model
 
 
 def _on_gpu(request: Request) -> bool:

@@ -42,14 +42,20 @@ class Figures(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """See TrainerCallback."""
         samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        if self.sampler is None or self.sampler.batching.tokens_per_batch is None:
+            self.screen.stepped(samples, args.gradient_accumulation_steps)  # whole batches, not the last one's rest
         if self.sampler is not None:
             samples, self._served = (self.sampler.served - self._served) * args.world_size, self.sampler.served
         self.readout.push((state.global_step, samples), self.loss.taken().reshape(1))
         self._show(self.readout.due())
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """See TrainerCallback."""
+        self.settle()
+        self.screen.epoch_trained()
+
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
         """See TrainerCallback. Evaluations come at the end of an epoch."""
-        self.settle()
         wanted = ("eval_loss", "eval_macro_f1", "eval_accuracy")
         shown = {name: metrics[name] for name in wanted if name in metrics}
         if self._losses:

@@ -65,17 +65,18 @@ def _loaded(what: str, name: str, load: Any, **how: Any) -> Any:
 
 
 def _trained(texts: Sequence[str], vocab_size: int, max_length: int) -> Any:
-    """A SentencePiece tokenizer (Unigram) of the texts, in the form that XLM-R's has."""
+    """A SentencePiece tokenizer of the texts, in the form that XLM-R's has.
+
+    Its pieces are found by BPE, not by XLM-R's Unigram, whose training gives slightly different scores each time.
+    """
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-    made = tokenizers.Tokenizer(models.Unigram())
+    made = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     made.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(tokenizers.Regex(" {2,}"), " ")])
     made.pre_tokenizer = pre_tokenizers.Metaspace()
     made.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=vocab_size, special_tokens=list(_SPECIAL), unk_token="<unk>", show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(_SPECIAL), show_progress=False)
     made.train_from_iterator(texts, trainer)
     made.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[(token, _SPECIAL.index(token)) for token in ("<s>", "</s>")]

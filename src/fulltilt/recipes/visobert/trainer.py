@@ -55,7 +55,7 @@ class TextTrainer(Trainer):  # type: ignore[misc]
         root: Path,
         policy: KeepPolicy,
         monitor: str | None,
-        waited: Callable[[float], None],
+        waited: Callable[[float, int], None],
         before_saving: Callable[[], None],
         **hugging_face: Any,
     ) -> None:
@@ -84,9 +84,9 @@ class TextTrainer(Trainer):  # type: ignore[misc]
     def get_batch_samples(self, *drawn: Any, **how: Any) -> Any:
         """See Trainer. Here it waits for data."""
         began = time.perf_counter()
-        batches = super().get_batch_samples(*drawn, **how)
-        self._waited(time.perf_counter() - began)
-        return batches
+        batches, items = super().get_batch_samples(*drawn, **how)
+        self._waited(time.perf_counter() - began, len(batches))
+        return batches, items
 
     # ----------------------------------------------------------------------- checkpoints
 

@@ -1,0 +1,161 @@
+"""Reading labelled texts, the config keys of Hugging Face, and what is said about mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fulltilt.errors import DataError, FulltiltError, UsageError
+from fulltilt.recipes import options
+from fulltilt.recipes.made import text as made
+from fulltilt.recipes.visobert import RECIPE, Options
+from fulltilt.recipes.visobert.keys import translate
+from fulltilt.recipes.visobert.metrics import classification
+from fulltilt.recipes.visobert.texts import read_texts
+
+ROWS = [("hay lắm", "good"), ("chán\nquá", "bad"), ('"ok", bạn', "good"), ("tệ", "bad")]
+
+
+def write(folder: Path, name: str, rows: list[tuple[object, object]] = ROWS) -> Path:
+    import csv
+
+    path = folder / name
+    with path.open("w", encoding="utf-8", newline="") as file:
+        if path.suffix == ".jsonl":
+            file.writelines(json.dumps({"text": text, "label": label}) + "\n" for text, label in rows)
+        elif path.suffix == ".parquet":
+            arrow = pytest.importorskip("pyarrow")
+            from pyarrow import parquet
+
+            columns = list(zip(*rows, strict=True))
+            parquet.write_table(arrow.table({"text": columns[0], "label": columns[1]}), path)
+        else:
+            out = csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",")
+            out.writerows([("text", "label"), *rows])
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl", "parquet"])
+def test_every_format_gives_the_same_texts(tmp_path: Path, suffix: str) -> None:
+    write(tmp_path, f"train.{suffix}")
+    write(tmp_path, f"dev.{suffix}", ROWS[:2])
+    found = read_texts(tmp_path, Options(), 0)
+    assert found.classes == ("bad", "good")
+    assert found.train.texts == [text for text, _ in ROWS]
+    assert found.train.labels == [1, 0, 1, 0]
+    assert found.validation.labels == [1, 0]
+
+
+def test_without_a_validation_file_the_same_share_is_held_out_each_time(tmp_path: Path) -> None:
+    write(tmp_path, "train.csv", [(f"t{n}", n % 2) for n in range(20)])
+    first, again = (read_texts(tmp_path, Options(val_share=0.2), 3) for _ in range(2))
+    assert first == again
+    assert len(first.validation.texts) == 4
+    assert {*first.train.texts, *first.validation.texts} == {f"t{n}" for n in range(20)}
+    alone = read_texts(tmp_path / "train.csv", Options(val_share=0.2), 3)
+    assert alone == first
+
+
+def test_classes_are_sorted_as_numbers_or_taken_as_given_and_weighed(tmp_path: Path) -> None:
+    write(tmp_path, "train.jsonl", [("a", 10), ("b", 2), ("c", 2), ("d", 2)])
+    write(tmp_path, "val.jsonl", [("a", 10)])
+    found = read_texts(tmp_path, Options(), 0)
+    assert found.classes == ("2", "10")
+    assert found.balanced_weights() == [pytest.approx(2 / 3), 2.0]
+    assert read_texts(tmp_path, Options(classes="10, 2, 3"), 0).classes == ("10", "2", "3")
+    assert read_texts(tmp_path, Options(classes="10, 2, 3"), 0).balanced_weights()[2] == 0.0
+
+
+def test_mistakes_are_told_with_file_and_line(tmp_path: Path) -> None:
+    def told(kind: type[FulltiltError], path: Path = tmp_path, **given: object) -> str:
+        with pytest.raises(kind) as caught:
+            read_texts(path, Options(**given), 0)  # type: ignore[arg-type]
+        assert len(str(caught.value).splitlines()) <= 3
+        return str(caught.value)
+
+    assert "does not exist" in told(UsageError, tmp_path / "nowhere")
+    assert "has no train file" in told(UsageError)
+    train, validation = write(tmp_path, "train.csv"), write(tmp_path, "validation.csv", [("x", "good"), ("y", "ugly")])
+    assert f"{validation}, line 3: the label 'ugly' is outside the classes (bad, good)" in told(DataError)
+    assert f"{train}, line 2: the label 'good' is outside" in told(DataError, classes="bad,fine")
+    text = told(UsageError, text_column="comment")
+    assert f"{train} has no column comment" in text
+    assert "It has text, label" in text
+    write(tmp_path, "validation.csv")
+    write(tmp_path, "train.csv", [("x", "good"), (" ", "bad")])
+    assert f"{train}, line 3: there is no text" in told(DataError)
+    write(tmp_path, "train.csv", [("x", "good"), ("y", "")])
+    assert f"{train}, line 3: there is no label" in told(DataError)
+    write(tmp_path, "train.csv", [("x", "good"), ("y", "good")])
+    assert "every training text has the label 'good'" in told(DataError)
+    train.write_bytes("text,label\nê,good\n".encode("latin-1"))
+    assert "is not UTF-8" in told(DataError)
+    train.unlink()
+    (tmp_path / "train.jsonl").write_text('{"text": "x", "label": 1}\n{"text": ')
+    assert "line 2 is not JSON" in told(DataError)
+
+
+# --------------------------------------------------------------------------- keys
+
+
+def test_guide_4s_keys_are_those_of_the_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "per_device_train_batch_size: 80\nper_device_eval_batch_size: 160\ngradient_checkpointing: true\n"
+        "dataloader_num_workers: 4\ndataloader_prefetch_factor: 6\ndataloader_persistent_workers: false\n"
+        "gradient_accumulation_steps: 2\nfp16: true\ntf32: false\noptim: adamw_bnb_8bit\nlearning_rate: 2e-5\n"
+        "num_train_epochs: 3.0\nmax_grad_norm: 0\n"
+    )
+    asked = options.read(RECIPE, {}, file)
+    settings = asked.settings
+    assert (settings.batch_size, settings.eval_batch_size, settings.accumulation) == (80, 160, 2)
+    assert (settings.workers, settings.prefetch, settings.gradient_checkpointing) == (4, 6, True)
+    assert (settings.precision, settings.tf32, settings.lr, settings.epochs) == ("fp16", False, 2e-5, 3)
+    assert (asked.options.optim, asked.options.dataloader_persistent_workers) == ("adamw_bnb_8bit", False)
+    assert settings.clip_norm is None
+    assert options.read(RECIPE, {"batch_size": 8}, file).settings.batch_size == 8, "a flag wins"
+
+
+def test_keys_say_one_thing_once_and_count_per_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert translate({"per_device_train_batch_size": 96, "fp16": False}) == {"batch_size": 192, "precision": "fp32"}
+    for twice in (
+        {"batch_size": 8, "per_device_train_batch_size": 8},
+        {"fp16": True, "bf16": True},
+        {"fp16": True, "precision": "fp32"},
+    ):
+        with pytest.raises(UsageError, match="one of them"):
+            translate(twice)
+    assert translate({"eval_strategy": "steps", "report_to": "none"}) == {}
+    assert "eval_strategy, report_to" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------- the rest
+
+
+def test_macro_f1_by_its_definition() -> None:
+    predicted, true = torch.tensor([0, 0, 1, 1, 2, 0]), torch.tensor([0, 1, 1, 1, 0, 0])
+    # class 0: 2 of 3 and 2 of 3; class 1: 2 of 2 and 2 of 3; class 2: 0 of 1 and none asked for; class 3 is not there
+    found = classification(predicted, true, 4)
+    assert found["macro_f1"] == pytest.approx((2 / 3 + 4 / 5 + 0) / 3)
+    assert found["accuracy"] == pytest.approx(4 / 6)
+
+
+def test_made_texts_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "two", "other")]
+    for folder, seed in zip(folders, (1, 1, 2), strict=True):
+        folder.mkdir()
+        assert list(made.make(folder, 300, seed))[-1] == 300
+    one, two, other = ((folder / "train.csv").read_text(encoding="utf-8") for folder in folders)
+    assert one == two != other
+    found = read_texts(folders[0], Options(), 0)
+    assert (len(found.train.texts), len(found.validation.texts)) == (240, 60)
+    assert found.classes == made.LABELS
+    assert not {*found.train.texts} & {*found.validation.texts}
+    lengths = sorted(len(text.split()) for text in found.train.texts)
+    assert lengths[-1] > 3 * lengths[120], "some texts are much longer than most"

@@ -1,0 +1,207 @@
+"""The visobert recipe as a user runs it: lines, stop and resume, whole checkpoints, what a CPU cannot do."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fulltilt.cli import main as command
+from fulltilt.errors import UsageError
+from fulltilt.feed.text import Batching
+from fulltilt.recipes.made import make_folder
+from fulltilt.recipes.visobert import Options, arguments
+from fulltilt.recipes.visobert.batches import BucketSampler, resident
+from fulltilt.recipes.visobert.trainer import ClassLoss
+from fulltilt.train import checkpoint
+
+SMALL = (
+    *("--epochs", "2", "--batch-size", "8", "--accumulation", "2", "--vocab-size", "200", "--max-length", "16"),
+    *("--hidden-size", "32", "--num-hidden-layers", "1"),
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made") / "text"
+    make_folder("text", folder, 75, 0)
+    return folder
+
+
+def train(*given: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        command.main(["train", "visobert", *SMALL, *map(str, given)])
+    return int(ended.value.code or 0)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody stopped: 60 texts, 8 batches, 4 steps an epoch."""
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    assert train("--data", data, "--out", out) == 0
+    return out
+
+
+def interrupting(monkeypatch: pytest.MonkeyPatch, at_call: int, number: int = signal.SIGTERM) -> None:
+    computed, calls = ClassLoss.__call__, 0
+
+    def interrupted(self: ClassLoss, *given: Any, **how: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += torch.is_grad_enabled()
+        if calls == at_call and torch.is_grad_enabled():
+            signal.raise_signal(number)
+        return computed(self, *given, **how)
+
+    monkeypatch.setattr(ClassLoss, "__call__", interrupted)
+
+
+@pytest.mark.parametrize("micro_batch", [8, 11], ids=["at the end of an epoch", "within one"])
+def test_a_stop_by_sigterm_changes_nothing(
+    micro_batch: int, whole: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    interrupting(monkeypatch, micro_batch)
+    assert train("--data", data, "--out", tmp_path) == 3
+    step = -(-micro_batch // 2)
+    assert f"step {step} is saved" in capsys.readouterr().err
+    newest = checkpoint.folders(tmp_path / "checkpoints")[0]
+    assert checkpoint.verify(newest).step == step
+    monkeypatch.undo()
+    assert train("--data", data, "--out", tmp_path) == 0
+    assert "Resuming from" in capsys.readouterr().out
+    assert same(weights(tmp_path / "model"), weights(whole / "model"))
+
+
+def test_a_damaged_checkpoint_is_refused_and_a_killed_save_is_swept(
+    whole: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def die(*_: Any) -> None:
+        raise SystemExit(9)
+
+    monkeypatch.setattr(checkpoint, "_appear", die)
+    assert train("--data", data, "--out", tmp_path, "--max-steps", "2", "--save-every", "1") == 9
+    monkeypatch.undo()
+    assert not checkpoint.folders(tmp_path / "checkpoints")
+    assert train("--data", data, "--out", tmp_path, "--save-every", "3") == 0
+    assert same(weights(tmp_path / "model"), weights(whole / "model"))
+    newest, *older = checkpoint.folders(tmp_path / "checkpoints")
+    (newest / "optimizer.pt").write_bytes(b"damaged")
+    capsys.readouterr()
+    assert train("--data", data, "--out", tmp_path) == 0
+    shown = capsys.readouterr().out
+    assert f"Falling back to {older[0].name}" in shown
+    assert same(weights(tmp_path / "model"), weights(whole / "model"))
+    assert train("--data", data, "--out", tmp_path) == 0
+    assert "All 8 steps are done already" in capsys.readouterr().out
+
+
+def test_what_a_run_shows_and_leaves(whole: Path, data: Path, tmp_path: Path, capsys: Any) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "per_device_train_batch_size: 8\nfp16: true\ntf32: true\noptim: adamw_bnb_8bit\ngradient_checkpointing: true\n"
+        "load_best_model_at_end: true\n"
+    )
+    assert train("--data", data, "--out", tmp_path / "out", "--config", config, "--tokens-per-batch", "96") == 0
+    shown = capsys.readouterr().out
+    for line in (
+        "No GPU here: fp16 and TF32 switched off",
+        "No GPU here: adamw_bnb_8bit switched off",
+        "Epoch 1/2 [█",
+        "eval_macro_f1",
+        "Epoch time: ",
+        "| RAM:",
+    ):
+        assert line in shown, shown
+    for name in ("report.html", "run.json", "model/config.json", "model/tokenizer.json"):
+        assert (tmp_path / "out" / name).exists(), name
+    labels = json.loads((whole / "model" / "config.json").read_text())["id2label"]
+    assert [*labels.values()] == ["negative", "neutral", "positive"]
+    rated = [checkpoint.verify(folder).metric for folder in checkpoint.folders(whole / "checkpoints")]
+    assert rated
+    assert all(metric is not None for metric in rated)
+
+
+def test_a_model_folder_goes_on_with_a_stock_loader_and_other_classes(whole: Path, tmp_path: Path) -> None:
+    rows = "\n".join(f'{{"text": "phim {word} quá", "label": {n % 2}}}' for n, word in enumerate(["hay", "chán"] * 12))
+    (tmp_path / "train.jsonl").write_text(rows)
+    given = ("--model", whole / "model", "--residency", "none", "--workers", "0", "--epochs", "1")
+    assert train("--data", tmp_path, "--out", tmp_path / "out", *given) == 0
+    config = json.loads((tmp_path / "out" / "model" / "config.json").read_text())
+    assert config["label2id"] == {"0": 0, "1": 1}
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (("--optim", "adamw_bnb_8bits"), "did you mean adamw_bnb_8bit?"),
+        (("--lr-scheduler-type", "cosin"), "did you mean cosine?"),
+        (("--model", "./no-such-folder"), "the model's folder ./no-such-folder does not exist"),
+        (("--model", "."), "cannot be loaded"),
+        (("--data", "nowhere"), "does not exist"),
+    ],
+)
+def test_a_mistake_ends_before_training_in_three_lines(
+    given: tuple[str, ...], told: str, data: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert train("--data", data, "--out", tmp_path, *given) == 2
+    shown = capsys.readouterr().err.strip().splitlines()
+    assert len(shown) <= 3, shown
+    assert told in "\n".join(shown)
+
+
+def test_eight_bit_adamw_on_a_gpu_without_bitsandbytes_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fulltilt.recipes.recipe import Request
+    from fulltilt.train.settings import TrainSettings
+
+    monkeypatch.setattr(arguments, "_on_gpu", lambda request: True)
+    monkeypatch.setattr(arguments.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="needs bitsandbytes, which is not installed"):
+        arguments.check_arguments(Request(Options(optim="adamw_bnb_8bit"), TrainSettings(), tmp_path, tmp_path))
+    with pytest.raises(UsageError, match="no ema_decay"):
+        arguments.check_arguments(Request(Options(), TrainSettings(ema_decay=0.9), tmp_path, tmp_path))
+
+
+# --------------------------------------------------------------------------- batches
+
+
+@pytest.mark.parametrize("batching", [Batching(batch_size=4), Batching(tokens_per_batch=64)], ids=["size", "tokens"])
+def test_the_stream_of_batches_uses_every_sample_once_a_pass_and_begins_anywhere(batching: Batching) -> None:
+    lengths = torch.randint(3, 30, (50,), generator=torch.Generator().manual_seed(0))
+
+    def stream(first: int) -> list[list[int]]:
+        return [batch.tolist() for batch in BucketSampler(lengths, batching, 0, 1, position(first))]
+
+    def position(first: int) -> Callable[[], int]:
+        return lambda: first
+
+    sampler = BucketSampler(lengths, batching, 0, 1, position(0))
+    epochs = [stream(number * len(sampler)) for number in range(4)]
+    passes = [sum(map(len, batching.batches(lengths, epoch))) for epoch in range(4)]
+    assert passes == [50] * 4
+    flat = [pick for epoch in epochs for batch in epoch for pick in batch]
+    assert sorted(flat[:50]) == sorted(flat[50:100]) == list(range(50))
+    assert [batch for epoch in epochs for batch in epoch][5 : 5 + len(sampler)] == stream(5)
+
+
+def test_a_batch_is_padded_to_its_longest_text() -> None:
+    from fulltilt.feed.text import Tokens
+
+    texts = resident(Tokens.of([[5, 6], [7] * 9, [8]]), [0, 1, 0], 1, torch.device("cpu"))
+    batch = texts.__getitems__(torch.tensor([2, 0]))
+    assert batch["input_ids"].shape == (2, 8)
+    assert batch["input_ids"][1].tolist() == [5, 6, 1, 1, 1, 1, 1, 1]
+    assert batch["attention_mask"].sum(1).tolist() == [1, 2]
+    assert batch["labels"].tolist() == [0, 0]
