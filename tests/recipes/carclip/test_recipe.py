@@ -18,6 +18,8 @@ from fulltilt.errors import UsageError
 from fulltilt.recipes.carclip import RECIPE, build, tokens
 from fulltilt.recipes.carclip.loss import contrastive_loss
 from fulltilt.recipes.made import make_folder
+from fulltilt.recipes.recipe import Request
+from fulltilt.train.settings import TrainSettings
 
 GUIDE = Path(__file__).parents[3] / "guides" / "scripts" / "train_car_clip.py"
 
@@ -116,10 +118,13 @@ def test_frozen_towers_and_temperature_stay(cars: Path, tmp_path: Path) -> None:
     assert {"visual_projection.weight", "text_projection.weight"} <= moved
 
 
-def test_the_same_captions_give_the_same_tokenizer() -> None:
+def test_the_same_captions_give_the_same_tokenizer(tmp_path: Path) -> None:
     captions = [f"a {colour} car of {year}" for colour in ("red", "blue", "green") for year in range(1990, 2020)]
     one, two = tokens.trained_on(captions), tokens.trained_on(captions[::-1])
     assert one.backend_tokenizer.to_str() == two.backend_tokenizer.to_str()
+    kept = tokens.kept_or_trained(tmp_path / "out", [tmp_path / "out"], captions)
+    again = tokens.kept_or_trained(tmp_path / "new", [tmp_path / "new", tmp_path / "out"], ["other captions"])
+    assert again.get_vocab() == kept.get_vocab() == one.get_vocab(), "a run that goes on reads as it did"
     length = tokens.fixed_length(one, captions, 77)
     found = tokens.tokenised(one, ["a red car of 2001", "ein völlig fremdes 車" * 20], length)
     assert found.shape == (2, length)
@@ -139,7 +144,7 @@ def test_a_model_that_cannot_be_had_is_told(
     (tmp_path / "bert" / "config.json").write_text('{"model_type": "bert"}')
     options = RECIPE.options(model=model.format(folder=tmp_path / "bert"))
     with pytest.raises(UsageError, match=told):
-        build.load_model(options, build.TrainSettings(), ["a car"])
+        build.load_model(Request(options, TrainSettings(), cars, tmp_path / "out"), ["a car"])
 
 
 def test_the_guides_flags_are_the_recipes() -> None:

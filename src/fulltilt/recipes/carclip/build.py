@@ -67,7 +67,7 @@ def build(request: Request) -> tuple[Job, Loaded]:
     captions = [caption for picture in pictures for caption in captions_of(picture, templates)]
     captions += [prompt for texts in all_prompts for prompt in texts]
     torch.manual_seed(request.settings.seed)  # random weights are the run's own
-    loaded = load_model(options, request.settings, captions)
+    loaded = load_model(request, captions)
     if detect().rank == 0:
         for line in opening(pictures, labels, loaded, request.settings):
             print(line)
@@ -97,18 +97,24 @@ def build(request: Request) -> tuple[Job, Loaded]:
     return job, loaded
 
 
-def load_model(options: CarClipOptions, settings: TrainSettings, captions: Sequence[str]) -> Loaded:
+def load_model(request: Request, captions: Sequence[str]) -> Loaded:
     """The model that the options name; ``auto`` is ViT-B/32 on a GPU and a small one on a CPU."""
-    from fulltilt.recipes.carclip import huggingface, openclip
+    from fulltilt.recipes.carclip import huggingface, openclip, tokens
 
+    options: CarClipOptions = request.options
     name = options.model
     if name == "auto":
-        name = "vit-b-32" if device_of(settings.device, 0).type == "cuda" else "small"
+        name = "vit-b-32" if device_of(request.settings.device, 0).type == "cuda" else "small"
     if name.startswith(OPEN_CLIP):
         return openclip.load(name)
-    if name in BUILT_IN:
-        return huggingface.from_nothing(name, captions, options.image_size, options.temperature)
-    return huggingface.pretrained(name, captions)
+    if name not in BUILT_IN:
+        return huggingface.pretrained(name, captions)
+    home = request.out / "tokenizer"
+    known = [] if request.fresh else [home]
+    if request.resume_from is not None:  # OUT/checkpoints/step-…
+        known.append(request.resume_from.resolve().parent.parent / "tokenizer")
+    tokenizer = tokens.kept_or_trained(home, known, captions)
+    return huggingface.from_nothing(name, tokenizer, captions, options.image_size, options.temperature)
 
 
 def embed_for_metrics(

@@ -50,8 +50,10 @@ class HuggingFaceTowers(torch.nn.Module):
 def pretrained(name: str, captions: Sequence[str]) -> Loaded:
     """The CLIP model of a folder or hub name. Raises UsageError when it is none or cannot be fetched."""
     from transformers import AutoTokenizer, CLIPModel
+    from transformers.utils import logging
 
     _check_folder(name)
+    logging.disable_progress_bar()
     try:
         clip, tokenizer = CLIPModel.from_pretrained(name), AutoTokenizer.from_pretrained(name)
     except Exception as error:  # the hub, the network and damaged files have exceptions of their own each
@@ -77,11 +79,12 @@ def _check_folder(name: str) -> None:
         raise UsageError(f"the model in {folder} is of type {kind!r}, not clip", "Give a CLIP model's folder.")
 
 
-def from_nothing(size: str, captions: Sequence[str], image_size: int | None, temperature: float) -> Loaded:
-    """CLIP with random weights and a tokenizer trained on ``captions``; ``size`` is small or vit-b-32."""
+def from_nothing(
+    size: str, tokenizer: Any, captions: Sequence[str], image_size: int | None, temperature: float
+) -> Loaded:
+    """CLIP with random weights; ``size`` is small or vit-b-32."""
     from transformers import CLIPConfig, CLIPModel
 
-    tokenizer = tokens.trained_on(captions)
     # Small enough for two CPU cores; the other is OpenAI's ViT-B/32, whose shapes are transformers' defaults.
     if size == "small":
         shape = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4}
@@ -116,6 +119,9 @@ def _loaded(clip: Any, tokenizer: Any, captions: Sequence[str], about: str, *, p
 
 
 def _save(clip: Any, tokenizer: Any, image_size: int, folder: Path) -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     clip.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     size = {"height": image_size, "width": image_size}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from fulltilt.train.distributed import detect
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 # Captions of cars are a few hundred words; what remains of it goes to their parts, so that no caption is unknown.
@@ -32,6 +36,26 @@ def trained_on(captions: Sequence[str]) -> Any:
         single=f"{START} $A {END}", special_tokens=[(START, 0), (END, 1)]
     )
     return PreTrainedTokenizerFast(tokenizer_object=made, bos_token=START, eos_token=END, pad_token=END)
+
+
+def kept_or_trained(home: Path, others: Sequence[Path], captions: Sequence[str]) -> Any:
+    """The tokenizer in the first of ``others`` that has one; otherwise a new one, which is left in ``home``.
+
+    A run that goes on, perhaps with more pictures, must read its captions as before.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    for folder in others:
+        if (folder / "tokenizer.json").is_file():
+            return PreTrainedTokenizerFast.from_pretrained(str(folder))
+    made = trained_on(captions)
+    if detect().rank == 0:
+        aside = home.with_name(f".{home.name}.making")
+        for folder in (aside, home):
+            shutil.rmtree(folder, ignore_errors=True)
+        made.save_pretrained(str(aside))
+        aside.rename(home)
+    return made
 
 
 def fixed_length(tokenizer: Any, captions: Sequence[str], most: int) -> int:
