@@ -1,0 +1,137 @@
+"""Inside a trial nothing of the user's is written, changed or deleted; what changed all the same is found."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from fulltilt.tune.folder_watch import differences, look
+from fulltilt.tune.saves import Saves
+
+
+@pytest.fixture
+def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "model.pt").write_text("the user's checkpoint")
+    monkeypatch.chdir(folder)
+    time.sleep(0.02)  # file systems stamp in steps of some milliseconds
+    return folder
+
+
+@pytest.fixture
+def saves(tmp_path: Path, theirs: Path) -> Iterator[Saves]:
+    guard = Saves(tmp_path / "scratch")
+    guard.install()
+    yield guard
+    guard.restore()
+
+
+def kept(folder: Path) -> bool:
+    return (folder / "model.pt").exists() and (folder / "model.pt").read_bytes() == b"the user's checkpoint"
+
+
+def test_every_entry_point_is_put_back(tmp_path: Path) -> None:
+    before = (torch.save, open, os.remove, os.replace, shutil.rmtree)
+    guard = Saves(tmp_path)
+    guard.install()
+    assert torch.save is not before[0]
+    guard.restore()
+    assert (torch.save, open, os.remove, os.replace, shutil.rmtree) == before
+
+
+def test_saves_go_aside_and_are_found_again(saves: Saves, theirs: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    torch.save({"a": torch.ones(2)}, "model.pt")
+    torch.save({"b": 1}, theirs / "new" / "deep.pt")
+    safetensors.save_file({"w": torch.zeros(3)}, str(theirs / "model.safetensors"))
+    assert torch.equal(torch.load("model.pt")["a"], torch.ones(2))
+    assert torch.load("new/deep.pt") == {"b": 1}
+    assert list(safetensors.load_file("model.safetensors")) == ["w"]
+    saves.restore()
+    assert kept(theirs)
+    assert [path.name for path in theirs.iterdir()] == ["model.pt"]
+    assert saves.diverted == 3
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda: os.remove("model.pt"),
+        lambda: Path("model.pt").unlink(),
+        lambda: Path("model.pt").write_text("overwritten"),
+        lambda: open("model.pt", "ab").write(b"more"),
+        lambda: os.rename("model.pt", "old.pt"),
+        lambda: shutil.rmtree(Path.cwd()),
+        lambda: os.truncate("model.pt", 0),
+    ],
+    ids=["remove", "unlink", "write", "append", "rename", "rmtree", "truncate"],
+)
+def test_what_was_there_stays(saves: Saves, theirs: Path, harm: object) -> None:
+    harm()  # type: ignore[operator]
+    saves.restore()
+    assert kept(theirs)
+
+
+def test_written_beside_and_renamed_over_it_stays_too(saves: Saves, theirs: Path) -> None:
+    torch.save({"epoch": 2}, "model.pt.tmp")
+    os.replace("model.pt.tmp", "model.pt")
+    assert torch.load("model.pt") == {"epoch": 2}
+    saves.restore()
+    assert kept(theirs)
+
+
+def test_a_trial_may_do_as_it_likes_with_its_own_files(saves: Saves, theirs: Path) -> None:
+    Path("log.txt").write_text("one\n")
+    with open("log.txt", "a") as log:
+        log.write("two\n")
+    assert Path("log.txt").read_text() == "one\ntwo\n"
+    os.rename("log.txt", "log.old")
+    os.remove("log.old")
+    assert [path.name for path in theirs.iterdir()] == ["model.pt"]
+
+
+def test_a_hugging_face_model_is_saved_aside(saves: Saves, theirs: Path) -> None:
+    class Savable:
+        def save_pretrained(self, save_directory: str) -> None:
+            Path(save_directory).mkdir(exist_ok=True)
+            (Path(save_directory) / "config.json").write_text("{}")
+
+    module = type(os)("transformers.modeling_utils")
+    module.PreTrainedModel = Savable  # type: ignore[attr-defined]
+    saves._guard(module)
+    Savable().save_pretrained("out")
+    assert saves.aside("out/config.json").read_text() == "{}"
+    assert not (theirs / "out").exists()
+
+
+# --------------------------------------------------------------------------- what changed all the same
+
+
+def test_new_changed_and_deleted_files_are_named(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt", "c.txt"):
+        (tmp_path / name).write_text("x")
+    own = tmp_path / "study"
+    own.mkdir()
+    before = look(tmp_path, own)
+    (tmp_path / "a.txt").write_text("xy")
+    (tmp_path / "b.txt").unlink()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "d.txt").write_text("x")
+    (own / "trials.jsonl").write_text("{}")
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "m.pyc").write_text("x")
+    assert differences(before, look(tmp_path, own)) == ("changed a.txt", "deleted b.txt", "new logs/d.txt")
+
+
+def test_a_folder_too_large_to_look_at_is_not_guessed_about(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    part = look(tmp_path, tmp_path / "study", limit_s=-1.0)
+    assert not part.whole
+    assert differences(look(tmp_path, tmp_path / "study"), part) == ()

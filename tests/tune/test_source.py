@@ -1,0 +1,224 @@
+"""The diff of the user's source: differently written calls, each changed rightly or refused with what to write."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from fulltilt.errors import UsageError
+from fulltilt.records import Settings
+from fulltilt.tune.source_call import Refused, Rewritten, rewrite_call
+from fulltilt.tune.source_patch import SourceChange, WriteYourself, apply_change, fingerprint, propose
+from tests.diagnose import examples
+
+WANTED = {"num_workers": 8, "pin_memory": True, "persistent_workers": True, "prefetch_factor": 4}
+BEFORE = {"num_workers": 2, "pin_memory": False, "persistent_workers": False, "prefetch_factor": 2}
+
+KWARGS_DICT = """kw = {'num_workers': 2, 'shuffle': True}
+loader = DataLoader(ds, batch_size=8, **kw)
+"""
+IN_A_FUNCTION = """def make(ds, train, workers=2):
+    return DataLoader(ds, 8, train, num_workers=workers)
+
+
+train, val = make(a, True), make(b, False, workers=0)
+"""
+POSITIONAL = """loader = torch.utils.data.DataLoader(ds, 8, True, None, None, 2, collate)
+"""
+MANY_LINES = """loader = DataLoader(
+    ds,
+    batch_size=8,  # what fits
+    shuffle=True,
+
+    # two were enough once
+    num_workers=2,  # why two?
+)  # the end
+"""
+CONFIG = """@dataclass
+class Config:
+    num_workers: int = 2  # of the loader
+    batch: int = 8
+
+
+cfg = Config()
+loader = DataLoader(ds, batch_size=cfg.batch, num_workers=cfg.num_workers, shuffle=True)
+"""
+NO_TRAILING_COMMA = """loader = DataLoader(
+    ds,
+    num_workers=2  # why two?
+)
+"""
+HANGING = """loader = DataLoader(ds, batch_size=8,
+                    num_workers=2)
+"""
+ARGPARSE = """parser.add_argument("--num-workers", type=int, default=2)
+args = parser.parse_args()
+loader = DataLoader(ds, num_workers=args.num_workers)
+"""
+SHARED_DICT = """kw = dict(
+    num_workers=2,
+    shuffle=True,
+)
+train = DataLoader(a, **kw)
+val = DataLoader(b, **kw)
+"""
+
+MORE = "pin_memory=True, persistent_workers=True, prefetch_factor=4"
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "expected"),
+    [
+        (
+            KWARGS_DICT,
+            2,
+            KWARGS_DICT.replace(
+                "2, 'shuffle': True",
+                "8, 'shuffle': True, 'pin_memory': True, 'persistent_workers': True, 'prefetch_factor': 4",
+            ),
+        ),
+        (
+            IN_A_FUNCTION,
+            2,
+            # The validation loader has no workers, which torch will neither keep nor prefetch for.
+            IN_A_FUNCTION.replace("workers=2", "workers=8").replace(
+                "num_workers=workers)",
+                "num_workers=workers, pin_memory=True, persistent_workers=workers > 0,"
+                " prefetch_factor=4 if workers > 0 else None)",
+            ),
+        ),
+        (POSITIONAL, 1, POSITIONAL.replace("None, 2, collate)", f"None, 8, collate, {MORE})")),
+        (
+            MANY_LINES,
+            1,
+            MANY_LINES.replace(
+                "=2,  # why two?\n",
+                "=8,  # why two?\n    pin_memory=True,\n    persistent_workers=True,\n    prefetch_factor=4,\n",
+            ),
+        ),
+        (
+            CONFIG,
+            8,
+            CONFIG.replace("int = 2", "int = 8").replace(
+                "shuffle=True)",
+                "shuffle=True, pin_memory=True, persistent_workers=cfg.num_workers > 0,"
+                " prefetch_factor=4 if cfg.num_workers > 0 else None)",
+            ),
+        ),
+        (
+            NO_TRAILING_COMMA,
+            1,
+            NO_TRAILING_COMMA.replace(
+                "=2  # why two?\n",
+                "=8,  # why two?\n    pin_memory=True,\n    persistent_workers=True,\n    prefetch_factor=4\n",
+            ),
+        ),
+        (
+            HANGING,
+            1,
+            HANGING.replace("=2)", f"=8,\n{MORE})".replace(", ", ",\n").replace("\n", "\n" + 20 * " ")),
+        ),
+    ],
+    ids=["kwargs dict", "in a function", "positional", "many lines", "config", "no trailing comma", "hanging"],
+)
+def test_the_call_is_changed_where_its_values_are_written(source: str, line: int, expected: str) -> None:
+    result = rewrite_call(source, line, WANTED, BEFORE)
+    assert isinstance(result, Rewritten), result
+    assert result.source == expected
+    ast.parse(result.source)
+
+
+def test_what_else_is_concerned_is_said() -> None:
+    default = rewrite_call(ARGPARSE, 3, WANTED, BEFORE)
+    assert isinstance(default, Rewritten)
+    assert "default=8" in default.source
+    assert "command line still wins" in default.remarks[0]
+    shared = rewrite_call(SHARED_DICT, 5, WANTED, BEFORE)
+    assert isinstance(shared, Rewritten)
+    assert shared.remarks == ("kw also goes into the call in line 6",)
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "why"),
+    [
+        ("from conf import cfg\nloader = DataLoader(ds, num_workers=cfg.workers)\n", 2, "num_workers is cfg.workers"),
+        ("loader = DataLoader(ds, **options())\n", 1, "not a dict written in this file"),
+        ("loader = DataLoader(ds, num_workers=min(2, os.cpu_count()))\n", 1, "num_workers is min"),
+        ("a = 1\nb = 2\n", 2, "no DataLoader"),
+        ("loader = DataLoader(ds,\n", 1, "does not parse"),
+        ("n = 2\nn = 2\nloader = DataLoader(ds, num_workers=n)\n", 3, "num_workers is n"),
+        # What is written is not what ran, so it is not known where the value came from.
+        ("n = 5\nloader = DataLoader(ds, num_workers=n)\n", 2, "num_workers is n"),
+    ],
+)
+def test_nothing_is_guessed(source: str, line: int, why: str) -> None:
+    result = rewrite_call(source, line, WANTED, BEFORE)
+    assert isinstance(result, Refused)
+    assert why in result.why
+
+
+def test_torchs_own_defaults_are_not_written() -> None:
+    result = rewrite_call("x = DataLoader(ds)\n", 1, {**WANTED, "prefetch_factor": 2}, {"num_workers": 0})
+    assert isinstance(result, Rewritten)
+    assert result.source == "x = DataLoader(ds, num_workers=8, pin_memory=True, persistent_workers=True)\n"
+
+
+# --------------------------------------------------------------------------- the file
+
+IN_FORCE = Settings(num_workers=8, prefetch_factor=2, pin_memory=True, persistent_workers=True, batch_size=64)
+
+
+def change_of(folder: Path, source: str = "x = DataLoader(ds, batch_size=8)\r\n", **loader: object) -> object:
+    (folder / "train.py").write_bytes(source.encode())
+    return propose(examples.loader(where="train.py:1", num_workers=0, batch_size=8, **loader), IN_FORCE, folder)
+
+
+def test_the_diff_is_applied_whole_and_keeps_line_ends_and_mode(tmp_path: Path) -> None:
+    change = change_of(tmp_path)
+    (tmp_path / "train.py").chmod(0o750)
+    assert isinstance(change, SourceChange)
+    assert change.diff.startswith("--- a/train.py\n+++ b/train.py\n")
+    apply_change(change, fingerprint(tmp_path / "train.py"))
+    written = (tmp_path / "train.py").read_bytes()
+    assert written.endswith(b"num_workers=8, pin_memory=True, persistent_workers=True)\r\n")
+    assert b"batch_size=8," in written  # allowed or not, it was not part of this change
+    assert (tmp_path / "train.py").stat().st_mode & 0o777 == 0o750
+    assert list(tmp_path.iterdir()) == [tmp_path / "train.py"]
+
+
+def test_a_file_that_changed_since_is_left_alone(tmp_path: Path) -> None:
+    change = change_of(tmp_path)
+    assert isinstance(change, SourceChange)
+    (tmp_path / "train.py").write_text("mine\n")
+    with pytest.raises(UsageError, match="changed since"):
+        apply_change(change, None)
+    assert (tmp_path / "train.py").read_text() == "mine\n"
+    (tmp_path / "train.py").write_bytes(change.old)
+    with pytest.raises(UsageError, match="changed since"):
+        apply_change(change, "another fingerprint")
+
+
+def test_loaders_that_a_library_makes_are_set_where_it_takes_them(tmp_path: Path) -> None:
+    change = change_of(tmp_path, made_by="transformers")
+    assert isinstance(change, WriteYourself)
+    assert change.write == (
+        "TrainingArguments(…, dataloader_num_workers=8, dataloader_prefetch_factor=2, dataloader_pin_memory=True,"
+        " dataloader_persistent_workers=True)"
+    )
+
+
+def test_a_flag_of_the_command_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("x = DataLoader(ds, num_workers=args.num_workers)\n")
+    loader = examples.loader(where="train.py:1", num_workers=0)
+    change = propose(loader, IN_FORCE, tmp_path, ("train.py", "--num-workers", "0"))
+    assert change == WriteYourself("--num-workers is given on the command line", "--num-workers 8")
+
+
+def test_the_batch_size_is_written_only_when_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("x = DataLoader(ds, batch_size=8)\n")
+    loader = examples.loader(where="train.py:1", num_workers=0, batch_size=8)
+    change = propose(loader, IN_FORCE, tmp_path, with_batch=True)
+    assert isinstance(change, SourceChange)
+    assert b"batch_size=64" in change.new
