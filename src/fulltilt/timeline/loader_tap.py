@@ -122,8 +122,8 @@ def describe(loader: Any) -> dict[str, Any]:
     name = type(sampler).__name__ if sampler is not None else None
     context: Any = getattr(loader, "multiprocessing_context", None)
     return {
-        "dataset": type(dataset).__name__,
-        "dataset_len": _length(dataset),
+        "dataset": type(_users_own(dataset)).__name__,
+        "dataset_len": _length(_users_own(dataset)),
         "iterable": _is_iterable(loader),
         "batch_size": _batch_size(loader),
         "num_workers": int(loader.num_workers),
@@ -136,6 +136,11 @@ def describe(loader: Any) -> dict[str, Any]:
         "collate": _name(loader.collate_fn),
         "start_method": context.get_start_method() if context is not None else None,
     }
+
+
+def _users_own(dataset: Any) -> Any:
+    """The data set that the user knows: the engine puts one of its own around it."""
+    return getattr(dataset, "samples", dataset) if type(dataset).__module__.startswith("fulltilt.") else dataset
 
 
 def _is_iterable(loader: Any) -> bool:

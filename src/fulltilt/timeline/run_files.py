@@ -13,7 +13,7 @@ from typing import Literal
 from fulltilt import __version__, store
 from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.machine import describe_machine
-from fulltilt.records import RunRecord, Sample
+from fulltilt.records import RunRecord, Sample, Settings
 
 Ended = Literal["done", "crashed", "interrupted", "killed"]
 
@@ -21,7 +21,7 @@ Ended = Literal["done", "crashed", "interrupted", "killed"]
 class RunFiles:
     """Writes run.json and samples.jsonl: one process of a job does, the first rank's."""
 
-    def __init__(self, folder: Path, name: str, t0_ns: int, gpus: Gpus) -> None:
+    def __init__(self, folder: Path, name: str, t0_ns: int, gpus: Gpus, asked: Settings | None = None) -> None:
         self.folder = folder
         self._t0_ns = t0_ns
         store.create_folder(folder)
@@ -32,6 +32,7 @@ class RunFiles:
             started_at=datetime.now().astimezone().isoformat(timespec="seconds"),
             machine=describe_machine(gpus),
             fulltilt=__version__,
+            asked=asked or Settings(),
         )
         store.write_json(folder / store.RUN_FILE, self._record)
         self._samples = store.LineWriter(folder / store.SAMPLES_FILE)

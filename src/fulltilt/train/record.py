@@ -9,6 +9,7 @@ Whatever fails here is told once and costs the record, never the training.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +21,7 @@ import torch
 
 from fulltilt import store
 from fulltilt.errors import FulltiltError, StoppedEarly
-from fulltilt.records import RankRecord, RunRecord
+from fulltilt.records import RankRecord, RunRecord, Settings
 from fulltilt.report.explain import explain
 from fulltilt.report.terminal import verdict_lines
 from fulltilt.timeline import attach
@@ -69,7 +70,7 @@ class TrainingRecord(LoopMarks):
     def _begin(self) -> None:
         rig = self._rig
         if rig.group.first:
-            self._files = RunFiles(rig.out, rig.job.name, self._t0_ns, self._watch.gpus)
+            self._files = RunFiles(rig.out, rig.job.name, self._t0_ns, self._watch.gpus, _asked(rig))
             self._watch.listeners.append(self._files.take)
             if self._files.aside is not None:
                 _mark_killed(self._files.aside)
@@ -96,6 +97,10 @@ class TrainingRecord(LoopMarks):
             return
         for line in verdict_lines(diagnosis, self._rig.out):
             self._rig.screen.say(line)
+
+    def communication(self) -> contextlib.AbstractContextManager[None]:
+        """See LoopMarks. A rank that is alone waits for nobody."""
+        return contextlib.nullcontext() if self._rig.group.alone else super().communication()
 
     def steps(self, drawn: Iterator[StepData]) -> Iterator[StepData]:
         """The steps of an epoch with the wait for each of them measured."""
@@ -136,6 +141,20 @@ def _describe(rig: Rig) -> dict[str, Any]:
         batch_size=settings.batch_size,
         num_workers=settings.workers,
         persistent_workers=settings.workers > 0,
+    )
+
+
+def _asked(rig: Rig) -> Settings:
+    settings = rig.settings
+    return Settings(
+        num_workers=settings.workers,
+        prefetch_factor=settings.prefetch,
+        # Stages may each have their own.
+        batch_size=None if any(stage.batch_size for stage in rig.stages) else settings.batch_size,
+        accumulation=settings.accumulation,
+        precision=rig.precision.name,
+        compile=settings.compile,
+        residency=settings.residency,
     )
 
 

@@ -78,6 +78,11 @@ class RankBatches:
         self.plan = plan
         self.order = plan.order()
 
+    @property
+    def batch_size(self) -> int:
+        """Samples of a full micro-batch on a rank, where torch's own samplers have it: reports ask there."""
+        return -(-self.plan.batch_size // self.plan.world)
+
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for step in range(self.plan.steps):
             for low, high in self.plan.shares(step):
