@@ -19,7 +19,9 @@ from typing import Any
 import numpy
 import torch
 import torch._dynamo  # the first optimizer imports it anyway; here it is done once for all children
+import torch.distributed.fsdp  # likewise
 
+from fulltilt.train import shards
 from fulltilt.train.ending import exit_code_of
 from fulltilt.train.job import Job
 from fulltilt.train.loop import train
@@ -91,7 +93,7 @@ def fingerprint(end: StepEnd) -> str:
     for entry in rig.stepper.optimizer.state.values():
         tensors.extend(value for value in entry.values() if isinstance(value, torch.Tensor))
     for tensor in [*tensors, rig.scale.scale, rig.scale.good_steps, *rig.totals._sums.values()]:
-        digest.update(bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))
+        digest.update(bytes(shards.whole(tensor.detach()).contiguous().reshape(-1).view(torch.uint8).numpy()))
     digest.update(repr([group["lr"] for group in rig.stepper.optimizer.param_groups]).encode())
     digest.update(
         repr((rig.guard.state_dict(), rig.micro.most, rig.eval_micro.most, rig.history.values, rig.progress)).encode()

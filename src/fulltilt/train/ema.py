@@ -6,6 +6,9 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch.distributed.tensor import DTensor
+
+from fulltilt.train import shards
 
 
 class Ema:
@@ -32,7 +35,14 @@ class Ema:
 
     def _swap(self, model: torch.nn.Module) -> None:
         for name, parameter in model.named_parameters():
-            parameter.data, self.average[name] = self.average[name], parameter.data
+            if isinstance(parameter, DTensor):
+                # FSDP has noted where its part lies, so the values change places instead of the tensors.
+                ours, averaged = shards.local(parameter.detach()), shards.local(self.average[name])
+                kept = ours.clone()
+                ours.copy_(averaged)
+                averaged.copy_(kept)
+            else:
+                parameter.data, self.average[name] = self.average[name], parameter.data
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """For the checkpoint."""
@@ -41,4 +51,4 @@ class Ema:
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """From the checkpoint."""
         for name, tensor in self.average.items():
-            tensor.copy_(state[name])
+            tensor.copy_(shards.placed_like(state[name], tensor))

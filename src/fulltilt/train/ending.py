@@ -15,6 +15,7 @@ import torch.distributed as dist
 from fulltilt.errors import Diverged, DoesNotFit, FulltiltError, MachineError, StoppedEarly, UsageError
 from fulltilt.train import checkpoint
 from fulltilt.train.distributed import Ranks, detect, lost_contact
+from fulltilt.train.step import RankDoesNotFit
 
 INTERRUPTED = 130
 LOST = MachineError.exit_code
@@ -65,7 +66,9 @@ def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = 
 
 def _told_by_another(error: FulltiltError, ranks: Ranks) -> bool:
     """A wrong setting is told once on each machine, since the machines may differ."""
-    return (isinstance(error, _SHARED) and ranks.rank > 0) or (isinstance(error, UsageError) and ranks.local_rank > 0)
+    if isinstance(error, UsageError):
+        return ranks.local_rank > 0
+    return isinstance(error, _SHARED) and not isinstance(error, RankDoesNotFit) and ranks.rank > 0
 
 
 def _newest(out: Path) -> Path | None:

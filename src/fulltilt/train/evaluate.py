@@ -11,7 +11,7 @@ import torch
 from fulltilt.train import batches
 from fulltilt.train.distributed import Group
 from fulltilt.train.setup import Rig
-from fulltilt.train.step import is_out_of_memory
+from fulltilt.train.step import RankDoesNotFit, is_out_of_memory
 from fulltilt.train.totals import Totals
 
 
@@ -23,10 +23,11 @@ def evaluate(rig: Rig, beat: Callable[[str], None]) -> dict[str, float]:
     was_training = rig.model.training
     rig.model.eval()
     try:
-        with torch.inference_mode():
+        # FSDP gathers into memory that it keeps: made in inference mode, it could not be trained with.
+        with torch.no_grad() if rig.stepper.placement.lockstep else torch.inference_mode():
             for number, step in enumerate(rig.eval_source.steps(0, 0)):
                 beat(f"evaluating batch {number}")
-                for batch in step.batches:
+                for batch in step.batches or ([None] if rig.stepper.placement.lockstep else []):
                     kept += _add(rig, batch, totals)
     finally:
         rig.model.train(was_training)
@@ -45,24 +46,29 @@ def _joined(kept: list[Mapping[str, torch.Tensor]], group: Group) -> dict[str, t
 
 
 def _add(rig: Rig, batch: Any, totals: Totals) -> list[Mapping[str, torch.Tensor]]:
-    """Add a batch's means to ``totals`` and return what is to be kept of its samples."""
-    loss = rig.job.eval_loss or rig.job.loss
+    """Add a batch's means to ``totals`` and return what is to be kept of its samples. None is no batch."""
+    placement, loss = rig.stepper.placement, rig.job.eval_loss or rig.job.loss
     while True:
         found: list[tuple[dict[str, torch.Tensor], int]] = []
         kept: list[Mapping[str, torch.Tensor]] = []
         running, failed_at = 0, 0
         try:
-            for piece, running in batches.split(batch, rig.eval_micro.most):
+            own = [] if batch is None else list(batches.split(batch, rig.eval_micro.most))
+            for piece, running in placement.pieces(own):
                 on_device = batches.to_device(piece, rig.device, rig.stepper.memory_format)
                 with rig.precision.context():
-                    outcome = loss(rig.compiled, on_device)  # type: ignore[arg-type]
+                    outcome = placement.evaluate(loss, on_device)
                 value, metrics, *rows = outcome if isinstance(outcome, tuple) else (outcome, {})
-                found.append(({"loss": value, **metrics}, running))
-                kept += rows
+                if running:
+                    found.append(({"loss": value, **metrics}, running))
+                    kept += rows
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             failed_at = max(running, 1)
+            if placement.lockstep:
+                what = f"memory ran out in evaluation with {failed_at} samples at once"
+                raise RankDoesNotFit(what, "Lower eval_batch_size; the run resumes.") from error
         if not failed_at:
             break
         # Only now are the frames of the failed attempt gone, and with them what they held.

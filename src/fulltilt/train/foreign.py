@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fulltilt.errors import UsageError
-from fulltilt.train import checkpoint, tensorfile
+from fulltilt.train import checkpoint, shards, tensorfile
 
 # Where trainers put the weights inside their own checkpoint dicts.
 _WEIGHT_KEYS = ("model_state_dict", "state_dict", "model", "net", "network", "ema_state_dict", "module")
@@ -81,7 +81,7 @@ def load_weights(model: torch.nn.Module, path: Path, *, strict: bool = False) ->
     plan = Transplant(plan.source, plan.taken, plan.missing, plan.unexpected, plan.mismatched, left_out)
     if not plan.taken or (strict and not plan.complete):
         raise UsageError("; ".join(plan.lines()), "Give a checkpoint of the same model with --resume-from.")
-    model.load_state_dict({name: given[name] for name in plan.taken}, strict=False)
+    model.load_state_dict(shards.all_placed_like({name: given[name] for name in plan.taken}, own), strict=False)
     return plan
 
 

@@ -243,6 +243,8 @@ class Loop:
         if rig.group.first:
             snapshot = state.freeze(rig.model, states, rig.progress, metric, self.memory)
             rig.writer.save(snapshot, background=background)
+        elif rig.stepper.placement.lockstep:
+            state.help_freeze(rig.model, states)
         self._saved_at = rig.progress.step
         self.stop.pause_done()
 

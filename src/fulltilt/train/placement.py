@@ -1,4 +1,6 @@
-"""Where the weights are, and how the gradients of all ranks come together: in one process, or as replicas.
+"""Where the weights are, and how the gradients of all ranks come together.
+
+In one process (here), as replicas (`replicated.py`), or divided among the ranks (`sharded.py`).
 
 A placement calls the loss, so that it sees every use of the model within it, whichever of its parts the loss calls.
 """
@@ -26,6 +28,10 @@ class Placement(Protocol):
     def left_out(self) -> bool:
         """Whether this rank left some parameters out of its step."""
 
+    @property
+    def lockstep(self) -> bool:
+        """Every forward needs all ranks at once, also those without data, and one that failed cannot be repeated."""
+
     def use(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """These are trained from now on. All ranks take part."""
 
@@ -37,6 +43,9 @@ class Placement(Protocol):
 
     def loss_of(self, piece: Any, *, last: bool) -> Any:
         """What the job's loss says about ``piece``; ``last``: it is the last of its step."""
+
+    def evaluate(self, loss: Any, piece: Any) -> Any:
+        """What ``loss`` says about ``piece``, without gradients."""
 
     def finish(self, loss: torch.Tensor) -> None:
         """After the last backward, or one that failed: complete the exchange, and average ``loss`` in place."""
@@ -57,9 +66,9 @@ class LossModule(torch.nn.Module):
         self.loss = loss
         self._compiled = (compiled,)  # in a tuple: as a module of ours it would bring every weight a second time
 
-    def forward(self, piece: Any) -> Any:
-        """The loss of ``piece``. None stands for no data: a loss of zero that every weight takes part in."""
-        return nothing(self.model.parameters()) if piece is None else self.loss(self._compiled[0], piece)  # type: ignore[arg-type]
+    def forward(self, piece: Any, loss: Any = None) -> Any:
+        """The job's loss of ``piece``, or another. None stands for no data: a zero that every weight takes part in."""
+        return nothing(self.model.parameters()) if piece is None else (loss or self.loss)(self._compiled[0], piece)  # type: ignore[arg-type]
 
 
 def nothing(parameters: Any) -> torch.Tensor:
@@ -72,6 +81,7 @@ class OneProcess:
 
     divisor = 1
     left_out = False
+    lockstep = False
 
     def __init__(self, whole: LossModule) -> None:
         self._whole = whole
@@ -93,6 +103,10 @@ class OneProcess:
     def loss_of(self, piece: Any, *, last: bool) -> Any:  # noqa: ARG002 - nothing follows from it here
         """See Placement."""
         return self._whole(piece)
+
+    def evaluate(self, loss: Any, piece: Any) -> Any:
+        """See Placement."""
+        return self._whole(piece, loss)
 
     def finish(self, loss: torch.Tensor) -> None:
         """See Placement."""

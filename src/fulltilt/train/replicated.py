@@ -23,6 +23,8 @@ from fulltilt.train.placement import LossModule, Piece, nothing
 class Replicated:
     """The loss within DDP. ``use`` wraps it anew: DDP takes the trainable parameters as they are when it is made."""
 
+    lockstep = False
+
     def __init__(self, whole: LossModule, group: Group) -> None:
         self.divisor = group.ranks.world
         self._whole, self._group = whole, group
@@ -69,6 +71,10 @@ class Replicated:
             self._missing = set(range(len(self._parameters)))
             self._summing = True
         return outcome
+
+    def evaluate(self, loss: Any, piece: Any) -> Any:
+        """See Placement. Replicas need no word from each other for that."""
+        return self._whole(piece, loss)
 
     def finish(self, loss: torch.Tensor) -> None:
         """See Placement."""

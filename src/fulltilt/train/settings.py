@@ -44,6 +44,7 @@ class TrainSettings:
     compile: bool = False
     gradient_checkpointing: bool = False
     deterministic: bool = False
+    sharding: Literal["none", "full"] = "none"
     # how the data comes
     workers: int = bounded(0, least=0)
     prefetch: int = bounded(2, least=1)
@@ -80,6 +81,9 @@ class TrainSettings:
             found.append(f"warmup_epochs ({self.warmup_epochs:g}) is longer than the run ({self.epochs} epochs)")
         if self.warmup_steps is not None and self.warmup_epochs:
             found.append("give warmup_steps or warmup_epochs, not both")
+        for name, refused in (("compile", True), ("channels_last", True), ("optimizer", "adamw8bit")):
+            if self.sharding == "full" and getattr(self, name) == refused:
+                found.append(f"sharding: full and {name}: {str(refused).lower()} do not go together")
         if self.on_spike == "rollback" and self.spike_factor is None:
             found.append("on_spike: rollback needs a spike_factor")
         if self.keep_best and self.monitor is None and self.monitor_mode == "min":

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fulltilt.errors import MachineError, UsageError
-from fulltilt.train import checkpoint, optimizers, precision, rng
+from fulltilt.train import checkpoint, optimizers, precision, rng, shards
 from fulltilt.train.activations import recompute
 from fulltilt.train.distributed import Group, detect, device_of, divided, same_everywhere
 from fulltilt.train.ema import Ema
@@ -19,7 +19,7 @@ from fulltilt.train.guard import Guard, Limits
 from fulltilt.train.job import Job
 from fulltilt.train.keep import KeepPolicy
 from fulltilt.train.lock import FolderLock
-from fulltilt.train.placement import LossModule, OneProcess
+from fulltilt.train.placement import LossModule, OneProcess, Placement
 from fulltilt.train.precision import LossScale, Precision
 from fulltilt.train.progress import Screen
 from fulltilt.train.replicated import Replicated
@@ -80,7 +80,7 @@ class Rig:
         """What a checkpoint holds besides the model."""
         parts: dict[str, Part] = {
             "progress": self.progress,
-            "optimizer": self.stepper.optimizer,
+            "optimizer": shards.OptimizerState(self.stepper.optimizer),
             "loss_scale": self.scale,
             "random": RandomStates(self.group),
             "totals": self.totals,
@@ -109,7 +109,7 @@ class Rig:
 
     def check_drift(self) -> None:
         """Raise MachineError when the ranks no longer hold the same weights."""
-        if not same_everywhere(list(self.model.parameters()), self.group):
+        if not self.stepper.placement.lockstep and not same_everywhere(list(self.model.parameters()), self.group):
             raise MachineError(
                 f"the ranks' weights differ at step {self.progress.step}: one GPU computed wrongly",
                 "Resume from the last checkpoint, and have that machine's memory checked.",
@@ -138,7 +138,9 @@ def rig_up(job: Job, settings: TrainSettings, out: Path, screen: Screen | None =
         torch.backends.cudnn.benchmark = False
 
     memory_format = torch.channels_last if settings.channels_last else torch.preserve_format
-    model = job.model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
+    sharded = settings.sharding == "full" and not group.alone
+    # A model that does not fit into one GPU goes there part by part.
+    model = job.model.to(device="cpu" if sharded else device, memory_format=memory_format)  # type: ignore[call-overload]
     if settings.gradient_checkpointing:
         recompute(model)
     group.copy_from_first([*model.parameters(), *model.buffers()])
@@ -151,7 +153,14 @@ def rig_up(job: Job, settings: TrainSettings, out: Path, screen: Screen | None =
     shown = screen or Screen(out, speaks=group.first)
     compiled = torch.compile(model) if settings.compile else model
     whole = LossModule(model, compiled, job.loss)
-    placement = OneProcess(whole) if group.alone else Replicated(whole, group)
+    placement: Placement = OneProcess(whole)
+    if not group.alone:
+        if sharded:
+            from fulltilt.train.sharded import Sharded  # FSDP takes its time to import
+
+            placement = Sharded(whole, group)
+        else:
+            placement = Replicated(whole, group)
     stepper = Stepper(model, placement, arithmetic, scale, micro, group, shown.warn, joint=job.joint)
     stepper.clip_norm = settings.clip_norm
     stepper.memory_format = torch.channels_last if settings.channels_last else None

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from fulltilt.errors import UsageError
-from fulltilt.train import checkpoint, rng, tree
+from fulltilt.train import checkpoint, rng, shards, tree
 from fulltilt.train.checkpoint import DamagedCheckpoint, Snapshot
 from fulltilt.train.distributed import Group
 from fulltilt.train.foreign import compare
@@ -130,6 +130,11 @@ def freeze(
     return Snapshot(progress.step, progress.epoch, metric, weights, frozen, values)
 
 
+def help_freeze(model: torch.nn.Module, states: dict[str, Any]) -> None:
+    """What the other ranks do while the first one freezes sharded tensors: give their parts, in the same order."""
+    shards.take_part([*model.state_dict().values(), *tree.flatten(states)[1].values()])
+
+
 def restore(folder: Path, model: torch.nn.Module, parts: dict[str, Part]) -> None:
     """Put every part back as the checkpoint has it.
 
@@ -145,7 +150,7 @@ def restore(folder: Path, model: torch.nn.Module, parts: dict[str, Part]) -> Non
     if not fit.complete:
         remedy = "Give the settings of that model, another --out, or --fresh."
         raise UsageError(f"this is the checkpoint of another model: {'; '.join(fit.lines(3))}", remedy)
-    model.load_state_dict(weights)
+    model.load_state_dict(shards.all_placed_like(weights, model.state_dict()))
     for name, part in parts.items():
         part.load_state_dict(state[name])
 

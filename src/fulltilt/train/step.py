@@ -14,7 +14,7 @@ import torch
 
 from fulltilt.errors import DoesNotFit
 from fulltilt.timeline.loop_marks import LoopMarks
-from fulltilt.train import batches, optimizers
+from fulltilt.train import batches, optimizers, shards
 from fulltilt.train.distributed import Group
 from fulltilt.train.ema import Ema
 from fulltilt.train.placement import Placement
@@ -22,6 +22,10 @@ from fulltilt.train.precision import LossScale, Precision
 from fulltilt.train.totals import Totals
 
 Say = Callable[[str], None]
+
+
+class RankDoesNotFit(DoesNotFit):
+    """Memory ran out on this rank, and the others do not know."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -133,6 +137,7 @@ class Stepper:
             largest = max((count for _, count in pieces), default=0)
             if self.joint:
                 pieces = [([piece for piece, _ in pieces], sum(count for _, count in pieces))]
+            pieces = self.placement.pieces(pieces)
             for place, (piece, running) in enumerate(pieces):
                 with self.marks.transfer():
                     on_device = batches.to_device(piece, device, self.memory_format)
@@ -148,6 +153,11 @@ class Stepper:
             if not is_out_of_memory(error):
                 raise
             failed_at = max(min(running, largest), 1)
+            if self.placement.lockstep:
+                raise RankDoesNotFit(
+                    f"memory ran out with {failed_at} samples at once, in the middle of what all ranks do together",
+                    "Lower batch_size and raise accumulation by as much: the same is trained, and the run resumes.",
+                ) from error
         with self.marks.communication():
             self.placement.finish(loss)
         return loss, means, failed_at
@@ -161,7 +171,7 @@ class Stepper:
         bad = ~(torch.isfinite(norm) & torch.isfinite(loss))
         factor = self._gradient_factor(norm)
         if factor is not None and gradients:
-            torch._foreach_mul_(gradients, factor)
+            torch._foreach_mul_([shards.local(gradient) for gradient in gradients], factor)
         figures = torch.stack([loss, norm.float(), bad.float(), self.scale.scale])
         try:
             optimizers.step_unless(self.optimizer, bad)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from fulltilt.errors import FulltiltError, MachineError
-from fulltilt.train import checkpoint, durable
+from fulltilt.train import checkpoint, durable, shards
 from fulltilt.train.checkpoint import Checkpoint, Snapshot
 from fulltilt.train.keep import KeepPolicy
 
@@ -29,7 +29,7 @@ class HostMemory:
         """Copies that no later step can change. The caller synchronises once, after the last of them."""
         frozen = {}
         for name, tensor in tensors.items():
-            source = tensor.detach()
+            source = shards.whole(tensor.detach())
             key = f"{prefix}:{name}"
             buffer = self._buffers.get(key)
             if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
