@@ -158,7 +158,7 @@ def main() -> int:
                 row[f"{name}_absent"] = str(error)
             except Exception as error:
                 row[name] = None
-                row[f"{name}_failed"] = f"{type(error).__name__}: {str(error)[:200]}"
+                row[f"{name}_failed"] = f"{type(error).__name__}: {' '.join(str(error).split())[-1500:]}"
         result["rows"].append(row)
         print(_line(row) if len(result["rows"]) > 1 else f"{_head()}\n{_line(row)}", flush=True)
         Path(arguments.out).write_text(json.dumps(result, indent=1) + "\n")

@@ -41,11 +41,12 @@ def _make_image(task: tuple[str, str | None, int, int, int]) -> None:
 
 
 def make_images(folder: Path, count: int, width: int, height: int, *, masks: bool) -> list[tuple[str, str | None]]:
-    """Smooth colours with noise as JPEG of quality 90, and masks as PNG; written by all cores."""
-    pairs = [(str(folder / f"{n:06}.jpg"), str(folder / f"{n:06}.png") if masks else None) for n in range(count)]
-    with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
-        list(pool.map(_make_image, [(*pair, width, height, n) for n, pair in enumerate(pairs)], chunksize=16))
-    return pairs
+    """Smooth colours with noise as JPEG of quality 90, and masks as PNG; each file is in the list twice."""
+    pairs = [(str(folder / f"{n:06}.jpg"), str(folder / f"{n:06}.png") if masks else None) for n in range(count // 2)]
+    # One thread each: OpenMP in a child whose parent has used it waits for threads that the fork did not copy.
+    with ProcessPoolExecutor(os.cpu_count(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        list(pool.map(_make_image, [(*pair, width, height, n) for n, pair in enumerate(pairs)], chunksize=8))
+    return pairs * 2
 
 
 class Images(Dataset[Any]):
@@ -240,10 +241,13 @@ def run_cod(bench: Bench) -> None:
 
     job = ImageJob(bench, "cod", files, size, batch_size, trainer(compiled, loss_of, bench.device))
     job.resident()
-    job.stock_loader(bench.workers, 3.0)
-    for tier in TIERS:
-        job.tier(tier, 3.0)
-    job.peers(3.5)
+    if "tiers" in bench.parts:
+        for tier in TIERS:
+            job.tier(tier, 3.0)
+    if "stock" in bench.parts:
+        job.stock_loader(bench.workers, 3.0)
+    if "peers" in bench.parts:
+        job.peers(3.5)
 
 
 # --------------------------------------------------------------------------- CLIP
@@ -275,7 +279,9 @@ def run_clip(bench: Bench) -> None:
     )
     small_batch.resident()
     large_batch.resident()
-    small_batch.stock_loader(bench.workers, 3.0)
-    large_batch.stock_loader(bench.workers[-2:-1] or bench.workers, 3.0)
-    for tier in TIERS:
-        small_batch.tier(tier, 3.0)
+    if "stock" in bench.parts:
+        small_batch.stock_loader(bench.workers, 3.0)
+        large_batch.stock_loader(bench.workers[-2:-1] or bench.workers, 3.0)
+    if "tiers" in bench.parts:
+        for tier in TIERS:
+            small_batch.tier(tier, 3.0)

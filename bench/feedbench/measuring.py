@@ -21,10 +21,11 @@ Step = Callable[[Any], None]
 class Bench:
     """What one job needs: the device, the sizes of a smoke run or a real one, and somewhere to note figures."""
 
-    def __init__(self, out: Path, budget_s: float, *, smoke: bool, workers: list[int]) -> None:
+    def __init__(self, out: Path, budget_s: float, *, smoke: bool, workers: list[int], parts: list[str]) -> None:
         self.out = out
         self.smoke = smoke
         self.workers = workers
+        self.parts = parts
         self.device = torch.device("cpu" if smoke or not torch.cuda.is_available() else "cuda")
         # The budget covers the start of the process: importing torch alone takes many seconds on some machines.
         self.began_s = time.monotonic() - (time.time() - psutil.Process().create_time())

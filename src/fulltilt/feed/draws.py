@@ -47,9 +47,10 @@ def normal_like(
 ) -> torch.Tensor:
     """Standard normal noise of the shape of ``image`` [batch, ...], float32. ``stream`` tells uses apart."""
     per_sample = image[0].numel()
-    blocks = torch.arange(math.ceil(per_sample / 4), device=image.device) + ((stream + 1) << 40)
+    blocks = torch.arange(math.ceil(per_sample / 4), device=image.device)
     # Seven rounds pass every test of the authors' suite; ten are kept for the few numbers that steer a whole image.
-    w0, w1, w2, w3 = philox(_counter(epoch, indices[:, None], blocks[None, :]), _key(seed), rounds=7)
+    counter = _counter(epoch, indices[:, None], blocks[None, :], apart=(stream + 1) << 8)
+    w0, w1, w2, w3 = philox(counter, _key(seed), rounds=7)
     pairs = []
     for left, right in ((w0, w1), (w2, w3)):
         radius = torch.sqrt(-2.0 * torch.log(1.0 - _to_unit(left)))
@@ -76,13 +77,14 @@ def mix(*numbers: int) -> int:
 
 
 def _counter(
-    epoch: torch.Tensor | int, indices: torch.Tensor, blocks: torch.Tensor
+    epoch: torch.Tensor | int, indices: torch.Tensor, blocks: torch.Tensor, apart: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Four 32-bit words for each sample and block; ``apart`` keeps the blocks of different uses apart."""
     zero = torch.zeros_like(indices)
     return (
         (indices & _MASK) + torch.zeros_like(blocks),
-        ((indices >> 32) & _MASK) ^ ((blocks >> 32) & _MASK),
-        (blocks & _MASK) + zero,
+        ((indices >> 32) & _MASK) ^ apart,
+        blocks + zero,
         (zero + epoch) & _MASK,
     )
 

@@ -122,7 +122,10 @@ class Pipeline:
             if self.compile:
                 raise
             # Nobody asked for compilation: without a compiler on the machine it works all the same, only slower.
-            warnings.warn(f"augmentation runs uncompiled: {str(error).splitlines()[0]}", stacklevel=4)
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+            # A compiler's own word stands at the end of what it says.
+            why = lines[0] if len(lines) == 1 else f"{lines[0][:200]} … {lines[-1][:300]}"
+            warnings.warn(f"augmentation runs uncompiled: {why}", stacklevel=4)
             self.compile = False
             return self.apply(image, mask, seed, epoch, indices)
 

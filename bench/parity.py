@@ -1,0 +1,172 @@
+"""Does augmentation on the device train as well as the usual one on the CPU? The COD recipe's network on made data.
+
+    python bench/parity.py --out parity.json          on a GPU about a minute
+    python bench/parity.py --cpu                      smaller, on two CPU cores a few minutes
+
+Two ways to the same batches: the feed (deterministic part once, augmentation of whole batches on the device) and
+torchvision v2 per sample in the data set. Same chain, same network, same steps, several seeds; what counts is IoU on
+pictures that neither has seen. Within noise: the means differ by less than two standard errors of their difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fulltilt.feed import augment
+from fulltilt.recipes.cod import model as network
+from fulltilt.recipes.cod.loss import deep_loss, structure_loss
+from fulltilt.recipes.cod.metrics import iou
+from fulltilt.recipes.cod.pictures import Pictures, pairs
+from fulltilt.recipes.made.folder import make_folder
+from fulltilt.train import Job, TrainSettings, train
+from fulltilt.train.progress import Screen
+
+DEGREES, SHIFT, SCALE, JITTER = 12, (0.06, 0.06), (0.85, 1.25), 0.2
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class AugmentedHere(torch.utils.data.Dataset[Any]):
+    """The usual way: torchvision v2 on each sample, in the worker that fetches it."""
+
+    def __init__(self, pictures: Pictures) -> None:
+        from torchvision.transforms import v2
+
+        self.pictures = pictures
+        self.transform = v2.Compose(
+            [
+                v2.RandomHorizontalFlip(),
+                v2.RandomAffine(DEGREES, SHIFT, SCALE, interpolation=v2.InterpolationMode.BILINEAR),
+                v2.ColorJitter(JITTER, JITTER, JITTER),
+            ]
+        )
+        self.normalise = v2.Normalize(list(MEAN), list(STD))
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        from torchvision import tv_tensors
+
+        image, mask = self.pictures[index]
+        image, mask = self.transform(tv_tensors.Image(image), tv_tensors.Mask(mask))
+        return self.normalise(image.as_subclass(torch.Tensor).float() / 255), mask.as_subclass(torch.Tensor)
+
+
+def on_device() -> augment.Pipeline:
+    """The same chain for whole batches."""
+    jitter = augment.ColourJitter(JITTER, JITTER, JITTER)
+    affine = augment.Affine(DEGREES, SHIFT, SCALE)
+    return augment.Pipeline([augment.HorizontalFlip(), affine, jitter, augment.Normalise(MEAN, STD)])
+
+
+def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    """The recipe's own."""
+    images, masks = batch
+    prediction, auxiliary, deep = model(images, return_deep_supervision=True)
+    return deep_loss(prediction, deep, auxiliary, masks, 0.01)
+
+
+def eval_loss(model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    """Loss and IoU."""
+    images, masks = batch
+    prediction = model(images).float()
+    return structure_loss(prediction, masks), {"iou": iou(torch.sigmoid(prediction)[:, 0], masks[:, 0] > 0).mean()}
+
+
+def run(way: str, seed: int, data: Path, arguments: argparse.Namespace) -> float:
+    """Train once; returns IoU on the test pictures."""
+    torch.manual_seed(seed)
+    train_pictures, test_pictures = (Pictures(pairs(data, part), arguments.size) for part in ("Train", "Test"))
+    model = network.build(arguments.backbone, arguments.size, width=32, num_experts=3)
+    job = Job(
+        model=model,
+        loss=loss,
+        data=AugmentedHere(train_pictures) if way == "cpu" else train_pictures,
+        augment=None if way == "cpu" else on_device() if way == "device" else augment.Pipeline([augment.Normalise()]),
+        eval_data=test_pictures,
+        eval_augment=augment.Pipeline([augment.Normalise(MEAN, STD)]),
+        eval_loss=eval_loss,
+    )
+    settings = TrainSettings(
+        epochs=arguments.epochs,
+        batch_size=arguments.batch_size,
+        lr=1e-3,
+        warmup_epochs=1,
+        clip_norm=1.0,
+        seed=seed,
+        workers=arguments.workers,
+        device="cpu" if arguments.cpu else "auto",
+        eval_every=arguments.epochs,
+        eval_batch_size=64,
+        residency="none" if way == "cpu" else "auto",
+        record=False,
+    )
+    with tempfile.TemporaryDirectory() as out:
+        outcome = train(job, settings, Path(out), screen=Screen(Path(out), stream=io.StringIO(), sampled=False))
+    return outcome.metrics["eval_iou"]
+
+
+def compare(left: list[float], right: list[float]) -> dict[str, float | bool]:
+    """The difference of the means, its standard error (Welch), and whether it is within two of them."""
+    difference = statistics.mean(left) - statistics.mean(right)
+    error = math.sqrt(statistics.variance(left) / len(left) + statistics.variance(right) / len(right))
+    return {"difference": difference, "standard_error": error, "within_noise": abs(difference) <= 2 * error}
+
+
+def main() -> int:
+    """Print the runs and write the figures; 1 when the two ways differ by more than noise."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="parity-bench.json", help="where the figures are written after each run")
+    parser.add_argument("--cpu", action="store_true", help="a smaller size, on the CPU")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=None)
+    parser.add_argument("--size", type=int, default=None, help="side of the pictures")
+    parser.add_argument("--pictures", type=int, default=None)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--workers", type=int, default=None)
+    parser.add_argument("--backbone", default=None, help="any timm backbone")
+    arguments = parser.parse_args()
+    small = arguments.cpu = arguments.cpu or not torch.cuda.is_available()
+    defaults = {"epochs": 16, "size": 64, "pictures": 160, "workers": 0, "backbone": "test_resnet"}
+    if not small:
+        defaults = {"epochs": 24, "size": 128, "pictures": 400, "workers": 8, "backbone": "edgenext_xx_small"}
+    for name, value in defaults.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    result: dict[str, Any] = {"command": sys.argv, "settings": vars(arguments), "iou": {"device": [], "cpu": []}}
+    result["versions"] = {"torch": torch.__version__, "gpu": None if small else torch.cuda.get_device_name()}
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "cod"
+        make_folder("cod", data, arguments.pictures, 0)
+        result["iou"]["none"] = []
+        for seed in range(arguments.seeds):
+            for way in ("device", "cpu", "none"):
+                began = time.perf_counter()
+                found = run(way, seed, data, arguments)
+                result["iou"][way].append(round(found, 4))
+                print(f"seed {seed}  {way:<7} IoU {found:.4f}  {time.perf_counter() - began:6.1f} s", flush=True)
+                Path(arguments.out).write_text(json.dumps(result, indent=1) + "\n")
+    result["comparison"] = compare(result["iou"]["device"], result["iou"]["cpu"])
+    Path(arguments.out).write_text(json.dumps(result, indent=1) + "\n")
+    for way, values in result["iou"].items():
+        print(
+            f"{way:<7} mean IoU {statistics.mean(values):.4f} ± {statistics.stdev(values):.4f} over {len(values)} seeds"
+        )
+    print({name: round(value, 4) for name, value in result["comparison"].items()}, f"figures: {arguments.out}")
+    return 0 if result["comparison"]["within_noise"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
