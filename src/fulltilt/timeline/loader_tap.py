@@ -432,13 +432,19 @@ def call_sites(loader: Any, most: int = 4) -> CallSites:
                 where = sites[-1]
             elif where is None and library != ENGINE:
                 library = str(frame.f_globals.get("__name__", "")).partition(".")[0] or None
-        elif who == "fulltilt" and where is None and "/timeline/" not in code.co_filename:
+        elif who == "fulltilt" and where is None and not _only_observes(code.co_filename):
             library = ENGINE
         frame = frame.f_back
     if library == ENGINE:
         # Settings make the loader; on the line that starts the training there is nothing to change.
         return CallSites(None, ENGINE, tuple(sites[:most]))
     return CallSites(where or (sites[0] if sites else None), library, tuple(sites[:most]))
+
+
+def _only_observes(filename: str) -> bool:
+    """Whether a file of Fulltilt's stands in a call of the user's, rather than making one of its own."""
+    path = filename.replace("\\", "/")
+    return "/timeline/" in path or "/tune/" in path
 
 
 def given_arguments(original: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
