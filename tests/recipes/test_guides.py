@@ -12,6 +12,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,16 @@ SEEN = (STATUS, EPOCH, r"Epoch 1/\d+ \[█")
 
 @dataclass(frozen=True)
 class Line:
-    """A command of a guide. ``says`` are expressions that its output must match, besides those of every training."""
+    """A command of a guide. ``says`` are expressions that its output must match, besides those of every training.
+
+    ``config`` is what the guide writes into its YAML file.
+    """
 
     guide: int
     command: str
     kind: str
     says: tuple[str, ...] = ()
+    config: str = ""
 
 
 def cod(options: str, *, batch: int, guide: int) -> Line:
@@ -51,6 +56,16 @@ def cars(command: str, *, batch: int, parts: int = 1) -> Line:
     compared = (rf"A step compares {batch * parts} pictures with {batch * parts} captions",) if parts > 1 else ()
     wanted = (rf"Using batch size: {batch} \(", rf"Batch size: {batch} \(expected: {batch}\)", *compared)
     return Line(2, command, "cars", wanted)
+
+
+def text(config: str = "", *, batch: int = 96) -> Line:
+    wanted = (rf"Batch size: {batch} \(expected: {batch}\)", "No GPU here: fp16 and TF32 switched off", "eval_macro_f1")
+    return Line(4, "python train.py", "text", wanted, textwrap.dedent(config))
+
+
+def windows(command: str, *says: str) -> Line:
+    wanted = (r"Batch size: 8192 \(expected: 8192\)", "eval_auroc", "Final - ", "Peak - ")
+    return Line(5, command, "hdf5", (*wanted, *says))
 
 
 TAIL = "--scheduler cosine --min-lr 0.00001 --progressive-unfreeze --deep-supervision"
@@ -119,6 +134,35 @@ LINES = {
     ),
     "guide 2, out of memory": cars("python scripts/train_car_clip.py --batch_size 64", batch=64),
     "guide 2, full precision": cars("python scripts/train_car_clip.py --no_mixed_precision", batch=96),
+    "guide 4": text(),
+    "guide 4, if out of memory": text(
+        """
+        per_device_train_batch_size: 80
+        per_device_eval_batch_size: 160
+        gradient_checkpointing: true  # Trades speed for memory
+        fp16: true
+        tf32: true
+        optim: adamw_bnb_8bit
+        """,
+        batch=80,
+    ),
+    "guide 4, if below 95 %": text(
+        """
+        per_device_train_batch_size: 96
+        per_device_eval_batch_size: 192
+        dataloader_num_workers: 4  # instead of 2
+        dataloader_prefetch_factor: 6  # instead of 4
+        # Sometimes non-persistent is faster
+        dataloader_persistent_workers: false
+        gradient_accumulation_steps: 1
+        fp16: true
+        tf32: true
+        """
+    ),
+    "guide 5": windows("python train_binary.py"),
+    "guide 5, loader profile": windows(
+        "TRAINER_LOG_LEVEL=DEBUG python train_binary.py", r"\[TRAIN PROFILE\] DataLoader avg: [\d.]+ms, max: [\d.]+ms"
+    ),
 }
 
 # --------------------------------------------------------------------------- exchanging paths and epochs
@@ -137,8 +181,12 @@ def exchanged(line: Line, places: Places) -> tuple[dict[str, str], list[str]]:
     text = re.sub(r"/kaggle/input/\S+", str(places.data), text)
     text = re.sub(r"(--resume-from )/\S+", rf"\g<1>{places.weights}", text)
     text = re.sub(r"/kaggle/working/\S+", str(places.out), text)
-    if line.kind == "cars":  # guide 2 names no path, and its default is 20 epochs
+    if line.kind != "cod":  # guides 2, 4 and 5 name no path, and train for many epochs by default
         text += f" --data {places.data} --out {places.out}" + (" --epochs 20" if "--epochs" not in text else "")
+    if line.config:
+        file = places.out.with_name("config.yaml")
+        file.write_text(line.config)
+        text += f" --config {file}"
     text = re.sub(r"(--epochs) \d+", r"\1 2", text)
     text = re.sub(r"(--(?:stage1|warmup)-epochs) \d+", r"\1 1", text)
     words = shlex.split(text)
@@ -150,8 +198,8 @@ def exchanged(line: Line, places: Places) -> tuple[dict[str, str], list[str]]:
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A small data set of each kind."""
     folder = tmp_path_factory.mktemp("made")
-    # One whole step of the largest batch that a line trains with: sixteen of twenty, 512 of 544.
-    sizes = {"cod": 25, "cars": 640}
+    # One whole step of the largest batch that a line trains with: sixteen of twenty, 512 of 544, 96 of 120, …
+    sizes = {"cod": 25, "cars": 640, "text": 150, "hdf5": 10_300}
     for kind, size in sizes.items():
         make_folder(kind, folder / kind, size, 0)
     return {kind: folder / kind for kind in sizes}
@@ -210,6 +258,48 @@ def test_a_line_of_guide_2_means_what_it_says(name: str, tmp_path: Path, monkeyp
     assert settings.workers == int(flags.get("--num_workers", 8))
     assert (settings.lr, settings.epochs) == (2e-5, 2)
     assert settings.precision == ("fp32" if "--no_mixed_precision" in flags else "auto")
+
+
+@pytest.mark.parametrize("name", [name for name, line in LINES.items() if line.kind == "text"])
+def test_guide_4s_yaml_means_what_it_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fulltilt.recipes import visobert as package
+
+    seen: list[Any] = []
+    recipe = replace(package.RECIPE, check=lambda request: None, run=lambda request: seen.append(request) or {})
+    monkeypatch.setattr(package, "RECIPE", recipe)
+    _, words = exchanged(LINES[name], Places(tmp_path, tmp_path / "out", tmp_path))
+    monkeypatch.setattr(sys, "argv", words[1:])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(GUIDES / words[1]), run_name="__main__")
+    assert ended.value.code == 0
+    settings, options = seen[0].settings, seen[0].options
+    assert (settings.precision, settings.tf32, settings.accumulation) == ("fp16", True, 1)
+    assert settings.eval_batch_size == 2 * settings.batch_size
+    known = (settings.batch_size, settings.workers, settings.prefetch, settings.gradient_checkpointing)
+    assert (*known, options.dataloader_persistent_workers, options.optim) == {
+        "guide 4": (96, 2, 4, False, True, None),
+        "guide 4, if out of memory": (80, 2, 4, True, True, "adamw_bnb_8bit"),
+        "guide 4, if below 95 %": (96, 4, 6, False, False, None),
+    }[name]
+
+
+@pytest.mark.parametrize("flags", [(), ("--batch-size", "10240")], ids=["as it is", "with a flag"])
+def test_guide_5s_config_object_reaches_the_recipe(
+    flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fulltilt.recipes import hdf5 as package
+
+    seen: list[Any] = []
+    recipe = replace(package.RECIPE, check=lambda request: None, run=lambda request: seen.append(request) or {})
+    monkeypatch.setattr(package, "RECIPE", recipe)
+    _, words = exchanged(LINES["guide 5"], Places(tmp_path, tmp_path / "out", tmp_path))
+    monkeypatch.setattr(sys, "argv", [*words[1:], *flags])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(GUIDES / words[1]), run_name="__main__")
+    assert ended.value.code == 0
+    settings = seen[0].settings
+    assert settings.batch_size == (10240 if flags else 8192)
+    assert (settings.eval_batch_size, settings.workers, settings.prefetch) == (4096, 8, 16)
 
 
 def test_without_their_names_the_guides_switches_are_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
