@@ -16,7 +16,7 @@ from fulltilt.recipes.carclip.metrics import WholeSet
 from fulltilt.recipes.carclip.options import BUILT_IN, OPEN_CLIP, TEMPLATES, CarClipOptions
 from fulltilt.recipes.carclip.samples import CarPictures, CarViews, captions_of, prompts
 from fulltilt.recipes.carclip.table import Label, Picture
-from fulltilt.recipes.carclip.towers import Loaded
+from fulltilt.recipes.carclip.towers import Loaded, Towers
 from fulltilt.recipes.recipe import Request, on_engine
 from fulltilt.train.distributed import detect, device_of
 from fulltilt.train.job import Job
@@ -50,10 +50,10 @@ def run(request: Request) -> Mapping[str, float]:
     """Train, and leave the model in Hugging Face's format."""
     job, loaded = build(request)
     metrics = on_engine(lambda _: job)(request)
-    if request.options.export and loaded.save is not None and detect().rank == 0:
+    if request.options.export and detect().rank == 0:
         folder = request.out / "model"
-        loaded.save(folder)
-        print(f"The trained model is in {folder}")
+        loaded.model.towers.save(folder)
+        print(f"The trained model is in {folder}", flush=True)
     return metrics
 
 
@@ -70,17 +70,12 @@ def build(request: Request) -> tuple[Job, Loaded]:
     loaded = load_model(request, captions)
     if detect().rank == 0:
         for line in opening(pictures, labels, loaded, request.settings):
-            print(line)
+            print(line, flush=True)
 
     def samples(split: str) -> CarPictures:
         chosen = [picture for picture in pictures if picture.split == split]
         return CarPictures(chosen, loaded.image_size, labels, templates, loaded.tokenise)
 
-    frozen = [
-        pattern for tower in ("image", "text") if options.freeze in (tower, "both") for pattern in loaded.frozen[tower]
-    ]
-    if not options.learn_temperature:
-        frozen.append("*logit_scale")
     job = Job(
         model=loaded.model,
         loss=contrastive_loss,
@@ -91,7 +86,7 @@ def build(request: Request) -> tuple[Job, Loaded]:
         eval_augment=CarViews(loaded.image_size, augment=False),
         eval_loss=embed_for_metrics,
         eval_metrics=WholeSet(loaded.model, labels, all_prompts, loaded.tokenise),
-        stages=(Stage("training", request.settings.epochs, frozen=tuple(frozen)),),
+        stages=(Stage("training", request.settings.epochs, frozen=_frozen(options, loaded.model.towers)),),
         name="carclip",
     )
     return job, loaded
@@ -145,6 +140,12 @@ def opening(pictures: Sequence[Picture], labels: Sequence[Label], loaded: Loaded
             f" {settings.batch_size}: the gradient of one batch of {whole}, which plain accumulation does not give"
         )
     return lines
+
+
+def _frozen(options: CarClipOptions, towers: Towers) -> tuple[str, ...]:
+    image = towers.image_part if options.freeze in ("image", "both") else ()
+    text = towers.text_part if options.freeze in ("text", "both") else ()
+    return (*image, *text, *(() if options.learn_temperature else ("*logit_scale",)))
 
 
 def _templates(options: CarClipOptions) -> tuple[str, ...]:

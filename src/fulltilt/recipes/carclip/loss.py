@@ -86,11 +86,8 @@ def _scaled_by(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
 def _embedded(model: Any, parts: Sequence[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
     """Images and texts of all parts. Only the last part keeps its activations: backward comes to it first."""
     *earlier, last = parts
-    if torch.is_grad_enabled():
-        # With the random state of its first time, so that dropout drops the same.
-        done = [checkpoint(model, part["image"], part["tokens"], use_reentrant=False) for part in earlier]
-    else:
-        done = [model(part["image"], part["tokens"]) for part in earlier]
+    # Done again with the random state of the first time, so that dropout drops the same.
+    done = [checkpoint(model, part["image"], part["tokens"], use_reentrant=False) for part in earlier]
     done.append(model(last["image"], last["tokens"]))
     images, texts = zip(*done, strict=True)
     return torch.cat(images), torch.cat(texts)

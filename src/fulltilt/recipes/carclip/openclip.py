@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,11 @@ import torch
 
 from fulltilt.errors import UsageError
 from fulltilt.recipes.carclip.options import OPEN_CLIP
-from fulltilt.recipes.carclip.towers import CLIP_MEAN, CLIP_STD, DualEncoder, Loaded
+from fulltilt.recipes.carclip.towers import CLIP_MEAN, CLIP_STD, DualEncoder, Loaded, Towers
 
 
-class OpenClipTowers(torch.nn.Module):
-    """open_clip's CLIP as Towers."""
+class OpenClipTowers(Towers):
+    """A model of open_clip."""
 
     image_part = ("*clip.visual.*",)
     text_part = tuple(
@@ -27,7 +26,7 @@ class OpenClipTowers(torch.nn.Module):
 
     @property
     def log_scale(self) -> torch.nn.Parameter:
-        """open_clip's own parameter."""
+        """See Towers."""
         scale: torch.nn.Parameter = self.clip.logit_scale
         return scale
 
@@ -42,8 +41,15 @@ class OpenClipTowers(torch.nn.Module):
         return features
 
     def gradient_checkpointing_enable(self) -> None:
-        """For the engine's setting of that name."""
+        """See Towers."""
         self.clip.set_grad_checkpointing()
+
+    def save(self, folder: Path) -> None:
+        """See Towers. The weights under open_clip's own names."""
+        from safetensors.torch import save_model
+
+        folder.mkdir(parents=True, exist_ok=True)
+        save_model(self.clip, str(folder / "open_clip_model.safetensors"))
 
 
 def load(asked: str) -> Loaded:
@@ -72,13 +78,4 @@ def load(asked: str) -> Loaded:
         image_size=int(side[0] if isinstance(side, tuple) else side),
         about=f"{name} of open_clip, {f'weights {weights}' if weights else 'random weights'}",
         pretrained=bool(weights),
-        frozen={"image": OpenClipTowers.image_part, "text": OpenClipTowers.text_part},
-        save=partial(_save, clip),
     )
-
-
-def _save(clip: Any, folder: Path) -> None:
-    from safetensors.torch import save_model
-
-    folder.mkdir(parents=True, exist_ok=True)
-    save_model(clip, str(folder / "open_clip_model.safetensors"))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch.nn import functional
@@ -15,26 +16,41 @@ CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
-class Towers(Protocol):
+class Towers(torch.nn.Module, abc.ABC):
     """Two towers and a temperature. ``image_part`` and ``text_part`` are patterns of parameter names."""
 
-    log_scale: torch.nn.Parameter
-    image_part: tuple[str, ...]
-    text_part: tuple[str, ...]
+    image_part: ClassVar[tuple[str, ...]]
+    text_part: ClassVar[tuple[str, ...]]
 
+    @property
+    @abc.abstractmethod
+    def log_scale(self) -> torch.nn.Parameter:
+        """The logarithm of the factor on cosines; its inverse is the temperature."""
+
+    @abc.abstractmethod
     def image_features(self, images: torch.Tensor) -> torch.Tensor:
         """[batch, width] of normalised pictures."""
 
+    @abc.abstractmethod
     def text_features(self, tokens: torch.Tensor) -> torch.Tensor:
         """[batch, width] of token numbers."""
+
+    @abc.abstractmethod
+    def gradient_checkpointing_enable(self) -> None:
+        """Compute activations again in backward."""
+
+    @abc.abstractmethod
+    def save(self, folder: Path) -> None:
+        """Leave the model where others can load it."""
 
 
 class DualEncoder(torch.nn.Module):
     """Both towers behind one ``forward``, so that torch.compile and checkpointing see one module."""
 
-    def __init__(
-        self, towers: torch.nn.Module, mean: tuple[float, ...] = CLIP_MEAN, std: tuple[float, ...] = CLIP_STD
-    ) -> None:
+    mean: torch.Tensor
+    std: torch.Tensor
+
+    def __init__(self, towers: Towers, mean: tuple[float, ...] = CLIP_MEAN, std: tuple[float, ...] = CLIP_STD) -> None:
         super().__init__()
         self.towers = towers
         self.register_buffer("mean", torch.tensor(mean)[:, None, None], persistent=False)
@@ -42,9 +58,8 @@ class DualEncoder(torch.nn.Module):
 
     @property
     def log_scale(self) -> torch.nn.Parameter:
-        """The logarithm of the factor on cosines; its inverse is the temperature."""
-        scale: torch.nn.Parameter = self.towers.log_scale  # type: ignore[assignment]
-        return scale
+        """See Towers."""
+        return self.towers.log_scale
 
     def forward(self, images: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Embeddings of pictures (uint8, or float in [0, 1]) and of their captions."""
@@ -53,16 +68,16 @@ class DualEncoder(torch.nn.Module):
     def embed_images(self, images: torch.Tensor) -> torch.Tensor:
         """[batch, width], float32, each of length one."""
         pixels = images.float() / 255 if images.dtype == torch.uint8 else images
-        features = self.towers.image_features((pixels - self.mean) / self.std)  # type: ignore[operator]
+        features = self.towers.image_features((pixels - self.mean) / self.std)
         return functional.normalize(features.float(), dim=-1)
 
     def embed_texts(self, tokens: torch.Tensor) -> torch.Tensor:
         """[batch, width], float32, each of length one."""
-        return functional.normalize(self.towers.text_features(tokens.long()).float(), dim=-1)  # type: ignore[operator]
+        return functional.normalize(self.towers.text_features(tokens.long()).float(), dim=-1)
 
     def gradient_checkpointing_enable(self) -> None:
         """For the engine's setting of that name."""
-        self.towers.gradient_checkpointing_enable()  # type: ignore[operator]
+        self.towers.gradient_checkpointing_enable()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,5 +89,3 @@ class Loaded:
     image_size: int
     about: str
     pretrained: bool
-    frozen: dict[str, tuple[str, ...]]
-    save: Callable[[Path], None] | None
