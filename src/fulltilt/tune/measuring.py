@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ class Measuring:
         sys.modules[torch.optim.Optimizer.__module__].register_optimizer_step_post_hook(self._stepped)
         self._keep_losses()
         atexit.register(self._script_ended)
+        sys.excepthook = functools.partial(self._script_failed, sys.excepthook)
 
     # ------------------------------------------------------------------ losses
 
@@ -126,7 +128,8 @@ class Measuring:
             self._pending.append((began, self._began))
             self._settle()
             if is_enough(self._blocks, patience):
-                self._end()
+                self._answer(complete=True)
+                self._leave(0)
 
     def _settle(self, wait: bool = False) -> None:
         """Turn the blocks whose end the GPU has reached into figures."""
@@ -171,15 +174,21 @@ class Measuring:
 
     # ------------------------------------------------------------------ the end
 
-    def _end(self) -> None:
-        """Answer and be gone, with the loader's workers."""
-        self._answer(complete=True)
+    def _leave(self, status: int) -> None:
+        """Be gone at once, with the loader's workers: torch waits five seconds for those that still work."""
         self._session.finish()
         for process in multiprocessing.active_children():
             process.kill()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(status)
+
+    def _script_failed(self, show: Callable[..., None], *failure: Any) -> None:
+        """An exception that nobody caught: shown as ever, then the end."""
+        show(*failure)
+        if os.getpid() == self._pid:
+            self._script_ended()
+            self._leave(1)
 
     def _script_ended(self) -> None:
         if os.getpid() == self._pid and self._steps and self._session.notes.rank == 0:

@@ -32,6 +32,8 @@ from fulltilt.tune.trials import best_of, rate
 
 # A search trial that is surely below this share of the best need not be measured more exactly.
 OUT_OF_THE_RACE = 0.9
+# A script that has come to no loader by then may never come to one; it is then started anew for each trial.
+TEMPLATE_LIMIT_S = 300.0
 STUDY_FILE = "study.json"
 TRIALS_FILE = "trials.jsonl"
 
@@ -126,13 +128,13 @@ class Study:
         folder = self._folder / "trials" / f"trial-{len(self.trials) + 1:03d}"
         shutil.rmtree(folder, ignore_errors=True)  # one that was cut off
         before = look(Path.cwd(), self._folder)
-        starts = self._ready(limits.time_s)
+        starts = self._ready()
         trial = self._attempt(attempt, folder, starts, limits, tick)
         if trial.purpose == "start" and trial.state in ("crashed", "timed_out") and isinstance(starts, ForkedStarts):
             # True to the script above all: perhaps it is only the fork that it does not survive.
             self._start_anew("the forked script failed")
             shutil.rmtree(folder, ignore_errors=True)
-            trial = self._attempt(attempt, folder, self._ready(limits.time_s), limits, tick)
+            trial = self._attempt(attempt, folder, self._ready(), limits, tick)
         shutil.rmtree(folder / "scratch", ignore_errors=True)
         return replace(
             trial,
@@ -162,7 +164,7 @@ class Study:
         if ended.status == CANNOT_FORK and isinstance(starts, ForkedStarts):
             self._start_anew("the GPU was touched before the fork")
             shutil.rmtree(folder, ignore_errors=True)
-            return self._attempt(attempt, folder, self._ready(limits.time_s), limits, tick)
+            return self._attempt(attempt, folder, self._ready(), limits, tick)
         answer = _read(folder / ANSWER_FILE)
         run = _load(folder)
         start = next((trial for trial in self.trials if trial.purpose == "start" and trial.state == "ok"), None)
@@ -190,10 +192,10 @@ class Study:
 
     # ------------------------------------------------------------------ how trials start
 
-    def _ready(self, limit_s: float) -> Starts:
+    def _ready(self) -> Starts:
         if self._starts is None:
             template = store.create_folder(self._folder / "template")
-            forked = ForkedStarts.open(self._command, template, self._folder / "scratch", limit_s)
+            forked = ForkedStarts.open(self._command, template, self._folder / "scratch", TEMPLATE_LIMIT_S)
             if isinstance(forked, str):
                 self._start_anew(forked)
             else:

@@ -13,7 +13,7 @@ from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.host import HostProbe
 from fulltilt.probes.sampler import Sampler
 from fulltilt.records import RunRecord, Sample
-from fulltilt.tune.assignment import ANSWER_FILE, ASSIGNMENT_FILE, Assignment
+from fulltilt.tune.assignment import ANSWER_FILE, ASSIGNMENT_FILE, Answer, Assignment
 from fulltilt.tune.processes import OUTPUT_FILE, Starts
 
 LOOK_EVERY_S = 0.05
@@ -71,7 +71,7 @@ def run_trial(
                 time.sleep(LOOK_EVERY_S)
                 wall_s = (time.perf_counter_ns() - t0_ns) * 1e-9
                 tick(wall_s)
-                if answered_at is None and (folder / ANSWER_FILE).exists():
+                if answered_at is None and has_answered(folder):
                     answered_at = wall_s
                 if answered_at is not None and wall_s - answered_at > LAST_WORDS_S:
                     started.kill()
@@ -90,6 +90,12 @@ def run_trial(
     state: Literal["done", "crashed", "killed"] = "done" if status == 0 else "killed" if status < 0 else "crashed"
     store.write_json(folder / store.RUN_FILE, replace(record, state=state, wall_s=wall_s, exit_code=status))
     return Ended(status, stopped_for, wall_s, _tail(folder / OUTPUT_FILE))
+
+
+def has_answered(folder: Path) -> bool:
+    """Whether a trial has measured what it was to measure. One whose script ended before may still be ending it."""
+    path = folder / ANSWER_FILE
+    return path.exists() and store.read_record(path, Answer).complete
 
 
 class _MemoryWatch:

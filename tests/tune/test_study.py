@@ -1,0 +1,160 @@
+"""Whole studies of a real script in real processes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fulltilt.records import Trial
+from fulltilt.store import read_lines
+from fulltilt.timeline.launch import job_command
+from fulltilt.tune.interval import Patience
+from fulltilt.tune.space import Space
+from fulltilt.tune.study import TRIALS_FILE, Study
+
+QUICK = Patience(wanted_error=0.2, least_blocks=3, least_s=0.15, most_s=1.0, block_s=0.05)
+
+# A loader that waits, so that workers pay even on a busy machine, and a trial that asks for its number.
+SCRIPT = """
+import os, sys, time
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class Slow(Dataset):
+    def __len__(self):
+        return 100_000
+
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return torch.full((16,), float(index % 7)), index % 4
+
+def main():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    loader = DataLoader(Slow(), batch_size=8, shuffle=True)
+    model = torch.nn.Linear(16, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0004)
+    for step, (inputs, labels) in enumerate(loader):
+        loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step == 2:
+            torch.save(model.state_dict(), "checkpoint.pt")
+            trial = os.path.basename(os.environ["FULLTILT_RUN_DIR"])
+            FAILS
+    open("the_end.txt", "w").close()
+
+if __name__ == "__main__":
+    main()
+"""
+FAILS = """
+            if trial == "trial-003":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+            if trial == "trial-004":
+                raise ValueError("bad record 17")
+            if trial == "trial-005":
+                time.sleep(600)
+"""
+
+
+def checkpoint_of(folder: Path, fails: str = "") -> str:
+    (folder / "train.py").write_text(SCRIPT.replace("FAILS", fails.strip() or "pass"))
+    (folder / "checkpoint.pt").write_bytes(os.urandom(4096))
+    return hashlib.sha256((folder / "checkpoint.pt").read_bytes()).hexdigest()
+
+
+def test_trials_that_fail_are_results_and_the_users_files_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = checkpoint_of(tmp_path, FAILS)
+    out = tmp_path / "study"
+    out.mkdir()
+    space = Space(usable_cpus=4)
+    said: list[str] = []
+    study = Study(["train.py"], job_command(["train.py"]), out, space, 8.0, said.append, QUICK)
+    try:
+        study.run(60.0, lambda *_: None, lambda _: None)
+    finally:
+        study.close()
+    assert said == []  # every trial was forked
+    trials = list(read_lines(out / TRIALS_FILE, Trial))
+    assert [trial.state for trial in trials[:5]] == ["ok", "ok", "oom", "crashed", "timed_out"]
+    assert trials[3].note == "ValueError: bad record 17"
+    assert {trial.state for trial in trials[5:]} == {"ok"}
+    assert trials[1].samples_per_s > trials[0].samples_per_s  # type: ignore[operator]
+    assert hashlib.sha256((tmp_path / "checkpoint.pt").read_bytes()).hexdigest() == before
+    assert not (tmp_path / "the_end.txt").exists()
+    assert {change for trial in trials for change in trial.changed_files} == set()
+    assert trials[0].losses[:10] == pytest.approx(trials[1].losses[:10])  # the same random numbers in each
+
+    from fulltilt.cli.study_ending import end_study
+
+    end_study(study.record, trials, out, apply=False)
+    shown = capsys.readouterr().out
+    for state in ("out of memory", "crashed", "timed out", "Current", "Solution 1", "Verified"):
+        assert state in shown
+    settings = json.loads((out / "settings.json").read_text())
+    assert settings["num_workers"] >= 1
+    assert "batch_size" not in settings
+    assert "+    loader = DataLoader(" in (out / "change.diff").read_text()
+
+
+def tune(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "fulltilt", "tune", "--out", "study", *arguments, "train.py"]
+
+
+def tuned(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(tune(*arguments), cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_what_was_learned_and_the_study_goes_on(tmp_path: Path) -> None:
+    checkpoint_of(tmp_path)
+    process = subprocess.Popen(tune(), cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "trial 2" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 3
+    assert "go on with" in errors.lower()
+    assert "Current" in out
+    learned = (tmp_path / "study" / TRIALS_FILE).read_text().count("\n")
+    done = tuned(tmp_path, "--budget", "90s")
+    assert done.returncode == 0
+    assert f"has {learned} trials already" in done.stderr
+    assert "trial 1:" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_verified_change_is_applied_and_a_study_of_another_command_is_refused(tmp_path: Path) -> None:
+    checkpoint_of(tmp_path)
+    done = tuned(tmp_path, "--budget", "150s", "--apply")
+    assert done.returncode == 0, done.stderr
+    assert "num_workers=" in (tmp_path / "train.py").read_text()
+    assert "batch_size=8" in (tmp_path / "train.py").read_text()
+    other = tuned(tmp_path, "--allow", "batch")
+    assert other.returncode == 2
+    assert "holds a study of another command" in other.stderr
+
+
+@pytest.mark.slow
+def test_a_script_that_breaks_as_it_is_says_so_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\nraise KeyError('lr')\n")
+    began = time.monotonic()
+    done = tuned(tmp_path)
+    assert done.returncode == 2
+    assert "KeyError: 'lr'" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - began < 120
