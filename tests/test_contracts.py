@@ -113,6 +113,7 @@ FLAGS = {
     "check": {"--data", "--workers", "--prefetch", "--batch-bytes", "--json", "--help"},
     "watch": {"--interval", "--once", "--out", "--help"},
     "run": {"--out", "--deep", "--settings", "--auto", "-m", "--help"},
+    "tune": {"--budget", "--allow", "--apply", "--out", "--trial-limit", "-m", "--help"},
     "train": {"--help"},  # the rest depends on the recipe: see below
     "report": {"--json", "--html", "--no-page", "--width", "--help"},
     "make-data": {"--size", "--seed", "--help"},
