@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import libcst as cst
 from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
 
 from fulltilt.tune.source_call import POSITIONS
+from fulltilt.tune.source_layout import Replacing, appended, with_arguments
 
 _MISSING = object()
 
@@ -38,15 +39,15 @@ class DictPlace:
 
     def with_entries(self, entries: Mapping[str, str], replacements: Mapping[cst.CSTNode, cst.CSTNode]) -> cst.CSTNode:
         """The dict with more entries, written as its last one is."""
-        node: Any = self.node.visit(_Replacing(replacements))
+        node: Any = self.node.visit(Replacing(replacements))
         if isinstance(node, cst.Call):
-            return _with_arguments(node, entries)
+            return with_arguments(node, entries)
         quote = _quote_of(node)
         new = [
             cst.DictElement(cst.SimpleString(f"{quote}{key}{quote}"), cst.parse_expression(code))
             for key, code in entries.items()
         ]
-        changed: cst.Dict = node.with_changes(elements=_appended(node.elements, new))
+        changed: cst.Dict = node.with_changes(elements=appended(node.elements, new))
         return changed
 
 
@@ -105,12 +106,12 @@ class Places:
         self, call: cst.Call, added: Mapping[str, str], replacements: Mapping[cst.CSTNode, cst.CSTNode]
     ) -> cst.CSTNode:
         """The call with more keyword arguments, written as its last one is."""
-        node: Any = call.visit(_Replacing(replacements))
-        return _with_arguments(node, added)
+        node: Any = call.visit(Replacing(replacements))
+        return with_arguments(node, added)
 
     def replaced(self, replacements: Mapping[cst.CSTNode, cst.CSTNode]) -> str:
         """The source with these nodes exchanged."""
-        return self._module.visit(_Replacing(replacements)).code
+        return self._module.visit(Replacing(replacements)).code
 
     def _written(self, call: cst.Call, name: str) -> cst.BaseExpression | None:
         plain = [arg for arg in call.args if not arg.star]
@@ -273,69 +274,6 @@ class Places:
 
     def _code(self, node: cst.CSTNode) -> str:
         return self._module.code_for_node(node)
-
-
-class _Replacing(cst.CSTTransformer):
-    def __init__(self, replacements: Mapping[cst.CSTNode, cst.CSTNode]) -> None:
-        super().__init__()
-        self._replacements = replacements
-
-    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        return self._replacements.get(original_node, updated_node)
-
-
-def _with_arguments(call: cst.Call, added: Mapping[str, str]) -> cst.Call:
-    return call.with_changes(args=_appended(call.args, [_keyword(name, code) for name, code in added.items()]))
-
-
-def _appended(items: Sequence[Any], new: list[Any]) -> list[Any]:
-    """More arguments or entries behind the others, in the same layout: on one line, or each on a line of its own."""
-    if not items:
-        return new
-    *others, last = items
-    between = _without_comment(others[-1].comma) if others and isinstance(others[-1].comma, cst.Comma) else _SAME_LINE
-    ending = last.comma
-    if isinstance(ending, cst.Comma):  # a trailing comma: what follows it closes the call
-        first = last.with_changes(comma=_before_another(ending.whitespace_after, between))
-        end = new[-1].with_changes(comma=_without_comment(ending))
-    else:
-        after = getattr(last, "whitespace_after_arg", cst.SimpleWhitespace(""))
-        first = last.with_changes(comma=_before_another(after, between))
-        end = new[-1]
-        if hasattr(last, "whitespace_after_arg"):
-            first = first.with_changes(whitespace_after_arg=cst.SimpleWhitespace(""))
-            end = end.with_changes(
-                whitespace_after_arg=_without_comment(cst.Comma(whitespace_after=after)).whitespace_after
-            )
-    return [*others, first, *(item.with_changes(comma=between) for item in new[:-1]), end]
-
-
-_SAME_LINE = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-
-
-def _without_comment(comma: cst.Comma) -> cst.Comma:
-    """A comma with the line break behind it, without the comment that belongs to the argument before it."""
-    space = comma.whitespace_after
-    if not isinstance(space, cst.ParenthesizedWhitespace):
-        return comma
-    bare = cst.TrailingWhitespace(whitespace=cst.SimpleWhitespace(""))
-    return comma.with_changes(whitespace_after=space.with_changes(first_line=bare, empty_lines=[]))
-
-
-def _before_another(space: cst.BaseParenthesizableWhitespace, between: cst.Comma) -> cst.Comma:
-    """The comma behind what was the last argument: its comment stays, and the next one is indented as the others."""
-    usual = between.whitespace_after
-    if isinstance(space, cst.ParenthesizedWhitespace) and isinstance(usual, cst.ParenthesizedWhitespace):
-        return between.with_changes(whitespace_after=space.with_changes(indent=usual.indent, last_line=usual.last_line))
-    return between
-
-
-def _keyword(name: str, code: str) -> cst.Arg:
-    return cst.Arg(
-        keyword=cst.Name(name),
-        value=cst.parse_expression(code),
-        equal=cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace("")),
-    )
 
 
 def _literal(node: cst.BaseExpression) -> object:
