@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from PIL import Image
 from torch.nn import functional as F
@@ -13,6 +14,8 @@ from torch.nn import functional as F
 from fulltilt.cli import main as command
 from fulltilt.errors import UsageError
 from fulltilt.recipes.cod import model as network
+from fulltilt.recipes.cod.backbone import blocks as blocks_of
+from fulltilt.recipes.cod.backbone import check_backbone
 from fulltilt.recipes.cod.experts import Experts, imbalance
 from fulltilt.recipes.cod.job import stages
 from fulltilt.recipes.cod.loss import deep_loss, structure_loss
@@ -138,7 +141,7 @@ def test_it_answers_as_guide_1_calls_it() -> None:
 
 @pytest.mark.parametrize("name", ["test_vit", "test_efficientnet"])
 def test_other_families_of_backbones_work(name: str) -> None:
-    network.check_backbone(name, 96, "none")
+    check_backbone(name, 96, "none")
     assert network.build(name, 96, width=16)(torch.randn(1, 3, 96, 96)).shape == (1, 1, 96, 96)
 
 
@@ -154,6 +157,16 @@ def test_a_frozen_backbone_keeps_its_statistics_until_its_block_is_unfrozen() ->
     assert all(name.startswith("backbone.layer4") for name in moved)
 
 
+def test_backbone_weights_come_from_a_file_and_only_from_one_that_fits(tmp_path: Path) -> None:
+    whole = timm.create_model("test_resnet")
+    torch.save(whole.state_dict(), tmp_path / "own.pth")
+    torch.save({"elsewhere.weight": torch.zeros(3)}, tmp_path / "other.pth")
+    net = network.build("test_resnet", 64, weights=str(tmp_path / "own.pth"), width=16)
+    assert torch.equal(net.backbone.state_dict()["layer4.0.conv1.weight"], whole.state_dict()["layer4.0.conv1.weight"])
+    with pytest.raises(UsageError, match="holds no weights of test_resnet"):
+        network.build("test_resnet", 64, weights=str(tmp_path / "other.pth"))
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -164,7 +177,7 @@ def test_a_frozen_backbone_keeps_its_statistics_until_its_block_is_unfrozen() ->
 )
 def test_a_backbone_that_will_not_do_is_refused_with_a_reason(name: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        network.check_backbone(name, 64, "none")
+        check_backbone(name, 64, "none")
 
 
 # --------------------------------------------------------------------------- stages
@@ -174,7 +187,7 @@ def test_stage_1_trains_the_decoder_and_stage_2_unfreezes_from_the_deepest_block
     net = network.build("test_resnet", 64, width=16)
     names = [name for name, _ in net.named_parameters()]
     backbone = {name for name in names if name.startswith("backbone.")}
-    blocks = network.blocks(net)
+    blocks = blocks_of(net.backbone)
     assert blocks[0] == ("backbone.layer4.*",)
     first, second = stages(CodOptions(stage1_epochs=30, stage2_batch_size=4), 120, blocks)
     assert (first.epochs, second.epochs, second.batch_size, second.lr) == (30, 90, 4, 2.4e-4)
@@ -190,7 +203,7 @@ def test_without_progressive_unfreezing_stage_2_moves_everything_and_stage_1_can
     net = network.build("test_resnet", 64, width=16)
     names = [name for name, _ in net.named_parameters()]
     options = CodOptions(stage1_epochs=30, skip_stage1=True, progressive_unfreeze=False)
-    (only,) = stages(options, 120, network.blocks(net))
+    (only,) = stages(options, 120, blocks_of(net.backbone))
     assert only.epochs == 90
     assert trainable(names, only, 0) == set(names)
 

@@ -95,7 +95,7 @@ def read(recipe: Recipe, given: Mapping[str, Any], file: Path | None = None) -> 
     from_file = {"max_time_s" if key == "max_time" else key: value for key, value in from_file.items()}
     values = {**_defaults(recipe), **from_file, **given}
     union: Any = _union(recipe.options)  # type: ignore[arg-type, unused-ignore]
-    whole = config.parse(values, union, "the command line" if file is None else str(file))
+    whole = config.parse(values, union, "the command line" if file is None else f"{file} and the command line")
     return Asked(_part(whole, recipe.options), _part(whole, TrainSettings), _part(whole, Place))
 
 

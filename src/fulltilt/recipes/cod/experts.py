@@ -26,7 +26,7 @@ class Experts(nn.Module):
 
     def forward(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The features with the experts' part added, and how unevenly the experts are used (0 when evenly)."""
-        # In float32: the routing decides, and bf16 has too few digits for a fair decision.
+        # Shares in float32: with the digits of bf16 they would no longer add up to one.
         shares = torch.softmax(self.router(features.mean(dim=(2, 3))).float(), dim=1)
         hidden = self.activation(self.look(self.enter(features)))
         weight = shares.to(hidden.dtype).repeat_interleave(hidden.shape[1] // self.count, dim=1)

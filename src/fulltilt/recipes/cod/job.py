@@ -10,6 +10,7 @@ import torch
 
 from fulltilt.feed import augment
 from fulltilt.recipes.cod import model as network
+from fulltilt.recipes.cod.backbone import blocks as blocks_of
 from fulltilt.recipes.cod.loss import deep_loss, structure_loss
 from fulltilt.recipes.cod.metrics import measure
 from fulltilt.recipes.cod.options import CodOptions
@@ -43,7 +44,7 @@ def build(request: Request) -> Job:
         data=train,
         eval_data=test,
         eval_loss=eval_loss,
-        stages=stages(options, request.settings.epochs, network.blocks(net)),
+        stages=stages(options, request.settings.epochs, blocks_of(net.backbone)),
         augment=augment.Pipeline(
             [
                 augment.HorizontalFlip(),

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
-from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from fulltilt.errors import UsageError
+from fulltilt.recipes.cod.backbone import feature_maps, usable_levels
 from fulltilt.recipes.cod.experts import Experts
-
-# The decoder works from stride 4 down: finer maps cost most of the time and tell little.
-FINEST_STRIDE = 4
 
 
 class CodNet(nn.Module):
@@ -81,87 +75,5 @@ def _smooth(width: int) -> nn.Module:
 
 def build(backbone: str, size: int, *, weights: str = "none", width: int = 64, num_experts: int = 7) -> CodNet:
     """The network for pictures of ``size``. Raises UsageError for a backbone or weights that will not do."""
-    features = _features(backbone, size, pretrained=weights == "pretrained")
-    if weights not in ("none", "pretrained"):
-        from fulltilt.train.foreign import load_weights
-
-        load_weights(features, Path(weights))
-    return CodNet(features, _levels(features), width, num_experts)
-
-
-def check_backbone(name: str, size: int, weights: str) -> None:
-    """Raise UsageError when ``build`` or a picture of ``size`` would fail. Costs no memory: nothing is computed."""
-    with torch.device("meta"):
-        features = _features(name, size, pretrained=False).eval()
-        _levels(features)
-        try:
-            features(torch.empty(1, 3, size, size))
-        except (RuntimeError, AssertionError, ValueError) as error:
-            raise UsageError(
-                f"{name} takes no pictures of {size}×{size}: {_first_line(error)}", "Change --img-size or --backbone."
-            ) from error
-    if weights not in ("none", "pretrained") and not Path(weights).exists():
-        raise UsageError(f"--weights {weights} does not exist", "Give none, pretrained, or a file of weights.")
-
-
-def _features(name: str, size: int, *, pretrained: bool) -> Any:
-    if not timm.is_model(name.removeprefix("timm/")):
-        close = difflib.get_close_matches(name, timm.list_models(), n=3)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
-        raise UsageError(f"timm has no backbone {name!r}{hint}", "timm.list_models() shows all of them.")
-    try:
-        try:
-            # Transformers with positions for one size take others only when told so.
-            made = timm.create_model(name, pretrained=pretrained, features_only=True, img_size=size)
-        except TypeError:
-            made = timm.create_model(name, pretrained=pretrained, features_only=True)
-    except (RuntimeError, AttributeError, AssertionError, TypeError, ValueError) as error:
-        raise UsageError(f"{name} gives no feature maps: {error}", "Take a backbone like edgenext_base.") from error
-    except OSError as error:
-        reason = str(error).splitlines()[0][:160]
-        raise UsageError(
-            f"the weights of {name} cannot be fetched: {reason}", "Give --weights FILE or none."
-        ) from error
-    return made
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
-
-
-def _levels(features: Any) -> list[int]:
-    strides = features.feature_info.reduction()
-    levels = [level for level, stride in enumerate(strides) if stride >= FINEST_STRIDE]
-    if not levels:
-        raise UsageError("this backbone gives no feature map of stride 4 or more", "Take one like edgenext_base.")
-    return levels
-
-
-def blocks(net: CodNet, most: int = 5) -> list[tuple[str, ...]]:
-    """Patterns of the backbone's parameter names in at most ``most`` groups, the deepest first."""
-    root: nn.Module = net.backbone
-    prefix = "backbone."
-    while len(children := _children(root)) == 1:
-        prefix += f"{children[0][0]}."
-        root = children[0][1]
-    units = [name for name, _ in children]
-    if len(units) < most:  # a transformer keeps all its blocks in one child
-        units = [unit for name, child in children for unit in _inner(name, child)]
-    groups = []
-    for remaining in range(min(most, len(units)), 0, -1):
-        # The shallow groups take what cannot be divided evenly: their units are small.
-        size = len(units) // remaining
-        groups.append(tuple(f"{prefix}{unit}.*" for unit in units[len(units) - size :]))
-        units = units[: len(units) - size]
-    # With the last go the parameters that belong to no unit, such as positions.
-    return [*groups[:-1], ("backbone.*",)]
-
-
-def _inner(name: str, module: nn.Module) -> list[str]:
-    if not isinstance(module, nn.Sequential | nn.ModuleList):
-        return [name]
-    return [f"{name}.{inner}" for inner, _ in _children(module)]
-
-
-def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
+    features = feature_maps(backbone, size, weights)
+    return CodNet(features, usable_levels(features), width, num_experts)

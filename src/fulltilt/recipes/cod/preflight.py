@@ -9,7 +9,7 @@ from pathlib import Path
 from PIL import Image
 
 from fulltilt.errors import DataError
-from fulltilt.recipes.cod.model import check_backbone
+from fulltilt.recipes.cod.backbone import check_backbone
 from fulltilt.recipes.cod.options import CodOptions
 from fulltilt.recipes.cod.pictures import PARTS, Pair, pairs
 from fulltilt.recipes.recipe import Request
