@@ -210,14 +210,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("name", [name for name, line in LINES.items() if line.kind == "cod"])
 def test_a_line_of_guides_1_and_3_means_what_it_says(
-    name: str, made: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fulltilt.recipes import cod as package
 
     seen: list[Any] = []
     recipe = replace(package.RECIPE, check=lambda request: None, run=lambda request: seen.append(request) or {})
     monkeypatch.setattr(package, "RECIPE", recipe)
-    line, places = LINES[name], Places(made["cod"], tmp_path / "out", tmp_path / "best_model.pth")
+    line, places = LINES[name], Places(tmp_path / "data", tmp_path / "out", tmp_path / "best_model.pth")
     _, words = exchanged(line, places)
     flags = dict(zip(words[3:], [*words[4:], ""], strict=True))
     monkeypatch.setattr(sys, "argv", words[1:])
