@@ -30,7 +30,7 @@ def killed_at(number: int, act: Callable[[], None]) -> bool:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["a new step", "the same step once more"])
-def test_killed_at_every_disk_call_of_the_protocol(tmp_path: Path, again: bool) -> None:
+def test_row_1_killed_at_every_disk_call_of_the_protocol(tmp_path: Path, again: bool) -> None:
     """Seen to fail: writing into the final folder instead of `.partial-…` leaves folders that `newest_complete` has to
     refuse; without `sweep` the leftovers stay; without `_settle` in it a kill between the two renames of a replaced
     step loses that step."""
@@ -80,7 +80,9 @@ def supervise(out: Path, kills: list[int], world: int = 1, **order: Any) -> int:
     return deaths
 
 
-def test_killed_in_several_places_the_chain_of_hashes_is_the_same(reference: dict[int, str], tmp_path: Path) -> None:
+def test_row_1_killed_in_several_places_the_chain_of_hashes_is_the_same(
+    reference: dict[int, str], tmp_path: Path
+) -> None:
     """Seen to fail: with `random` left out of `Rig.parts` the chain differs at the first step after a kill."""
     chance = random.Random(3)
     deaths = supervise(tmp_path, [9, 55, *(chance.randrange(1, 70) for _ in range(3))])

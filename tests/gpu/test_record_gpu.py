@@ -1,0 +1,65 @@
+"""A training on a real GPU as a run of Fulltilt: the ledger closes, copies and memory are seen, the lines are there."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fulltilt import store
+from fulltilt.diagnose import answer
+from fulltilt.train.job import Job
+from fulltilt.train.loop import train
+from fulltilt.train.progress import Screen
+from fulltilt.train.settings import TrainSettings
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+
+class Pictures:
+    """Samples of 200 kB made on the fly, so that data, copies and compute all take their part."""
+
+    def __len__(self) -> int:
+        return 2048
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((3, 128, 128), float(index)), index % 10
+
+
+def network() -> torch.nn.Module:
+    layers: list[torch.nn.Module] = [torch.nn.Conv2d(3, 64, 3, stride=2)]
+    for _ in range(6):
+        layers += [torch.nn.BatchNorm2d(64), torch.nn.ReLU(), torch.nn.Conv2d(64, 64, 3)]
+    return torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(64, 10))
+
+
+def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("residency", ["none", "auto"])
+def test_the_ledger_of_a_training_on_a_gpu_closes(residency: str, tmp_path: Path) -> None:
+    stream = io.StringIO()
+    job = Job(model=network(), loss=loss, data=Pictures(), eval_data=Pictures())
+    settings = TrainSettings(batch_size=64, epochs=4, workers=4, residency=residency, save_every=50)  # type: ignore[arg-type]
+    train(job, settings, tmp_path, screen=Screen(tmp_path, stream=stream))
+    told = stream.getvalue()
+    assert re.search(r"^Using 1 GPU|^GPU 0: ", told, re.MULTILINE)
+    assert len(re.findall(r"^GPU Memory - Allocated: \d+\.\d\d GB, Peak: \d+\.\d\d GB$", told, re.MULTILINE)) == 5
+    assert re.search(r"\| GPU: \d+% \| VRAM:\d+\.\d/\d+\.\dGB\(\d+\.\d%\) \| CPU: ", told)
+    run = store.load(tmp_path)
+    found = answer(run)
+    ledger = found.ledger
+    assert ledger.buckets.total_s == pytest.approx(ledger.wall_s, rel=1e-6)
+    assert ledger.buckets.unattributed_s < 0.03 * ledger.wall_s
+    assert (found.throughput.steps, found.throughput.samples) == (4 * 32, 4 * 2048)
+    assert found.gpu[0].vram_peak_bytes
+    assert ledger.buckets.compute_s > 0.0
+    assert ledger.buckets.validation_s > 0.0
+    peak = run.ranks[0].vram_peak_bytes
+    assert peak is not None
+    assert peak > 20 * 2**20
