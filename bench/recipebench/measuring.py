@@ -150,7 +150,7 @@ def engine_rate(
             window["ended_s"] = time.perf_counter()
             raise StoppedEarly("enough")
 
-    with _sampling(samples):
+    with sampling(samples):
         try:
             train(job, settings, out, fresh=True, screen=Silence(out), on_step=on_step)
         except StoppedEarly:
@@ -161,13 +161,14 @@ def engine_rate(
     gpus = [sample.gpus[0] for sample in samples if sample.gpus]
     return (
         done * settings.batch_size * settings.accumulation / wall_s,
-        _mean([gpu.util_pct for gpu in gpus]),
-        _mean([gpu.sm_active_pct for gpu in gpus]),
+        mean_of([gpu.util_pct for gpu in gpus]),
+        mean_of([gpu.sm_active_pct for gpu in gpus]),
     )
 
 
 @contextmanager
-def _sampling(into: list[Sample]) -> Iterator[None]:
+def sampling(into: list[Sample]) -> Iterator[None]:
+    """Look at the machine twice a second meanwhile."""
     sampler = Sampler(into.append, interval_s=0.5)
     sampler.start()
     try:
@@ -176,7 +177,8 @@ def _sampling(into: list[Sample]) -> Iterator[None]:
         sampler.stop()
 
 
-def _mean(values: list[float | None]) -> float | None:
+def mean_of(values: list[float | None]) -> float | None:
+    """The mean of what was measured; None for nothing."""
     # The first reading covers the time before the window.
     known = [value for value in values[1:] if value is not None]
     return statistics.fmean(known) if known else None

@@ -1,0 +1,133 @@
+"""hdf5: windows of 64×16 floats, batch 8192, the compact network, against guide 5's own settings (8 workers × 16)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+
+from fulltilt.recipes.hdf5 import RECIPE, Options
+from fulltilt.recipes.hdf5.data import Part, look
+from fulltilt.recipes.hdf5.model import WindowNet, binary_loss
+from fulltilt.recipes.hdf5.training import build, reader
+from fulltilt.recipes.made.hdf5 import CHANNELS, CHUNK, STEPS
+from fulltilt.recipes.recipe import Request
+from fulltilt.train import TrainSettings
+from recipebench.measuring import Bench, engine_rate, plain_step, rate, stock_rate
+
+GUIDE_BATCH, GUIDE_WORKERS, GUIDE_PREFETCH = 8192, 8, 16
+
+
+def run(bench: Bench) -> None:
+    """Compute-only, fed, compute-only again, then the guide's settings. Its batch is ours."""
+    batch = 64 if bench.smoke else 8192
+    data = recordings(bench.work / "data", 512 if bench.smoke else 64 * 8192)
+    bench.note("promised", "1.67")
+    before = compute_rate(bench, batch)
+    bench.note("compute_only", before)
+    # Several hundred steps an epoch: shorter ones would measure the checkpoint at their end.
+    fed, used, active = fed_rate(bench, data, batch, again=2 if bench.smoke else 6)
+    bench.note("gpu_util_pct", used)
+    bench.note("sm_active_pct", active)
+    bench.note("fed", fed)
+    bench.note("compute_only", (before + compute_rate(bench, batch)) / 2)
+    bench.note("guide", guide_rate(bench, data))
+
+
+def fed_rate(bench: Bench, data: Path, batch: int, again: int) -> tuple[float, float | None, float | None]:
+    """The recipe on ``again`` times the files, without evaluation."""
+    settings = TrainSettings(
+        **{
+            **RECIPE.settings,
+            "epochs": 1000,
+            "batch_size": batch,
+            "drop_last": True,
+            "monitor": None,
+            "workers": 0 if bench.smoke else GUIDE_WORKERS,
+            "device": bench.device.type,
+        }
+    )
+    request = Request(Options(), settings, data, bench.work / "fed")
+    found = look(data, request.options)
+    train = Part(found.train.files * again)
+    with reader(request, train, training=True) as rows, reader(request, found.validation, training=False) as held:
+        job = build(request, found, rows, held)
+        bench.remark(f"rows kept in {rows.tier}, {rows.source.samples:,} windows")
+        return engine_rate(replace(job, eval_data=None, eval_metrics=None), settings, request.out, bench.seconds(6))
+
+
+def compute_rate(bench: Bench, batch: int) -> float:
+    """The plain step on a batch that is on the device."""
+    model = WindowNet(CHANNELS).to(bench.device).train()
+    parts = (
+        torch.randn(batch, STEPS, CHANNELS, device=bench.device),
+        torch.arange(batch, device=bench.device) % 6 == 0,
+    )
+    step = plain_step(model, loss, clip_norm=1.0, dtype=torch.bfloat16 if bench.device.type == "cuda" else None)
+
+    def once() -> int:
+        step(parts)
+        return batch
+
+    return rate(once, bench.seconds(4), bench.device)
+
+
+def guide_rate(bench: Bench, data: Path) -> float:
+    """Guide 5's settings: a stock loader that reads one window after the other, 8 workers × 16 batches ahead."""
+    batch, workers = (16, 1) if bench.smoke else (GUIDE_BATCH, GUIDE_WORKERS)
+    loader = torch.utils.data.DataLoader(
+        OneByOne(data / "train-0.h5"),
+        batch_size=batch,
+        shuffle=True,
+        drop_last=True,
+        num_workers=workers,
+        prefetch_factor=GUIDE_PREFETCH,
+        pin_memory=bench.device.type == "cuda",
+        persistent_workers=True,
+    )
+    model = WindowNet(CHANNELS).to(bench.device).train()
+    step = plain_step(model, loss, dtype=torch.bfloat16 if bench.device.type == "cuda" else None)
+    return stock_rate(loader, step, batch, bench.seconds(12), bench.device)
+
+
+def loss(model: Any, parts: Any) -> torch.Tensor:
+    """The recipe's loss."""
+    windows, labels = parts
+    return binary_loss(model(windows), labels, "pos_weight", 5.0, 2.0)
+
+
+class OneByOne(torch.utils.data.Dataset[Any]):
+    """Windows as such trainers read them, from a file that each worker opens for itself."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file: Any = None
+        with h5py.File(path, "r") as file:
+            self.length = len(file["labels"])
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.file is None:
+            self.file = h5py.File(self.path, "r")
+        label = float(self.file["labels"][index])
+        return torch.from_numpy(self.file["features"][index]), torch.tensor(label)
+
+
+def recordings(folder: Path, count: int) -> Path:
+    """One file of ``count`` windows to train on, and a small one held out. Their values do not change the speed."""
+    folder.mkdir(parents=True)
+    block = np.random.default_rng(0).standard_normal((min(count, 8192), STEPS, CHANNELS), dtype=np.float32)
+    for name, windows in (("train-0.h5", count), ("val-0.h5", min(count, 8192))):
+        with h5py.File(folder / name, "w") as file:
+            shape = (windows, STEPS, CHANNELS)
+            features = file.create_dataset("features", shape, "f4", chunks=(CHUNK, STEPS, CHANNELS))
+            for start in range(0, windows, len(block)):
+                features[start : start + len(block)] = block[: windows - start]
+            file["labels"] = (np.arange(windows) % 6 == 0).astype(np.uint8)
+    return folder
