@@ -21,7 +21,7 @@ from fulltilt.feed.delivery import Delivery
 from fulltilt.feed.inspection import Inspection, inspect
 from fulltilt.feed.keeping import Keeping, Notes
 from fulltilt.feed.order import BatchOrder, Order
-from fulltilt.feed.places import device_or_default, ranks
+from fulltilt.feed.places import device_or_default, home_of, ranks
 from fulltilt.feed.progress import progress
 from fulltilt.feed.residency import Residence
 from fulltilt.feed.stock import StockLoader
@@ -78,12 +78,13 @@ def loader(
     )
     device = device_or_default(device)
     workers = num_workers if num_workers is not None else settings.num_workers
+    home = home_of(dataset, device)
     return FeedLoader(
         dataset,
         order,
         found,
         augment=as_augmentation(augment),
-        residence=Residence(dataset, found, residency, device, reserve_bytes, cache_dir, cache_limit_bytes, checks),
+        residence=Residence(dataset, found, residency, home, reserve_bytes, cache_dir, cache_limit_bytes, checks),
         device=device,
         workers=default_workers() if workers is None else workers,
         collate_fn=collate_fn,
@@ -113,6 +114,7 @@ class FeedLoader:
         self.workers = workers
         self._augment = augment
         self._residence = residence
+        self._finishes = bool(getattr(dataset, "finishes_on_device", False))
         self._next_epoch = self._epoch = 0
         self._resume_at = self._next_batch = 0
         self._stock: StockLoader | None = None
@@ -123,7 +125,7 @@ class FeedLoader:
             self.notes.say(f"served by a stock DataLoader with {workers} workers: {why}")
             residence.refuse_if_asked(why)
         else:
-            self._delivery = Delivery(found.layout, device)
+            self._delivery = Delivery(found.layout, residence.device)
             self._keeping = Keeping(
                 residence,
                 found.layout,
@@ -213,8 +215,13 @@ class FeedLoader:
         for batch, indices in self._stock.batches(epoch, start) if self._stock else self._kept(epoch, start):
             # Counted before the batch is handed out: a checkpoint taken after its step must not see it again.
             self._next_batch += 1
-            yield batch if self._augment is None else self._augment(batch, self.order.seed, epoch, indices)
+            yield self._finished(batch, indices, epoch)
         self._epoch, self._next_batch = epoch + 1, 0
+
+    def _finished(self, batch: Any, indices: torch.Tensor, epoch: int) -> Any:
+        if self._finishes:
+            batch, indices = self.dataset.finish_on_device(batch, self.device), indices.to(self.device)
+        return batch if self._augment is None else self._augment(batch, self.order.seed, epoch, indices)
 
     def _kept(self, epoch: int, start: int) -> Iterator[tuple[Any, torch.Tensor]]:
         keeping = self._keeping

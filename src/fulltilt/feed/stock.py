@@ -49,16 +49,17 @@ class StockLoader:
         self._batches.epoch, self._batches.start = epoch, start
         indices = self._batches.order.batches(epoch)[start:]
         for batch, mine in zip(self._loader, indices, strict=True):
-            yield _to(batch, self.device), mine.to(self.device, non_blocking=True)
+            yield to_device(batch, self.device), mine.to(self.device, non_blocking=True)
 
 
-def _to(value: Any, device: torch.device) -> Any:
+def to_device(value: Any, device: torch.device) -> Any:
+    """A batch of any structure on ``device``, without waiting."""
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):
-        return {key: _to(item, device) for key, item in value.items()}
+        return {key: to_device(item, device) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_to(item, device) for item in value))
+        return type(value)(*(to_device(item, device) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(_to(item, device) for item in value)
+        return type(value)(to_device(item, device) for item in value)
     return value

@@ -14,6 +14,7 @@ from fulltilt.feed import FeedLoader
 from fulltilt.feed.augment import Augmentation, as_augmentation
 from fulltilt.feed.bad_samples import BadSamples
 from fulltilt.feed.inspection import ShapesDiffer, inspect
+from fulltilt.feed.places import home_of
 from fulltilt.feed.residency import Residence
 from fulltilt.train.distributed import Ranks, part_of
 from fulltilt.train.handles import refuse_open_handles
@@ -133,12 +134,13 @@ def _fed(data: Any, plan: EpochPlan, loading: LoaderSettings, augment: Augmentat
                 "Use residency: auto or none, or return tensors of one shape.",
             )
         return None
+    home = home_of(data, loading.device)
     loader = FeedLoader(
         data,
         order,
         found,
         augment=augment,
-        residence=Residence(data, found, loading.residency, loading.device, None, None, None, checks=8),
+        residence=Residence(data, found, loading.residency, home, None, None, None, checks=8),
         device=loading.device,
         workers=part_of(loading.workers, Ranks(plan.rank, plan.world)),
         collate_fn=None,
