@@ -11,7 +11,7 @@ from pathlib import Path
 # Not the user's work, or not a place that a job writes its results to.
 LEFT_OUT = frozenset({".git", "__pycache__", ".venv", "node_modules", ".mypy_cache", ".pytest_cache", ".ruff_cache"})
 # A data set of millions of files may lie there: what cannot be looked at in this time is not watched.
-LOOK_LIMIT_S = 2.0
+LOOK_LIMIT_S = 1.0
 MOST_NAMED = 12
 
 

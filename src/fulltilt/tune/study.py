@@ -20,7 +20,7 @@ from fulltilt.probes.machine import describe_machine
 from fulltilt.records import SCHEMA_VERSION, LoaderRecord, Run, RunRecord, Trial
 from fulltilt.tune.assignment import ANSWER_FILE, Answer, Assignment, TrainingLoader
 from fulltilt.tune.course import next_step, time_limit_s
-from fulltilt.tune.folder_watch import differences, look
+from fulltilt.tune.folder_watch import Snapshot, differences, look
 from fulltilt.tune.interval import Patience
 from fulltilt.tune.outcome import Attempt, conclude
 from fulltilt.tune.processes import AnewStarts, ForkedStarts, Starts
@@ -75,6 +75,7 @@ class Study:
         self._patience = patience or Patience()
         self._gpus = Gpus.open()
         self._starts: Starts | None = None
+        self._files: Snapshot | None = None
         self.record = self._open()
         self.trials: list[Trial] = list(store.read_lines(folder / TRIALS_FILE, Trial))
         self._writer = store.LineWriter(folder / TRIALS_FILE)
@@ -119,15 +120,16 @@ class Study:
             if attempt is None:
                 return
             limits = Limits(time_limit_s(self.trials, left_s, self._trial_limit_s), self._space.memory_bytes)
-            trial = self._try(attempt, limits, partial(trying, attempt))
+            trial = self.measure(attempt, limits, partial(trying, attempt))
             self.trials.append(trial)
             self._writer.write([trial])
             tried(trial)
 
-    def _try(self, attempt: Attempt, limits: Limits, tick: Callable[[float], None]) -> Trial:
+    def measure(self, attempt: Attempt, limits: Limits, tick: Callable[[float], None] = lambda _: None) -> Trial:
+        """Run one trial, which is not kept. A forked start that fails is tried once more from the beginning."""
         folder = self._folder / "trials" / f"trial-{len(self.trials) + 1:03d}"
         shutil.rmtree(folder, ignore_errors=True)  # one that was cut off
-        before = look(Path.cwd(), self._folder)
+        before = self._files or look(Path.cwd(), self._folder)
         starts = self._ready()
         trial = self._attempt(attempt, folder, starts, limits, tick)
         if trial.purpose == "start" and trial.state in ("crashed", "timed_out") and isinstance(starts, ForkedStarts):
@@ -136,9 +138,10 @@ class Study:
             shutil.rmtree(folder, ignore_errors=True)
             trial = self._attempt(attempt, folder, self._ready(), limits, tick)
         shutil.rmtree(folder / "scratch", ignore_errors=True)
+        self._files = look(Path.cwd(), self._folder)
         return replace(
             trial,
-            changed_files=differences(before, look(Path.cwd(), self._folder)),
+            changed_files=differences(before, self._files),
             folder=str(folder.relative_to(self._folder)),
         )
 

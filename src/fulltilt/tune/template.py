@@ -126,7 +126,8 @@ class Template:
         os.dup2(descriptor, 2)
         os.close(descriptor)
         self._torch.set_num_threads(self._torch_threads)
-        if self._torch.cuda._is_in_bad_fork():
+        cuda = self._torch.cuda
+        if cuda._is_in_bad_fork() and cuda.device_count() > 0:  # without a GPU, asking for one does no harm
             print("fulltilt: the GPU was touched before the fork", file=sys.stderr)
             os._exit(CANNOT_FORK)
 
