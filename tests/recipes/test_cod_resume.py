@@ -50,7 +50,13 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tor
     return weights(out)
 
 
-@pytest.mark.parametrize("step", [1, 4], ids=["in stage 1", "in stage 2"])
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(1, id="in stage 1", marks=(pytest.mark.slow, pytest.mark.recipes)),
+        pytest.param(4, id="in stage 2"),
+    ],
+)
 def test_a_stop_by_sigterm_changes_nothing(
     step: int,
     data: Path,
