@@ -87,14 +87,8 @@ def _lightning(smoke: bool) -> dict[str, Any]:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters())
 
-    trainer = lightning.Trainer(
-        default_root_dir=tempfile.mkdtemp(),
-        max_epochs=1,
-        precision="bf16-mixed",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(default_root_dir=tempfile.mkdtemp(), max_epochs=1, precision="bf16-mixed", **quiet)
     job = Job()
     trials = 2 if smoke else MOST_DOUBLINGS
     found = Tuner(trainer).scale_batch_size(job, mode="power", steps_per_trial=2, max_trials=trials)
