@@ -141,6 +141,7 @@ class RankNotes:
         self.communication: CommunicationRecord | None = None
         self.deep: DeepRecord | None = None
         self.remarks: list[str] = []
+        self._vram_peak_bytes: int | None = None
         # What live tuning did, asked for each time that the record is written.
         self.live: Callable[[], tuple[LiveRecord, ...]] = tuple
 
@@ -258,7 +259,7 @@ class RankNotes:
             deep=self.deep,
             gpu_busy_step_s=self.gpu_busy_s / self.gpu_steps if self.gpu_steps else None,
             launch_s=self.launch_s if on_gpu else None,
-            vram_peak_bytes=stats.get("allocated_bytes.all.peak"),
+            vram_peak_bytes=self._highest_peak(stats.get("allocated_bytes.all.peak")),
             vram_reserved_bytes=stats.get("reserved_bytes.all.peak"),
             alloc_retries=stats.get("num_alloc_retries"),
             memory=self.memory,
@@ -268,6 +269,12 @@ class RankNotes:
             notes=tuple(self.remarks),
             live=self.live(),
         )
+
+    def _highest_peak(self, now_bytes: int | None) -> int | None:
+        """The highest so far: loops that print the peak of each epoch reset torch's own."""
+        seen = [peak for peak in (self._vram_peak_bytes, now_bytes) if peak is not None]
+        self._vram_peak_bytes = max(seen, default=None)
+        return self._vram_peak_bytes
 
     def _worker_records(self) -> tuple[WorkerRecord, ...]:
         records = [totals.record(loader_id) for loader_id, totals in self.workers.items()]
