@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 SIGMAS = (0.0, 0.005, 0.01, 0.02, 0.035, 0.055, 0.085, 0.13, 0.2, 0.3, 0.45, 0.65, 0.9)
-# Where the curve peaks, w* = sqrt((1 − σ) / κ), says more than κ: 1 to 512 workers by steps of a fourth, or never.
-PEAKS = (*(2.0 ** (step / 3) for step in range(28)), math.inf)
+# Where the curve peaks, w* = sqrt((1 − σ) / κ), says more than κ: 1 to 512 workers, or never.
+PEAKS = (*(2.0 ** (step / 2) for step in range(19)), math.inf)
 # No law fits a real loader better than this, however exactly it was measured.
 MISFIT = 0.03
 # Away from what was measured a real loader leaves the law: by so much for each factor of two in workers.
 DRIFT = 0.12
 # A residual of more than so many deviations counts as an outlier: its weight falls with its distance.
 OUTLIER = 2.0
+# A curve this far from the points (in half squares of deviations) will not matter, however its outliers are weighed.
+HOPELESS = 400.0
 # Half the width of a 90 % interval, in standard deviations.
 NINETY_PERCENT = 1.645
 
@@ -108,16 +110,15 @@ def _weigh(sigma: float, peak: float, points: list[Measured], expected_peak: flo
     deviations = [math.hypot(MISFIT, point.spread) for point in points]
     weights = [1 / deviation**2 for deviation in deviations]
     log_rate = _mean(offsets, weights)
-    for _ in range(3):
+    penalty = _penalty(offsets, deviations, log_rate)
+    for _ in range(3 if OUTLIER**2 / 2 < penalty < HOPELESS else 0):
         far = [abs(offset - log_rate) / deviation for offset, deviation in zip(offsets, deviations, strict=True)]
         weights = [
             min(1.0, OUTLIER / max(distance, 1e-9)) / deviation**2
             for distance, deviation in zip(far, deviations, strict=True)
         ]
         log_rate = _mean(offsets, weights)
-    penalty = sum(
-        _huber(abs(offset - log_rate) / deviation) for offset, deviation in zip(offsets, deviations, strict=True)
-    )
+        penalty = _penalty(offsets, deviations, log_rate)
     variance = 1 / sum(weights)
     return Curve(sigma, kappa, log_rate, variance, 0.5 * math.log(variance) - penalty + _prior(peak, expected_peak))
 
@@ -133,8 +134,13 @@ def _shape(sigma: float, kappa: float, workers: float) -> float:
     return math.log(workers) - math.log1p(sigma * (workers - 1) + kappa * workers * (workers - 1))
 
 
-def _huber(distance: float) -> float:
-    return 0.5 * distance**2 if distance <= OUTLIER else OUTLIER * (distance - 0.5 * OUTLIER)
+def _penalty(offsets: list[float], deviations: list[float], log_rate: float) -> float:
+    """Huber's loss: half squares near the curve, straight on from there."""
+    total = 0.0
+    for offset, deviation in zip(offsets, deviations, strict=True):
+        distance = abs(offset - log_rate) / deviation
+        total += 0.5 * distance**2 if distance <= OUTLIER else OUTLIER * (distance - 0.5 * OUTLIER)
+    return total
 
 
 def _mean(values: list[float], weights: list[float]) -> float:

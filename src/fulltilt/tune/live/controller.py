@@ -8,12 +8,13 @@ the depth of the queue. A try that does not pay is taken back by whoever called:
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fulltilt.tune.live.limits import DEFAULT, Limits
 from fulltilt.tune.live.room import Room, most_workers
 from fulltilt.tune.live.window import Knobs, Seen
-from fulltilt.tune.scaling import Measured, ScalingLaw, fit_scaling
+from fulltilt.tune.scaling import Estimate, Measured, ScalingLaw, fit_scaling
 
 # One worker does what the training thread did, give or take handing the batch over.
 SERIAL_SPREAD = 0.2
@@ -51,12 +52,19 @@ def decide(situation: Situation, limits: Limits = DEFAULT) -> Try | Settle:
         return Settle("the loader is no longer the limit")
     if len(situation.seen) - 1 + len(situation.failed) >= limits.most_moves:
         return Settle(f"{limits.most_moves} settings were tried")
-    return (
-        _by_the_law(situation, best, limits)
-        or _between(situation, best, limits)
-        or _deeper_queue(situation, best, limits)
-        or _at_the_end(situation)
-    )
+    most, what = most_workers(situation.room, best.knobs.prefetch, limits)
+    untried = _untried(situation, most, limits)
+    law, ceiling = law_of(situation), ceiling_of(situation.seen)
+    rates = {workers: law.at(workers) for workers in untried}
+    workers = _by_the_law(rates, ceiling, best, limits) or _between(situation, rates, best, limits)
+    if workers is not None:
+        knobs = Knobs(workers, best.knobs.prefetch, best.knobs.pin or situation.room.can_pin, True)
+        return Try(knobs, (min(rates[workers].low, ceiling), min(rates[workers].high, ceiling)))
+    deeper = _deeper_queue(situation, best, limits)
+    if deeper is not None:
+        return Try(deeper, (best.batches_per_s, ceiling))
+    limit = "" if untried else f"; {what} leaves room for {most}"
+    return Settle(f"no other setting promises more{limit}")
 
 
 def best_of(seen: tuple[Seen, ...]) -> Seen:
@@ -88,41 +96,8 @@ def law_of(situation: Situation) -> ScalingLaw:
     return fit_scaling(points, expected_peak=max(0.75 * room.cpus / room.ranks / (room.cpu_share or 1.0), 1.0))
 
 
-def _by_the_law(situation: Situation, best: Seen, limits: Limits) -> Try | None:
-    """The number of workers that should be fastest, and the fewest of those that would be fast enough."""
-    law, ceiling = law_of(situation), ceiling_of(situation.seen)
-    promising = {
-        workers: min(law.at(workers).rate / limits.worker_headroom, ceiling)
-        for workers in _untried(situation, best, limits)
-        if min(law.at(workers).high, ceiling) >= best.batches_per_s * (1 + limits.worth_share)
-    }
-    if not promising:
-        return None
-    top = max(promising.values())
-    return _try(situation, min(workers for workers, rate in promising.items() if rate >= 0.99 * top), best)
-
-
-def _between(situation: Situation, best: Seen, limits: Limits) -> Try | None:
-    """The middle of the gap between the best and what was tried next to it, as long as a gap is wide."""
-    here = max(best.knobs.workers, 0.5)  # the training thread alone lies below one worker
-    untried = _untried(situation, best, limits)
-    tried = {one.knobs.workers for one in situation.seen}
-    end = min(limits.leap * here, max(untried, default=here) + 1)
-    above = min((workers for workers in tried if workers > here), default=end)
-    below = max((workers for workers in tried if 0 < workers < here), default=here / limits.leap)
-    law = law_of(situation)
-    gaps = [(above / here, math.sqrt(above * here)), (here / below, math.sqrt(here * below))]
-    for width, middle in sorted(gaps, reverse=True):
-        workers = round(middle)
-        possible = workers in untried and limits.surprise * law.at(workers).high > best.batches_per_s
-        if width > limits.gap and possible:
-            return _try(situation, workers, best)
-    return None
-
-
-def _untried(situation: Situation, best: Seen, limits: Limits) -> list[int]:
+def _untried(situation: Situation, most: int, limits: Limits) -> list[int]:
     """Numbers of workers that there is room for and that are no leap into the dark."""
-    most, _ = most_workers(situation.room, best.knobs.prefetch, limits)
     known = [one.knobs.workers for one in situation.seen if one.knobs.workers]
     tried = {*known, *(knobs.workers for knobs in situation.failed)}
     if situation.seen[0].knobs.workers:
@@ -132,25 +107,38 @@ def _untried(situation: Situation, best: Seen, limits: Limits) -> list[int]:
     return [workers for workers in range(1, most + 1) if low <= workers <= high and workers not in tried]
 
 
-def _try(situation: Situation, workers: int, best: Seen) -> Try:
-    rate, ceiling = law_of(situation).at(workers), ceiling_of(situation.seen)
-    knobs = Knobs(workers, best.knobs.prefetch, best.knobs.pin or situation.room.can_pin, True)
-    return Try(knobs, (min(rate.low, ceiling), min(rate.high, ceiling)))
+def _by_the_law(rates: Mapping[int, Estimate], ceiling: float, best: Seen, limits: Limits) -> int | None:
+    """The number of workers that should be fastest, and the fewest of those that would be fast enough."""
+    worth = best.batches_per_s * (1 + limits.worth_share)
+    promising = {
+        workers: min(rate.rate / limits.worker_headroom, ceiling)
+        for workers, rate in rates.items()
+        if min(rate.high, ceiling) >= worth
+    }
+    top = max(promising.values(), default=0.0)
+    return min((workers for workers, rate in promising.items() if rate >= 0.99 * top), default=None)
 
 
-def _deeper_queue(situation: Situation, best: Seen, limits: Limits) -> Try | None:
+def _between(situation: Situation, rates: Mapping[int, Estimate], best: Seen, limits: Limits) -> int | None:
+    """The middle of the gap between the best and what was tried next to it, as long as a gap is wide."""
+    here = max(best.knobs.workers, 0.5)  # the training thread alone lies below one worker
+    tried = {one.knobs.workers for one in situation.seen}
+    end = min(limits.leap * here, max(rates, default=here) + 1)
+    above = min((workers for workers in tried if workers > here), default=end)
+    below = max((workers for workers in tried if 0 < workers < here), default=here / limits.leap)
+    gaps = [(above / here, math.sqrt(above * here)), (here / below, math.sqrt(here * below))]
+    for width, middle in sorted(gaps, reverse=True):
+        rate = rates.get(round(middle))
+        if width > limits.gap and rate is not None and limits.surprise * rate.high > best.batches_per_s:
+            return round(middle)
+    return None
+
+
+def _deeper_queue(situation: Situation, best: Seen, limits: Limits) -> Knobs | None:
     """Uneven batches empty a short queue now and then although the workers could keep up on average."""
     knobs = best.knobs
     deeper = knobs._replace(prefetch=min(2 * knobs.prefetch, limits.most_prefetch), persistent=True)
     known = {one.knobs[:2] for one in situation.seen} | {other[:2] for other in situation.failed}
     most, _ = most_workers(situation.room, deeper.prefetch, limits)
-    if not 0 < knobs.workers <= most or deeper[:2] in known or knobs.prefetch != situation.seen[0].knobs.prefetch:
-        return None
-    return Try(deeper, (best.batches_per_s, ceiling_of(situation.seen)))
-
-
-def _at_the_end(situation: Situation) -> Settle:
-    most, what = most_workers(situation.room, situation.in_force.prefetch)
-    if most <= max(one.knobs.workers for one in situation.seen):
-        return Settle(f"no other number of workers promises more; {what} allow {most}")
-    return Settle("no other number of workers promises more")
+    once = knobs.prefetch == situation.seen[0].knobs.prefetch
+    return deeper if once and 0 < knobs.workers <= most and deeper[:2] not in known else None

@@ -14,12 +14,12 @@ class Orders:
     """What is left of a sampler's pass. Orders that a pool could not fulfil come back to the front."""
 
     def __init__(self, sampler: Iterator[Any]) -> None:
-        self._rest = sampler
+        self.sampler = sampler
         self._returned: deque[Any] = deque()
 
     def take(self) -> Any:
         """The next order; StopIteration at the end of the pass."""
-        return self._returned.popleft() if self._returned else next(self._rest)
+        return self._returned.popleft() if self._returned else next(self.sampler)
 
     def give_back(self, orders: Iterable[Any]) -> None:
         """Put orders, the earliest first, before everything else."""

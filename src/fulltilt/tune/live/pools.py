@@ -49,7 +49,10 @@ class WatchedWorkers(dataloader._MultiProcessingDataLoaderIter):
     def _get_data(self) -> Any:
         began_s = time.monotonic()
         while True:
-            got, answer = self._try_get_data(ASK_EVERY_S)  # type: ignore[no-untyped-call]
+            try:
+                got, answer = self._try_get_data(ASK_EVERY_S)  # type: ignore[no-untyped-call]
+            except (OSError, EOFError) as error:  # the batch of a dead worker cannot be opened
+                raise PoolFailed(f"a worker exited unexpectedly ({error})") from error
             if got:
                 return answer
             if self._pin_memory and not self._pin_memory_thread.is_alive():

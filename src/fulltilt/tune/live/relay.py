@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fulltilt.tune.live.orders import Orders
@@ -20,12 +22,12 @@ class Relay:
     A pool that is handed over to takes the orders behind those of the pool before it, which runs dry meanwhile.
     """
 
-    def __init__(self, tuner: LoaderTuner, orders: Orders, first: Pool, index_sampler: Any) -> None:
+    def __init__(self, tuner: LoaderTuner, orders: Orders, first: Pool, loader: Any) -> None:
         self.orders = orders
         self._line: deque[Pool] = deque([first])
         self.ended = False
         self._tuner = tuner
-        self._index_sampler = index_sampler
+        self._loader = loader  # scripts loop over loaders that nobody else holds
         self._num_workers = first.knobs.workers
         self._left_s: float | None = None
 
@@ -33,7 +35,7 @@ class Relay:
         return self
 
     def __len__(self) -> int:
-        return len(self._index_sampler)
+        return len(self._loader._index_sampler)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._line[0].iterator, name)
@@ -42,16 +44,25 @@ class Relay:
         asked_s = time.perf_counter()
         if self._left_s is None:
             self._line[0].open()
-        self._tuner.at_boundary(self)
+        self._let_tuner(self._tuner.at_boundary)
         began_s = time.perf_counter()
         batch = self._draw()
         wait_s = time.perf_counter() - began_s
         if self._left_s is None:
             self._tuner.first_arrived(wait_s)
         else:
-            self._tuner.arrived(self, Arrival(wait_s, asked_s - self._left_s))
+            self._let_tuner(self._tuner.arrived, Arrival(wait_s, asked_s - self._left_s))
         self._left_s = time.perf_counter()
         return batch
+
+    def _let_tuner(self, act: Callable[..., None], *facts: Any) -> None:
+        """Tuning may go wrong; the job goes on."""
+        try:
+            act(self, *facts)
+        except Exception as error:
+            if os.environ.get("FULLTILT_DEBUG"):
+                raise
+            self._tuner.broke(error)
 
     def _draw(self) -> Any:
         while True:

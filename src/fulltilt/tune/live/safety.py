@@ -39,9 +39,7 @@ def reason_against(loader: Any, iterator: Any) -> str | None:
         return "a DataPipe keeps a state of its own in each worker"
     if type(iterator) not in TORCHS_OWN:
         return f"it iterates by {type(iterator).__name__}, which is not torch's own"
-    if loader.num_workers == 0 and (reason := _reason_against_forking()) is not None:
-        return reason
-    return _reason_of_sampler(loader._index_sampler, iterator._sampler_iter)
+    return _reason_against_forking() if loader.num_workers == 0 else None
 
 
 def _reason_against_forking() -> str | None:
@@ -58,8 +56,8 @@ def _reason_against_forking() -> str | None:
     return None
 
 
-def _reason_of_sampler(sampler: Any, iterator: Any) -> str | None:
-    """Why the sampler may not be read further ahead than the script itself does."""
+def reason_of_sampler(sampler: Any, iterator: Any) -> str | None:
+    """Why a sampler may not be read further ahead than the script itself does; ``iterator`` is its own, under way."""
     kind = type(sampler)
     if isinstance(iterator, OVER_A_SEQUENCE) or any(kind.__iter__ is known.__iter__ for known in FIXED_AT_ONCE):
         return None
@@ -71,9 +69,9 @@ def _reason_of_sampler(sampler: Any, iterator: Any) -> str | None:
         return None
     if kind.__iter__ is BatchSampler.__iter__:
         inner = getattr(iterator, "gi_frame", None)
-        return _reason_of_sampler(sampler.sampler, inner and inner.f_locals.get("sampler_iter"))
+        return reason_of_sampler(sampler.sampler, inner and inner.f_locals.get("sampler_iter"))
     if _of_accelerate(kind) and kind.__name__ in WRAPPERS:
-        return _reason_of_sampler(getattr(sampler, WRAPPERS[kind.__name__]), None)
+        return reason_of_sampler(getattr(sampler, WRAPPERS[kind.__name__]), None)
     if isinstance(sampler, list | tuple | range):
         return None
     return (

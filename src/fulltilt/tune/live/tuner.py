@@ -20,7 +20,7 @@ from fulltilt.tune.live.orders import Orders
 from fulltilt.tune.live.pools import Pool
 from fulltilt.tune.live.relay import Relay
 from fulltilt.tune.live.room import Room, most_workers
-from fulltilt.tune.live.safety import reason_against
+from fulltilt.tune.live.safety import reason_against, reason_of_sampler
 from fulltilt.tune.live.serial import FetchWatch
 from fulltilt.tune.live.turnover import Turnover
 from fulltilt.tune.live.window import Arrival, Knobs, Seen, Window
@@ -111,7 +111,7 @@ class LoaderTuner:
         self._best.join(orders, is_open=True)
         if self._best.knobs.workers == 0 and self.phase is Phase.WATCHING:
             self._watch = FetchWatch(iterator)
-        return Relay(self, orders, self._best, loader._index_sampler)
+        return Relay(self, orders, self._best, loader)
 
     def _begin_ours(self, loader: Any, knobs: Knobs) -> Relay:
         """A pass served by a pool of ours: the one that lives, or a new one if the data set has changed since."""
@@ -131,7 +131,7 @@ class LoaderTuner:
             self._best = pool
         if self._workshop.user.workers:
             pool.open()  # the script's own workers would have begun; without any, nothing is drawn before next()
-        return Relay(self, orders, pool, loader._index_sampler)
+        return Relay(self, orders, pool, loader)
 
     def pass_ended(self, relay: Relay) -> None:
         """All batches of a pass were given."""
@@ -189,17 +189,23 @@ class LoaderTuner:
 
     def _judge(self, relay: Relay, seen: Seen) -> None:
         """A window is full: keep or take back what was tried, and decide what comes next."""
-        if self._watch is not None:
-            self.tensors_per_batch = self._watch.tensors_per_batch
-            if (problem := self._watch.problem()) is not None:
-                self._leave_alone(problem)
-                return
+        if not self._seen and (reason := self._reason_against(relay)) is not None:
+            self._leave_alone(reason)
+            return
         if self.phase is Phase.TRYING:
             self._end_trial(relay, seen)
         else:
             self.diary.saw(seen)
         self._seen = (*self._seen, seen)
         self._decide()
+
+    def _reason_against(self, relay: Relay) -> str | None:
+        """What was seen of the sampler and of the fetches that speaks against other workers."""
+        reason = reason_of_sampler(self._workshop.loader._index_sampler, relay.orders.sampler)
+        if reason is None and self._watch is not None:
+            self.tensors_per_batch = self._watch.tensors_per_batch
+            reason = self._watch.problem()
+        return reason
 
     def _decide(self) -> None:
         if not self._seen:
@@ -299,6 +305,12 @@ class LoaderTuner:
         self._candidate = None
         self.diary.failed(_short(error))
         self.tap.in_force = in_force(self._in_force)
+
+    def broke(self, error: Exception) -> None:
+        """Tuning itself went wrong: whatever serves now goes on."""
+        self._unwatch()
+        self.phase = Phase.SETTLED
+        self.diary.settled(f"tuning ended by an error of its own ({_short(error)})")
 
     def _leave_alone(self, why: str) -> None:
         self._unwatch()

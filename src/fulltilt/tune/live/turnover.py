@@ -20,6 +20,7 @@ class Turnover:
         self._began_s = clock()
         self._cost_s = 0.0
         self._restarted_s: float | None = None
+        self._own_passes = 0
         self._refused = False
 
     def began(self, took_s: float) -> None:
@@ -43,6 +44,7 @@ class Turnover:
         if not persistent:
             self._restarted_s = self._cost_s
             return self.share >= self._limits.turnover_share
-        if self._restarted_s is not None and self._cost_s > CHEAPER * self._restarted_s:
-            self._refused = True
+        self._own_passes += 1
+        if self._own_passes > 1 and self._restarted_s is not None:  # the first had to start them
+            self._refused = self._cost_s > CHEAPER * self._restarted_s
         return not self._refused

@@ -113,6 +113,6 @@ class Window:
         self._arrivals.append(arrival)
         if now_s < self._look_at_s:
             return None
-        self._look_at_s = now_s + LOOK_EVERY_S
+        self._look_at_s = now_s + min(LOOK_EVERY_S, self._limits.least_s)
         seen = summarize(self._knobs, self._arrivals, self._limits)
         return seen if seen is not None and (seen.spread <= self._limits.spread or now_s >= self._end_s) else None

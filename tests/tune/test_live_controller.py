@@ -1,0 +1,155 @@
+"""The controller against simulated loaders: it comes near the best with few moves, and never decides for ever."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fulltilt.tune.live.controller import Settle, Situation, decide, pays
+from fulltilt.tune.live.limits import DEFAULT
+from fulltilt.tune.live.room import Room, most_workers
+from fulltilt.tune.live.window import Arrival, Knobs, Seen, Window, summarize
+
+# Samples a second over workers as measured on one H200 with 16 cores, and what compute alone could take.
+COD = {0: 68.0, 4: 265.0, 8: 480.0, 12: 414.0, 16: 394.0, 24: 424.0}
+CLIP = {0: 160.0, 4: 652.0, 8: 1050.0, 12: 1489.0, 16: 712.0}
+
+
+def simulate(
+    rate: Callable[[int], float], busy_s: float, start: int, room: Room, noise: float, seed: int
+) -> tuple[int, list[Knobs]]:
+    """Workers in force at the end, and the moves on the way."""
+    random = Random(seed)
+
+    def see(knobs: Knobs) -> Seen:
+        delivered = rate(knobs.workers) * math.exp(random.gauss(0, noise))
+        return Seen(knobs, delivered, noise, max(1 - delivered * busy_s, 0.0), busy_s)
+
+    in_force, moves = Knobs(start), []
+    seen = (see(in_force),)
+    while not isinstance(move := decide(Situation(in_force, seen, room)), Settle):
+        moves.append(move.knobs)
+        assert move.expected[0] <= move.expected[1]
+        assert 1 <= move.knobs.workers <= most_workers(room, move.knobs.prefetch)[0]
+        tried = see(move.knobs)
+        before = next(one for one in reversed(seen) if one.knobs == in_force)
+        seen = (*seen, tried)
+        in_force = move.knobs if pays(before, tried) else in_force
+    assert len(moves) <= DEFAULT.most_moves
+    return in_force.workers, moves
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    cpus=st.sampled_from([2, 4, 8, 16, 32]),
+    peak=st.floats(0.3, 1.5),
+    sigma=st.sampled_from([0.0, 0.02, 0.1]),
+    demand=st.floats(0.3, 3.0),
+    start=st.sampled_from([0.0, 0.0, 0.1, 0.5, 1.0, 2.0]),
+    seed=st.integers(0, 10_000),
+)
+def test_it_comes_near_the_best_of_any_scaling_law(
+    cpus: int, peak: float, sigma: float, demand: float, start: float, seed: int
+) -> None:
+    kappa = (1 - sigma) / max(peak * cpus, 1.0) ** 2
+
+    def supply(workers: int) -> float:
+        return 10.0 * workers / (1 + sigma * (workers - 1) + kappa * workers * (workers - 1))
+
+    busy_s = 1 / (demand * max(supply(workers) for workers in range(1, cpus + 1)))
+
+    def rate(workers: int) -> float:
+        return min(supply(workers), 1 / busy_s) if workers else 1 / (busy_s + 1 / supply(1))
+
+    workers, _ = simulate(rate, busy_s, round(start * cpus), Room(cpus), 0.02, seed)
+    assert rate(workers) >= 0.93 * max(rate(workers) for workers in range(cpus + 1))
+
+
+@pytest.mark.parametrize(("rates", "compute", "batch"), [(COD, 900.0, 64), (CLIP, 3091.0, 256)], ids=["COD", "CLIP"])
+@pytest.mark.parametrize("start", [0, 4, 16])
+def test_the_measured_jobs_end_within_five_per_cent_of_their_best(
+    rates: Mapping[int, float], compute: float, batch: int, start: int
+) -> None:
+    def rate(workers: int) -> float:
+        below = max(known for known in rates if known <= workers)
+        above = min(known for known in rates if known >= workers)
+        part = (workers - below) / (above - below) if above > below else 0.0
+        return (rates[below] + part * (rates[above] - rates[below])) / batch
+
+    ends = [simulate(rate, batch / compute, start, Room(16), 0.015, seed) for seed in range(5)]
+    reached = sorted(rate(workers) / rate(max(rates, key=rates.__getitem__)) for workers, _ in ends)
+    assert reached[1] >= 0.95, reached
+    assert sum(len(moves) for _, moves in ends) / len(ends) <= 9
+
+
+def test_a_loader_that_is_not_the_limit_is_not_touched() -> None:
+    seen = Seen(Knobs(4), 10.0, 0.01, 0.02, 0.098)
+    assert decide(Situation(seen.knobs, (seen,), Room(16))) == Settle("the loader is no longer the limit")
+
+
+def test_what_failed_is_not_tried_again_and_room_is_kept() -> None:
+    seen = Seen(Knobs(0), 1.0, 0.05, 0.9, 0.1)
+    failed: tuple[Knobs, ...] = ()
+    while not isinstance(move := decide(Situation(seen.knobs, (seen,), Room(4), failed)), Settle):
+        assert move.knobs not in failed
+        failed = (*failed, move.knobs)
+    assert 1 <= len(failed) <= 4
+
+
+@pytest.mark.parametrize(
+    ("room", "most", "what"),
+    [
+        (Room(16), 16, "CPUs"),
+        (Room(16, cpu_share=0.5), 32, "CPUs"),
+        (Room(16, cpu_share=0.01), 64, "CPUs"),
+        (Room(16, ranks=4), 4, "CPUs"),
+        (Room(16, other_workers=10), 6, "CPUs"),
+        (Room(16, memory_free_bytes=10 << 30, worker_bytes=1 << 30), 6, "memory"),
+        (Room(16, shm_free_bytes=64 << 20, batch_bytes=4 << 20), 2, "/dev/shm"),
+        (Room(16, files_left=64, tensors_per_batch=4), 2, "open files"),
+        (Room(1, memory_free_bytes=1 << 20), 0, "memory"),
+    ],
+)
+def test_the_tightest_limit_counts(room: Room, most: int, what: str) -> None:
+    workers, why = most_workers(room, prefetch=2)
+    assert workers == most
+    assert what in why
+
+
+# --------------------------------------------------------------------------- windows
+
+
+def test_a_pause_and_what_queued_up_meanwhile_do_not_count() -> None:
+    steady = [Arrival(0.1, 0.1)] * 12
+    paused = [*steady, Arrival(0.0, 30.0), *([Arrival(0.0, 0.1)] * 4), *steady]
+    seen = summarize(Knobs(2), paused)
+    assert seen is not None
+    assert seen.batches_per_s == pytest.approx(5.0)
+    assert seen.wait_share == pytest.approx(0.5)
+
+
+def test_bursts_of_as_many_batches_as_workers_are_no_noise() -> None:
+    bursts = [Arrival(0.4, 0.1), Arrival(0.0, 0.1), Arrival(0.0, 0.1), Arrival(0.0, 0.1)] * 6
+    seen = summarize(Knobs(4), bursts)
+    assert seen is not None
+    assert seen.spread == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_window_skips_the_beginning_and_ends_when_it_knows_enough() -> None:
+    now = [0.0]
+    window = Window(DEFAULT, clock=lambda: now[0])
+    window.begin(Knobs(2), skip=4)
+    answers = []
+    for number in range(40):
+        now[0] += 0.5
+        answers.append(window.add(Arrival(0.0 if number < 4 else 0.3, 0.2)))
+    first = next(number for number, seen in enumerate(answers) if seen is not None)
+    seen = answers[first]
+    assert seen is not None
+    assert seen.wait_share == pytest.approx(0.6)
+    assert first >= 4 + DEFAULT.least_s / 0.5

@@ -1,0 +1,256 @@
+"""A pool that fails leaves the old one running, and a loader that must not be tuned is left alone with its reason."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
+
+from fulltilt.tune.live.limits import Limits
+from fulltilt.tune.live.room import Room
+from fulltilt.tune.live.window import Knobs
+from tests.tune.live_jobs import HASTY, Squares, flat, tuning
+
+SIZE = 40
+
+
+class FailsInWorkers(Squares):
+    """Fails in its own way in a worker, and only there."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(5 * SIZE)
+        self.how = how
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if get_worker_info() is not None:
+            if self.how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "raises":
+                raise ValueError("only here")
+            if self.how == "hangs":
+                time.sleep(60)
+        return super().__getitem__(index)
+
+
+def plain(size: int = SIZE) -> list[Any]:
+    """What a loader gives in order, two by two."""
+    pairs = [[index, index + 1] for index in range(0, size, 2)]
+    return [[[[float(index * index)] * 3 for index in pair], pair] for pair in pairs]
+
+
+def slowly(loader: Any) -> list[Any]:
+    """Every batch, with time enough for a pool to start beside."""
+    drawn = []
+    for batch in loader:
+        drawn.append(flat(batch))
+        time.sleep(0.005)
+    return drawn
+
+
+@pytest.mark.parametrize("how", ["dies", "raises", "hangs"])
+def test_a_pool_that_fails_leaves_the_old_one_running(how: str, tmp_path: Path) -> None:
+    limits = Limits(**{**{name: getattr(HASTY, name) for name in HASTY.__slots__}, "first_batch_s": 0.5})
+    with tuning(tmp_path, [Knobs(2)], limits=limits) as one:
+        loader = one.trains(DataLoader(FailsInWorkers(how), batch_size=2))
+        assert slowly(loader) == plain(5 * SIZE)
+        (move,) = one.record.moves
+        assert move.outcome == "failed"
+        assert {"dies": "exited unexpectedly", "raises": "only here", "hangs": "no batch came"}[how] in str(move.why)
+        assert one.record.settings.num_workers == 0
+
+
+def test_a_pool_that_fails_after_it_was_kept_gives_way_to_the_scripts_own_settings(tmp_path: Path) -> None:
+    with tuning(tmp_path, [Knobs(2, persistent=True)], [True]) as one:
+        drawn = []
+        killed = False
+        for batch in one.trains(DataLoader(Squares(400), batch_size=2)):
+            drawn.append(flat(batch))
+            time.sleep(0.002)
+            if one.record.settings.num_workers == 2 and not killed:
+                killed = True
+                (tuner,) = one.live.tuners.values()
+                for worker in tuner.pools()[0].iterator._workers:
+                    worker.kill()
+        assert killed
+        assert drawn == plain(400)
+        assert one.record.state == "left_alone"
+        assert "back to the script's own settings" in one.record.why
+
+
+def test_an_error_of_the_data_set_reaches_the_script_at_its_own_batch(tmp_path: Path) -> None:
+    class Damaged(Squares):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            if index == 21:
+                raise ValueError("record 21 is damaged")
+            return super().__getitem__(index)
+
+    with tuning(tmp_path, [Knobs(2)], [True]) as one:
+        drawn, errors = [], 0
+        iterator = iter(one.trains(DataLoader(Damaged(SIZE), batch_size=2)))
+        while True:
+            try:
+                drawn.append(flat(next(iterator)))
+            except StopIteration:
+                break
+            except ValueError:
+                errors += 1
+        assert errors == 1
+        assert drawn == [batch for batch in plain() if 21 not in batch[1]]
+
+
+def test_a_pool_that_there_is_no_room_for_is_not_started(tmp_path: Path) -> None:
+    with tuning(tmp_path, [Knobs(4)], room=Room(cpus=8, memory_free_bytes=1 << 20)) as one:
+        assert [flat(batch) for batch in one.trains(DataLoader(Squares(SIZE), batch_size=2))] == plain()
+        assert one.record.moves[0].outcome == "failed"
+        assert "free memory" in str(one.record.moves[0].why)
+
+
+def test_an_evaluation_loader_is_not_touched(tmp_path: Path) -> None:
+    with tuning(tmp_path, [Knobs(2)]) as one:
+        assert [flat(batch) for batch in DataLoader(Squares(SIZE), batch_size=2)] == plain()
+        assert one.record.moves == ()
+
+
+def test_two_loops_over_one_loader_have_their_own_batches(tmp_path: Path) -> None:
+    with tuning(tmp_path, [Knobs(2)], [True]) as one:
+        loader = one.trains(DataLoader(Squares(8), batch_size=2))
+        pairs = [(flat(outer)[1], flat(inner)[1]) for outer in loader for inner in loader]
+        indices = [[0, 1], [2, 3], [4, 5], [6, 7]]
+        assert pairs == [(outer, inner) for outer in indices for inner in indices]
+
+
+def test_a_data_set_changed_between_passes_is_seen_by_the_next(tmp_path: Path) -> None:
+    class Scaled(Squares):
+        scale = 1.0
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            return torch.full((3,), self.scale * index), index
+
+    data = Scaled(SIZE)
+    with tuning(tmp_path, [Knobs(2, persistent=True)], [True]) as one:
+        loader = one.trains(DataLoader(data, batch_size=2))
+        workers = []
+        for scale in (1.0, 1.0, 3.0):
+            data.scale = scale
+            assert [flat(batch)[0][1][0] for batch in loader] == [scale * index for index in range(1, SIZE, 2)]
+            (tuner,) = one.live.tuners.values()
+            workers.append([worker.pid for pool in tuner.pools() for worker in pool.iterator._workers])
+        assert len(workers[0]) == 2, "it was tuned"
+        assert workers[1] == workers[0], "workers live on as long as nothing has changed"
+        assert workers[2] != workers[1]
+
+
+# --------------------------------------------------------------------------- what is left alone
+
+
+class Drawing(Squares):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.rand(3), index
+
+
+class DrawingElsewhere(Squares):
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.own = np.random.default_rng(0)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((3,), float(self.own.random())), index
+
+
+class Counting(Squares):
+    reads = 0
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.reads += 1
+        return super().__getitem__(index)
+
+
+class HoldingAFile(Squares):
+    def __init__(self, size: int, path: Path) -> None:
+        super().__init__(size)
+        path.write_bytes(bytes(range(256)))
+        self.file = path.open("rb")
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.file.seek(index)
+        return torch.full((3,), float(self.file.read(1)[0])), index
+
+
+class Unpicklable(Squares):
+    def __getitem__(self, index: int) -> Any:
+        return {"x": torch.zeros(2), "f": lambda: index}
+
+
+class Reacting(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(SIZE)
+
+    def __len__(self) -> int:
+        return SIZE
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(SIZE))
+
+
+LEFT_ALONE = {
+    "random numbers": lambda path: DataLoader(Drawing(SIZE), batch_size=2),
+    "draws random": lambda path: DataLoader(DrawingElsewhere(SIZE), batch_size=2),
+    "changes the data set": lambda path: DataLoader(Counting(SIZE), batch_size=2),
+    "file": lambda path: DataLoader(HoldingAFile(SIZE, path / "data"), batch_size=2),
+    "handed over": lambda path: DataLoader(Unpicklable(SIZE), batch_size=None),
+    "sampler Reacting": lambda path: DataLoader(Squares(SIZE), batch_size=2, sampler=Reacting()),
+    "IterableDataset": lambda path: DataLoader(Stream(), batch_size=2),
+}
+
+
+@pytest.mark.parametrize("reason", sorted(LEFT_ALONE))
+def test_what_could_change_what_is_trained_is_left_alone_with_its_reason(reason: str, tmp_path: Path) -> None:
+    make = LEFT_ALONE[reason]
+    torch.manual_seed(3)
+    random.seed(3)
+    expected = [flat(batch) for batch in make(tmp_path)]
+    torch.manual_seed(3)
+    random.seed(3)
+    limits = Limits(**{**{name: getattr(HASTY, name) for name in HASTY.__slots__}, "least_batches": 3})
+    with tuning(tmp_path, [Knobs(2)], limits=limits) as one:
+        drawn = [flat(batch) for batch in one.trains(make(tmp_path))]
+        if reason != "handed over":
+            assert drawn == expected
+        assert one.record.state == "left_alone"
+        assert reason in one.record.why
+        assert one.record.moves == ()
+
+
+def test_a_sampler_of_a_list_is_no_reason(tmp_path: Path) -> None:
+    class Listed(Reacting):
+        def __iter__(self) -> Iterator[int]:
+            return iter(list(range(SIZE)))
+
+    with tuning(tmp_path, [Knobs(2)], [True]) as one:
+        loader = one.trains(DataLoader(Squares(SIZE), batch_size=2, sampler=Listed()))
+        assert [flat(batch) for batch in loader] == plain()
+        assert len(one.record.moves) == 1
+
+
+def test_workers_that_start_anew_for_short_passes_are_kept_alive(tmp_path: Path) -> None:
+    limits = Limits(**{**{name: getattr(HASTY, name) for name in HASTY.__slots__}, "least_batches": 1000})
+    with tuning(tmp_path, [], limits=limits) as one:
+        loader = one.trains(DataLoader(Squares(4), batch_size=2, num_workers=1))
+        pids = set()
+        for _ in range(4):
+            assert [flat(batch) for batch in loader] == plain(4)
+            (tuner,) = one.live.tuners.values()
+            pids |= {worker.pid for pool in tuner.pools() for worker in pool.iterator._workers}
+        assert one.record.settings.persistent_workers
+        assert len(pids) == 1
