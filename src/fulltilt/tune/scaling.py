@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 SIGMAS = (0.0, 0.005, 0.01, 0.02, 0.035, 0.055, 0.085, 0.13, 0.2, 0.3, 0.45, 0.65, 0.9)
 # Where the curve peaks, w* = sqrt((1 − σ) / κ), says more than κ: 1 to 512 workers, or never.
-PEAKS = (*(2.0 ** (step / 2) for step in range(19)), math.inf)
+PEAKS = (*(2.0 ** (step / 3) for step in range(28)), math.inf)
 # No law fits a real loader better than this, however exactly it was measured.
 MISFIT = 0.03
 # Away from what was measured a real loader leaves the law: by so much for each factor of two in workers.
