@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -172,6 +173,27 @@ def test_eight_bit_adamw_on_a_gpu_without_bitsandbytes_is_told(tmp_path: Path, m
         arguments.check_arguments(Request(Options(optim="adamw_bnb_8bit"), TrainSettings(), tmp_path, tmp_path))
     with pytest.raises(UsageError, match="no ema_decay"):
         arguments.check_arguments(Request(Options(), TrainSettings(ema_decay=0.9), tmp_path, tmp_path))
+
+
+def test_memory_and_divergence_end_with_their_own_codes_and_what_to_change(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def full(self: ClassLoss, *given: Any, **how: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ClassLoss, "__call__", full)
+    assert train("--data", data, "--out", tmp_path / "full") == 5
+    assert "gradient_checkpointing: true" in capsys.readouterr().err
+    monkeypatch.undo()
+    computed = ClassLoss.__call__
+
+    def lost(self: ClassLoss, outputs: Any, labels: torch.Tensor, **how: Any) -> torch.Tensor:
+        return computed(self, {"logits": outputs["logits"] * math.nan}, labels, **how)
+
+    monkeypatch.setattr(ClassLoss, "__call__", lost)
+    assert train("--data", data, "--out", tmp_path / "nan", "--save-every", "1") == 6
+    assert "the loss has not been finite since step 1" in capsys.readouterr().err
+    assert not checkpoint.folders(tmp_path / "nan" / "checkpoints"), "weights that are lost are not saved"
 
 
 # --------------------------------------------------------------------------- batches

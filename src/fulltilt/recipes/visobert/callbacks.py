@@ -17,8 +17,8 @@ from fulltilt.train.progress import Screen
 from fulltilt.train.readout import Readout
 from fulltilt.train.stop import StopRequest
 
-# Losses that are not finite, one after the other, before training is given up: fp16 skips some when it seeks its scale.
-MOST_BAD_STEPS = 20
+# fp16 skips steps while it seeks its loss scale; this many in a row are no search. Any other step moves the weights.
+MOST_SKIPPED_STEPS = 20
 
 
 class Figures(TrainerCallback):  # type: ignore[misc]
@@ -31,11 +31,13 @@ class Figures(TrainerCallback):  # type: ignore[misc]
         self.readout: Readout[tuple[int, int]] = Readout(device)
         self._served = 0
         self._bad = 0
+        self._allowed = 0
         self._losses: list[float] = []
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """See TrainerCallback."""
         self._losses = []
+        self._allowed = MOST_SKIPPED_STEPS if args.fp16 else 0
         epoch, done = divmod(state.global_step, self.per_epoch)
         self.screen.epoch_begins(epoch, self.per_epoch, done)
 
@@ -71,9 +73,9 @@ class Figures(TrainerCallback):  # type: ignore[misc]
             self._bad = 0 if math.isfinite(loss) else self._bad + 1
             if self._bad:
                 self.screen.warn(f"step {step}: the loss is {loss}")
-            if self._bad > MOST_BAD_STEPS:
+            if self._bad > self._allowed:
                 raise Diverged(
-                    f"the loss has not been finite since step {step - MOST_BAD_STEPS}",
+                    f"the loss has not been finite since step {step - self._allowed}",
                     "Lower learning_rate, lengthen the warm-up, or train with bf16 in place of fp16.",
                 )
             if not self._bad:

@@ -25,8 +25,10 @@ from fulltilt.recipes.visobert.metrics import classification
 from fulltilt.recipes.visobert.model import load_model, load_tokenizer
 from fulltilt.recipes.visobert.texts import Split, Texts, read_texts
 from fulltilt.recipes.visobert.trainer import ClassLoss, TextTrainer
+from fulltilt.records import Sample
 from fulltilt.train import checkpoint, find, rng
 from fulltilt.train.distributed import detect, device_of
+from fulltilt.train.idle_gpu import IdleGpu
 from fulltilt.train.keep import KeepPolicy
 from fulltilt.train.lock import FolderLock
 from fulltilt.train.progress import Screen
@@ -92,7 +94,8 @@ class Fitting:
         """Train to the end, or until somebody asks to stop."""
         recording = self.recorder.recording
         settings = self.request.settings
-        gpus = [torch.cuda.get_device_name(rank) for rank in range(detect().world)] if torch.cuda.is_available() else []
+        used = min(detect().world, torch.cuda.device_count()) if self.trainer.args.device.type == "cuda" else 0
+        gpus = [torch.cuda.get_device_name(number) for number in range(used)]
         self.screen.open(math.ceil(self.total_steps / self.per_epoch), settings.batch_size, gpus)
         try:
             self.trainer.train(resume_from_checkpoint=None if begin is None else str(begin))
@@ -121,7 +124,14 @@ class Fitting:
         classes = len(texts.classes)
         weights = torch.tensor(texts.balanced_weights()) if options.class_weights == "balanced" else None
         loss = ClassLoss(weights, options.label_smoothing_factor)
-        self.recorder = FulltiltCallback(self.request.out, on_sample=self.screen.note)
+        idle = IdleGpu(settings, self.screen, self.request.out) if device.type == "cuda" else None
+
+        def sampled(sample: Sample) -> None:
+            self.screen.note(sample)
+            if idle is not None:
+                idle(sample)
+
+        self.recorder = FulltiltCallback(self.request.out, on_sample=sampled)
         figures = Figures(self.screen, loss, self.sampler, self.per_epoch, device)
         self.stopper = StopAndSave(self.stop, settings.save_every, self.per_epoch, self.recorder)
         self.trainer = self.stopper.trainer = TextTrainer(
