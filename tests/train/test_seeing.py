@@ -172,6 +172,24 @@ def test_a_run_in_a_terminal_leaves_one_bar_an_epoch(tmp_path: Path, monkeypatch
     assert not [row for row in rows if re.search(r" \d\d%", row)], "nothing of the way there is left"
 
 
+class Closed(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_terminal_that_was_closed_does_not_stop_the_training(tmp_path: Path) -> None:
+    """Seen to fail: without the `except` of `Terminal._write` the run ends with a BrokenPipeError."""
+    run(tmp_path, Closed(), epochs=1)
+    assert (tmp_path / "metrics.csv").exists()
+
+
+def test_a_terminal_without_unicode_gets_question_marks() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    Terminal(stream).line("Epoch 1/2 [██··]  50%")
+    assert raw.getvalue() == b"Epoch 1/2 [????]  50%\n"
+
+
 # --------------------------------------------------------------------------- trackers
 
 

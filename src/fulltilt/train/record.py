@@ -59,7 +59,7 @@ class TrainingRecord(LoopMarks):
         if not attached and rig.settings.record:
             try:
                 self._begin()
-            except (FulltiltError, OSError) as error:
+            except Exception as error:
                 rig.screen.warn(f"this run is not recorded: {error}")
         if rig.screen.speaks and rig.device.type == "cuda" and not attached:
             self._watch.listeners.append(IdleGpu(rig.settings, rig.screen, rig.out if self._own is not None else None))
@@ -92,7 +92,7 @@ class TrainingRecord(LoopMarks):
             self._files.close(*_ending(error))
             _wait_for_the_others(self._rig.out)
             _, diagnosis = explain(self._rig.out)
-        except (FulltiltError, OSError) as problem:
+        except Exception as problem:
             self._rig.screen.warn(f"this run has no report: {problem}")
             return
         for line in verdict_lines(diagnosis, self._rig.out):

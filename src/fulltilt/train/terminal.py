@@ -18,6 +18,7 @@ class Terminal:
         self.stream = stream
         self.live = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         self._rows = 0
+        self._gone = False
         self._lock = threading.Lock()  # warnings come from the thread that samples the machine
 
     def line(self, text: str) -> None:
@@ -51,10 +52,21 @@ class Terminal:
         return "\r" + "\x1b[1A" * (rows - 1) + "\x1b[J" if rows else ""
 
     def _write(self, text: str) -> None:
-        self.stream.write(text)
-        self.stream.flush()
+        if self._gone:
+            return
+        try:
+            self.stream.write(_encodable(text, self.stream))
+            self.stream.flush()
+        except OSError:
+            self._gone = True  # the window was closed, the reader of the pipe has ended: the training goes on
 
 
 def _one_row(text: str) -> str:
     """Names come from anywhere: no codes for the terminal, no line of their own."""
     return clean(text).replace("\n", " ")
+
+
+def _encodable(text: str, stream: TextIO) -> str:
+    """A terminal without Unicode (LANG=C) shows a question mark for what it does not have."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)
