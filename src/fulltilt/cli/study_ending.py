@@ -43,7 +43,8 @@ def end_study(record: StudyRecord, trials: Sequence[Trial], folder: Path, apply:
         console.print(Text(CONTRASTIVE_WARNING))
     won = winner(trials)
     tested = [comparison for candidate in candidates(trials) if (comparison := compare(trials, candidate))]
-    console.print(Text(verdict_sentence(won or (tested[0] if tested else None))))
+    looked_faster = next(iter(candidates(trials)), None)
+    console.print(Text(verdict_sentence(won or (tested[0] if tested else None), looked_faster)))
     for name in (SETTINGS_FILE, DIFF_FILE):
         (folder / name).unlink(missing_ok=True)  # of an earlier answer
     if won is not None:

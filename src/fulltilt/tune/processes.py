@@ -104,6 +104,7 @@ class ForkedStarts:
     """Every trial is a fork of one process that has run the script up to its first touch."""
 
     def __init__(self, process: subprocess.Popen[bytes], requests: int, replies: int) -> None:
+        self.opened_in_s = 0.0
         self._process = process
         self._requests = requests
         self._replies = Lines(replies)
@@ -115,6 +116,7 @@ class ForkedStarts:
             return "this system does not fork processes safely"
         if command[:1] != [sys.executable] or "torch.distributed.run" in command:
             return "a launcher starts the job's processes itself"
+        began = time.monotonic()
         request_end, requests = os.pipe()
         replies, reply_end = os.pipe()
         environment = {
@@ -131,6 +133,7 @@ class ForkedStarts:
         if first is None or not first.get("ready"):
             starts.close()
             return str(first["why"]) if first else "the script did not come to its first loader"
+        starts.opened_in_s = time.monotonic() - began
         return starts
 
     def start(self, folder: Path, t0_ns: int) -> Started:

@@ -34,6 +34,9 @@ from fulltilt.tune.trials import best_of, rate
 OUT_OF_THE_RACE = 0.9
 # A script that has come to no loader by then may never come to one; it is then started anew for each trial.
 TEMPLATE_LIMIT_S = 300.0
+# A first fork that has not ended by then most likely waits for a thread that was not forked with it.
+FIRST_FORK_S = 60.0
+FIRST_FORK_FACTOR = 5.0
 STUDY_FILE = "study.json"
 TRIALS_FILE = "trials.jsonl"
 
@@ -129,14 +132,17 @@ class Study:
         """Run one trial, which is not kept. A forked start that fails is tried once more from the beginning."""
         folder = self._folder / "trials" / f"trial-{len(self.trials) + 1:03d}"
         shutil.rmtree(folder, ignore_errors=True)  # one that was cut off
+        asked = limits
         before = self._files or look(Path.cwd(), self._folder)
         starts = self._ready()
+        if attempt.purpose == "start" and isinstance(starts, ForkedStarts):
+            limits = replace(limits, time_s=min(limits.time_s, FIRST_FORK_S + FIRST_FORK_FACTOR * starts.opened_in_s))
         trial = self._attempt(attempt, folder, starts, limits, tick)
         if trial.purpose == "start" and trial.state in ("crashed", "timed_out") and isinstance(starts, ForkedStarts):
             # True to the script above all: perhaps it is only the fork that it does not survive.
             self._start_anew("the forked script failed")
             shutil.rmtree(folder, ignore_errors=True)
-            trial = self._attempt(attempt, folder, self._ready(), limits, tick)
+            trial = self._attempt(attempt, folder, self._ready(), asked, tick)
         shutil.rmtree(folder / "scratch", ignore_errors=True)
         self._files = look(Path.cwd(), self._folder)
         return replace(

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fulltilt.records import Trial
+from fulltilt.records import Settings, Trial
 from fulltilt.report import wording
 from fulltilt.tune.learning_rate import figure
 from fulltilt.tune.solutions import Solution, in_words
@@ -67,7 +67,7 @@ def show_trials(console: Console, trials: Sequence[Trial]) -> None:
         table.add_column(name, justify="right" if name in ("trial", "samples/s", "waits", "took") else "left")
     for number, trial in enumerate(trials, start=1):
         shown = trial.in_force if is_valid(trial) else None
-        what = "start" if trial.purpose == "start" or trial.settings == type(trial.settings)() else None
+        what = "start" if trial.purpose == "start" or trial.settings == Settings() else None
         mark = " (verifying)" if trial.purpose == "verify" else ""
         table.add_row(
             str(number),
@@ -81,8 +81,10 @@ def show_trials(console: Console, trials: Sequence[Trial]) -> None:
     console.print(table)
 
 
-def verdict_sentence(comparison: Comparison | None) -> str:
-    """What verification said, in a sentence."""
+def verdict_sentence(comparison: Comparison | None, unverified: Settings | None = None) -> str:
+    """What verification said, in a sentence. ``unverified`` looked faster, but there was no time to make sure."""
+    if comparison is None and unverified is not None:
+        return f"Not verified: {in_words(unverified)} looked faster, but no time was left to make sure (--budget)."
     if comparison is None:
         return "Nothing was found to be faster than the settings as they are; they stay."
     pairs = "a pair" if comparison.pairs == 1 else f"{comparison.pairs} pairs"
@@ -96,7 +98,7 @@ def verdict_sentence(comparison: Comparison | None) -> str:
 def progress_line(number: int, trial: Trial, best: Trial | None) -> str:
     """A trial that has ended, in a line."""
     shown = trial.in_force if is_valid(trial) else None
-    what = "start" if trial.settings == type(trial.settings)() else in_words(trial.settings, shown)
+    what = "start" if trial.settings == Settings() else in_words(trial.settings, shown)
     if not is_valid(trial):
         return f"trial {number}: {what}: {STATES[trial.state]}{f' ({trial.note})' if trial.note else ''}"
     lead = " (best so far)" if trial is best else ""

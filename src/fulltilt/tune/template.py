@@ -38,7 +38,6 @@ class Template:
         self._saves = Saves(scratch)
         self._undo: list[Callable[[], None]] = []
         self._touched = False
-        self._threads = _native_threads()
         self._torch_threads = int(torch.get_num_threads())
 
     @classmethod
@@ -144,9 +143,8 @@ class Template:
     def _why_unsafe(self) -> str | None:
         if self._torch.cuda.is_initialized():
             return "the GPU is in use already"
-        threads = _native_threads()
-        if threads > self._threads:
-            return f"{threads - self._threads} threads run already"
+        if threading.active_count() > 1:
+            return "it runs threads before its first loader"  # native ones know about forks or are found out by one
         return None
 
     def _say(self, **facts: Any) -> None:
@@ -156,13 +154,6 @@ class Template:
 
 # The exit status of a fork that finds that it should not have been one.
 CANNOT_FORK = 75
-
-
-def _native_threads() -> int:
-    try:
-        return len(os.listdir("/proc/self/task"))  # noqa: PTH208
-    except OSError:
-        return threading.active_count()
 
 
 def _file_offsets() -> dict[int, int]:
