@@ -13,6 +13,7 @@ from rich.text import Text
 from fulltilt import store
 from fulltilt.errors import Diverged, DoesNotFit, FulltiltError, MachineError, UsageError
 from fulltilt.records import Settings, Trial
+from fulltilt.timeline.overrides import LOADER
 from fulltilt.tune.learning_rate import CONTRASTIVE_WARNING, looks_contrastive, looks_deeply_supervised
 from fulltilt.tune.solutions import by_hand, solutions
 from fulltilt.tune.source_patch import WriteYourself, apply_change, propose
@@ -58,7 +59,8 @@ def _hand_over(
     console: Console, record: StudyRecord, settings: Settings, in_force: Settings, folder: Path, apply: bool
 ) -> None:
     """The winner as a settings file and as a change of the source."""
-    store.write_json(folder / SETTINGS_FILE, rid_of_none(loader_settings(in_force)))
+    settings_for = {LOADER: record.loader.where} if record.loader is not None and record.loader.where else {}
+    store.write_json(folder / SETTINGS_FILE, {**rid_of_none(loader_settings(in_force)), **settings_for})
     console.print(Text(f"Without a change to the script: fulltilt run --settings {folder / SETTINGS_FILE} …"))
     for line in by_hand(settings):
         console.print(Text(line))

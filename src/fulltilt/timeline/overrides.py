@@ -14,8 +14,18 @@ from typing import Any
 from fulltilt import store
 from fulltilt.errors import RunFolderError, UsageError
 from fulltilt.records import Settings
+from fulltilt.timeline.loader_tap import call_sites
 
 SAME_MATH = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "torch_threads", "start_method")
+
+# Beside the settings: the line (file:line) of the loader that they are for. `fulltilt tune` writes it.
+LOADER = "loader"
+
+
+def read_loader(path: Path) -> str | None:
+    """The line of the loader that a settings file is for; None when it names none."""
+    where = store.read_json(path).get(LOADER)
+    return where if isinstance(where, str) else None
 
 
 def read_settings(path: Path) -> Settings:
@@ -27,7 +37,7 @@ def read_settings(path: Path) -> Settings:
     if not isinstance(plain, dict):
         raise UsageError(f"--settings: {path} should hold one JSON object")
     known = {field.name for field in fields(Settings)}
-    unknown = sorted(set(plain) - known - {"schema_version"})
+    unknown = sorted(set(plain) - known - {"schema_version", LOADER})
     if unknown:
         raise UsageError(
             f"--settings: {path} has unknown keys: {', '.join(unknown)}", f"Known are: {', '.join(sorted(known))}"
@@ -61,12 +71,12 @@ def _check(path: Path, settings: Settings) -> None:
 class LoaderOverride:
     """Changes the arguments of a training loader's construction."""
 
-    def __init__(self, settings: Settings, notes: Any) -> None:
+    def __init__(self, settings: Settings, where: str | None = None) -> None:
         self._settings = settings
-        self._notes = notes
+        self._where = where
 
     def __call__(
-        self, original: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, original: Callable[..., None], loader: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with the settings in force, or as they were for a loader that does not train."""
         try:
@@ -75,7 +85,8 @@ class LoaderOverride:
             return args, kwargs  # DataLoader itself will complain
         given = dict(bound.arguments)
         given.pop("self", None)
-        if not looks_like_training(given):
+        named = self._where is not None and call_sites(loader).where == self._where
+        if not named and not looks_like_training(given):
             return args, kwargs
         changed = apply(self._settings, given)
         dataset = changed.pop("dataset", None)

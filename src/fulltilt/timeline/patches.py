@@ -125,7 +125,7 @@ class Patches:
     def _loader_init(self, original: Callable[..., None]) -> Callable[..., None]:
         def __init__(loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
             if self._taps.override is not None and self._recorder.active:
-                args, kwargs = self._taps.override(original, args, kwargs)
+                args, kwargs = self._taps.override(original, loader, args, kwargs)
             original(loader, *args, **kwargs)
             if self._recorder.active:
                 self._taps.constructed(loader, given_arguments(original, args, kwargs))

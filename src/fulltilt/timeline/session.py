@@ -13,7 +13,7 @@ from fulltilt.timeline.deep import DeepLook
 from fulltilt.timeline.feed_tap import FeedTaps
 from fulltilt.timeline.loader_tap import LoaderTaps
 from fulltilt.timeline.notes import RankNotes
-from fulltilt.timeline.overrides import LoaderOverride, read_settings
+from fulltilt.timeline.overrides import LoaderOverride, read_loader, read_settings
 from fulltilt.timeline.patches import Patches
 from fulltilt.timeline.recorder import Recorder
 
@@ -30,11 +30,12 @@ class Session:
         self.patches = Patches(torch, self.recorder, self.taps)
         self._deep = DeepLook(torch, self.recorder, deep) if deep else None
         self._settings = read_settings(Path(settings)) if settings else None
+        self._settings_for = read_loader(Path(settings)) if settings else None
 
     def install(self) -> None:
         """Put the patches in place. The observer starts with the first loader, backward or step."""
         if self._settings is not None:
-            self.taps.override = LoaderOverride(self._settings, self.notes)
+            self.taps.override = LoaderOverride(self._settings, self._settings_for)
             if self._settings.torch_threads:
                 self._torch.set_num_threads(self._settings.torch_threads)
         self.patches.install()

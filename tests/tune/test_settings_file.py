@@ -1,0 +1,40 @@
+"""The settings file of a study finds its loader again, also one that does not look like a training loader."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import zeros
+from torch.utils.data import DataLoader, TensorDataset
+
+from fulltilt.errors import UsageError
+from fulltilt.records import Settings
+from fulltilt.timeline.overrides import LoaderOverride, read_loader, read_settings
+
+
+def changed(override: LoaderOverride, **given: Any) -> dict[str, Any]:
+    loader = object.__new__(DataLoader)
+    return override(DataLoader.__init__, loader, (TensorDataset(zeros(4, 1)),), given)[1]
+
+
+def test_a_loader_is_known_by_its_line_or_by_its_looks() -> None:
+    by_looks = LoaderOverride(Settings(num_workers=3))
+    assert changed(by_looks, shuffle=True)["num_workers"] == 3
+    assert "num_workers" not in changed(by_looks)
+    # The line that calls the override in these tests: two lines below `def changed`.
+    line = changed.__code__.co_firstlineno + 2
+    here = LoaderOverride(Settings(num_workers=3), f"{Path(__file__).relative_to(Path.cwd())}:{line}")
+    assert changed(here)["num_workers"] == 3
+
+
+def test_the_file_names_its_loader_and_still_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps({"num_workers": 3, "loader": "train.py:7"}))
+    assert read_settings(path) == Settings(num_workers=3)
+    assert read_loader(path) == "train.py:7"
+    path.write_text(json.dumps({"num_workers": 3, "loaders": "train.py:7"}))
+    with pytest.raises(UsageError, match="unknown keys: loaders"):
+        read_settings(path)
