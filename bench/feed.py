@@ -134,7 +134,7 @@ def main() -> int:
     parser.add_argument("--jobs", default=",".join(RUN), help="comma-separated: " + ", ".join(RUN))
     parser.add_argument("--out", default="feed-bench.json", help="where the figures are written after each job")
     parser.add_argument("--workers", default="4,8,12,16", help="worker counts of the stock DataLoader")
-    parser.add_argument("--parts", default="stock,tiers,peers", help="what to measure of cod and clip beside vram")
+    parser.add_argument("--parts", default="stock,tiers,jpeg,peers", help="what to measure of cod and clip beside vram")
     parser.add_argument("--budget-s", type=float, default=None, help="seconds for each job (default: its own)")
     parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU")
     parser.add_argument("--child", choices=RUN, help=argparse.SUPPRESS)

@@ -63,15 +63,34 @@ class Images(Dataset[Any]):
         from PIL import Image
         from torchvision.transforms.v2.functional import pil_to_tensor
 
-        path, mask_path = self.files[index]
-        with Image.open(path) as image:
+        with Image.open(self.files[index][0]) as image:
             pixels = pil_to_tensor(image.convert("RGB").resize((self.size, self.size), Image.Resampling.BILINEAR))
+        return pixels, self.other(index)
+
+    def other(self, index: int) -> torch.Tensor:
+        from PIL import Image
+        from torchvision.transforms.v2.functional import pil_to_tensor
+
+        mask_path = self.files[index][1]
         if mask_path is None:
             tokens = torch.randint(1, 49000, (77,), generator=torch.Generator().manual_seed(index))
             tokens[-1] = 49407
-            return pixels, tokens
+            return tokens
         with Image.open(mask_path) as mask:
-            return pixels, pil_to_tensor(mask.resize((self.size, self.size), Image.Resampling.NEAREST))
+            return pil_to_tensor(mask.resize((self.size, self.size), Image.Resampling.NEAREST))
+
+
+class Others:
+    """What belongs to each picture: its mask, or its tokens."""
+
+    def __init__(self, images: Images) -> None:
+        self.images = images
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.images.other(index)
 
 
 class StockImages(Images):
@@ -171,6 +190,28 @@ class ImageJob:
         except Exception as error:
             self.bench.note(self.name, f"feed_{tier}_failed", f"{type(error).__name__}: {str(error)[:200]}")
 
+    def gpu_jpeg(self, seconds: float) -> None:
+        """Nothing kept decoded: workers read bytes, and the GPU decodes each batch beside the training."""
+        name = "feed_gpu_jpeg"
+        if self.bench.device.type != "cuda":
+            return
+        if not self.bench.has_time_for(seconds + 8):
+            self.bench.note(self.name, name, "no time left")
+            return
+        try:
+            pictures = [path for path, _ in self.dataset.files]
+            size = (self.dataset.size, self.dataset.size)
+            encoded = feed.jpeg(pictures, size, Others(self.dataset), decoder="gpu", device=self.bench.device)
+            for tier in ("none", "ram"):
+                with feed.loader(encoded, self.batch_size, residency=tier, **self.options) as loader:
+                    if tier == "ram":
+                        loader.fill()
+                    rate, _ = self.bench.rate(self.step, lambda loader=loader: loader, first_of, seconds)
+                self.bench.note(self.name, f"{name}_{tier}", rate)
+                self.bench.note(self.name, f"gpu_jpeg_{tier}_over_compute", rate / self.compute)
+        except Exception as error:
+            self.bench.note(self.name, f"{name}_failed", f"{type(error).__name__}: {str(error)[:200]}")
+
     def peers(self, seconds: float) -> None:
         """Other projects' loaders on the same files, where they are installed."""
         for peer in peers.PEERS:
@@ -246,6 +287,8 @@ def run_cod(bench: Bench) -> None:
             job.tier(tier, 3.0)
     if "stock" in bench.parts:
         job.stock_loader(bench.workers, 3.0)
+    if "jpeg" in bench.parts:
+        job.gpu_jpeg(3.0)
     if "peers" in bench.parts:
         job.peers(3.5)
 
@@ -285,3 +328,5 @@ def run_clip(bench: Bench) -> None:
     if "tiers" in bench.parts:
         for tier in TIERS:
             small_batch.tier(tier, 3.0)
+    if "jpeg" in bench.parts:
+        small_batch.gpu_jpeg(3.0)

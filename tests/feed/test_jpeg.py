@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 from fulltilt import feed
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.jpeg import GPU_MARGIN, DecodeRates, DecoderChoice, JpegFiles, choose_decoder, measure_decoders
+from fulltilt.train.feeding import source
+from fulltilt.train.sampler import EpochPlan
+from fulltilt.train.sources import LoaderSettings
 
 torchvision = pytest.importorskip("torchvision")
 GPU = DecoderChoice("gpu", "as if there were one")
@@ -56,6 +59,15 @@ def test_a_batch_decoded_on_the_device_is_the_one_decoded_by_workers(files: list
         assert all(torch.equal(one, other) for one, other in pairs)
     first = served[1][0] if others is None else served[1][0][0]
     assert first.shape == (5, 3, 16, 20)
+
+
+def test_the_engine_finishes_batches_too(files: list[Path]) -> None:
+    dataset = JpegFiles([str(file) for file in files], (16, 20), None, GPU)
+    data = source(dataset, EpochPlan(samples=0, batch_size=4, shuffle=False), LoaderSettings(residency="none"))
+    batches = [step.batches[0] for step in data.steps(0, 0)]
+    data.close()
+    expected = feed.jpeg(files, (16, 20), decoder="cpu")
+    assert torch.equal(torch.cat(batches), torch.stack([expected[number] for number in range(12)]))
 
 
 def test_a_file_that_the_gpu_does_not_read_is_read_here(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

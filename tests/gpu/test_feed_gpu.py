@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 from torch import nn
@@ -20,6 +22,8 @@ from fulltilt.feed.augment import (
     RandomResizedCrop,
     SpecAugment,
 )
+from fulltilt.train import Job, TrainSettings, train
+from fulltilt.train.progress import Screen
 
 pytestmark = [
     pytest.mark.gpu,
@@ -201,3 +205,46 @@ def test_text_is_assembled_on_the_device():
         assert torch.equal(batch["input_ids"].max(dim=1).values, batch["labels"] + 1)
         assert torch.equal(batch["attention_mask"].sum(1), 1 + batch["labels"] % 37)
     assert loader.padding_waste < 0.3
+
+
+def test_jpeg_is_decoded_on_the_gpu(tmp_path):
+    torchvision = pytest.importorskip("torchvision")
+    files = []
+    for number in range(40):
+        small = torch.randint(0, 256, (1, 3, 6, 8), generator=torch.Generator().manual_seed(number)).float()
+        picture = nn.functional.interpolate(small, (120, 160), mode="bicubic").clamp(0, 255)[0].to(torch.uint8)
+        files.append(tmp_path / f"{number}.jpg")
+        torchvision.io.write_jpeg(picture, str(files[-1]))
+    here = feed.jpeg(files, (64, 64), list(range(40)), decoder="cpu")
+    there = feed.jpeg(files, (64, 64), list(range(40)), decoder="gpu")
+    for tier in ("none", "ram"):
+        with feed.loader(there, 16, shuffle=True, residency=tier, num_workers=2) as loader:
+            for _ in range(2):
+                for pictures, labels in loader:
+                    assert pictures.device == labels.device == CUDA
+                    expected = torch.stack([here[int(label)][0] for label in labels]).float()
+                    # Another decoder and another resize: a level or two apart, never another picture.
+                    assert float((pictures.cpu().float() - expected).abs().mean()) < 2.5
+
+
+@pytest.mark.parametrize("residency", ["vram", "pinned", "ram", "disk"])
+def test_the_engine_trains_the_same_from_every_tier(residency, tmp_path, monkeypatch):
+    monkeypatch.setenv("FULLTILT_CACHE_DIR", str(tmp_path / "cache"))
+    chains = []
+    for name in ("none", residency):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 32), nn.ReLU(), nn.Linear(32, 8))
+        job = Job(
+            model=model,
+            loss=lambda net, batch: nn.functional.cross_entropy(net(batch[0]), batch[2] % 8),
+            data=Pixels(70, 16),
+            eval_data=Pixels(30, 16),
+            augment=[HorizontalFlip(), GaussianNoise(0.1), Normalise()],
+            eval_augment=[Normalise()],
+        )
+        settings = TrainSettings(
+            epochs=3, batch_size=16, workers=2, residency=name, precision="fp32", deterministic=True, record=False
+        )
+        train(job, settings, tmp_path / name, screen=Screen(tmp_path / name, stream=io.StringIO(), sampled=False))
+        chains.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*chains)

@@ -37,7 +37,9 @@ def source(
             raise UsageError("the data set is empty")
         refuse_open_handles(data, loading.workers)
         plan = replace(plan, samples=len(data))
-        fed = _fed(data, plan, loading, on_device) if collate is None and loading.residency != "none" else None
+        # Only the feed finishes batches on the device, for data sets that leave that to it.
+        through_feed = loading.residency != "none" or getattr(data, "finishes_on_device", False)
+        fed = _fed(data, plan, loading, on_device) if through_feed and collate is None else None
         return fed or MapSource(data, plan, loading, collate, on_device)
     if hasattr(data, "__iter__"):
         if on_device is not None:
