@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -75,6 +77,33 @@ def test_two_ranks_stop_together_and_resume_bit_for_bit(tmp_path: Path) -> None:
     weights_whole, weights_cut = weights(tmp_path / "whole"), weights(tmp_path / "cut")
     assert all(torch.equal(weights_whole[name], weights_cut[name]) for name in weights_whole)
     assert victim.chain(tmp_path / "cut") == victim.chain(tmp_path / "whole")
+
+
+def terminate_everybody(end: StepEnd) -> None:
+    """As torchrun and Slurm do: the loader's workers too, and they are first to see it."""
+    if end.step == 4:
+        for process in [*psutil.Process().children(recursive=True), psutil.Process()]:
+            process.terminate()
+
+
+class SlowSamples(victim.NoisySamples):
+    """The next batch is never there yet."""
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.02)
+        return super().__getitem__(index)
+
+
+def slow(order: Order) -> dict[str, Any]:
+    return {"data": SlowSamples(), "eval_data": None}
+
+
+def test_two_ranks_save_when_their_workers_are_told_to_stop_as_well(tmp_path: Path) -> None:
+    """Seen to fail: without the handler of `WorkerStart` the workers die, and both ranks end with code 7."""
+    settings = {"workers": 2, "save_every": 200, "monitor": None, "monitor_mode": "max", "residency": "none"}
+    assert exit_codes(tmp_path, 2, settings=settings, prepare=slow, on_step=terminate_everybody) == [3, 3]
+    assert weights(tmp_path)
+    assert max(victim.chain(tmp_path)) <= 6
 
 
 def test_one_rank_goes_on_where_two_stopped(tmp_path: Path) -> None:

@@ -163,6 +163,8 @@ class MapSource:
         iterator = getattr(self._loader, "_iterator", None)
         if iterator is not None:
             iterator._shutdown_workers()
+            for worker in getattr(iterator, "_workers", ()):
+                worker.kill()  # one that is stuck in a sample does not heed SIGTERM; see WorkerStart
 
 
 class BatchSource:
@@ -207,7 +209,10 @@ class BatchSource:
 
 
 class WorkerStart:
-    """What a worker does first: leave Ctrl-C to the parent, which saves; and show its stack when asked."""
+    """What a worker does first: leave signals to the parent, which saves; and show its stack when asked.
+
+    Slurm and torchrun send SIGTERM to all processes of a job. The parent needs its workers for one step more.
+    """
 
     def __init__(self, stack_log: Path | None) -> None:
         self.stack_log = stack_log
@@ -217,6 +222,8 @@ class WorkerStart:
         for name in ("SIGINT", "SIGUSR1"):
             if hasattr(signal, name):
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
+        # A handler that does nothing, not SIG_IGN: programs that a data set starts must not inherit it.
+        signal.signal(signal.SIGTERM, lambda *_: None)
         if self.stack_log is not None:
             listen_in_worker(self.stack_log)
 
