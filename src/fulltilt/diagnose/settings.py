@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import fields
 
 from fulltilt.diagnose.evidence import Evidence
+from fulltilt.diagnose.live import live_record, live_settings
 from fulltilt.records import PrecisionRecord
 
 Setting = tuple[str, str | int | float | bool | None]
 
 
 def settings_in_force(evidence: Evidence) -> tuple[Setting, ...]:
-    """What the job ran with, then what was asked for by name (``asked.…``). None where it was not seen."""
+    """What the job ran with, what was asked for (``asked.…``), what live tuning did (``live.…``). None: not seen."""
     rank, loader = evidence.rank, evidence.loader
     in_force: list[Setting] = [
         ("device", rank.device if rank else None),
@@ -33,7 +34,8 @@ def settings_in_force(evidence: Evidence) -> tuple[Setting, ...]:
     ]
     asked = evidence.run.run.asked
     values = ((field.name, getattr(asked, field.name)) for field in fields(asked))
-    return (*in_force, *((f"asked.{name}", value) for name, value in values if value is not None))
+    asked_for = ((f"asked.{name}", value) for name, value in values if value is not None)
+    return (*in_force, *asked_for, *live_settings(live_record(rank, loader)))
 
 
 def precision_name(precision: PrecisionRecord) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from fulltilt.diagnose.evidence import Evidence
 from fulltilt.diagnose.gains import amdahl, expected
+from fulltilt.diagnose.live import live_record, live_words
 from fulltilt.diagnose.rules.arithmetic import share_of_ceiling
 from fulltilt.diagnose.words import count, number, percent, times
 from fulltilt.records import BUCKETS, Finding, Verdict
@@ -38,7 +39,7 @@ def reach_verdict(evidence: Evidence, findings: tuple[Finding, ...]) -> Verdict:
     if not findings:
         return Verdict("unexplained", *_unexplained(evidence))
     first = findings[0]
-    return Verdict(first.code, first.share, f"{_sentence(evidence, first)}{_ending(evidence)}.")
+    return Verdict(first.code, first.share, f"{_sentence(evidence, first)}{_tuned(evidence)}{_ending(evidence)}.")
 
 
 # --------------------------------------------------------------------------- sentences
@@ -110,6 +111,12 @@ def _health(evidence: Evidence, share: float) -> str:
     if share >= evidence.thresholds.full_tilt_share:
         return f"Full tilt: {percent(share)} of the time is compute{rate}"
     return f"Mostly compute: {percent(share)} of the time, and no single cause takes much of the rest{rate}"
+
+
+def _tuned(evidence: Evidence) -> str:
+    """What live tuning did to the run, where it was asked for."""
+    live = live_record(evidence.rank, evidence.loader)
+    return "" if live is None else f"; {live_words(live)}"
 
 
 def _ending(evidence: Evidence) -> str:
