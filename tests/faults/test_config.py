@@ -52,7 +52,8 @@ def test_row_24_every_problem_at_once_with_what_was_meant() -> None:
 
 
 def test_settings_that_contradict_each_other() -> None:
-    told = problems({"lr": 0.001, "min_lr": 0.01, "warmup_epochs": 5, "epochs": 2, "warmup_steps": 3})
+    told = problems({"lr": 0.001, "min_lr": 0.01, "warmup_epochs": 5, "epochs": 2, "warmup_steps": 3, "target": 0.9})
+    assert "target needs monitor" in told
     assert "min_lr (0.01) is above lr (0.001)" in told
     assert "warmup_epochs (5) is longer than the run (2 epochs)" in told
     assert "give warmup_steps or warmup_epochs, not both" in told

@@ -107,6 +107,14 @@ def test_an_epoch_on_a_gpu_reads_as_the_guides_write_it(
     ]
 
 
+def test_the_forecast_stands_below_each_epoch(tmp_path: Path) -> None:
+    told = run(tmp_path, epochs=6, lr=0.003, monitor="loss", monitor_mode="min", target=0.01)
+    lines = [line for line in told.splitlines() if line.startswith("Forecast: ")]
+    assert len(lines) == 6
+    assert lines[0] == "Forecast: 2 more epochs are needed for a forecast"
+    assert "per epoch" in lines[-1]
+
+
 def test_a_batch_that_is_not_what_was_asked_for_shows(tmp_path: Path) -> None:
     """44 samples in batches of 64; accumulation does not make a batch larger; a stage may have its own."""
     assert "Batch size: 44 (expected: 64)\n" in run(tmp_path / "a", batch_size=64, epochs=1)

@@ -161,6 +161,8 @@ class Loop:
         if rig.eval_source is not None and (cut_short or (progress.epoch + 1) % rig.settings.eval_every == 0):
             metric = self._evaluate()
         rig.screen.epoch_ends(progress.epoch, self.metrics)
+        if metric is not None and rig.settings.target is not None:
+            rig.screen.outlook(rig.history.values, rig.settings.target, rig.settings.monitor_mode)
         if not cut_short:
             rig.totals.reset()
             progress.epoch += 1

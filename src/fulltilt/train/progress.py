@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
 import torch
 
@@ -17,6 +17,7 @@ from fulltilt.records import Buckets, Sample
 from fulltilt.report.status import memory_line, status_line
 from fulltilt.train import wording
 from fulltilt.train.distributed import device_lines
+from fulltilt.train.forecast import forecast
 from fulltilt.train.guard import StepFigures
 from fulltilt.train.logs import MetricLog
 from fulltilt.train.peaks import higher
@@ -181,6 +182,10 @@ class Screen:
         if self._log is not None:
             self._log.write(epoch + 1, metrics, seconds)
         self._trackers.log({"epoch": epoch + 1, "epoch_s": seconds, **metrics}, self._global_step)
+
+    def outlook(self, history: Sequence[tuple[float, float]], target: float, mode: Literal["max", "min"]) -> None:
+        """When the watched metric will reach its target, at the pace of the epoch that has just ended."""
+        self.say(f"Forecast: {forecast(history, target, time.monotonic() - self._began_s, mode).sentence}")
 
     def epoch_so_far(self) -> Buckets:
         """What the screen itself knows of the epoch's time: how much of it was waiting for data."""

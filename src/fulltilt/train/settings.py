@@ -57,6 +57,7 @@ class TrainSettings:
     keep_best: int = bounded(1, least=0)
     monitor: str | None = None
     monitor_mode: Literal["max", "min"] = "max"
+    target: float | None = None
     # what is guarded
     bad_steps_in_a_row: int = bounded(5, least=1)
     rollbacks: int = bounded(1, least=0)
@@ -86,6 +87,8 @@ class TrainSettings:
                 found.append(f"sharding: full and {name}: {str(refused).lower()} do not go together")
         if self.on_spike == "rollback" and self.spike_factor is None:
             found.append("on_spike: rollback needs a spike_factor")
+        if self.target is not None and self.monitor is None:
+            found.append("target needs monitor: the name of the metric that is to reach it")
         if self.keep_best and self.monitor is None and self.monitor_mode == "min":
             found.append("monitor_mode: min needs monitor: the name of a metric")
         return found
