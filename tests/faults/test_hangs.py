@@ -41,6 +41,7 @@ def deadly(order: Order) -> dict[str, Any]:
     return {"data": Deadly(order.note)}
 
 
+@pytest.mark.parametrize("residency", ["none", "auto"])
 @pytest.mark.parametrize(
     ("how", "words"),
     [
@@ -49,10 +50,11 @@ def deadly(order: Order) -> dict[str, Any]:
         ("SIGBUS", "/dev/shm is too small"),
     ],
 )
-def test_row_20_a_worker_dies(how: str, words: str, tmp_path: Path) -> None:
+def test_row_20_a_worker_dies(how: str, words: str, residency: str, tmp_path: Path) -> None:
     """Seen to fail: without the `except RuntimeError` of `MapSource.steps` the exit code is 1 and the cause is torch's
-    "DataLoader worker … exited unexpectedly"."""
-    assert victim.exit_code(Order(tmp_path, {"workers": 1}, prepare=deadly, note=how)) == 7
+    "DataLoader worker … exited unexpectedly"; with the feed, without `_worker_died` in its pool, the run hangs."""
+    settings = {"workers": 1, "residency": residency}
+    assert victim.exit_code(Order(tmp_path, settings, prepare=deadly, note=how)) == 7
     errors = (tmp_path / "stderr.0.txt").read_text()
     ours = errors[errors.index("fulltilt:") :]
     assert words in ours

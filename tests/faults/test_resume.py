@@ -188,10 +188,12 @@ def differs(resumed: Any, whole: dict[int, str]) -> bool:
     return any(whole.get(step) != found for step, found in hashes.items()) or max(hashes, default=0) != max(whole)
 
 
+@pytest.mark.parametrize("residency", ["none", "auto"])
 @pytest.mark.parametrize(("workers", "accumulation"), list(itertools.product((0, 2), (1, 3))))
-def test_workers_do_not_change_what_is_trained(workers: int, accumulation: int, tmp_path: Path) -> None:
-    plain = victim.run_here(tmp_path / "plain", accumulation=accumulation, batch_size=4)
-    victim.run_here(tmp_path / "cut", accumulation=accumulation, batch_size=4, workers=workers, stop_at=4)
-    resumed = victim.run_here(tmp_path / "cut", accumulation=accumulation, batch_size=4, workers=workers)
+def test_workers_do_not_change_what_is_trained(workers: int, accumulation: int, residency: str, tmp_path: Path) -> None:
+    settings = {"accumulation": accumulation, "batch_size": 4, "residency": residency}
+    plain = victim.run_here(tmp_path / "plain", **settings)
+    victim.run_here(tmp_path / "cut", **settings, workers=workers, stop_at=4)
+    resumed = victim.run_here(tmp_path / "cut", **settings, workers=workers)
     assert min(resumed) == 4
     assert resumed == {step: plain[step] for step in resumed}
