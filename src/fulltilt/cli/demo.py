@@ -12,7 +12,7 @@ DEMO = {
     "backbone": "test_resnet",
     "img_size": 64,
     "decoder_width": 32,
-    "epochs": 14,
+    "epochs": 12,
     "stage1_epochs": 2,
     "batch_size": 16,
     "lr": 3e-3,
