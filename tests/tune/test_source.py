@@ -9,6 +9,7 @@ import pytest
 
 from fulltilt.errors import UsageError
 from fulltilt.records import Settings
+from fulltilt.tune.processes import recipe_flags
 from fulltilt.tune.source_call import Refused, Rewritten, rewrite_call
 from fulltilt.tune.source_patch import SourceChange, WriteYourself, apply_change, fingerprint, propose
 from tests.diagnose import examples
@@ -222,3 +223,13 @@ def test_the_batch_size_is_written_only_when_asked_for(tmp_path: Path) -> None:
     change = propose(loader, IN_FORCE, tmp_path, with_batch=True)
     assert isinstance(change, SourceChange)
     assert b"batch_size=64" in change.new
+
+
+def test_a_recipe_is_told_by_its_flags(tmp_path: Path) -> None:
+    loader = examples.loader(where=None, made_by="fulltilt")
+    assert propose(loader, IN_FORCE, tmp_path) == WriteYourself(
+        "Fulltilt makes the loader from its settings", "--workers 8"
+    )
+    assert recipe_flags(Settings(num_workers=4, batch_size=16, accumulation=2, compile=True)) == (
+        ["--workers", "4", "--batch-size", "16", "--accumulation", "2", "--compile"]
+    )

@@ -61,7 +61,8 @@ def _hand_over(
     """The winner as a settings file and as a change of the source."""
     settings_for = {LOADER: record.loader.where} if record.loader is not None and record.loader.where else {}
     store.write_json(folder / SETTINGS_FILE, {**rid_of_none(loader_settings(in_force)), **settings_for})
-    console.print(Text(f"Without a change to the script: fulltilt run --settings {folder / SETTINGS_FILE} …"))
+    if record.loader is None or record.loader.made_by != "fulltilt":
+        console.print(Text(f"Without a change to the script: fulltilt run --settings {folder / SETTINGS_FILE} …"))
     for line in by_hand(settings):
         console.print(Text(line))
     try:

@@ -36,6 +36,7 @@ class Answer:
     """What a trial measured. ``complete``: it stopped because it knew enough, not because the script ended.
 
     ``losses`` go up to the first that is not finite, which is that of step ``not_finite_at``.
+    ``learning_rate`` is the one that the optimizer was made with: a schedule may have begun below it.
     """
 
     blocks: tuple[Block, ...]
@@ -44,6 +45,7 @@ class Answer:
     world_size: int
     complete: bool
     not_finite_at: int | None = None
+    learning_rate: float | None = None
     out_of_memory: int = 0
     remarks: tuple[str, ...] = ()
     diverts: int = 0

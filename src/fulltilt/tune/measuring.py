@@ -43,6 +43,7 @@ class Measuring:
         self._pid, self._parent = os.getpid(), os.getppid()
         self._optimizer: int | None = None
         self._cuda = False
+        self._learning_rate: float | None = None
         self._steps = 0
         self._warm = False
         self._has_waited = False
@@ -95,6 +96,7 @@ class Measuring:
             return
         if self._optimizer is None:
             self._optimizer = id(optimizer)
+            self._learning_rate = _learning_rate(optimizer)
             self._cuda = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
         if id(optimizer) != self._optimizer:
             return
@@ -206,6 +208,7 @@ class Measuring:
             steps=self._steps,
             losses=losses,
             not_finite_at=len(losses) if len(losses) < len(self._losses) else None,
+            learning_rate=self._learning_rate,
             world_size=self._session.notes.world_size,
             complete=complete,
             out_of_memory=int(statistics.get("num_ooms", 0)),
@@ -248,6 +251,13 @@ def _block(began: Moment, ended: Moment) -> Block:
 def _waited(last: Moment, now: Moment) -> bool:
     waited_s = now.wait_s - last.wait_s
     return waited_s >= WAITED_S and waited_s >= WAITED_SHARE * (now.host_s - last.host_s)
+
+
+def _learning_rate(optimizer: Any) -> float | None:
+    try:
+        return float(optimizer.defaults.get("lr", optimizer.param_groups[0].get("lr")))
+    except (TypeError, ValueError, IndexError):
+        return None
 
 
 def _finite(losses: list[Any]) -> tuple[float, ...]:

@@ -6,15 +6,19 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from fulltilt import store
+from fulltilt.records import Settings
 from fulltilt.timeline import attach
-from fulltilt.tune.assignment import ASSIGNMENT, ASSIGNMENT_FILE
+from fulltilt.tune.assignment import ASSIGNMENT, ASSIGNMENT_FILE, Assignment
 from fulltilt.tune.template import CHANNEL, SCRATCH
 
 OUTPUT_FILE = "output.txt"
@@ -82,6 +86,39 @@ class AnewStarts:
 
     def close(self) -> None:
         """Nothing is kept."""
+
+
+class RecipeStarts:
+    """Trials of `fulltilt train NAME`: their settings are flags, and nothing goes to the user's own --out."""
+
+    def __init__(self, command: list[str], scratch: Path, out: Path) -> None:
+        self._command = command
+        self._scratch = scratch
+        self._out = out
+
+    def start(self, folder: Path, t0_ns: int) -> Started:
+        """Start the recipe with the trial's settings as flags."""
+        path = folder / ASSIGNMENT_FILE
+        assignment = store.read_record(path, Assignment)
+        store.write_json(path, replace(assignment, settings=Settings()))  # flags put them in force already
+        flags = [*recipe_flags(assignment.settings), "--out", str(self._out), "--fresh"]
+        return AnewStarts([*self._command, *flags], self._scratch).start(folder, t0_ns)
+
+    def close(self) -> None:
+        """What the trials left behind is no training of anybody's."""
+        shutil.rmtree(self._out, ignore_errors=True)
+
+
+def recipe_flags(settings: Settings) -> list[str]:
+    """Settings as the flags that all recipes share. A later flag wins over the user's own."""
+    values = {
+        "--workers": settings.num_workers,
+        "--batch-size": settings.batch_size,
+        "--accumulation": settings.accumulation,
+        "--precision": settings.precision,
+    }
+    flags = [word for flag, value in values.items() if value is not None for word in (flag, str(value))]
+    return [*flags, "--compile"] if settings.compile else flags
 
 
 class _Whole:

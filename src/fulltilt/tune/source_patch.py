@@ -62,6 +62,10 @@ def propose(
     wanted = {name: value for name in names if (value := getattr(in_force, name)) is not None}
     if not in_force.num_workers:
         wanted = {name: value for name, value in wanted.items() if name not in NEED_WORKERS}
+    if loader is not None and loader.made_by == "fulltilt":
+        return WriteYourself(
+            "Fulltilt makes the loader from its settings", " ".join(_train_flags(in_force, with_batch))
+        )
     if loader is None or loader.where is None:
         return WriteYourself("it was not seen where the training loader is made", _call("DataLoader(…", wanted))
     if loader.made_by == "transformers":
@@ -90,6 +94,14 @@ def propose(
         return WriteYourself(f"{loader.where}: {result.why}", _call("DataLoader(…", wanted))
     new = result.source.encode("utf-8")
     return SourceChange(path, old, new, unified_diff(file, source, result.source), result.remarks)
+
+
+def _train_flags(settings: Settings, with_batch: bool) -> list[str]:
+    """Settings as flags of `fulltilt train`."""
+    flags = [] if settings.num_workers is None else ["--workers", str(settings.num_workers)]
+    if with_batch and settings.batch_size is not None:
+        flags += ["--batch-size", str(settings.batch_size)]
+    return flags
 
 
 def unified_diff(name: str, old: str, new: str) -> str:

@@ -23,7 +23,7 @@ from fulltilt.tune.course import next_step, time_limit_s
 from fulltilt.tune.folder_watch import Snapshot, differences, look
 from fulltilt.tune.interval import Patience
 from fulltilt.tune.outcome import Attempt, conclude
-from fulltilt.tune.processes import AnewStarts, ForkedStarts, Starts
+from fulltilt.tune.processes import AnewStarts, ForkedStarts, RecipeStarts, Starts
 from fulltilt.tune.source_patch import fingerprint
 from fulltilt.tune.space import Space
 from fulltilt.tune.template import CANNOT_FORK
@@ -179,14 +179,14 @@ class Study:
         start = next((trial for trial in self.trials if trial.purpose == "start" and trial.state == "ok"), None)
         trial = conclude(attempt, ended, answer, run, start)
         if attempt.purpose == "start" and run is not None and run.ranks:
-            self._learn(run)
+            self._learn(run, answer)
         return trial
 
     def _patience_for(self, attempt: Attempt) -> Patience:
         best = best_of(self.trials) if attempt.purpose == "search" else None
         return self._patience if best is None else replace(self._patience, to_beat=OUT_OF_THE_RACE * rate(best))
 
-    def _learn(self, run: Run) -> None:
+    def _learn(self, run: Run, answer: Answer | None) -> None:
         """Keep what the first trial tells about the job: its loader and its optimizer."""
         evidence = gather(run, DEFAULT)
         rank = evidence.rank
@@ -195,14 +195,16 @@ class Study:
             loader=evidence.loader,
             source_sha256=_fingerprint(evidence.loader),
             optimizer=rank.optimizers[0] if rank is not None and rank.optimizers else None,
-            learning_rate=rank.learning_rate if rank is not None else None,
+            learning_rate=answer.learning_rate if answer is not None else None,
         )
         store.write_json(self._folder / STUDY_FILE, self.record)
 
     # ------------------------------------------------------------------ how trials start
 
     def _ready(self) -> Starts:
-        if self._starts is None:
+        if self._starts is None and self._arguments[:2] == ["fulltilt", "train"]:
+            self._starts = RecipeStarts(self._command, self._folder / "scratch", self._folder / "recipe")
+        elif self._starts is None:
             template = store.create_folder(self._folder / "template")
             forked = ForkedStarts.open(self._command, template, self._folder / "scratch", TEMPLATE_LIMIT_S)
             if isinstance(forked, str):
