@@ -7,12 +7,16 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from fulltilt.train import shards
+from fulltilt.train.distributed import bit_hash
 from fulltilt.train.outcome import StepEnd
+from fulltilt.train.schedule import Stage
 from tests.faults import victim
 from tests.faults.ranks import exit_codes
-from tests.faults.test_ranks import weights
+from tests.faults.test_ranks import Plain, weights
 from tests.faults.victim import Order
 
 SETTINGS: dict[str, Any] = {"epochs": 1, "save_every": 50, "weight_decay": 0.5, "monitor": None, "monitor_mode": "max"}
@@ -52,6 +56,29 @@ def test_parameters_that_a_rank_leaves_out(tmp_path: Path) -> None:
     assert not torch.equal(together["seldom.weight"], fresh["seldom.weight"])
     for name, tensor in together.items():
         torch.testing.assert_close(tensor, alone[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+def thawing(order: Order) -> dict[str, Any]:
+    stages = (Stage("all", 1), Stage("head", 2, frozen=("first.*",), unfreeze=((1, "first.*"),)))
+    return {"loss": Plain(), "stages": stages, "eval_data": None}
+
+
+def note_the_first_layer(end: StepEnd) -> None:
+    bits = bit_hash([shards.whole(end.rig.model.first.weight.detach())])
+    with (end.rig.out / f"first.{end.rig.group.ranks.rank}.txt").open("a") as file:
+        file.write(f"{end.epoch} {bits}\n")
+
+
+@pytest.mark.parametrize(("world", "sharding"), [(1, "none"), (2, "none"), (2, "full")])
+def test_what_is_frozen_stays_and_what_is_thawed_moves(world: int, sharding: str, tmp_path: Path) -> None:
+    """Seen to fail: in one process, without `zero_gradients` in `use`, the frozen layer moves by its last gradient."""
+    settings = {**SETTINGS, "sharding": sharding, "schedule": "constant"}
+    codes = exit_codes(tmp_path, world, settings=settings, prepare=thawing, on_step=note_the_first_layer)
+    assert codes == [0] * world, victim.told(tmp_path)
+    lines = [line.split() for line in (tmp_path / "first.0.txt").read_text().splitlines()]
+    seen = {epoch: [bits for at, bits in lines if at == epoch] for epoch in ("0", "1", "2")}
+    assert len(set(seen["0"])) == len(set(seen["2"])) == 6
+    assert set(seen["1"]) == {seen["0"][-1]}
 
 
 def stop_at_4(end: StepEnd) -> None:

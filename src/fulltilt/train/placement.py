@@ -88,7 +88,8 @@ class OneProcess:
         self._parameters: Sequence[torch.nn.Parameter] = ()
 
     def use(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """See Placement."""
+        """See Placement. What is frozen now must not move by its last gradient."""
+        self.zero_gradients()
         self._parameters = parameters
 
     def pieces(self, own: list[Piece]) -> list[Piece]:
