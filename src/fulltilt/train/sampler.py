@@ -90,8 +90,3 @@ class RankBatches:
 
     def __len__(self) -> int:
         return sum(len(self.plan.shares(step)) for step in range(self.plan.steps))
-
-    def step_ids(self, step: int) -> list[int]:
-        """The sample indices of a step over all ranks, to name those of a bad one."""
-        first, end = self.plan.span(step)
-        return self.order[first:end].tolist()
