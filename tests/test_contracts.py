@@ -114,7 +114,7 @@ FLAGS = {
     "watch": {"--interval", "--once", "--out", "--help"},
     "run": {"--out", "--deep", "--settings", "--auto", "-m", "--help"},
     "tune": {"--budget", "--allow", "--apply", "--out", "--trial-limit", "-m", "--help"},
-    "train": {"--help"},  # the rest depends on the recipe: see below
+    "train": {"--help"},  # the rest depends on the recipe: tests/recipes/test_options.py
     "report": {"--json", "--html", "--no-page", "--width", "--help"},
     "make-data": {"--size", "--seed", "--help"},
     "cache": {"--dir", "--name", "--json", "--help"},
