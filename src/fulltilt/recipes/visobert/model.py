@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +25,12 @@ def load_tokenizer(options: Options, texts: Sequence[str], kept: Path) -> Any:
     if options.model is not None:
         return _loaded("tokenizer", options.model, transformers.AutoTokenizer.from_pretrained)
     if not (kept / "tokenizer.json").exists():
-        _trained(texts, options.vocab_size, options.max_length).save_pretrained(kept)
+        making = kept.with_name(f".{kept.name}-{os.getpid()}")
+        _trained(texts, options.vocab_size, options.max_length).save_pretrained(making)
+        try:
+            making.rename(kept)
+        except OSError:  # another rank was first, with the same tokenizer
+            shutil.rmtree(making)
     return transformers.PreTrainedTokenizerFast.from_pretrained(kept)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from fulltilt.errors import DoesNotFit, StoppedEarly, UsageError
+from fulltilt.errors import DoesNotFit, StoppedEarly
 from fulltilt.feed.text import Batching, Tokens, tokenise
 from fulltilt.integrations.huggingface import FulltiltCallback
 from fulltilt.recipes.recipe import Request
@@ -21,22 +21,19 @@ from fulltilt.recipes.visobert import Options
 from fulltilt.recipes.visobert.arguments import per_rank, total_steps, training_arguments
 from fulltilt.recipes.visobert.batches import BucketSampler, TokenisedTexts, resident
 from fulltilt.recipes.visobert.callbacks import Figures, StopAndSave
+from fulltilt.recipes.visobert.folder import STATE_FILE, best, starting_point, steps_of, take_folder
 from fulltilt.recipes.visobert.metrics import classification
 from fulltilt.recipes.visobert.model import load_model, load_tokenizer
 from fulltilt.recipes.visobert.texts import Split, Texts, read_texts
 from fulltilt.recipes.visobert.trainer import ClassLoss, TextTrainer
 from fulltilt.records import Sample
-from fulltilt.train import checkpoint, find, rng
-from fulltilt.train.distributed import detect, device_of
+from fulltilt.train import rng
+from fulltilt.train.distributed import Group, detect, device_of
 from fulltilt.train.idle_gpu import IdleGpu
 from fulltilt.train.keep import KeepPolicy
-from fulltilt.train.lock import FolderLock
 from fulltilt.train.progress import Screen
-from fulltilt.train.resume import set_aside
 from fulltilt.train.step import is_out_of_memory
 from fulltilt.train.stop import StopRequest
-
-STATE_FILE = "trainer_state.json"
 
 
 def run(request: Request) -> Mapping[str, float]:
@@ -48,15 +45,21 @@ def run(request: Request) -> Mapping[str, float]:
     stop = StopRequest(settings.max_time_s)
     with stop.listening(), screen, contextlib.ExitStack() as cleanup:
         root = request.out / "checkpoints"
-        begin = _starting_point(request, root, screen, cleanup)
+        # The ranks meet here, before the Trainer would let them: none may look at a folder that another clears.
+        group = Group(ranks, device_of(settings.device, ranks.local_rank), settings.hang_timeout_s)
+        cleanup.callback(group.close)
+        if group.first:
+            take_folder(request, root, screen, cleanup)
+        group.barrier()
+        begin = starting_point(request, root, screen)
         texts = read_texts(request.data, request.options, settings.seed)
         rng.seed_everything(settings.seed)
         made = Fitting(request, texts, screen, stop)
-        if begin is not None and _steps_of(begin) >= made.total_steps:
+        if begin is not None and steps_of(begin) >= made.total_steps:
             screen.say(f"All {made.total_steps} steps are done already; --fresh begins anew")
             return made.kept_metrics(begin)
         if begin is not None:
-            screen.say(f"Resuming from {begin} (step {_steps_of(begin)})")
+            screen.say(f"Resuming from {begin} (step {steps_of(begin)})")
         return made.fit(begin)
 
 
@@ -92,7 +95,6 @@ class Fitting:
 
     def fit(self, begin: Path | None) -> Mapping[str, float]:
         """Train to the end, or until somebody asks to stop."""
-        recording = self.recorder.recording
         settings = self.request.settings
         used = min(detect().world, torch.cuda.device_count()) if self.trainer.args.device.type == "cuda" else 0
         gpus = [torch.cuda.get_device_name(number) for number in range(used)]
@@ -100,7 +102,8 @@ class Fitting:
         try:
             self.trainer.train(resume_from_checkpoint=None if begin is None else str(begin))
         except BaseException as error:
-            recording.stop(failed=not isinstance(error, KeyboardInterrupt), interrupted=True)
+            if self.recorder is not None:
+                self.recorder.recording.stop(failed=not isinstance(error, KeyboardInterrupt), interrupted=True)
             if is_out_of_memory(error):
                 raise _does_not_fit(settings.batch_size) from error
             raise
@@ -124,14 +127,7 @@ class Fitting:
         classes = len(texts.classes)
         weights = torch.tensor(texts.balanced_weights()) if options.class_weights == "balanced" else None
         loss = ClassLoss(weights, options.label_smoothing_factor)
-        idle = IdleGpu(settings, self.screen, self.request.out) if device.type == "cuda" else None
-
-        def sampled(sample: Sample) -> None:
-            self.screen.note(sample)
-            if idle is not None:
-                idle(sample)
-
-        self.recorder = FulltiltCallback(self.request.out, on_sample=sampled)
+        self.recorder = self._recorder(device) if detect().rank == 0 else None
         figures = Figures(self.screen, loss, self.sampler, self.per_epoch, device)
         self.stopper = StopAndSave(self.stop, settings.save_every, self.per_epoch, self.recorder)
         self.trainer = self.stopper.trainer = TextTrainer(
@@ -151,13 +147,24 @@ class Fitting:
             compute_metrics=lambda found: classification(
                 torch.as_tensor(found.predictions).argmax(-1), torch.as_tensor(found.label_ids), classes
             ),
-            callbacks=[self.recorder, figures, self.stopper],
+            callbacks=[callback for callback in (self.recorder, figures, self.stopper) if callback is not None],
         )
         self.trainer.remove_callback(transformers.PrinterCallback)
         self.screen.say(
             f"{len(texts.train.texts):,} training and {len(texts.validation.texts):,} validation texts, "
             f"{classes} classes; {sum(p.numel() for p in self.trainer.model.parameters()) / 1e6:.1f} M parameters"
         )
+
+    def _recorder(self, device: torch.device) -> FulltiltCallback:
+        out, screen = self.request.out, self.screen
+        idle = IdleGpu(self.request.settings, screen, out) if device.type == "cuda" else None
+
+        def sampled(sample: Sample) -> None:
+            screen.note(sample)
+            if idle is not None:
+                idle(sample)
+
+        return FulltiltCallback(out, on_sample=sampled)
 
     def _tokens(self, split: Split) -> Tokens:
         def cut(texts: list[str]) -> Any:
@@ -181,54 +188,13 @@ class Fitting:
         final, making = self.request.out / "model", self.request.out / "model.new"
         shutil.rmtree(making, ignore_errors=True)
         self.trainer.save_model(str(making))
-        best = _best(self.root, self.request.settings.monitor_mode) if self.options.load_best_model_at_end else None
-        if best is not None:
-            for weights in best.glob("model*.safetensors*"):
+        chosen = best(self.root, self.request.settings.monitor_mode) if self.options.load_best_model_at_end else None
+        if chosen is not None:
+            for weights in chosen.glob("model*.safetensors*"):
                 shutil.copyfile(weights, making / weights.name)
         shutil.rmtree(final, ignore_errors=True)
         making.rename(final)
-        self.screen.say(f"The {'best' if best else 'last'} model is in {final}")
-
-
-def _starting_point(request: Request, root: Path, screen: Screen, cleanup: contextlib.ExitStack) -> Path | None:
-    """Take the run folder for us, and find the checkpoint to go on from. Raises UsageError, MachineError."""
-    if detect().rank == 0:
-        checkpoint.prepare(root)
-        lock = FolderLock(request.out)
-        cleanup.callback(lock.release)
-        checkpoint.sweep(root)
-        if request.fresh:
-            shutil.rmtree(request.out / "tokenizer", ignore_errors=True)
-            if (aside := set_aside(root)) is not None:
-                screen.say(f"The checkpoints of the run before are now in {aside}")
-    found = find.newest_complete(root)
-    for warning in found.warnings:
-        screen.warn(warning)
-    if found.checkpoint is not None:
-        return found.checkpoint.folder
-    given = request.resume_from
-    if given is not None and not (given / STATE_FILE).is_file():
-        raise UsageError(
-            f"{given} is no checkpoint of Hugging Face's Trainer: it has no {STATE_FILE}",
-            "To begin with the weights of a model, give its folder as model.",
-        )
-    if given is not None and (given / checkpoint.MANIFEST_FILE).exists():
-        checkpoint.verify(given)
-    return given
-
-
-def _steps_of(folder: Path) -> int:
-    return int(json.loads((folder / STATE_FILE).read_text())["global_step"])
-
-
-def _best(root: Path, mode: str) -> Path | None:
-    rated = []
-    for folder in checkpoint.folders(root):
-        with contextlib.suppress(checkpoint.DamagedCheckpoint):
-            found = checkpoint.verify(folder)
-            if found.metric is not None:
-                rated.append((found.metric if mode == "max" else -found.metric, folder))
-    return max(rated)[1] if rated else None
+        self.screen.say(f"The {'best' if chosen else 'last'} model is in {final}")
 
 
 def _last_metrics(history: list[dict[str, float]]) -> dict[str, float]:
