@@ -22,13 +22,11 @@ from fulltilt.timeline.session import Session
 from fulltilt.tune.assignment import ANSWER_FILE, Answer, Assignment
 from fulltilt.tune.changes import Changes
 from fulltilt.tune.interval import Block, is_enough, is_warm
+from fulltilt.tune.moments import Moment, block_between, waited_between
 from fulltilt.tune.saves import Saves
 
 # Losses of so many first steps are compared between trials.
 MOST_LOSSES = 400
-# A step that waited at least this long, and this share of its time, found the loader's queue empty.
-WAITED_S = 0.002
-WAITED_SHARE = 0.05
 
 
 class Measuring:
@@ -113,7 +111,7 @@ class Measuring:
         now = self._moment()
         last, self._last = self._last, now
         if last is not None:
-            self._has_waited = self._has_waited or _waited(last, now)
+            self._has_waited = self._has_waited or waited_between(last, now)
         if not self._warm:
             self._warm = is_warm(self._steps, now.batches, self._queue_batches(), self._has_waited)
             if self._warm:
@@ -142,7 +140,7 @@ class Measuring:
                     return
                 ended.event.synchronize()
             self._pending.pop(0)
-            self._blocks.append(_block(began, ended))
+            self._blocks.append(block_between(began, ended))
 
     def _workers(self) -> int:
         tap = self._session.taps.feeding
@@ -216,41 +214,6 @@ class Measuring:
             diverts=self._saves.diverted,
         )
         store.write_json(Path(self._assignment.folder) / ANSWER_FILE, answer)
-
-
-class Moment:
-    """Where the job stood at the end of a step; ``event`` says when the GPU got there."""
-
-    __slots__ = ("batches", "event", "host_s", "interruptions", "samples", "steps", "wait_s")
-
-    def __init__(
-        self, host_s: float, steps: int, batches: int, samples: int, wait_s: float, interruptions: int
-    ) -> None:
-        self.host_s = host_s
-        self.steps = steps
-        self.batches = batches
-        self.samples = samples
-        self.wait_s = wait_s
-        self.interruptions = interruptions
-        self.event: Any = None
-
-
-def _block(began: Moment, ended: Moment) -> Block:
-    if began.event is not None and ended.event is not None:
-        seconds = float(began.event.elapsed_time(ended.event)) * 1e-3
-    else:
-        seconds = ended.host_s - began.host_s
-    return Block(
-        samples=ended.samples - began.samples,
-        seconds=seconds,
-        wait_s=min(ended.wait_s - began.wait_s, seconds),
-        steps=ended.steps - began.steps,
-    )
-
-
-def _waited(last: Moment, now: Moment) -> bool:
-    waited_s = now.wait_s - last.wait_s
-    return waited_s >= WAITED_S and waited_s >= WAITED_SHARE * (now.host_s - last.host_s)
 
 
 def _learning_rate(optimizer: Any) -> float | None:

@@ -166,7 +166,11 @@ class ForkedStarts:
         os.close(request_end)
         os.close(reply_end)
         starts = cls(process, requests, replies)
-        first = starts._replies.next(limit_s)
+        try:
+            first = starts._replies.next(limit_s)
+        except BaseException:
+            starts.close()  # Ctrl-C while the script still imports
+            raise
         if first is None or not first.get("ready"):
             starts.close()
             return str(first["why"]) if first else "the script did not come to its first loader"
@@ -252,5 +256,8 @@ def _popen(command: list[str], environment: dict[str, str], output: Any, **more:
 
 
 def _kill_group(pid: int) -> None:
-    with contextlib.suppress(OSError):
-        os.killpg(pid, signal.SIGKILL)
+    # A fork is in its parent's group until it has made its own: then it has started nothing yet.
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(OSError):
+            kill(pid, signal.SIGKILL)
+            return

@@ -1,0 +1,69 @@
+"""A study on a GPU: trials forked before the GPU is touched, VRAM over the batch, memory that ends. Under two minutes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fulltilt.records import Trial
+from fulltilt.timeline.launch import job_command
+from fulltilt.tune.interval import Patience
+from fulltilt.tune.memory import vram_line
+from fulltilt.tune.space import Space
+from fulltilt.tune.study import Study
+from fulltilt.tune.trials import is_valid
+
+pytestmark = pytest.mark.gpu
+
+# Asks for the GPU early, as scripts do; the model goes there before the loader is made.
+SCRIPT = """
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+torch.cuda.set_per_process_memory_fraction(0.05)
+
+class Rows(Dataset):
+    def __len__(self):
+        return 10_000_000
+
+    def __getitem__(self, index):
+        return torch.full((4096,), float(index % 7)), index % 4
+
+model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(4096, 4096), torch.nn.ReLU()) for _ in range(8)])
+model.append(torch.nn.Linear(4096, 4)).to(device)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+for inputs, labels in DataLoader(Rows(), batch_size=256, shuffle=True, num_workers=2):
+    loss = torch.nn.functional.cross_entropy(model(inputs.to(device)), labels.to(device))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_trials_fork_before_the_gpu_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "study").mkdir()
+    said: list[str] = []
+    quick = Patience(wanted_error=0.1, least_blocks=3, least_s=0.5, most_s=2.0)
+    space = Space(4, frozenset({"batch", "precision"}))
+    study = Study(["train.py"], job_command(["train.py"]), tmp_path / "study", space, 60.0, said.append, quick)
+    try:
+        study.run(
+            90.0, lambda *_: None, lambda trial: print(trial.settings, trial.state, trial.samples_per_s, trial.note)
+        )
+    finally:
+        study.close()
+    trials: list[Trial] = study.trials
+    assert said == [], "a fork was not possible"
+    assert is_valid(trials[0])
+    assert trials[0].vram_peak_bytes
+    assert trials[0].gpu_util_pct is not None
+    assert all(trial.state in ("ok", "oom", "throttled") for trial in trials)
+    larger = [trial for trial in trials if trial.settings.batch_size and is_valid(trial)]
+    if larger:
+        line = vram_line([trials[0], *larger])
+        assert line is not None
+        assert line.each_bytes > 0
