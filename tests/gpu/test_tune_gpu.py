@@ -1,10 +1,11 @@
-"""A study on a GPU: trials forked before the GPU is touched, VRAM over the batch, memory that ends. Under two minutes."""
+"""A study on a GPU: trials forked before the GPU is touched, VRAM over the batch. Under two minutes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 
 from fulltilt.records import Trial
 from fulltilt.timeline.launch import job_command
@@ -14,7 +15,7 @@ from fulltilt.tune.space import Space
 from fulltilt.tune.study import Study
 from fulltilt.tune.trials import is_valid
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 # Asks for the GPU early, as scripts do; the model goes there before the loader is made.
 SCRIPT = """
