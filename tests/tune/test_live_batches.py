@@ -71,7 +71,7 @@ knobs = st.builds(Knobs, st.integers(0, 3), st.integers(1, 3), st.just(False), s
 LONG = {"seed": 1, "size": 50, "batch": 2, "drop_last": False, "sampler": "shuffled", "workers": 0, "persistent": False}
 
 
-@settings(max_examples=14, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     job=jobs,
     script=st.lists(knobs, min_size=1, max_size=4),

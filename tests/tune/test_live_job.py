@@ -1,0 +1,99 @@
+"""Whole jobs under `fulltilt run --auto`, and what Fulltilt predicts for a loader against what the change gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fulltilt import store
+from tests.zoo.catalogue import CATALOGUE, ZOO, Specimen
+from tests.zoo.observation import observe
+
+JOB = Path(__file__).with_name("starved_job.py")
+# Runs a script with other arguments in all of its DataLoader calls.
+WITH = """
+import json, runpy, sys, torch
+from torch.utils.data import DataLoader
+changes, script = json.loads(sys.argv[1]), sys.argv[2]
+original = DataLoader.__init__
+def __init__(self, *args, **kwargs):
+    original(self, *args, **{**kwargs, **changes})
+DataLoader.__init__ = __init__
+sys.argv = [script]
+runpy.run_path(script, run_name="__main__")
+"""
+LOADERS = (
+    *("serial_decode.py", "read_files.py", "serial_waits.py", "zip_loaders.py", "early_break.py"),
+    *("worker_decode.py", "worker_waits.py", "tiny_epochs.py"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.quiet
+def test_a_starved_job_waits_at_most_half_as_long_and_ends_with_the_same_weights(tmp_path: Path) -> None:
+    job = [str(JOB), "24"]
+    plain = subprocess.run([sys.executable, *job], capture_output=True, text=True, check=True)
+    run = [sys.executable, "-m", "fulltilt", "run", "--auto", "--out", str(tmp_path / "run"), *job]
+    auto = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert auto.stdout == plain.stdout
+    assert "live tuning: num_workers 0 →" in auto.stderr
+    (live,) = store.load(tmp_path / "run").ranks[0].live
+    before_s = live.before_wait_share / live.before_batches_per_s
+    assert live.wait_share / live.batches_per_s <= before_s / 2
+    found = json.loads((tmp_path / "run" / store.SETTINGS_FILE).read_text())
+    assert found["num_workers"] == live.settings.num_workers > 0
+    again = [sys.executable, "-m", "fulltilt", "run", "--settings", str(tmp_path / "run" / store.SETTINGS_FILE)]
+    settled = subprocess.run(
+        [*again, "--out", str(tmp_path / "again"), str(JOB), "2"], capture_output=True, text=True, check=True
+    )
+    assert "WEIGHTS" in settled.stdout
+    assert store.load(tmp_path / "again").ranks[0].loaders[0].num_workers == found["num_workers"]
+
+
+@pytest.mark.slow
+@pytest.mark.quiet
+@pytest.mark.timeout(1800)
+def test_what_is_predicted_for_a_loader_is_what_the_change_gives(tmp_path: Path) -> None:
+    """Over the zoo's loader cases the measured gain lies in the predicted range in at least 80 %."""
+    rows = []
+    for specimen in CATALOGUE:
+        if specimen.script in LOADERS:
+            rows += list(_predicted_and_measured(specimen, tmp_path / specimen.script))
+    for name, low, high, gain in rows:
+        print(f"{name:<20} predicted {low:.2f} to {high:.2f} ×, measured {gain:.2f} ×  {_inside(low, high, gain)}")
+    assert len(rows) >= 6
+    assert sum(_inside(low, high, gain) for _, low, high, gain in rows) >= 0.8 * len(rows)
+
+
+def _inside(low: float, high: float, gain: float) -> bool:
+    return 0.95 * low <= gain <= 1.05 * high  # two runs of the same job differ by as much
+
+
+def _predicted_and_measured(specimen: Specimen, folder: Path) -> list[tuple[str, float, float, float]]:
+    finding = observe(specimen, folder).found
+    changes = {name: int(value) for name, value in re.findall(r"(num_workers|prefetch_factor)=(\d+)", finding["fix"])}
+    if "persistent_workers=True" in finding["fix"]:
+        changes["persistent_workers"] = True
+    if not changes or finding["predicted_speedup"] is None:
+        return []
+    low, high = finding["predicted_speedup"]
+    gains = sorted(_rate(specimen, changes) / _rate(specimen, {}) for _ in range(3))
+    return [(specimen.script, low, high, gains[1])]
+
+
+def _rate(specimen: Specimen, changes: dict[str, int | bool]) -> float:
+    done = subprocess.run(
+        [sys.executable, "-c", WITH, json.dumps(changes), str(specimen.path)],
+        env={**os.environ, "PYTHONPATH": str(ZOO)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    truth = json.loads(done.stdout.partition("TRUTH ")[2].splitlines()[0])
+    return float(truth["samples_after_first"]) / float(truth["seconds"])
