@@ -292,3 +292,11 @@ def test_the_image_and_the_mask_are_found_or_named():
         Pipeline([object()])
     with feed.loader(Pixels(4), 2, num_workers=0, augment=lambda batch: batch[1] * 2) as loader:
         assert [b.tolist() for b in loader] == [[0, 2], [4, 6]]
+
+
+@pytest.mark.slow
+def test_compiled_draws_are_the_same_bits() -> None:
+    """Products of 64 bits overflowed int64: compiled C++ then drew other numbers than torch."""
+    indices = torch.arange(64) * 977
+    compiled = torch.compile(lambda epoch, numbers: draws.uniform(5, epoch, numbers, 23))
+    assert torch.equal(compiled(torch.tensor(3), indices), draws.uniform(5, 3, indices, 23))

@@ -19,17 +19,25 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 def philox(
     counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], key: tuple[int, int], rounds: int = 10
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Four 32-bit words (held in int64) for each counter. Counters broadcast; products wrap, as 64-bit integers do."""
+    """Four 32-bit words (held in int64) for each counter. Counters broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
-        first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        # int64 shifts carry the sign down; the mask takes it off again.
-        high0, low0 = (first >> 32) & _MASK, first & _MASK
-        high1, low1 = (second >> 32) & _MASK, second & _MASK
+        high0, low0 = _product(c0, _MULTIPLIERS[0])
+        high1, low1 = _product(c2, _MULTIPLIERS[1])
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
     return c0, c1, c2, c3
+
+
+def _product(word: torch.Tensor, multiplier: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The upper and lower 32 bits of a product of 32-bit words.
+
+    In two parts of 48 bits: a product of 64 bits overflows int64, which compiled C++ may turn into anything (and did).
+    """
+    low = (word & 0xFFFF) * multiplier
+    rest = (word >> 16) * multiplier + (low >> 16)
+    return rest >> 16, ((rest & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
 def uniform(seed: int, epoch: torch.Tensor | int, indices: torch.Tensor, count: int) -> torch.Tensor:
@@ -80,7 +88,9 @@ def _counter(
     epoch: torch.Tensor | int, indices: torch.Tensor, blocks: torch.Tensor, apart: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Four 32-bit words for each sample and block; ``apart`` keeps the blocks of different uses apart."""
-    zero = torch.zeros_like(indices)
+    # Not zeros_like: the compiler would take a counter that is only a position for an index of 32 bits, and the products
+    # of philox do not fit into one (torch 2.11: "Scalar 3449720151 is out of range for type int32").
+    zero = indices & 0
     return (
         (indices & _MASK) + torch.zeros_like(blocks),
         ((indices >> 32) & _MASK) ^ apart,
