@@ -114,6 +114,7 @@ FLAGS = {
     "watch": {"--interval", "--once", "--out", "--help"},
     "run": {"--out", "--deep", "--settings", "--auto", "-m", "--help"},
     "tune": {"--budget", "--allow", "--apply", "--out", "--trial-limit", "-m", "--help"},
+    "plan": {"--target", "--gpu", "--json", "--help"},
     "train": {"--help"},  # the rest depends on the recipe: tests/recipes/test_options.py
     "report": {"--json", "--html", "--no-page", "--width", "--help"},
     "make-data": {"--size", "--seed", "--help"},

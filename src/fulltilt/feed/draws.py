@@ -88,8 +88,8 @@ def _counter(
     epoch: torch.Tensor | int, indices: torch.Tensor, blocks: torch.Tensor, apart: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Four 32-bit words for each sample and block; ``apart`` keeps the blocks of different uses apart."""
-    # Not zeros_like: the compiler would take a counter that is only a position for an index of 32 bits, and the products
-    # of philox do not fit into one (torch 2.11: "Scalar 3449720151 is out of range for type int32").
+    # Not zeros_like: the compiler would take a counter that is only a position for an index of 32 bits, and philox's
+    # products do not fit into one (torch 2.11: "Scalar 3449720151 is out of range for type int32").
     zero = indices & 0
     return (
         (indices & _MASK) + torch.zeros_like(blocks),
