@@ -86,6 +86,19 @@ def test_a_pool_that_fails_after_it_was_kept_gives_way_to_the_scripts_own_settin
         assert "back to the script's own settings" in one.record.why
 
 
+def test_a_pool_that_died_between_two_passes_gives_way_too(tmp_path: Path) -> None:
+    with tuning(tmp_path, [Knobs(2, persistent=True)], [True]) as one:
+        loader = one.trains(DataLoader(Squares(400), batch_size=2))
+        assert slowly(loader) == plain(400)
+        (tuner,) = one.live.tuners.values()
+        for worker in tuner.pools()[0].iterator._workers:
+            worker.kill()
+            worker.join()
+        assert [flat(batch) for batch in loader] == plain(400)
+        assert one.record.state == "left_alone"
+        assert [flat(batch) for batch in loader] == plain(400)
+
+
 def test_an_error_of_the_data_set_reaches_the_script_at_its_own_batch(tmp_path: Path) -> None:
     class Damaged(Squares):
         def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:

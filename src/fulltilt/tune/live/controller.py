@@ -63,7 +63,7 @@ def decide(situation: Situation, limits: Limits = DEFAULT) -> Try | Settle:
     deeper = _deeper_queue(situation, best, limits)
     if deeper is not None:
         return Try(deeper, (best.batches_per_s, ceiling))
-    limit = "" if untried else f"; {what} leaves room for {most}"
+    limit = "" if untried else f"; there is room for {most} workers ({what})"
     return Settle(f"no other setting promises more{limit}")
 
 

@@ -120,8 +120,11 @@ class LoaderTuner:
         try:
             pool = self._workshop.renew(self._candidate or self._best) or self._workshop.make(knobs)
         except Exception as error:
+            for pool in self.pools():
+                self._workshop.retire(pool, failed=True)
+            self._candidate, on_trial = None, False
             self._leave_alone(_back(knobs, error))
-            pool, on_trial = self._workshop.make_final(), False
+            pool = self._workshop.make_final()
         pool.join(orders)
         if on_trial:
             self._candidate = pool
@@ -227,7 +230,7 @@ class LoaderTuner:
         most, what = most_workers(self._room(self), knobs.prefetch, self._limits)
         try:
             if knobs.workers > most:
-                raise MemoryError(f"{what} leaves room for {most}")
+                raise MemoryError(f"there is room for {most} workers ({what})")
             self._candidate = self._workshop.make(knobs, best_of(self._seen))
             self._candidate.call_roll()
         except Exception as error:
