@@ -65,7 +65,18 @@ def measure(row: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], st
     out = Path(arguments.out).with_suffix(f".{row}.json")
     out.unlink(missing_ok=True)
     budget_s = arguments.budget_s or ROWS[row]
-    command = [sys.executable, __file__, "--child", row, "--out", str(out), "--budget-s", str(budget_s)]
+    command = [
+        sys.executable,
+        "-X",
+        "faulthandler",
+        __file__,
+        "--child",
+        row,
+        "--out",
+        str(out),
+        "--budget-s",
+        str(budget_s),
+    ]
     # A session of its own, so that a row that overruns is ended with all of its workers.
     process = subprocess.Popen([*command, *(["--smoke"] if arguments.smoke else [])], start_new_session=True)
     problem = None
