@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from fulltilt.tune.live.limits import DEFAULT, Limits
 
-# A stop this many times as long as the usual one is no part of a step.
-PAUSE_TIMES = 10.0
+# A stop this many times as long as the usual one is no part of a step; a wait for a GPU some steps behind is.
+PAUSE_TIMES = 20.0
 # With fewer groups than this the scatter of their means is itself a guess.
 ENOUGH_GROUPS = 3
 UNKNOWN_SPREAD = 0.08
