@@ -122,7 +122,7 @@ class LoaderTuner:
         except Exception as error:
             for pool in self.pools():
                 self._workshop.retire(pool, failed=True)
-            self._candidate, on_trial = None, False
+            on_trial = False
             self._leave_alone(_back(knobs, error))
             pool = self._workshop.make_final()
         pool.join(orders)
@@ -294,7 +294,8 @@ class LoaderTuner:
     def failed_at_work(self, relay: Relay, error: Exception) -> None:
         """A pool of ours broke. What it owed is made by the best so far, or by one with the script's own settings."""
         failing = relay.serving
-        if failing is self._best:
+        if failing is self._best or self.phase is Phase.LEFT_ALONE:
+            self._best = None
             self._leave_alone(_back(failing.knobs, error))
             relay.replace_serving(self._workshop.make_final())
         else:
@@ -318,6 +319,7 @@ class LoaderTuner:
     def _leave_alone(self, why: str) -> None:
         self._unwatch()
         self.phase = Phase.LEFT_ALONE
+        self._candidate = None
         self._in_force = self._workshop.user
         self.tap.in_force = {}
         self.diary.left_alone(why, self._workshop.user)
@@ -333,6 +335,6 @@ def _back(knobs: Knobs, error: Exception) -> str:
 
 
 def _short(error: Exception) -> str:
-    """The first line of what went wrong; a worker's own traceback is the rest."""
+    """The last line of what went wrong; before it stands a worker's own traceback."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[-1] if lines else ''}".rstrip(": ")
