@@ -79,6 +79,7 @@ LONG = {"seed": 1, "size": 50, "batch": 2, "drop_last": False, "sampler": "shuff
     passes=st.lists(st.none() | st.integers(1, 6), min_size=1, max_size=3),
 )
 @example(job=LONG, script=[Knobs(2), Knobs(1, 3), Knobs(3)], keeps=[True, False, True], passes=[None, None])
+@example(job={**LONG, "workers": 2, "persistent": True}, script=[Knobs(1)] * 2, keeps=[False], passes=[3, None, None])
 @example(job={**LONG, "workers": 2}, script=[Knobs(1), Knobs(0), Knobs(3)], keeps=[False, True], passes=[7, None, None])
 def test_the_batches_are_those_of_the_plain_run_bit_for_bit(
     job: dict[str, Any], script: list[Knobs], keeps: list[bool], passes: list[int | None]

@@ -72,13 +72,19 @@ class LoaderTuner:
     def begin(self, loader: Any, start: Callable[[], Any]) -> Any:
         """The source of a new pass: torch's own iterator or a pool of ours, behind a relay."""
         before = self._relay()
-        if self.phase is Phase.LEFT_ALONE or (before is not None and not before.ended):
+        if before is not None and not before.ended:
             return start()  # two loops that draw from one loader at once have torch's own each
         if self._workshop.loader is not loader:
             self._adopt(loader)
+        theirs = self._workshop.can_begin_theirs()
+        if self.phase is Phase.LEFT_ALONE and theirs:
+            return start()
         began_s = time.perf_counter()
         knobs = self._candidate.knobs if self._candidate is not None else self._in_force
-        source = self._begin_theirs(loader, start) if knobs == self._workshop.user else self._begin_ours(loader, knobs)
+        if theirs and knobs == self._workshop.user:
+            source = self._begin_theirs(loader, start)
+        else:
+            source = self._begin_ours(loader, knobs)
         self._turnover.began(time.perf_counter() - began_s)
         if isinstance(source, Relay):
             self._relay = weakref.ref(source)
@@ -90,7 +96,9 @@ class LoaderTuner:
             self._workshop.retire(pool)
         self._best = self._candidate = self._wanted = None
         user = knobs_of(loader)
-        if user != self._workshop.user or not self._seen:
+        if self.phase is Phase.LEFT_ALONE:
+            self._in_force = user
+        elif user != self._workshop.user or not self._seen:
             self._in_force = user
             self._seen, self._failed = (), ()
             self.phase = Phase.WATCHING

@@ -51,6 +51,15 @@ class Workshop:
         self._first_pass = True
         self._forked_from = None
 
+    def can_begin_theirs(self) -> bool:
+        """Whether torch's own iterator would begin a pass as in the plain run.
+
+        Workers that persist are seeded once. Where the script's own have been retired, new ones of torch's would draw
+        a seed that the plain run does not draw.
+        """
+        persists = self.user.workers > 0 and self.user.persistent
+        return not persists or self._first_pass or self.loader._iterator is not None
+
     def begin_theirs(self, start: Callable[[], Any]) -> Any:
         """torch's own iterator for a new pass."""
         iterator = start()
