@@ -63,6 +63,8 @@ def test_a_run_in_parts_prints_the_guides_lines_and_leaves_a_model(
     # The same steps in one part train the same; the model that is left is one that the recipe takes.
     assert run(cars, tmp_path / "b", batch_size=16, max_steps=2) == 0
     for (name, ours), theirs in zip(weights(tmp_path / "a").items(), weights(tmp_path / "b").values(), strict=True):
+        if name.endswith("k_proj.bias"):
+            continue  # attention does not depend on it: its gradient is rounding, which Adam blows up to a whole step
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, msg=name)
     assert run(cars, tmp_path / "c", model=str(tmp_path / "a" / "model"), image_size=None, max_steps=1, lr=1e-9) == 0
     shown = capsys.readouterr().out
