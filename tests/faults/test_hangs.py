@@ -71,6 +71,14 @@ def test_row_20_the_kernels_own_counter_is_believed() -> None:
     assert explain(RuntimeError("shapes do not match"), Surroundings(1, None), Surroundings(2, None)) is None
 
 
+def test_row_20_a_connection_that_a_dying_worker_broke_is_explained() -> None:
+    nothing = Surroundings(None, None)
+    explained = explain(ConnectionResetError(104, "Connection reset by peer"), nothing, nothing, [None, -9])
+    assert explained is not None
+    assert "OOM killer" in explained.what
+    assert explain(FileNotFoundError(2, "No such file", "a.jpg"), nothing, nothing, [None, None]) is None
+
+
 def test_row_21_a_worker_hangs(tmp_path: Path) -> None:
     """Seen to fail: without `Watchdog._end_everything` the test's own time limit ends the job."""
     settings = {"workers": 1, "hang_timeout_s": 2.0}

@@ -178,7 +178,12 @@ class WorkerPool:
         share = self._rows_per_task(slot.count)
         for start in range(0, slot.count, share):
             stop = min(start + share, slot.count)
-            self._tasks.send_bytes(_TASK.pack(slot.number, start, stop, 0, epoch))
+            try:
+                self._tasks.send_bytes(_TASK.pack(slot.number, start, stop, 0, epoch))
+            except OSError as error:  # nobody is left at the other end
+                self._broken = True
+                dead = next((process for process in self._processes if not process.is_alive()), self._processes[0])
+                raise self._worker_died(dead.sentinel) from error
             slot.outstanding += stop - start
 
     def _rows_per_task(self, count: int) -> int:

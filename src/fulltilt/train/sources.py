@@ -125,8 +125,8 @@ class MapSource:
             first, end = plan.span(step)
             try:
                 taken = [next(drawn) for _ in plan.shares(step)]
-            except RuntimeError as error:
-                codes = [worker.exitcode for worker in getattr(drawn, "_workers", ())]
+            except (RuntimeError, OSError, EOFError) as error:
+                codes = workers.exit_codes(getattr(drawn, "_workers", ()))
                 explained = workers.explain(error, before, workers.look(), codes)
                 if explained is None:
                     raise

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from fulltilt.errors import FulltiltError, MachineError
@@ -37,6 +39,13 @@ def look() -> Surroundings:
     return Surroundings(kills, free)
 
 
+def exit_codes(processes: Iterable[BaseProcess]) -> list[int | None]:
+    """The exit codes of workers, after a moment in which one that is just dying can end."""
+    known = list(processes)
+    wait([process.sentinel for process in known], timeout=0.2)
+    return [process.exitcode for process in known]
+
+
 def explain(
     error: BaseException, before: Surroundings, after: Surroundings, exit_codes: Sequence[int | None] = ()
 ) -> FulltiltError | None:
@@ -56,7 +65,10 @@ def explain(
             f"a loader worker ran out of shared memory: /dev/shm is too small{room}",
             "Give the container more (docker run --shm-size=8g), or lower workers or prefetch.",
         )
-    if "DataLoader worker" not in text or ("unexpectedly" not in text and "killed by signal" not in text):
+    told = "DataLoader worker" in text and ("unexpectedly" in text or "killed by signal" in text)
+    # What a worker sends is fetched from it: one that dies meanwhile breaks the connection before torch notices.
+    cut_off = isinstance(error, OSError | EOFError) and any(exit_codes)
+    if not (told or cut_off):
         return None
     if died_of(signal.SIGKILL):
         killed = before.oom_kills is not None and after.oom_kills is not None and after.oom_kills > before.oom_kills
@@ -68,6 +80,6 @@ def explain(
             "Run once with workers: 0 to see which sample or library; do not open HDF5 files before the workers start.",
         )
     return MachineError(
-        f"a loader worker died: {text.strip().splitlines()[0][:160]}",
+        f"a loader worker died: {(text.strip() or type(error).__name__).splitlines()[0][:160]}",
         "Run once with workers: 0 to see the error itself.",
     )
