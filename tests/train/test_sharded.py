@@ -59,6 +59,7 @@ def test_resume_is_exact(tmp_path: Path) -> None:
     assert victim.chain(tmp_path / "cut") == victim.chain(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_from_one_process_to_shards_on_two_and_three_ranks(tmp_path: Path) -> None:
     """Weights and metrics are those of a run that stayed in one process. Seen to fail: without `Sharded.pieces` a rank
     without samples leaves the other waiting for ever."""

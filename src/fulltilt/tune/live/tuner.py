@@ -80,11 +80,10 @@ class LoaderTuner:
         if self.phase is Phase.LEFT_ALONE and theirs:
             return start()
         began_s = time.perf_counter()
-        knobs = self._candidate.knobs if self._candidate is not None else self._in_force
-        if theirs and knobs == self._workshop.user:
+        if theirs and self._candidate is None and self._in_force == self._workshop.user:
             source = self._begin_theirs(loader, start)
         else:
-            source = self._begin_ours(loader, knobs)
+            source = self._begin_ours(loader)
         self._turnover.began(time.perf_counter() - began_s)
         if isinstance(source, Relay):
             self._relay = weakref.ref(source)
@@ -114,6 +113,7 @@ class LoaderTuner:
         if reason is not None:
             self._leave_alone(reason)
             return iterator
+        self._drop_best()
         self._best = Pool(iterator, self._workshop.user, own=False)
         orders = Orders(iterator._sampler_iter)
         self._best.join(orders, is_open=True)
@@ -121,10 +121,13 @@ class LoaderTuner:
             self._watch = FetchWatch(iterator)
         return Relay(self, orders, self._best, loader)
 
-    def _begin_ours(self, loader: Any, knobs: Knobs) -> Relay:
+    def _begin_ours(self, loader: Any) -> Relay:
         """A pass served by a pool of ours: the one that lives, or a new one if the data set has changed since."""
         orders = self._workshop.begin_ours()
         on_trial = self._candidate is not None
+        knobs = self._candidate.knobs if self._candidate is not None else self._in_force
+        if on_trial:
+            self._drop_best()
         try:
             pool = self._workshop.renew(self._candidate or self._best) or self._workshop.make(knobs)
         except Exception as error:
@@ -157,11 +160,15 @@ class LoaderTuner:
         """The script's own pool ends with its pass, as it would without us; one that stood by is not needed again."""
         self._unwatch()
         self._window.pass_ended()
-        if self._best is not None and self._best is not served:
-            self._workshop.retire(self._best)
+        if self._best is not served:
+            self._drop_best()
+        elif not served.own:
             self._best = None
-        elif self._best is not None and not self._best.own:
-            self._best = None
+
+    def _drop_best(self) -> None:
+        """A pool that stood by in an earlier pass may still owe batches of it: it must not serve this one."""
+        self._workshop.retire(self._best)
+        self._best = None
 
     def _consider_persistence(self) -> None:
         """Workers that cost a good part of each pass to start should live on to the next."""
