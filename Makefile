@@ -27,9 +27,9 @@ test: lint
 test-zoo: setup
 	$(RUN)/python -m pytest -p no:xdist tests/test_zoo.py
 
-# The longer suite: a hundred kills in each of five configurations, ten thousand damaged checkpoints. About ten minutes.
+# The longer suite: a hundred kills in each of seven configurations, ten thousand damaged checkpoints, ranks, studies. About 25 minutes.
 test-faults: setup
-	$(RUN)/python -m pytest -p no:xdist -m slow tests/faults tests/train/test_checkpoint.py
+	$(RUN)/python -m pytest -p no:xdist -m "slow and not recipes" tests/faults tests/train tests/feed tests/tune
 
 # Each recipe trained until it has learnt, and every command line of the guides. Alone on two cores: about half an hour.
 test-recipes: setup

@@ -98,6 +98,7 @@ def slow(order: Order) -> dict[str, Any]:
     return {"data": SlowSamples(), "eval_data": None}
 
 
+@pytest.mark.slow
 def test_two_ranks_save_when_their_workers_are_told_to_stop_as_well(tmp_path: Path) -> None:
     """Seen to fail: without the handler of `WorkerStart` the workers die, and both ranks end with code 7."""
     settings = {"workers": 2, "save_every": 200, "monitor": None, "monitor_mode": "max", "residency": "none"}
