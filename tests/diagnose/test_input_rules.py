@@ -85,7 +85,8 @@ def test_serial_loading_says_how_many_workers_its_cost_needs() -> None:
     )
     assert "2 workers would hide it; the quota allows 8 CPUs, enough for 7 such workers" in finding.fix
     # Two workers at the serial rate: 2 × 516.1 / 320 = 3.23, more than the wait itself allows: 1 / 0.38.
-    assert finding.predicted_speedup == (1.94, 2.63)
+    # At the cautious end two workers give 0.6 of that, and each pass begins with an empty queue.
+    assert finding.predicted_speedup == (1.93, 2.63)
 
 
 def test_serial_loading_on_few_cpus_promises_only_what_they_can_carry() -> None:
@@ -99,7 +100,7 @@ def test_serial_loading_on_few_cpus_promises_only_what_they_can_carry() -> None:
 def test_serial_loading_that_only_waits_may_have_more_workers_than_cpus() -> None:
     finding = found(input_serial(gather(serial(cpus=2.0, wait_s=90.0, cpu_s=1.0))))
     assert "num_workers=8" in finding.fix  # 4 for each CPU at most
-    assert finding.predicted_speedup == (5.33, 8.89)
+    assert finding.predicted_speedup == (5.29, 8.89)
 
 
 def test_a_compute_heavy_cpu_job_leaves_the_loader_little() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fulltilt.diagnose.evidence import Evidence
-from fulltilt.diagnose.gains import by_removing
+from fulltilt.diagnose.gains import amdahl, by_removing, gain
 from fulltilt.diagnose.rules.staffing import gain_without_wait, workers_unmeasured
 from fulltilt.diagnose.rules.wording import Judgement, Severity, at, found, rewritten, time_spent
 from fulltilt.diagnose.supply import Limit, Supply
@@ -94,8 +94,11 @@ def epoch_restart(evidence: Evidence) -> Judgement:
             "RandomSampler(dataset, num_samples=k * len(dataset), replacement=False) goes k times through the data "
             "in one pass."
         )
-    predicted = by_removing(share, evidence.thresholds.recovered_low)
-    return found(evidence, "epoch_restart", turnover_s, facts, fix, loader.where, predicted)
+    low, high = by_removing(share, evidence.thresholds.recovered_low)
+    if loader.batches <= loader.passes * loader.num_workers * (loader.prefetch_factor or 2):
+        # All batches of so short a pass are ordered at its beginning: what they wait for is the start as well.
+        high = amdahl(share + evidence.active_share(evidence.buckets.data_wait_s))
+    return found(evidence, "epoch_restart", turnover_s, facts, fix, loader.where, gain(low, high))
 
 
 def _restarted_loader(evidence: Evidence) -> LoaderRecord | None:

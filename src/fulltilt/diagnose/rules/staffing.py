@@ -41,13 +41,34 @@ def plan_workers(evidence: Evidence) -> Staffing | None:
         return Staffing(supply.workers, needed, allowed, supply.workers, (1.0, 1.0))
     if supply.workers == 0:
         high = advised * supply.worker_samples_per_s / rate
-        low = high * (limits.scaling_low if advised > 1 else 1.0)
+        low = min(_first_workers_rate(evidence, supply, rate, advised) / rate, high)
     else:
         high = advised / supply.workers
         low = 1 + (high - 1) * limits.scaling_low
     cautious, hopeful = (full_cpu_rate(evidence, supply, rate, threads) / rate for threads in _threads(evidence))
     predicted = gain(min(low, cautious), min(high, hopeful), cap=unhindered)
     return Staffing(supply.workers, needed, allowed, advised, predicted)
+
+
+def _first_workers_rate(evidence: Evidence, supply: Supply, rate: float, workers: int) -> float:
+    """Samples a second at the cautious end, where there were no workers: they bring costs of their own.
+
+    Batches are handed over, and each pass begins with an empty queue; behind a pass that was left early, what the
+    workers had under way is finished first.
+    """
+    limits, loader = evidence.thresholds, evidence.loader
+    scaling = limits.scaling_low if workers > 1 else 1.0
+    slowed_s = supply.batch_s / scaling
+    waited = evidence.active_share(evidence.buckets.data_wait_s)
+    training_s = supply.samples_per_batch * (1 - waited) / rate
+    beginning_s = 0.0
+    if loader is not None and loader.passes > 0 and loader.batches > 0:
+        each = loader.batches / loader.passes
+        whole = -(-loader.dataset_len // loader.batch_size) if loader.dataset_len and loader.batch_size else each
+        left_early = loader.passes > 1 and each < 0.9 * whole
+        beginning_s = slowed_s * (1 + (2 if left_early else 0)) / each
+    batch_s = max(slowed_s / workers, training_s + limits.handing_over_s) + beginning_s
+    return supply.samples_per_batch / batch_s
 
 
 def allowed_workers(evidence: Evidence, supply: Supply, rate: float) -> int:
