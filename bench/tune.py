@@ -3,7 +3,7 @@
     python bench/tune.py study                 on a GPU; about five minutes on an H200 with 16 CPUs
     python bench/tune.py study --grid full     every point of the grid measured instead of counted
     python bench/tune.py study --smoke         tiny, on the CPU: does the benchmark itself work?
-    python bench/tune.py live
+    python bench/tune.py live [--smoke]        the same; about five minutes
 
 Prints a JSON object and writes it to --out.
 """

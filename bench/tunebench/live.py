@@ -170,7 +170,7 @@ def bench(arguments: argparse.Namespace) -> dict[str, Any]:
     smoke = arguments.smoke or not torch.cuda.is_available()
     device = torch.device("cpu" if smoke else "cuda")
     cpus = len(os.sched_getaffinity(0))
-    counts = [0, 1, 2] if smoke else sorted({max(cpus * part // 16, 1) for part in (4, 6, 7, 8, 9, 10, 12, 14, 16)})
+    counts = [0, 1, 2] if smoke else sorted({max(cpus * part // 16, 1) for part in (4, 6, 8, 10, 12, 14, 16)})
     if smoke:
         torch.set_num_threads(1)
     jobs: list[Callable[[Path, torch.device, bool], Job]] = [cod, clip]
