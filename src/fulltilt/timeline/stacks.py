@@ -6,6 +6,7 @@ A sample costs about 20 µs: everything that depends only on a code position is 
 from __future__ import annotations
 
 import ast
+import dis
 import linecache
 import os
 import queue
@@ -13,12 +14,11 @@ import re
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 GENERATOR = 0x20  # inspect.CO_GENERATOR
 DEEPEST = 100
@@ -135,11 +135,11 @@ def look(frame: FrameType, inside: CodeType | None = None, ways_in: frozenset[Sp
     Only frames inside a call of ``inside`` count; None when the thread has left it already. A line that is one of
     ``ways_in`` is not named: it only led into the training loop (``trainer.train()``); the library's line says more.
     """
-    # All frames first: what follows may let the thread run on, and a frame that has returned forgets its caller.
-    chain = list(_callers(frame))
-    top_owner = owner(frame.f_code.co_filename)
-    user: FrameType | None = None
-    outside: FrameType | None = None
+    chain = _positions_of(frame)
+    top = chain[0]
+    top_owner = owner(top.f_code.co_filename)
+    user: Position | None = None
+    outside: Position | None = None
     in_module = in_generator = in_library_module = False
     special: str | None = None
     if inside is not None and not any(current.f_code is inside for current in chain):
@@ -168,12 +168,12 @@ def look(frame: FrameType, inside: CodeType | None = None, ways_in: frozenset[Sp
                 user = current
             if current.f_code.co_flags & GENERATOR and not in_module:
                 in_generator = True
-    named = user or outside or next((f for f in chain if owner(f.f_code.co_filename) != "fulltilt"), frame)
+    named = user or outside or next((f for f in chain if owner(f.f_code.co_filename) != "fulltilt"), top)
     # The Python inside a library's model is part of what the model costs; only a model of the user's can be changed.
     kind = special or ("torch" if in_library_module else _kind(frame, top_owner, in_module))
     if kind != "torch" and special is None and in_generator and not in_module:
         kind = "data"
-    if kind == "host" and frame.f_code.co_filename in _waiting_rooms():
+    if kind == "host" and top.f_code.co_filename in _waiting_rooms():
         kind = "waiting"
     return _view(named, kind)
 
@@ -184,17 +184,29 @@ def _waiting_rooms() -> frozenset[str]:
     return frozenset({threading.__file__, queue.__file__})
 
 
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    for _ in range(DEEPEST):
-        if frame is None:
-            return
-        yield frame
+class Position(NamedTuple):
+    """A frame as it was at one moment."""
+
+    f_code: CodeType
+    f_lasti: int
+
+
+def _positions_of(frame: FrameType | None) -> list[Position]:
+    """The stack from its innermost frame on, taken down at once.
+
+    What follows may let the thread run on, and then a frame that has returned forgets its caller. Under Python 3.11 it
+    is worse: a frame whose locals are just being freed (a ``__del__`` runs) may be looked at, but not kept.
+    """
+    found: list[Position] = []
+    while frame is not None and len(found) < DEEPEST:
+        found.append(Position(frame.f_code, frame.f_lasti))
         frame = frame.f_back
+    return found
 
 
-def _view(frame: FrameType, kind: str) -> StackView:
-    code, position = frame.f_code, frame.f_lasti
-    line = frame.f_lineno or code.co_firstlineno  # None between two lines
+def _view(frame: Position, kind: str) -> StackView:
+    code, position = frame
+    line = _span_at(code, position)[0] or code.co_firstlineno  # None between two lines
     return StackView(kind, f"{shown_path(code.co_filename)}:{line}", code.co_qualname, expression_at(code, position))
 
 
@@ -244,13 +256,16 @@ def expression_at(code: CodeType, position: int) -> str | None:
     return _expressions[key]
 
 
-def _source_segment(code: CodeType, position: int) -> str | None:
+def _span_at(code: CodeType, position: int) -> tuple[int | None, int | None, int | None, int | None]:
+    """First and last line and column of the instruction at a bytecode position."""
     if code not in _positions:
         _positions[code] = list(code.co_positions())
     spots = _positions[code]
-    if not 0 <= position // 2 < len(spots):
-        return None
-    line, end_line, column, end_column = spots[position // 2]
+    return spots[position // 2] if 0 <= position // 2 < len(spots) else (None, None, None, None)
+
+
+def _source_segment(code: CodeType, position: int) -> str | None:
+    line, end_line, column, end_column = _span_at(code, position)
     if line is None or end_line is None or column is None or end_column is None:
         return None
     lines = [linecache.getline(code.co_filename, number) for number in range(line, min(end_line, line + 20) + 1)]
@@ -329,12 +344,16 @@ def _judge_call(function: ast.expr, frame: FrameType) -> str | None:
 
 
 _UNKNOWN = object()
+_RETURNS = frozenset(dis.opmap[name] for name in ("RETURN_VALUE", "RETURN_CONST") if name in dis.opmap)
 
 
 def _lookup(name: str, frame: FrameType) -> Any:
-    for scope in (frame.f_locals, frame.f_globals, frame.f_builtins):
-        if name in scope:
-            return scope[name]
+    # The locals of a frame that returns are being freed: they must not be touched.
+    returning = frame.f_lasti < 0 or frame.f_code.co_code[frame.f_lasti] in _RETURNS
+    for scope in (() if returning else (frame.f_locals,)), (frame.f_globals, frame.f_builtins):
+        for names in scope:
+            if name in names:
+                return names[name]
     return _UNKNOWN
 
 
