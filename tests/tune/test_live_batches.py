@@ -90,4 +90,7 @@ def test_the_batches_are_those_of_the_plain_run_bit_for_bit(
         record = one.record
         assert record.state != "left_alone", record.why
         if job == LONG:
-            assert [move.outcome for move in record.moves] == ["kept", "returned", "kept"]
+            outcomes = [move.outcome for move in record.moves]
+            assert outcomes[:2] == ["kept", "returned"]
+            # A pool whose workers start slowly may still be on trial when fifty samples have been drawn.
+            assert outcomes[2:] in (["kept"], ["trying"])
