@@ -13,19 +13,14 @@ on the device, measured in turn with the fed one.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib.metadata
 import io
 import json
-import os
-import platform
-import subprocess
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
-import torch
+from children import measured_in_child, versions
 from feedbench.decode import run_decode
 from feedbench.images import run_clip, run_cod
 from feedbench.measuring import Bench, shown
@@ -49,6 +44,7 @@ TARGETS = {
     "text": {"fed_over_compute": 0.97, "fed_over_pad_to_128": 1.5},
     "hdf5": {"fed_over_compute": 0.95, "fed_over_guide_5": 100.0},
 }
+PACKAGES = ("torch", "torchvision", "timm", "transformers", "h5py", "pillow", "webdataset", "spdl-core")
 HOST_CPU_PCT_AT_MOST = 40.0
 
 
@@ -66,17 +62,6 @@ def child(arguments: argparse.Namespace) -> int:
     finally:
         bench.close()
     return 0
-
-
-def versions() -> dict[str, Any]:
-    """The machine and the packages that the figures belong to."""
-    found: dict[str, Any] = {"python": platform.python_version(), "cpus": os.cpu_count(), "workers": default_workers()}
-    packages = ("torch", "torchvision", "timm", "transformers", "h5py", "pillow", "webdataset", "spdl-core")
-    for package in packages:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    found["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return found
 
 
 def table(jobs: dict[str, dict[str, Any]]) -> str:
@@ -107,25 +92,11 @@ def _line(job: str, name: str, wanted: str, measured: float | None, met: Any) ->
 
 def run(job: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], str | None]:
     """One job in a child process: its figures, and what went wrong."""
-    budget = arguments.budget_s or BUDGET_S[job]
+    budget_s = arguments.budget_s or BUDGET_S[job]
     out = Path(arguments.out).with_suffix(f".{job}.json")
-    out.unlink(missing_ok=True)
-    command = [sys.executable, __file__, "--child", job, "--out", str(out), "--budget-s", str(budget)]
-    command += ["--workers", arguments.workers, "--parts", arguments.parts, *(["--smoke"] if arguments.smoke else [])]
-    # A session of its own, so that a job that overruns is ended with all of its workers.
-    process = subprocess.Popen(command, start_new_session=True)
-    problem = None
-    try:
-        process.wait(budget + 25)
-        problem = f"exit code {process.returncode}" if process.returncode else None
-    except BaseException as error:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, 9)
-        process.wait()
-        if not isinstance(error, subprocess.TimeoutExpired):
-            raise
-        problem = f"ran past {budget + 25:.0f} s"
-    return json.loads(out.read_text()) if out.exists() else {}, problem
+    given = ["--child", job, "--out", str(out), "--budget-s", str(budget_s)]
+    given += ["--workers", arguments.workers, "--parts", arguments.parts, *(["--smoke"] if arguments.smoke else [])]
+    return measured_in_child(__file__, given, out, budget_s + 25)
 
 
 def main() -> int:
@@ -146,7 +117,12 @@ def main() -> int:
         parser.error(f"unknown jobs: {', '.join(sorted(unknown))}")
     if arguments.smoke:
         arguments.workers = "1"
-    result: dict[str, Any] = {"versions": versions(), "command": sys.argv, "jobs": {}, "problems": {}}
+    result: dict[str, Any] = {
+        "versions": {**versions(PACKAGES), "workers": default_workers()},
+        "command": sys.argv,
+        "jobs": {},
+        "problems": {},
+    }
     for job in chosen:
         figures, problem = run(job, arguments)
         result["jobs"].update(figures)

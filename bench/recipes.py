@@ -13,18 +13,14 @@ guide's own batch, workers and precision. Weights are random: their values do no
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
-import importlib.metadata
 import json
-import os
-import platform
-import signal
-import subprocess
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
+
+from children import measured_in_child, versions
 
 # Row → the seconds it may take, start and compilation included.
 ROWS = {"cod": 95.0, "carclip": 85.0, "visobert": 85.0, "hdf5": 60.0}
@@ -42,6 +38,7 @@ COLUMNS = {
     "promised": "guide's promise",
 }
 WANTED_FED_OVER_COMPUTE = 0.97
+PACKAGES = ("torch", "timm", "transformers", "h5py", "pillow", "fulltilt")
 
 
 def child(arguments: argparse.Namespace) -> int:
@@ -63,34 +60,9 @@ def child(arguments: argparse.Namespace) -> int:
 def measure(row: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], str | None]:
     """One row in a child process: its figures, and what went wrong."""
     out = Path(arguments.out).with_suffix(f".{row}.json")
-    out.unlink(missing_ok=True)
     budget_s = arguments.budget_s or ROWS[row]
-    command = [
-        sys.executable,
-        "-X",
-        "faulthandler",
-        __file__,
-        "--child",
-        row,
-        "--out",
-        str(out),
-        "--budget-s",
-        str(budget_s),
-    ]
-    # A session of its own, so that a row that overruns is ended with all of its workers.
-    process = subprocess.Popen([*command, *(["--smoke"] if arguments.smoke else [])], start_new_session=True)
-    problem = None
-    try:
-        process.wait(budget_s + 20)
-        problem = f"exit code {process.returncode}" if process.returncode else None
-    except BaseException as error:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if not isinstance(error, subprocess.TimeoutExpired):
-            raise
-        problem = f"ran past {budget_s + 20:.0f} s"
-    return json.loads(out.read_text()) if out.exists() else {}, problem
+    given = ["--child", row, "--out", str(out), "--budget-s", str(budget_s), *(["--smoke"] if arguments.smoke else [])]
+    return measured_in_child(__file__, given, out, budget_s + 20)
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
@@ -115,18 +87,6 @@ def shown(value: Any) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def versions() -> dict[str, Any]:
-    """The machine and the packages that the figures belong to."""
-    import torch
-
-    found: dict[str, Any] = {"python": platform.python_version(), "cpus": os.cpu_count()}
-    for package in ("torch", "timm", "transformers", "h5py", "pillow", "fulltilt"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    found["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return found
-
-
 def main() -> int:
     """Measure the rows asked for, print the table and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -138,7 +98,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.child:
         return child(arguments)
-    result: dict[str, Any] = {"versions": versions(), "command": sys.argv, "rows": {}, "problems": {}}
+    result: dict[str, Any] = {"versions": versions(PACKAGES), "command": sys.argv, "rows": {}, "problems": {}}
     for row in arguments.only or ROWS:
         if not (Path(__file__).parent / "recipebench" / f"{row}.py").exists():
             result["problems"][row] = "has no benchmark yet"

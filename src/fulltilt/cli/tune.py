@@ -12,9 +12,7 @@ import typer
 from fulltilt import store
 from fulltilt.errors import UsageError
 from fulltilt.timeline.launch import job_command, job_name
-
-DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|sec|m|min|h)?")
-SECONDS = {None: 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+from fulltilt.train.config import duration_s
 
 
 def register(app: typer.Typer) -> None:
@@ -60,11 +58,11 @@ def tune(
 
 
 def seconds_of(flag: str, text: str) -> float:
-    """A duration such as ``90s``, ``10m`` or ``1.5h`` in seconds. Raises UsageError naming the flag."""
-    found = DURATION.fullmatch(text.strip())
-    if found is None or float(found[1]) <= 0:
-        raise UsageError(f"{flag} {text} is not a duration", "Write it like 90s, 10m or 1h.")
-    return float(found[1]) * SECONDS[found[2]]
+    """A duration such as ``90s``, ``10m`` or ``1h30m`` in seconds. Raises UsageError naming the flag."""
+    seconds = duration_s(text)
+    if not seconds:
+        raise UsageError(f"{flag} {text} is not a duration", "Write it like 90s, 10m or 1h30m.")
+    return seconds
 
 
 def _new_folder(name: str) -> Path:

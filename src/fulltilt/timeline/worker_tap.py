@@ -131,7 +131,11 @@ class FetchMeter:
     def _pss_bytes(self) -> int | None:
         """Memory of this worker, asked for at every doubling of its messages: the kernel walks all pages for it."""
         self._sent += 1
-        return _own_pss_bytes() if self._sent & (self._sent - 1) == 0 else None
+        if self._sent & (self._sent - 1):
+            return None
+        from fulltilt.probes.tree import proportional_bytes  # brings psutil, which a job may not need
+
+        return proportional_bytes(os.getpid())
 
     def send(self) -> None:
         """Tell the recorder what happened since the last message."""
@@ -155,18 +159,6 @@ class FetchMeter:
         data = json.dumps(message, separators=(",", ":")).encode()
         with contextlib.suppress(OSError):
             self._socket.sendto(data, self._address)
-
-
-def _own_pss_bytes() -> int | None:
-    """Memory of this process, what it shares with others counted in parts; None where the kernel does not say."""
-    try:
-        with open("/proc/self/smaps_rollup", encoding="ascii") as file:  # noqa: PTH123 - small and plain
-            for line in file:
-                if line.startswith("Pss:"):
-                    return 1024 * int(line.split()[1])
-    except (OSError, ValueError):
-        pass
-    return None
 
 
 def _read_bytes() -> int | None:
