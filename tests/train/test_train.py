@@ -103,7 +103,15 @@ def test_the_loader_profile_is_only_for_debugging(tmp_path: Path, monkeypatch: p
 def test_the_status_line_stands_beside_the_bar(tmp_path: Path) -> None:
     stream = io.StringIO()
     screen = Screen(tmp_path, stream=stream)
-    train(victim.make_job(), TrainSettings(device="cpu", epochs=3), tmp_path, screen=screen)
+
+    def wait_for_a_look(_: StepEnd) -> None:
+        # The machine is first looked at beside the training, and these steps may all be over before.
+        deadline = time.monotonic() + 60
+        while screen.latest is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    settings = TrainSettings(device="cpu", epochs=3)
+    train(victim.make_job(), settings, tmp_path, screen=screen, on_step=wait_for_a_look)
     assert re.search(r"loss \S+ \| GPU: .* \| VRAM:.* \| CPU: .* \| RAM:", stream.getvalue())
 
 
