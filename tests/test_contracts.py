@@ -192,7 +192,7 @@ def test_imports_go_downward_only(house: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "spoilt", "complaint"),
     [
-        ("records.py", "import fulltilt.store", "fulltilt.records is not allowed to import fulltilt.store"),
+        ("records/run.py", "import fulltilt.store", "fulltilt.records is not allowed to import fulltilt.store"),
         ("diagnose/words.py", "import fulltilt.report", "fulltilt.diagnose is not allowed to import fulltilt.report"),
         ("probes/host.py", "from fulltilt.cli import main", "fulltilt.probes is not allowed to import fulltilt.cli"),
         ("report/status.py", "import torch", "fulltilt.report is not allowed to import torch"),

@@ -1,0 +1,161 @@
+"""The answer to why the GPU is idle: what diagnosis finds and every surface shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fulltilt.records.machine import GpuProcess
+from fulltilt.records.run import SCHEMA_VERSION
+from fulltilt.records.spans import Buckets, Phases
+
+FindingCode = Literal[
+    "input_serial",
+    "input_cpu_bound",
+    "input_io_bound",
+    "input_handover",
+    "epoch_restart",
+    "transfer_blocking",
+    "sync_point",
+    "launch_bound",
+    "batch_too_small",
+    "precision_unused",
+    "padding_waste",
+    "host_code",
+    "validation_heavy",
+    "checkpoint_stall",
+    "memory_pressure",
+    "cpu_oversubscribed",
+    "shm_small",
+    "throttled",
+    "gpu_shared",
+    "straggler",
+    "communication_bound",
+    "compute_bound",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A named cause: its share of the wall time, its evidence, a concrete fix, and what that would win."""
+
+    code: FindingCode
+    share: float
+    severity: Literal["info", "warn", "severe"]
+    evidence: tuple[str, ...]
+    where: str | None
+    fix: str
+    predicted_speedup: tuple[float, float] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Abstention:
+    """A rule that could not judge, and what it lacked."""
+
+    code: FindingCode
+    lacks: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The run in one sentence. ``code`` is the first finding's, or ``no_steps`` when nothing trained."""
+
+    code: str
+    share: float
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Where the wall time of a run went."""
+
+    wall_s: float
+    buckets: Buckets
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Rates over the training part of the run (start-up left out)."""
+
+    samples_per_s: float | None
+    steps_per_s: float | None
+    steps: int
+    samples: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """The best rate each part could reach alone; None where it was not measured."""
+
+    compute_samples_per_s: float | None
+    loader_samples_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSummary:
+    """One GPU over the training part of a run: means, and peaks where the name says so."""
+
+    uuid: str
+    name: str
+    index: int
+    util_pct: float | None = None
+    sm_active_pct: float | None = None
+    sm_occupancy_pct: float | None = None
+    tensor_active_pct: float | None = None
+    dram_active_pct: float | None = None
+    vram_used_bytes: int | None = None
+    vram_peak_bytes: int | None = None
+    vram_total_bytes: int | None = None
+    power_w: float | None = None
+    energy_j: float | None = None
+    temperature_peak_c: float | None = None
+    throttled_share: float | None = None
+    throttle_reasons: tuple[str, ...] = ()
+    foreign_processes: tuple[GpuProcess, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankSummary:
+    """One rank beside the others. ``own_work_s`` is its time after start-up without communication;
+
+    ``waits_s`` is how long it waits for the slowest rank (0 for the slowest itself).
+    """
+
+    rank: int
+    buckets: Buckets
+    steps: int
+    own_work_s: float
+    waits_s: float
+    slowest: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CheckLine:
+    """One line of a checklist or preflight: passed, warned or failed, with its figure and its remedy."""
+
+    name: str
+    state: Literal["ok", "warn", "fail", "skip"]
+    figure: str
+    remedy: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """The answer: one typed result that feeds every surface. ``step`` is the mean training step, drawn to scale.
+
+    ``invalid_because`` says why the timings are not the job's own (a GPU slowed down or shared), None when they are.
+    """
+
+    verdict: Verdict
+    ledger: Ledger
+    throughput: Throughput
+    ceilings: Ceilings
+    gpu: tuple[GpuSummary, ...]
+    findings: tuple[Finding, ...]
+    abstained: tuple[Abstention, ...]
+    checklist: tuple[CheckLine, ...]
+    settings: tuple[tuple[str, str | int | float | bool | None], ...]
+    ranks: tuple[RankSummary, ...] = ()
+    step: Phases | None = None
+    invalid_because: str | None = None
+    schema_version: int = SCHEMA_VERSION

@@ -1,0 +1,42 @@
+"""One execution of a job, and its folder as read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fulltilt.records.job import RankRecord
+from fulltilt.records.machine import Machine, Sample, StorageReading
+from fulltilt.records.spans import Span
+from fulltilt.records.tuning import Settings
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """One execution of a job. ``state`` says how it ended; ``exit_code`` is the script's own."""
+
+    name: str
+    command: tuple[str, ...]
+    started_at: str
+    machine: Machine
+    fulltilt: str
+    state: Literal["running", "done", "crashed", "interrupted", "killed"] = "running"
+    wall_s: float | None = None
+    exit_code: int | None = None
+    asked: Settings = field(default_factory=Settings)
+    data: StorageReading | None = None
+    schema_version: int = SCHEMA_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run folder as read: everything the rules and reports work on."""
+
+    folder: str
+    run: RunRecord
+    ranks: tuple[RankRecord, ...]
+    spans: tuple[tuple[Span, ...], ...]
+    samples: tuple[Sample, ...]
+    warnings: tuple[str, ...] = ()
