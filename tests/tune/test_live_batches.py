@@ -45,10 +45,11 @@ def draw(job: dict[str, Any], passes: list[int | None], adopt: Any = lambda load
         arguments |= {"batch_size": job["batch"], "drop_last": job["drop_last"]}
     persistent = job["persistent"] and job["workers"] > 0
     loader = adopt(DataLoader(data, num_workers=job["workers"], persistent_workers=persistent, **arguments))
+    own = arguments.get("generator") or torch.Generator()
     story: list[Any] = []
     for most in passes:
         for number, batch in enumerate(loader):
-            story.append(flat(batch))
+            story.append((flat(batch), torch.rand(1, generator=own).item()))
             torch.rand(1), random.random()  # training draws too (dropout)
             if number + 1 == most:
                 break
@@ -68,6 +69,15 @@ jobs = st.fixed_dictionaries(
     }
 )
 knobs = st.builds(Knobs, st.integers(0, 3), st.integers(1, 3), st.just(False), st.just(True))
+TINY = {
+    "seed": 0,
+    "size": 2,
+    "batch": 1,
+    "drop_last": False,
+    "sampler": "own generator",
+    "workers": 1,
+    "persistent": False,
+}
 LONG = {"seed": 1, "size": 50, "batch": 2, "drop_last": False, "sampler": "shuffled", "workers": 0, "persistent": False}
 
 
@@ -81,6 +91,8 @@ LONG = {"seed": 1, "size": 50, "batch": 2, "drop_last": False, "sampler": "shuff
 @example(job=LONG, script=[Knobs(2), Knobs(1, 3), Knobs(3)], keeps=[True, False, True], passes=[None, None])
 @example(job={**LONG, "workers": 2, "persistent": True}, script=[Knobs(1)] * 2, keeps=[False], passes=[3, None, None])
 @example(job={**LONG, "workers": 2}, script=[Knobs(1), Knobs(0), Knobs(3)], keeps=[False, True], passes=[7, None, None])
+@example(job=TINY, script=[Knobs(0)], keeps=[], passes=[None, 1, None])
+@example(job={**TINY, "workers": 0, "size": 7, "batch": 2}, script=[Knobs(3)], keeps=[], passes=[None, 2, 3])
 def test_the_batches_are_those_of_the_plain_run_bit_for_bit(
     job: dict[str, Any], script: list[Knobs], keeps: list[bool], passes: list[int | None]
 ) -> None:

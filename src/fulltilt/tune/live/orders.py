@@ -5,25 +5,92 @@ Nothing here knows torch: an order is what a sampler yields, the indices of one 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Container, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
+
+
+class Hidden(Protocol):
+    """A random generator of the script's that is not to notice what is drawn before its time."""
+
+    owes: bool
+
+    def early(self, sampler: Iterator[Any]) -> Any:
+        """The sampler's next order. If the generator was drawn from, it is put back and owes that."""
+
+    def catch_up(self) -> None:
+        """Draw what it owes."""
 
 
 class Orders:
-    """What is left of a sampler's pass. Orders that a pool could not fulfil come back to the front."""
+    """What is left of a sampler's pass. Orders that a pool could not fulfil come back to the front.
 
-    def __init__(self, sampler: Iterator[Any]) -> None:
+    A script that leaves a pass early finds its sampler as far as its own loader would have read it, which is ``depth``
+    batches ahead (workers by prefetch). So a pool with less never falls behind that pace, and what one with more
+    reads ahead of it is hidden from the script's generator until then.
+    """
+
+    def __init__(self, sampler: Iterator[Any], depth: int, drawn: int = 0, generator: Hidden | None = None) -> None:
         self.sampler = sampler
-        self._returned: deque[Any] = deque()
+        self._depth = depth
+        self._generator = generator
+        self._stock: deque[Any] = deque()
+        self._drawn = drawn
+        self._asked = 0
+        self._pace: float = depth
+        self._owed_at: int | None = None
+        self._ended = False
+        self._keep_up()
 
     def take(self) -> Any:
         """The next order; StopIteration at the end of the pass."""
-        return self._returned.popleft() if self._returned else next(self.sampler)
+        return self._stock.popleft() if self._stock else self._draw()
 
     def give_back(self, orders: Iterable[Any]) -> None:
         """Put orders, the earliest first, before everything else."""
-        self._returned.extendleft(reversed(list(orders)))
+        self._stock.extendleft(reversed(list(orders)))
+
+    def asked(self) -> None:
+        """The script asks for its next batch."""
+        self._asked += 1
+        self._go(max(self._depth + self._asked - 1, self._asked))
+
+    def given(self) -> None:
+        """The script gets it. Workers are sent the next order just before."""
+        if self._depth:
+            self._go(self._depth + self._asked)
+
+    def over(self) -> None:
+        """The script was told that the pass is over."""
+        self._go(math.inf)
+
+    def _go(self, pace: float) -> None:
+        self._pace = pace
+        self._keep_up()
+
+    def _keep_up(self) -> None:
+        while self._drawn < self._pace and not self._ended:
+            try:
+                self._stock.append(self._draw())
+            except StopIteration:
+                break
+        if self._owed_at is not None and self._owed_at <= self._pace:
+            assert self._generator is not None
+            self._owed_at = None
+            self._generator.catch_up()
+
+    def _draw(self) -> Any:
+        self._drawn += 1
+        early = self._generator if self._drawn > self._pace else None
+        try:
+            return next(self.sampler) if early is None else early.early(self.sampler)
+        except StopIteration:
+            self._ended = True
+            raise
+        finally:
+            if early is not None and early.owes and self._owed_at is None:
+                self._owed_at = self._drawn
 
 
 class Share:

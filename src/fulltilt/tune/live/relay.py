@@ -44,9 +44,11 @@ class Relay:
         asked_s = time.perf_counter()
         if self._left_s is None:
             self._line[0].open()
+        self.orders.asked()
         self._let_tuner(self._tuner.at_boundary)
         began_s = time.perf_counter()
         batch = self._draw()
+        self.orders.given()
         wait_s = time.perf_counter() - began_s
         if self._left_s is None:
             self._tuner.first_arrived(wait_s)
@@ -73,6 +75,7 @@ class Relay:
             except StopIteration:
                 if len(self._line) == 1:
                     self.ended = True
+                    self.orders.over()
                     self._tuner.pass_ended(self)
                     raise
                 self._step_on()

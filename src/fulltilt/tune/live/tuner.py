@@ -16,7 +16,6 @@ from fulltilt.timeline.loader_tap import LoaderTap
 from fulltilt.tune.live.controller import Settle, Situation, Try, best_of, decide, pays
 from fulltilt.tune.live.diary import Diary, in_force, words
 from fulltilt.tune.live.limits import Limits
-from fulltilt.tune.live.orders import Orders
 from fulltilt.tune.live.pools import Pool
 from fulltilt.tune.live.relay import Relay
 from fulltilt.tune.live.room import Room, most_workers
@@ -115,7 +114,7 @@ class LoaderTuner:
             return iterator
         self._drop_best()
         self._best = Pool(iterator, self._workshop.user, own=False)
-        orders = Orders(iterator._sampler_iter)
+        orders = self._workshop.orders_of(iterator)
         self._best.join(orders, is_open=True)
         if self._best.knobs.workers == 0 and self.phase is Phase.WATCHING:
             self._watch = FetchWatch(iterator)

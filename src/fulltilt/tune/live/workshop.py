@@ -11,6 +11,7 @@ from fulltilt.timeline.loader_tap import LoaderTap, LoaderTaps
 from fulltilt.tune.live.anatomy import Anatomy, anatomy
 from fulltilt.tune.live.limits import Limits
 from fulltilt.tune.live.orders import Orders
+from fulltilt.tune.live.own_generator import own_generator
 from fulltilt.tune.live.pools import Pool, begin_as_the_script_would, make_pool
 from fulltilt.tune.live.window import Knobs, Seen
 
@@ -72,7 +73,17 @@ class Workshop:
         sampler, seed = begin_as_the_script_would(self.loader, self._first_pass)
         self._seed = self._seed + 1 if seed is None else seed
         self._first_pass = False
-        return Orders(sampler)
+        return Orders(sampler, self._depth, generator=own_generator(self.loader._index_sampler))
+
+    def orders_of(self, iterator: Any) -> Orders:
+        """The orders of a pass that torch's own iterator has begun: its workers have been sent their first."""
+        generator = own_generator(self.loader._index_sampler)
+        return Orders(iterator._sampler_iter, self._depth, drawn=self._depth, generator=generator)
+
+    @property
+    def _depth(self) -> int:
+        """How many batches the script's own loader reads ahead."""
+        return self.user.workers * self.user.prefetch
 
     def make(self, knobs: Knobs, seen: Seen | None = None) -> Pool:
         """Start a pool. Its workers draw random numbers of their own: the next seed behind those of the script's.
