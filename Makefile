@@ -4,7 +4,7 @@ export UV_PROJECT_ENVIRONMENT := .venv
 export UV_PYTHON_DOWNLOADS := never
 RUN := .venv/bin
 
-.PHONY: setup test test-zoo test-faults test-recipes lint demo clean
+.PHONY: setup test test-zoo test-search test-faults test-recipes lint demo clean
 
 setup: .venv/.ready
 
@@ -23,9 +23,13 @@ test: lint
 	$(RUN)/python -m pytest -n 2 -m "not gpu and not slow and not quiet"
 	$(RUN)/python -m pytest -m "quiet and not gpu and not slow"
 
-# All jobs with a known cause, one by one, alone on the machine. About six minutes.
+# All jobs with a known cause, one by one, alone on the machine. About twelve minutes.
 test-zoo: setup
 	$(RUN)/python -m pytest -p no:xdist tests/test_zoo.py
+
+# Every property, on examples that no run has had before. About five minutes.
+test-search: setup
+	HYPOTHESIS_PROFILE=search $(RUN)/python -m pytest -n 2 -m "hypothesis and not gpu"
 
 # The longer suite: a hundred kills in each of seven configurations, ten thousand damaged checkpoints, ranks, studies. About 25 minutes.
 test-faults: setup

@@ -133,11 +133,19 @@ def hold(block, ready, done):
     done.wait(30)
 
 
+def pss_of(tree):
+    """The tree is measured bit by bit, as the ration allows."""
+    deadline = time.monotonic() + 60
+    while (size := tree.pss_bytes()) is None:
+        assert time.monotonic() < deadline
+    return size
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PSS is told by Linux")
 def test_memory_that_forked_workers_share_is_counted_once():
     context = multiprocessing.get_context("fork")
     block = bytearray(os.urandom(1024)) * (200 * 1024)  # 200 MiB, every page written
-    alone = ProcessTree(os.getpid()).pss_bytes()
+    alone = pss_of(ProcessTree(os.getpid()))
     done = context.Event()
     readies = [context.Event() for _ in range(4)]
     workers = [context.Process(target=hold, args=(block, ready, done), daemon=True) for ready in readies]
@@ -146,9 +154,7 @@ def test_memory_that_forked_workers_share_is_counted_once():
             worker.start()
         assert all(ready.wait(20) for ready in readies)
         tree = ProcessTree(os.getpid())
-        deadline = time.monotonic() + 60
-        while (together := tree.pss_bytes()) is None:
-            assert time.monotonic() < deadline
+        together = pss_of(tree)
         resident = sum(psutil.Process(pid).memory_info().rss for pid in tree.pids())
     finally:
         done.set()

@@ -63,7 +63,7 @@ def measure_supply(loader: LoaderRecord, workers: WorkerRecord | None, paused_s:
         return None
     if loader.num_workers == 0:
         return _serial_supply(loader)
-    if workers is None or workers.batches == 0 or workers.fetch_s <= 0:
+    if workers is None or workers.batches == 0 or workers.fetch_s / workers.batches <= 0:
         return None
     outside_cpu_s = max(workers.process_cpu_s - workers.fetch_cpu_s, 0.0)
     working_s = workers.fetch_s + outside_cpu_s
