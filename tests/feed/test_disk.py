@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
+import types
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from fulltilt import feed
 from fulltilt.errors import DoesNotFit, UsageError
-from fulltilt.feed.caches import PARTIAL, ROWS, CacheFull, list_caches, make_room
+from fulltilt.feed import residency
+from fulltilt.feed.caches import PARTIAL, ROWS, CacheFull, default_cache_dir, list_caches, make_room
 from fulltilt.feed.disk import open_cache
 from fulltilt.feed.fingerprint import fingerprint
 from fulltilt.feed.structure import layout_of
+from fulltilt.feed.tiers import Room
 
 from .conftest import Drawn, Pixels
 
@@ -140,6 +146,80 @@ def test_code_that_is_only_called_on_counts_too():
     assert fingerprint(make(1)).parts != fingerprint(make(2)).parts
 
 
+def scaled_by(factor):
+    return lambda value: value * factor
+
+
+def described(text, calls="helper.load(index)", name="0"):
+    """A data set whose code lies in two modules of the user's own, as text."""
+    helper = types.ModuleType("helper")
+    helper.__file__ = "helper.py"
+    exec(text, vars(helper))
+    for function in vars(helper).values():
+        if isinstance(function, types.FunctionType):
+            function.__module__ = "helper"
+    user: dict[str, object] = {"helper": helper, "__name__": "__main__"}
+    sys.modules["helper"] = helper
+    exec(f"def draw(index):\n    {calls}", user)
+    try:
+        return fingerprint(Drawn(user["draw"], 4)).parts
+    finally:
+        del sys.modules["helper"]
+
+
+DIFFERENCES = {
+    "closures of one factory": lambda n: Drawn([scaled_by(2), scaled_by(n)], 4),
+    "a transform in the class": lambda n: type("Own", (Drawn,), {"transform": scaled_by(n)})(len, 4),
+    "an object in the class": lambda n: type("Own", (Drawn,), {"transform": functools.partial(max, n)})(len, 4),
+    "a cached method": lambda n: Drawn(functools.cache(scaled_by(n)), 4),
+    "a cached property": lambda n: type("Own", (Drawn,), {"x": functools.cached_property(scaled_by(n))})(len, 4),
+    "a default": lambda n: Drawn(lambda index, by=n: index * by, 4),
+    "a method of a builtin": lambda n: Drawn({0: n}.get, 4),
+    "an array of objects": lambda n: Drawn(np.array(["a", n], dtype=object), 4),
+    "an array of texts": lambda n: Drawn(np.array(["a", str(n)]), 4),
+    "which of two": lambda n: Drawn([*(both := [[1], [2]]), both[n % 2]], 4),
+    "a bound method": lambda n: Drawn([n].index, 4),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_every_place_of_an_argument_counts(what):
+    make = DIFFERENCES[what]
+    assert fingerprint(make(3)).parts == fingerprint(make(3)).parts
+    assert fingerprint(make(3)).parts != fingerprint(make(0)).parts
+    assert fingerprint(make(3)).reusable
+
+
+@pytest.mark.parametrize(
+    "calls", ["helper.load(index)", "import helper; return helper.load(index)", "from helper import load; load(index)"]
+)
+def test_code_of_the_users_other_modules_counts(calls):
+    one, same, other = (
+        described(f"def deep(i):\n    return i + {n}\ndef load(i):\n    return deep(i)", calls) for n in (1, 1, 2)
+    )
+    assert one == same
+    assert one["code"] != other["code"]
+
+
+def test_a_set_in_the_code_counts_in_whatever_order_it_lies():
+    """The order of a set of texts is another one in every process; two numbers that collide show the same here."""
+    parts = []
+    for order in ([0, 8], [8, 0]):
+        code = scaled_by.__code__.replace(co_consts=(None, (frozenset(order), "x")))
+        parts.append(fingerprint(Drawn(types.FunctionType(code, {}, "f"), 4)).parts)
+    assert repr(frozenset([0, 8])) != repr(frozenset([8, 0]))
+    assert parts[0] == parts[1]
+
+
+def test_a_file_exchanged_for_one_of_the_same_size_and_time_is_noticed(files):
+    before = fingerprint(Files(files)).parts
+    path = files / "03.txt"
+    status = path.stat()
+    path.write_text("7")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert fingerprint(Files(files)).parts["files"] != before["files"]
+
+
 def test_a_cache_that_lies_is_refused(files, cache_dir):
     """Same files and code as far as anybody can see, and yet other rows: compared with the data set itself."""
     run(Files(files), cache_dir)
@@ -157,6 +237,63 @@ def test_what_cannot_be_fingerprinted_lives_for_one_run(cache_dir):
         _, loader = _run_pixels(dataset, cache_dir)
     assert "for this run only" in opened(loader)
     assert list_caches(cache_dir) == []
+
+
+def test_a_complete_cache_may_lie_where_nothing_can_be_written(files, cache_dir, monkeypatch):
+    run(Files(files), cache_dir)
+    opened_files, touch = os.open, os.utime
+
+    def read_only(path, flags, *rest):
+        if flags & (os.O_RDWR | os.O_WRONLY) and str(path).startswith(str(cache_dir)):
+            raise PermissionError(13, "Permission denied")
+        return opened_files(path, flags, *rest)
+
+    monkeypatch.setattr(os, "open", read_only)
+    monkeypatch.setattr(os, "utime", lambda path, *rest: read_only(path, os.O_RDWR) and touch(path, *rest))
+    served, loader = run(Files(files), cache_dir)
+    assert "cache found" in opened(loader)
+    assert torch.equal(served[0], torch.stack([Files(files)[i] for i in range(12)]))
+
+
+def test_nobody_who_did_not_ask_for_the_disk_is_stopped_by_it(tmp_path, monkeypatch):
+    """A folder that cannot be made: residency auto goes on from the source."""
+    (tmp_path / "file").write_text("")
+    nowhere = Room(vram_bytes=None, pinned_bytes=None, ram_bytes=0, disk_bytes=1 << 30)
+    monkeypatch.setattr(residency, "measure_room", lambda *_, **__: nowhere)
+    with feed.loader(Pixels(9), 4, cache_dir=tmp_path / "file" / "x", num_workers=0) as loader:
+        assert sum(len(labels) for _, labels in loader) == 9
+    assert "training goes on from the source" in opened(loader)
+
+
+@pytest.mark.parametrize("call", ["write", "fsync"])
+def test_a_disk_that_fails_otherwise_does_not_stop_training_either(files, cache_dir, monkeypatch, caplog, call):
+    def failing(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "pwrite" if call == "write" else "fsync", failing)
+    served, loader = run(Files(files), cache_dir, 2)
+    assert loader.tier == "none"
+    assert "Input/output error" in caplog.text
+    assert torch.equal(served[1], torch.stack([Files(files)[i] for i in range(12)]))
+
+
+def test_what_a_killed_run_left_is_swept(files, cache_dir):
+    left = [cache_dir / "x.partial.77-ab.new", cache_dir / "run-77-ab.partial"]
+    fresh = cache_dir / "y.partial.78-cd.new"
+    for folder in (*left, fresh):
+        folder.mkdir(parents=True)
+    (left[1] / "cache.json").write_text("{}")
+    os.utime(left[0], (1, 1))
+    run(Files(files), cache_dir)
+    assert not any(folder.exists() for folder in left)
+    assert fresh.exists()  # another process may be making it at this moment
+
+
+def test_without_a_home_the_cache_lies_in_a_temporary_folder(monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME", "FULLTILT_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a number without an entry in passwd
+    assert default_cache_dir().is_relative_to(tempfile.gettempdir())
 
 
 def _run_pixels(dataset, cache_dir):
@@ -341,3 +478,19 @@ def test_the_cache_command_lists_and_clears(files, cache_dir):
     assert "1 of 1 caches removed" in command("clear", *where).stdout
     assert list_caches(cache_dir) == []
     assert isinstance(command("burn", *where).exception, UsageError)
+
+
+def test_odd_folders_among_the_caches_do_no_harm(cache_dir):
+    odd = {"a": "{}", "b": "[1]", "c": "{", "d": json.dumps({"samples": "many"}), "e": json.dumps({"parts": 3})}
+    named = json.dumps({"label": "Files /data/\x1b[31m\udcff\n", "samples": 3, "parts": {}})
+    for name, header in {**odd, "f": named}.items():
+        (cache_dir / name).mkdir(parents=True)
+        (cache_dir / name / "cache.json").write_text(header)
+        for part in ("rows.bin", "marks.bin"):
+            (cache_dir / name / part).write_bytes(b"")
+    (cache_dir / "file").write_text("")
+    listed = command("list", "--dir", str(cache_dir))
+    assert listed.exit_code == 0, listed.exception
+    assert "Files /data/?[31m??" in listed.stdout
+    assert "2 of 2 caches removed" in command("clear", "--dir", str(cache_dir)).stdout  # those with a header that reads
+    assert command("list", "--dir", str(cache_dir / "file")).exit_code == 0

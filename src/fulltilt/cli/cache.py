@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -30,7 +31,7 @@ def cache(
     """List or clear the decoded data sets kept on disk (residency "disk")."""
     if action not in ("list", "clear"):
         raise UsageError(f"cache knows list and clear, not {action!r}")
-    from fulltilt.feed.caches import default_cache_dir, list_caches, remove
+    from fulltilt.feed.caches import default_cache_dir, list_caches, remove, sweep
     from fulltilt.feed.tiers import in_words
 
     where = folder if folder is not None else default_cache_dir()
@@ -38,6 +39,8 @@ def cache(
         entry for entry in list_caches(where) if name is None or name in entry.folder.name or name in entry.label
     ]
     removed = [entry for entry in entries if action == "clear" and remove(entry)]
+    if action == "clear":
+        sweep(where)
     if as_json:
         described = [
             {
@@ -59,7 +62,8 @@ def cache(
         print(f"{len(removed)} of {len(entries)} caches removed, {in_words(freed)} freed")
         for entry in entries:
             if entry not in removed:
-                print(f"in use by a running job: {entry.folder.name}  {entry.label}")
+                why = "in use by a running job" if entry.in_use else "may not be deleted"
+                print(f"{why}: {entry.folder.name}  {_printable(entry.label)}")
         return
     if not entries:
         print(f"no caches in {where}")
@@ -69,9 +73,15 @@ def cache(
         state = "in use" if entry.in_use else "complete" if entry.complete else "partial"
         print(
             f"{entry.folder.name[:34]:<34} {in_words(entry.size_bytes):>10} {entry.samples:>9}  {state:<10} "
-            f"{_ago(entry.used_at_s):<12} {entry.label}"
+            f"{_ago(entry.used_at_s):<12} {_printable(entry.label)}"
         )
     print(f"{in_words(sum(entry.size_bytes for entry in entries))} in {where}")
+
+
+def _printable(label: str) -> str:
+    """A path may hold anything; a terminal is to show it, not to obey it."""
+    shown = "".join(character if character.isprintable() else "?" for character in label)
+    return shown.encode("ascii", "replace").decode() if not sys.stdout.encoding.lower().startswith("utf") else shown
 
 
 def _ago(moment_s: float) -> str:

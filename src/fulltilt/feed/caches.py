@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import shutil
+import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,9 @@ except ImportError:  # Windows: caches there are not protected from a clearing c
 from fulltilt.errors import UsageError
 
 HEADER, ROWS, MARKS = "cache.json", "rows.bin", "marks.bin"
-PARTIAL = ".partial"
+PARTIAL, MAKING, ONE_RUN = ".partial", ".new", "run-"
+# A folder is made in milliseconds; one that is older than this was left by a kill.
+_MAKING_S = 3600.0
 
 
 class CacheFull(Exception):  # noqa: N818 - an event; the job goes on without the cache
@@ -45,7 +49,10 @@ def default_cache_dir() -> Path:
     named = os.environ.get("FULLTILT_CACHE_DIR")
     if named:
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fulltilt" / "feed"
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - Path.home may raise
+    if home.startswith("~"):  # a user without a home, as containers run them
+        home = tempfile.gettempdir()
+    return Path(home) / "fulltilt" / "feed"
 
 
 def list_caches(cache_dir: Path) -> list[CacheEntry]:
@@ -55,11 +62,23 @@ def list_caches(cache_dir: Path) -> list[CacheEntry]:
 
 
 def remove(entry: CacheEntry) -> bool:
-    """Delete a cache; False if a running job uses it."""
+    """Delete a cache; False if a running job uses it, or if it may not be deleted."""
     with _lock_alone(entry.folder) as alone:
         if alone:
             shutil.rmtree(entry.folder, ignore_errors=True)
-    return alone
+    return alone and not entry.folder.exists()
+
+
+def sweep(cache_dir: Path) -> None:
+    """Delete what killed runs left and nobody can use: half-made folders, and caches that were for one run only."""
+    with contextlib.suppress(OSError):
+        for folder in [*cache_dir.glob(f"*{MAKING}"), *cache_dir.glob(f"{ONE_RUN}*{PARTIAL}")]:
+            making = folder.name.endswith(MAKING)
+            if making and time.time() - folder.stat().st_mtime < _MAKING_S:
+                continue
+            with contextlib.nullcontext(True) if making else _lock_alone(folder) as alone:
+                if alone:
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def default_limit_bytes(cache_dir: Path) -> int | None:
@@ -98,20 +117,23 @@ def make_room(cache_dir: Path, need_bytes: int, limit_bytes: int | None) -> None
 def free_disk_bytes(folder: Path) -> int | None:
     """Free bytes of the file system that ``folder`` lies or would lie on; None if it cannot be asked."""
     for existing in (folder, *folder.parents):
-        if existing.exists():
-            try:
-                return shutil.disk_usage(existing).free
-            except OSError:
-                return None
+        try:
+            return shutil.disk_usage(existing).free
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:
+            return None
     return None
 
 
 # --------------------------------------------------------------------------- folders
 
 
-def _folders(cache_dir: Path) -> Iterator[Path]:
-    if cache_dir.is_dir():
-        yield from (folder for folder in cache_dir.iterdir() if (folder / HEADER).exists())
+def _folders(cache_dir: Path) -> list[Path]:
+    try:
+        return [Path(entry.path) for entry in os.scandir(cache_dir) if not entry.name.endswith(MAKING)]
+    except OSError:  # not there, no folder, or not ours to read
+        return []
 
 
 def read_header(folder: Path) -> dict[str, Any] | None:
@@ -127,6 +149,9 @@ def _read_entry(folder: Path) -> CacheEntry | None:
     header = read_header(folder)
     if header is None:
         return None
+    label, samples, parts = header.get("label", "?"), header.get("samples", 0), header.get("parts", {})
+    if not isinstance(samples, int) or not isinstance(parts, dict):
+        return None
     try:
         # Blocks, not length: a half-written file is sparse.
         size = sum((folder / name).stat().st_blocks * 512 for name in (ROWS, MARKS))
@@ -137,12 +162,12 @@ def _read_entry(folder: Path) -> CacheEntry | None:
         in_use = not alone
     return CacheEntry(
         folder,
-        str(header.get("label", "?")),
-        int(header.get("samples", 0)),
+        str(label),
+        samples,
         size,
         not folder.name.endswith(PARTIAL),
         used,
-        dict(header.get("parts", {})),
+        parts,
         in_use,
     )
 

@@ -24,9 +24,12 @@ class Delivery:
 
     def batches(self, supply: Supply, batches: list[torch.Tensor], epoch: int) -> Iterator[Leaves]:
         """The leaves of each batch, from wherever its samples are."""
-        if isinstance(supply.store, DeviceStore) and not supply.missing(batches):
+        missing = supply.missing(batches)
+        if isinstance(supply.store, DeviceStore) and not missing:
             return self._resident(supply.store, [supply.bad.without_bad(batch) for batch in batches])
-        way = self._copied if self.copies_ahead else self._here
+        # Without workers the data set runs in this process: on the thread that asks, whose random generators it may
+        # use and which may draw from them at the same moment.
+        way = self._copied if self.copies_ahead and (supply.workers or not missing) else self._here
         return way(supply, batches, epoch)
 
     def close(self) -> None:
@@ -44,19 +47,24 @@ class Delivery:
         host = supply.host_batches(batches, epoch)
         try:
             for batch in host:
-                leaves = self._take(batch, batch.rows, batch.indices, batch.row_indices)
+                rows = batch.rows[batch.row_indices] if batch.scattered else batch.rows
+                # Copies that wait for their end, because the rows are given back at once. On a CPU they are none.
+                here = [part.to(self._device) for part in (rows, batch.indices, batch.row_indices)]
+                leaves = self._take(batch, *here)
                 batch.release()
-                yield leaves, batch.indices
+                yield leaves, here[1]
         finally:
             host.close()
 
     def _copied(self, supply: Supply, batches: list[torch.Tensor], epoch: int) -> Iterator[Leaves]:
         if supply.missing(batches):
             supply.start_workers()  # forked here, on the main thread, and not in the feeding thread
-        if self._ring is None:
+        # Taken out while it is in use: a second iterator at the same time gets buffers of its own.
+        ring, self._ring = self._ring, None
+        if ring is None or ring.rows < supply.batch_size:
             with torch.inference_mode(False):  # made in an evaluation, it has to be of use to the feeding thread
-                self._ring = DeviceRing(supply.batch_size, self._layout.row_bytes, self._device)
-        stream = self._ring.stream(supply.host_batches(batches, epoch))
+                ring = DeviceRing(supply.batch_size, self._layout.row_bytes, self._device)
+        stream = ring.stream(supply.host_batches(batches, epoch))
         try:
             for arrived in stream:
                 leaves = self._take(arrived.host, arrived.rows, arrived.indices, arrived.row_indices)
@@ -64,6 +72,7 @@ class Delivery:
                 yield leaves, arrived.indices
         finally:
             stream.close()
+            self._ring = ring
 
     def _take(
         self, batch: HostBatch, rows: torch.Tensor, indices: torch.Tensor, row_indices: torch.Tensor

@@ -23,6 +23,7 @@ import os
 import secrets
 import shutil
 import time
+import warnings
 import weakref
 import zlib
 from pathlib import Path
@@ -32,7 +33,9 @@ import torch
 from fulltilt.errors import FulltiltError, UsageError
 from fulltilt.feed.caches import (
     HEADER,
+    MAKING,
     MARKS,
+    ONE_RUN,
     PARTIAL,
     ROWS,
     CacheFull,
@@ -41,6 +44,7 @@ from fulltilt.feed.caches import (
     make_room,
     read_header,
     remove,
+    sweep,
 )
 from fulltilt.feed.fingerprint import Fingerprint
 from fulltilt.feed.stores import HostStore
@@ -59,15 +63,15 @@ class DiskStore(HostStore):
         self.complete = complete
         self._lock = lock
         self._row_bytes = row_bytes
-        self._rows_fd = os.open(folder / ROWS, os.O_RDWR)
-        self._marks_fd = os.open(folder / MARKS, os.O_RDWR)
-        access = mmap.ACCESS_WRITE  # torch has no read-only tensors; nothing is ever stored through this mapping
-        rows = torch.frombuffer(mmap.mmap(self._rows_fd, samples * row_bytes, access=access), dtype=torch.uint8)
-        self._marks = torch.frombuffer(mmap.mmap(self._marks_fd, samples * 4, access=access), dtype=torch.int32)
-        super().__init__(rows.view(samples, row_bytes), self._marks)
+        # A complete cache is only read, and may lie where this user cannot write.
+        mode = os.O_RDONLY if complete else os.O_RDWR
+        self._rows_fd, self._marks_fd = os.open(folder / ROWS, mode), os.open(folder / MARKS, mode)
+        rows = _mapped(self._rows_fd, samples * row_bytes).view(samples, row_bytes)
+        self._marks = _mapped(self._marks_fd, samples * 4).view(torch.int32)
+        super().__init__(rows, self._marks)
         if not keep:
             # Also when the job ends without closing it.
-            weakref.finalize(self, shutil.rmtree, folder, True)
+            weakref.finalize(self, _remove_as, os.getpid(), folder)
 
     def has(self, indices: torch.Tensor) -> torch.Tensor:
         """Which of ``indices`` are there, those written by other ranks included."""
@@ -81,7 +85,8 @@ class DiskStore(HostStore):
                 _write_fully(self._rows_fd, data, index * self._row_bytes)
                 _write_fully(self._marks_fd, _mark(data).to_bytes(4, "little"), index * 4)
         except OSError as error:
-            raise _as_full(error, self.folder) from error
+            # Whatever ails the disk, training goes on from the source.
+            raise CacheFull(f"{self.folder.parent} cannot be written ({error.strerror})") from error
 
     def finish(self) -> bool:
         """Make a fully written cache permanent; False while rows are missing."""
@@ -91,7 +96,7 @@ class DiskStore(HostStore):
             os.fsync(self._rows_fd)
             os.fsync(self._marks_fd)
         except OSError as error:
-            raise _as_full(error, self.folder) from error
+            raise CacheFull(f"{self.folder.parent} cannot be written ({error.strerror})") from error
         if self.keep:
             final = self.folder.with_name(self.folder.name.removesuffix(PARTIAL))
             with contextlib.suppress(OSError):  # another rank was first, which is as good
@@ -140,8 +145,12 @@ def open_cache(
         if lock is None:
             continue
         if _fits(folder, samples, layout):
-            store = DiskStore(folder, samples, layout.row_bytes, lock, keep=True, complete=complete)
-            os.utime(folder / HEADER)
+            try:
+                store = DiskStore(folder, samples, layout.row_bytes, lock, keep=True, complete=complete)
+            except OSError as error:  # somebody else's, half-written
+                raise _as_full(error, folder) from error
+            with contextlib.suppress(OSError):  # somebody else's: then it is not for us to say when it was used
+                os.utime(folder / HEADER)
             if complete:
                 return store, "found"
             dropped = _drop_torn_rows(store)
@@ -149,10 +158,11 @@ def open_cache(
             return store, f"taken up again at {there} of {samples} samples" + (f" ({dropped} torn)" if dropped else "")
         os.close(lock)
         shutil.rmtree(folder, ignore_errors=True)
+    sweep(cache_dir)
     stale = _remove_stale(cache_dir, fingerprint)
     make_room(cache_dir, need, limit_bytes)
     keep = fingerprint.reusable
-    folder = partial if keep else cache_dir / f"run-{os.getpid()}-{secrets.token_hex(4)}{PARTIAL}"
+    folder = partial if keep else cache_dir / f"{ONE_RUN}{os.getpid()}-{secrets.token_hex(4)}{PARTIAL}"
     _create(folder, fingerprint, layout, samples)
     lock = lock_shared(folder)
     assert lock is not None
@@ -172,7 +182,7 @@ def _create(folder: Path, fingerprint: Fingerprint, layout: Layout, samples: int
         "layout": layout.describe(),
         "created_at_s": time.time(),
     }
-    making = folder.with_name(f"{folder.name}.{os.getpid()}-{secrets.token_hex(4)}.new")
+    making = folder.with_name(f"{folder.name}.{os.getpid()}-{secrets.token_hex(4)}{MAKING}")
     try:
         making.mkdir()
         for name, size in ((ROWS, samples * layout.row_bytes), (MARKS, samples * 4)):
@@ -217,6 +227,8 @@ def _remove_stale(cache_dir: Path, fingerprint: Fingerprint) -> str | None:
         if entry.label != fingerprint.label or not fingerprint.reusable:
             continue
         changed = [name for name, digest in fingerprint.parts.items() if entry.parts.get(name) != digest]
+        if not changed:
+            continue  # another process has just completed it
         # Other arguments make another data set, such as the validation part of the same folder: its cache stays.
         kept = "arguments" in changed or not remove(entry)
         told = f"new; the one there {'is another' if kept else 'was refused as stale'} ({', '.join(changed)} changed)"
@@ -224,6 +236,18 @@ def _remove_stale(cache_dir: Path, fingerprint: Fingerprint) -> str | None:
 
 
 # --------------------------------------------------------------------------- bytes
+
+
+def _mapped(fd: int, size: int) -> torch.Tensor:
+    """The file as bytes. Nothing is ever stored through the mapping: torch has no read-only tensors, and warns."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not writable.*")
+        return torch.frombuffer(mmap.mmap(fd, size, access=mmap.ACCESS_READ), dtype=torch.uint8)
+
+
+def _remove_as(pid: int, folder: Path) -> None:
+    if os.getpid() == pid:  # a forked child drops its copy of the store; the files are its parent's
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _bytes_of(row: torch.Tensor) -> memoryview:

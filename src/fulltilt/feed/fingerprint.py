@@ -13,10 +13,10 @@ import importlib.metadata
 import os
 import pickle
 import sys
+import threading
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +26,11 @@ from fulltilt.feed.structure import Layout, is_image
 # Libraries that decode or transform: another version may give other pixels.
 _LIBRARIES = ("torch", "torchvision", "pillow", "numpy", "opencv-python", "albumentations", "h5py")
 _FOLDER_ENTRIES = 2_000_000
-_DEPTH = 12
+_DEPTH = 40
+_STANDARD = sys.stdlib_module_names - {"__main__"}
+# Attributes of a class that have no content of their own.
+_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, property, functools.cached_property)
+_LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.local)
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class _Walk:
     unreadable: list[str] = field(default_factory=list)
     first_path: str | None = None
     skip_transform_lists: bool = False
-    _seen: dict[int, Any] = field(default_factory=dict)
+    _seen: dict[int, tuple[int, Any]] = field(default_factory=dict)
     _folders: set[str] = field(default_factory=set)
 
     def visit(self, value: Any, depth: int) -> None:
@@ -94,10 +98,13 @@ class _Walk:
         elif isinstance(value, torch.dtype | torch.device):
             self._value(str(value))
         elif id(value) in self._seen:
-            self._value("seen")
+            self._value(f"seen as number {self._seen[id(value)][0]}")
         else:
-            self._seen[id(value)] = value  # held, so that no other object takes its id
+            self._meet(value)
             self._compound(value, depth)
+
+    def _meet(self, value: Any) -> None:
+        self._seen[id(value)] = len(self._seen), value  # held, so that no other object takes its id
 
     def _compound(self, value: Any, depth: int) -> None:
         if isinstance(value, Mapping):
@@ -115,8 +122,12 @@ class _Walk:
         elif isinstance(value, torch.Tensor):
             self._tensor(value)
         elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
-            self._value(f"array {value.dtype} {value.shape}")
-            self.values.update(value.tobytes())
+            self._array(value, depth)
+        elif type(value).__module__.partition(".")[0] == "pandas" and hasattr(value, "to_numpy"):
+            names = list(getattr(value, "columns", ()))  # column by column: each is an array of its own type
+            self.visit(names, depth + 1)
+            for column in [value[name] for name in names] or [value]:
+                self._array(column.to_numpy(), depth)
         elif is_image(value):
             self._value(f"image {value.mode} {value.size}")
             self.values.update(value.tobytes())
@@ -133,6 +144,10 @@ class _Walk:
             self._function(value, depth)
         elif isinstance(value, types.BuiltinFunctionType):
             self._value(f"builtin {value.__qualname__}")
+            if not isinstance(value.__self__, types.ModuleType | None):  # such as the ``get`` of a dict of labels
+                self.visit(value.__self__, depth + 1)
+        elif hasattr(value, "__wrapped__") and callable(value):  # functools.cache and the like
+            self.visit(value.__wrapped__, depth + 1)
         else:
             self._object(value, depth)
 
@@ -140,7 +155,9 @@ class _Walk:
         if self.skip_transform_lists and isinstance(getattr(value, "transforms", None), list) and callable(value):
             return  # only its first part matters, and that was visited
         self._class(type(value), depth)
-        if type(value).__module__.split(".")[0] in sys.stdlib_module_names - {"__main__"}:
+        if isinstance(value, _LOCKS):
+            return
+        if type(value).__module__.split(".")[0] in _STANDARD:
             self._pickled(value)  # files, locks and sockets have no content that could be compared
             return
         state = dict(getattr(value, "__dict__", {}))
@@ -166,27 +183,23 @@ class _Walk:
         for base in cls.__mro__:
             if id(base) in self._seen and base is not cls:
                 continue
-            self._seen[id(base)] = base
+            self._meet(base)
             if not _users_own(base):
                 continue
             for name, member in sorted(vars(base).items()):
-                function = getattr(member, "__func__", member)
-                if isinstance(member, property):
-                    function = member.fget
+                function = member.func if isinstance(member, functools.cached_property) else member
+                function = member.fget if isinstance(member, property) else getattr(function, "__func__", function)
                 if isinstance(function, types.FunctionType):
                     self._function(function, depth)
-                elif not name.startswith("__") and not callable(member):
+                elif not name.startswith("__") and not isinstance(member, _DESCRIPTORS):
                     self._value(name)
                     self.visit(member, depth + 1)
 
     def _function(self, function: types.FunctionType, depth: int) -> None:
-        if id(function.__code__) in self._seen:
-            return
-        self._seen[id(function.__code__)] = function.__code__
         self._value(function.__qualname__)
         if not _own_module(function.__module__):
             return
-        self._code(function.__code__)
+        # What a function holds counts for each one made by the same code: two closures of one factory differ in it.
         self.visit(function.__defaults__, depth + 1)
         self.visit(function.__kwdefaults__, depth + 1)
         for cell in function.__closure__ or ():
@@ -194,10 +207,28 @@ class _Walk:
                 self.visit(cell.cell_contents, depth + 1)
             except ValueError:
                 continue
+        if id(function.__code__) in self._seen:
+            return
+        self._meet(function.__code__)
+        self._code(function.__code__)
         # Functions and constants of the user's own modules that it calls on.
-        for name in _names(function.__code__):
+        names = _names(function.__code__)
+        for name in names:
             if name in function.__globals__:
-                self.visit(function.__globals__[name], depth + 1)
+                self._used(function.__globals__[name], names, depth)
+            elif name in sys.modules:  # imported within the function
+                self._used(sys.modules[name], names, depth)
+
+    def _used(self, value: Any, names: list[str], depth: int) -> None:
+        """A global that a function uses; of a module of the user's own, those of its names that the function uses."""
+        if not isinstance(value, types.ModuleType) or not _own_module(value.__name__) or id(value) in self._seen:
+            self.visit(value, depth + 1)
+            return
+        self._value(f"module {value.__name__}")
+        for name in names:
+            inner = vars(value).get(name)
+            if inner is not None and inner is not value:
+                self._used(inner, [other for other in names if other != name], depth + 1)
 
     def _code(self, code: types.CodeType) -> None:
         self.code.update(code.co_code)
@@ -206,7 +237,14 @@ class _Walk:
             if isinstance(constant, types.CodeType):
                 self._code(constant)
             else:
-                self.code.update(repr(constant).encode())
+                self.code.update(_stable(constant).encode())
+
+    def _array(self, array: Any, depth: int) -> None:
+        self._value(f"array {array.dtype} {array.shape}")
+        if array.dtype.kind in "OUST":  # objects and texts: the bytes would be addresses, and texts may be paths
+            self.visit(array.tolist(), depth + 1)
+        else:
+            self.values.update(array.tobytes())
 
     def _text(self, text: str) -> None:
         self._value(text)
@@ -221,12 +259,12 @@ class _Walk:
         if os.path.isdir(path):  # noqa: PTH112
             self._folder(path)
         else:
-            self.files.update(f"{path} {found.st_size} {found.st_mtime_ns}\n".encode())
+            self._file(path, found)
 
     def _folder(self, path: str) -> None:
         if path in self._folders:
             return
-        if Path(path) in (Path("/"), Path.home()):
+        if path in ("/", os.path.expanduser("~")):  # noqa: PTH111
             self.unreadable.append(f"the whole of {path}")
             return
         self._folders.add(path)
@@ -242,7 +280,12 @@ class _Walk:
                     found = os.stat(os.path.join(root, name))  # noqa: PTH116, PTH118
                 except OSError:
                     continue
-                self.files.update(f"{root}/{name} {found.st_size} {found.st_mtime_ns}\n".encode())
+                self._file(f"{root}/{name}", found)
+
+    def _file(self, path: str, found: os.stat_result) -> None:
+        # The time of the last change of any kind as well: a copy with the old size and the old time is another file.
+        line = f"{path} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}\n"
+        self.files.update(line.encode("utf-8", "surrogateescape"))
 
     def _tensor(self, tensor: torch.Tensor) -> None:
         self._value(f"tensor {tensor.dtype} {tuple(tensor.shape)}")
@@ -255,6 +298,13 @@ class _Walk:
         self.values.update(b"\0")
 
 
+def _stable(constant: Any) -> str:
+    """A constant in words that are the same in every run: the order of a set of texts is not."""
+    if isinstance(constant, frozenset):
+        return f"{{{', '.join(sorted(map(_stable, constant)))}}}"
+    return f"({', '.join(map(_stable, constant))})" if isinstance(constant, tuple) else repr(constant)
+
+
 def _names(code: types.CodeType) -> list[str]:
     inner = [_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return sorted(set(code.co_names).union(*inner))
@@ -262,13 +312,13 @@ def _names(code: types.CodeType) -> list[str]:
 
 def _own_module(name: str | None) -> bool:
     """Whether a module belongs to the user: installed libraries are covered by their versions."""
-    if name is None:
+    if name is None or name == "__main__":  # also under a launcher, whose own file __main__ then is
         return True
-    if name.split(".")[0] in sys.stdlib_module_names - {"__main__"}:
+    if name.split(".")[0] in _STANDARD:
         return False
     file = getattr(sys.modules.get(name), "__file__", None)
     return file is None or ("site-packages" not in file and "dist-packages" not in file)
 
 
 def _users_own(cls: type) -> bool:
-    return cls.__module__ == "__main__" or (cls.__module__ != "builtins" and _own_module(cls.__module__))
+    return cls.__module__ != "builtins" and _own_module(cls.__module__)

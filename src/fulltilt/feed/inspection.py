@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.bad_samples import Policy, stopped_by
 from fulltilt.feed.generators import Generators
@@ -13,6 +15,7 @@ from fulltilt.feed.randomness import first_reason
 from fulltilt.feed.readers import Failure, name_of
 from fulltilt.feed.splitting import Split, find_split
 from fulltilt.feed.structure import Layout, Unstorable, layout_of
+from fulltilt.feed.untouched import untouched
 
 
 class ShapesDiffer(DataError):  # noqa: N818 - as all errors of this project
@@ -34,27 +37,27 @@ def inspect(dataset: Any, *, checks: int = 8, policy: Policy = "stop") -> Inspec
     """Draw a few samples, each twice under different seeds. Raises UsageError or DataError."""
     samples = _length(dataset)
     generators = Generators(dataset)
-    with generators.untouched():
+    with untouched(dataset, generators):
         drawn = _draw(dataset, samples, checks, policy)
-    indices = list(drawn)
-    try:
-        layout = layout_of(drawn[indices[0]])
-    except Unstorable as error:
-        return Inspection(None, unstorable_because=str(error))
-    _check_shapes(dataset, drawn, layout)
-    random_because = first_reason(lambda index: dataset[index], indices, generators)
-    if random_because is None:
-        return Inspection(layout)
-    split = find_split(dataset, indices, generators)
-    if split is None:
-        return Inspection(layout, random_because)
-    with generators.untouched():
+        indices = list(drawn)
+        try:
+            layout = layout_of(drawn[indices[0]])
+        except Unstorable as error:
+            return Inspection(None, unstorable_because=str(error))
+        _check_shapes(dataset, drawn, layout)
+        random_because = first_reason(lambda index: dataset[index], indices, generators)
+        if random_because is None:
+            return Inspection(layout)
+        split = find_split(dataset, indices, generators)
+        if split is None:
+            return Inspection(layout, random_because)
         kept = layout_of(split.draw(dataset, indices[0])[0])
-    return Inspection(layout, random_because, split=split, kept=kept)
+        return Inspection(layout, random_because, split=split, kept=kept)
 
 
 def _length(dataset: Any) -> int:
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+    streams = isinstance(dataset, torch.utils.data.IterableDataset)
+    if streams or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise UsageError(
             f"{type(dataset).__name__} has no length or cannot be indexed",
             "feed.loader needs a map-style data set (__len__ and __getitem__); keep the DataLoader for a stream.",

@@ -13,7 +13,7 @@ from fulltilt.errors import DataError
 from fulltilt.feed.bad_samples import BadSamples
 from fulltilt.feed.caches import CacheFull
 from fulltilt.feed.disk import DiskStore
-from fulltilt.feed.readers import Failure, Reader, SampleReader, quiet_generators
+from fulltilt.feed.readers import Failure, Reader, SampleReader
 from fulltilt.feed.residency import Residence
 from fulltilt.feed.splitting import SplitReader
 from fulltilt.feed.structure import Layout
@@ -99,8 +99,11 @@ class Keeping:
         if self._undecided:
             self.settle(model_has_run=True)  # an epoch of three batches or fewer
         if self.supply.store is not None:
-            for note in self.residence.finish(self.supply):
-                self.notes.say(note)
+            try:
+                for note in self.residence.finish(self.supply):
+                    self.notes.say(note)
+            except CacheFull as full:  # some disks tell only when what was written has to be there
+                self._on_full(full)
 
     @torch.inference_mode(False)  # what is kept outlives the evaluation that it may be made in
     def settle(self, *, model_has_run: bool) -> None:
@@ -132,9 +135,9 @@ class Keeping:
     def _serve_random_if_found(self) -> None:
         """From the next epoch on the workers seed each sample, as for a data set known to be random."""
         reader = self.supply.reader
-        if self._found_random is not None and isinstance(reader, SampleReader) and not reader.random:
+        if self._found_random is not None and not (isinstance(reader, SampleReader) and reader.random):
             self.supply.stop_workers()
-            self.supply.reader = SampleReader(reader.dataset, self.layout, random=True, seed=self._seed)
+            self.supply.reader = SampleReader(self.residence.dataset, self.layout, random=True, seed=self._seed)
 
     # ----------------------------------------------------------------- checking and giving up
 
@@ -149,8 +152,7 @@ class Keeping:
         if self._check_s > CHECK_SHARE * self._last_epoch_s and not rarely:
             return
         began_s = time.monotonic()
-        with quiet_generators(self.residence.dataset):
-            changed = self.residence.changed_sample(self.supply.store, epoch)
+        changed = self.residence.changed_sample(self.supply.store, epoch)
         self._check_s = time.monotonic() - began_s
         if changed is not None:
             self._drop(f"sample {changed} is not what the data set returns now; what was kept is no longer served")

@@ -18,9 +18,9 @@ from fulltilt.errors import UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
 from fulltilt.feed.bad_samples import BadSamples, Policy
 from fulltilt.feed.delivery import Delivery
-from fulltilt.feed.inspection import Inspection, inspect
+from fulltilt.feed.inspection import Inspection, ShapesDiffer, inspect
 from fulltilt.feed.keeping import Keeping, Notes
-from fulltilt.feed.order import BatchOrder, Order
+from fulltilt.feed.order import BatchOrder, GivenBatches, Order
 from fulltilt.feed.places import device_or_default, home_of, ranks
 from fulltilt.feed.progress import progress
 from fulltilt.feed.residency import Residence
@@ -28,6 +28,14 @@ from fulltilt.feed.stock import StockLoader
 from fulltilt.feed.tiers import Residency, Tier, default_workers
 from fulltilt.onlookers import seen
 from fulltilt.records import Settings
+
+# What a DataLoader can be told and the feed decides by itself, so that one can stand in for the other in a script.
+DECIDED_HERE = frozenset(
+    {
+        *("pin_memory", "pin_memory_device", "persistent_workers", "prefetch_factor"),
+        *("timeout", "multiprocessing_context", "in_order"),
+    }
+)
 
 
 def loader(
@@ -38,6 +46,7 @@ def loader(
     residency: Residency = "auto",
     shuffle: bool = False,
     sampler: Iterable[int] | None = None,
+    batch_sampler: Iterable[Iterable[int]] | None = None,
     drop_last: bool = False,
     seed: int = 0,
     device: torch.device | str | None = None,
@@ -52,30 +61,46 @@ def loader(
     max_bad_share: float = 0.01,
     checks: int = 8,
     settings: Settings | None = None,
+    **of_a_dataloader: Any,
 ) -> FeedLoader:
     """A loader over ``dataset`` whose batches are on ``device`` (default: the current GPU, else the CPU).
 
     ``residency`` is the tier the decoded samples live on; ``reserve_bytes`` the VRAM to leave for the model (default:
-    known after three steps). ``settings`` gives batch size, workers and residency where they are not given here.
-    Raises UsageError, DataError, DoesNotFit.
+    known after three steps). ``settings`` gives batch size, workers and residency where they are not given here. What
+    else a DataLoader takes about workers and pinning may stay in the call. Raises UsageError, DataError, DoesNotFit.
     """
+    if unknown := sorted(set(of_a_dataloader) - DECIDED_HERE):
+        raise UsageError(
+            f"feed.loader has no {', '.join(unknown)}", "Random numbers follow from seed=..., batches from sampler=..."
+        )
     settings = settings or Settings()
     if settings.residency is not None and residency == "auto":
         residency = settings.residency  # type: ignore[assignment]
     if on_bad_sample not in ("stop", "skip"):
         raise UsageError(f"on_bad_sample is {on_bad_sample!r}", "Choose 'stop' or 'skip'.")
-    found_rank, found_world = ranks()
-    found = inspect(dataset, checks=checks, policy=on_bad_sample) if collate_fn is None else Inspection(None)
-    order = Order(
-        samples=len(dataset),
-        batch_size=settings.batch_size if settings.batch_size is not None and batch_size == 1 else batch_size,
-        shuffle=shuffle,
-        seed=seed,
-        drop_last=drop_last,
-        rank=found_rank if rank is None else rank,
-        world_size=found_world if world_size is None else world_size,
-        sampler=sampler,
-    )
+    if num_workers is not None and (not isinstance(num_workers, int) or num_workers < 0):
+        raise UsageError(f"num_workers is {num_workers!r}; it must be a whole number of at least 0")
+    size = settings.batch_size if settings.batch_size is not None and batch_size == 1 else batch_size
+    found = _inspected(dataset, size, checks, on_bad_sample) if collate_fn is None else Inspection(None)
+    order: BatchOrder
+    if batch_sampler is not None:
+        if shuffle or drop_last or sampler is not None or size != 1:
+            raise UsageError(
+                "a batch_sampler decides on the batches itself", "Leave out batch_size, shuffle, sampler and drop_last."
+            )
+        order = GivenBatches(len(dataset), batch_sampler, seed)
+    else:
+        found_rank, found_world = ranks()
+        order = Order(
+            samples=len(dataset),
+            batch_size=size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            rank=found_rank if rank is None else rank,
+            world_size=found_world if world_size is None else world_size,
+            sampler=sampler,
+        )
     device = device_or_default(device)
     workers = num_workers if num_workers is not None else settings.num_workers
     home = home_of(dataset, device)
@@ -90,6 +115,15 @@ def loader(
         collate_fn=collate_fn,
         bad=BadSamples(len(dataset), on_bad_sample, max_bad_share),
     )
+
+
+def _inspected(dataset: Any, batch_size: int, checks: int, policy: Policy) -> Inspection:
+    try:
+        return inspect(dataset, checks=checks, policy=policy)
+    except ShapesDiffer as differ:
+        if batch_size != 1:
+            raise
+        return Inspection(None, unstorable_because=str(differ))  # one sample a batch: nothing has to fit together
 
 
 class FeedLoader:
@@ -227,8 +261,12 @@ class FeedLoader:
         keeping = self._keeping
         assert keeping is not None
         keeping.begin_epoch(epoch)
-        batches = self._delivery.batches(keeping.supply, self.order.batches(epoch)[start:], epoch)
+        drawn = self.order.batches(epoch)[start:]
+        largest = max((len(batch) for batch in drawn), default=0)
+        if largest > keeping.supply.batch_size:  # a batch sampler may not say beforehand how large they get
+            keeping.supply.resize(largest)
+        batches = self._delivery.batches(keeping.supply, drawn, epoch)
         for number, (leaves, indices) in enumerate(batches):
             keeping.batches_trained(number)
-            yield keeping.layout.build(leaves), indices
+            yield keeping.layout.build_batch(leaves), indices
         keeping.end_epoch()

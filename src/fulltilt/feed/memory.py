@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import multiprocessing
+import os
+import queue
 import warnings
 import weakref
 from typing import Any
@@ -31,6 +33,8 @@ def shared_bytes(size: int) -> torch.Tensor:
 def pin(memory: torch.Tensor, device: torch.device, owner: object) -> bool:
     """Lock ``memory`` for direct copies to the GPU, as long as ``owner`` lives. False where that is not possible.
 
+    ``owner`` has to hold the memory, and nobody may hold it longer: pages that are unmapped while the driver knows them
+    stay in its books, and whatever is mapped at their address next is copied from the old pages.
     Registering in place avoids torch's pinned allocator, which rounds each block up to a power of two. Do it after
     workers that use the memory were forked: pages that the driver knows are not inherited reliably. The memory must
     have its pages to itself (``shared_bytes`` has): the driver refuses a page that it knows already.
@@ -44,11 +48,33 @@ def pin(memory: torch.Tensor, device: torch.device, owner: object) -> bool:
             _forget_error(device)
             warnings.warn(f"could not pin {size} bytes; copies to the GPU will be slower", stacklevel=2)
             return False
-    weakref.finalize(owner, _unpin, address)
+    weakref.finalize(owner, _unpin, address, os.getpid())
     return True
 
 
-def _unpin(address: int) -> None:
+class HostBuffers:
+    """A few host buffers [rows, row_bytes] that are handed out in turn, pinned as long as this object lives."""
+
+    @torch.inference_mode(False)  # made in an evaluation, they have to be of use to the feeding thread
+    def __init__(self, count: int, rows: int, row_bytes: int, device: torch.device) -> None:
+        self._memory = shared_bytes(count * rows * row_bytes)
+        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        for buffer in self._memory.view(count, rows, row_bytes):
+            self._free.put(buffer)
+        pin(self._memory, device, self)
+
+    def take(self) -> torch.Tensor:
+        """A free buffer; waits for one."""
+        return self._free.get()
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """``buffer`` was copied away."""
+        self._free.put(buffer)
+
+
+def _unpin(address: int, pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a forked child drops its copy of the owner; the memory is its parent's
     if torch.cuda.is_available():
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if int(cudart.cudaHostUnregister(address)) != 0:

@@ -48,8 +48,8 @@ class Order:
     sampler: Iterable[int] | None = None
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise UsageError(f"batch_size is {self.batch_size}; it must be at least 1")
+        if not isinstance(self.batch_size, int) or self.batch_size < 1:
+            raise UsageError(f"batch_size is {self.batch_size!r}; it must be a whole number of at least 1")
         if not 0 <= self.rank < self.world_size:
             raise UsageError(f"rank {self.rank} is not below world_size {self.world_size}")
         if self.sampler is not None and self.shuffle:
@@ -59,7 +59,7 @@ class Order:
         """The indices that this rank draws in ``epoch``, as int64."""
         if self.sampler is not None:
             _tell_epoch(self.sampler, epoch)
-            return self._checked(torch.tensor(list(self.sampler), dtype=torch.int64))
+            return _numbers(list(self.sampler), self.samples)
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + epoch)
             indices = torch.randperm(self.samples, generator=generator)
@@ -91,10 +91,44 @@ class Order:
         repeats = math.ceil(total / max(len(indices), 1))
         return indices.repeat(repeats)[:total][self.rank :: self.world_size]
 
-    def _checked(self, indices: torch.Tensor) -> torch.Tensor:
-        if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < self.samples:
-            raise UsageError(f"the sampler asks for sample {int(indices.max())} of a data set of {self.samples}")
-        return indices
+
+@dataclass(frozen=True)
+class GivenBatches:
+    """The batches that a batch sampler gives, as it gives them; ``batch_size`` is what it says of itself, or 1."""
+
+    samples: int
+    batch_sampler: Iterable[Iterable[int]]
+    seed: int = 0
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch, as far as it is known beforehand."""
+        size = getattr(self.batch_sampler, "batch_size", 1)
+        return size if isinstance(size, int) else 1
+
+    def batches(self, epoch: int) -> list[torch.Tensor]:
+        """The batches of ``epoch``."""
+        _tell_epoch(self.batch_sampler, epoch)
+        return [_numbers(list(batch), self.samples) for batch in self.batch_sampler]
+
+    def batches_per_epoch(self) -> int:
+        """How many batches an epoch has. Raises TypeError for a batch sampler without a length."""
+        return len(self.batch_sampler)  # type: ignore[arg-type]
+
+
+def _numbers(drawn: list[Any], samples: int) -> torch.Tensor:
+    """What a sampler gave as int64. Raises UsageError for anything but numbers of samples."""
+    try:
+        indices = torch.tensor([int(number) for number in drawn], dtype=torch.int64)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"the sampler gives {str(drawn[0])[:60]}, not the number of a sample",
+            "A sampler that gives whole batches goes in as batch_sampler=...",
+        ) from error
+    wrong = indices[(indices < 0) | (indices >= samples)]
+    if len(wrong):
+        raise UsageError(f"the sampler asks for sample {int(wrong[0])} of a data set of {samples}")
+    return indices
 
 
 def _tell_epoch(sampler: Any, epoch: int) -> None:

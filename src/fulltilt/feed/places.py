@@ -6,12 +6,19 @@ from typing import Any
 
 import torch
 
+from fulltilt.errors import UsageError
+
 
 def device_or_default(device: torch.device | str | None) -> torch.device:
-    """``device`` with its index; without one, the current GPU or else the CPU."""
+    """``device`` with its index; without one, the current GPU or else the CPU. Raises UsageError."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = torch.device(device)
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise UsageError(f"device {device!r} is unknown", "Use 'cpu', 'cuda' or 'cuda:0'.") from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"device {str(chosen)!r}: torch sees no GPU here", "Leave device out, or use device='cpu'.")
     if chosen.type == "cuda" and str(chosen) == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return chosen

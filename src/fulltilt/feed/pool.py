@@ -22,7 +22,7 @@ from typing import Any, Self
 
 import torch
 
-from fulltilt.errors import MachineError
+from fulltilt.errors import MachineError, UsageError
 from fulltilt.feed.memory import pin, shared_bytes, start_method
 from fulltilt.feed.readers import Failure, Reader
 
@@ -66,10 +66,12 @@ class WorkerPool:
         slot_bytes = rows_per_slot * row_bytes
         # One block for all slots: one registration with the driver, one mapping to inherit.
         self._memory = shared_bytes(slots * slot_bytes)
-        self._index_memory = shared_bytes(slots * rows_per_slot * 8)
+        # Behind the indices of all slots, one number each that says whether the slot is still wanted.
+        self._index_memory = shared_bytes(slots * (rows_per_slot + 1) * 8)
         self._broken = False
+        self.streams = 0  # passes that are under way
         rows = self._memory.view(slots, rows_per_slot, row_bytes)
-        indices = self._index_memory.view(torch.int64).view(slots, rows_per_slot)
+        indices, self._wanted = _index_views(self._index_memory, rows_per_slot)
         self._slots = [Slot(n, rows[n], indices[n]) for n in range(slots)]
         self._free = deque(self._slots)
         self._processes: list[Any] = []
@@ -89,6 +91,7 @@ class WorkerPool:
         waiting: deque[Slot] = deque()
         source = iter(batches)
         exhausted = False
+        self.streams += 1
         try:
             while True:
                 while self._free and not exhausted:
@@ -106,6 +109,9 @@ class WorkerPool:
                 self._wait(waiting[0])
                 yield waiting.popleft()
         finally:
+            self.streams -= 1
+            for slot in waiting:
+                self._wanted[slot.number] = 0  # what no worker has begun is not read any more
             for slot in waiting:
                 # A worker may still be writing into it: only a finished slot can be used again.
                 self._drain(slot)
@@ -171,6 +177,7 @@ class WorkerPool:
         slot.count = len(batch)
         slot.failures = []
         slot.indices[: slot.count] = batch
+        self._wanted[slot.number] = 1
         slot.outstanding = 0
         if self._tasks is None:
             slot.failures = self._reader.read(slot.indices[: slot.count], slot.rows[: slot.count], epoch)
@@ -192,6 +199,8 @@ class WorkerPool:
 
     def _wait(self, slot: Slot) -> None:
         while slot.outstanding:
+            if self._broken:
+                raise UsageError("the loader was closed while this iterator was in use", "Begin another pass over it.")
             sentinels = [process.sentinel for process in self._processes]
             for ready in connection.wait([*self._results, *sentinels], timeout=30.0):
                 if isinstance(ready, connection.Connection):
@@ -248,6 +257,13 @@ class WorkerPool:
         )
 
 
+def _index_views(memory: torch.Tensor, rows_per_slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The indices [slots, rows] and the wanted marks [slots] that lie in ``memory``, as parent and workers see them."""
+    words = memory.view(torch.int64)
+    slots = len(words) // (rows_per_slot + 1)
+    return words[:-slots].view(slots, rows_per_slot), words[-slots:]
+
+
 # --------------------------------------------------------------------------- the worker's side
 
 
@@ -266,7 +282,7 @@ def _work(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
-    indices = index_memory.view(torch.int64).view(-1, rows_per_slot)
+    indices, wanted = _index_views(index_memory, rows_per_slot)
     rows = memory.view(len(indices), rows_per_slot, -1)
     if on_start is not None:
         on_start()
@@ -280,7 +296,9 @@ def _work(
         if message == _STOP:
             return
         number, start, stop, _, epoch = _TASK.unpack(message)
-        failures = reader.read(indices[number, start:stop], rows[number, start:stop], epoch)
+        failures = []
+        if wanted[number]:
+            failures = reader.read(indices[number, start:stop], rows[number, start:stop], epoch)
         try:
             results.send((number, stop - start, failures))
         except OSError:

@@ -53,6 +53,7 @@ class DeviceRing:
 
     def __init__(self, rows: int, row_bytes: int, device: torch.device, depth: int = 3) -> None:
         self.device = device
+        self.rows = rows
         self.depth = depth
         cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]

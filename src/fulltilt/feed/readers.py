@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import os
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -131,13 +131,17 @@ def pack_one(dataset: Any, index: int, sample: Any, layout: Layout, row: torch.T
 
 
 def name_of(dataset: Any, index: int) -> str | None:
-    """The file of sample ``index``, where the data set keeps a list of files; follows ``Subset``."""
+    """The file of sample ``index``, where the data set keeps a list of files; looks into Subset and ConcatDataset."""
     inner, picked = getattr(dataset, "dataset", None), getattr(dataset, "indices", None)
     if inner is not None and picked is not None:
         try:
             return name_of(inner, int(picked[index]))
         except (IndexError, TypeError, ValueError):
             return None
+    if isinstance(dataset, torch.utils.data.ConcatDataset):
+        part = bisect.bisect_right(dataset.cumulative_sizes, index)
+        before = dataset.cumulative_sizes[part - 1] if part else 0
+        return name_of(dataset.datasets[part], index - before)
     for attribute in _FILE_LISTS:
         files = getattr(dataset, attribute, None)
         if isinstance(files, list | tuple) and index < len(files):
@@ -151,10 +155,3 @@ def name_of(dataset: Any, index: int) -> str | None:
 def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
-
-
-@contextmanager
-def quiet_generators(dataset: Any) -> Iterator[None]:
-    """Draw from ``dataset`` in this process without moving a generator that the user can see."""
-    with Generators(dataset).untouched():
-        yield

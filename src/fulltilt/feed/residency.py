@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from fulltilt.feed.stores import DeviceStore, HostStore
 from fulltilt.feed.structure import Layout
 from fulltilt.feed.supply import Supply
 from fulltilt.feed.tiers import Choice, Residency, Tier, choose_tier, measure_room
+from fulltilt.feed.untouched import untouched
 
 # Kept samples that are compared with the data set itself at the start of every epoch after the first.
 CHECKS_PER_EPOCH = 2
@@ -141,6 +143,10 @@ class Residence:
             store, how = self._make(choice.tier, layout)
         except CacheFull as full:
             choice, store, how = Choice("none", str(full)), None, "training goes on from the source"
+        except UsageError as refused:  # a cache folder that cannot be written; nobody asked for it by name
+            if self.asked != "auto":
+                raise
+            choice, store, how = Choice("none", refused.what), None, "training goes on from the source"
         self.tier = choice.tier
         return store, [f"residency {choice.tier}: {choice.reason}" + (f" ({how})" if how else "")]
 
@@ -174,26 +180,24 @@ class Residence:
 
     # ----------------------------------------------------------------- checking
 
-    def _first_changed(self, store: DeviceStore | HostStore, indices: Any) -> int | None:
+    def _first_changed(self, store: DeviceStore | HostStore, indices: Iterable[int]) -> int | None:
+        kept = [index for index in indices if bool(store.has(torch.tensor([index])).all())]
+        with untouched(self.dataset):
+            return next((index for index in kept if not self._is_as_kept(store, index)), None)
+
+    def _is_as_kept(self, store: DeviceStore | HostStore, index: int) -> bool:
         layout = self.found.layout
         assert layout is not None
-        for index in indices:
-            where = torch.tensor([index])
-            if not bool(store.has(where).all()):
-                continue
-            fresh = torch.zeros(1, layout.row_bytes, dtype=torch.uint8)
-            try:
-                layout.pack(self.dataset[index], fresh[0])
-            except Exception:
-                return int(index)  # kept once, not to be had any more: the data set has changed
-            if isinstance(store, DeviceStore):
-                kept = [leaf.cpu() for leaf in store.gather(where.to(self.device))]
-            else:
-                kept = layout.split(store.rows[index : index + 1])
-            pairs = zip(kept, layout.split(fresh), strict=True)
-            if not all(_same_bits(left, right) for left, right in pairs):
-                return int(index)
-        return None
+        fresh = torch.zeros(1, layout.row_bytes, dtype=torch.uint8)
+        try:
+            layout.pack(self.dataset[index], fresh[0])
+        except Exception:
+            return False  # kept once, not to be had any more: the data set has changed
+        if isinstance(store, DeviceStore):
+            kept = [leaf.cpu() for leaf in store.gather(torch.tensor([index], device=self.device))]
+        else:
+            kept = layout.split(store.rows[index : index + 1])
+        return all(_same_bits(left, right) for left, right in zip(kept, layout.split(fresh), strict=True))
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from fulltilt.feed.randomness import first_reason
 from fulltilt.feed.readers import Failure, name_of, pack_one, read_one
 from fulltilt.feed.stores import HostStore
 from fulltilt.feed.structure import Layout, Unstorable, find_identical, layout_of, leaves_of, same_sample
+from fulltilt.feed.untouched import untouched
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Split:
 
     transforms: Any
     cut: int
-    _calls: list[_Call] = field(default_factory=list, repr=False)
+    example: int  # a sample that can be drawn
 
     def names(self) -> tuple[list[str], list[str]]:
         """The names of the transforms done once, and of those done on every draw."""
@@ -105,7 +106,8 @@ class SplitReader:
     def __init__(self, dataset: Any, split: Split, kept: Layout, finished: Layout, store: HostStore, seed: int) -> None:
         self.dataset, self.split, self.kept, self.finished, self.store = dataset, split, kept, finished, store
         self.seed = seed
-        sample, call = split.draw(dataset, 0)
+        with untouched(dataset):
+            sample, call = split.draw(dataset, split.example)
         self._named, self._places = split.where(sample, call)
         self._generators: Generators | None = None
         self._in_worker = False
@@ -129,12 +131,14 @@ class SplitReader:
     def _read_one(self, index: int, seed: int, row: torch.Tensor, generators: Generators) -> Failure | None:
         if not self.store.present[index]:
             failure = self._keep(index, generators)
-            if failure is not None and failure.kind == "shape":
-                # Its first part has a shape of its own, which the tail may well even out: drawn whole, every time.
-                generators.seed(seed)
-                return read_one(self.dataset, index, self.finished, row)
-            if failure is not None:
+            if failure is not None and failure.kind == "corrupt":
                 return failure
+            if failure is not None:
+                # Its first part has a shape of its own, which the tail may well even out, or is random itself: drawn
+                # whole, every time.
+                generators.seed(seed)
+                whole = read_one(self.dataset, index, self.finished, row)
+                return failure if whole is None and failure.kind == "random" else whole
         leaves = leaves_of(self.kept.restore(self.store.rows[index]))
         generators.seed(seed)
         try:
@@ -163,7 +167,7 @@ def find_split(dataset: Any, indices: Iterable[int], generators: Generators) -> 
     for transforms in _lists_in(dataset):
         try:
             cut = min(_first_random(dataset, transforms, index) for index in indices)
-            split = Split(transforms, cut)
+            split = Split(transforms, cut, indices[0])
             if _holds(dataset, split, indices, generators):
                 return split
         except Exception:  # the user's own code, called in ways it may not foresee: then it is served as it is
@@ -192,7 +196,7 @@ def _holds(dataset: Any, split: Split, indices: list[int], generators: Generator
 
 def _first_random(dataset: Any, transforms: Any, index: int) -> int:
     """The number of the first random transform on the way of sample ``index``."""
-    sample, call = Split(transforms, 0).draw(dataset, index)
+    sample, call = Split(transforms, 0, index).draw(dataset, index)
     del sample
     inputs = call.outputs
     items = _items(transforms)

@@ -12,15 +12,14 @@ from fulltilt.feed.order import BatchOrder
 
 
 class _EpochBatches:
-    """A batch sampler that follows an Order; persistent workers need one object for all epochs."""
+    """A batch sampler that gives what it is told to; persistent workers need one object for all epochs."""
 
     def __init__(self, order: BatchOrder) -> None:
         self.order = order
-        self.epoch = 0
-        self.start = 0
+        self.drawn: list[torch.Tensor] = []
 
     def __iter__(self) -> Iterator[list[int]]:
-        for batch in self.order.batches(self.epoch)[self.start :]:
+        for batch in self.drawn:
             yield batch.tolist()
 
     def __len__(self) -> int:
@@ -46,9 +45,9 @@ class StockLoader:
 
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Any, torch.Tensor]]:
         """The batches of ``epoch`` from number ``start`` on, each with its sample indices."""
-        self._batches.epoch, self._batches.start = epoch, start
-        indices = self._batches.order.batches(epoch)[start:]
-        for batch, mine in zip(self._loader, indices, strict=True):
+        # Drawn once: a random sampler would give others when asked again.
+        self._batches.drawn = drawn = self._batches.order.batches(epoch)[start:]
+        for batch, mine in zip(self._loader, drawn, strict=True):
             yield to_device(batch, self.device), mine.to(self.device, non_blocking=True)
 
 

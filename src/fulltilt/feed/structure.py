@@ -84,8 +84,12 @@ class Layout:
         return parts
 
     def build(self, leaves: list[Any]) -> Any:
-        """A sample or batch of the data set's own structure from its leaves."""
+        """A sample of the data set's own structure from its leaves."""
         return _build(self.skeleton, iter(leaves))
+
+    def build_batch(self, leaves: list[Any]) -> Any:
+        """A batch from its leaves, in the structure that torch's DataLoader gives it: tuples have become lists."""
+        return _build(self.skeleton, iter(leaves), list)
 
     def restore(self, row: torch.Tensor) -> Any:
         """The sample that was packed into ``row``: images are images again, numbers numbers. It owns its memory."""
@@ -176,14 +180,21 @@ def _as_tensor(value: Any, path: str) -> torch.Tensor:
         return flat.view(height, width, _IMAGE_MODES[value.mode]).permute(2, 0, 1).contiguous()
     if _is_array(value):
         try:
-            return (
-                torch.as_tensor(value).contiguous() if value.ndim else torch.tensor(value.item(), dtype=_dtype(value))
-            )
+            return _array_as_tensor(value) if value.ndim else torch.tensor(value.item(), dtype=_dtype(value))
         except TypeError as error:
             raise Unstorable(
                 f"{path or 'the sample'} is an array of {value.dtype}, which torch does not have"
             ) from error
     raise Unstorable(f"{path or 'the sample'} is {type(value).__name__}, which is not a tensor, array, image or number")
+
+
+def _array_as_tensor(array: Any) -> torch.Tensor:
+    """torch takes neither a flipped view nor the other byte order; a data set may return both."""
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if any(stride < 0 for stride in array.strides):
+        array = array.copy()
+    return torch.as_tensor(array).contiguous()
 
 
 def _dtype(scalar: Any) -> torch.dtype:
@@ -240,13 +251,13 @@ class _Named:
     items: tuple[Any, ...]
 
 
-def _build(skeleton: Any, leaves: Iterator[Any]) -> Any:
+def _build(skeleton: Any, leaves: Iterator[Any], for_tuple: type = tuple) -> Any:
     if isinstance(skeleton, dict):
-        return {key: _build(item, leaves) for key, item in skeleton.items()}
+        return {key: _build(item, leaves, for_tuple) for key, item in skeleton.items()}
     if isinstance(skeleton, _Named):
-        return skeleton.cls(*(_build(item, leaves) for item in skeleton.items))
+        return skeleton.cls(*(_build(item, leaves, for_tuple) for item in skeleton.items))
     if isinstance(skeleton, tuple):
-        return tuple(_build(item, leaves) for item in skeleton)
+        return for_tuple(_build(item, leaves, for_tuple) for item in skeleton)
     if isinstance(skeleton, list):
-        return [_build(item, leaves) for item in skeleton]
+        return [_build(item, leaves, for_tuple) for item in skeleton]
     return next(leaves)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import queue
+import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import torch
 from fulltilt.errors import DataError
 from fulltilt.feed.bad_samples import BadSamples
 from fulltilt.feed.caches import CacheFull
-from fulltilt.feed.memory import pin, shared_bytes
+from fulltilt.feed.memory import HostBuffers
 from fulltilt.feed.pool import Slot, WorkerPool
 from fulltilt.feed.prefetch import HostBatch
 from fulltilt.feed.readers import Failure, Reader
@@ -21,11 +21,16 @@ from fulltilt.feed.structure import Layout
 
 # Batches read ahead by the workers: enough to bridge a slow sample or a validation pause, few enough to stay small.
 SLOTS = 4
+# Above this, two batches have to do: one being read while the other is copied.
+SLOT_BYTES = 2 * 1024**3
 # Host buffers for batches gathered from a host store: one being filled, one being copied, one ready.
 STAGING = 3
 # Rows at least this long are copied to the device one by one from pinned memory: a copy call then costs less than
 # moving the row to a staging buffer first.
 DIRECT_ROW_BYTES = 64 * 1024
+
+
+_Read = tuple[WorkerPool, Slot]  # a slot with rows, and the pool to give it back to
 
 
 @dataclass
@@ -66,7 +71,7 @@ class Supply:
         self._on_random, self._on_full, self._on_bad = on_random, on_full, on_bad
         self._on_worker_start = on_worker_start
         self._pool: WorkerPool | None = None
-        self._staging: queue.SimpleQueue[torch.Tensor] | None = None
+        self._staging: HostBuffers | None = None
 
     def missing(self, batches: Iterable[torch.Tensor]) -> bool:
         """Whether any sample of ``batches`` still has to be read from the source."""
@@ -80,8 +85,11 @@ class Supply:
         self.batch_size, self._staging = batch_size, None
 
     def start_workers(self) -> None:
-        """Start the workers; call it on the main thread, where forking is safest."""
-        if self._pool is not None and self._pool.broken:
+        """Start the workers; call it on the main thread, where forking is safest.
+
+        Each pass has workers of its own: an iterator put aside must not hold up the one that comes after it.
+        """
+        if self._pool is not None and (self._pool.broken or self._pool.streams):
             self.stop_workers()
         if self._pool is None:
             self._pool = WorkerPool(
@@ -89,20 +97,29 @@ class Supply:
                 self.layout.row_bytes,
                 self.batch_size,
                 workers=self.workers,
-                slots=SLOTS if self.workers else 2,
+                slots=self._slots(),
                 device=self.device,
                 on_worker_start=self._on_worker_start,
             )
 
+    def _slots(self) -> int:
+        small = SLOTS * self.batch_size * self.layout.row_bytes <= SLOT_BYTES
+        return SLOTS if self.workers and small else 2
+
     def stop_workers(self) -> None:
-        """End the workers and free their slots; reading starts them again."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        """End the workers and free their slots; reading starts them again.
+
+        A pass that is still under way (an iterator put aside) keeps its own until it ends.
+        """
+        pool, self._pool = self._pool, None
+        if pool is not None and not pool.streams:
+            pool.close()
 
     def close(self) -> None:
         """End the workers and give the store back."""
-        self.stop_workers()
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
         if self.store is not None:
             self.store.close()
             self.store = None
@@ -112,7 +129,7 @@ class Supply:
         """One HostBatch for each batch, in order. For a device store it holds only the rows that are missing there."""
         plans: deque[_Plan] = deque()
         slots = self._stream(self._plan(batches, plans), epoch)
-        slot: Slot | None = None
+        slot: _Read | None = None
         try:
             while True:
                 if not plans or (len(plans[0].wanted) and slot is None):
@@ -127,8 +144,8 @@ class Supply:
                     mine, slot = slot, None
                     yield self._from_slot(plan, mine)
         finally:
-            if slot is not None and self._pool is not None:
-                self._pool.release(slot)
+            if slot is not None:
+                slot[0].release(slot[1])
             slots.close()
 
     # ----------------------------------------------------------------- planning
@@ -151,24 +168,26 @@ class Supply:
             if len(wanted):
                 yield wanted
 
-    def _stream(self, wanted: Iterator[torch.Tensor], epoch: int) -> Generator[Slot, None, None]:
+    def _stream(self, wanted: Iterator[torch.Tensor], epoch: int) -> Generator[_Read, None, None]:
         first = next(wanted, None)
         if first is None:
             return  # everything is kept: no workers are needed
         self.start_workers()
-        assert self._pool is not None
+        pool = self._pool
+        assert pool is not None
 
         def all_of_it() -> Iterator[torch.Tensor]:
             yield first
             yield from wanted
 
-        yield from self._pool.stream(all_of_it(), epoch)
+        with contextlib.closing(pool.stream(all_of_it(), epoch)) as slots:
+            for slot in slots:
+                yield pool, slot
 
     # ----------------------------------------------------------------- assembling
 
-    def _from_slot(self, plan: _Plan, slot: Slot) -> HostBatch:
-        pool = self._pool
-        assert pool is not None
+    def _from_slot(self, plan: _Plan, read_slot: _Read) -> HostBatch:
+        pool, slot = read_slot
         try:
             self._judge(slot.failures or [])
         except BaseException:
@@ -207,10 +226,8 @@ class Supply:
     def _gather(self, store: HostStore, indices: torch.Tensor, read: torch.Tensor, rows: torch.Tensor) -> HostBatch:
         there = store.has(indices)
         if store.pinned and self.layout.row_bytes >= DIRECT_ROW_BYTES and bool(there.all()):
-            return HostBatch(indices, store.rows, indices, scattered=True)
-        staging = self._free_staging()
-        buffers = self._staging
-        release = _nothing if buffers is None else lambda: buffers.put(staging)
+            return HostBatch(indices, store.rows, indices, store=store, scattered=True)
+        staging, release = self._free_staging()
         out = staging[: len(indices)]
         try:
             if bool(there.all()):
@@ -241,17 +258,14 @@ class Supply:
             else:
                 self._judge(self.reader.read(indices[position : position + 1], out[position : position + 1], 0))
 
-    @torch.inference_mode(False)
-    def _free_staging(self) -> torch.Tensor:
+    def _free_staging(self) -> tuple[torch.Tensor, Callable[[], None]]:
+        """A host buffer for a batch, and how to give it back."""
         if self.device.type != "cuda":
-            return torch.empty(self.batch_size, self.layout.row_bytes, dtype=torch.uint8)
+            return torch.empty(self.batch_size, self.layout.row_bytes, dtype=torch.uint8), _nothing
         if self._staging is None:
-            self._staging = queue.SimpleQueue()
-            memory = shared_bytes(STAGING * self.batch_size * self.layout.row_bytes)
-            pin(memory, self.device, self)
-            for buffer in memory.view(STAGING, self.batch_size, self.layout.row_bytes):
-                self._staging.put(buffer)
-        return self._staging.get()
+            self._staging = HostBuffers(STAGING, self.batch_size, self.layout.row_bytes, self.device)
+        buffers, buffer = self._staging, self._staging.take()
+        return buffer, lambda: buffers.give(buffer)
 
     # ----------------------------------------------------------------- what went wrong
 

@@ -1,0 +1,202 @@
+"""A look at a data set leaves nothing behind in it: workers open their own files, iterators do not disturb others."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import zipfile
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, WeightedRandomSampler
+
+from fulltilt import feed
+from fulltilt.errors import UsageError
+from fulltilt.feed.inspection import inspect
+from fulltilt.feed.pool import WorkerPool
+
+from .conftest import Drawn, Pixels, Transformed
+
+v1 = pytest.importorskip("torchvision.transforms")
+
+
+class Zipped:
+    """Opens its archive at the first sample, as everybody does who has met workers before."""
+
+    def __init__(self, path):
+        self.path = path
+        self.archive = None
+        self.by_name = {}
+        self.memo = {}
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if self.archive is None:
+            self.archive = self.by_name["a"] = zipfile.ZipFile(self.path)
+            self.late = self.archive.open("0")
+        self.memo[index] = torch.tensor(index)
+        return torch.frombuffer(bytearray(self.archive.read(str(index))), dtype=torch.uint8)
+
+
+def test_a_handle_opened_by_the_first_look_is_not_inherited_by_workers(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for number in range(40):
+            archive.writestr(str(number), bytes([number]) * 3000)
+    dataset = Zipped(tmp_path / "a.zip")
+    inspect(dataset)
+    assert dataset.archive is None
+    assert dataset.by_name == {}
+    assert not hasattr(dataset, "late")
+    assert dataset.memo  # plain data may stay: workers inherit it without harm
+    with feed.loader(dataset, 5, num_workers=2) as loader:
+        for _ in range(2):
+            assert sorted(int(row[0]) for batch in loader for row in batch) == list(range(40))
+            assert dataset.archive is None
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["cpu", "as on a gpu"])
+@pytest.mark.parametrize("residency", ["ram", "none"])
+def test_an_iterator_put_aside_goes_on_where_it_was(residency, ahead):
+    """As in torch's own tutorial: look at one batch through an iterator, keep it, then train."""
+    dataset = Pixels(60)
+    with feed.loader(dataset, 4, num_workers=2, residency=residency, shuffle=True) as loader:
+        loader._delivery.copies_ahead = ahead
+        aside = iter(loader)
+        seen = [next(aside)]
+        for _ in range(2):
+            assert sorted(int(label) for _, labels in loader for label in labels) == list(range(60))
+        seen += list(aside)
+        assert sorted(int(label) for _, labels in seen for label in labels) == list(range(60))
+        for images, labels in seen:
+            assert all(torch.equal(image, dataset[int(label)][0]) for image, label in zip(images, labels, strict=True))
+        another = iter(loader)
+        if residency == "none":
+            next(another)
+    if residency == "none":
+        with pytest.raises(UsageError, match="closed while this iterator"):
+            list(another)
+
+
+def test_what_was_to_be_read_ahead_is_not_read_after_a_break(monkeypatch):
+    go = multiprocessing.Event()
+    read = torch.zeros(400, dtype=torch.bool).share_memory_()
+    parent = os.getpid()
+
+    def draw(index):
+        if os.getpid() != parent:
+            if index >= 40:
+                go.wait(60)
+            read[index] = True
+        return torch.tensor(index)
+
+    drain = WorkerPool._drain
+    monkeypatch.setattr(WorkerPool, "_drain", lambda self, slot: (go.set(), drain(self, slot)))
+    with feed.loader(Drawn(draw, 400), 40, num_workers=2, checks=2) as loader:
+        next(iter(loader))
+    assert int(read.sum()) <= 40 + 2 * 10  # the task that each worker had begun, of three batches read ahead
+
+
+def test_what_is_random_before_a_cut_list_is_drawn_whole():
+    """None of the samples looked at draws before the list; one that comes later does."""
+
+    class Blurred(Transformed):
+        def __getitem__(self, index):
+            from PIL import Image
+
+            grey = random.randrange(100, 200) if index in (7, 8) else index
+            return self.transform(Image.new("RGB", (20, 24), (grey, 0, 0))), index
+
+    dataset = Blurred(v1.Compose([v1.RandomCrop(8), v1.ToTensor()]))
+    with feed.loader(dataset, 5, num_workers=2, checks=2) as loader:
+        assert any("done once" in note for note in loader.notes)
+        drawn = []
+        for _ in range(4):
+            for images, labels in loader:
+                grey = (images[:, 0, 0, 0] * 255).round().long()
+                late = (labels == 7) | (labels == 8)
+                assert torch.equal(grey[~late], labels[~late])
+                drawn += grey[late].tolist()
+        assert all(100 <= grey < 200 for grey in drawn)
+        assert len(set(drawn)) > 4
+        assert any("every sample is drawn anew" in note for note in loader.notes)
+
+
+def test_batches_look_as_a_dataloader_makes_them():
+    import numpy as np
+
+    def draw(index):
+        return (
+            torch.full((2,), index),
+            {"flag": index > 2, "at": (np.float32(index), np.arange(index, index + 3)[::-1])},
+            np.full((2,), index, dtype=">f4"),
+        )
+
+    expected = next(iter(DataLoader(Drawn(lambda i: (*draw(i)[:1], {"flag": i > 2}), 6), 3)))
+    with feed.loader(Drawn(draw, 6), 3, num_workers=0) as loader:
+        batch = next(iter(loader))
+    assert type(batch) is type(expected) is list
+    assert type(batch[1]["at"]) is list
+    assert torch.equal(batch[1]["flag"], expected[1]["flag"])
+    assert batch[1]["at"][1].tolist() == [[2, 1, 0], [3, 2, 1], [4, 3, 2]]
+    assert batch[2].tolist() == [[0, 0], [1, 1], [2, 2]]
+
+
+def test_a_batch_sampler_decides_on_the_batches():
+    batches = [[1, 2], [7], [3, 4, 5, 6], [2]]
+    with feed.loader(Pixels(8), batch_sampler=batches, num_workers=2) as loader:
+        for _ in range(2):
+            assert [labels.tolist() for _, labels in loader] == batches
+        assert len(loader) == 4
+    with feed.loader(Pixels(8), batch_sampler=BatchSampler(SequentialSampler(range(8)), 3, True)) as loader:
+        assert [labels.tolist() for _, labels in loader] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_random_sampler_is_asked_once_for_what_a_stock_loader_serves():
+    """Asked twice, the samples would not be those that the augmentation is told."""
+    told = []
+
+    def note(batch, seed, epoch, indices):
+        told.append((batch[0].tolist(), indices.tolist()))
+        return batch
+
+    sampler = WeightedRandomSampler([1.0] * 50, 50)
+    dataset = Drawn(lambda index: (torch.tensor(index), str(index)), 50)
+    with feed.loader(dataset, 10, sampler=sampler, augment=note, num_workers=0) as loader:
+        list(loader)
+    assert all(served == said for served, said in told)
+
+
+def test_a_dataloader_call_works_as_it_stands_and_mistakes_are_told():
+    options = {"pin_memory": True, "persistent_workers": True, "prefetch_factor": 4, "timeout": 0}
+    with feed.loader(Pixels(8), batch_size=4, shuffle=True, num_workers=2, **options) as loader:
+        assert len(list(loader)) == 2
+    with feed.loader(Drawn(lambda i: torch.zeros(i + 1), 4), num_workers=0) as loader:
+        assert [len(batch[0]) for batch in loader] == [1, 2, 3, 4]  # one sample a batch: no two have to fit together
+
+    class Stream(IterableDataset):
+        def __len__(self):
+            return 3
+
+        def __iter__(self):
+            return iter(range(3))
+
+    for given, words in (
+        ((Pixels(8), 4, {"worker_init_fn": print}), "has no worker_init_fn"),
+        ((Pixels(8), 4, {"num_workers": -1}), "num_workers is -1"),
+        ((Pixels(8), None, {}), "batch_size is None"),
+        ((Pixels(8), 2.5, {}), "batch_size is 2.5"),
+        ((Pixels(8), 4, {"device": "gpu"}), "device 'gpu' is unknown"),
+        ((Pixels(8), 4, {"batch_sampler": [[1]]}), "batch_sampler decides"),
+        ((Stream(), 4, {}), "keep the DataLoader for a stream"),
+    ):
+        dataset, batch_size, more = given
+        with pytest.raises(UsageError, match=words):
+            feed.loader(dataset, batch_size, **more)
+    with (
+        pytest.raises(UsageError, match="goes in as batch_sampler"),
+        feed.loader(Pixels(8), sampler=[[1, 2]]) as loader,
+    ):
+        list(loader)
