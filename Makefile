@@ -2,6 +2,8 @@
 PYTHON ?= python3
 export UV_PROJECT_ENVIRONMENT := .venv
 export UV_PYTHON_DOWNLOADS := never
+# Where this is set, each of the suite's some hundred processes would compile torch anew.
+unexport PYTHONDONTWRITEBYTECODE
 RUN := .venv/bin
 
 .PHONY: setup test test-zoo test-search test-faults test-recipes lint demo clean
