@@ -275,17 +275,10 @@ class TextLoader:
             width = padded_length(most, self.batching.multiple)
             self._real += tokens
             self._padded += width * len(picks)
-            yield self._assemble(picks, width)
+            yield self.assemble(picks, width)
 
-    def batch(self, picks: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The batch of these samples, by their numbers on the host: for a loop that decides on batches itself."""
-        inside = self.lengths[picks]
-        width = padded_length(int(inside.max()), self.batching.multiple)
-        self._real += int(inside.sum())
-        self._padded += width * len(picks)
-        return self._assemble(picks.to(self.device, non_blocking=True), width)
-
-    def _assemble(self, picks: torch.Tensor, width: int) -> dict[str, torch.Tensor]:
+    def assemble(self, picks: torch.Tensor, width: int) -> dict[str, torch.Tensor]:
+        """The batch of samples ``picks`` (on the device), ``width`` tokens wide: for a loop with batches of its own."""
         start, stop = self._offsets[picks][:, None], self._offsets[picks + 1][:, None]
         places = start + torch.arange(width, device=self.device)
         inside = places < stop

@@ -111,6 +111,7 @@ def training_arguments(request: Request, steps_per_epoch: int, say: Callable[[st
         dataloader_prefetch_factor=settings.prefetch if workers else None,
         dataloader_persistent_workers=options.dataloader_persistent_workers and workers > 0,
         dataloader_pin_memory=options.dataloader_pin_memory and _on_gpu(request),
+        accelerator_config={"non_blocking": _on_gpu(request)},
         eval_strategy="epoch",
         save_strategy="epoch",
         logging_strategy="no",

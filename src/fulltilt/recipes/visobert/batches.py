@@ -6,14 +6,31 @@ tokens that lie on the device. So the Trainer's own bookkeeping (skipping on res
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from fulltilt import feed
-from fulltilt.feed.text import Batching, TextLoader, Tokens
+from fulltilt.feed.text import Batching, TextLoader, Tokens, padded_length
+
+# Widths are rounded up to it, in training and in evaluation.
+WIDTH_MULTIPLE = 8
+
+
+class Picks(NamedTuple):
+    """A batch before it is cut out: the numbers of its texts, on the device, and how many tokens wide it will be."""
+
+    numbers: torch.Tensor
+    width: int
+
+
+def placed(batches: Sequence[torch.Tensor], lengths: torch.Tensor, device: torch.device) -> list[Picks]:
+    """The batches of a whole pass in one copy: between its steps the host neither copies nor asks for a length."""
+    widths = torch.stack([lengths[batch].max() for batch in batches]).tolist()
+    numbers = torch.split(torch.cat(list(batches)).to(device), [len(batch) for batch in batches])
+    return [Picks(picks, padded_length(width, WIDTH_MULTIPLE)) for picks, width in zip(numbers, widths, strict=True)]
 
 
 class BucketSampler:
@@ -24,9 +41,15 @@ class BucketSampler:
     """
 
     def __init__(
-        self, lengths: torch.Tensor, batching: Batching, rank: int, world: int, begins_at: Callable[[], int]
+        self,
+        lengths: torch.Tensor,
+        batching: Batching,
+        rank: int,
+        world: int,
+        begins_at: Callable[[], int],
+        device: torch.device,
     ) -> None:
-        self.lengths, self.batching = lengths, batching
+        self.lengths, self.batching, self.device = lengths, batching, device
         self.rank, self.world = rank, world
         self.begins_at = begins_at
         self.served = 0  # samples handed out so far, on this rank
@@ -37,14 +60,14 @@ class BucketSampler:
     def __len__(self) -> int:
         return self._length
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def __iter__(self) -> Iterator[Picks]:
         first = self.begins_at()
         for number in range(first, first + self._length):
             batch = self._find(number)
-            self.served += len(batch)
+            self.served += len(batch.numbers)
             yield batch
 
-    def _find(self, number: int) -> torch.Tensor:
+    def _find(self, number: int) -> Picks:
         if number < self._before:
             self._pass, self._before, self._plan = 0, 0, self._planned(0)
         while number >= self._before + len(self._plan):
@@ -53,12 +76,13 @@ class BucketSampler:
             self._plan = self._planned(self._pass)
         return self._plan[number - self._before]
 
-    def _planned(self, epoch: int) -> list[torch.Tensor]:
-        return self.batching.batches(self.lengths, epoch, self.world)[self.rank :: self.world]
+    def _planned(self, epoch: int) -> list[Picks]:
+        mine = self.batching.batches(self.lengths, epoch, self.world)[self.rank :: self.world]
+        return placed(mine, self.lengths, self.device)
 
 
 class ResidentTexts(Dataset[Any]):
-    """The data set of such a DataLoader: a whole batch for a tensor of numbers."""
+    """The data set of such a DataLoader: a whole batch for its picks."""
 
     def __init__(self, texts: TextLoader) -> None:
         self.texts = texts
@@ -66,9 +90,9 @@ class ResidentTexts(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.texts.lengths)
 
-    def __getitems__(self, picks: torch.Tensor) -> dict[str, torch.Tensor]:
+    def __getitems__(self, picks: Picks) -> dict[str, torch.Tensor]:
         """The batch, on the device."""
-        return self.texts.batch(picks)
+        return self.texts.assemble(picks.numbers, picks.width)
 
 
 class TokenisedTexts(Dataset[Any]):
@@ -101,9 +125,10 @@ def loader(texts: ResidentTexts, batches: Any) -> DataLoader[Any]:
     )
 
 
-def sorted_batches(lengths: torch.Tensor, size: int) -> list[torch.Tensor]:
+def sorted_batches(texts: ResidentTexts, size: int) -> list[Picks]:
     """All samples once, by length: for an evaluation, which no order matters to."""
-    return list(torch.split(torch.sort(lengths, stable=True).indices, size))
+    lengths = texts.texts.lengths
+    return placed(torch.split(torch.sort(lengths, stable=True).indices, size), lengths, texts.texts.device)
 
 
 def _as_it_is(batch: Any) -> Any:

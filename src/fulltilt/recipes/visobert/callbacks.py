@@ -118,7 +118,7 @@ class StopAndSave(TrainerCallback):  # type: ignore[misc]
         """Whether any rank was asked to stop: all of them have to stop at the same step."""
         asked = self.stop.reason is not None
         if args.world_size > 1:
-            flag = torch.tensor(float(asked), device=args.device)
+            flag = torch.tensor(float(asked))  # from host to host: nobody waits for a GPU
             torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
             asked = bool(flag)
         return asked

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 from transformers import Trainer
 
+from fulltilt.recipes.visobert import masks
 from fulltilt.recipes.visobert.batches import BucketSampler, ResidentTexts, loader, sorted_batches
 from fulltilt.train import checkpoint
 from fulltilt.train.keep import KeepPolicy
@@ -65,6 +66,8 @@ class TextTrainer(Trainer):  # type: ignore[misc]
         self._waited, self._before_saving = waited, before_saving
         self._writing_to: Path | None = None
         super().__init__(**hugging_face)
+        self._whole_masks = masks.answers_alike(self.model, self.processing_class.pad_token_id)
+        self._dense_parameters = self.model.num_parameters(exclude_embeddings=True)
 
     # ----------------------------------------------------------------------- batches
 
@@ -79,7 +82,7 @@ class TextTrainer(Trainer):  # type: ignore[misc]
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if not isinstance(dataset, ResidentTexts):
             return super().get_eval_dataloader(eval_dataset)
-        return loader(dataset, sorted_batches(dataset.texts.lengths, self.args.per_device_eval_batch_size))
+        return loader(dataset, sorted_batches(dataset, self.args.per_device_eval_batch_size))
 
     def get_batch_samples(self, *drawn: Any, **how: Any) -> Any:
         """See Trainer. Here it waits for data."""
@@ -87,6 +90,25 @@ class TextTrainer(Trainer):  # type: ignore[misc]
         batches, items = super().get_batch_samples(*drawn, **how)
         self._waited(time.perf_counter() - began, len(batches))
         return batches, items
+
+    # ----------------------------------------------------------------------- what a step would do needlessly
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """See Trainer."""
+        ready: dict[str, Any] = super()._prepare_inputs(inputs)
+        if self._whole_masks:
+            ready["attention_mask"] = masks.whole(ready["attention_mask"])
+        return ready
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """See Trainer, which lets the device count. A text has one label, so that the host knows."""
+        if self.args.world_size > 1:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        return sum(len(batch["labels"]) for batch in batch_samples)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """See Trainer, which counts the model's parameters anew in each step."""
+        return int(6 * inputs["input_ids"].numel() * self._dense_parameters)
 
     # ----------------------------------------------------------------------- checkpoints
 

@@ -19,7 +19,7 @@ from fulltilt.integrations.huggingface import FulltiltCallback
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.visobert import Options
 from fulltilt.recipes.visobert.arguments import per_rank, total_steps, training_arguments
-from fulltilt.recipes.visobert.batches import BucketSampler, TokenisedTexts, resident
+from fulltilt.recipes.visobert.batches import WIDTH_MULTIPLE, BucketSampler, TokenisedTexts, resident
 from fulltilt.recipes.visobert.callbacks import Figures, StopAndSave
 from fulltilt.recipes.visobert.folder import STATE_FILE, best, starting_point, steps_of, take_folder
 from fulltilt.recipes.visobert.metrics import classification
@@ -83,7 +83,7 @@ class Fitting:
         ]
         if settings.residency != "none":
             batching = self._batching(size)
-            self.sampler = BucketSampler(train.lengths, batching, ranks.rank, ranks.world, self._next_batch)
+            self.sampler = BucketSampler(train.lengths, batching, ranks.rank, ranks.world, self._next_batch, device)
             batches = len(self.sampler)
             pad = self.tokenizer.pad_token_id
             datasets[0] = resident(train, texts.train.labels, pad, device)
@@ -142,7 +142,7 @@ class Fitting:
             train_dataset=datasets[0],
             eval_dataset=datasets[1],
             processing_class=self.tokenizer,
-            data_collator=transformers.DataCollatorWithPadding(self.tokenizer, pad_to_multiple_of=8),
+            data_collator=transformers.DataCollatorWithPadding(self.tokenizer, pad_to_multiple_of=WIDTH_MULTIPLE),
             compute_loss_func=loss,
             compute_metrics=lambda found: classification(
                 torch.as_tensor(found.predictions).argmax(-1), torch.as_tensor(found.label_ids), classes
@@ -174,7 +174,7 @@ class Fitting:
 
     def _batching(self, size: int) -> Batching:
         budget = self.options.tokens_per_batch
-        return Batching(None if budget else size, budget, seed=self.request.settings.seed)
+        return Batching(None if budget else size, budget, multiple=WIDTH_MULTIPLE, seed=self.request.settings.seed)
 
     def _next_batch(self) -> int:
         """The number of the first batch of the Trainer's present epoch; after a resume it skips within it by itself."""
