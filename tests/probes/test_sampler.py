@@ -136,7 +136,7 @@ def test_a_hanging_driver_does_not_keep_the_job_from_ending(monkeypatch):
     sampler = Sampler(lambda sample: None, gpus=no_gpus(), host=StubHost(lambda: release.wait(30) and HostReading()))
     sampler.start()
     start_s = time.monotonic()
-    sampler.stop()
+    assert not sampler.stop(), "it has not ended: what it reads must not be closed"
     assert time.monotonic() - start_s < 10
     release.set()
 

@@ -58,12 +58,14 @@ class Sampler:
             self._thread = threading.Thread(target=self._run, name="fulltilt-sampler", daemon=True)
             self._thread.start()
 
-    def stop(self) -> None:
-        """Take the last sample and end; returns after two seconds even if a driver hangs."""
+    def stop(self) -> bool:
+        """Take the last sample and end; returns after two seconds even if a driver hangs, and whether it has ended."""
         thread, self._thread = self._thread, None
-        if thread is not None:
-            self._stopped.set()
-            thread.join(_STOP_TIMEOUT_S)
+        if thread is None:
+            return True
+        self._stopped.set()
+        thread.join(_STOP_TIMEOUT_S)
+        return not thread.is_alive()
 
     def __enter__(self) -> Sampler:
         self.start()

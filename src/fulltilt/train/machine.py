@@ -34,8 +34,8 @@ class MachineWatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._sampler is not None:
-            self._sampler.stop()
+        # A thread that is still in the driver would read on in what closing gives back: the process would crash.
+        if self._sampler is not None and self._sampler.stop():
             self.gpus.close()
 
     def _tell(self, sample: Sample) -> None:
