@@ -26,7 +26,8 @@ def measured_in_child(script: str, arguments: Sequence[str], out: Path, limit_s:
     problem = None
     try:
         process.wait(limit_s)
-        problem = f"exit code {process.returncode}" if process.returncode else None
+        code = process.returncode
+        problem = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}" if code else None
     except BaseException as error:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

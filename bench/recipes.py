@@ -6,8 +6,9 @@
 
 Each row runs in a process of its own and writes its figures as it gets them (OUT.<row>.json). Rates are samples per
 second by the wall clock, the device drained at both ends. "compute-only" is the plain torch step of the same model on
-a batch that is on the device already, measured before and after the fed run. "guide" is a stock DataLoader with the
-guide's own batch, workers and precision. Weights are random: their values do not change the speed.
+a batch that is on the device already. It takes turns with the fed steps within one process; fed turns lie inside an
+epoch, without validation and checkpoints. "guide" is a stock DataLoader with the guide's own batch, workers and
+precision. Weights are random: their values do not change the speed.
 """
 
 from __future__ import annotations
@@ -72,8 +73,9 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
         lines.append(f"| {row} | " + " | ".join(shown(figures.get(name)) for name in COLUMNS) + " |")
     for row, figures in rows.items():
         share = figures.get("fed_over_compute")
+        turns = f" (turn by turn: {', '.join(map(str, ratios))})" if (ratios := figures.get("ratios")) else ""
         verdict = "not measured" if share is None else "ok" if share >= WANTED_FED_OVER_COMPUTE else "MISSED"
-        lines.append(f"{row}: fed ÷ compute-only ≥ {WANTED_FED_OVER_COMPUTE}: {shown(share)} {verdict}")
+        lines.append(f"{row}: fed ÷ compute-only ≥ {WANTED_FED_OVER_COMPUTE}: {shown(share)} {verdict}{turns}")
         lines += [f"{row}: {note}" for note in figures.get("notes", ())]
     return "\n".join(lines)
 
@@ -105,7 +107,8 @@ def main() -> int:
             continue
         result["rows"][row], problem = measure(row, arguments)
         if problem is not None:
-            result["problems"][row] = problem
+            doing = result["rows"][row].get("doing", "starting")
+            result["problems"][row] = f"{problem}, while it measured {doing}; {result['rows'][row].get('facts')}"
         Path(arguments.out).write_text(json.dumps(result, indent=1) + "\n")
     print(table(result["rows"]))
     for row, problem in result["problems"].items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,8 @@ from fulltilt.recipes.made.cars import CAPTIONS, COLUMNS, described
 from fulltilt.recipes.made.parallel import spread
 from fulltilt.recipes.recipe import Request
 from fulltilt.train import Job, TrainSettings
-from recipebench.measuring import Bench, engine_rate, plain_step, rate, stock_rate
+from recipebench.measuring import Bench, plain_step, stock_rate
+from recipebench.turns import Turns, engine_turns, steps_of
 
 # A photo of a car from the web is about this large; made ones are drawn smaller and scaled up.
 PICTURE = (640, 480)
@@ -28,25 +30,24 @@ GUIDE_BATCH, GUIDE_ACCUMULATION, GUIDE_WORKERS, GUIDE_PREFETCH = 128, 2, 12, 4
 
 
 def run(bench: Bench) -> None:
-    """Compute-only, fed, compute-only again, then the guide's settings and ours with the guide's batch and parts."""
+    """Fed and compute-only in turns, then the guide's settings and ours with the guide's batch and parts."""
     batch = 8 if bench.smoke else 256
     data = pictures(bench.work / "data", 40 if bench.smoke else 1200)
     bench.note("promised", "2 to 3")
-    before = compute_rate(bench, data, batch)
-    bench.note("compute_only", before)
-    # Epochs of a hundred steps: shorter ones would measure the checkpoint at their end.
-    again = 2 if bench.smoke else 26
-    fed, used, active = engine_rate(*engine_job(bench, data, batch, 1, again), bench.work / "fed", bench.seconds(6))
-    bench.note("gpu_util_pct", used)
-    bench.note("sm_active_pct", active)
-    bench.note("fed", fed)
-    bench.note("compute_only", (before + compute_rate(bench, data, batch)) / 2)
+    bench.begins("compute-only steps")
+    turns = Turns(compute_steps(bench, data, batch), bench)
+    bench.begins("fed and compute-only steps in turns")
+    # Epochs of more than a hundred steps: turns need whole stretches of one.
+    again = 4 if bench.smoke else 26
+    bench.note_all(engine_turns(*engine_job(bench, data, batch, 1, again), bench.work / "fed", turns))
+    bench.begins("the guide's settings")
     bench.note("guide", guide_rate(bench, data))
     bench.remark("guide 2's accumulation compares 128 captions a step; ours at its batch compares 256 (GradCache)")
     if bench.left_s() > 15 or bench.smoke:
-        part = 4 if bench.smoke else GUIDE_BATCH
-        job = engine_job(bench, data, part, GUIDE_ACCUMULATION, again)
-        bench.note("fed_at_guide_batch", engine_rate(*job, bench.work / "parts", bench.seconds(5))[0])
+        bench.begins("ours at the guide's batch")
+        job = engine_job(bench, data, 4 if bench.smoke else GUIDE_BATCH, GUIDE_ACCUMULATION, again)
+        alone = Turns(None, bench, turn_s=4, turns=1)
+        bench.note("fed_at_guide_batch", engine_turns(*job, bench.work / "parts", alone)["fed"])
 
 
 def recipe_job(bench: Bench, data: Path, settings: TrainSettings) -> Job:
@@ -70,7 +71,7 @@ def engine_job(bench: Bench, data: Path, batch: int, accumulation: int, again: i
     return replace(job, data=Decoded(job.data, again), eval_data=None, eval_metrics=None), settings
 
 
-def compute_rate(bench: Bench, data: Path, batch: int) -> float:
+def compute_steps(bench: Bench, data: Path, batch: int) -> Callable[[int], int]:
     """The plain step on a batch that is on the device."""
     job = recipe_job(bench, data, TrainSettings(device=bench.device.type))  # type: ignore[arg-type]
     samples: Any = job.data
@@ -82,12 +83,7 @@ def compute_rate(bench: Bench, data: Path, batch: int) -> float:
     )
     dtype = torch.bfloat16 if device.type == "cuda" else None
     step = plain_step(job.model.to(device).train(), compared, lr=2e-5, clip_norm=1.0, dtype=dtype)
-
-    def once() -> int:
-        step(parts)
-        return batch
-
-    return rate(once, bench.seconds(4), device)
+    return steps_of(step, parts, batch)
 
 
 def guide_rate(bench: Bench, data: Path) -> float:

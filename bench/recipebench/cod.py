@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from fulltilt.recipes.made.cod import draw
 from fulltilt.recipes.made.parallel import spread
 from fulltilt.recipes.recipe import Request
 from fulltilt.train import Job, TrainSettings
-from recipebench.measuring import Bench, engine_rate, plain_step, rate, stock_rate
+from recipebench.measuring import Bench, plain_step, stock_rate
+from recipebench.turns import Turns, engine_turns, steps_of
 
 # COD10K's pictures are about this large; made ones are drawn smaller and scaled up.
 PICTURE = (1024, 768)
@@ -26,7 +28,7 @@ GUIDE_BATCH, GUIDE_WORKERS = 8, 12
 
 
 def run(bench: Bench) -> None:
-    """Compute-only, fed, compute-only again, then the guide's settings and ours at the guide's batch."""
+    """Fed and compute-only in turns, then the guide's settings and ours at the guide's batch."""
     size = 32 if bench.smoke else 384
     batch = 4 if bench.smoke else 64
     data = pictures(bench.work / "data", 24 if bench.smoke else 1024)
@@ -38,24 +40,19 @@ def run(bench: Bench) -> None:
         stage2_lr=1e-4,
     )
     bench.note("promised", "+20 %")
-    compute = functools.partial(compute_rate, bench, options, data, batch)
-    before = compute()
-    bench.note("compute_only", before)
-    # Epochs of a hundred steps: shorter ones would measure the checkpoint at their end.
-    again = 2 if bench.smoke else 8
-    fed, used, active = engine_rate(
-        *engine_job(bench, options, data, batch, again), bench.work / "fed", bench.seconds(6)
-    )
-    bench.note("gpu_util_pct", used)
-    bench.note("sm_active_pct", active)
-    bench.note("fed", fed)
-    bench.note("compute_only", (before + compute()) / 2)
+    bench.begins("compute-only steps")
+    turns = Turns(compute_steps(bench, options, data, batch), bench)
+    bench.begins("fed and compute-only steps in turns")
+    # Epochs of more than a hundred steps: turns need whole stretches of one.
+    job = engine_job(bench, options, data, batch, 4 if bench.smoke else 8)
+    bench.note_all(engine_turns(*job, bench.work / "fed", turns))
+    bench.begins("the guide's settings")
     bench.note("guide", guide_rate(bench, options, data))
     if bench.left_s() > 15 or bench.smoke:
-        own, _, _ = engine_rate(
-            *engine_job(bench, options, data, GUIDE_BATCH, 1), bench.work / "small", bench.seconds(5)
-        )
-        bench.note("fed_at_guide_batch", own)
+        bench.begins("ours at the guide's batch")
+        job = engine_job(bench, options, data, GUIDE_BATCH, 4)
+        alone = Turns(None, bench, turn_s=4, turns=1)
+        bench.note("fed_at_guide_batch", engine_turns(*job, bench.work / "small", alone)["fed"])
 
 
 def engine_job(bench: Bench, options: CodOptions, data: Path, batch: int, again: int) -> tuple[Job, TrainSettings]:
@@ -72,19 +69,14 @@ def engine_job(bench: Bench, options: CodOptions, data: Path, batch: int, again:
     return replace(job, data=Repeated(job.data, again), eval_data=None), settings
 
 
-def compute_rate(bench: Bench, options: CodOptions, data: Path, batch: int) -> float:
+def compute_steps(bench: Bench, options: CodOptions, data: Path, batch: int) -> Callable[[int], int]:
     """The plain step on a batch that is on the device."""
     job = build(Request(options, TrainSettings(), data, bench.work))
     model = job.model.to(bench.device).train()
     images = torch.randn(batch, 3, options.img_size, options.img_size, device=bench.device)
     masks = (torch.rand(batch, 1, options.img_size, options.img_size, device=bench.device) > 0.8).to(torch.uint8)
     step = plain_step(model, job.loss, clip_norm=1.0, dtype=torch.bfloat16 if bench.device.type == "cuda" else None)
-
-    def once() -> int:
-        step((images, masks))
-        return batch
-
-    return rate(once, bench.seconds(4), bench.device)
+    return steps_of(step, (images, masks), batch)
 
 
 def guide_rate(bench: Bench, options: CodOptions, data: Path) -> float:

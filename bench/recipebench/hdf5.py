@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,28 +18,27 @@ from fulltilt.recipes.hdf5.training import build, reader
 from fulltilt.recipes.made.hdf5 import CHANNELS, CHUNK, STEPS
 from fulltilt.recipes.recipe import Request
 from fulltilt.train import TrainSettings
-from recipebench.measuring import Bench, engine_rate, plain_step, rate, stock_rate
+from recipebench.measuring import Bench, plain_step, stock_rate
+from recipebench.turns import Turns, engine_turns, steps_of
 
 GUIDE_BATCH, GUIDE_WORKERS, GUIDE_PREFETCH = 8192, 8, 16
 
 
 def run(bench: Bench) -> None:
-    """Compute-only, fed, compute-only again, then the guide's settings. Its batch is ours."""
+    """Fed and compute-only in turns, then the guide's settings. Its batch is ours."""
     batch = 64 if bench.smoke else 8192
     data = recordings(bench.work / "data", 512 if bench.smoke else 64 * 8192)
     bench.note("promised", "1.67")
-    before = compute_rate(bench, batch)
-    bench.note("compute_only", before)
-    # Several hundred steps an epoch: shorter ones would measure the checkpoint at their end.
-    fed, used, active = fed_rate(bench, data, batch, again=2 if bench.smoke else 6)
-    bench.note("gpu_util_pct", used)
-    bench.note("sm_active_pct", active)
-    bench.note("fed", fed)
-    bench.note("compute_only", (before + compute_rate(bench, batch)) / 2)
+    bench.begins("compute-only steps")
+    turns = Turns(compute_steps(bench, batch), bench, turn_s=0.8)
+    bench.begins("fed and compute-only steps in turns")
+    # Several hundred steps an epoch: turns need whole stretches of one.
+    bench.note_all(fed_figures(bench, data, batch, turns, again=2 if bench.smoke else 6))
+    bench.begins("the guide's settings")
     bench.note("guide", guide_rate(bench, data))
 
 
-def fed_rate(bench: Bench, data: Path, batch: int, again: int) -> tuple[float, float | None, float | None]:
+def fed_figures(bench: Bench, data: Path, batch: int, turns: Turns, again: int) -> dict[str, Any]:
     """The recipe on ``again`` times the files, without evaluation."""
     settings = TrainSettings(
         **{
@@ -57,10 +57,10 @@ def fed_rate(bench: Bench, data: Path, batch: int, again: int) -> tuple[float, f
     with reader(request, train, training=True) as rows, reader(request, found.validation, training=False) as held:
         job = build(request, found, rows, held)
         bench.remark(f"rows kept in {rows.tier}, {rows.source.samples:,} windows")
-        return engine_rate(replace(job, eval_data=None, eval_metrics=None), settings, request.out, bench.seconds(6))
+        return engine_turns(replace(job, eval_data=None, eval_metrics=None), settings, request.out, turns)
 
 
-def compute_rate(bench: Bench, batch: int) -> float:
+def compute_steps(bench: Bench, batch: int) -> Callable[[int], int]:
     """The plain step on a batch that is on the device."""
     model = WindowNet(CHANNELS).to(bench.device).train()
     parts = (
@@ -68,12 +68,7 @@ def compute_rate(bench: Bench, batch: int) -> float:
         torch.arange(batch, device=bench.device) % 6 == 0,
     )
     step = plain_step(model, loss, clip_norm=1.0, dtype=torch.bfloat16 if bench.device.type == "cuda" else None)
-
-    def once() -> int:
-        step(parts)
-        return batch
-
-    return rate(once, bench.seconds(4), bench.device)
+    return steps_of(step, parts, batch)
 
 
 def guide_rate(bench: Bench, data: Path) -> float:

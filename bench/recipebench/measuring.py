@@ -1,8 +1,10 @@
-"""What the rows share: rates with the device drained at both ends, the engine in steady state, the GPU beside it."""
+"""What the rows share: where figures go, rates with the device drained at both ends, a plain step, the GPU beside."""
 
 from __future__ import annotations
 
 import json
+import os
+import platform
 import shutil
 import statistics
 import tempfile
@@ -14,11 +16,8 @@ from typing import Any
 
 import torch
 
-from fulltilt.errors import StoppedEarly
 from fulltilt.probes.sampler import Sampler
 from fulltilt.records import Sample
-from fulltilt.train import Job, StepEnd, TrainSettings, train
-from fulltilt.train.progress import Silence
 
 
 class Bench:
@@ -29,6 +28,7 @@ class Bench:
         self.device = torch.device("cuda" if torch.cuda.is_available() and not smoke else "cpu")
         self.figures: dict[str, Any] = {}
         self._ends_s = time.monotonic() + budget_s
+        self.note("facts", facts(self.device))
         shared = Path("/dev/shm")
         self.work = Path(tempfile.mkdtemp(prefix="fulltilt-recipes-", dir=shared if shared.is_dir() else None))
 
@@ -43,6 +43,15 @@ class Bench:
             if over in self.figures and under in self.figures:
                 self.figures[ratio] = self.figures[over] / self.figures[under]
         self.out.write_text(json.dumps(self.figures, indent=1) + "\n")
+
+    def note_all(self, figures: dict[str, Any]) -> None:
+        """Keep several figures."""
+        for name, value in figures.items():
+            self.note(name, value)
+
+    def begins(self, part: str) -> None:
+        """Say what comes next: if the process dies, its last words are in the figures."""
+        self.note("doing", part)
 
     def remark(self, line: str) -> None:
         """Keep a sentence that belongs to the figures."""
@@ -59,6 +68,21 @@ class Bench:
     def close(self) -> None:
         """Remove the scratch folder."""
         shutil.rmtree(self.work, ignore_errors=True)
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    """What one wants to know of a process that died: interpreter, threads of torch, device, its driver's libraries."""
+    on_gpu = device.type == "cuda"
+    return {
+        "pid": os.getpid(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if on_gpu else None,
+        "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "kernel": platform.release(),
+    }
 
 
 def drain(device: torch.device) -> None:
@@ -127,45 +151,6 @@ def stock_rate(
     return rate(once, seconds, device)
 
 
-def engine_rate(
-    job: Job, settings: TrainSettings, out: Path, seconds: float
-) -> tuple[float, float | None, float | None]:
-    """Samples per second of the engine from its second epoch on, and mean GPU use and SM activity meanwhile (%)."""
-    samples: list[Sample] = []
-    window: dict[str, float] = {}
-    done = 0
-
-    def on_step(end: StepEnd) -> None:
-        nonlocal done
-        if end.epoch == 0:
-            return
-        if not window:
-            drain(end.rig.device)
-            window["began_s"] = time.perf_counter()
-            samples.clear()
-            return
-        done += 1
-        if time.perf_counter() - window["began_s"] >= seconds:
-            drain(end.rig.device)
-            window["ended_s"] = time.perf_counter()
-            raise StoppedEarly("enough")
-
-    with sampling(samples):
-        try:
-            train(job, settings, out, fresh=True, screen=Silence(out), on_step=on_step)
-        except StoppedEarly:
-            pass
-    if "ended_s" not in window:
-        raise RuntimeError("the run ended before it was measured: give it more epochs")
-    wall_s = window["ended_s"] - window["began_s"]
-    gpus = [sample.gpus[0] for sample in samples if sample.gpus]
-    return (
-        done * settings.batch_size * settings.accumulation / wall_s,
-        mean_of([gpu.util_pct for gpu in gpus]),
-        mean_of([gpu.sm_active_pct for gpu in gpus]),
-    )
-
-
 @contextmanager
 def sampling(into: list[Sample]) -> Iterator[None]:
     """Look at the machine twice a second meanwhile."""
@@ -179,6 +164,5 @@ def sampling(into: list[Sample]) -> Iterator[None]:
 
 def mean_of(values: list[float | None]) -> float | None:
     """The mean of what was measured; None for nothing."""
-    # The first reading covers the time before the window.
-    known = [value for value in values[1:] if value is not None]
+    known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,46 +18,53 @@ from fulltilt.errors import StoppedEarly
 from fulltilt.feed.text import Tokens
 from fulltilt.recipes.made import text as made
 from fulltilt.recipes.recipe import Request
-from fulltilt.recipes.visobert import RECIPE, Options
+from fulltilt.recipes.visobert import RECIPE, Options, masks
 from fulltilt.recipes.visobert.batches import TokenisedTexts
 from fulltilt.recipes.visobert.model import load_model, load_tokenizer
-from fulltilt.recipes.visobert.texts import Texts, read_texts
+from fulltilt.recipes.visobert.texts import Split, Texts, read_texts
 from fulltilt.recipes.visobert.trainer import ClassLoss
 from fulltilt.recipes.visobert.training import Fitting
-from fulltilt.records import Sample
 from fulltilt.train import TrainSettings, checkpoint
 from fulltilt.train.progress import Silence
 from fulltilt.train.stop import StopRequest
-from recipebench.measuring import Bench, drain, mean_of, plain_step, rate, sampling, stock_rate
+from recipebench.measuring import Bench, plain_step, sampling, stock_rate
+from recipebench.turns import Turns
 
 # XLM-R base with ViSoBERT's vocabulary.
 BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
 VOCABULARY = 15_004
 GUIDE_BATCH, GUIDE_WORKERS, GUIDE_PREFETCH = 96, 2, 4
 WARMUP_STEPS = 20
+# More than the steps of a turn.
+REMEMBERED = 400
+# The made texts so many times over: an epoch of several hundred steps.
+AGAIN = 4
 
 
 def run(bench: Bench) -> None:
-    """Compute-only, fed, compute-only again, then the guide's settings and ours with the guide's batch."""
+    """Fed and compute-only in turns, then the guide's settings and ours with the guide's batch."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     batch = 16 if bench.smoke else 512
     data, options = prepared(bench)
     texts = read_texts(data, options, 0)
+    if not bench.smoke:
+        texts = replace(texts, train=Split(texts.train.texts * AGAIN, texts.train.labels * AGAIN))
     bench.note("promised", "1.2 to 1.3")
     fitting = fitted(bench, data, options, texts, batch)
-    before = compute_rate(bench, fitting)
-    bench.note("compute_only", before)
-    fed, used, active = trainer_rate(fitting, bench.seconds(8))
-    bench.note("gpu_util_pct", used)
-    bench.note("sm_active_pct", active)
-    bench.note("fed", fed)
-    bench.note("compute_only", (before + compute_rate(bench, fitting)) / 2)
+    bench.begins("compute-only steps")
+    served = remembering(fitting)
+    turns = Turns(compute_steps(bench, fitting, served), bench)
+    bench.begins("fed and compute-only steps in turns")
+    bench.note_all(trainer_turns(fitting, turns))
+    bench.begins("the guide's settings")
     bench.note("guide", guide_rate(bench, fitting, texts))
     bench.remark("guide 4's 8-bit AdamW is left out on both sides: fused AdamW is at least as fast")
     if bench.left_s() > 15 or bench.smoke:
+        bench.begins("ours at the guide's batch")
         small = fitted(bench, data, options, texts, 8 if bench.smoke else GUIDE_BATCH)
-        bench.note("fed_at_guide_batch", trainer_rate(small, bench.seconds(5))[0])
+        alone = Turns(None, bench, turn_s=4, turns=1)
+        bench.note("fed_at_guide_batch", trainer_turns(small, alone)["fed"])
 
 
 def prepared(bench: Bench) -> tuple[Path, Options]:
@@ -91,65 +100,59 @@ def fitted(bench: Bench, data: Path, options: Options, texts: Texts, batch: int)
     return Fitting(Request(options, settings, data, out), texts, Silence(out), StopRequest())
 
 
-def trainer_rate(fitting: Fitting, seconds: float) -> tuple[float, float | None, float | None]:
-    """Samples per second of the Trainer after its first steps, and mean GPU use and SM activity meanwhile (%)."""
-    samples: list[Sample] = []
-    meter = Meter(fitting, seconds, samples)
-    fitting.trainer.add_callback(meter)
-    with sampling(samples):
-        try:
-            fitting.fit(None)
-        except StoppedEarly:
-            pass
-    gpus = [sample.gpus[0] for sample in samples if sample.gpus]
-    return (
-        meter.samples / meter.wall_s,
-        mean_of([gpu.util_pct for gpu in gpus]),
-        mean_of([gpu.sm_active_pct for gpu in gpus]),
-    )
+def trainer_turns(fitting: Fitting, turns: Turns) -> dict[str, Any]:
+    """The figures of the Trainer, once its first steps are behind it."""
+    fitting.trainer.add_callback(Meter(fitting, turns))
+    with sampling(turns.readings), contextlib.suppress(StoppedEarly):
+        fitting.fit(None)
+    return turns.figures()
 
 
 class Meter(transformers.TrainerCallback):
-    """Counts samples between two moments at which the device has done everything."""
+    """Tells the turns of every step."""
 
-    def __init__(self, fitting: Fitting, seconds: float, readings: list[Sample]) -> None:
-        self.fitting, self.seconds, self.readings = fitting, seconds, readings
-        self.samples, self.wall_s = 0, 0.0
-        self._began_s: float | None = None
-        self._served = 0
+    def __init__(self, fitting: Fitting, turns: Turns) -> None:
+        self.fitting, self.turns = fitting, turns
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """See TrainerCallback."""
-        sampler = self.fitting.sampler
-        assert sampler is not None
-        if self._began_s is None:
-            if state.global_step >= WARMUP_STEPS:
-                drain(args.device)
-                self._began_s, self._served = time.perf_counter(), sampler.served
-                self.readings.clear()
-        elif time.perf_counter() - self._began_s >= self.seconds:
-            drain(args.device)
-            self.wall_s = time.perf_counter() - self._began_s
-            self.samples = sampler.served - self._served
-            raise StoppedEarly("enough")
+        assert self.fitting.sampler is not None
+        if state.global_step >= WARMUP_STEPS:
+            self.turns.fed_step((state.global_step - 1) // self.fitting.per_epoch, self.fitting.sampler.served)
 
 
-def compute_rate(bench: Bench, fitting: Fitting) -> float:
-    """The plain step on the very batches that the recipe serves, made beforehand."""
-    assert fitting.sampler is not None
+def remembering(fitting: Fitting) -> deque[Any]:
+    """The batches that the recipe has served last, kept as they were: widths differ, and both sides need the same."""
+    served: deque[Any] = deque(maxlen=REMEMBERED)
+    texts = fitting.trainer.train_dataset
+    assemble = texts.__getitems__
+
+    def remembered(picks: Any) -> Any:
+        served.append(assemble(picks))
+        return dict(served[-1])
+
+    texts.__getitems__ = remembered
+    return served
+
+
+def compute_steps(bench: Bench, fitting: Fitting, served: deque[Any]) -> Callable[[int], int]:
+    """The plain step on the very batches of the fed steps before, with the mask that the recipe gives."""
     model = load_model(fitting.options, fitting.tokenizer, ("a", "b", "c")).to(bench.device).train()
-    numbers = itertools.islice(fitting.sampler.batching.batches(fitting.sampler.lengths, 0), 64)
-    texts = fitting.trainer.train_dataset.texts
-    batches = itertools.cycle([texts.batch(picks) for picks in numbers])
     dtype = torch.bfloat16 if bench.device.type == "cuda" else None
     step = plain_step(model, partial(loss, ClassLoss(None, 0.0)), lr=2e-5, clip_norm=1.0, dtype=dtype)
 
-    def once() -> int:
-        batch = next(batches)
-        step(batch)
-        return len(batch["labels"])
+    def several(count: int) -> int:
+        batches = list(served)[-count:]
+        for batch in batches:
+            step({**batch, "attention_mask": masks.whole(batch["attention_mask"])})
+        return sum(len(batch["labels"]) for batch in batches)
 
-    return rate(once, bench.seconds(6), bench.device, warmup=10)
+    first = fitting.trainer.train_dataset.__getitems__
+    assert fitting.sampler is not None
+    for picks in itertools.islice(fitting.sampler, 8):
+        first(picks)
+    several(8)
+    return several
 
 
 def guide_rate(bench: Bench, fitting: Fitting, texts: Texts) -> float:
