@@ -48,7 +48,11 @@ def run_recipe(recipe: Recipe, given: dict[str, Any], config: Path | None = None
 
     def body() -> None:
         nonlocal of_ranks
-        request = asked.request(_data_folder(recipe, asked, out), out)
+        made = asked.place.data == "synthetic"
+        request = asked.request(out / "synthetic" if made else Path(asked.place.data), out)
+        recipe.check_options(request)
+        if made:
+            _make(recipe, request.data)
         recipe.check(request)
         code = relaunch(asked.place.gpus, asked.settings.device) if asked.place.gpus else None
         if code is None:
@@ -62,15 +66,11 @@ def run_recipe(recipe: Recipe, given: dict[str, Any], config: Path | None = None
     return code or of_ranks
 
 
-def _data_folder(recipe: Recipe, asked: flagged.Asked, out: Path) -> Path:
-    if asked.place.data != "synthetic":
-        return Path(asked.place.data)
+def _make(recipe: Recipe, folder: Path) -> None:
     from fulltilt.recipes.made import KINDS, make_folder
 
-    folder = out / "synthetic"
     if make_folder(recipe.made, folder, recipe.made_size, 0):
         print(f"Made {recipe.made_size} {KINDS[recipe.made]} in {folder}", file=sys.stderr)
-    return folder
 
 
 # --------------------------------------------------------------------------- flags

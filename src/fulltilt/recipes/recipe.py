@@ -28,16 +28,20 @@ class Request:
 Run = Callable[[Request], Mapping[str, float]]
 
 
+def _accept(_request: Request) -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """A trainer that ships with Fulltilt.
 
     ``options`` is a frozen dataclass whose fields are made by ``option``: each is a flag and a key of the config.
-    ``settings`` are its defaults of TrainSettings. ``check`` looks at data and options before anything is built and
-    raises DataError or UsageError. ``run`` trains and returns the last metrics: ``on_engine`` makes one from a function
-    that builds a Job; a recipe on another trainer brings its own. ``made`` is the kind of data that
-    ``--data synthetic`` stands for, ``made_size`` its number of samples. ``translate`` turns the keys of another
-    trainer's config file into those above.
+    ``settings`` are its defaults of TrainSettings. ``check_options`` looks at the options before any data is made or
+    read, ``check`` at the data before anything is built on it; they raise UsageError and DataError. ``run`` trains and
+    returns the last metrics: ``on_engine`` makes one from a function that builds a Job; a recipe on another trainer
+    brings its own. ``made`` is the kind of data that ``--data synthetic`` stands for, ``made_size`` its number of
+    samples. ``translate`` turns the keys of another trainer's config file into those above.
     """
 
     name: str
@@ -49,6 +53,7 @@ class Recipe:
     made_size: int
     settings: Mapping[str, Any] = field(default_factory=dict)
     translate: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    check_options: Callable[[Request], None] = _accept
 
 
 def option(

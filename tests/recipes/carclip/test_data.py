@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from fulltilt.errors import DataError, FulltiltError, UsageError
-from fulltilt.recipes.carclip.build import check
+from fulltilt.recipes.carclip.build import check, check_options
 from fulltilt.recipes.carclip.options import TEMPLATES, CarClipOptions
 from fulltilt.recipes.carclip.samples import CarPictures, CarViews, decoded, prompts
 from fulltilt.recipes.carclip.table import Picture, check_readable, read, read_templates
@@ -43,6 +43,11 @@ def table_of(path: Path, rows: Sequence[dict[str, str]]) -> Path:
 def request(data: Path, **options: object) -> Request:
     settings = TrainSettings(drop_last=bool(options.pop("drop_last", True)))
     return Request(CarClipOptions(**options), settings, data, data.parent / "out")  # type: ignore[arg-type]
+
+
+def checked(asked: Request) -> None:
+    check_options(asked)
+    check(asked)
 
 
 def words(error: FulltiltError) -> str:
@@ -126,7 +131,7 @@ def test_what_is_wrong_is_told_before_training(garage: Path, tmp_path: Path) -> 
     cases.append((DataError, request(tmp_path / "empty"), "holds no pictures"))
     for kind, asked, told in cases:
         with pytest.raises(kind) as caught:
-            check(asked)
+            checked(asked)
         assert told in words(caught.value)
     (garage / "Make_0" / "One" / "2000" / "broken.jpg").write_bytes(b"no picture")
     with pytest.raises(DataError, match=r"broken\.jpg: it is no picture"):

@@ -11,6 +11,12 @@ from fulltilt.recipes.recipe import Recipe, Request
 __all__ = ["RECIPE"]
 
 
+def _check_options(request: Request) -> None:
+    from fulltilt.recipes.carclip.build import check_options
+
+    check_options(request)
+
+
 def _check(request: Request) -> None:
     from fulltilt.recipes.carclip.build import check
 
@@ -27,6 +33,7 @@ RECIPE = Recipe(
     name="carclip",
     about="Train CLIP on pictures of cars and what is said of them (guide 2).",
     options=CarClipOptions,
+    check_options=_check_options,
     check=_check,
     run=_run,
     made="cars",

@@ -27,8 +27,8 @@ from fulltilt.train.settings import TrainSettings
 GENTLE_LR = 1e-4
 
 
-def check(request: Request) -> None:
-    """Look at model name, templates and every picture before anything is built. Raises UsageError, DataError."""
+def check_options(request: Request) -> None:
+    """Look at model name and templates. Raises UsageError."""
     options: CarClipOptions = request.options
     model = options.model
     named = model in ("auto", *BUILT_IN) or model.startswith(OPEN_CLIP) or "/" in model or Path(model).is_dir()
@@ -43,7 +43,11 @@ def check(request: Request) -> None:
     if not request.settings.drop_last:
         raise UsageError("drop_last: false would end an epoch with a smaller, easier comparison", "Leave it out.")
     _templates(options)
-    table.check_readable(table.read(request.data, options.val_share))
+
+
+def check(request: Request) -> None:
+    """Look at every picture before anything is built. Raises UsageError, DataError."""
+    table.check_readable(table.read(request.data, request.options.val_share))
 
 
 def run(request: Request) -> Mapping[str, float]:

@@ -13,6 +13,13 @@ if TYPE_CHECKING:
     from fulltilt.train.job import Job
 
 
+def _check_options(request: Request) -> None:
+    from fulltilt.recipes.cod.backbone import check_backbone
+
+    options: CodOptions = request.options
+    check_backbone(options.backbone, options.img_size, options.weights)
+
+
 def _check(request: Request) -> None:
     from fulltilt.recipes.cod.preflight import check
 
@@ -37,6 +44,7 @@ RECIPE = Recipe(
     name="cod",
     about="Camouflaged object detection on COD10K-v3 folders, in two stages.",
     options=CodOptions,
+    check_options=_check_options,
     check=_check,
     run=_run,
     made="cod",

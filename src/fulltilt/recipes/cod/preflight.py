@@ -1,4 +1,4 @@
-"""What is wrong with data or options, found before anything is built."""
+"""What is wrong with the data, found before anything is built."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from PIL import Image
 
 from fulltilt.errors import DataError
-from fulltilt.recipes.cod.backbone import check_backbone
 from fulltilt.recipes.cod.options import CodOptions
 from fulltilt.recipes.cod.pictures import PARTS, Pair, pairs
 from fulltilt.recipes.recipe import Request
@@ -19,9 +18,8 @@ READERS = 16
 
 
 def check(request: Request) -> None:
-    """Raise DataError or UsageError for the first thing that would stop the run later."""
+    """Raise DataError for the first thing that would stop the run later."""
     options: CodOptions = request.options
-    check_backbone(options.backbone, options.img_size, options.weights)
     for part in PARTS:
         check_pairs(pairs(request.data, part, noncam=options.include_noncam))
 

@@ -45,11 +45,15 @@ class Options:
         return found
 
 
-def _check(request: Request) -> None:
+def _check_options(request: Request) -> None:
     from fulltilt.recipes.visobert.arguments import check_arguments
-    from fulltilt.recipes.visobert.texts import read_texts
 
     check_arguments(request)
+
+
+def _check(request: Request) -> None:
+    from fulltilt.recipes.visobert.texts import read_texts
+
     read_texts(request.data, request.options, request.settings.seed)
 
 
@@ -63,6 +67,7 @@ RECIPE = Recipe(
     name="visobert",
     about="Classify short social text with a transformer and Hugging Face's Trainer (guide 4).",
     options=Options,
+    check_options=_check_options,
     check=_check,
     run=_run,
     made="text",
