@@ -41,7 +41,7 @@ test-faults: setup
 test-recipes: setup
 	$(RUN)/python -m pytest -p no:xdist -m recipes tests/recipes
 
-# Trains camouflaged object detection on made data with its progress, and explains the run. About two minutes.
+# A starved job explained and tuned while it trains, then a recipe trained on made data. About four minutes.
 demo: setup
 	$(RUN)/fulltilt demo
 
