@@ -1,6 +1,8 @@
 """Several runs side by side."""
 
-from fulltilt.report.comparison import compare
+import dataclasses
+
+from fulltilt.report.comparison import compare, told_apart
 from tests.report import examples
 
 
@@ -26,3 +28,13 @@ def test_a_run_without_steps_can_be_compared():
     rows = {row.name: row for row in compare([examples.crashed(), examples.starved()])}
     assert rows["samples/s"].cells == ("–", "132")
     assert "speed against the first" not in rows
+
+
+def test_runs_of_one_script_are_told_apart_by_their_folders():
+    run, diagnosis = examples.starved()
+    before, after, elsewhere = (
+        (dataclasses.replace(run, folder=folder), diagnosis) for folder in ("a/before", "a/after", "b/after")
+    )
+    assert told_apart([before, examples.healthy()]) == (run.run.name, examples.healthy()[0].run.name)
+    assert told_apart([before, after]) == ("before", "after")
+    assert told_apart([after, elsewhere]) == ("a/after", "b/after")

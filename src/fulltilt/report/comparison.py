@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import TypeAlias
 
 from fulltilt.records import Diagnosis, Run
@@ -19,6 +20,16 @@ class Row:
     name: str
     cells: tuple[str, ...]
     differs: bool
+
+
+def told_apart(runs: Sequence[Reported]) -> tuple[str, ...]:
+    """A name for each run: its own, or that of its folder where several runs have the same."""
+    ways = (
+        tuple(run.run.name for run, _ in runs),
+        tuple(PurePath(run.folder).name for run, _ in runs),
+        tuple(run.folder for run, _ in runs),
+    )
+    return next((names for names in ways if all(names) and len(set(names)) == len(names)), ways[-1])
 
 
 def compare(runs: Sequence[Reported]) -> tuple[Row, ...]:

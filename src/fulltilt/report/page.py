@@ -15,7 +15,7 @@ from pathlib import Path
 from fulltilt.records import Diagnosis, Run
 from fulltilt.report import page_parts as parts
 from fulltilt.report import wording
-from fulltilt.report.comparison import Reported, compare
+from fulltilt.report.comparison import Reported, compare, told_apart
 from fulltilt.report.markup import Child, Markup, element
 from fulltilt.report.page_bars import (
     bucket_class,
@@ -149,44 +149,45 @@ def _surroundings(run: Run, diagnosis: Diagnosis) -> Markup:
 
 
 def _comparison(runs: Sequence[Reported]) -> list[Child]:
-    names = [run.run.name for run, _ in runs]
+    names = told_apart(runs)
     pictures = [step_picture(run, diagnosis) for run, diagnosis in runs]
     scale_s = max((picture.scale_s for picture in pictures if picture is not None), default=None)
     ledgers: list[Child] = []
     steps: list[Child] = []
-    for (run, diagnosis), picture in zip(runs, pictures, strict=True):
-        heading = element("h3", run.run.name, element("small", wording.seconds(diagnosis.ledger.wall_s)))
+    for name, (_, diagnosis), picture in zip(names, runs, pictures, strict=True):
+        heading = element("h3", name, element("small", wording.seconds(diagnosis.ledger.wall_s)))
         bar = ledger_bar(diagnosis.ledger.buckets, bucket_order(diagnosis.ledger))
         ledgers.append(
             element("div", heading, bar, element("p", wording.glued(diagnosis.verdict.sentence)), class_="beside")
         )
         if picture is not None:
-            heading = element("h3", run.run.name, element("small", wording.seconds(picture.step_s)))
+            heading = element("h3", name, element("small", wording.seconds(picture.step_s)))
             steps.append(element("div", heading, step_lanes(picture, scale_s), class_="beside"))
     return [
         element(
             "header",
             element("p", "Comparison", class_="eyebrow info"),
             element("h1", f"{len(runs)} runs side by side"),
-            element("dl", _speeds(runs), class_="tiles"),
+            element("dl", _speeds(names, runs), class_="tiles"),
             class_="verdict",
         ),
         parts.section("Settings and what came of them", parts.comparison_table(compare(runs), names)),
         parts.section("Where the time went", ledgers),
         parts.section("One step, to one scale", steps),
-        parts.section("Each run", [_folded(run, diagnosis) for run, diagnosis in runs]),
+        parts.section("Each run", [_folded(name, *run) for name, run in zip(names, runs, strict=True)]),
     ]
 
 
-def _speeds(runs: Sequence[Reported]) -> list[Markup]:
-    rates = [(run.run.name, diagnosis.throughput.samples_per_s) for run, diagnosis in runs]
+def _speeds(names: Sequence[str], runs: Sequence[Reported]) -> list[Markup]:
+    rates = [diagnosis.throughput.samples_per_s for _, diagnosis in runs]
     return [
-        element("div", element("dt", f"samples/s, {name}"), element("dd", wording.number(rate))) for name, rate in rates
+        element("div", element("dt", f"samples/s, {name}"), element("dd", wording.number(rate)))
+        for name, rate in zip(names, rates, strict=True)
     ]
 
 
-def _folded(run: Run, diagnosis: Diagnosis) -> Markup:
-    return element("details", element("summary", run.run.name), _one_run(run, diagnosis), class_="run")
+def _folded(name: str, run: Run, diagnosis: Diagnosis) -> Markup:
+    return element("details", element("summary", name), _one_run(run, diagnosis), class_="run")
 
 
 # --------------------------------------------------------------------------- the document

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from fulltilt.records import BUCKETS, Diagnosis, Finding, Ledger, Run
 from fulltilt.report import wording
-from fulltilt.report.comparison import Reported, compare
+from fulltilt.report.comparison import Reported, compare, told_apart
 from fulltilt.report.palette import BUCKET_TINTS, bucket_order
 from fulltilt.report.step import step_picture
 from fulltilt.report.terminal_bars import Ink, bucket_parts, hanging, heading, ledger_bar, step_lines
@@ -146,15 +146,16 @@ def _show_comparison(console: Console, runs: Sequence[Reported], ink: Ink) -> No
     console.rule(Text(f"{len(runs)} runs side by side", "bold"), style="dim")
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("")
-    for run, _ in runs:
-        table.add_column(Text(clean(run.run.name)), justify="right", overflow="fold")
+    names = [clean(name) for name in told_apart(runs)]
+    for name in names:
+        table.add_column(Text(name), justify="right", overflow="fold")
     for row in compare(runs):
         cells = [Text(one_line(cell)) for cell in (row.name, *row.cells)]
         table.add_row(*cells, style="" if row.differs else "dim")
     console.print(table)
     order = [name for name in BUCKETS if any(getattr(answer.ledger.buckets, name) > 0 for _, answer in runs)]
-    for run, diagnosis in runs:
-        heading(console, clean(run.run.name), wording.seconds(diagnosis.ledger.wall_s))
+    for name, (_, diagnosis) in zip(names, runs, strict=True):
+        heading(console, name, wording.seconds(diagnosis.ledger.wall_s))
         console.print(ledger_bar(bucket_parts(diagnosis.ledger.buckets, order), console.width, ink))
         console.print(Text(clean(diagnosis.verdict.sentence)))
         for finding in diagnosis.findings[:1]:
