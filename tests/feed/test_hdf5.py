@@ -14,7 +14,8 @@ import torch
 from fulltilt import feed
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.hdf5_arrival import ResidentRows
-from fulltilt.feed.hdf5_blocks import BlockReader, Source, describe
+from fulltilt.feed.hdf5_blocks import Source, describe
+from fulltilt.feed.hdf5_reader import BlockReader
 
 h5py = pytest.importorskip("h5py")
 
@@ -188,6 +189,7 @@ def test_blocks_begin_at_chunk_boundaries(files):
 
 def test_a_handle_is_never_used_across_a_fork(files):
     reader = BlockReader(source := describe(files, ["x"], None, 1), source.blocks())
+    reader.places = dict.fromkeys(reader.places)  # as for filters that only the library knows
     row = torch.zeros(1, reader.block_bytes, dtype=torch.uint8)
     assert reader.read(torch.tensor([0]), row, 0) == []
     mine = reader._open[str(files[0])]
@@ -198,6 +200,82 @@ def test_a_handle_is_never_used_across_a_fork(files):
         os._exit(0 if reader._open[str(files[0])] is not mine else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert pickle.loads(pickle.dumps(reader))._open == {}
+
+
+ROWS = np.random.default_rng(0).integers(-99, 99, (70, 9, 5)).astype("f4")
+GZIP = {"compression": "gzip", "compression_opts": 1}
+PAST_LIBRARY = {
+    "contiguous": {},
+    "plain": {"chunks": (16, 9, 5)},
+    "gzip": {"chunks": (16, 9, 5), **GZIP},
+    "gzip and shuffle": {"chunks": (16, 9, 5), "shuffle": True, **GZIP},
+    "cut along every axis": {"chunks": (13, 4, 2), "shuffle": True, **GZIP},
+    "plain, cut along every axis": {"chunks": (13, 4, 2)},
+    "big-endian": {"dtype": ">f4", "chunks": (16, 9, 5)},
+    "big-endian, contiguous": {"dtype": ">f8"},
+    "half": {"dtype": "f2", "chunks": (7, 9, 5), "shuffle": True},
+    "complex": {"dtype": "c8", "chunks": (16, 9, 5)},
+    "bool": {"dtype": "?", "chunks": (16, 9, 5)},
+    "shrunk": {"chunks": (16, 9, 5), "maxshape": (None, 9, 5)},
+}
+THROUGH_LIBRARY = {
+    "lzf": {"chunks": (16, 9, 5), "compression": "lzf"},
+    "checksums": {"chunks": (16, 9, 5), "fletcher32": True},
+    "rows never written": {"chunks": (8, 9, 5), "maxshape": (None, 9, 5), "fillvalue": 7},
+    "a chunk without its filter": {"chunks": (10, 9, 5), **GZIP},
+    "offsets counted from elsewhere": {"chunks": (16, 9, 5)},
+    "kept in the header": {},
+}
+
+
+@pytest.mark.parametrize("kind", [*PAST_LIBRARY, *THROUGH_LIBRARY])
+def test_rows_are_those_of_the_library_however_they_are_stored(kind, tmp_path):
+    options = {**PAST_LIBRARY, **THROUGH_LIBRARY}[kind]
+    path = tmp_path / "x.h5"
+    with h5py.File(path, "w", userblock_size=512 if "elsewhere" in kind else 0) as file:
+        if "header" in kind:
+            properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            properties.set_layout(h5py.h5d.COMPACT)
+            h5py.h5d.create(file.id, b"x", h5py.h5t.IEEE_F32LE, h5py.h5s.create_simple(ROWS.shape), properties)
+            file["x"][:] = ROWS
+        else:
+            file.create_dataset("x", data=ROWS.astype(options.get("dtype", "f4")), **options)
+        if kind == "shrunk":
+            file["x"].resize(40, axis=0)
+        if kind == "rows never written":
+            file["x"].resize(100, axis=0)
+        if "without" in kind:
+            file["x"].id.write_direct_chunk((10, 0, 0), ROWS[20:30].tobytes(), filter_mask=1)
+    with h5py.File(path, "r") as file:
+        expected = file["x"][:]
+    reader = BlockReader(source := describe(path, ["x"], None, 1), source.blocks(23 * ROWS[0].nbytes))
+    assert reader.past_library is (kind in PAST_LIBRARY)
+    with feed.hdf5(path, "x", 10, shuffle=False, num_workers=2, residency="none", device="cpu") as loader:
+        served = torch.cat(list(loader)).numpy()
+    assert served.dtype.isnative
+    assert np.array_equal(served, expected)
+    row = torch.zeros(1, reader.block_bytes, dtype=torch.uint8)
+    for number, block in enumerate(reader.blocks):
+        assert reader.read(torch.tensor([number]), row, 0) == []
+        ((_, part),) = reader.parts(block, row[0])
+        assert np.array_equal(part.numpy(), expected[block.row : block.row + block.rows])
+
+
+def test_the_next_epoch_is_read_while_the_last_group_is_used(files, small_blocks):
+    with feed.hdf5(files, ["x", "y"], 32, residency="none", num_workers=2, mixing_rows=120) as loader:
+        first = rows_of(loader)
+        ahead = loader._stream._ahead
+        assert ahead[0][1] == 1
+        second = rows_of(loader)
+        loader.set_epoch(0)  # not what was expected: read anew
+        assert rows_of(loader) == first
+        loader.set_epoch(1)
+        assert rows_of(loader) == second
+        for _ in zip(loader, range(2), strict=False):  # left early, and gone on elsewhere
+            pass
+        loader.set_epoch(1)
+        assert rows_of(loader) == second
+    assert not [thread for thread in threading.enumerate() if thread.name == "fulltilt-hdf5"]
 
 
 def test_samples_are_augmented_by_their_number_in_the_whole(files, small_blocks):
@@ -238,6 +316,13 @@ def test_mistakes_are_told(files, tmp_path):
         feed.hdf5(files, ["x"], 4, window=1000)
     with pytest.raises(UsageError, match="window_keys"):
         feed.hdf5(files, ["x"], 4, window=3, window_keys=["y"])
+    with h5py.File(tmp_path / "odd.h5", "w") as file:
+        file.create_dataset("nothing", dtype="f4", data=h5py.Empty("f4"))
+        file.create_dataset("one", data=3.0)
+        file.create_group("group")
+    for key in ("nothing", "one", "group"):
+        with pytest.raises(UsageError, match="is not an array of rows"):
+            feed.hdf5(tmp_path / "odd.h5", key, 4)
     (tmp_path / "text.h5").write_text("no HDF5 at all")
     with pytest.raises(DataError, match="cannot be read as HDF5"):
         feed.hdf5(tmp_path / "text.h5", ["x"], 4)

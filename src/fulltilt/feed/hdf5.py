@@ -8,6 +8,7 @@ Above memory: blocks are drawn in random order, a group of them is mixed, and th
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -37,7 +38,7 @@ ARRIVAL_SHARE = 1 / 8
 
 def hdf5(
     files: Sequence[str | Path] | str | Path,
-    keys: Sequence[str],
+    keys: Sequence[str] | str,
     batch_size: int,
     *,
     window: int | None = None,
@@ -62,6 +63,7 @@ def hdf5(
     value at the window's last row. ``part``: which share of each file's rows, from and to. ``mixing_rows`` is the
     window of the shuffle above memory (``loader.mixing``). Raises UsageError, DataError.
     """
+    keys = [keys] if isinstance(keys, str) else list(keys)
     source = describe(files, keys, window, stride, part)
     found_rank, found_world = ranks()
     order = Order(
@@ -172,7 +174,13 @@ class Hdf5Loader:
         if self._rows is not None:
             self._rows.close()
             self._rows = None
+        self._stream.close()
         self._thread.shutdown()
+
+    def __del__(self) -> None:
+        # A loader that was dropped without being closed must not leave a thread that reads ahead.
+        with contextlib.suppress(Exception):
+            self.close()
 
     def __enter__(self) -> Hdf5Loader:
         return self

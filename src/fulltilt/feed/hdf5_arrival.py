@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from fulltilt.errors import DataError
-from fulltilt.feed.hdf5_blocks import DAMAGED, Block, BlockReader, Source
-from fulltilt.feed.pool import WorkerPool
+from fulltilt.feed.hdf5_blocks import DAMAGED, Block, Source
+from fulltilt.feed.hdf5_pool import BlockPool, block_pool
+from fulltilt.feed.hdf5_reader import BlockReader
+from fulltilt.feed.threads import end_at_exit
 
 
 class ArrivalOrder:
@@ -80,6 +82,7 @@ class ResidentRows:
             started.record(torch.cuda.current_stream(self._where))
         arguments = (pool, list(order), started)
         self._thread = threading.Thread(target=self._read, args=arguments, name="fulltilt-hdf5", daemon=True)
+        self._forget = end_at_exit(self.close)
         self._thread.start()
 
     def wait_for(self, blocks: Iterable[int]) -> None:
@@ -94,12 +97,13 @@ class ResidentRows:
         """End the reading and give the memory back."""
         self._stopped = True
         if self._thread is not None:
+            self._forget()
             self._thread.join()
         self.columns = []
 
-    def _read(self, pool: WorkerPool, order: list[int], started: Any) -> None:
+    def _read(self, pool: BlockPool, order: list[int], started: Any) -> None:
         try:
-            with pool, self._side_stream(started) as stream:
+            with contextlib.closing(pool), self._side_stream(started) as stream:
                 for slot in pool.stream((torch.tensor([number]) for number in order), 0):
                     if self._stopped:
                         return
@@ -134,9 +138,3 @@ class ResidentRows:
         stream.wait_event(started)  # the columns may be recycled memory on which earlier work is still queued
         with torch.cuda.stream(stream):
             yield stream
-
-
-def block_pool(reader: BlockReader, workers: int, device: torch.device) -> WorkerPool:
-    """Workers that read whole blocks; two slots for each, so that none waits for a copy."""
-    slots = max(2, 2 * workers)
-    return WorkerPool(reader, reader.block_bytes, 1, workers=workers, slots=slots, device=device)

@@ -1,12 +1,12 @@
-"""HDF5 files as rows: read in large blocks along the chunks, in worker processes that open the files themselves.
+"""HDF5 files as rows, read in large blocks along the chunks.
 
-A data set read with ``h5[i]`` decompresses a whole chunk for one sample; a block reads each chunk once. Handles are
-opened in the process that uses them: one inherited across a fork shares its file position and locks with the parent.
+A data set read with ``h5[i]`` decompresses a whole chunk for one sample; a block reads each chunk once: by threads past
+the library where that is possible (``hdf5_chunks.py``), else in worker processes that open the files themselves. A
+handle inherited across a fork shares its file position and locks with the parent.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +15,9 @@ from typing import Any
 import torch
 
 from fulltilt.errors import DataError, UsageError
-from fulltilt.feed.readers import Failure
 
 # A block is large enough to amortise a read call and a copy, and small enough that several fit beside a batch.
-BLOCK_BYTES = 16 * 1024**2
+BLOCK_BYTES = 8 * 1024**2
 DAMAGED = "The file is cut or damaged: copy it anew."
 
 
@@ -144,10 +143,10 @@ def describe(
             with h5py.File(name, "r") as file:
                 here = tuple(_column(file, str(name), key) for key in keys)
                 lengths = {key: file[key].shape[0] for key in keys}
+        except BlockingIOError as error:
+            raise DataError(f"{name} is locked: {error}", "Close it where it is being written.") from error
         except OSError as error:
-            raise DataError(
-                f"{name} cannot be read as HDF5: {error}", "The file is cut or damaged: copy it anew."
-            ) from error
+            raise DataError(f"{name} cannot be read as HDF5: {error}", DAMAGED) from error
         if len(set(lengths.values())) > 1:
             raise DataError(f"{name}: its keys differ in length: {lengths}", "Each row needs a value under every key.")
         if columns is not None and [(c.shape, c.dtype) for c in here] != [(c.shape, c.dtype) for c in columns]:
@@ -167,12 +166,13 @@ def _column(file: Any, name: str, key: str) -> Column:
     if key not in file:
         raise UsageError(f"{name} has no key {key!r}", f"It has: {', '.join(sorted(file)) or 'none'}.")
     data = file[key]
-    if not hasattr(data, "shape") or len(data.shape) == 0:
+    if not getattr(data, "shape", None):  # a group, a single value, or nothing at all
         raise UsageError(f"{name}: {key!r} is not an array of rows")
     import numpy
 
     try:
-        dtype = torch.from_numpy(numpy.empty(0, dtype=data.dtype)).dtype
+        # Whatever the byte order of the file, rows are read in that of the machine.
+        dtype = torch.from_numpy(numpy.empty(0, dtype=data.dtype.newbyteorder("="))).dtype
     except TypeError as error:
         raise UsageError(f"{name}: {key!r} holds {data.dtype}, which torch does not have") from error
     shape = tuple(int(size) for size in data.shape[1:])
@@ -180,67 +180,3 @@ def _column(file: Any, name: str, key: str) -> Column:
     for size in shape:
         row_bytes *= size
     return Column(key, shape, dtype, row_bytes, int(data.chunks[0]) if data.chunks else 1)
-
-
-class BlockReader:
-    """Reads blocks by number, for the worker pool: the keys of a block lie one after the other in its bytes."""
-
-    def __init__(self, source: Source, blocks: list[Block]) -> None:
-        self.source = source
-        self.blocks = blocks
-        self._open: dict[str, Any] = {}
-        self._pid = os.getpid()
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of the largest block."""
-        most = max(block.rows for block in self.blocks)
-        return sum(_aligned(most * column.row_bytes) for column in self.source.columns)
-
-    def opened_in_worker(self) -> None:
-        """Called once in a worker process before its first read."""
-        self._forget_inherited()
-
-    def read(self, indices: torch.Tensor, rows: torch.Tensor, epoch: int) -> list[Failure]:  # noqa: ARG002
-        """Read block ``indices[i]`` into ``rows[i]``."""
-        self._forget_inherited()
-        failures = []
-        for position, number in enumerate(indices.tolist()):
-            block = self.blocks[number]
-            for column, part in self.parts(block, rows[position]):
-                try:
-                    data = self._file(block.file)[column.key]
-                    import numpy
-
-                    data.read_direct(part.numpy(), numpy.s_[block.row : block.row + block.rows])
-                except (OSError, KeyError, ValueError) as error:
-                    where = f"{block.file}, key {column.key}, rows {block.row} to {block.row + block.rows}"
-                    failures.append(Failure(number, "corrupt", f"{where}: {error}", block.file))
-                    break
-        return failures
-
-    def parts(self, block: Block, row: torch.Tensor) -> list[tuple[Column, torch.Tensor]]:
-        """The keys of a block as tensors over its bytes."""
-        offset, found = 0, []
-        most = max(candidate.rows for candidate in self.blocks)
-        for column in self.source.columns:
-            part = row[offset : offset + block.rows * column.row_bytes]
-            found.append((column, part.view(column.dtype).view(block.rows, *column.shape)))
-            offset += _aligned(most * column.row_bytes)
-        return found
-
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
-            self._open[name] = require_h5py().File(name, "r")
-        return self._open[name]
-
-    def _forget_inherited(self) -> None:
-        if self._pid != os.getpid():
-            self._open, self._pid = {}, os.getpid()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"source": self.source, "blocks": self.blocks, "_open": {}, "_pid": -1}
-
-
-def _aligned(count: int) -> int:
-    return -(-count // 16) * 16

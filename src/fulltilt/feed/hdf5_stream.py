@@ -1,38 +1,57 @@
-"""HDF5 files above memory: blocks in random order, mixed group by group, the next group read while one is used."""
+"""HDF5 files above memory: blocks in random order, mixed group by group, the next group read while one is used.
+
+One thread takes blocks from the pool to the device without a pause between groups or epochs: when the last group of an
+epoch is handed out, the first ones of the next epoch are already being read.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import queue
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fulltilt.errors import DataError
-from fulltilt.feed.hdf5_arrival import block_pool
-from fulltilt.feed.hdf5_blocks import DAMAGED, Block, BlockReader, Source
+from fulltilt.feed.draws import mix
+from fulltilt.feed.hdf5_blocks import DAMAGED, Block, Source
+from fulltilt.feed.hdf5_pool import BlockPool, block_pool
+from fulltilt.feed.hdf5_reader import BlockReader
 from fulltilt.feed.order import Order
-from fulltilt.feed.pool import WorkerPool
+from fulltilt.feed.threads import end_at_exit
 
 
 @dataclass
 class Rows:
-    """Rows of several blocks on the device, where in them each sample begins, and the samples' numbers in the whole."""
+    """Rows of several blocks on the device, where in them each sample begins, and the samples' numbers in the whole.
+
+    ``picks`` is the order in which the samples are used.
+    """
 
     columns: list[torch.Tensor]
     first_rows: torch.Tensor
     numbers: torch.Tensor
+    picks: torch.Tensor
 
     def used_on(self, stream: Any) -> None:
         """Keep the memory until what ``stream`` has queued is done: it was allocated for another one."""
-        for tensor in (*self.columns, self.first_rows, self.numbers):
+        for tensor in (*self.columns, self.first_rows, self.numbers, self.picks):
             tensor.record_stream(stream)
 
 
 Piece = tuple[Rows, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Blocks that are mixed with each other, the seed of their mixing, and how many picks an earlier run has used."""
+
+    blocks: list[int]
+    seed: int | None
+    used: int = 0
 
 
 class BlockStream:
@@ -44,30 +63,20 @@ class BlockStream:
         self.source, self.blocks, self.device = source, blocks, device
         self._per_group = blocks_per_group
         self._workers = workers
+        self._reader: BlockReader | None = None
+        self._pool: BlockPool | None = None
+        self._ahead: tuple[tuple[Order, int, int], _Reading] | None = None
 
     def batches(self, order: Order, epoch: int, first: int, most: int) -> Iterator[list[Piece]]:
         """Up to ``most`` batches of ``epoch``, those from number ``first`` on; groups used up before are not read."""
-        generator = torch.Generator().manual_seed(order.seed + epoch)
-        count, size = len(self.blocks), order.batch_size
-        chosen = torch.randperm(count, generator=generator) if order.shuffle else torch.arange(count)
-        mine = chosen[order.rank :: order.world_size].tolist()
-        groups = [mine[start : start + self._per_group] for start in range(0, len(mine), self._per_group)]
-        picks = []
-        for group in groups:
-            total = sum(self.blocks[number].samples for number in group)
-            picks.append(torch.randperm(total, generator=generator) if order.shuffle else torch.arange(total))
-        used = first * size
-        while groups and used >= len(picks[0]):
-            used -= len(picks.pop(0))
-            groups.pop(0)
-        if picks:
-            picks[0] = picks[0][used:]
-        left = most - first
+        size, left = order.batch_size, most - first
+        reading = self._reading(order, epoch, first)
         pieces: list[Piece] = []
-        stream = self._groups(groups)
         try:
-            for rows, mixed_on_host in zip(stream, picks, strict=True):
-                mixed = mixed_on_host.to(self.device)
+            for rows in reading:
+                if reading.finished:  # this was the last group: the next epoch is read while it is used
+                    self._ahead = (order, epoch + 1, 0), self._begin(order, epoch + 1, 0)
+                mixed = rows.picks
                 while len(mixed) and left:
                     # A batch that one group cannot fill is completed from the next: no sample is left out.
                     missing = size - sum(len(part) for _, part in pieces)
@@ -82,76 +91,159 @@ class BlockStream:
             if pieces:
                 yield pieces
         finally:
-            stream.close()
+            reading.stop()
 
-    def _groups(self, groups: list[list[int]]) -> Generator[Rows, None, None]:
-        """Groups on the device; one is read ahead by a thread while the one before it is used."""
-        reader = BlockReader(self.source, self.blocks)
-        ready: queue.Queue[Rows | BaseException | None] = queue.Queue(maxsize=1)
-        stopped = threading.Event()
-        pool = block_pool(reader, self._workers, self.device)
-        cuda = self.device.type == "cuda"
-        stream = torch.cuda.Stream(self.device) if cuda else None  # type: ignore[no-untyped-call]
+    def close(self) -> None:
+        """End the reading and give the memory back."""
+        if self._ahead is not None:
+            self._ahead[1].stop()
+            self._ahead = None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
-        def read() -> None:
-            try:
-                for group in groups:
-                    made = self._read_group(reader, pool, group, stream)
-                    while not stopped.is_set():
-                        try:
-                            ready.put(made, timeout=0.1)
-                            break
-                        except queue.Full:
-                            continue
-                    if stopped.is_set():
-                        return
-                ready.put(None)
-            except BaseException as error:  # raised again where the batches are used
-                ready.put(error)
+    # ----------------------------------------------------------------- which groups
 
-        thread = threading.Thread(target=read, name="fulltilt-hdf5", daemon=True)
-        thread.start()
+    def _groups(self, order: Order, epoch: int, first: int) -> list[_Group]:
+        """The groups of this rank that are left after ``first`` batches."""
+        count, seed = len(self.blocks), mix(order.seed, epoch)
+        generator = torch.Generator().manual_seed(seed)
+        chosen = torch.randperm(count, generator=generator) if order.shuffle else torch.arange(count)
+        mine = chosen[order.rank :: order.world_size].tolist()
+        used, groups = first * order.batch_size, []
+        for start in range(0, len(mine), self._per_group):
+            group = mine[start : start + self._per_group]
+            samples = sum(self.blocks[number].samples for number in group)
+            if used < samples:
+                groups.append(_Group(group, mix(seed, start) if order.shuffle else None, used))
+            used = max(0, used - samples)
+        return groups
+
+    def _reading(self, order: Order, epoch: int, first: int) -> _Reading:
+        """The thread that reads this epoch: the one that has begun already, or a new one."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            if ahead[0] == (order, epoch, first):
+                return ahead[1]
+            ahead[1].stop()
+        return self._begin(order, epoch, first)
+
+    # ----------------------------------------------------------------- reading
+
+    def _begin(self, order: Order, epoch: int, first: int) -> _Reading:
+        if self._reader is None:
+            self._reader = BlockReader(self.source, self.blocks)
+        if self._pool is None:
+            # Workers are forked here, on the caller's thread, and not in the one that reads.
+            self._pool = block_pool(self._reader, self._workers, self.device)
+        groups = self._groups(order, epoch, first)
+        return _Reading(lambda: self._read(groups), len(groups))
+
+    def _read(self, groups: list[_Group]) -> Iterator[Rows]:
+        """The groups on the device, one after the other out of one stream of blocks."""
+        reader, pool = self._reader, self._pool
+        assert reader is not None
+        assert pool is not None
+        numbers = (torch.tensor([number]) for group in groups for number in group.blocks)
+        with contextlib.closing(pool.stream(numbers, 0)) as slots, self._side_stream() as stream:
+            for group in groups:
+                blocks = [self.blocks[number] for number in group.blocks]
+                total = sum(block.rows for block in blocks)
+                # Fresh memory for each group: three are alive at a time, and the allocator reuses the one before.
+                columns = [
+                    torch.empty((total, *c.shape), dtype=c.dtype, device=self.device) for c in self.source.columns
+                ]
+                offset = 0
+                for block in blocks:
+                    slot = next(slots)
+                    if slot.failures:
+                        raise DataError(slot.failures[0].message, DAMAGED)
+                    for column, (_, part) in zip(columns, reader.parts(block, slot.rows[0]), strict=True):
+                        column[offset : offset + block.rows].copy_(part, non_blocking=True)
+                    offset += block.rows
+                    if stream is not None:
+                        stream.synchronize()  # the slot is filled again at once
+                    pool.release(slot)
+                rows = Rows(columns, *self._picks(group, blocks))
+                if stream is not None:
+                    stream.synchronize()  # now the group is whole, on whatever stream it is used
+                yield rows
+
+    def _picks(self, group: _Group, blocks: list[Block]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Where each sample begins in the rows of ``blocks`` end to end, its number in the whole, and the order."""
+        first, numbers, before = [], [], 0
+        for block in blocks:
+            first.append(before + torch.arange(block.samples) * self.source.stride)
+            numbers.append(block.first_sample + torch.arange(block.samples))
+            before += block.rows
+        samples = sum(block.samples for block in blocks)
+        order = torch.arange(samples)
+        if group.seed is not None:
+            order = torch.randperm(samples, generator=torch.Generator().manual_seed(group.seed))
+        made = torch.cat(first), torch.cat(numbers), order[group.used :]
+        return made[0].to(self.device), made[1].to(self.device), made[2].to(self.device)
+
+    @contextlib.contextmanager
+    def _side_stream(self) -> Iterator[Any]:
+        """A stream on which copies do not queue behind the training's work."""
+        if self.device.type != "cuda":
+            yield None
+            return
+        torch.cuda.set_device(self.device)
+        stream: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            yield stream
+
+
+class _Reading:
+    """Groups read by a thread of its own; one waits to be used while the next is read."""
+
+    def __init__(self, read: Callable[[], Iterator[Rows]], groups: int) -> None:
+        self._left = groups
+        self._ready: queue.Queue[Rows | BaseException] = queue.Queue(maxsize=1)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(read,), name="fulltilt-hdf5", daemon=True)
+        self._forget = end_at_exit(self.stop)
+        if groups:
+            self._thread.start()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last group was handed out: the thread reads no more."""
+        return not self._left
+
+    def __iter__(self) -> Iterator[Rows]:
+        while self._left:
+            item = self._ready.get()
+            if isinstance(item, BaseException):
+                raise item
+            self._left -= 1
+            if self.finished:
+                self._thread.join()
+            if item.picks.is_cuda:
+                item.used_on(torch.cuda.current_stream(item.picks.device))
+            yield item
+
+    def stop(self) -> None:
+        """End the thread; what it has read is dropped."""
+        self._forget()
+        self._stopped.set()
+        while self._thread.is_alive():
+            with contextlib.suppress(queue.Empty):
+                self._ready.get(timeout=0.05)
+
+    def _run(self, read: Callable[[], Iterator[Rows]]) -> None:
         try:
-            while (item := ready.get()) is not None:
-                if isinstance(item, BaseException):
-                    raise item
-                if cuda:
-                    item.used_on(torch.cuda.current_stream(self.device))
-                yield item
-        finally:
-            stopped.set()
-            while thread.is_alive():
-                try:
-                    ready.get(timeout=0.05)
-                except queue.Empty:
-                    continue
-            pool.close()
+            with contextlib.closing(read()) as groups:  # type: ignore[type-var]
+                for rows in groups:
+                    self._hand_over(rows)
+                    if self._stopped.is_set():
+                        return
+        except BaseException as error:  # raised again where the batches are used
+            self._hand_over(error)
 
-    def _read_group(self, reader: BlockReader, pool: WorkerPool, group: list[int], stream: Any) -> Rows:
-        blocks = [self.blocks[number] for number in group]
-        total = sum(block.rows for block in blocks)
-        with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
-            # Fresh memory for each group: two are alive at a time, and the allocator reuses the one before.
-            columns = [torch.empty((total, *c.shape), dtype=c.dtype, device=self.device) for c in self.source.columns]
-            offset = 0
-            for slot in pool.stream((torch.tensor([number]) for number in group), 0):
-                if slot.failures:
-                    raise DataError(slot.failures[0].message, DAMAGED)
-                block = self.blocks[int(slot.indices[0])]
-                for column, (_, part) in zip(columns, reader.parts(block, slot.rows[0]), strict=True):
-                    column[offset : offset + block.rows].copy_(part)
-                offset += block.rows
-                pool.release(slot)
-            first, numbers = _samples_of(blocks, self.source.stride)
-            # Every copy above has waited for its end: the group is whole, on whatever stream it is used.
-            return Rows(columns, first.to(self.device), numbers.to(self.device))
-
-
-def _samples_of(blocks: list[Block], stride: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each sample begins in the rows of ``blocks`` laid end to end, and its number in the whole."""
-    first, numbers, before = [], [], 0
-    for block in blocks:
-        first.append(before + torch.arange(block.samples) * stride)
-        numbers.append(block.first_sample + torch.arange(block.samples))
-        before += block.rows
-    return torch.cat(first), torch.cat(numbers)
+    def _hand_over(self, item: Rows | BaseException) -> None:
+        while not self._stopped.is_set():
+            with contextlib.suppress(queue.Full):
+                self._ready.put(item, timeout=0.1)
+                return

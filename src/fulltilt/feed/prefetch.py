@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from fulltilt.feed.threads import end_at_exit
+
 
 @dataclass
 class HostBatch:
@@ -76,6 +78,12 @@ class DeviceRing:
             free.put(position)
         thread = threading.Thread(target=self._feed, args=(batches, free, ready), name="fulltilt-feed", daemon=True)
         thread.start()
+
+        def end(timeout_s: float | None = 5.0) -> None:
+            free.put(None)
+            thread.join(timeout_s)
+
+        forget = end_at_exit(end)
         try:
             while True:
                 item = ready.get()
@@ -86,8 +94,8 @@ class DeviceRing:
                 position, batch = item
                 yield self._arrived(position, batch, free)
         finally:
-            free.put(None)
-            thread.join()
+            forget()
+            end(None)
 
     def _arrived(self, position: int, batch: HostBatch, free: queue.SimpleQueue[int | None]) -> DeviceBatch:
         copied = self._copied[position]
