@@ -109,6 +109,12 @@ def test_workers_that_use_little_cpu_cannot_slow_the_computing() -> None:
     assert cpu_oversubscribed(gather(run)) is None
 
 
+def test_workers_that_sleep_are_not_too_many_because_they_queue_for_the_little_they_compute() -> None:
+    sleeping = crowd(fetch_cpu_s=5.0, process_cpu_s=6.0, cpu_wait_s=20.0)
+    assert cpu_oversubscribed(gather(sleeping)) is None
+    assert answer(sleeping).verdict.code == "input_io_bound"
+
+
 def test_a_crowd_whose_queueing_is_unknown_is_not_judged() -> None:
     judgement = cpu_oversubscribed(gather(crowd(cpu_wait_s=None)))
     assert judgement == Abstention("cpu_oversubscribed", "how long the workers waited for a CPU")

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import torch
 
-from fulltilt.timeline.stacks import StackView, look, owner
+from fulltilt.timeline.owners import owner
+from fulltilt.timeline.stacks import StackView, look, stack_of
 
 
 def looks_at(work: Callable[[], Any], seconds: float = 0.25) -> list[StackView]:
@@ -29,8 +29,8 @@ def looks_at(work: Callable[[], Any], seconds: float = 0.25) -> list[StackView]:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         time.sleep(0.005)
-        frame: FrameType | None = sys._current_frames().get(thread.ident or 0)
-        if frame is not None and (view := look(frame)) is not None:
+        stack = stack_of(thread.ident or 0)
+        if stack is not None and (view := look(stack)) is not None:
             views.append(view)
     going[0] = False
     thread.join()
@@ -112,3 +112,41 @@ def test_owners() -> None:
     assert owner(json.__file__) == "stdlib"
     assert owner("<frozen importlib._bootstrap>") == "stdlib"
     assert owner(__file__) == "user"
+
+
+def test_a_look_keeps_nothing_that_a_function_has_let_go_of() -> None:
+    class Activations:
+        pass
+
+    dropped, looked = threading.Event(), threading.Event()
+    alive: list[weakref.ref[Activations]] = []
+
+    def step() -> None:
+        kept = Activations()
+        alive.append(weakref.ref(kept))
+        looked.wait(10)  # the position at which the looks are taken
+        del kept
+        dropped.set()
+        looked.clear()
+        looked.wait(10)
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    while not alive:
+        time.sleep(0.001)
+    for _ in range(20):
+        stack = stack_of(thread.ident or 0)
+        assert stack is not None
+        look(stack)
+    looked.set()
+    assert dropped.wait(10)
+    assert alive[0]() is None
+    looked.set()
+    thread.join()
+
+
+def test_a_thread_that_has_ended_has_no_stack() -> None:
+    thread = threading.Thread(target=lambda: None)
+    thread.start()
+    thread.join()
+    assert stack_of(thread.ident or 0) is None

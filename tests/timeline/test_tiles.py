@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fulltilt.records import BUCKETS
 from fulltilt.timeline.attribution import attribute
 from fulltilt.timeline.marks import (
     Activity,
     BackwardBegan,
     BackwardEnded,
     BatchArrived,
+    BookedApart,
     EvalMode,
     Finished,
     Mark,
@@ -25,7 +27,8 @@ from fulltilt.timeline.marks import (
     Rested,
     WaitBegan,
 )
-from fulltilt.timeline.rest import Usual
+from fulltilt.timeline.rest import Rest, RestPlan, Usual
+from fulltilt.timeline.shelves import SHELF
 from fulltilt.timeline.tiles import Tile, TileBuilder
 
 MS = 1_000_000
@@ -266,6 +269,84 @@ def test_time_at_rest_is_kept_apart_and_its_steps_count() -> None:
     assert (loop.steps, loop.samples) == (65, 520)
     assert loop.shelf("rest") == 200
     assert loop.shelf("data_wait") == 2 * 39 + 30
+
+
+def test_what_follows_the_last_step_is_a_tile_of_its_own() -> None:
+    loop = Loop()
+    train(loop, 150)  # by now a tile holds several steps
+    loop.mark(Activity.USER, EvalMode(True))
+    loop.spend(2000)
+    assert closes(loop.finish())
+    assert (loop.tiles[-1].steps, loop.tiles[-1].t1_ns - loop.tiles[-1].t0_ns) == (0, 2000 * MS)
+    assert loop.tiles[-1].shelves.time == {"validation": 2000 * MS}
+    assert loop.steps == 150
+
+
+def divided(tiles: list[Tile], seen: dict[str, float]) -> dict[str, float]:
+    """Seconds by bucket, with time at rest divided as the rest of it."""
+    usual, total = Usual(), dict.fromkeys(BUCKETS, 0.0)
+    for tile in tiles:
+        buckets = attribute(tile, seen, usual).buckets
+        for name in BUCKETS:
+            total[name] += getattr(buckets, name)
+    return total
+
+
+def rest(loop: Loop, steps: int, wait: float, other: float, apart: Activity | None = None) -> None:
+    """So many steps at rest; what is ``apart``, the wait or the other time, is booked as it is."""
+    loop.mark(Activity.REST)
+    for _ in range(steps):
+        for activity, ms in ((Activity.NEXT, wait), (Activity.USER, other)):
+            loop.mark(activity if activity is apart else Activity.REST)
+            loop.spend(ms)
+            booked = BookedApart(SHELF[activity], int(ms * MS)) if activity is apart else None
+            loop.mark(Activity.REST, booked)
+    loop.mark(Activity.USER, Rested(calls=steps, batches=steps, samples=8 * steps))
+
+
+def test_waits_that_are_booked_at_rest_are_not_divided_into_it_again() -> None:
+    loop = Loop()
+    for _ in range(4):
+        train(loop, 20, wait=3, user=0, backward=0.5, step=0.5)
+        rest(loop, 100, wait=3, other=1, apart=Activity.NEXT)
+    assert closes(loop.finish())
+    found = divided(loop.tiles, {"torch": 1.0})
+    assert found["data_wait_s"] == pytest.approx(0.75 * sum(found.values()), rel=0.02)
+
+
+def test_a_rare_long_step_is_not_taken_for_the_usual_one() -> None:
+    loop = Loop()
+    train(loop, 20, wait=0, user=0, backward=0.5, step=0.5)
+    for _ in range(4):
+        train(loop, 1, wait=0, user=50, backward=0.5, step=0.5)  # a plot is drawn while the recorder is awake
+        train(loop, 15, wait=0, user=0, backward=0.5, step=0.5)
+        rest(loop, 100, wait=0, other=1)
+        rest(loop, 1, wait=0, other=50, apart=Activity.USER)  # and again while it rests
+    assert closes(loop.finish())
+    found = divided(loop.tiles, {"host": 1.0})
+    assert found["host_code_s"] == pytest.approx(8 * 0.05, rel=0.02)
+
+
+def test_measured_calls_stand_for_those_at_rest_before_them() -> None:
+    resting = Rest(plan=RestPlan(measured_calls=16, rested_calls=112))
+    counted = 0.0
+    for call in range(300):
+        resting.measured()
+        counted += resting.stands_for
+        assert resting.stands_for == 1.0, call
+    for _ in range(3):
+        resting.begin(0)
+        resting.calls = 112
+        resting.end()
+        for _ in range(16):
+            counted += resting.stands_for
+            resting.measured()
+    assert counted == 300 + 3 * 128
+    assert resting.not_stood_for == 1.0
+    resting.begin(0)
+    resting.calls = 57
+    resting.end()  # the job is over before anything else is measured
+    assert counted * resting.not_stood_for == pytest.approx(300 + 3 * 128 + 57)
 
 
 # --------------------------------------------------------------------------- with a GPU

@@ -170,7 +170,10 @@ def find_limit(
 def is_crowded(supply: Supply, crowding: float, thresholds: Thresholds) -> bool:
     """Whether workers and threads are so many that they queue for the CPUs."""
     queueing = supply.queueing_share
-    return queueing is not None and queueing >= thresholds.queueing_share and crowding >= thresholds.crowded_cpus
+    if queueing is None or queueing < thresholds.queueing_share or crowding < thresholds.crowded_cpus:
+        return False
+    # Workers that sleep or wait for storage may queue for the little they compute: that is not what takes their time.
+    return supply.busy_share is None or supply.busy_share >= thresholds.cpu_bound_share
 
 
 def _handover_explains(supply: Supply, delivered_samples_per_s: float | None, thresholds: Thresholds) -> bool:

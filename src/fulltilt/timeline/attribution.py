@@ -40,7 +40,8 @@ def attribute(tile: Tile, seen: Mapping[str, float], usual: Usual, exposed_commu
     the tile. ``exposed_communication_s`` is what a step waits for the exchange of gradients inside backward.
     """
     measured = _attribute_measured(tile, seen, exposed_communication_s)
-    usual.learn(measured.buckets, measured.launch_s)
+    apart = _attribute_measured(replace(tile, shelves=tile.unusual, sync_blocked_ns=0.0), seen, 0.0)
+    usual.learn(measured.buckets, apart.buckets, measured.launch_s)
     rest_s = tile.shelves.time.get("rest", 0.0) * NS
     if not rest_s:
         return measured

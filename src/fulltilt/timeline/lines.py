@@ -43,10 +43,10 @@ class LineTimes:
         self._calls.clear()
         return top
 
-    def top(self, most: int = 12) -> tuple[HotLine, ...]:
-        """The costliest lines, first the costliest."""
+    def top(self, most: int = 12, stretch: float = 1.0) -> tuple[HotLine, ...]:
+        """The costliest lines, first the costliest, their seconds times ``stretch``."""
         ranked = sorted(self._seconds.items(), key=lambda item: (-item[1], item[0]))[:most]
         return tuple(
-            HotLine(where, function, seconds, self._calls.get((where, function)))
+            HotLine(where, function, seconds * stretch, self._calls.get((where, function)))
             for (where, function), seconds in ranked
         )

@@ -109,6 +109,13 @@ class Rested(NamedTuple):
     samples: int
 
 
+class BookedApart(NamedTuple):
+    """So much of the time at rest was not spent as usual: it has been booked on a shelf of its own."""
+
+    shelf: str
+    ns: int
+
+
 class EpochBegan(NamedTuple):
     """The trainer says that this epoch begins."""
 

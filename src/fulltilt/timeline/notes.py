@@ -83,23 +83,30 @@ class WorkerTotals:
 class Copies:
     """Host-to-GPU copies of the training thread."""
 
-    copies: int = 0
-    bytes: int = 0
+    copies: float = 0.0
+    bytes: float = 0.0
     blocked_s: float = 0.0
     asked: int = 0
     pageable: int = 0
-    blocking: int = 0
+    blocking: float = 0.0
     lines: LineTimes = field(default_factory=LineTimes)
 
-    def record(self) -> TransferRecord | None:
-        """The copies as a record; None when there were none."""
+    def add(self, copied_bytes: int, took_s: float, blocking: bool, stands_for: float) -> None:
+        """A copy, which stands for so many like it."""
+        self.copies += stands_for
+        self.bytes += stands_for * copied_bytes
+        self.blocked_s += stands_for * took_s
+        self.blocking += stands_for * blocking
+
+    def record(self, stretch: float) -> TransferRecord | None:
+        """The copies as a record, stretched to the whole run; None when there were none."""
         if not self.copies:
             return None
         top = self.lines.top(1)
         return TransferRecord(
-            copies=self.copies,
-            bytes=self.bytes,
-            blocked_s=self.blocked_s,
+            copies=round(stretch * self.copies),
+            bytes=round(stretch * self.bytes),
+            blocked_s=stretch * self.blocked_s,
             pageable_share=self.pageable / self.asked if self.asked else None,
             blocking_share=self.blocking / self.copies,
             where=top[0].where if top else None,
@@ -127,7 +134,7 @@ class RankNotes:
         self.checkpoint_lines = LineTimes()
         self.load_lines: dict[int, LineTimes] = {}
         self.workers: dict[int, WorkerTotals] = {}
-        self.syncs = 0
+        self.syncs = 0.0
         self.sync_blocked_s = 0.0
         self.copies = Copies()
         self.optimizers: dict[int, str] = {}
@@ -174,6 +181,12 @@ class RankNotes:
             self.host_lines.add(view, weight_s)
         elif view.kind == "checkpoint":
             self.checkpoint_lines.add(view, weight_s)
+
+    def waited_for_gpu(self, where: str, function: str, call: str, took_s: float, stands_for: float) -> None:
+        """A call waited for the GPU; it stands for so many like it."""
+        self.syncs += stands_for
+        self.sync_blocked_s += stands_for * took_s
+        self.sync_lines.charge(where, function, stands_for * took_s, call)
 
     def evaluating(self, eval_mode: bool) -> bool:
         """Whether the training thread evaluates at this moment: the tiles, made later, are too late for a look."""
@@ -224,8 +237,10 @@ class RankNotes:
         drawn = self.taps is not None and any(tap.batches for tap in self.taps.all)
         return bool(self.steps or builder.counter.backwards or drawn)
 
-    def record(self, stream: int, t1_s: float, finished: bool, builder: TileBuilder, on_gpu: bool) -> RankRecord:
-        """Everything noted so far."""
+    def record(
+        self, stream: int, t1_s: float, finished: bool, builder: TileBuilder, on_gpu: bool, stretch: float
+    ) -> RankRecord:
+        """Everything noted so far; ``stretch`` is what the calls that were noted must be stretched by to be all."""
         trained = builder.counter.train_loaders
         taps = self.taps.all if self.taps is not None else []
         cuda = self._torch.cuda if on_gpu else None
@@ -249,11 +264,11 @@ class RankNotes:
             loaders=tuple(tap.record(tap.loader_id in trained) for tap in taps),
             workers=self._worker_records(),
             host_lines=self.host_lines.top(),
-            sync_lines=self.sync_lines.top(),
+            sync_lines=self.sync_lines.top(stretch=stretch),
             checkpoint_lines=self.checkpoint_lines.top(),
-            syncs=self.syncs,
-            sync_blocked_s=self.sync_blocked_s,
-            transfer=self.copies.record(),
+            syncs=round(stretch * self.syncs),
+            sync_blocked_s=stretch * self.sync_blocked_s,
+            transfer=self.copies.record(stretch),
             precision=self._precision(),
             communication=self.communication,
             deep=self.deep,

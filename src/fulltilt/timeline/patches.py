@@ -76,6 +76,7 @@ class Patches:
         self._depth_of_train = 0
         self._trained: set[int] = set()
         self._known: list[weakref.ref[Any]] = []
+        self._copies_seen = 0
         self.watches_copies = False
 
     def install(self) -> None:
@@ -345,12 +346,10 @@ class Patches:
                 worth_an_event = moved and (took > BLOCKED_S or tensor.nbytes >= LARGE_COPY_BYTES)
                 recorder.switch(before, None, Point.COPY if worth_an_event else Point.NONE)
                 if moved:
-                    copies.copies += 1
-                    copies.bytes += tensor.nbytes
-                    copies.blocked_s += took
-                    if not (kwargs.get("non_blocking") or (len(args) > 1 and args[1] is True)):
-                        copies.blocking += 1
-                    if copies.copies <= ASK_PINNED_FIRST or copies.copies % ASK_PINNED_EVERY == 0:
+                    blocking = not (kwargs.get("non_blocking") or (len(args) > 1 and args[1] is True))
+                    copies.add(tensor.nbytes, took, blocking, recorder.rest.stands_for)
+                    self._copies_seen += 1
+                    if self._copies_seen <= ASK_PINNED_FIRST or self._copies_seen % ASK_PINNED_EVERY == 0:
                         copies.asked += 1
                         copies.pageable += not tensor.is_pinned()
                     if worth_an_event:
@@ -396,9 +395,8 @@ class Patches:
             recorder.switch(before)
             took = time.perf_counter() - began
             if before is not Activity.SAVE:
-                notes.syncs += 1
-                notes.sync_blocked_s += took
-                notes.sync_lines.charge(*users_line(recorder.way_in.spots), took, call)
+                line = users_line(recorder.way_in.spots)
+                notes.waited_for_gpu(*line, call, took, recorder.rest.stands_for)
             if recorder.calibrating:
                 recorder.lost_its_lead()
 

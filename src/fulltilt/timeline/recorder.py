@@ -19,26 +19,21 @@ from typing import Any
 from fulltilt.records import Span
 from fulltilt.timeline.attribution import attribute
 from fulltilt.timeline.clock import CudaClock
-from fulltilt.timeline.loader_tap import TappedIterator
-from fulltilt.timeline.marks import Activity, Finished, Point, Rested
+from fulltilt.timeline.looks import LOOK_EVERY_S, Looks
+from fulltilt.timeline.marks import Activity, BookedApart, Finished, Point, Rested
 from fulltilt.timeline.notes import RankNotes
 from fulltilt.timeline.rank_files import RankFiles
-from fulltilt.timeline.rest import Rest, Usual, plan
+from fulltilt.timeline.rest import LONG_STEP_NS, Rest, Usual, plan
+from fulltilt.timeline.shelves import SHELF
 from fulltilt.timeline.spans import WarmUp
-from fulltilt.timeline.stacks import look
 from fulltilt.timeline.tiles import TileBuilder
 from fulltilt.timeline.way_in import WayIn
 
-LOOK_EVERY_S = 0.01
 DRAIN_EVERY_S = 0.2
 WRITE_EVERY_S = 1.0
 # The observer asks for the interpreter lock; main code that holds it gives it up after this long. Python's 5 ms would
 # let samples slip from short stretches of Python code into the torch call behind them.
 SWITCH_INTERVAL_S = 0.0001
-# A look is late when it had to wait for the interpreter lock.
-LATE_NS = 300_000
-# A window needs this many looks before its own split is trusted over that of the whole run.
-ENOUGH_LOOKS = 20
 # A calibrating delay is queued at this step and then each time there are four times as many, if the GPU is not behind.
 # Each costs about a step's worth of host work, so that a run of 100 steps loses 2 % and one of 1,000 a third of that.
 FIRST_CALIBRATION = 12
@@ -69,15 +64,11 @@ class Recorder:
         self._builder = TileBuilder(t0_ns)
         self._warm_up = WarmUp()
         self._usual = Usual()
-        self._window: dict[str, float] = {}
-        self._overall: dict[str, float] = {}
-        self._window_looks = 0
-        self._late: dict[str, float] = {}
-        self._left = Activity.USER
+        self._looks = Looks(self)
+        self.left = Activity.USER
         self._out: RankFiles | None = None
         self._ready: list[Span] = []
-        self._last_look_ns = time.perf_counter_ns()
-        self._last_switch_ns = self._last_look_ns
+        self.last_switch_ns = time.perf_counter_ns()
         self._calibrate_at = FIRST_CALIBRATION
         self._calibrate = False
         self._calibrate_from = Point.NONE
@@ -117,23 +108,24 @@ class Recorder:
         event = self.clock.record() if point and self.clock is not None else None
         now = time.perf_counter_ns()
         self._marks.append((now, activity, fact, point, event))
-        self._last_switch_ns = now
-        before = self._left = self.activity
+        self.last_switch_ns = now
+        before = self.left = self.activity
         self.activity = activity
         return before
 
     def stepped(self) -> None:
         """An optimizer call has ended. After a burst of short steps the recorder rests."""
         rest = self.rest
-        rest.awake_calls += 1
+        rest.measured()
         if rest.plan is not None and rest.awake_calls >= rest.plan.measured_calls:
             if self.profiling or self.calibrating or self._calibrate:
                 return
-            rest.begin()
             self.switch(Activity.REST)
+            rest.begin(self.last_switch_ns)
 
     def stepped_at_rest(self) -> None:
         """An optimizer call has ended that was not measured."""
+        self._passed_at_rest(time.perf_counter_ns())
         self.rest.calls += 1
         if self.rest.plan is None or self.rest.calls >= self.rest.plan.rested_calls:
             self.wake()
@@ -142,13 +134,29 @@ class Recorder:
         """Measure again, because the rest is over or because something out of the ordinary happens."""
         rest = self.rest
         if rest.on:
+            self._passed_at_rest(time.perf_counter_ns())
             rest.end()
             self.switch(Activity.USER, Rested(rest.calls, rest.batches, rest.samples), Point.STEP)
 
     def waited_at_rest(self, began_ns: int, ended_ns: int) -> None:
         """Book a long wait for data as it is."""
-        self._marks.append((began_ns, Activity.NEXT, None, Point.NONE, None))
-        self._marks.append((ended_ns, Activity.REST, None, Point.NONE, None))
+        self._passed_at_rest(began_ns)
+        self._book_apart(Activity.NEXT, began_ns, ended_ns)
+
+    def _passed_at_rest(self, now_ns: int) -> None:
+        """A step at rest, or its part before a long wait, has passed. A long one is booked by what the looks saw.
+
+        Not on a GPU: there it is not the host's time that is divided.
+        """
+        if now_ns - self.rest.booked_ns > LONG_STEP_NS and self.clock is None:
+            self._book_apart(Activity.USER, self.rest.booked_ns, now_ns)
+        self.rest.booked_ns = now_ns
+
+    def _book_apart(self, activity: Activity, began_ns: int, ended_ns: int) -> None:
+        apart = BookedApart(SHELF[activity], ended_ns - began_ns)
+        self._marks.append((began_ns, activity, None, Point.NONE, None))
+        self._marks.append((ended_ns, Activity.REST, apart, Point.NONE, None))
+        self.rest.booked_ns = ended_ns
 
     def note(self, fact: Any) -> None:
         """Leave a fact behind from any thread, without a change of activity."""
@@ -206,7 +214,7 @@ class Recorder:
             if self._stop.is_set() or os.getpid() != self.pid:
                 return
             try:
-                self._look(due_ns)
+                self._looks.take(due_ns)
                 now = time.monotonic()
                 if now >= next_drain:
                     next_drain = now + DRAIN_EVERY_S
@@ -224,48 +232,6 @@ class Recorder:
         self.notes.remark(f"observer: {type(error).__name__}: {error}")
         if self._problems > 100:
             self._stop.set()
-
-    def _look(self, due_ns: int) -> None:
-        """One look at the training thread's stack, due at ``due_ns``, weighted by the time it stands for."""
-        now = time.perf_counter_ns()
-        since_look, self._last_look_ns = now - self._last_look_ns, now
-        activity = self.activity
-        slipped = activity is not Activity.USER and self._last_switch_ns > due_ns and self._left is Activity.USER
-        if slipped and self.training and not self.notes.evaluating(self.eval_mode):
-            self._missed()
-        interesting = activity is Activity.USER or self.notes.wants_lines(activity)
-        if not interesting or not self.training or self.notes.evaluating(self.eval_mode):
-            return
-        frame = sys._current_frames().get(self.thread_id or 0)
-        if frame is None or activity is not self.activity:
-            return
-        fetching = TappedIterator.__next__.__code__ if activity is Activity.NEXT else None
-        view = look(frame, fetching, self.way_in.spots)
-        if view is None:
-            return
-        # A look that came late (the interpreter lock was held) stands for all of that time, but not for time
-        # before the present activity began.
-        since_switch = now - self._last_switch_ns
-        weight = LOOK_EVERY_S if since_look < 2e9 * LOOK_EVERY_S else min(since_look, since_switch) * NS
-        del frame
-        view = self.notes.understood(view)
-        self.notes.looked(activity, view, weight)
-        if activity is Activity.USER:
-            self._window[view.kind] = self._window.get(view.kind, 0.0) + weight
-            self._window_looks += 1
-            if now - due_ns > LATE_NS:
-                self._late[view.kind] = self._late.get(view.kind, 0.0) + weight
-
-    def _missed(self) -> None:
-        """A look that was due in the user's own code came when that had ended: the interpreter lock was held.
-
-        It stands for such code as other late looks did see.
-        """
-        total = sum(self._late.values())
-        if not total:
-            return
-        for kind, weight in self._late.items():
-            self._window[kind] = self._window.get(kind, 0.0) + LOOK_EVERY_S * weight / total
 
     def _drain(self, patience_s: float = 0.0) -> None:
         """Turn the marks whose events have been reached into tiles."""
@@ -307,15 +273,8 @@ class Recorder:
             self._again_delay_s = 2 * LEAD * queueing_s / (1 + self.notes.syncs // self.notes.steps)
             self._calibrate = True
 
-    def _split(self) -> dict[str, float]:
-        """How the user's own time divides, by the looks of this window, or of the whole run when they are few."""
-        for kind, weight in self._window.items():
-            self._overall[kind] = self._overall.get(kind, 0.0) + weight
-        split = self._window if self._window_looks >= ENOUGH_LOOKS else self._overall
-        return dict(split)
-
     def _attribute(self) -> None:
-        split = self._split()
+        split = self._looks.split()
         tiles = self._builder.closed
         for tile in tiles:
             attributed = attribute(tile, split, self._usual, self.notes.exposed_communication_s())
@@ -341,8 +300,7 @@ class Recorder:
             self._ready.extend(self._warm_up.add(span))
         if tiles:
             tiles.clear()
-            self._window.clear()
-            self._window_looks = 0
+            self._looks.begin_window()
 
     def _write(self, final: bool) -> None:
         self._attribute()
@@ -356,4 +314,6 @@ class Recorder:
         ready, self._ready = self._ready, []
         now_s = (time.perf_counter_ns() - self._t0_ns) * NS
         on_gpu = self.clock is not None
-        self._out.write(ready, self.notes.record(self._out.stream, now_s, final, self._builder, on_gpu))
+        stretch = self.rest.not_stood_for
+        record = self.notes.record(self._out.stream, now_s, final, self._builder, on_gpu, stretch)
+        self._out.write(ready, record)

@@ -1,8 +1,8 @@
 """Short steps are measured in bursts: between two bursts the recorder rests and only counts.
 
 A step of 2 ms cannot bear what a full measurement costs. Of such steps one in 32 is measured, of 5 ms one in eight;
-the time of the others is divided as theirs. Nothing rare is missed: a long wait is booked as it is, and saving,
-evaluating, the end of a pass and everything else out of the ordinary wake the recorder up.
+the time of the others is divided as theirs. Nothing rare is missed: a long wait and a long step are booked as they
+are, and saving, evaluating, the end of a pass and everything else out of the ordinary wake the recorder up.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ SHORT_STEP_S, RESTED_STEPS = 0.005, 112
 VERY_SHORT_STEP_S, RESTED_STEPS_VERY_SHORT = 0.004, 496
 # A wait for data longer than this is booked even at rest.
 LONG_WAIT_NS = 2_000_000
+# So is a step that takes longer than this: it did something that the others do not.
+LONG_STEP_NS = 10_000_000
 
 # What the time at rest can have gone into; anything else would have woken the recorder.
 ORDINARY = ("data_wait_s", "transfer_s", "compute_s", "sync_s", "host_code_s", "communication_s", "unattributed_s")
@@ -35,7 +37,11 @@ class RestPlan:
 
 @dataclass
 class Rest:
-    """What was counted since the rest began, in calls of optimizers."""
+    """What was counted since the rest began, in calls of optimizers.
+
+    What is only counted while the recorder is awake is weighted: a measured call ``stands_for`` itself and its part of
+    the calls rested before it.
+    """
 
     plan: RestPlan | None = None
     on: bool = False
@@ -43,16 +49,38 @@ class Rest:
     calls: int = 0
     batches: int = 0
     samples: int = 0
+    stands_for: float = 1.0
+    booked_ns: int = 0  # up to here the time at rest has been looked into
+    _burst: int = 0
+    _all_calls: int = 0
+    _stood_for: float = 0.0
 
-    def begin(self) -> None:
+    def begin(self, now_ns: int) -> None:
         """Count from nothing."""
         self.on = True
         self.calls = self.batches = self.samples = 0
+        self.booked_ns = now_ns
+        self._burst = self.plan.measured_calls if self.plan is not None else 1
 
     def end(self) -> None:
         """Measure again."""
         self.on = False
         self.awake_calls = 0
+        self._all_calls += self.calls
+        self.stands_for = 1 + self.calls / self._burst
+
+    def measured(self) -> None:
+        """One more call was measured."""
+        self.awake_calls += 1
+        self._all_calls += 1
+        self._stood_for += self.stands_for
+        if self.awake_calls >= self._burst:
+            self.stands_for = 1.0
+
+    @property
+    def not_stood_for(self) -> float:
+        """All calls over those that the measured ones stand for: what follows the last rest speaks for nobody else."""
+        return self._all_calls / self._stood_for if self._stood_for else 1.0
 
 
 def plan(steps: int, calls: int, step_s: float, scaler: bool) -> RestPlan | None:
@@ -72,10 +100,11 @@ class Usual:
 
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def learn(self, buckets: Buckets, launch_s: float) -> None:
-        """Take in measured time."""
+    def learn(self, buckets: Buckets, apart: Buckets, launch_s: float) -> None:
+        """Take in measured time, without what at rest would be booked ``apart``."""
         for name in ORDINARY:
-            self.seconds[name] = FORGET * self.seconds.get(name, 0.0) + getattr(buckets, name)
+            seconds = max(0.0, getattr(buckets, name) - getattr(apart, name))
+            self.seconds[name] = FORGET * self.seconds.get(name, 0.0) + seconds
         self.seconds["launch_s"] = FORGET * self.seconds.get("launch_s", 0.0) + launch_s
 
     def divide(self, rest_s: float) -> Mapping[str, float]:

@@ -46,9 +46,21 @@ class Shelves:
         if ns:
             self.phases[name] = self.phases.get(name, 0.0) + ns
 
+    def copy(self) -> Shelves:
+        """The same again, to be kept."""
+        return Shelves(dict(self.time), dict(self.phases))
+
+    def beyond(self, earlier: Shelves) -> Shelves:
+        """What has been booked since there was only ``earlier``."""
+        return Shelves(_beyond(self.time, earlier.time), _beyond(self.phases, earlier.phases))
+
     def move(self, source: str, target: str, ns: float) -> None:
         """Move up to ``ns`` from one shelf to another."""
         moved = min(ns, self.time.get(source, 0.0))
         if moved > 0:
             self.time[source] -= moved
             self.put(target, moved)
+
+
+def _beyond(now: dict[str, float], earlier: dict[str, float]) -> dict[str, float]:
+    return {name: ns - earlier.get(name, 0.0) for name, ns in now.items() if ns != earlier.get(name, 0.0)}

@@ -8,7 +8,7 @@ ones as many as pass in a twentieth of a second or in 1/2000 of the run, so that
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fulltilt.timeline.gpu_time import GpuTime
@@ -17,6 +17,7 @@ from fulltilt.timeline.marks import (
     BackwardBegan,
     BackwardEnded,
     BatchArrived,
+    BookedApart,
     EpochBegan,
     EvalMode,
     Finished,
@@ -27,6 +28,7 @@ from fulltilt.timeline.marks import (
     Rested,
     WaitBegan,
 )
+from fulltilt.timeline.rest import LONG_STEP_NS, LONG_WAIT_NS
 from fulltilt.timeline.shelves import PHASE, SHELF, Shelves
 from fulltilt.timeline.steps import StepCounter
 
@@ -53,6 +55,8 @@ class Tile:
     data_wait_max_ns: float
     sync_blocked_ns: float
     gpu: bool
+    # What of it was not spent as in most steps: at rest it would be booked by itself.
+    unusual: Shelves = field(default_factory=Shelves)
 
     @property
     def queueing_ns(self) -> float:
@@ -96,12 +100,15 @@ class TileBuilder:
             EpochBegan: self._epoch_began,
             EvalMode: self._eval_mode_set,
             Rested: self._rested,
+            BookedApart: lambda fact: self._unusual.put(fact.shelf, fact.ns),
             Finished: self._finish,
         }
 
     def _begin_tile(self, t0_ns: float) -> None:
         self._tile_t0 = t0_ns
         self._shelves = Shelves()
+        self._unusual = Shelves()
+        self._at_step_end = Shelves()
         self._steps = self._skipped = self._batches = 0
         self._samples: int | None = None
         self._step_max = self._wait_max = self._blocked = 0.0
@@ -163,8 +170,10 @@ class TileBuilder:
             self._relabel_wait("validation")
         elif fact.first and fact.workers:
             self._relabel_wait("turnover")
-        elif self._wait > self._wait_max:
-            self._wait_max = self._wait
+        else:
+            self._wait_max = max(self._wait_max, self._wait)
+            if self._wait > LONG_WAIT_NS:
+                self._unusual.put("data_wait", self._wait)
         self._wait = 0.0
 
     def _relabel_wait(self, shelf: str) -> None:
@@ -235,7 +244,15 @@ class TileBuilder:
         self.counter.optimizer_stepped(fact.optimizer_id)
         if new:
             self._skipped += fact.skipped
+            if self.gpu is None and self._now - self._step_end > LONG_STEP_NS:
+                self._set_step_apart()
             self._end_step(1)
+
+    def _set_step_apart(self) -> None:
+        """The step that just ended took long: it did something that most steps do not. Its long waits are apart."""
+        for shelf, ns in self._shelves.time.items():
+            if shelf != "data_wait":
+                self._unusual.put(shelf, max(0.0, ns - self._at_step_end.time.get(shelf, 0.0)))
 
     def _rested(self, fact: Rested) -> None:
         steps = fact.calls * self.steps // self.calls if self.calls else 0
@@ -264,10 +281,10 @@ class TileBuilder:
             self._samples = (self._samples or 0) + samples
         long_enough = max(SHORTEST_NS, (position - self._t0_ns) / RESOLUTION)
         if self._tiles < ONE_BY_ONE or position - self._tile_t0 >= long_enough:
-            self._close()
+            self._close(position)
+        self._at_step_end = self._shelves.copy()
 
-    def _close(self) -> None:
-        position = self._position()
+    def _close(self, position: float) -> None:
         self.closed.append(
             Tile(
                 t0_ns=self._tile_t0,
@@ -282,6 +299,7 @@ class TileBuilder:
                 data_wait_max_ns=self._wait_max,
                 sync_blocked_ns=self._blocked,
                 gpu=self.gpu is not None,
+                unusual=self._unusual,
             )
         )
         self._tiles += 1
@@ -294,5 +312,14 @@ class TileBuilder:
             self._end_step(self._hand_steps)
         if self.gpu is not None:
             self.gpu.drain(self._now, self._shelves)
+        if self._steps and self._position() > self._step_end:
+            self._close_behind_last_step()
         if self._position() > self._tile_t0 or self._steps:
-            self._close()
+            self._close(self._position())
+
+    def _close_behind_last_step(self) -> None:
+        """What follows the last step is no part of the training: it gets a tile of its own."""
+        later = self._shelves.beyond(self._at_step_end)
+        self._shelves = self._at_step_end
+        self._close(self._step_end)
+        self._shelves = later

@@ -23,7 +23,7 @@ from fulltilt import store
 from fulltilt.records import HotLine
 from fulltilt.timeline import attach
 from fulltilt.timeline.lines import LineTimes
-from fulltilt.timeline.stacks import look
+from fulltilt.timeline.stacks import look, stack_of
 
 LOOK_EVERY_S = 0.02
 SEND_EVERY_S = 0.5
@@ -120,10 +120,10 @@ class FetchMeter:
         while not stop.wait(LOOK_EVERY_S * (0.5 + jitter.random())):
             now = time.perf_counter()
             since, self._last_look = now - self._last_look, now
-            if self.fetching and (frame := sys._current_frames().get(self.thread_id)) is not None:
-                if (view := look(frame, FetchMeter.fetch.__code__)) is not None:
+            if self.fetching and (stack := stack_of(self.thread_id)) is not None:
+                view = look(stack, FetchMeter.fetch.__code__)
+                if view is not None:
                     self._lines.add(view, min(since, 5 * LOOK_EVERY_S))
-                del frame
             if now >= next_send:
                 next_send = now + SEND_EVERY_S
                 self.send()

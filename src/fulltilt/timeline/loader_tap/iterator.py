@@ -1,0 +1,142 @@
+"""A loader's iterator with a meter on it: every wait is measured, every batch counted."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from fulltilt.timeline.batches import count_samples
+from fulltilt.timeline.loader_tap.tap import LoaderTap
+from fulltilt.timeline.marks import Activity, BatchArrived, PassEnded, Point, WaitBegan
+from fulltilt.timeline.rest import LONG_WAIT_NS
+
+if TYPE_CHECKING:
+    from fulltilt.timeline.loader_tap.taps import LoaderTaps
+
+# Reading a thread's CPU clock is a system call: done for the first batches and then for every so many.
+TIME_CPU_FIRST = 64
+TIME_CPU_EVERY = 8
+WAITS = {False: WaitBegan(False), True: WaitBegan(True)}
+
+
+class TappedIterator:
+    """A loader's iterator with a meter. Everything it does not know itself it asks its source."""
+
+    def __init__(self, taps: LoaderTaps, tap: LoaderTap, source: Any) -> None:
+        self._taps = taps
+        self._tap = tap
+        self._first = True
+        self.source = source
+
+    @property
+    def workers(self) -> int:
+        """How many workers the batches come from at this moment."""
+        return int(getattr(self.source, "_num_workers", 0))
+
+    def __iter__(self) -> TappedIterator:
+        return self
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)
+
+    def __next__(self) -> Any:
+        taps, tap = self._taps, self._tap
+        recorder = taps.recorder
+        if not recorder.mine():
+            return self._from_another_thread(recorder)
+        evaluating = taps.evaluating(tap)
+        if recorder.rest.on:
+            if not evaluating and not self._first:
+                return self.at_rest(recorder)
+            recorder.wake()
+        changed = evaluating != taps.was_evaluating
+        taps.was_evaluating = evaluating
+        taps.waiting_for = tap
+        before = recorder.switch(Activity.NEXT, WAITS[evaluating], Point.EVAL if changed else Point.NONE)
+        first, self._first = self._first, False
+        workers = self.workers
+        timed = first or tap.batches < TIME_CPU_FIRST or tap.batches % TIME_CPU_EVERY == 0
+        cpu = time.thread_time() if timed else 0.0
+        began = time.perf_counter()
+        try:
+            batch = self.source.__next__()
+        except StopIteration:
+            tap.restart_s += time.perf_counter() - began
+            tap.in_pass = False
+            taps.was_evaluating = recorder.eval_mode
+            recorder.switch(
+                before, PassEnded(tap.loader_id, evaluating, workers), Point.EVAL if evaluating else Point.NONE
+            )
+            raise
+        except BaseException:
+            recorder.switch(before)
+            raise
+        waited = time.perf_counter() - began
+        self._note_wait(first and workers > 0, waited, time.thread_time() - cpu if timed else None)
+        samples = self._count(batch)
+        doubtful = evaluating and taps.gradients()
+        fact = BatchArrived(tap.loader_id, samples, evaluating, first, workers, doubtful)
+        recorder.switch(before, fact, Point.NONE if evaluating else Point.BATCH)
+        if not evaluating:
+            taps.feeding = tap
+            recorder.calibrate_if_asked(Point.BATCH)
+        return batch
+
+    def at_rest(self, recorder: Any) -> Any:
+        """A batch that is only counted."""
+        tap, rest = self._tap, recorder.rest
+        began = time.perf_counter_ns()
+        try:
+            batch = self.source.__next__()
+        except StopIteration:
+            recorder.wake()
+            tap.in_pass = False
+            recorder.switch(recorder.activity, PassEnded(tap.loader_id, False, self.workers))
+            raise
+        except BaseException:
+            recorder.wake()
+            raise
+        ended = time.perf_counter_ns()
+        tap.wait_s += (ended - began) * 1e-9
+        if ended - began > LONG_WAIT_NS:
+            recorder.waited_at_rest(began, ended)
+        rest.batches += 1
+        rest.samples += self._count(batch) or 0
+        return batch
+
+    def _note_wait(self, first: bool, wait_s: float, cpu_s: float | None) -> None:
+        tap = self._tap
+        if first and tap.passes == 1:
+            tap.first_wait_s += wait_s
+        elif first:
+            tap.restart_s += wait_s
+        else:
+            tap.wait_s += wait_s
+            if cpu_s is not None:
+                tap.timed_wait_s += wait_s
+                tap.timed_cpu_s += cpu_s
+
+    def _count(self, batch: Any) -> int | None:
+        tap = self._tap
+        samples = count_samples(batch, tap.described.get("batch_size") or tap.asked_for)
+        tap.batches += 1
+        if samples is not None:
+            tap.samples += samples
+            tap.counted = True
+        tap.inspect(batch)
+        return samples
+
+    def _from_another_thread(self, recorder: Any) -> Any:
+        """A prefetching thread of the user's draws: count the batch, but the training thread did not wait for it."""
+        batch = self.source.__next__()
+        if recorder.active:
+            samples = self._count(batch)
+            evaluating = self._taps.evaluating(self._tap)
+            if not evaluating:
+                self._taps.feeding = self._tap
+                self._taps.drawn_elsewhere = True
+            recorder.note(BatchArrived(self._tap.loader_id, samples, evaluating, False, 1))
+        return batch

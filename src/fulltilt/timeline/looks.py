@@ -1,0 +1,125 @@
+"""The observer's looks at the training thread: which lines cost time, and how the user's own stretches divide."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from fulltilt.timeline.loader_tap import TappedIterator
+from fulltilt.timeline.marks import Activity
+from fulltilt.timeline.rest import LONG_STEP_NS
+from fulltilt.timeline.stacks import look, stack_of
+
+if TYPE_CHECKING:
+    from fulltilt.timeline.recorder import Recorder
+
+LOOK_EVERY_S = 0.01
+# While the recorder rests, one look in so many names the line; the others would cost more than they tell.
+LOOK_AT_REST_EVERY = 4
+# A look is late when it had to wait for the interpreter lock.
+LATE_NS = 300_000
+# A window needs this many looks before its own split is trusted over that of the whole run.
+ENOUGH_LOOKS = 20
+NS = 1e-9
+
+
+class Looks:
+    """Takes looks, weighted by the time each stands for, and adds them up over a window of time."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._last_ns = time.perf_counter_ns()
+        self._window: dict[str, float] = {}
+        self._in_window = 0
+        self._overall: dict[str, float] = {}
+        self._late: dict[str, float] = {}
+        self._at_rest = 0
+        self._long_step_ns = 0
+
+    def take(self, due_ns: int) -> None:
+        """One look at the training thread's stack, due at ``due_ns``."""
+        now_ns = time.perf_counter_ns()
+        since_look_ns, self._last_ns = now_ns - self._last_ns, now_ns
+        recorder = self._recorder
+        activity = recorder.activity
+        if activity is Activity.REST:
+            self._take_at_rest(now_ns, since_look_ns)
+            return
+        training = recorder.training and not recorder.notes.evaluating(recorder.eval_mode)
+        slipped = activity is not Activity.USER and recorder.left is Activity.USER
+        if training and slipped and recorder.last_switch_ns > due_ns:
+            self._missed()
+        if not training or not (activity is Activity.USER or recorder.notes.wants_lines(activity)):
+            return
+        stack = stack_of(recorder.thread_id or 0)
+        if stack is None or activity is not recorder.activity:
+            return
+        fetching = TappedIterator.__next__.__code__ if activity is Activity.NEXT else None
+        view = look(stack, fetching, recorder.way_in.spots)
+        if view is None:
+            return
+        # A look that came late (the interpreter lock was held) stands for all of that time, but not for time
+        # before the present activity began.
+        since_switch_ns = now_ns - recorder.last_switch_ns
+        on_time = since_look_ns < 2e9 * LOOK_EVERY_S
+        weight_s = LOOK_EVERY_S if on_time else min(since_look_ns, since_switch_ns) * NS
+        view = recorder.notes.understood(view)
+        recorder.notes.looked(activity, view, weight_s)
+        if activity is Activity.USER:
+            self._add(view.kind, weight_s)
+            if now_ns - due_ns > LATE_NS:
+                self._late[view.kind] = self._late.get(view.kind, 0.0) + weight_s
+
+    def _take_at_rest(self, now_ns: int, since_look_ns: int) -> None:
+        """Between bursts of measuring fewer looks are taken, to name lines; at a step that takes long, all of them."""
+        recorder = self._recorder
+        began_ns = recorder.rest.booked_ns
+        takes_long = now_ns - began_ns > LONG_STEP_NS and recorder.clock is None
+        self._at_rest += 1
+        if not takes_long and self._at_rest % LOOK_AT_REST_EVERY:
+            return
+        stack = stack_of(recorder.thread_id or 0)
+        if stack is None or recorder.activity is not Activity.REST:
+            return
+        weight_s = LOOK_AT_REST_EVERY * LOOK_EVERY_S
+        view = look(stack, TappedIterator.at_rest.__code__)
+        if view is not None:
+            if recorder.notes.wants_lines(Activity.NEXT):
+                recorder.notes.looked(Activity.NEXT, view, weight_s)
+            return
+        view = look(stack, None, recorder.way_in.spots)
+        if view is None:
+            return
+        view = recorder.notes.understood(view)
+        if takes_long:
+            # The first look at a long step stands for all of it so far.
+            weight_s = (since_look_ns if began_ns == self._long_step_ns else now_ns - began_ns) * NS
+            self._long_step_ns = began_ns
+            self._add(view.kind, weight_s)
+        recorder.notes.looked(Activity.USER, view, weight_s)
+
+    def _add(self, kind: str, weight_s: float) -> None:
+        self._window[kind] = self._window.get(kind, 0.0) + weight_s
+        self._in_window += 1
+
+    def _missed(self) -> None:
+        """A look that was due in the user's own code came when that had ended: the interpreter lock was held.
+
+        It stands for such code as other late looks did see.
+        """
+        total = sum(self._late.values())
+        if not total:
+            return
+        for kind, weight in self._late.items():
+            self._window[kind] = self._window.get(kind, 0.0) + LOOK_EVERY_S * weight / total
+
+    def split(self) -> dict[str, float]:
+        """How the user's own time divides, by the looks of this window, or of the whole run when they are few."""
+        for kind, weight in self._window.items():
+            self._overall[kind] = self._overall.get(kind, 0.0) + weight
+        return dict(self._window if self._in_window >= ENOUGH_LOOKS else self._overall)
+
+    def begin_window(self) -> None:
+        """The looks so far have been used."""
+        self._window.clear()
+        self._in_window = 0
