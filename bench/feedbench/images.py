@@ -40,13 +40,18 @@ def _make_image(task: tuple[str, str | None, int, int, int]) -> None:
         Image.fromarray((coarse[..., 0] > 128).to(torch.uint8).mul(255).numpy()).resize((width, height)).save(mask_path)
 
 
+# Different pictures; a list of files repeats them. Every decode is done all the same, and they all lie in memory.
+DIFFERENT = 256
+
+
 def make_images(folder: Path, count: int, width: int, height: int, *, masks: bool) -> list[tuple[str, str | None]]:
-    """Smooth colours with noise as JPEG of quality 90, and masks as PNG; each file is in the list twice."""
-    pairs = [(str(folder / f"{n:06}.jpg"), str(folder / f"{n:06}.png") if masks else None) for n in range(count // 2)]
+    """Smooth colours with noise as JPEG of quality 90, and masks as PNG; each file is in the list several times."""
+    different = min(count, DIFFERENT)
+    pairs = [(str(folder / f"{n:06}.jpg"), str(folder / f"{n:06}.png") if masks else None) for n in range(different)]
     # One thread each: OpenMP in a child whose parent has used it waits for threads that the fork did not copy.
     with ProcessPoolExecutor(os.cpu_count(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        list(pool.map(_make_image, [(*pair, width, height, n) for n, pair in enumerate(pairs)], chunksize=8))
-    return pairs * 2
+        list(pool.map(_make_image, [(*pair, width, height, n) for n, pair in enumerate(pairs)], chunksize=4))
+    return pairs * (count // different)
 
 
 class Images(Dataset[Any]):
@@ -125,7 +130,8 @@ class ImageJob:
             "drop_last": True,
             "cache_dir": bench.cache_dir,
         }
-        samples = [self.stock[number % len(self.stock)] for number in range(batch_size)]
+        few = [self.stock[number] for number in range(8)]
+        samples = [few[number % len(few)] for number in range(batch_size)]
         self.fixed = [torch.stack(parts).to(bench.device) for parts in zip(*samples, strict=True)]
         self.compute = 0.0
 
@@ -157,9 +163,8 @@ class ImageJob:
                 self.bench.note(self.name, f"stock_{workers}_workers", "no time left")
                 continue
             stream = self._stock(workers)
-            first = self.bench.epoch_rate(self.step, on_device(stream, self.bench.device), first_of)
-            rate, _ = self.bench.rate(
-                self.step, lambda stream=stream: on_device(stream, self.bench.device), first_of, seconds
+            first, rate = self.bench.first_and_steady_rate(
+                self.step, on_device(stream, self.bench.device), first_of, len(self.stock), seconds
             )
             self.bench.note(self.name, f"stock_{workers}_workers", rate)
             self.bench.note(self.name, f"stock_{workers}_workers_first_epoch", first)
@@ -169,7 +174,6 @@ class ImageJob:
             figures = self.bench.results[self.name]
             self.bench.note(self.name, "best_stock", best)
             self.bench.note(self.name, "first_epoch_over_best_stock_first", figures["first_epoch"] / best_first)
-            self.bench.note(self.name, "first_epoch_over_best_stock", figures["first_epoch"] / best)
             self.bench.note(self.name, "fed_over_best_stock", figures["fed_over_compute"] * self.compute / best)
 
     def tier(self, tier: str, seconds: float) -> None:
@@ -283,14 +287,16 @@ def run_cod(bench: Bench) -> None:
     job = ImageJob(bench, "cod", files, size, batch_size, trainer(compiled, loss_of, bench.device))
     job.resident()
     if "tiers" in bench.parts:
-        for tier in TIERS:
-            job.tier(tier, 3.0)
+        job.tier("disk", 3.0)
     if "stock" in bench.parts:
         job.stock_loader(bench.workers, 3.0)
-    if "jpeg" in bench.parts:
-        job.gpu_jpeg(3.0)
     if "peers" in bench.parts:
         job.peers(3.5)
+    if "tiers" in bench.parts:
+        for tier in TIERS:
+            job.tier(tier, 3.0)
+    if "jpeg" in bench.parts:
+        job.gpu_jpeg(3.0)
 
 
 # --------------------------------------------------------------------------- CLIP
@@ -324,7 +330,7 @@ def run_clip(bench: Bench) -> None:
     large_batch.resident()
     if "stock" in bench.parts:
         small_batch.stock_loader(bench.workers, 3.0)
-        large_batch.stock_loader(bench.workers[-2:-1] or bench.workers, 3.0)
+        large_batch.stock_loader(bench.workers[1:2] or bench.workers, 4.0)
     if "tiers" in bench.parts:
         for tier in TIERS:
             small_batch.tier(tier, 3.0)

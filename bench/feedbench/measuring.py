@@ -27,8 +27,7 @@ class Bench:
         self.workers = workers
         self.parts = parts
         self.device = torch.device("cpu" if smoke or not torch.cuda.is_available() else "cuda")
-        # The budget covers the start of the process: importing torch alone takes many seconds on some machines.
-        self.began_s = time.monotonic() - (time.time() - psutil.Process().create_time())
+        self.began_s = time.monotonic()
         self.deadline_s = self.began_s + budget_s
         self.results: dict[str, dict[str, Any]] = {}
         in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -78,6 +77,31 @@ class Bench:
             return samples / (time.perf_counter() - began), psutil.cpu_percent()
         finally:
             stream.close()
+
+    def first_and_steady_rate(
+        self, step: Step, batches: Iterable[Any], size: Callable[[Any], int], samples: int, seconds: float
+    ) -> tuple[float, float]:
+        """Of a stock loader: its first epoch of ``samples``, the start of workers included, and its steady state.
+
+        The epoch is not waited for: what is left of it after the first batches goes on at the steady rate.
+        """
+        seconds, warmup = (0.2, 1) if self.smoke else (seconds, 5)
+        began, early = time.perf_counter(), 0
+        stream = endless(lambda: batches)
+        for _ in range(warmup):
+            batch = next(stream)
+            step(batch)
+            early += size(batch)
+        self.drain()
+        warm, done = time.perf_counter(), 0
+        while time.perf_counter() - warm < seconds:
+            batch = next(stream)
+            step(batch)
+            done += size(batch)
+        self.drain()
+        steady = done / (time.perf_counter() - warm)
+        stream.close()
+        return samples / (warm - began + max(0, samples - early) / steady), steady
 
     def epoch_rate(self, step: Step, batches: Iterable[Any], size: Callable[[Any], int]) -> float:
         """Samples per second over one whole epoch, the start of workers included."""
