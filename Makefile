@@ -22,7 +22,7 @@ lint: setup
 	$(RUN)/lint-imports
 
 test: lint
-	$(RUN)/python -m pytest -n 2 -m "not gpu and not slow and not quiet"
+	$(RUN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not slow and not quiet"
 	$(RUN)/python -m pytest -m "quiet and not gpu and not slow"
 
 # All jobs with a known cause, one by one, alone on the machine. About twelve minutes.
