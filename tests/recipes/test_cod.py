@@ -12,7 +12,7 @@ from PIL import Image
 from torch.nn import functional as F
 
 from fulltilt.cli import main as command
-from fulltilt.errors import UsageError
+from fulltilt.errors import DataError, UsageError
 from fulltilt.recipes.cod import model as network
 from fulltilt.recipes.cod.backbone import blocks as blocks_of
 from fulltilt.recipes.cod.backbone import check_backbone
@@ -269,11 +269,29 @@ def test_bad_data_ends_with_4_and_says_what_and_where(
     assert named in told[0]
 
 
+def test_masks_are_found_whatever_their_suffix_and_a_systems_own_files_are_passed_over(spoilt: Path) -> None:
+    first, second, *_ = pairs(spoilt, "Train")
+    first.mask.rename(first.mask.with_suffix(".PNG"))
+    second.mask.rename(second.mask.with_suffix(".bmp"))
+    first.picture.with_name(f"._{first.picture.name}").write_bytes(b"of a Mac")
+    found = pairs(spoilt, "Train")
+    assert [pair.mask.suffix for pair in found[:2]] == [".PNG", ".bmp"]
+    assert all(pair.mask.is_file() for pair in found)
+    for path in (spoilt / "Test" / "Image").iterdir():
+        path.unlink()
+    with pytest.raises(DataError, match="holds no picture"):
+        pairs(spoilt, "Test")
+
+
+def test_a_wrong_option_is_told_before_data_is_made(tmp_path: Path) -> None:
+    assert train("--out", str(tmp_path / "out"), "--backbone", "edgenext_bas") == 2
+    assert not (tmp_path / "out" / "synthetic").exists()
+
+
 @pytest.mark.parametrize(
     "flags",
     [
         ["--num-experts", "0"],
-        ["--backbone", "edgenext_bas"],
         ["--stage1-epochs", "5", "--epochs", "5"],
         ["--weights", "nowhere.pth", "--backbone", "test_resnet"],
         ["--img-size", "8"],

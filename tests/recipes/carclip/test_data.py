@@ -87,16 +87,19 @@ def test_the_datas_own_split_counts(garage: Path) -> None:
 
 
 def test_a_table_gives_captions_labels_and_split(tmp_path: Path) -> None:
+    car = {"make": "Kia", "model": "Rio", "year": "2011"}
     rows = [
-        {"filepath": f"{n}.jpg", "title": f"a {c} car, number {n}", "colour": c, "split": s}
+        {"filepath": f"{n}.jpg", "title": f"a {c} car, number {n}", **car, "colour": c, "split": s}
         for n, (c, s) in enumerate([("red", "train"), ("red", "train"), ("blue", "validation"), ("green", "test")])
     ]
     pictures = read(table_of(tmp_path / "list.csv", rows), 0.5)
     assert pictures[0].path == tmp_path / "0.jpg"
     assert pictures[0].caption == "a red car, number 0"
-    assert pictures[0].car == pictures[1].car != pictures[2].car, "rows that agree in the rest show the same car"
+    assert pictures[0].car == pictures[1].car != pictures[2].car, (
+        "what agrees in make, model, year and colour is the same car"
+    )
     assert [picture.split for picture in pictures] == ["train", "train", "val", "val"]
-    assert pictures[0].label is None
+    assert pictures[0].label == ("Kia", "Rio", "2011")
 
 
 @pytest.mark.parametrize(
@@ -124,6 +127,7 @@ def test_what_is_wrong_is_told_before_training(garage: Path, tmp_path: Path) -> 
         (DataError, request(tmp_path / "nowhere"), "there is no folder or CSV"),
         (UsageError, request(garage, model="smal"), "did you mean small?"),
         (UsageError, request(garage, model="openai/clip-vit-base-patch32", image_size=64), "has a size of its own"),
+        (UsageError, request(garage, model="./nowhere"), "the model's folder ./nowhere does not exist"),
         (UsageError, request(garage, drop_last=False), "drop_last: false"),
         (UsageError, request(garage, templates=str(tmp_path / "none.txt")), "caption templates"),
     ]
@@ -139,6 +143,16 @@ def test_what_is_wrong_is_told_before_training(garage: Path, tmp_path: Path) -> 
     put(garage / "lost.jpg")
     with pytest.raises(DataError, match="does not lie in a folder make/model/year"):
         check(request(garage))
+
+
+def test_a_line_with_a_value_too_many_and_a_systems_own_files_do_no_harm(garage: Path) -> None:
+    (garage / "Make_0" / "One" / "2000" / "._0.jpg").write_bytes(b"of a Mac")
+    assert len(read(garage, 0.2)) == 40
+    lines = "".join(f"{n}.jpg;a car, number {n};web;more\n" for n in range(40))
+    (garage / "list.csv").write_text(f"image;caption;source\n{lines}")
+    pictures = read(garage / "list.csv", 0.5)
+    assert pictures[0].caption == "a car, number 0"
+    assert len({picture.car for picture in pictures}) == 40, "a column that is alike everywhere makes them no one car"
 
 
 def test_missing_pictures_are_counted(tmp_path: Path) -> None:

@@ -49,6 +49,17 @@ def test_every_format_gives_the_same_texts(tmp_path: Path, suffix: str) -> None:
     assert found.validation.labels == [1, 0]
 
 
+def test_a_list_in_json_and_a_table_of_another_delimiter_are_read_too(tmp_path: Path) -> None:
+    rows = [{"text": text, "label": label} for text, label in ROWS]
+    (tmp_path / "train.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "dev.csv").write_text("label;text\ngood;a, b\nbad;c\n")
+    found = read_texts(tmp_path, Options(), 0)
+    assert found.train.texts == [text for text, _ in ROWS]
+    assert found.validation.texts == ["a, b", "c"]
+    for wrong in ("a", "a,b,a", "a,b,"):
+        assert Options(classes=wrong).problems(), wrong
+
+
 def test_without_a_validation_file_the_same_share_is_held_out_each_time(tmp_path: Path) -> None:
     write(tmp_path, "train.csv", [(f"t{n}", n % 2) for n in range(20)])
     first, again = (read_texts(tmp_path, Options(val_share=0.2), 3) for _ in range(2))
@@ -96,6 +107,8 @@ def test_mistakes_are_told_with_file_and_line(tmp_path: Path) -> None:
     train.unlink()
     (tmp_path / "train.jsonl").write_text('{"text": "x", "label": 1}\n{"text": ')
     assert "line 2 is not JSON" in told(DataError)
+    (tmp_path / "train.jsonl").write_text('{"text": "x", "label": ["a"]}\n')
+    assert "line 1: label is ['a'], not one value" in told(DataError)
 
 
 # --------------------------------------------------------------------------- keys
@@ -131,6 +144,10 @@ def test_keys_say_one_thing_once_and_count_per_device(
     ):
         with pytest.raises(UsageError, match="one of them"):
             translate(twice)
+    with pytest.raises(UsageError, match="did you mean per_device_train_batch_size"):
+        translate({"per_device_train_batch_siz": 8})
+    with pytest.raises(UsageError, match="fp16: should be true or false"):
+        translate({"fp16": "maybe"})
     assert translate({"eval_strategy": "steps", "report_to": "none"}) == {}
     assert "eval_strategy, report_to" in capsys.readouterr().err
 

@@ -196,6 +196,8 @@ def test_a_model_folder_goes_on_with_a_stock_loader_and_other_classes(whole: Pat
     [
         (("--optim", "adamw_bnb_8bits"), "did you mean adamw_bnb_8bit?"),
         (("--lr-scheduler-type", "cosin"), "did you mean cosine?"),
+        (("--lr-scheduler-type", "warmup_stable_decay"), "needs settings that visobert has not"),
+        (("--optim", "galore_adamw"), "optim: galore_adamw cannot be had"),
         (("--model", "./no-such-folder"), "the model's folder ./no-such-folder does not exist"),
         (("--model", "."), "cannot be loaded"),
         (("--data", "nowhere"), "does not exist"),

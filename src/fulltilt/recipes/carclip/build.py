@@ -17,6 +17,7 @@ from fulltilt.recipes.carclip.options import BUILT_IN, OPEN_CLIP, TEMPLATES, Car
 from fulltilt.recipes.carclip.samples import CarPictures, CarViews, captions_of, prompts
 from fulltilt.recipes.carclip.table import Label, Picture
 from fulltilt.recipes.carclip.towers import Loaded, Towers
+from fulltilt.recipes.models import refuse_missing_folder
 from fulltilt.recipes.recipe import Request, on_engine
 from fulltilt.train.distributed import detect, device_of
 from fulltilt.train.job import Job
@@ -38,6 +39,7 @@ def check_options(request: Request) -> None:
             f"there is no model {model!r}{f'; did you mean {close[0]}?' if close else ''}",
             f"Give a folder, a hub name such as openai/clip-vit-base-patch32, or {', '.join(BUILT_IN)}.",
         )
+    refuse_missing_folder(model)
     if options.image_size is not None and model not in ("auto", *BUILT_IN):
         raise UsageError(f"image_size is for {' and '.join(BUILT_IN)}: {model} has a size of its own", "Leave it out.")
     if not request.settings.drop_last:

@@ -12,6 +12,7 @@ import torch
 from fulltilt.errors import DataError
 from fulltilt.feed.augment import ColourJitter, HorizontalFlip, Pipeline, RandomResizedCrop
 from fulltilt.recipes.carclip.table import Label, Picture
+from fulltilt.recipes.pixels import as_rgb
 
 
 class CarPictures(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -74,7 +75,7 @@ def decoded(path: Path, side: int) -> torch.Tensor:
     try:
         with Image.open(path) as opened:
             opened.draft("RGB", (2 * side, 2 * side))  # a large JPEG is decoded at a fraction of its size
-            picture = ImageOps.exif_transpose(opened).convert("RGB")
+            picture = as_rgb(ImageOps.exif_transpose(opened))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DataError(f"cannot read {path}: {error}", "Repair the picture or take it out of the data.") from error
     if picture.size != (side, side):

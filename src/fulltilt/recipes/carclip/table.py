@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fulltilt.errors import DataError, UsageError
+from fulltilt.recipes import tables
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 # Found in a data folder, this table is read instead of the folders' names.
@@ -17,6 +18,8 @@ CAPTIONS = "captions.csv"
 # The column names of the tables that people have; the first is ours.
 IMAGE_COLUMNS = ("image", "image_path", "filepath", "file_name", "filename", "path")
 CAPTION_COLUMNS = ("caption", "title", "text", "description")
+# Pictures that agree in all of these show the same car.
+CAR_COLUMNS = ("make", "model", "year", "colour", "color", "body")
 SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "val"}
 
 Label = tuple[str, str, str]
@@ -50,8 +53,8 @@ def read(data: Path, val_share: float) -> list[Picture]:
 def _from_folders(root: Path) -> list[Picture]:
     found = []
     for path in sorted(root.rglob("*")):
-        if path.suffix.lower() not in IMAGE_SUFFIXES:
-            continue
+        if path.suffix.lower() not in IMAGE_SUFFIXES or path.name.startswith("."):
+            continue  # what begins with a dot is a system's own file
         names = path.relative_to(root).parts[:-1]
         split = SPLITS.get(names[0].lower(), "") if len(names) == 4 else ""
         if len(names) != (4 if split else 3):
@@ -71,8 +74,7 @@ def _from_folders(root: Path) -> list[Picture]:
 
 def _from_csv(table: Path) -> list[Picture]:
     try:
-        with table.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
+        with tables.opened(table, (*IMAGE_COLUMNS, *CAPTION_COLUMNS)) as reader:
             columns = list(reader.fieldnames or ())
             image = _column(columns, IMAGE_COLUMNS, "the pictures' paths", table)
             caption = _column(columns, CAPTION_COLUMNS, "the captions", table)
@@ -100,11 +102,9 @@ def _from_row(row: dict[str, str], image: str, caption: str, table: Path, number
     told = (row.get("split") or "").strip().lower()
     if told and told not in SPLITS:
         raise DataError(f"line {number} of {table}: split is {told!r}", f"Use {', '.join(SPLITS)}.")
-    # Rows that agree in everything else that the table says show the same car in other words.
-    others = tuple(value for name, value in row.items() if name not in (image, caption, "split"))
-    return Picture(
-        table.parent / row[image], label, row[caption].strip(), others or (row[caption],), SPLITS.get(told, "")
-    )
+    # The same car in other words; a caption says which it is where the columns do not.
+    car = tuple((row.get(name) or "").strip() for name in CAR_COLUMNS) if label else (row[caption].strip(),)
+    return Picture(table.parent / row[image], label, row[caption].strip(), car, SPLITS.get(told, ""))
 
 
 def _with_both_splits(pictures: list[Picture], is_val: Callable[[Picture], bool], data: Path) -> list[Picture]:

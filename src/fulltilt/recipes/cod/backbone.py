@@ -34,7 +34,8 @@ def check_backbone(name: str, size: int, weights: str) -> None:
 
 def feature_maps(name: str, size: int, weights: str) -> Any:
     """The backbone as timm's module of feature maps; ``weights`` is none, pretrained or a file. Raises UsageError."""
-    if not timm.is_model(name.removeprefix("timm/")):
+    name = name.removeprefix("timm/")  # as the hub calls them
+    if not timm.is_model(name):
         close = difflib.get_close_matches(name, timm.list_models(), n=3)
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
         raise UsageError(f"timm has no backbone {name!r}{hint}", "timm.list_models() shows all of them.")

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from fulltilt.errors import DataError
+from fulltilt.recipes.pixels import as_mask, as_rgb
 
 PICTURES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 PARTS = ("Train", "Test")
@@ -32,17 +33,23 @@ def pairs(root: Path, part: str, *, noncam: bool = False) -> list[Pair]:
     for folder in (root, images, masks):
         if not folder.is_dir():
             raise DataError(
-                f"{folder} is not there",
+                f"{folder} is {'a file, not a folder' if folder.exists() else 'not there'}",
                 "Give the folder of COD10K-v3, which holds Train/Image, Train/GT_Object, Test/…",
             )
-    found = [
-        Pair(path, masks / f"{path.stem}.png")
-        for path in sorted(images.iterdir())
-        if path.suffix.lower() in PICTURES and (noncam or "-NonCAM-" not in path.name)
-    ]
-    if not found:
+    present = _pictures_in(images)
+    if not present:
+        raise DataError(f"{images} holds no picture", f"Their names end in {', '.join(PICTURES)}.")
+    shown = [path for path in present if noncam or "-NonCAM-" not in path.name]
+    if not shown:
         raise DataError(f"{images} holds no camouflaged picture", "Use --include-noncam, or another folder.")
-    return found
+    named = {path.stem: path for path in _pictures_in(masks)}
+    return [Pair(path, named.get(path.stem, masks / f"{path.stem}.png")) for path in shown]
+
+
+def _pictures_in(folder: Path) -> list[Path]:
+    """By name, a PNG behind others of its name. A name that begins with a dot is a system's own file."""
+    found = [path for path in folder.iterdir() if path.suffix.lower() in PICTURES and path.name[0] != "."]
+    return sorted(found, key=lambda path: (path.stem, path.suffix.lower() == ".png", path.name))
 
 
 class Pictures(torch.utils.data.Dataset[Any]):
@@ -61,9 +68,9 @@ class Pictures(torch.utils.data.Dataset[Any]):
             with Image.open(pair.picture) as opened:
                 # A JPEG decodes at a fraction of its size for a fraction of the time.
                 opened.draft("RGB", place)
-                picture = opened.convert("RGB").resize(place, Image.Resampling.BILINEAR)
+                picture = as_rgb(opened).resize(place, Image.Resampling.BILINEAR)
             with Image.open(pair.mask) as opened:
-                mask = opened.convert("L").resize(place, Image.Resampling.BILINEAR)
+                mask = as_mask(opened).resize(place, Image.Resampling.BILINEAR)
         except (OSError, SyntaxError, ValueError) as error:
             raise DataError(f"cannot read {pair.picture} or its mask: {error}") from error
         image = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(self.size, self.size, 3)

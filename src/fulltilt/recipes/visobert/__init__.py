@@ -40,8 +40,10 @@ class Options:
         found = []
         if self.hidden_size % 32:
             found.append(f"hidden_size ({self.hidden_size}) is not a multiple of 32, the width of a head")
-        if self.classes is not None and len({name.strip() for name in self.classes.split(",")}) < 2:
-            found.append(f"classes: {self.classes!r} names fewer than two")
+        if self.classes is not None:
+            names = [name.strip() for name in self.classes.split(",")]
+            if len(names) < 2 or len(set(names)) < len(names) or not all(names):
+                found.append(f"classes: {self.classes!r} should name two or more, each once")
         return found
 
 

@@ -6,12 +6,12 @@ import difflib
 import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fulltilt.errors import UsageError
+from fulltilt.recipes.models import refuse_missing_folder
 from fulltilt.recipes.recipe import Request
 from fulltilt.train import precision
 from fulltilt.train.distributed import Ranks, detect, device_of, part_of
@@ -44,11 +44,12 @@ def check_arguments(request: Request) -> None:
         raise UsageError(
             f"visobert trains with Hugging Face's Trainer, which has no {' and no '.join(changed)}", "Leave it out."
         )
-    if options.model is not None and _is_path(options.model) and not Path(options.model).is_dir():
-        raise UsageError(f"the model's folder {options.model} does not exist", "Give another with --model.")
+    if options.model is not None:
+        refuse_missing_folder(options.model)
     training_args = transformers.training_args
     _known("optim", options.optim, (name.value for name in training_args.OptimizerNames))
     _known("lr_scheduler_type", options.lr_scheduler_type, (name.value for name in transformers.SchedulerType))
+    _try_schedule(transformers, options.lr_scheduler_type)
     if "8bit" in _optimizer(request) and _on_gpu(request) and importlib.util.find_spec("bitsandbytes") is None:
         raise UsageError(
             f"optim: {_optimizer(request)} needs bitsandbytes, which is not installed",
@@ -137,11 +138,6 @@ def per_rank(count: int, ranks: Ranks) -> int:
     return count // ranks.world
 
 
-def _is_path(model: str) -> bool:
-    """Whether a model is meant as a folder: hub names have one slash at most, between owner and name."""
-    return model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model
-
-
 def _on_gpu(request: Request) -> bool:
     return device_of(request.settings.device, detect().local_rank).type == "cuda"
 
@@ -166,6 +162,26 @@ def _schedule(request: Request) -> tuple[str, dict[str, float]]:
     if settings.schedule == "constant":
         return "constant_with_warmup", {}
     return ("cosine_with_min_lr", {"min_lr": settings.min_lr}) if settings.min_lr else ("cosine", {})
+
+
+def _try_schedule(transformers: Any, name: str | None) -> None:
+    """Raise UsageError for a schedule that needs more than its name."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    try:
+        if name is not None:
+            transformers.get_scheduler(name, optimizer, num_warmup_steps=1, num_training_steps=10)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"lr_scheduler_type: {name} needs settings that visobert has not ({error})") from error
+
+
+def try_optimizer(arguments: Any, model: Any) -> None:
+    """Raise UsageError for an optimizer that is not installed, or needs more than its name."""
+    try:
+        require_transformers().Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+    except (ImportError, ValueError) as error:
+        name = getattr(arguments.optim, "value", arguments.optim)
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"optim: {name} cannot be had: {first[:200]}", "Choose another optim.") from error
 
 
 def _warmup_steps(settings: TrainSettings, ratio: float, steps_per_epoch: int, total: int) -> int:

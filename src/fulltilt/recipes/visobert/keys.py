@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from collections.abc import Mapping
@@ -53,8 +54,12 @@ def translate(given: Mapping[str, Any]) -> dict[str, Any]:
     """The recipe's keys for a config that may use Hugging Face's. Raises UsageError for one thing said twice."""
     values: dict[str, Any] = {}
     for key, value in given.items():
+        if key in ("fp16", "bf16") and type(value) is not bool:
+            raise UsageError(f"{key}: should be true or false, not {value!r}")
         if key in ("fp16", "bf16") or key in _DONE_ANYWAY:
             continue
+        if key not in _SAME_THING and (close := difflib.get_close_matches(key[:80], _SAME_THING, n=1, cutoff=0.9)):
+            raise UsageError(f"{key}: there is no such setting; did you mean {close[0]}?")
         name = _SAME_THING.get(key, key)
         if name in values:
             raise UsageError(f"{key} says again what another key says", f"Give only one of them; here it is {name}.")

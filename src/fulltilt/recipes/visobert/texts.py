@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fulltilt.errors import DataError, UsageError
+from fulltilt.recipes import tables
 
 if TYPE_CHECKING:
     from fulltilt.recipes.visobert import Options
 
 _TRAIN, _VALIDATION = ("train",), ("validation", "valid", "val", "dev", "test")
 _SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
-# A field of a CSV file may be this long; Python's own limit is 128 KiB.
-_LONGEST_FIELD = 2**24
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +112,9 @@ def _rows(path: Path | None, options: Options) -> Iterator[_Row]:
     try:
         for line, values in reader(path, wanted):
             text, label = values
+            for name, value in zip(wanted, values, strict=True):
+                if isinstance(value, list | dict):
+                    raise DataError(f"{path}, line {line}: {name} is {str(value)[:60]}, not one value")
             if text is None or not str(text).strip():
                 raise DataError(f"{path}, line {line}: there is no text", "Remove the line.")
             if label is None or str(label).strip() == "":
@@ -128,9 +130,7 @@ _Pairs = Iterator[tuple[int, tuple[Any, Any]]]
 
 
 def _csv(path: Path, wanted: tuple[str, str]) -> _Pairs:
-    csv.field_size_limit(_LONGEST_FIELD)
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",")
+    with tables.opened(path, wanted) as rows:
         try:
             _need(path, wanted, rows.fieldnames or ())
             for row in rows:
@@ -140,18 +140,31 @@ def _csv(path: Path, wanted: tuple[str, str]) -> _Pairs:
 
 
 def _json_lines(path: Path, wanted: tuple[str, str]) -> _Pairs:
+    for line, row in _objects(path):
+        if not isinstance(row, dict):
+            raise DataError(f"{path}, line {line} is not an object", 'Write {"text": …, "label": …}.')
+        _need(path, wanted, row)
+        yield line, (row[wanted[0]], row[wanted[1]])
+
+
+def _objects(path: Path) -> Iterator[tuple[int, Any]]:
+    """The object of each line; or the elements of one list, counted as if they were lines."""
     with path.open(encoding="utf-8-sig") as file:
-        for line, content in enumerate(file, 1):
-            if not content.strip():
-                continue
-            try:
-                row = json.loads(content)
-            except ValueError as error:
-                raise DataError(f"{path}, line {line} is not JSON: {error}", "Each line holds one object.") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{path}, line {line} is not an object", 'Write {"text": …, "label": …}.')
-            _need(path, wanted, row)
-            yield line, (row[wanted[0]], row[wanted[1]])
+        is_list = file.readline().lstrip().startswith("[")
+        file.seek(0)
+        line = 1
+        try:
+            if is_list:
+                yield from enumerate(json.load(file), 1)
+                return
+            for line, content in enumerate(file, 1):
+                if content.strip():
+                    yield line, json.loads(content)
+        except UnicodeDecodeError:
+            raise
+        except ValueError as error:
+            remedy = "It holds one object in each line, or a list of them."
+            raise DataError(f"{path}, line {line} is not JSON: {error}", remedy) from error
 
 
 def _parquet(path: Path, wanted: tuple[str, str]) -> _Pairs:

@@ -18,7 +18,7 @@ from fulltilt.feed.text import Batching, Tokens, tokenise
 from fulltilt.integrations.huggingface import FulltiltCallback
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.visobert import Options
-from fulltilt.recipes.visobert.arguments import per_rank, total_steps, training_arguments
+from fulltilt.recipes.visobert.arguments import per_rank, total_steps, training_arguments, try_optimizer
 from fulltilt.recipes.visobert.batches import WIDTH_MULTIPLE, BucketSampler, TokenisedTexts, resident
 from fulltilt.recipes.visobert.callbacks import Figures, StopAndSave
 from fulltilt.recipes.visobert.folder import STATE_FILE, best, starting_point, steps_of, take_folder
@@ -127,6 +127,9 @@ class Fitting:
         classes = len(texts.classes)
         weights = torch.tensor(texts.balanced_weights()) if options.class_weights == "balanced" else None
         loss = ClassLoss(weights, options.label_smoothing_factor)
+        model = load_model(options, self.tokenizer, texts.classes)
+        arguments = training_arguments(self.request, self.per_epoch, self.screen.say)
+        try_optimizer(arguments, model)
         self.recorder = self._recorder(device) if detect().rank == 0 else None
         figures = Figures(self.screen, loss, self.sampler, self.per_epoch, device)
         self.stopper = StopAndSave(self.stop, settings.save_every, self.per_epoch, self.recorder)
@@ -137,8 +140,8 @@ class Fitting:
             monitor=settings.monitor,
             waited=self.screen.loaded,
             before_saving=figures.settle,
-            model=load_model(options, self.tokenizer, texts.classes),
-            args=training_arguments(self.request, self.per_epoch, self.screen.say),
+            model=model,
+            args=arguments,
             train_dataset=datasets[0],
             eval_dataset=datasets[1],
             processing_class=self.tokenizer,
