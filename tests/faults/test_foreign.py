@@ -109,3 +109,5 @@ def test_what_is_no_checkpoint_at_all(content: bytes, tmp_path: Path) -> None:
 def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not exist"):
         foreign.load_weights(victim.Net(), tmp_path / "nothing.pth")
+    with pytest.raises(UsageError, match="is no checkpoint folder"):
+        foreign.load_weights(victim.Net(), tmp_path)

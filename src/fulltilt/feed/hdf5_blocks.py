@@ -145,7 +145,7 @@ def describe(
                 lengths = {key: file[key].shape[0] for key in keys}
         except BlockingIOError as error:
             raise DataError(f"{name} is locked: {error}", "Close it where it is being written.") from error
-        except OSError as error:
+        except (OSError, KeyError) as error:  # KeyError: a link into another file that is not there
             raise DataError(f"{name} cannot be read as HDF5: {error}", DAMAGED) from error
         if len(set(lengths.values())) > 1:
             raise DataError(f"{name}: its keys differ in length: {lengths}", "Each row needs a value under every key.")
@@ -158,7 +158,11 @@ def describe(
     used = tuple(end - start for start, end in zip(first, last, strict=True))
     source = Source(tuple(str(name) for name in names), used, columns, window, stride, tuple(first))
     if source.samples == 0:
-        raise DataError(f"{', '.join(source.files[:3])}: no sample in {source.total_rows} rows (window {window})")
+        length = "" if window is None else f" for windows of {window}"
+        raise DataError(
+            f"{', '.join(source.files[:3])}: no sample in {source.total_rows} rows{length}",
+            "More rows are needed, a shorter window, or another share of the files.",
+        )
     return source
 
 

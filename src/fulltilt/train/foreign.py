@@ -19,6 +19,7 @@ from fulltilt.train import checkpoint, shards, tensorfile
 # Where trainers put the weights inside their own checkpoint dicts.
 _WEIGHT_KEYS = ("model_state_dict", "state_dict", "model", "net", "network", "ema_state_dict", "module")
 _PREFIXES = ("module.", "_orig_mod.", "model.")
+_WHAT_TO_GIVE = "Give a checkpoint folder, or a file of weights."
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +89,11 @@ def load_weights(model: torch.nn.Module, path: Path, *, strict: bool = False) ->
 def read_weights(path: Path) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
     """The named tensors of a checkpoint folder or file, and the names of what else it holds. Raises UsageError."""
     if path.is_dir():
+        if not (path / checkpoint.MANIFEST_FILE).exists():
+            raise UsageError(f"{path} is no checkpoint folder: it has no {checkpoint.MANIFEST_FILE}", _WHAT_TO_GIVE)
         return checkpoint.load(path)[0], ("the rest of the state",)
     if not path.exists():
-        raise UsageError(f"{path} does not exist", "Give a checkpoint folder or file with --resume-from.")
+        raise UsageError(f"{path} does not exist", _WHAT_TO_GIVE)
     try:
         if path.suffix == ".safetensors":
             return tensorfile.read(path), ()

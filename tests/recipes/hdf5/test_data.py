@@ -90,6 +90,15 @@ def test_mistakes_are_told_with_file_key_and_row(tmp_path: Path) -> None:
     assert "set window" in text
     write(file, more=np.zeros((40, 9, 2)))
     assert "differ in their number of time steps" in told(DataError, features="features,more")
+    write(file, features=np.zeros((40, 8, 3), "c8"))
+    assert "holds complex numbers" in told(DataError)
+    write(file, features=h5py.ExternalLink("gone.h5", "/features"))
+    assert "cannot be read as HDF5" in told(DataError)
+    write(file)
+    other = write(tmp_path / "val.h5", shape=(8, 4))
+    assert f"{other}: 'features' has rows of [8, 4], but [8, 3] in {file}" in told(DataError)
+    other.unlink()
+    assert "no sample in 0 rows" in told(DataError, val_share=0.001)
     file.write_bytes(b"not HDF5")
     assert "cannot be read as HDF5" in told(DataError)
 

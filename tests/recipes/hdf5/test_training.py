@@ -118,6 +118,16 @@ def test_a_mistake_ends_before_training_in_three_lines(
     assert "has no key 'mfcc'" in shown[0]
 
 
+@pytest.mark.parametrize(("bad", "code"), [(1, 4), (60, 4)], ids=["one window", "most of them"])
+def test_features_that_are_not_finite_are_named(bad: int, code: int, tmp_path: Path, capsys: Any) -> None:
+    features = torch.randn(100, 8, 2)
+    features[7 : 7 + bad, 3, 1] = torch.nan
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["features"], file["labels"] = features.numpy(), (torch.arange(100) % 2).numpy()
+    assert train("--data", tmp_path, "--out", tmp_path / "out") == code
+    assert "a.h5: 'features' is not finite at row 7" in capsys.readouterr().err
+
+
 def test_several_keys_and_windows_of_a_long_recording_train(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "long.h5", "w") as file:
         file["a"] = torch.randn(300, 3).numpy()

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 _SUFFIXES = {".h5", ".hdf5", ".hdf", ".he5"}
 _HELD_OUT = re.compile(r"(val|valid|validation|test)([-_. \d].*)?", re.IGNORECASE)
-# Labels read at a time.
-_PIECE = 1_000_000
+# Labels and rows of features read at a time.
+_PIECE, _ROWS = 1_000_000, 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,9 @@ def look(folder: Path, options: Options) -> Found:
     """Find the files, check keys, shapes and every label. Raises UsageError and DataError that name file and row."""
     train, validation = split(hdf5_files(folder), folder, options.val_share)
     keys = keys_of(options)
-    features = 0
-    for part in (train, validation):
-        source = describe(part.files, keys, options.window, options.stride, part.rows)
-        features = _feature_count(source, keys[:-1], options)
+    sources = [describe(part.files, keys, options.window, options.stride, part.rows) for part in (train, validation)]
+    features, _ = (_feature_count(source, keys[:-1], options) for source in sources)
+    _refuse_other_windows(*sources)
     counts = [_count_labels(part, options.labels) for part in (train, validation)]
     negatives, positives = counts[0]
     if not negatives or not positives:
@@ -102,6 +101,8 @@ def _feature_count(source: Source, keys: list[str], options: Options) -> int:
         raise DataError(f"{file}: {label.key!r} has rows of shape {label.shape}, not one label a row")
     wanted = 1 if options.window else 2
     for column in source.columns[:-1]:
+        if column.dtype.is_complex:
+            raise DataError(f"{file}: {column.key!r} holds complex numbers", "Store their magnitude, or both parts.")
         if len(column.shape) != wanted:
             meant = "[rows, features]" if options.window else "[windows, time, features]"
             found = f"[rows{''.join(f', {size}' for size in column.shape)}]"
@@ -110,6 +111,33 @@ def _feature_count(source: Source, keys: list[str], options: Options) -> int:
     if len({column.shape[:-1] for column in source.columns[:-1]}) > 1:
         raise DataError(f"{file}: {', '.join(keys)} differ in their number of time steps")
     return sum(column.shape[-1] for column in source.columns[:-1])
+
+
+def _refuse_other_windows(train: Source, validation: Source) -> None:
+    for column, other in zip(train.columns[:-1], validation.columns[:-1], strict=True):
+        if column.shape != other.shape:
+            held, own = (f"[{', '.join(map(str, found.shape))}]" for found in (other, column))
+            raise DataError(
+                f"{validation.files[0]}: {column.key!r} has rows of {held}, but {own} in {train.files[0]}",
+                "Training and validation need windows of one shape.",
+            )
+
+
+def refuse_not_finite(found: Found, options: Options) -> None:
+    """Raise DataError for the first feature that is NaN or infinite. It reads everything: for when a loss was lost."""
+    import numpy
+
+    h5py = require_h5py()
+    for path in dict.fromkeys((*found.train.files, *found.validation.files)):
+        with h5py.File(path, "r") as file:
+            for key in keys_of(options)[:-1]:
+                for start in range(0, len(file[key]), _ROWS):
+                    rows = numpy.isfinite(file[key][start : start + _ROWS]).reshape(-1, file[key][:1].size)
+                    if not rows.all():
+                        row = start + int(numpy.flatnonzero(~rows.all(axis=1))[0])
+                        raise DataError(
+                            f"{path}: {key!r} is not finite at row {row}", "Put numbers there, or remove it."
+                        )
 
 
 def _count_labels(part: Part, key: str) -> tuple[int, int]:

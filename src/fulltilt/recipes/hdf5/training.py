@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from fulltilt import feed
+from fulltilt.errors import Diverged
 from fulltilt.feed.augment import Pipeline, SpecAugment
 from fulltilt.feed.hdf5 import Hdf5Loader
 from fulltilt.feed.staging import stage_dir
 from fulltilt.probes.host import cpu_capacity
 from fulltilt.recipes.hdf5 import Options
-from fulltilt.recipes.hdf5.data import Found, Part, hdf5_files, keys_of, look
+from fulltilt.recipes.hdf5.data import Found, Part, hdf5_files, keys_of, look, refuse_not_finite
 from fulltilt.recipes.hdf5.metrics import Calibration, summary
 from fulltilt.recipes.hdf5.model import WindowNet, binary_loss
 from fulltilt.recipes.recipe import Request
@@ -41,9 +42,13 @@ def run(request: Request) -> Mapping[str, float]:
         eval_data = cleanup.enter_context(reader(request, found.validation, training=False))
         screen.say(_described(found, data))
         job = build(request, found, data, eval_data)
-        outcome = train(
-            job, request.settings, request.out, resume_from=request.resume_from, fresh=request.fresh, screen=screen
-        )
+        try:
+            outcome = train(
+                job, request.settings, request.out, resume_from=request.resume_from, fresh=request.fresh, screen=screen
+            )
+        except Diverged:
+            refuse_not_finite(found, options)  # then it was the data, not the learning rate
+            raise
     metrics: dict[str, float] = outcome.metrics
     return metrics
 
@@ -68,6 +73,8 @@ def build(request: Request, found: Found, data: Hdf5Loader, eval_data: Hdf5Loade
         return value, {}, {"logits": logits - shift, "labels": truth}
 
     def eval_metrics(kept: dict[str, torch.Tensor]) -> dict[str, float]:
+        if not bool(torch.isfinite(kept["logits"]).all()):
+            refuse_not_finite(found, options)
         metrics, calibration = summary(kept["logits"], kept["labels"])
         if calibration is not None and detect().rank == 0:
             _write_calibration(request.out, calibration, shift)
