@@ -87,7 +87,7 @@ class Loop:
     def run(self) -> Outcome:
         """Train to the end."""
         rig, progress = self.rig, self.rig.progress
-        rig.screen.begin(rig)
+        rig.screen.begin(rig.job.name, rig.settings, rig.precision.name, rig.epochs, rig.gpu_names())
         while self.steps_left:
             self._epoch()
         with self.record.checkpoint():

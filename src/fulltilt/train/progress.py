@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TextIO
+from typing import Literal, TextIO
 
 import torch
 
@@ -21,11 +21,9 @@ from fulltilt.train.forecast import forecast
 from fulltilt.train.guard import StepFigures
 from fulltilt.train.logs import MetricLog
 from fulltilt.train.peaks import higher
+from fulltilt.train.settings import TrainSettings
 from fulltilt.train.terminal import Terminal
 from fulltilt.train.trackers import Trackers
-
-if TYPE_CHECKING:
-    from fulltilt.train.setup import Rig
 
 # The guides want fresh figures at least every tenth of an epoch. A log file gets little more than that, a terminal
 # what an eye can follow.
@@ -94,18 +92,14 @@ class Screen:
 
     # ----------------------------------------------------------------------- what the loop tells
 
-    def begin(self, rig: Rig) -> None:
-        """Say on what the run trains."""
-        names = []
-        if rig.device.type == "cuda":
-            names = [str(name) for name in rig.group.gather(torch.cuda.get_device_name(rig.device))]
-        settings = rig.settings
-        self._on_gpu, self._watched, self._log_every = bool(names), settings.monitor, settings.log_every
-        self.open(rig.epochs, settings.batch_size, names)
+    def begin(self, name: str, settings: TrainSettings, precision: str, epochs: int, gpu_names: Sequence[str]) -> None:
+        """Say what the run trains, and on what."""
+        self._watched, self._log_every = settings.monitor, settings.log_every
+        self.open(epochs, settings.batch_size, gpu_names)
         if self.speaks:
-            self._trackers.start(settings.trackers, self.out, rig.job.name, dataclasses.asdict(settings))
+            self._trackers.start(settings.trackers, self.out, name, dataclasses.asdict(settings))
         accumulated = f" × {settings.accumulation} accumulated" if settings.accumulation > 1 else ""
-        self.debug(f"precision {rig.precision.name}, batch {settings.batch_size}{accumulated}, seed {settings.seed}")
+        self.debug(f"precision {precision}, batch {settings.batch_size}{accumulated}, seed {settings.seed}")
 
     def open(self, epochs: int, batch_size: int, gpu_names: Sequence[str]) -> None:
         """The same for a loop that is not the engine's: how long, in which batches, on which GPUs."""

@@ -76,6 +76,12 @@ class Rig:
         """Epochs of all stages together."""
         return sum(stage.epochs for stage in self.stages)
 
+    def gpu_names(self) -> list[str]:
+        """The names of all ranks' GPUs, the first rank's first; none on the CPU."""
+        if self.device.type != "cuda":
+            return []
+        return [str(name) for name in self.group.gather(torch.cuda.get_device_name(self.device))]
+
     def parts(self) -> dict[str, Part]:
         """What a checkpoint holds besides the model."""
         parts: dict[str, Part] = {
