@@ -15,30 +15,9 @@ from fulltilt.tune.course import next_step, time_limit_s
 from fulltilt.tune.space import ALLOWABLE, Space, is_loader_only, parse_allow
 from fulltilt.tune.trials import best_of, knee_of, start_of
 from fulltilt.tune.verify import compare, winner
-from tests.tune.simulated import CLIP, COD, GIB, Job, study
+from tests.tune.simulated import COD, GIB, Job, study
 
 SIXTEEN = Space(usable_cpus=16)
-
-
-def found(job: Job, trials: list[Trial]) -> float:
-    """The true rate of what the study recommends, over the best there is."""
-    won = winner(trials)
-    settings = Settings() if won is None else won.candidate
-    return job.rate(settings) / max(min(job.loader_rate(workers), job.ceiling) for workers in range(33))
-
-
-@pytest.mark.parametrize("start", [0, 4, 16])
-def test_the_study_finds_the_peak_of_the_measured_job_in_few_trials(start: int) -> None:
-    for seed in range(2):
-        job = Job(COD, 900.0, Settings(num_workers=start, prefetch_factor=2, batch_size=64), noise=0.01, seed=seed)
-        trials = study(job, SIXTEEN)
-        assert found(job, trials) >= 0.97
-        assert len(trials) <= 14
-
-
-def test_a_sharp_peak_between_two_slow_numbers_is_found() -> None:
-    job = Job(CLIP, 3091.0, Settings(num_workers=16, prefetch_factor=2, batch_size=256), noise=0.01)
-    assert found(job, study(job, SIXTEEN)) >= 0.97
 
 
 def test_a_job_that_computes_all_the_time_is_left_alone() -> None:
@@ -157,10 +136,21 @@ def test_a_flattered_candidate_is_not_kept() -> None:
 
 
 def test_winner_and_start_are_measured_in_turns() -> None:
-    trials = study(Job(COD, 900.0), SIXTEEN)
+    trials = study(Job({0: 60.0, 4: 200.0, 8: 400.0, 12: 300.0, 32: 200.0}, 900.0), SIXTEEN)
     order = [trial.settings == Settings() for trial in trials if trial.purpose == "verify"]
     assert order == [True, False] * (len(order) // 2)
     assert len(order) >= 4
+
+
+def test_candidates_that_the_search_cannot_tell_apart_go_round_with_the_start() -> None:
+    noisy = {0: 60.0, 4: 200.0, 8: 400.0, 9: 396.0, 10: 300.0, 12: 300.0, 32: 200.0}
+    trials = study(Job(noisy, 900.0, noise=0.02), SIXTEEN)
+    order = [trial.settings for trial in trials if trial.purpose == "verify"]
+    assert order[0] == order[3] == Settings()
+    assert len({settings for settings in order if settings != Settings()}) == 2
+    won = winner(trials)
+    assert won is not None
+    assert won.ratio == max(found.ratio for one in order[1:3] if (found := compare(trials, one)) is not None)
 
 
 def test_a_throttled_start_is_measured_again_and_counts_for_nothing() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-SIGMAS = (0.0, 0.005, 0.01, 0.02, 0.035, 0.055, 0.085, 0.13, 0.2, 0.3, 0.45, 0.65, 0.9)
+SIGMAS = (0.0, 0.01, 0.025, 0.055, 0.1, 0.2, 0.35, 0.6, 0.9)
 # Where the curve peaks, w* = sqrt((1 − σ) / κ), says more than κ: 1 to 512 workers, or never.
 PEAKS = (*(2.0 ** (step / 3) for step in range(28)), math.inf)
 # No law fits a real loader better than this, however exactly it was measured.

@@ -6,8 +6,9 @@ The search picks the best of many noisy trials, which flatters it; so only trial
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, variance
 
 from fulltilt.records import Settings, Trial
@@ -72,37 +73,51 @@ def candidates(trials: Sequence[Trial]) -> list[Settings]:
     knee = knee_of(trials)
     largest = knee.settings.batch_size if knee is not None and knee.settings.batch_size else None
     useful = [t for t in faster if largest is None or (t.settings.batch_size or 0) <= largest]
-    ordered = sorted(useful, key=rate, reverse=True)
+    ordered = sorted((t for t in useful if not _only_queues_longer(t, useful)), key=rate, reverse=True)
     return [trial.settings for trial in ordered][:MOST_CANDIDATES]
 
 
+def _only_queues_longer(trial: Trial, others: Sequence[Trial]) -> bool:
+    """Whether a longer queue has gained nothing over the same settings without it."""
+    shorter = replace(trial.settings, prefetch_factor=None)
+    return any(t is not trial and t.settings == shorter and rate(trial) < WORTH * rate(t) for t in others)
+
+
+def _rivals(trials: Sequence[Trial]) -> list[Settings]:
+    """The candidates that the search could not tell from its best, that one first."""
+    found = candidates(trials)
+    seen = {trial.settings: trial for trial in trials if trial.purpose == "search" and is_valid(trial)}
+    return [one for one in found if (seen[one].samples_per_s_high or 0.0) >= (seen[found[0]].samples_per_s_low or 0.0)]
+
+
 def next_verification(trials: Sequence[Trial]) -> Attempt | None:
-    """The next trial that verifies: start and candidate in turns, until it is decided; None when it is."""
-    for candidate in candidates(trials):
-        comparison = compare(trials, candidate)
-        if comparison is not None and comparison.decided:
-            if comparison.wins:
-                return None
-            continue
-        verifying = [trial for trial in trials if trial.purpose == "verify"]
-        if any(trial.settings == candidate and trial.state not in ("ok", "throttled") for trial in verifying):
-            continue  # it worked once and then did not: not to be recommended
-        mine = [trial for trial in verifying if trial.settings == candidate and is_valid(trial)]
-        starts = [trial for trial in verifying if trial.settings == Settings() and is_valid(trial)]
-        if len(verifying) >= 2 * MOST_CANDIDATES * MOST_PAIRS:
+    """The next trial that verifies: start and candidate in turns, until it is decided; None when it is.
+
+    Candidates that the search could not tell apart go round together.
+    """
+    verifying = [trial for trial in trials if trial.purpose == "verify"]
+    if len(verifying) >= 2 * MOST_CANDIDATES * MOST_PAIRS:
+        return None
+    made = Counter(trial.settings for trial in verifying if is_valid(trial))
+    # What worked once and then did not is not to be recommended.
+    broken = {trial.settings for trial in verifying if trial.state not in ("ok", "throttled")}
+    rivals = _rivals(trials)
+    for group in (rivals, *([candidate] for candidate in candidates(trials) if candidate not in rivals)):
+        compared = {candidate: compare(trials, candidate) for candidate in group if candidate not in broken}
+        undecided = [candidate for candidate, found in compared.items() if found is None or not found.decided]
+        if undecided:
+            behind = [candidate for candidate in undecided if made[candidate] < made[Settings()]]
+            return Attempt(next(iter(behind), Settings()), "verify", "the winner and the start in turns")
+        if any(found is not None and found.wins for found in compared.values()):
             return None
-        settings = candidate if len(mine) < len(starts) else Settings()
-        return Attempt(settings, "verify", "the winner and the start in turns")
     return None
 
 
 def winner(trials: Sequence[Trial]) -> Comparison | None:
-    """The candidate that was verified to be faster than the start; None when none was."""
-    for candidate in candidates(trials):
-        comparison = compare(trials, candidate)
-        if comparison is not None and comparison.wins:
-            return comparison
-    return None
+    """The candidate that was verified to be faster than the start, the fastest of several; None when none was."""
+    compared = [compare(trials, candidate) for candidate in candidates(trials)]
+    won = [comparison for comparison in compared if comparison is not None and comparison.wins]
+    return max(won, key=lambda comparison: comparison.ratio, default=None)
 
 
 def _log_variance(trial: Trial) -> float:

@@ -1,20 +1,20 @@
 """Which settings to try next while a job trains: a pure function of what was seen so far.
 
-Workers come first, by the scaling law over all that was seen. Real loaders have sharper peaks than the law (CLIP on 16
-cores: 1050, 1489 and 712 samples/s with 8, 12 and 16 workers), so the gaps beside the best are halved next; then comes
-the depth of the queue. A try that does not pay is taken back by whoever called: the best so far is always in force.
+Workers come first: a leap to where they may be enough, then beside the best (`bracket.py`); the scaling law says what
+to expect of each. Then comes the depth of the queue. A try that does not pay is taken back by whoever called: the best
+so far is always in force.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fulltilt.tune.bracket import Bracket
 from fulltilt.tune.live.limits import DEFAULT, Limits
 from fulltilt.tune.live.room import Room, most_workers
 from fulltilt.tune.live.window import Knobs, Seen
-from fulltilt.tune.scaling import Estimate, Measured, ScalingLaw, fit_scaling
+from fulltilt.tune.scaling import Measured, ScalingLaw, fit_scaling
 
 # One worker does what the training thread did, give or take handing the batch over.
 SERIAL_SPREAD = 0.2
@@ -53,17 +53,16 @@ def decide(situation: Situation, limits: Limits = DEFAULT) -> Try | Settle:
     if len(situation.seen) - 1 + len(situation.failed) >= limits.most_moves:
         return Settle(f"{limits.most_moves} settings were tried")
     most, what = most_workers(situation.room, best.knobs.prefetch, limits)
-    untried = _untried(situation, most, limits)
-    law, ceiling = law_of(situation), ceiling_of(situation.seen)
-    rates = {workers: law.at(workers) for workers in untried}
-    workers = _by_the_law(rates, ceiling, best, limits) or _between(situation, rates, best, limits)
+    ceiling = ceiling_of(situation.seen)
+    workers = _next_workers(situation, most, ceiling, limits)
     if workers is not None:
+        expected = law_of(situation).at(workers)
         knobs = Knobs(workers, best.knobs.prefetch, best.knobs.pin or situation.room.can_pin, True)
-        return Try(knobs, (min(rates[workers].low, ceiling), min(rates[workers].high, ceiling)))
+        return Try(knobs, (min(expected.low, ceiling), min(expected.high, ceiling)))
     deeper = _deeper_queue(situation, best, limits)
     if deeper is not None:
         return Try(deeper, (best.batches_per_s, ceiling))
-    limit = "" if untried else f"; there is room for {most} workers ({what})"
+    limit = f"; there is room for {most} workers ({what})" if best.knobs.workers >= most else ""
     return Settle(f"no other setting promises more{limit}")
 
 
@@ -90,48 +89,31 @@ def law_of(situation: Situation) -> ScalingLaw:
         if one.knobs.workers:
             points.append(Measured(one.knobs.workers, one.batches_per_s, one.spread))
         else:
-            fetch_s = one.wait_share / one.batches_per_s
-            points.append(Measured(1, 1 / fetch_s, SERIAL_SPREAD))
+            points.append(Measured(1, _rate_of_one(one), SERIAL_SPREAD))
     room = situation.room
     return fit_scaling(points, expected_peak=max(0.75 * room.cpus / room.ranks / (room.cpu_share or 1.0), 1.0))
 
 
-def _untried(situation: Situation, most: int, limits: Limits) -> list[int]:
-    """Numbers of workers that there is room for and that are no leap into the dark."""
-    known = [one.knobs.workers for one in situation.seen if one.knobs.workers]
-    tried = {*known, *(knobs.workers for knobs in situation.failed)}
-    if situation.seen[0].knobs.workers:
-        low, high = min(known) / limits.leap, max(known) * limits.leap
-    else:
-        low, high = 1, most  # what one batch costs is known exactly, so a leap upward is no guess
-    return [workers for workers in range(1, most + 1) if low <= workers <= high and workers not in tried]
+def _next_workers(situation: Situation, most: int, ceiling: float, limits: Limits) -> int | None:
+    """The number of workers to try next: first a leap to where it may be enough, then beside the best so far."""
+    start = situation.seen[0]
+    one = _rate_of_one(start) if start.knobs.workers == 0 else None
+    rates = {seen.knobs.workers: seen.batches_per_s for seen in situation.seen if seen.knobs.workers}
+    rates.update({knobs.workers: 0.0 for knobs in situation.failed if knobs.workers not in rates})
+    if most < 1:
+        return None
+    if len(situation.seen) + len(situation.failed) == 1:
+        half = max(1, round(most / 2))
+        each = one or start.batches_per_s / start.knobs.workers
+        first = min(half, math.ceil(limits.worker_headroom * ceiling / each))
+        if first != start.knobs.workers:
+            return first
+    return Bracket(rates, most, one, ceiling).next_count()
 
 
-def _by_the_law(rates: Mapping[int, Estimate], ceiling: float, best: Seen, limits: Limits) -> int | None:
-    """The number of workers that should be fastest, and the fewest of those that would be fast enough."""
-    worth = best.batches_per_s * (1 + limits.worth_share)
-    promising = {
-        workers: min(rate.rate / limits.worker_headroom, ceiling)
-        for workers, rate in rates.items()
-        if min(rate.high, ceiling) >= worth
-    }
-    top = max(promising.values(), default=0.0)
-    return min((workers for workers, rate in promising.items() if rate >= 0.99 * top), default=None)
-
-
-def _between(situation: Situation, rates: Mapping[int, Estimate], best: Seen, limits: Limits) -> int | None:
-    """The middle of the gap between the best and what was tried next to it, as long as a gap is wide."""
-    here = max(best.knobs.workers, 0.5)  # the training thread alone lies below one worker
-    tried = {one.knobs.workers for one in situation.seen}
-    end = min(limits.leap * here, max(rates, default=here) + 1)
-    above = min((workers for workers in tried if workers > here), default=end)
-    below = max((workers for workers in tried if 0 < workers < here), default=here / limits.leap)
-    gaps = [(above / here, math.sqrt(above * here)), (here / below, math.sqrt(here * below))]
-    for width, middle in sorted(gaps, reverse=True):
-        rate = rates.get(round(middle))
-        if width > limits.gap and rate is not None and limits.surprise * rate.high > best.batches_per_s:
-            return round(middle)
-    return None
+def _rate_of_one(start: Seen) -> float:
+    """What one worker should give: the training thread's own fetching."""
+    return start.batches_per_s / max(start.wait_share, 1e-9)
 
 
 def _deeper_queue(situation: Situation, best: Seen, limits: Limits) -> Knobs | None:

@@ -12,13 +12,8 @@ class Limits:
     # -- when to act
     enough_wait_share: float = 0.03  # a healthy loader's next() costs 1 to 3 %: there the loader is no longer the limit
     turnover_share: float = 0.05  # a pass of a minute loses 1 to 2 s to respawned workers; less is not worth a change
-    worth_share: float = 0.05  # a setting that promises less than a twentieth is not worth a restart of the workers
     paid_share: float = 0.02  # two windows of the same setting differ by this much
-    most_moves: int = 10  # at about six seconds each: one minute of training
-
-    leap: float = 2.0  # from a pool that runs: twice or half as many workers are no leap into the dark
-    gap: float = 1.15  # numbers of workers closer than this are not told apart by their rates
-    surprise: float = 1.2  # a real peak may stand this far above the 90 % range of the law
+    most_moves: int = 8  # at six to nine seconds each: one minute of training
 
     # -- how long to look
     warm_up_batches: int = 2  # the first steps allocate, compile and choose kernels
