@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from fulltilt.timeline import attached
+
 if TYPE_CHECKING:
     from fulltilt.timeline.session import Session
 
@@ -74,6 +76,7 @@ def start(torch: ModuleType) -> None:
             settings=os.environ.get(SETTINGS),
             deep=int(os.environ.get(DEEP) or 0),
         )
+        attached.recorder = current.recorder
         current.install()
         _finish_with_process()
         for name in filter(None, os.environ.get(ALSO, "").split(",")):
@@ -109,7 +112,7 @@ def _start_afresh() -> None:
     current.recorder.active = False
     if not current.taps.starting_workers:
         current.patches.restore()
-        current = None
+        current = attached.recorder = None
         start(sys.modules["torch"])
 
 

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fulltilt.timeline.loader_tap import LoaderTap, TappedIterator
+from fulltilt.timeline.loader_tap import LoaderTap, LoaderTaps, TappedIterator
 from fulltilt.timeline.marks import Activity
 from fulltilt.timeline.stacks import users_line
 from fulltilt.timeline.tapped import described, tap_on
-
-if TYPE_CHECKING:
-    from fulltilt.timeline.session import Session
 
 
 class FeedTaps:
     """All of the feed's loaders in this process; ``look`` is what ``fulltilt.onlookers`` calls for each pass."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, taps: LoaderTaps) -> None:
+        self._all = taps
         self._taps: weakref.WeakKeyDictionary[Any, LoaderTap] = weakref.WeakKeyDictionary()
 
     def look(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches of one pass, each wait for one measured."""
-        recorder = self._session.recorder
+        recorder = self._all.recorder
         recorder.ensure_started()
         # Inside another meter's next() this loader is a part of what is measured there: the engine's steps are.
         if not recorder.active or (recorder.mine() and recorder.activity is Activity.NEXT):
@@ -32,9 +29,9 @@ class FeedTaps:
         tap = self._taps.get(loader)
         if tap is None:
             where, _ = users_line()
-            tap = self._taps[loader] = tap_on(self._session, _describe(loader), where)
+            tap = self._taps[loader] = tap_on(self._all, _describe(loader), where)
         tap.passes += 1
-        return TappedIterator(self._session.taps, tap, batches)
+        return TappedIterator(self._all, tap, batches)
 
 
 def _describe(loader: Any) -> dict[str, Any]:

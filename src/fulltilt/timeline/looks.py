@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from fulltilt.timeline.clock import CudaClock
 from fulltilt.timeline.loader_tap import TappedIterator
 from fulltilt.timeline.marks import Activity
-from fulltilt.timeline.rest import LONG_STEP_NS
+from fulltilt.timeline.notes import RankNotes
+from fulltilt.timeline.rest import LONG_STEP_NS, Rest
 from fulltilt.timeline.stacks import look, stack_of
-
-if TYPE_CHECKING:
-    from fulltilt.timeline.recorder import Recorder
+from fulltilt.timeline.way_in import WayIn
 
 LOOK_EVERY_S = 0.01
 # While the recorder rests, one look in so many names the line; the others would cost more than they tell.
@@ -23,10 +23,25 @@ ENOUGH_LOOKS = 20
 NS = 1e-9
 
 
+class Watched(Protocol):
+    """What a look needs of the recorder."""
+
+    notes: RankNotes
+    clock: CudaClock | None
+    rest: Rest
+    way_in: WayIn
+    thread_id: int | None
+    activity: Activity
+    left: Activity
+    last_switch_ns: int
+    training: bool
+    eval_mode: bool
+
+
 class Looks:
     """Takes looks, weighted by the time each stands for, and adds them up over a window of time."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Watched) -> None:
         self._recorder = recorder
         self._last_ns = time.perf_counter_ns()
         self._window: dict[str, float] = {}

@@ -28,7 +28,7 @@ class LoopMarks:
         session = self._session
         if session is None or isinstance(batches, torch.utils.data.DataLoader):
             return batches
-        return TappedIterable(session, batches)
+        return TappedIterable(session.taps, batches)
 
     @contextlib.contextmanager
     def validation(self) -> Iterator[None]:

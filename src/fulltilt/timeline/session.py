@@ -39,7 +39,7 @@ class Session:
             if self._settings.torch_threads:
                 self._torch.set_num_threads(self._settings.torch_threads)
         self.patches.install()
-        onlookers.look = FeedTaps(self).look
+        onlookers.look = FeedTaps(self.taps).look
         if self._deep is not None:
             self._deep.install()
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from fulltilt.timeline.loader_tap import LoaderTap, TappedIterator
+from fulltilt.timeline.loader_tap import LoaderTap, LoaderTaps, TappedIterator
 from fulltilt.timeline.stacks import users_line
-
-if TYPE_CHECKING:
-    from fulltilt.timeline.session import Session
 
 Item = TypeVar("Item")
 
@@ -17,11 +14,11 @@ Item = TypeVar("Item")
 class TappedIterable(Generic[Item]):
     """Any iterable of batches with the loader's meter on it."""
 
-    def __init__(self, session: Session, batches: Iterable[Item]) -> None:
-        self._taps = session.taps
+    def __init__(self, taps: LoaderTaps, batches: Iterable[Item]) -> None:
+        self._taps = taps
         self._batches = batches
         where, _ = users_line()
-        self._tap = tap_on(session, described(batches), where)
+        self._tap = tap_on(taps, described(batches), where)
 
     def __iter__(self) -> Iterator[Item]:
         self._tap.passes += 1
@@ -34,10 +31,10 @@ class TappedIterable(Generic[Item]):
         return getattr(self._batches, name)
 
 
-def tap_on(session: Session, what: dict[str, Any], where: str | None, made_by: str | None = None) -> LoaderTap:
+def tap_on(taps: LoaderTaps, what: dict[str, Any], where: str | None, made_by: str | None = None) -> LoaderTap:
     """A new tap for something that is no DataLoader: what ``what`` says of it stays as it is."""
-    tap = LoaderTap(len(session.taps.all), where, (), lambda: None, what, made_by=made_by)
-    session.taps.all.append(tap)
+    tap = LoaderTap(len(taps.all), where, (), lambda: None, what, made_by=made_by)
+    taps.all.append(tap)
     return tap
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from fulltilt import store
 from fulltilt.records import HotLine
-from fulltilt.timeline import attach
+from fulltilt.timeline import attached
 from fulltilt.timeline.lines import LineTimes
 from fulltilt.timeline.stacks import look, stack_of
 
@@ -178,8 +178,8 @@ def run_worker(address: str, loader_id: int, *args: Any) -> None:
     from torch.utils.data._utils import worker
 
     original = plain_loop or worker._worker_loop
-    if attach.current is not None:
-        attach.current.recorder.active = False  # a spawned worker attached itself like any Python process
+    if attached.recorder is not None:
+        attached.recorder.active = False  # a spawned worker attached itself like any Python process
     try:
         meter = FetchMeter(address, loader_id)
         stop = threading.Event()

@@ -108,7 +108,7 @@ class TrainingRecord(LoopMarks):
         if session is None or _has_a_loader(source):
             return drawn  # torch's own loader is measured at its own next()
         if self._tap is None:
-            self._tap = tap_on(session, _describe(self._rig), None, made_by=ENGINE)
+            self._tap = tap_on(session.taps, _describe(self._rig), None, made_by=ENGINE)
         self._tap.passes += 1
         return _MeasuredSteps(session.taps, self._tap, drawn)
 

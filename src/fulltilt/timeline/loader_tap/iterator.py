@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fulltilt.timeline.batches import count_samples
+from fulltilt.timeline.loader_tap.drawing import Drawing
 from fulltilt.timeline.loader_tap.tap import LoaderTap
 from fulltilt.timeline.marks import Activity, BatchArrived, PassEnded, Point, WaitBegan
 from fulltilt.timeline.rest import LONG_WAIT_NS
-
-if TYPE_CHECKING:
-    from fulltilt.timeline.loader_tap.taps import LoaderTaps
 
 # Reading a thread's CPU clock is a system call: done for the first batches and then for every so many.
 TIME_CPU_FIRST = 64
@@ -22,7 +20,7 @@ WAITS = {False: WaitBegan(False), True: WaitBegan(True)}
 class TappedIterator:
     """A loader's iterator with a meter. Everything it does not know itself it asks its source."""
 
-    def __init__(self, taps: LoaderTaps, tap: LoaderTap, source: Any) -> None:
+    def __init__(self, taps: Drawing, tap: LoaderTap, source: Any) -> None:
         self._taps = taps
         self._tap = tap
         self._first = True

@@ -10,47 +10,29 @@ from functools import partial
 from typing import Any
 
 from fulltilt.timeline import worker_tap
+from fulltilt.timeline.loader_tap.drawing import Drawing
 from fulltilt.timeline.loader_tap.iterator import TappedIterator
 from fulltilt.timeline.loader_tap.sites import call_sites
 from fulltilt.timeline.loader_tap.tap import LoaderTap, describe, is_iterable
 from fulltilt.timeline.marks import Activity, PassBegan
 
 
-class LoaderTaps:
+class LoaderTaps(Drawing):
     """All DataLoaders of the process."""
 
     def __init__(self, recorder: Any, torch: Any) -> None:
-        self.recorder = recorder
+        super().__init__(recorder, torch.is_grad_enabled)
         self.mailbox = worker_tap.Mailbox()
-        self.was_evaluating = False
         self.starting_workers = False
-        # Whether a thread of the user's own draws batches for the training thread.
-        self.drawn_elsewhere = False
-        self.waiting_for: LoaderTap | None = None
-        self.feeding: LoaderTap | None = None
         self.override: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
         # Called for each pass with the loader, its tap and what would begin the pass; returns the source of batches.
         self.live: Callable[[Any, LoaderTap, Callable[[], Any]], Any] | None = None
-        self.gradients: Callable[[], bool] = torch.is_grad_enabled
         self._torch = torch
         self._taps: weakref.WeakKeyDictionary[Any, LoaderTap] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self.all: list[LoaderTap] = []
         # A loader made anew in each epoch is one loader to its user: same lines of the script, same length.
         self._made_before: dict[tuple[Any, ...], LoaderTap] = {}
-
-    def evaluating(self, tap: LoaderTap) -> bool:
-        """Whether what is drawn now is for evaluation: gradients are off, or the trained model is in eval mode.
-
-        Hugging Face's Trainer draws the next batches before it switches the model back: a loader that has trained
-        goes on training.
-        """
-        return not self.gradients() or (self.recorder.eval_mode and not tap.trains)
-
-    def trained(self) -> None:
-        """backward() is called: the loader drawn last is one that trains."""
-        if self.feeding is not None:
-            self.feeding.trains = True
 
     def of(self, loader: Any) -> LoaderTap:
         """The tap of a loader, made when it is first seen."""
