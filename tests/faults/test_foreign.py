@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from pathlib import Path
@@ -106,8 +107,56 @@ def test_what_is_no_checkpoint_at_all(content: bytes, tmp_path: Path) -> None:
         foreign.load_weights(victim.Net(), path)
 
 
-def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="does not exist"):
-        foreign.load_weights(victim.Net(), tmp_path / "nothing.pth")
-    with pytest.raises(UsageError, match="is no checkpoint folder"):
-        foreign.load_weights(victim.Net(), tmp_path)
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("nothing.pth", "does not exist"),
+        (".", "is no checkpoint folder"),
+        ("https://x.org/a.pth", "not on this machine"),
+    ],
+)
+def test_a_path_without_weights(path: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=words):
+        foreign.load_weights(victim.Net(), Path(path))
+
+
+def in_a_folder(folder: Path, weights: dict[str, torch.Tensor], parts: int) -> Path:
+    """As Hugging Face saves a model."""
+    folder.mkdir()
+    names = list(weights)
+    files = {f"model-{part}.safetensors": names[part::parts] for part in range(parts)}
+    for file, inside in files.items():
+        save_file({name: weights[name] for name in inside}, folder / (file if parts > 1 else "model.safetensors"))
+    if parts > 1:
+        index = {"weight_map": {name: file for file, inside in files.items() for name in inside}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.mark.parametrize("shape", ["lightning", "params_ema", "half", "folder", "folder of parts", "run folder"])
+def test_weights_in_the_shapes_people_have_them(shape: str, tmp_path: Path) -> None:
+    """Seen to fail: prefixes were only stripped where all names had them; folders were taken for damaged ones."""
+    net, path = victim.Net(), tmp_path / "other.ckpt"
+    weights = net.state_dict()
+    if shape == "lightning":  # beside the model there are its losses and metrics
+        torch.save({"state_dict": {**{f"model.net.{n}": t for n, t in weights.items()}, "c.w": torch.ones(1)}}, path)
+    elif shape == "params_ema":
+        torch.save({"params_ema": weights}, path)
+    elif shape == "half":
+        torch.save({name: tensor.half() for name, tensor in weights.items()}, path)
+    elif shape == "run folder":
+        victim.run_here(tmp_path / "out", changes={"model": net}, epochs=1)
+        path = tmp_path / "out"
+    else:
+        path = in_a_folder(tmp_path / "model", weights, 1 if shape == "folder" else 3)
+    other = victim.Net()
+    taken = foreign.load_weights(other, path)
+    assert not taken.missing
+    torch.testing.assert_close(other.first.weight, net.first.weight, rtol=1e-3, atol=1e-3)
+
+
+def test_what_a_refused_file_holds_is_named(tmp_path: Path) -> None:
+    torch.save(victim.Net(), tmp_path / "whole.pth")
+    with pytest.raises(UsageError, match=r"could run code \(tests\.faults\.victim\.Net\)"):
+        foreign.load_weights(victim.Net(), tmp_path / "whole.pth")

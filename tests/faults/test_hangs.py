@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fulltilt.train.outcome import StepEnd
+from fulltilt.train.watchdog import Stillness
 from fulltilt.train.workers import Surroundings, explain
 from tests.faults import victim
 from tests.faults.ranks import exit_codes
@@ -101,6 +102,15 @@ def test_row_21_a_worker_hangs(tmp_path: Path) -> None:
     stacks = (tmp_path / "stacks.rank-0.log").read_text()
     assert "in _epoch" in stacks, "the loop's own stack"
     assert "test_hangs.py" in stacks, "the worker's stack names the line that hangs"
+
+
+def test_a_process_that_was_stopped_has_not_hung() -> None:
+    """Seen to fail: after half an hour of Ctrl-Z the watchdog ended the run on its first look."""
+    watched = Stillness(pause_s=1.0, now_s=0.0)
+    assert watched.seen_s(beats=0, now_s=1.0) == 1.0
+    assert watched.seen_s(beats=0, now_s=4000.0) == 3.0
+    assert watched.seen_s(beats=1, now_s=4001.0) == 0.0
+    assert watched.seen_s(beats=1, now_s=4002.0) == 1.0
 
 
 def skip_a_collective(end: StepEnd) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from fulltilt.train import checkpoint, find
 from fulltilt.train.outcome import StepEnd
-from tests.faults import victim
+from tests.faults import ranks, victim
 from tests.faults.ranks import exit_codes
 from tests.faults.victim import Order
 
@@ -127,3 +127,57 @@ def test_torchrun_starts_anew_after_a_rank_was_killed(tmp_path: Path) -> None:
     done = subprocess.run([*torchrun, *job], cwd=project, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     assert victim.chain(tmp_path / "out") == victim.chain(tmp_path / "whole")
+
+
+class Uneven:
+    """Ready batches of which the first rank has more, and larger ones."""
+
+    def __init__(self, rank: int) -> None:
+        rows = victim.NoisySamples().inputs
+        sizes = [5, 3, 4, 2] if rank == 0 else [2, 1]
+        ends = [sum(sizes[: n + 1]) + 20 * rank for n in range(len(sizes))]
+        self.batches = [(rows[e - n : e], rows[e - n : e].sum(1) > 0) for e, n in zip(ends, sizes, strict=True)]
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return 4
+
+
+def uneven(order: Order) -> dict[str, Any]:
+    parts = [Uneven(rank) for rank in ((0, 1) if order.world == 1 else (order.rank,))]
+    if order.world == 1:  # the same steps in one process
+        merged = [
+            [torch.cat(pair) for pair in zip(*both, strict=True)]
+            for both in zip(*(p.batches for p in parts), strict=False)
+        ]
+        parts[0].batches = [*map(tuple, merged), *parts[0].batches[2:]]
+    return {"loss": Plain(), "data": parts[0], "eval_data": parts[0]}
+
+
+def test_ranks_with_batches_of_their_own_need_not_have_as_many(tmp_path: Path) -> None:
+    """Seen to fail: the rank that had fewer went on to the end of its epoch, and both waited for ever."""
+    settings = {"epochs": 2, "save_every": 50, "optimizer": "sgd"}
+    assert victim.exit_code(Order(tmp_path / "one", settings, prepare=uneven)) == 0, victim.told(tmp_path / "one")
+    assert exit_codes(tmp_path / "two", 2, 30, settings=settings, prepare=uneven) == [0, 0], victim.told(
+        tmp_path / "two"
+    )
+    alone = weights(tmp_path / "one")
+    for name, tensor in weights(tmp_path / "two").items():
+        torch.testing.assert_close(tensor, alone[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def hide_the_folder(order: Order) -> None:
+    """As on another machine, where nothing is in --out."""
+    if order.rank == 1:
+        present = Path.is_dir
+        Path.is_dir = lambda self: "checkpoints" not in self.parts and present(self)  # type: ignore[method-assign]
+
+
+def test_a_rank_that_does_not_see_the_checkpoints_says_so(tmp_path: Path) -> None:
+    """Seen to fail: the rank began at step 0 while the other resumed, and both trained on together."""
+    assert victim.exit_code(Order(tmp_path, {"epochs": 1}, prepare=plain)) == 0
+    codes = ranks.run_as_torchrun(ranks.start(tmp_path, 2, prepare=hide_the_folder))
+    assert 7 in codes
+    assert "storage that all machines share" in victim.told(tmp_path, 1)

@@ -32,7 +32,7 @@ def choose_signal(order: Order) -> None:
     SENT = order.note
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_row_10_a_signal_saves_at_the_next_step_and_exits_3(number: signal.Signals, tmp_path: Path) -> None:
     """Seen to fail: without the handlers of `StopRequest.listening` the process dies of the signal."""
     order = Order(tmp_path, {"save_every": 200}, prepare=choose_signal, on_step=signal_at_step_5, note=number)
@@ -45,6 +45,30 @@ def test_row_10_a_signal_saves_at_the_next_step_and_exits_3(number: signal.Signa
     assert victim.exit_code(Order(tmp_path, {"save_every": 200})) == 0
     whole = victim.run_here(tmp_path / "whole", save_every=200)
     assert victim.chain(tmp_path) == whole
+
+
+def test_nohup_is_heeded() -> None:
+    """Seen to fail: the handler took the place of the SIG_IGN that nohup had set, and closing the terminal stopped."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stop = StopRequest()
+        with stop.listening():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert stop.reason is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_rank_stops_when_its_launcher_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: ranks of a killed torchrun trained on, held their GPUs, and kept the folder."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a job")
+    stop = StopRequest()
+    stop.step_done(0.0)
+    assert stop.reason is None
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    stop.step_done(0.0)
+    assert stop.reason == "the launcher is gone"
 
 
 def interrupt_twice(end: StepEnd) -> None:
@@ -135,6 +159,15 @@ def test_the_time_for_a_save_is_kept_in_reserve() -> None:
         if stop.reason:
             break
     assert now == 68  # 100 s less 1.5 saves of 20 s less two steps of 1 s
+
+
+def test_the_time_limit_holds_between_steps_too() -> None:
+    now = 0.0
+    stop = StopRequest(100.0, clock=lambda: now)
+    now = 60.0
+    assert not stop.wanted(longest_save_s=20.0)
+    now = 70.0
+    assert stop.wanted(longest_save_s=20.0)
 
 
 def test_evaluation_and_saves_are_not_taken_for_steps() -> None:

@@ -220,6 +220,19 @@ def verify(folder: Path) -> Checkpoint:
     return _described(folder, manifest)
 
 
+def is_ours(path: Path) -> bool:
+    """Whether ``path`` is a folder of one of our checkpoints, intact or not."""
+    return (path / MANIFEST_FILE).exists()
+
+
+def values(folder: Path) -> dict[str, Any]:
+    """The plain values of the state of a checkpoint that was verified. Raises DamagedCheckpoint."""
+    try:
+        return dict(json.loads((folder / VALUES_FILE).read_bytes()))
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpoint(f"{folder / VALUES_FILE}: cannot be read ({error})") from error
+
+
 def load(folder: Path) -> tuple[dict[str, torch.Tensor], Any]:
     """The model's tensors and the tree of the rest, after verifying every byte. Raises DamagedCheckpoint."""
     verify(folder)

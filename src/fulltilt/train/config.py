@@ -77,6 +77,17 @@ def parse(given: Mapping[str, Any], record: type[Record], source: str = "setting
     raise UsageError("\n".join([f"{count} in {source}:", *problems]))
 
 
+def checked(made: Record) -> Record:
+    """A record that was made in code, held to the rules of one from a file. Raises UsageError listing every problem."""
+    given = {field.name: _plain(getattr(made, field.name)) for field in dataclasses.fields(made)}  # type: ignore[arg-type]
+    return parse(given, type(made))
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy's or torch's as Python's own."""
+    return value.item() if hasattr(value, "dtype") and getattr(value, "ndim", 1) == 0 else value
+
+
 @functools.cache
 def _hints(record: type[Any]) -> dict[str, Any]:
     return get_type_hints(record)

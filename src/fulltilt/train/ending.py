@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -36,12 +37,12 @@ def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = 
         code = error.exit_code
         silent = _told_by_another(error, ranks)
         if not isinstance(error, StoppedEarly):
-            _log_traceback(out)
+            _log_traceback([out])
     except KeyboardInterrupt:
         lines, code = ["interrupted a second time; the last step was not saved"], INTERRUPTED
     except Exception as error:  # the user's own code, or a bug of ours: the log has the details
         first = (str(error).strip().splitlines() or [""])[0]
-        log = _log_traceback(out)
+        log = _log_traceback([out, Path(tempfile.gettempdir()) / "fulltilt"])
         lines, code = [f"{type(error).__name__}: {first} (in {_place(error)}; all of it is in {log})"], 1
         if ranks.world > 1 and lost_contact(error):
             lines, code = ["lost contact with another rank", f"Look for what that one said. Ours is in {log}."], LOST
@@ -50,7 +51,7 @@ def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = 
         return 0
     if silent:
         return code  # together with the others
-    told = [line.replace("\n", "; ") for line in lines if line]
+    told = [line.replace(":\n", ": ").replace("\n", "; ") for line in lines if line]
     if ranks.rank:
         told[0] = f"rank {ranks.rank}: {told[0]}"
     resumable = _newest(out)
@@ -80,15 +81,18 @@ def _newest(out: Path) -> Path | None:
     return None
 
 
-def _log_traceback(out: Path) -> Path:
-    path = out / "error.log"
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            traceback.print_exc(file=file)
-    except OSError:
-        traceback.print_exc()  # nowhere else to put it
-    return path
+def _log_traceback(folders: list[Path]) -> Path | None:
+    """Put it into the first of the folders that takes it."""
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / "error.log"
+            with path.open("a", encoding="utf-8") as file:
+                traceback.print_exc(file=file)
+        except OSError:
+            continue
+        return path
+    return None
 
 
 def _place(error: BaseException) -> str:

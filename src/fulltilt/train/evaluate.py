@@ -10,13 +10,19 @@ import torch
 
 from fulltilt.train import batches
 from fulltilt.train.distributed import Group
-from fulltilt.train.setup import Rig
+from fulltilt.train.loss_value import plain_metrics, value_and_means
+from fulltilt.train.rig import Rig
 from fulltilt.train.step import RankDoesNotFit, is_out_of_memory
 from fulltilt.train.totals import Totals
 
 
-def evaluate(rig: Rig, beat: Callable[[str], None]) -> dict[str, float]:
-    """The metrics by name; ``loss`` is among them. A batch that does not fit is halved and done again."""
+def evaluate(
+    rig: Rig, beat: Callable[[str], None], stopping: Callable[[], bool] = lambda: False
+) -> dict[str, float] | None:
+    """The metrics by name; ``loss`` is among them. A batch that does not fit is halved and done again.
+
+    None when a rank was ``stopping``: it is asked before every batch.
+    """
     assert rig.eval_source is not None
     totals = Totals(rig.device)
     kept: list[Mapping[str, torch.Tensor]] = []
@@ -27,13 +33,16 @@ def evaluate(rig: Rig, beat: Callable[[str], None]) -> dict[str, float]:
         with torch.no_grad() if rig.stepper.placement.lockstep else torch.inference_mode():
             for number, step in enumerate(rig.eval_source.steps(0, 0)):
                 beat(f"evaluating batch {number}")
+                if any(rig.group.agree([stopping()])):
+                    return None
                 for batch in step.batches or ([None] if rig.stepper.placement.lockstep else []):
                     kept += _add(rig, batch, totals)
     finally:
         rig.model.train(was_training)
     means = totals.means(rig.group)
     if rig.job.eval_metrics is not None:
-        means.update(rig.job.eval_metrics(_joined(kept, rig.group)))
+        beat("computing the metrics of the whole set")
+        means.update(plain_metrics(rig.job.eval_metrics(_joined(kept, rig.group))))
     return means
 
 
@@ -58,7 +67,7 @@ def _add(rig: Rig, batch: Any, totals: Totals) -> list[Mapping[str, torch.Tensor
                 on_device = batches.to_device(piece, rig.device, rig.stepper.memory_format)
                 with rig.precision.context():
                     outcome = placement.evaluate(loss, on_device)
-                value, metrics, *rows = outcome if isinstance(outcome, tuple) else (outcome, {})
+                value, metrics, rows = value_and_means(outcome, rig.device)
                 if running:
                     found.append(({"loss": value, **metrics}, running))
                     kept += rows

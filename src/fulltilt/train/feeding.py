@@ -41,6 +41,11 @@ def source(
         through_feed = loading.residency != "none" or getattr(data, "finishes_on_device", False)
         fed = _fed(data, plan, loading, on_device) if through_feed and collate is None else None
         return fed or MapSource(data, plan, loading, collate, on_device)
+    if streams:
+        raise UsageError(
+            "an IterableDataset does not say whether it gives samples or batches",
+            "Give DataLoader(data, batch_size=…) for samples, or DataLoader(data, batch_size=None) for ready batches.",
+        )
     if hasattr(data, "__iter__"):
         if on_device is not None:
             raise UsageError(

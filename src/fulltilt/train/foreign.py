@@ -5,7 +5,10 @@ Nothing is unpickled without ``weights_only``, and a file that needs more is ref
 
 from __future__ import annotations
 
+import json
 import pickle
+import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +17,18 @@ from typing import Any
 import torch
 
 from fulltilt.errors import UsageError
-from fulltilt.train import checkpoint, shards, tensorfile
+from fulltilt.train import checkpoint, find, shards, tensorfile
 
 # Where trainers put the weights inside their own checkpoint dicts.
-_WEIGHT_KEYS = ("model_state_dict", "state_dict", "model", "net", "network", "ema_state_dict", "module")
-_PREFIXES = ("module.", "_orig_mod.", "model.")
+_WEIGHT_KEYS = (
+    *("model_state_dict", "state_dict", "model_state", "model", "net", "network", "weights", "params", "module"),
+    *("ema_state_dict", "model_ema", "params_ema", "ema"),
+)
+# Where Hugging Face puts them in a folder; the index names the files of weights in several parts.
+_WHOLE = ("model.safetensors", "pytorch_model.bin")
+_FOLDER_FILES = (*_WHOLE, *(f"{name}.index.json" for name in _WHOLE))
 _WHAT_TO_GIVE = "Give a checkpoint folder, or a file of weights."
+_REMOTE = re.compile(r"(?:https?|s3|gs|hf|ftp):/+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,30 +95,72 @@ def load_weights(model: torch.nn.Module, path: Path, *, strict: bool = False) ->
     return plan
 
 
-def read_weights(path: Path) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
-    """The named tensors of a checkpoint folder or file, and the names of what else it holds. Raises UsageError."""
-    if path.is_dir():
-        if not (path / checkpoint.MANIFEST_FILE).exists():
-            raise UsageError(f"{path} is no checkpoint folder: it has no {checkpoint.MANIFEST_FILE}", _WHAT_TO_GIVE)
-        return checkpoint.load(path)[0], ("the rest of the state",)
+def place_of(path: Path) -> Path:
+    """What a path to resume from stands for: the folder of a run for its newest checkpoint, any other for itself.
+
+    Raises UsageError when nothing is there, MachineError when no checkpoint of a run is intact.
+    """
+    if _REMOTE.match(str(path)):
+        raise UsageError(f"{path} is not on this machine", "Download it first.")
     if not path.exists():
         raise UsageError(f"{path} does not exist", _WHAT_TO_GIVE)
+    for root in (path / "checkpoints", path):
+        if root.is_dir() and checkpoint.folders(root) and (found := find.newest_complete(root).checkpoint):
+            return found.folder
+    return path
+
+
+def read_weights(path: Path) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
+    """The named tensors of a checkpoint folder or file, and the names of what else it holds. Raises UsageError."""
+    path = place_of(path)
+    if checkpoint.is_ours(path):
+        return checkpoint.load(path)[0], ("the rest of the state",)
+    if path.is_dir():
+        path = _weights_of_folder(path)
+    if path.name.endswith(".index.json"):
+        return _in_parts(path), ()
+    return _weights_in(_content(path), path)
+
+
+def _weights_of_folder(folder: Path) -> Path:
+    for name in _FOLDER_FILES:
+        if (folder / name).is_file():
+            return folder / name
+    raise UsageError(f"{folder} is no checkpoint folder and has no {' or '.join(_WHOLE)}", _WHAT_TO_GIVE)
+
+
+def _in_parts(index: Path) -> dict[str, torch.Tensor]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [index.parent / Path(name).name for name in names]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{index} cannot be read: {_reason(error)}") from error
+    return {name: tensor for file in files for name, tensor in _weights_in(_content(file), file)[0].items()}
+
+
+def _content(path: Path) -> Any:
     try:
         if path.suffix == ".safetensors":
-            return tensorfile.read(path), ()
-        content = torch.load(path, map_location="cpu", weights_only=True)
+            return tensorfile.read(path)
+        with path.open("rb") as file:
+            head = file.read(2)
+        if head != b"PK" and not head.startswith(b"\x80"):  # neither torch's zip nor a pickle
+            raise UsageError(f"{path} is {'no checkpoint' if head else 'empty'}: torch.save has not written it")
+        return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise UsageError(
             f"{path} is refused: it holds more than weights, and loading it could run code ({_reason(error)})",
             "Export its weights with safetensors, or torch.save(model.state_dict()).",
         ) from error
-    except (OSError, ValueError, EOFError, RuntimeError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, EOFError, RuntimeError, KeyError, AttributeError, TypeError, IndexError) as error:
         raise UsageError(f"{path} cannot be read: {_reason(error)}") from error
-    return _weights_in(content, path)
 
 
 def _reason(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:120]
+    """The part of an error of torch's or safetensors' that says what is wrong, without its advice."""
+    refused = re.search(r"GLOBAL (\S+)", str(error))
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    return refused[1] if refused else first.partition(". ")[0][:120]
 
 
 def _weights_in(content: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
@@ -128,8 +179,14 @@ def _weights_in(content: Any, path: Path) -> tuple[dict[str, torch.Tensor], tupl
 
 
 def _without_prefix(given: dict[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Strip what DataParallel, torch.compile and the like put before every name, when that makes more names fit."""
-    versions = [given]
-    while prefix := next((p for p in _PREFIXES if all(name.startswith(p) for name in versions[-1])), None):
-        versions.append({name.removeprefix(prefix): tensor for name, tensor in versions[-1].items()})
-    return max(versions, key=lambda version: len(version.keys() & own.keys()))
+    """Strip what DataParallel, torch.compile, Lightning and the like put before names: what makes most of them fit.
+
+    Not every name need have it: Lightning saves the model beside its losses and metrics.
+    """
+    fitting: Counter[str] = Counter()
+    for name in given:
+        parts = name.split(".")
+        cuts = (cut for cut in range(len(parts)) if ".".join(parts[cut:]) in own)
+        fitting.update("".join(f"{part}." for part in parts[:cut]) for cut in cuts)
+    prefix = max(fitting, key=lambda one: (fitting[one], -len(one)), default="")
+    return {name.removeprefix(prefix): tensor for name, tensor in given.items()}

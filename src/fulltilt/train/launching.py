@@ -22,6 +22,7 @@ import psutil
 from fulltilt.errors import UsageError
 from fulltilt.probes.host import cpu_capacity
 from fulltilt.train.distributed import detect
+from fulltilt.train.stop import ignored_by_nohup
 
 # What others may send to the command and mean for the training.
 _FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -133,7 +134,8 @@ class _Forwarding:
     def __enter__(self) -> _Forwarding:
         if threading.current_thread() is threading.main_thread():
             numbers = [getattr(signal, name) for name in _FORWARDED if hasattr(signal, name)]
-            self._before = {number: signal.signal(number, self._on_signal) for number in numbers}
+            wanted = [number for number in numbers if not ignored_by_nohup(number)]
+            self._before = {number: signal.signal(number, self._on_signal) for number in wanted}
         return self
 
     def __exit__(self, *_: object) -> None:

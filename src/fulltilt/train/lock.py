@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from fulltilt.errors import UsageError
+from fulltilt.train import durable
 
 
 class FolderLock:
@@ -20,7 +21,10 @@ class FolderLock:
             import fcntl
         except ImportError:  # Windows
             return
-        self._fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise durable.cannot_write(folder / ".lock", error) from error
         try:
             fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:

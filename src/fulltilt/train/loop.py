@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from fulltilt.errors import Diverged, MachineError, StoppedEarly
-from fulltilt.train import find, state
+from fulltilt.errors import Diverged, FulltiltError, MachineError, StoppedEarly, UsageError
+from fulltilt.train import config, find, state
 from fulltilt.train.evaluate import evaluate
 from fulltilt.train.guard import StepFigures
 from fulltilt.train.job import Job
@@ -22,21 +22,23 @@ from fulltilt.train.progress import Screen
 from fulltilt.train.readout import Readout
 from fulltilt.train.record import TrainingRecord
 from fulltilt.train.resume import resume
+from fulltilt.train.rig import Rig
+from fulltilt.train.saving import Saving
 from fulltilt.train.schedule import stage_at, stage_rate
 from fulltilt.train.settings import TrainSettings
-from fulltilt.train.setup import Rig, enter_stage, rig_up
+from fulltilt.train.setup import rig_up
 from fulltilt.train.sources import StepData
+from fulltilt.train.staging import enter_stage
 from fulltilt.train.stop import StopRequest
 from fulltilt.train.watchdog import Watchdog
-from fulltilt.train.writer import HostMemory
 
 
 def train(
     job: Job,
     settings: TrainSettings,
-    out: Path,
+    out: Path | str,
     *,
-    resume_from: Path | None = None,
+    resume_from: Path | str | None = None,
     fresh: bool = False,
     screen: Screen | None = None,
     on_step: Hook | None = None,
@@ -46,6 +48,7 @@ def train(
     Raises StoppedEarly after a signal or at the time limit, with everything saved; other FulltiltErrors as documented.
     """
     began_ns = time.perf_counter_ns()
+    settings, out = config.checked(settings), Path(out)
     stop = StopRequest(settings.max_time_s)
     with stop.listening(), contextlib.ExitStack() as cleanup:
         rig = rig_up(job, settings, out, screen)
@@ -54,7 +57,7 @@ def train(
         cleanup.callback(rig.writer.finish)
         cleanup.enter_context(rig.screen)
         cleanup.enter_context(watchdog)
-        resume(rig, resume_from=resume_from, fresh=fresh)
+        resume(rig, resume_from=None if resume_from is None else Path(resume_from), fresh=fresh)
         watch = MachineWatch(began_ns)
         loop = Loop(rig, stop, watchdog, TrainingRecord(rig, began_ns, watch), on_step)
         if loop.steps_left:  # a run that was done already keeps the record that it has
@@ -75,9 +78,8 @@ class Loop:
         rank = rig.group.ranks.rank
         self.profiler = StepProfiler(rig.settings.profile_steps, rig.out, rank, rig.screen, record)
         self.readout: Readout[tuple[int, StepData]] = Readout(rig.device)
-        self.memory = HostMemory()
+        self.saving = Saving(rig, watchdog)
         self.metrics: dict[str, float] = {}
-        self._saved_at = rig.progress.step if rig.progress.step else -1
 
     @property
     def steps_left(self) -> bool:
@@ -91,7 +93,7 @@ class Loop:
         while self.steps_left:
             self._epoch()
         with self.record.checkpoint():
-            self._wait_for_disk()
+            self.saving.wait_for_disk()
         rig.screen.end(self.metrics)
         best, newest = rig.history.best, rig.writer.newest
         return Outcome(progress.step, progress.epoch, self.metrics, best, newest, rig.guard.skipped)
@@ -105,6 +107,7 @@ class Loop:
         rig.screen.epoch_begins(progress.epoch, rig.source.steps_per_epoch(), rig.source.steps_done(progress.consumed))
         self.record.mark_epoch(progress.epoch)
         steps = self.record.steps(rig.source.steps(progress.epoch, progress.consumed))
+        begins = progress.consumed == 0
         while not self._steps_used_up():
             self.watchdog.beat(f"waiting for the data of step {progress.step + 1}")
             began = time.perf_counter()
@@ -115,6 +118,8 @@ class Loop:
                     raise
                 self._stop_here()  # the workers got the same signal as we did; the last step is whole
             if data is None:
+                if begins and progress.consumed == 0:
+                    raise _no_batch(progress.epoch)
                 break
             rig.screen.loaded(time.perf_counter() - began, len(data.batches))
             self._step(data)
@@ -157,9 +162,11 @@ class Loop:
         self._judge(everything=True)
         rig.screen.epoch_trained()
         self.metrics = {f"train_{name}": value for name, value in rig.totals.means(rig.group).items()}
-        metric = None
+        metric, unknown = None, None
         if rig.eval_source is not None and (cut_short or (progress.epoch + 1) % rig.settings.eval_every == 0):
-            metric = self._evaluate()
+            found = self._evaluate()
+            self.metrics.update({f"eval_{name}": value for name, value in found.items()})
+            metric, unknown = self._watched(found)
         rig.screen.epoch_ends(progress.epoch, self.metrics)
         if metric is not None and rig.settings.target is not None:
             rig.screen.outlook(rig.history.values, rig.settings.target, rig.settings.monitor_mode)
@@ -168,20 +175,48 @@ class Loop:
             progress.epoch += 1
             progress.consumed = 0
         self._save(metric)
+        if unknown is not None:
+            raise unknown
 
-    def _evaluate(self) -> float | None:
+    def _evaluate(self) -> dict[str, float]:
+        """The metrics. An evaluation that fails or is to stop loses no step: it is done again after a resume."""
         rig = self.rig
+        before = None if self.saving.up_to_date or rig.stepper.placement.lockstep else self.saving.freeze()
         averaged = rig.ema.applied(rig.model) if rig.ema is not None else contextlib.nullcontext()
-        with self.record.validation():
-            rig.share_buffers()
-            with averaged:
-                found = evaluate(rig, self.watchdog.beat)
-        self.metrics.update({f"eval_{name}": value for name, value in found.items()})
-        watched = rig.settings.monitor
-        metric = found.get(watched.removeprefix("eval_")) if watched else None
+        try:
+            with self.record.validation():
+                rig.share_buffers()
+                with averaged:
+                    found = evaluate(rig, self.watchdog.beat, self._wants_to_stop)
+        except Exception:
+            if before is not None:
+                with contextlib.suppress(FulltiltError):  # what went wrong first is told
+                    rig.writer.save(before, background=False)
+            raise
+        if found is None:
+            self._stop_here()
+        if not found:
+            rig.screen.warn("eval_data gave no batch, so nothing was evaluated")
+        self.stop.pause_done()
+        return found
+
+    def _wants_to_stop(self) -> bool:
+        return self.stop.wanted(self.rig.writer.longest_save_s)
+
+    def _watched(self, found: dict[str, float]) -> tuple[float | None, UsageError | None]:
+        """The metric that the run goes by, and what to say when there is none of that name."""
+        rig, watched = self.rig, self.rig.settings.monitor
+        if watched is None:
+            return None, None
+        metric = found.get(watched.removeprefix("eval_"))
         if metric is not None:
             rig.history.add(rig.progress.epoch, metric)
-        return metric
+        elif not rig.history.values:
+            return None, UsageError(
+                f"monitor: {watched} is not among what the evaluation measures ({', '.join(found)})",
+                "Name one of them; the same command then goes on from here.",
+            )
+        return metric, None
 
     def _learning_rate(self) -> float:
         rig, settings = self.rig, self.rig.settings
@@ -208,7 +243,7 @@ class Loop:
             if verdict.why is not None:
                 rig.screen.warn(f"{verdict.why}; {data.names()}")
             if verdict.action == "stop":
-                self._wait_for_disk()
+                self.saving.wait_for_disk()
                 remedy = "Lower lr, lengthen the warm-up, set clip_norm, or look at the samples named above."
                 raise Diverged(f"{verdict.why}; {rig.guard.rollbacks} rollbacks done", remedy)
             if verdict.action == "rollback":
@@ -218,10 +253,12 @@ class Loop:
     def _roll_back(self, why: str) -> None:
         """Take the weights of the last checkpoint and go on behind the data that led here."""
         rig = self.rig
-        self._wait_for_disk()
+        self.saving.wait_for_disk()
         rig.group.barrier()
         found = find.newest_complete(rig.root).checkpoint
         if found is None:
+            if broken := rig.broken_weights():
+                raise Diverged(f"{why}; the weights themselves are not finite: {broken}", "Look where they come from.")
             raise Diverged(f"{why}; there is no checkpoint to go back to", "Lower lr, or save earlier with save_every.")
         parts = {name: part for name, part in rig.parts().items() if name in state.WEIGHT_PARTS}
         state.restore(found.folder, rig.model, parts)
@@ -233,32 +270,21 @@ class Loop:
     def _save(self, metric: float | None = None, *, background: bool = True) -> None:
         self._judge(everything=True)
         with self.record.checkpoint():
-            self._wait_for_disk()
-            if self.rig.progress.step != self._saved_at or metric is not None:
-                self._freeze_and_write(metric, background=background)
-
-    def _freeze_and_write(self, metric: float | None, *, background: bool) -> None:
-        rig = self.rig
-        self.watchdog.beat(f"saving step {rig.progress.step}")
-        rig.share_buffers()
-        states = {name: part.state_dict() for name, part in rig.parts().items()}
-        if rig.group.first:
-            snapshot = state.freeze(rig.model, states, rig.progress, metric, self.memory)
-            rig.writer.save(snapshot, background=background)
-        elif rig.stepper.placement.lockstep:
-            state.help_freeze(rig.model, states)
-        self._saved_at = rig.progress.step
-        self.stop.pause_done()
-
-    def _wait_for_disk(self) -> None:
-        self.watchdog.beat("waiting for the disk")
-        self.rig.writer.wait()
+            self.saving.save(metric, background=background)
+            self.stop.pause_done()
 
     def _stop_here(self) -> NoReturn:
         rig = self.rig
         self._save(background=False)
-        self._wait_for_disk()
+        self.saving.wait_for_disk()
         rig.group.barrier()  # a launcher that sees one rank gone ends the others, also one that still writes
         reason = self.stop.reason or "another rank was asked to stop"
         where = f"step {rig.progress.step} is saved in {rig.root}"
         raise StoppedEarly(f"stopped: {reason}; {where}", "Run the same command again to go on from there.")
+
+
+def _no_batch(epoch: int) -> UsageError:
+    return UsageError(
+        f"the data gave no batch in epoch {epoch + 1}",
+        "If it can be gone through only once (a generator), give an object whose iter() begins anew.",
+    )

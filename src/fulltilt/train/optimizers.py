@@ -39,6 +39,12 @@ def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, 
     return [group for group in groups if group["params"]]
 
 
+def note_rates(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Keep the rates that the groups were made with, as shares of ``lr``: the schedule moves all of them together."""
+    for group in optimizer.param_groups:
+        group.setdefault("lr_factor", float(group["lr"]) / lr)
+
+
 def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """True when ``step`` itself looks at a flag on the device, so that a bad step is skipped without asking the GPU."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fulltilt.train.checkpoint import Checkpoint
-from fulltilt.train.setup import Rig
+from fulltilt.train.rig import Rig
 
 
 @dataclass(frozen=True, slots=True)

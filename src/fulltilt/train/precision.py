@@ -53,6 +53,7 @@ class LossScale:
     """
 
     GROWTH_INTERVAL = 2000
+    MOST = 2.0**120  # infinity would stay infinite however often it is halved
 
     def __init__(self, device: torch.device, *, active: bool, initial: float = 2.0**16) -> None:
         self.active = active
@@ -64,15 +65,15 @@ class LossScale:
         if not self.active:
             return
         grown = self.good_steps + 1 >= self.GROWTH_INTERVAL
-        self.scale.mul_(torch.where(bad, 0.5, torch.where(grown, 2.0, 1.0)))
+        self.scale.mul_(torch.where(bad, 0.5, torch.where(grown, 2.0, 1.0))).clamp_(max=self.MOST)
         self.good_steps.copy_(torch.where(bad | grown, 0, self.good_steps + 1))
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint."""
-        return {"scale": self.scale, "good_steps": self.good_steps}
+        return {"scale": self.scale, "good_steps": self.good_steps, "active": self.active}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """From the checkpoint. A run that now trains in another precision keeps its own scale."""
-        if self.active and float(state["scale"]) != 1.0:
+        if self.active and state.get("active", True):
             self.scale.copy_(state["scale"])
             self.good_steps.copy_(state["good_steps"])

@@ -13,6 +13,7 @@ from typing import Literal, TextIO
 
 import torch
 
+from fulltilt.errors import MachineError
 from fulltilt.records import Buckets, Sample
 from fulltilt.report.status import memory_line, status_line
 from fulltilt.train import wording
@@ -174,7 +175,10 @@ class Screen:
             self.say(f"Peak - {status_line(self._peak or self.latest)}")
         self.debug(wording.loader_profile(self.waits_s))
         if self._log is not None:
-            self._log.write(epoch + 1, metrics, seconds)
+            try:
+                self._log.write(epoch + 1, metrics, seconds)
+            except MachineError as error:  # the checkpoint decides whether the disk ends the run
+                self.warn(error.what)
         self._trackers.log({"epoch": epoch + 1, "epoch_s": seconds, **metrics}, self._global_step)
 
     def outlook(self, history: Sequence[tuple[float, float]], target: float, mode: Literal["max", "min"]) -> None:

@@ -33,7 +33,7 @@ from fulltilt.timeline.tapped import described, tap_on
 from fulltilt.train import batches
 from fulltilt.train.idle_gpu import IdleGpu
 from fulltilt.train.machine import MachineWatch
-from fulltilt.train.setup import Rig
+from fulltilt.train.rig import Rig
 from fulltilt.train.sources import BatchSource, MapSource, StepData
 
 # How long the first rank waits for the others' last lines before it explains the run.

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fulltilt.errors import MachineError
 from fulltilt.train import checkpoint, durable, find, foreign, state
-from fulltilt.train.setup import Rig, enter_stage
+from fulltilt.train.rig import Rig
+from fulltilt.train.staging import enter_stage, last_trained_epoch
+
+# An optimizer's own state comes back with these as they were; a setting that was changed since has to win.
+_SETTINGS_IN_GROUPS = ("weight_decay", "momentum")
 
 
 def resume(rig: Rig, *, resume_from: Path | None = None, fresh: bool = False) -> None:
@@ -14,34 +19,58 @@ def resume(rig: Rig, *, resume_from: Path | None = None, fresh: bool = False) ->
         rig.screen.say(f"The checkpoints of the run before are now in {aside}")
     rig.group.barrier()
     if not fresh:
-        found = find.newest_complete(rig.root)
+        # The first rank chooses for all: on a network disk the others may not see the newest one yet.
+        found = rig.group.from_first(find.newest_complete(rig.root) if rig.group.first else None)
         for warning in found.warnings:
             rig.screen.warn(warning)
         if found.checkpoint is not None:
             # A run that was started with --resume-from goes on with its own checkpoints once it has some.
             _restore(rig, found.checkpoint.folder)
+            rig.writer.newest = found.checkpoint
             return
     if resume_from is None:
         return
-    if (resume_from / checkpoint.MANIFEST_FILE).exists():
-        _restore(rig, resume_from)
+    source = foreign.place_of(resume_from)
+    if checkpoint.is_ours(source):
+        checkpoint.verify(source)
+        _restore(rig, source)
     else:
-        taken = foreign.load_weights(rig.model, resume_from)
-        if rig.ema is not None:
-            rig.ema.load_state_dict(dict(rig.model.named_parameters()))
+        taken = foreign.load_weights(rig.model, source)
+        _average_from_here(rig)
         for line in taken.lines():
             rig.screen.say(line)
 
 
 def _restore(rig: Rig, folder: Path) -> None:
-    epoch = checkpoint.verify(folder).epoch
-    enter_stage(rig, min(epoch, rig.epochs - 1))  # the optimizer has to be the stage's own before its state comes in
-    state.restore(folder, rig.model, rig.parts())
-    progress = rig.progress
-    rig.writer.newest = checkpoint.verify(folder) if folder.parent == rig.root else None
-    rig.screen.say(f"Resuming from {folder} (step {progress.step}, epoch {progress.epoch + 1})")
-    if rig.kept_settings.changes:
+    if not folder.is_dir():
+        raise MachineError(
+            f"{folder}, from which the first rank goes on, is not there for rank {rig.group.ranks.rank}",
+            "Give an --out on storage that all machines share.",
+        )
+    saved = checkpoint.values(folder)
+    # The optimizer has to be that of the last step before its state comes in. The next stage makes its own.
+    epoch = last_trained_epoch(saved["progress"]["epoch"], saved["progress"]["consumed"])
+    enter_stage(rig, min(epoch, rig.epochs - 1))
+    groups = rig.stepper.optimizer.param_groups
+    asked = [{name: group[name] for name in _SETTINGS_IN_GROUPS if name in group} for group in groups]
+    parts = rig.parts()
+    average_begins = rig.ema is not None and "ema" not in saved
+    if average_begins:
+        del parts["ema"]
+    state.restore(folder, rig.model, parts)
+    for group, wishes in zip(rig.stepper.optimizer.param_groups, asked, strict=True):
+        group.update({name: value for name, value in wishes.items() if name in rig.kept_settings.changed})
+    rig.screen.say(f"Resuming from {folder} (step {rig.progress.step}, epoch {rig.progress.epoch + 1})")
+    if average_begins:
+        _average_from_here(rig)
+        rig.screen.say("The average of the weights begins here: the checkpoint has none")
+    if rig.kept_settings.changed:
         rig.screen.say(f"Changed since: {', '.join(rig.kept_settings.changes)}")
+
+
+def _average_from_here(rig: Rig) -> None:
+    if rig.ema is not None:
+        rig.ema.load_state_dict({name: parameter.detach() for name, parameter in rig.model.named_parameters()})
 
 
 def set_aside(root: Path) -> Path | None:

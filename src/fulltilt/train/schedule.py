@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -41,14 +41,19 @@ def stage_at(stages: tuple[Stage, ...], epoch: int) -> tuple[int, int]:
     raise ValueError("a run has at least one stage")
 
 
-def trainable(names: Iterable[str], stage: Stage, epoch_in_stage: int) -> set[str]:
-    """The names of the parameters that move in this epoch of the stage."""
+def trainable(
+    names: Iterable[str], stage: Stage, epoch_in_stage: int, brought_frozen: Collection[str] = ()
+) -> set[str]:
+    """The names of the parameters that move in this epoch of the stage.
+
+    What the job brought along frozen moves only where ``unfreeze`` names it.
+    """
     thawed = [pattern for epoch, pattern in stage.unfreeze if epoch_in_stage >= epoch]
     return {
         name
         for name in names
         if any(fnmatchcase(name, pattern) for pattern in thawed)
-        or not any(fnmatchcase(name, pattern) for pattern in stage.frozen)
+        or not (name in brought_frozen or any(fnmatchcase(name, pattern) for pattern in stage.frozen))
     }
 
 

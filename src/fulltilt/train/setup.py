@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Sized
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from fulltilt.errors import MachineError, UsageError
-from fulltilt.train import checkpoint, optimizers, precision, rng, shards
+from fulltilt.errors import UsageError
+from fulltilt.train import checkpoint, precision, rng
 from fulltilt.train.activations import recompute
-from fulltilt.train.distributed import Group, detect, device_of, divided, same_everywhere
+from fulltilt.train.distributed import Group, detect, device_of, divided
 from fulltilt.train.ema import Ema
 from fulltilt.train.feeding import source
 from fulltilt.train.guard import Guard, Limits
@@ -20,14 +19,16 @@ from fulltilt.train.job import Job
 from fulltilt.train.keep import KeepPolicy
 from fulltilt.train.lock import FolderLock
 from fulltilt.train.placement import LossModule, OneProcess, Placement
-from fulltilt.train.precision import LossScale, Precision
+from fulltilt.train.precision import LossScale
 from fulltilt.train.progress import Screen
 from fulltilt.train.replicated import Replicated
+from fulltilt.train.rig import Rig
 from fulltilt.train.sampler import EpochPlan
-from fulltilt.train.schedule import Stage, stage_at, trainable
+from fulltilt.train.schedule import Stage
 from fulltilt.train.settings import TrainSettings
 from fulltilt.train.sources import LoaderSettings, Source
-from fulltilt.train.state import KeptSettings, MetricHistory, Part, Progress, RandomStates, expected_bytes
+from fulltilt.train.staging import enter_stage
+from fulltilt.train.state import KeptSettings, MetricHistory, Progress, expected_bytes
 from fulltilt.train.step import MicroBatch, Stepper
 from fulltilt.train.totals import Totals
 from fulltilt.train.writer import Writer, check_space
@@ -36,105 +37,29 @@ from fulltilt.train.writer import Writer, check_space
 SLOW_DISK_BYTES_PER_S = 100e6
 
 
-@dataclass(slots=True)
-class Rig:
-    """Everything a run works with. ``source`` and the stepper's optimizer change with the stage."""
-
-    job: Job
-    settings: TrainSettings
-    out: Path
-    device: torch.device
-    group: Group
-    model: torch.nn.Module
-    compiled: Callable[..., Any]
-    precision: Precision
-    stages: tuple[Stage, ...]
-    source: Source
-    eval_source: Source | None
-    stepper: Stepper
-    scale: LossScale
-    micro: MicroBatch
-    eval_micro: MicroBatch
-    ema: Ema | None
-    totals: Totals
-    guard: Guard
-    history: MetricHistory
-    progress: Progress
-    kept_settings: KeptSettings
-    writer: Writer
-    screen: Screen
-    lock: FolderLock | None = None
-    stage_index: int = -1
-
-    @property
-    def root(self) -> Path:
-        """Where the checkpoints are."""
-        return self.writer.root
-
-    @property
-    def epochs(self) -> int:
-        """Epochs of all stages together."""
-        return sum(stage.epochs for stage in self.stages)
-
-    def gpu_names(self) -> list[str]:
-        """The names of all ranks' GPUs, the first rank's first; none on the CPU."""
-        if self.device.type != "cuda":
-            return []
-        return [str(name) for name in self.group.gather(torch.cuda.get_device_name(self.device))]
-
-    def parts(self) -> dict[str, Part]:
-        """What a checkpoint holds besides the model."""
-        parts: dict[str, Part] = {
-            "progress": self.progress,
-            "optimizer": shards.OptimizerState(self.stepper.optimizer),
-            "loss_scale": self.scale,
-            "random": RandomStates(self.group),
-            "totals": self.totals,
-            "guard": self.guard,
-            "micro_batch": self.micro,
-            "eval_micro_batch": self.eval_micro,
-            "history": self.history,
-            "settings": self.kept_settings,
-        }
-        if self.ema is not None:
-            parts["ema"] = self.ema
-        return parts
-
-    def close(self, *, failed: bool = False) -> None:
-        """End the loader's workers and leave the group of ranks; ``failed``: the others may not know yet."""
-        for data in (self.source, self.eval_source):
-            if data is not None:
-                data.close()
-        self.group.close(failed=failed)
-        if self.lock is not None:
-            self.lock.release()
-
-    def share_buffers(self) -> None:
-        """Give every rank the first rank's buffers: running statistics differ, and only one set counts."""
-        self.group.copy_from_first(list(self.model.buffers()))
-
-    def check_drift(self) -> None:
-        """Raise MachineError when the ranks no longer hold the same weights."""
-        if not self.stepper.placement.lockstep and not same_everywhere(list(self.model.parameters()), self.group):
-            raise MachineError(
-                f"the ranks' weights differ at step {self.progress.step}: one GPU computed wrongly",
-                "Resume from the last checkpoint, and have that machine's memory checked.",
-            )
-
-
 def rig_up(job: Job, settings: TrainSettings, out: Path, screen: Screen | None = None) -> Rig:
     """Build the run. Everything that can be wrong before step 0 is found here. Raises FulltiltErrors."""
+    with contextlib.ExitStack() as undo:  # a notebook lives on after a mistake, and with it what was begun
+        rig = _built(job, settings, out, screen, undo)
+        undo.pop_all()
+    return rig
+
+
+def _built(job: Job, settings: TrainSettings, out: Path, screen: Screen | None, undo: contextlib.ExitStack) -> Rig:
+    _check_model(job)
     ranks = detect()
     device = device_of(settings.device, ranks.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     group = Group(ranks, device, settings.hang_timeout_s)
+    undo.callback(group.close, failed=True)
     policy = KeepPolicy(settings.keep_last, settings.keep_best if settings.monitor else 0, settings.monitor_mode)
     root = out / "checkpoints"
     lock = None
     if group.first:
         checkpoint.prepare(root)
         lock = FolderLock(out)
+        undo.callback(lock.release)
         checkpoint.sweep(root)  # only now: what looks left over could have been another run's, in the making
     group.barrier()
     rng.seed_everything(settings.seed)  # alike on every rank: models that draw their weights late must agree
@@ -158,6 +83,8 @@ def rig_up(job: Job, settings: TrainSettings, out: Path, screen: Screen | None =
     stages = job.stages or (Stage("training", settings.epochs),)
     shown = screen or Screen(out, speaks=group.first)
     compiled = torch.compile(model) if settings.compile else model
+    if isinstance(job.loss, torch.nn.Module):
+        job.loss.to(device)  # class weights have to be where the batches are
     whole = LossModule(model, compiled, job.loss)
     placement: Placement = OneProcess(whole)
     if not group.alone:
@@ -197,10 +124,15 @@ def rig_up(job: Job, settings: TrainSettings, out: Path, screen: Screen | None =
         drop_last=settings.drop_last,
     )
     data = source(job.data, plan, loading, job.collate, job.augment)
+    undo.callback(data.close)
     if data.steps_per_epoch() is None and settings.max_steps is None:
         raise UsageError("the data has no length, so nobody knows when it ends", "Set max_steps.")
     if data.steps_per_epoch() == 0:
         raise UsageError("an epoch has no step: the data set is smaller than one batch", "Lower batch_size.")
+
+    eval_data = _eval_source(job, settings, plan, loading)
+    if settings.monitor is not None and eval_data is None:
+        shown.warn(f"monitor: {settings.monitor} is never measured, because there is no eval_data")
 
     rig = Rig(
         job=job,
@@ -213,7 +145,7 @@ def rig_up(job: Job, settings: TrainSettings, out: Path, screen: Screen | None =
         precision=arithmetic,
         stages=stages,
         source=data,
-        eval_source=_eval_source(job, settings, plan, loading),
+        eval_source=eval_data,
         stepper=stepper,
         scale=scale,
         micro=micro,
@@ -227,6 +159,7 @@ def rig_up(job: Job, settings: TrainSettings, out: Path, screen: Screen | None =
         writer=Writer(root, policy),
         screen=shown,
         lock=lock,
+        brought_frozen=frozenset(name for name, p in model.named_parameters() if not p.requires_grad),
     )
     enter_stage(rig, 0)
     size = expected_bytes(model, stepper.optimizer, averaged=ema is not None)
@@ -234,29 +167,6 @@ def rig_up(job: Job, settings: TrainSettings, out: Path, screen: Screen | None =
         check_space(root, size, policy)
     rig.writer.longest_save_s = size / SLOW_DISK_BYTES_PER_S  # until one has been measured
     return rig
-
-
-def enter_stage(rig: Rig, epoch: int) -> None:
-    """Set up the stage that ``epoch`` lies in: optimizer, batch, and which parameters move in this epoch."""
-    index, epoch_in_stage = stage_at(rig.stages, epoch)
-    stage = rig.stages[index]
-    names = trainable((name for name, _ in rig.model.named_parameters()), stage, epoch_in_stage)
-    before = [p.requires_grad for p in rig.model.parameters()]
-    for name, parameter in rig.model.named_parameters():
-        parameter.requires_grad_(name in names)
-    moved = before != [p.requires_grad for p in rig.model.parameters()]
-    if index != rig.stage_index:
-        settings = rig.settings
-        accumulation = stage.accumulation or settings.accumulation
-        rig.source = rig.source.resized(stage.batch_size or settings.batch_size, accumulation)
-        if rig.stage_index < 0 or stage.fresh_optimizer:
-            make = rig.job.optimizer or optimizers.build
-            rig.stepper.optimizer = make(rig.model, settings, rig.device)
-        if rig.job.on_stage is not None:
-            rig.job.on_stage(stage, rig.model)
-    if index != rig.stage_index or moved:
-        rig.stepper.use(rig.stepper.optimizer)
-    rig.stage_index = index
 
 
 def _limits(settings: TrainSettings) -> Limits:
@@ -269,9 +179,28 @@ def _limits(settings: TrainSettings) -> Limits:
     )
 
 
+def _check_model(job: Job) -> None:
+    """Raise UsageError for a model and a loss that cannot be trained."""
+    if not isinstance(job.model, torch.nn.Module):
+        raise UsageError(f"the model should be a torch.nn.Module, not {type(job.model).__name__}")
+    if not callable(job.loss):
+        raise UsageError(f"the loss should be a function of model and batch, not {type(job.loss).__name__}")
+    lazy = [name for name, p in job.model.named_parameters() if isinstance(p, torch.nn.UninitializedParameter)]
+    if lazy:
+        raise UsageError(f"{lazy[0]} has no shape yet: its layer is lazy", "Run one batch through the model first.")
+    if isinstance(job.loss, torch.nn.Module):
+        known = {id(parameter) for parameter in job.model.parameters()}
+        own = [name for name, p in job.loss.named_parameters() if p.requires_grad and id(p) not in known]
+        if own:
+            what = f"the loss has parameters that the optimizer would not see: {', '.join(own[:3])}"
+            raise UsageError(what, "Make them part of the model.")
+
+
 def _eval_source(job: Job, settings: TrainSettings, plan: EpochPlan, loading: LoaderSettings) -> Source | None:
     if job.eval_data is None:
         return None
+    if isinstance(job.eval_data, Sized) and len(job.eval_data) == 0:
+        raise UsageError("eval_data is empty", "Give it samples, or leave it out.")
     size = settings.eval_batch_size or settings.batch_size
     quiet = EpochPlan(samples=0, batch_size=size, seed=plan.seed, rank=plan.rank, world=plan.world, shuffle=False)
     return source(job.eval_data, quiet, loading, job.collate, job.eval_augment)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -40,22 +40,33 @@ def all_placed_like(tensors: Mapping[str, torch.Tensor], like: Mapping[str, torc
 class OptimizerState:
     """An optimizer whose moments are divided as its parameters are, and whole in the checkpoint."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, warn: Callable[[str], None]) -> None:
         self.optimizer = optimizer
+        self._warn = warn
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint."""
-        return self.optimizer.state_dict()
+        return {"kind": type(self.optimizer).__name__, **self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From the checkpoint."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        """From the checkpoint. The state of another kind of optimizer is not taken, which is told."""
+        own = type(self.optimizer).__name__
+        kind = state.get("kind", own)
+        groups = self.optimizer.param_groups
+        if kind != own or [len(g["params"]) for g in groups] != [len(g["params"]) for g in state["param_groups"]]:
+            what = f"of {kind}, not {own}" if kind != own else "for other groups of parameters"
+            self._warn(f"the optimizer starts from nothing: the checkpoint's is {what}")
+            return
+        parameters = [p for group in groups for p in group["params"]]
+        rates = [{"lr_factor": group["lr_factor"]} if "lr_factor" in group else {} for group in groups]
         entries = {
             index: {name: _as_parameter(value, parameters[index]) for name, value in entry.items()}
             for index, entry in state["state"].items()
             if index < len(parameters)
         }
-        self.optimizer.load_state_dict({**state, "state": entries})
+        self.optimizer.load_state_dict({"param_groups": state["param_groups"], "state": entries})
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group.update(rate)
 
 
 def _as_parameter(value: Any, parameter: torch.Tensor) -> Any:

@@ -19,6 +19,7 @@ from fulltilt.feed.tiers import Residency
 from fulltilt.train import batches, workers
 from fulltilt.train.distributed import Ranks, part_of
 from fulltilt.train.rng import sample_seed
+from fulltilt.train.rows import counts_of_all
 from fulltilt.train.sampler import EpochPlan, RankBatches
 from fulltilt.train.skipping import CollateRest, failed, without_failures
 from fulltilt.train.watchdog import listen_in_worker
@@ -183,10 +184,15 @@ class BatchSource:
         drawn = iter(self.iterable)
         for _ in range(0 if positioned else consumed):
             next(drawn, None)
-        while taken := list(itertools.islice(drawn, self.accumulation)):
+        while True:
+            taken = list(itertools.islice(drawn, self.accumulation))
+            samples = sum(batches.size(batch) for batch in taken)
+            if self.world > 1:  # a rank whose batches are used up takes part until those of all ranks are
+                samples = sum(counts_of_all(samples))
+            if not samples:
+                return
+            span = f"batches {consumed} to {consumed + len(taken) - 1} of epoch {epoch}"
             consumed += len(taken)
-            samples = sum(batches.size(batch) for batch in taken) * self.world
-            span = f"batches {consumed - len(taken)} to {consumed - 1} of epoch {epoch}"
             yield StepData(taken, samples, consumed, lambda span=span: span)  # type: ignore[misc]
 
     def steps_per_epoch(self) -> int | None:

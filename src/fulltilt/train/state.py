@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -9,7 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from fulltilt.errors import UsageError
-from fulltilt.train import checkpoint, rng, shards, tree
+from fulltilt.train import checkpoint, rng, shards, tensorfile, tree
 from fulltilt.train.checkpoint import DamagedCheckpoint, Snapshot
 from fulltilt.train.distributed import Group
 from fulltilt.train.foreign import compare
@@ -55,15 +56,14 @@ class MetricHistory:
 
     def add(self, epoch: int, value: float) -> bool:
         """Note a value; True when it is the best so far."""
-        better = max if self.mode == "max" else min
-        best = not self.values or better(value, self.best) != self.best  # type: ignore[type-var]
+        before = self.best
         self.values.append((epoch, value))
-        return best
+        return self.best != before
 
     @property
     def best(self) -> float | None:
-        """The best value so far."""
-        values = [value for _, value in self.values]
+        """The best value so far; one that is no number is none."""
+        values = [value for _, value in self.values if not math.isnan(value)]
         return (max if self.mode == "max" else min)(values, default=None)
 
     def state_dict(self) -> dict[str, Any]:
@@ -83,10 +83,14 @@ class KeptSettings:
         self.before: dict[str, Any] = {}
 
     @property
+    def changed(self) -> list[str]:
+        """The settings that differ from the checkpoint's."""
+        return [name for name in self.now if name in self.before and self.before[name] != self.now[name]]
+
+    @property
     def changes(self) -> list[str]:
         """What differs from the checkpoint's settings, in words."""
-        names = [name for name in self.now if name in self.before and self.before[name] != self.now[name]]
-        return [f"{name} {self.before[name]} → {self.now[name]}" for name in names]
+        return [f"{name} {self.before[name]} → {self.now[name]}" for name in self.changed]
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint."""
@@ -156,8 +160,22 @@ def restore(folder: Path, model: torch.nn.Module, parts: dict[str, Part]) -> Non
 
 
 def expected_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, averaged: bool) -> int:
-    """About how large a checkpoint will be, before the optimizer has made its state: two moments for each weight."""
-    weights: int = sum(tensor.nbytes for tensor in model.state_dict().values())
+    """About how large a checkpoint will be, before the optimizer has made its state: two moments for each weight.
+
+    Raises UsageError for a model that no checkpoint can hold.
+    """
+    weights = tensorfile.size_bytes(_checked(model.state_dict()))
     trained: int = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
     moments = 1 if isinstance(optimizer, torch.optim.SGD) else 2
     return weights + trained * moments + (trained if averaged else 0) + 2**16
+
+
+def _checked(weights: dict[str, Any]) -> dict[str, torch.Tensor]:
+    for name, value in weights.items():
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            kind = value.layout if isinstance(value, torch.Tensor) else type(value).__name__
+            raise UsageError(
+                f"cannot save {name} of the model: {kind} is not an ordinary tensor",
+                "Leave it out of the model's state_dict().",
+            )
+    return weights

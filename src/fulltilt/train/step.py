@@ -17,6 +17,7 @@ from fulltilt.timeline.loop_marks import LoopMarks
 from fulltilt.train import batches, optimizers, shards
 from fulltilt.train.distributed import Group
 from fulltilt.train.ema import Ema
+from fulltilt.train.loss_value import value_and_means, with_gradient
 from fulltilt.train.placement import Placement
 from fulltilt.train.precision import LossScale, Precision
 from fulltilt.train.totals import Totals
@@ -143,8 +144,8 @@ class Stepper:
                     on_device = batches.to_device(piece, device, self.memory_format)
                 with self.precision.context():
                     outcome = self.placement.loss_of(on_device, last=place == len(pieces) - 1)
-                value, metrics = outcome if isinstance(outcome, tuple) else (outcome, {})
-                share = value.float() * (running * self.placement.divisor / samples)
+                value, metrics, _ = value_and_means(outcome, device)
+                share = with_gradient(value).float() * (running * self.placement.divisor / samples)
                 (share * self.scale.scale if self.scale.active else share).backward()  # type: ignore[no-untyped-call, unused-ignore]
                 loss += share.detach()
                 if metrics:

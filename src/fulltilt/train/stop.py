@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-# What a job is told before it is taken off a machine: Slurm, Kubernetes and Kaggle use all three.
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
+# What a job is told before it is taken off a machine: Slurm, Kubernetes and Kaggle use the first three; the last comes
+# when the terminal or the connection that it was started from is closed.
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
 
 
 class StopRequest:
@@ -27,6 +29,8 @@ class StopRequest:
         self._began_s = clock()
         self._step_began_s = clock()
         self._longest_step_s = 0.0
+        # torchrun's agent is our parent. If it is killed, nobody is left to end us.
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -34,12 +38,12 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        before = {number: signal.signal(number, self._on_signal) for number in SIGNALS if not ignored_by_nohup(number)}
         try:
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: set by no Python code
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self.reason is not None and number == signal.SIGINT:
@@ -54,12 +58,23 @@ class StopRequest:
         now = self._clock()
         self._longest_step_s = max(self._longest_step_s, now - self._step_began_s)
         self._step_began_s = now
-        if self.max_time_s is None or self.reason is not None:
-            return
-        reserve_s = 1.5 * longest_save_s + 2.0 * self._longest_step_s
-        if now - self._began_s + reserve_s >= self.max_time_s:
-            self.reason = f"the time limit of {self.max_time_s:g} s is near"
+        self.wanted(longest_save_s)
+
+    def wanted(self, longest_save_s: float) -> bool:
+        """Whether to stop, by now; for long stretches without a step."""
+        if self.reason is None and self._launcher not in (None, os.getppid()):
+            self.reason = "the launcher is gone"
+        if self.reason is None and self.max_time_s is not None:
+            reserve_s = 1.5 * longest_save_s + 2.0 * self._longest_step_s
+            if self._clock() - self._began_s + reserve_s >= self.max_time_s:
+                self.reason = f"the time limit of {self.max_time_s:g} s is near"
+        return self.reason is not None
 
     def pause_done(self) -> None:
         """What came since the last step (evaluation, a save) was no step: do not count it as one."""
         self._step_began_s = self._clock()
+
+
+def ignored_by_nohup(number: int) -> bool:
+    """Whether the user has said, by nohup, that closing the terminal is to mean nothing."""
+    return number == getattr(signal, "SIGHUP", None) and signal.getsignal(number) is signal.SIG_IGN

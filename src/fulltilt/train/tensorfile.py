@@ -55,7 +55,10 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
     offset = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPE_NAMES:
-            raise UsageError(f"cannot save {name}: tensors of type {tensor.dtype} have no place in safetensors")
+            raise UsageError(
+                f"cannot save {name}: tensors of type {tensor.dtype} have no place in safetensors",
+                "Keep it as torch.view_as_real(...), or as a buffer that is not persistent.",
+            )
         entries[name] = {
             "dtype": _DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),

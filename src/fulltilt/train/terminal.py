@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Sequence
 from typing import TextIO
@@ -14,11 +17,11 @@ from fulltilt.report.wording import clean
 class Terminal:
     """Writes to ``stream``. Where that is no terminal, what would be drawn anew is written as an ordinary line."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-        self.live = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    def __init__(self, stream: TextIO | None) -> None:
+        self._gone = stream is None  # the command was started with its output closed
+        self.stream = stream if stream is not None else io.StringIO()
+        self.live = self.stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         self._rows = 0
-        self._gone = False
         self._lock = threading.Lock()  # warnings come from the thread that samples the machine
 
     def line(self, text: str) -> None:
@@ -57,8 +60,16 @@ class Terminal:
         try:
             self.stream.write(_encodable(text, self.stream))
             self.stream.flush()
-        except OSError:
+        except (OSError, ValueError):  # ValueError: somebody has closed the stream
             self._gone = True  # the window was closed, the reader of the pipe has ended: the training goes on
+            _forget_the_rest(self.stream)
+
+
+def _forget_the_rest(stream: TextIO) -> None:
+    """What is still buffered cannot be written either; Python would complain of it at its own end, with code 120."""
+    if stream is sys.stdout:
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _one_row(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,7 +32,7 @@ class Totals:
         self._sums.clear()
 
     def means(self, group: Group | None = None) -> dict[str, float]:
-        """The means so far, over the ranks of ``group`` if given. Waits for the device."""
+        """The means so far, over the ranks of ``group`` if given. Waits for the device. NaN: nothing was finite."""
         sums, weights = self._by_name()
         if group is not None and not group.alone:
             # A rank that got no sample does not know the names yet.
@@ -39,7 +40,7 @@ class Totals:
             rows = [[known.get(name, 0.0) for name in names] for known in (sums, weights)]
             totals, counts = group.sum_(torch.tensor(rows, dtype=torch.float64)).tolist()
             sums, weights = dict(zip(names, totals, strict=True)), dict(zip(names, counts, strict=True))
-        return {name: sums[name] / weights[name] for name in sums if weights[name]}
+        return {name: sums[name] / weights[name] if weights[name] else math.nan for name in sums}
 
     def _by_name(self) -> tuple[dict[str, float], dict[str, float]]:
         sums: dict[str, float] = {}

@@ -32,7 +32,7 @@ class Watchdog:
         self.log = log
         self.resume_hint = resume_hint
         self._doing = "starting"
-        self._since_s = time.monotonic()
+        self._beats = 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="fulltilt-watchdog", daemon=True)
 
@@ -47,11 +47,13 @@ class Watchdog:
     def beat(self, doing: str) -> None:
         """The loop is alive and about to do this."""
         self._doing = doing
-        self._since_s = time.monotonic()
+        self._beats += 1
 
     def _watch(self) -> None:
-        while not self._over.wait(min(self.timeout_s / 10, 1.0)):
-            if time.monotonic() - self._since_s > self.timeout_s:
+        pause_s = min(self.timeout_s / 10, 1.0)
+        stillness = Stillness(pause_s, time.monotonic())
+        while not self._over.wait(pause_s):
+            if stillness.seen_s(self._beats, time.monotonic()) > self.timeout_s:
                 self._end_everything()
 
     def _end_everything(self) -> None:
@@ -78,6 +80,25 @@ class Watchdog:
         os._exit(EXIT_CODE)
 
 
+class Stillness:
+    """How long nothing has moved, as far as we were there to see it.
+
+    A process that was stopped (Ctrl-Z, a suspended Slurm job, a paused container) has not hung meanwhile.
+    """
+
+    def __init__(self, pause_s: float, now_s: float) -> None:
+        self._pause_s, self._looked_s = pause_s, now_s
+        self._beats = 0
+        self._still_s = 0.0
+
+    def seen_s(self, beats: int, now_s: float) -> float:
+        """Look again, about ``pause_s`` after the last time: seconds in which the number of beats stayed the same."""
+        passed_s = min(now_s - self._looked_s, 2.0 * self._pause_s)
+        self._still_s = self._still_s + passed_s if beats == self._beats else 0.0
+        self._looked_s, self._beats = now_s, beats
+        return self._still_s
+
+
 def _handles(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal: to any other it would be deadly."""
     with contextlib.suppress(OSError):
@@ -90,5 +111,6 @@ def _handles(pid: int, number: int) -> bool:
 def listen_in_worker(log: Path) -> None:
     """In a loader worker: write the stack into ``log`` when the watchdog asks for it."""
     if _STACK_SIGNAL is not None:
-        file = log.open("a", encoding="utf-8")  # open for as long as the worker lives
-        faulthandler.register(_STACK_SIGNAL, file=file, all_threads=True)
+        with contextlib.suppress(OSError):  # on another machine the folder may not be there
+            file = log.open("a", encoding="utf-8")  # open for as long as the worker lives
+            faulthandler.register(_STACK_SIGNAL, file=file, all_threads=True)

@@ -63,7 +63,7 @@ class Writer:
         """Raise what the writer met since the last call, if anything. Never waits."""
         if self._error is not None:
             error, self._error = self._error, None
-            if isinstance(error, FulltiltError):
+            if isinstance(error, FulltiltError | KeyboardInterrupt):
                 raise error
             raise MachineError(f"the checkpoint was not written: {type(error).__name__}: {error}") from error
 
