@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import secrets
+import sys
 import uuid
 
 import numpy as np
@@ -324,3 +325,12 @@ def test_deterministic_lists_are_kept_whole():
 def test_doubt_is_settled_in_favour_of_drawing_anew():
     """RandomState(seed) asks the operating system before it takes the seed: harmless, but not to be told apart."""
     assert inspect(Drawn(lambda i: torch.from_numpy(np.random.RandomState(i).rand(3)))).random_because is not None
+
+
+def test_a_profiler_that_is_on_stays_on():
+    import cProfile
+
+    profile = cProfile.Profile()
+    with profile:
+        assert first_reason(lambda index: torch.zeros(index + 1), [0, 1], Generators()) is None
+        assert sys.getprofile() is profile

@@ -83,4 +83,8 @@ def _listen() -> Iterator[list[str]]:
     try:
         yield heard
     finally:
-        sys.setprofile(previous)
+        if previous is None or callable(previous):
+            sys.setprofile(previous)
+        else:
+            sys.setprofile(None)
+            previous.enable()  # cProfile's, which is no function
