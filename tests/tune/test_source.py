@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fulltilt.errors import UsageError
+from fulltilt.errors import MachineError, UsageError
 from fulltilt.records import Settings
 from fulltilt.tune.processes import recipe_flags
 from fulltilt.tune.source_call import Refused, Rewritten, rewrite_call
@@ -160,6 +160,99 @@ def test_nothing_is_guessed(source: str, line: int, why: str) -> None:
     assert why in result.why
 
 
+NONE_YET = {"num_workers": 0, "pin_memory": False, "persistent_workers": False}
+EIGHT = {"num_workers": 8}
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "changed"),
+    [
+        ("from torch.utils.data import DataLoader as dl\nx = dl(ds)\n", 2, "dl(ds, num_workers=8)"),
+        (
+            "cfg = SimpleNamespace(num_workers=0)\nx = DataLoader(ds, num_workers=cfg.num_workers)\n",
+            2,
+            "(num_workers=8)",
+        ),
+        ("bs, n = 8, 0\nx = DataLoader(ds, bs, num_workers=n)\n", 2, "bs, n = 8, 8"),
+        (
+            "class C:\n    n: int = field(default=0)\ndef go(c):\n    DataLoader(ds, num_workers=c.n)\ngo(C())\n",
+            4,
+            "=8)",
+        ),
+        ("kw = {'a': 1}\nkw['num_workers'] = 0\nx = DataLoader(ds, **kw)\n", 3, "kw['num_workers'] = 8"),
+        ("c = {'t': {'num_workers': 0}}\nDataLoader(ds, num_workers=c['t']['num_workers'])\n", 2, "'num_workers': 8"),
+        ("class L(DataLoader):\n    pass\nx = L(ds, 2)\n", 3, "L(ds, 2, num_workers=8)"),
+        (
+            "p.add_argument('-j', '--workers', default=0)\ndef make(n):\n    DataLoader(ds, num_workers=n)\n"
+            "def main(args):\n    make(args.workers)\nmain(p.parse_args())\n",
+            3,
+            "'--workers', default=8",
+        ),
+        (
+            "class DM:\n    def __init__(self, num_workers=0):\n        self.save_hyperparameters()\n"
+            "    def train(self):\n        return DataLoader(ds, num_workers=self.hparams.num_workers)\nDM()\n",
+            5,
+            "def __init__(self, num_workers=8)",
+        ),
+        (
+            "class DM:\n    def __init__(self, n):\n        self.n = n\n"
+            "    def train(self):\n        return DataLoader(ds, num_workers=self.n)\nDM(n=0)\n",
+            5,
+            "DM(n=8)",
+        ),
+        ("x = DataLoader(\r\n    ds,\r\n    batch_size=8,\r\n)\r\n", 1, "8,\r\n    num_workers=8,\r\n)"),
+        ("def f():\n\tDataLoader(ds,\n\t\tbatch_size=8)\n", 2, "batch_size=8,\n\t\tnum_workers=8)"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else None,
+)
+def test_a_value_is_followed_to_where_it_is_written(source: str, line: int, changed: str) -> None:
+    result = rewrite_call(source, line, EIGHT, NONE_YET)
+    assert isinstance(result, Rewritten), result
+    assert changed in result.source
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        # The same name in another scope, of another object, or of an object whose making is not seen.
+        ("def other():\n    n = 0\ndef make(ds, n):\n    DataLoader(ds, num_workers=n)\n", 4),
+        ("val.num_workers = 0\nx = DataLoader(ds, num_workers=cfg.num_workers)\n", 2),
+        ("c = NS(**{'n': 0})\nv = NS(n=0)\nx = DataLoader(ds, num_workers=c.n)\n", 3),
+        # Also set in a way that cannot be read.
+        ("n = 0\nif big:\n    n = os.cpu_count()\nx = DataLoader(ds, num_workers=n)\n", 4),
+        ("n = 0\nn += extra\nx = DataLoader(ds, num_workers=n)\n", 3),
+        ("kw = {'a': 1}\nkw = {**kw, 'b': 2}\nx = DataLoader(ds, **kw)\n", 3),
+        ("kw = {'num_workers': 0}\nkw.update(load())\nx = DataLoader(ds, **kw)\n", 3),
+        # Not DataLoader's own arguments, or not known which of two calls it was.
+        ("class L(DataLoader):\n    def __init__(self, ds):\n        super().__init__(ds, 8)\nx = L(ds)\n", 4),
+        ("train, val = DataLoader(a, 8), DataLoader(b, 8)\n", 1),
+        ("make = partial(DataLoader, num_workers=0)\nx = make(ds)\n", 2),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else None,
+)
+def test_a_value_that_may_come_from_elsewhere_is_left_alone(source: str, line: int) -> None:
+    assert isinstance(rewrite_call(source, line, EIGHT, NONE_YET), Refused)
+
+
+def test_two_calls_of_one_line_are_told_apart_by_their_arguments() -> None:
+    source = "val, train = DataLoader(b, 8), DataLoader(a, 8, shuffle=True)\n"
+    result = rewrite_call(source, 1, EIGHT, NONE_YET, given=("dataset", "batch_size", "shuffle"))
+    assert isinstance(result, Rewritten)
+    assert result.source == source.replace("shuffle=True)", "shuffle=True, num_workers=8)")
+
+
+def test_what_needs_workers_goes_where_the_workers_are() -> None:
+    """As in PyTorch's own MNIST example: without a GPU the loader has no workers, and torch would refuse the rest."""
+    source = (
+        "kwargs = {'batch_size': 8}\nif cuda:\n    more = {'num_workers': 2, 'pin_memory': True}\n"
+        "    kwargs.update(more)\nx = DataLoader(ds, **kwargs)\n"
+    )
+    result = rewrite_call(source, 5, WANTED, {**BEFORE, "pin_memory": True})
+    assert isinstance(result, Rewritten)
+    assert "kwargs = {'batch_size': 8}\n" in result.source
+    assert "{'num_workers': 8, 'pin_memory': True, 'persistent_workers': True, 'prefetch_factor': 4}" in result.source
+
+
 def test_torchs_own_defaults_are_not_written() -> None:
     result = rewrite_call("x = DataLoader(ds)\n", 1, {**WANTED, "prefetch_factor": 2}, {"num_workers": 0})
     assert isinstance(result, Rewritten)
@@ -187,6 +280,48 @@ def test_the_diff_is_applied_whole_and_keeps_line_ends_and_mode(tmp_path: Path) 
     assert b"batch_size=8," in written  # allowed or not, it was not part of this change
     assert (tmp_path / "train.py").stat().st_mode & 0o777 == 0o750
     assert list(tmp_path.iterdir()) == [tmp_path / "train.py"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "\ufeffx = DataLoader(ds, batch_size=8)\n".encode(),
+        "# -*- coding: latin-1 -*-\nx = DataLoader(ds, batch_size=8)  # für\n".encode("latin-1"),
+        b"x = 1\n\x0c\ny = DataLoader(ds, batch_size=8)\n",
+    ],
+    ids=["byte order mark", "latin-1", "form feed"],
+)
+def test_a_diff_is_one_that_patch_takes_whatever_the_encoding(tmp_path: Path, source: bytes) -> None:
+    (tmp_path / "train.py").write_bytes(source)
+    line = source.count(b"\n")
+    loader = examples.loader(where=f"train.py:{line}", num_workers=0, batch_size=8)
+    change = propose(loader, IN_FORCE, tmp_path)
+    assert isinstance(change, SourceChange), change
+    assert change.new == source.replace(
+        b"batch_size=8", b"batch_size=8, num_workers=8, pin_memory=True, persistent_workers=True"
+    )
+    body = change.diff.splitlines(keepends=True)[3:] if b"\x0c" not in source else change.diff.split("\n")[3:-1]
+    assert all(part[:1] in " +-" for part in body)
+
+
+def test_a_link_stays_a_link_and_a_read_only_file_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "real.py").write_text("x = DataLoader(ds, batch_size=8)\n")
+    (tmp_path / "train.py").symlink_to("real.py")
+    change = propose(examples.loader(where="train.py:1", num_workers=0, batch_size=8), IN_FORCE, tmp_path)
+    assert isinstance(change, SourceChange)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(MachineError, match="read-only"):
+        apply_change(change, None)
+    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr("tempfile.mkstemp", lambda **_: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+        with pytest.raises(MachineError, match="cannot write into"):
+            apply_change(change, None)
+    apply_change(change, None)
+    assert (tmp_path / "train.py").is_symlink()
+    assert "num_workers=8" in (tmp_path / "real.py").read_text()
 
 
 def test_a_file_that_changed_since_is_left_alone(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ in force, nothing is guessed: the answer is a sentence and what to write.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,8 @@ from fulltilt.errors import MachineError
 
 if TYPE_CHECKING:
     import libcst as cst
+
+    from fulltilt.tune.source_places import Places
 
 # The order of DataLoader's positional arguments.
 POSITIONS = (
@@ -51,11 +53,16 @@ class Refused:
 
 
 def rewrite_call(
-    source: str, line: int, wanted: Mapping[str, object], in_force: Mapping[str, object]
+    source: str,
+    line: int,
+    wanted: Mapping[str, object],
+    in_force: Mapping[str, object],
+    given: Collection[str] = (),
 ) -> Rewritten | Refused:
     """The source with ``wanted`` in force for the DataLoader call at ``line``.
 
-    ``in_force`` is what the call ran with before: a literal is only changed where it says the same.
+    ``in_force`` is what the call ran with before: a literal is only changed where it says the same. ``given`` are the
+    arguments that it was seen with.
     """
     try:
         import libcst
@@ -68,9 +75,16 @@ def rewrite_call(
     except libcst.ParserSyntaxError as error:
         return Refused(f"the file does not parse: {error.message}")
     places = Places(module)
-    call = places.loader_call(line)
-    if call is None:
-        return Refused(f"no DataLoader(...) call stands at line {line}")
+    try:
+        return _rewrite(places, places.loader_call(line, given), wanted, in_force)
+    except Unclear as unclear:
+        return Refused(str(unclear))
+
+
+def _rewrite(
+    places: Places, call: cst.Call, wanted: Mapping[str, object], in_force: Mapping[str, object]
+) -> Rewritten | Refused:
+    """The call with the settings that are not in force yet. Raises Unclear."""
     replacements: dict[cst.CSTNode, cst.CSTNode] = {}
     added: dict[str, str] = {}
     remarks: list[str] = []
@@ -79,10 +93,7 @@ def rewrite_call(
     for name, value in wanted.items():
         if value == in_force.get(name) or (value is None and name not in in_force):
             continue
-        try:
-            place = places.of_argument(call, name, in_force.get(name, DEFAULTS.get(name)))
-        except Unclear as unclear:
-            return Refused(str(unclear))
+        place = places.of_argument(call, name, in_force.get(name, DEFAULTS.get(name)))
         code = repr(value)
         if workers is not None and name in NEED_WORKERS and value:
             code = f"{workers} > 0" if value is True else f"{code} if {workers} > 0 else None"
@@ -95,8 +106,6 @@ def rewrite_call(
         return Refused("the call has these settings already")
     if added and places.unpacks(call):
         home = places.unpacked_dict(call)
-        if isinstance(home, str):
-            return Refused(home)
         replacements[home.node] = home.with_entries(added, replacements)
         remarks += home.remarks
     elif added:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import io
 import os
 import shutil
 import tempfile
+import tokenize
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,13 +88,14 @@ def propose(
     path = working_folder / file
     try:
         old = path.read_bytes()
-        source = old.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(old).readline)
+        source = old.decode(encoding)
+    except (OSError, UnicodeDecodeError, SyntaxError) as error:
         return WriteYourself(f"{file} could not be read: {error}", _call("DataLoader(…", wanted))
-    result = rewrite_call(source, int(line), wanted, before)
+    result = rewrite_call(source, int(line), wanted, before, loader.given)
     if isinstance(result, Refused):
         return WriteYourself(f"{loader.where}: {result.why}", _call("DataLoader(…", wanted))
-    new = result.source.encode("utf-8")
+    new = result.source.encode(encoding)
     return SourceChange(path, old, new, unified_diff(file, source, result.source), result.remarks)
 
 
@@ -106,7 +109,9 @@ def _train_flags(settings: Settings, with_batch: bool) -> list[str]:
 
 def unified_diff(name: str, old: str, new: str) -> str:
     """A diff that `git apply` and `patch -p1` take."""
-    lines = difflib.unified_diff(old.splitlines(True), new.splitlines(True), f"a/{name}", f"b/{name}")
+    # Not splitlines: a form feed is no line end to git and patch.
+    before, after = (io.StringIO(text, newline="").readlines() for text in (old, new))
+    lines = difflib.unified_diff(before, after, f"a/{name}", f"b/{name}")
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 
@@ -124,14 +129,22 @@ def apply_change(change: SourceChange, studied_sha256: str | None) -> None:
         studied_sha256 is not None and studied_sha256 != hashlib.sha256(change.old).hexdigest()
     ):
         raise UsageError(f"{change.path} has changed since it was studied; nothing was written", "Study it anew.")
-    descriptor, temporary = tempfile.mkstemp(dir=change.path.parent, prefix=f".{change.path.name}.")
+    path = change.path.resolve()  # a link stays one
+    if not os.access(path, os.W_OK):
+        raise MachineError(
+            f"cannot write {change.path}: it is read-only", "Make it writable, or apply the diff yourself."
+        )
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise MachineError(f"cannot write into {path.parent}: {error.strerror or error}") from error
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(change.new)
             file.flush()
             os.fsync(file.fileno())
-        shutil.copymode(change.path, temporary)
-        Path(temporary).replace(change.path)
+        shutil.copymode(path, temporary)
+        Path(temporary).replace(path)
     except OSError as error:
         Path(temporary).unlink(missing_ok=True)
         raise MachineError(f"cannot write {change.path}: {error.strerror or error}") from error

@@ -1,21 +1,20 @@
-"""Where in a source file a loader's argument gets its value. Needs libcst; imported late."""
+"""Where in a source file a loader's arguments are written, and where new ones go. Needs libcst; imported late."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import libcst as cst
-from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
 
 from fulltilt.tune.source_call import POSITIONS
 from fulltilt.tune.source_layout import Replacing, appended, with_arguments
-
-_MISSING = object()
+from fulltilt.tune.source_tree import MISSING, SourceTree, is_dict, last_name, literal
+from fulltilt.tune.source_values import Values, Written
 
 
 class Unclear(Exception):  # noqa: N818 - reads as the sentence it is
-    """An argument's value is not one literal that could be changed; the message says what to write instead."""
+    """Why a call or an argument's value cannot be changed."""
 
 
 class Place:
@@ -55,52 +54,82 @@ class Places:
     """One module, with the questions that a change of a loader's arguments asks of it."""
 
     def __init__(self, module: cst.Module) -> None:
-        self._wrapper = MetadataWrapper(module)
-        self._module = self._wrapper.module
-        self._positions = self._wrapper.resolve(PositionProvider)
-        self._parents = self._wrapper.resolve(ParentNodeProvider)
-        self._nodes = list(self._positions)
+        self._tree = SourceTree(module)
+        self._values = Values(self._tree)
+        self._loaders = {"DataLoader"} | {
+            alias.asname.name.value
+            for node in self._tree.nodes
+            if isinstance(node, cst.ImportFrom) and not isinstance(node.names, cst.ImportStar)
+            for alias in node.names
+            if alias.asname is not None and isinstance(alias.asname.name, cst.Name) and alias.name.value == "DataLoader"
+        }
 
     # ------------------------------------------------------------------ the call
 
-    def loader_call(self, line: int) -> cst.Call | None:
-        """The call at a line: of DataLoader where one is, otherwise of a class of the user's own that begins there."""
-        around = [n for n in self._nodes if isinstance(n, cst.Call) and self._begins(n) <= line <= self._ends(n)]
-        named = [call for call in around if (_dotted(call.func) or "").split(".")[-1] == "DataLoader"]
-        other = [call for call in around if self._begins(call) == line and (_last_name(call.func) or "a")[0].isupper()]
-        found = named or other
-        return max(found, key=lambda call: (self._begins(call), -self._ends(call)), default=None)
+    def loader_call(self, line: int, given: Collection[str] = ()) -> cst.Call:
+        """The call that makes the loader at a line: of DataLoader, or of a class of this file. Raises Unclear.
+
+        ``given`` are the arguments that it was seen with; they tell several calls of one line apart.
+        """
+        begins, ends = self._tree.begins, self._tree.ends
+        around = [call for call in self._tree.calls if begins(call) <= line <= ends(call)]
+        named = [
+            call for call in around if (last_name(call.func) or "").endswith("DataLoader") or self._is_torchs(call)
+        ]
+        own = [call for call in around if begins(call) == line and last_name(call.func) in self._tree.classes]
+        found = named or own
+        if not found:
+            raise Unclear(f"no DataLoader(...) call stands at line {line}")
+        nearest = max(begins(call) for call in found)
+        found = [call for call in found if begins(call) == nearest]
+        if len(found) > 1:
+            found = [call for call in found if self._names(call) == set(given)]
+        if len(found) != 1:
+            raise Unclear(f"several loaders are made at line {line}")
+        return found[0]
 
     def of_argument(self, call: cst.Call, name: str, value: object) -> Place | None:
         """The literal that gives an argument its value; None when the argument is not written. Raises Unclear."""
         written = self._written(call, name)
+        if written is not None and literal(written) is not MISSING:
+            return Place(written)
         if written is not None:
-            return self._origin(written, name, value)
-        for unpacked in (arg for arg in call.args if arg.star == "**"):
-            entry = self._entry(unpacked.value, name)
-            if entry is not None:
-                return self._origin(entry, name, value, self._shared(unpacked.value, call))
+            return self._literal_behind(written, name, self._values.behind(written), value)
+        for unpacked in (arg.value for arg in call.args if arg.star == "**"):
+            entries = self._values.entries(unpacked, name)
+            if entries == [Written(None)]:
+                raise Unclear(self._not_a_dict(unpacked))
+            if entries:
+                behind = [
+                    more for entry in entries if entry.node is not None for more in self._values.behind(entry.node)
+                ]
+                place = self._literal_behind(unpacked, name, behind, value)
+                return Place(place.node, (*self._shared(unpacked, call), *place.remarks))
+        if not self._takes(call, name):
+            raise Unclear(f"{self._tree.code(call.func)}(...) does not take {name}: its constructor sets it")
         return None
 
     def variable_workers(self, call: cst.Call) -> str | None:
         """The code of the call's number of workers where it may differ from one time to the next; None where not."""
         written = self._written(call, "num_workers")
-        if written is None or _literal(written) is not _MISSING:
+        if written is None or literal(written) is not MISSING:
             return None
         simple = isinstance(written, cst.Name | cst.Attribute | cst.Subscript | cst.Call)
-        return self._code(written) if simple else f"({self._code(written)})"
+        return self._tree.code(written) if simple else f"({self._tree.code(written)})"
 
     def unpacks(self, call: cst.Call) -> bool:
         """Whether a dict is unpacked into the call: a new argument might stand in it twice."""
         return any(arg.star == "**" for arg in call.args)
 
-    def unpacked_dict(self, call: cst.Call) -> DictPlace | str:
-        """The dict that is unpacked into the call, or why it cannot be changed."""
-        for unpacked in (arg.value for arg in call.args if arg.star == "**"):
-            display = self._display(unpacked)
-            if display is not None:
-                return DictPlace(display, self._shared(unpacked, call))
-        return f"the arguments come from **{self._code(call.args[-1].value)}, which is not a dict written in this file"
+    def unpacked_dict(self, call: cst.Call) -> DictPlace:
+        """The dict that is unpacked into the call; of several parts the one with the workers. Raises Unclear."""
+        unpacked = [arg.value for arg in call.args if arg.star == "**"]
+        for each in unpacked:
+            displays = [display for display in self._values.displays(each) or () if is_dict(display)]
+            if displays:
+                with_workers = (display for display in displays if self._values.entries(display, "num_workers"))
+                return DictPlace(next(with_workers, displays[0]), self._shared(each, call))
+        raise Unclear(self._not_a_dict(unpacked[-1]))
 
     def with_keywords(
         self, call: cst.Call, added: Mapping[str, str], replacements: Mapping[cst.CSTNode, cst.CSTNode]
@@ -111,144 +140,72 @@ class Places:
 
     def replaced(self, replacements: Mapping[cst.CSTNode, cst.CSTNode]) -> str:
         """The source with these nodes exchanged."""
-        return self._module.visit(Replacing(replacements)).code
+        return self._tree.replaced(replacements)
+
+    # ------------------------------------------------------------------ what a call takes
+
+    def _is_torchs(self, call: cst.Call) -> bool:
+        return last_name(call.func) in self._loaders
+
+    def _constructor(self, call: cst.Call) -> cst.FunctionDef | None:
+        """The constructor of a class of this file; None where the class inherits DataLoader's, or is DataLoader."""
+        home = None if self._is_torchs(call) else self._tree.classes.get(last_name(call.func) or "")
+        return next(
+            (
+                node
+                for node in self._tree.nodes
+                if home is not None
+                and isinstance(node, cst.FunctionDef)
+                and node.name.value == "__init__"
+                and self._tree.home(node) is home
+            ),
+            None,
+        )
+
+    def _takes(self, call: cst.Call, name: str) -> bool:
+        constructor = self._constructor(call)
+        if constructor is None or isinstance(constructor.params.star_kwarg, cst.Param):
+            return True
+        return name in _parameters(constructor)
 
     def _written(self, call: cst.Call, name: str) -> cst.BaseExpression | None:
+        constructor = self._constructor(call)
+        positions = POSITIONS if constructor is None else _parameters(constructor)
         plain = [arg for arg in call.args if not arg.star]
         for index, arg in enumerate(plain):
             if arg.keyword is not None:
                 if arg.keyword.value == name:
                     return arg.value
-            elif index < len(POSITIONS) and POSITIONS[index] == name:
+            elif index < len(positions) and positions[index] == name:
                 return arg.value
         return None
 
-    # ------------------------------------------------------------------ where a value comes from
+    def _names(self, call: cst.Call) -> set[str]:
+        """The arguments that are written in a call."""
+        names = [arg.keyword.value if arg.keyword is not None else None for arg in call.args if not arg.star]
+        return {name or POSITIONS[index] for index, name in enumerate(names) if name or index < len(POSITIONS)}
 
-    def _origin(self, node: cst.BaseExpression, name: str, value: object, remarks: tuple[str, ...] = ()) -> Place:
-        if _literal(node) is not _MISSING:
-            return Place(node, remarks)
-        candidates = [
-            (literal, note)
-            for literal, note in self._candidates(node)
-            if _literal(literal) is not _MISSING and _literal(literal) == value
-        ]
-        if len(candidates) == 1:
-            literal, note = candidates[0]
-            return Place(literal, (*remarks, note) if note else remarks)
-        raise Unclear(f"{name} is {self._code(node)} there, whose value is not one literal in this file")
+    # ------------------------------------------------------------------ what is behind an argument
 
-    def _candidates(self, node: cst.BaseExpression) -> list[tuple[cst.BaseExpression, str]]:
-        """Literals that may be the value of a name, an attribute or an item."""
-        if isinstance(node, cst.Name):
-            return [*self._assigned(node.value), *self._passed(node)]
-        if isinstance(node, cst.Attribute):
-            key = node.attr.value
-            return [*self._assigned(key, in_class=True), *self._keywords(key), *self._argparse_defaults(key)]
-        if isinstance(node, cst.Subscript) and len(node.slice) == 1:
-            index = node.slice[0].slice
-            if isinstance(index, cst.Index) and isinstance(index.value, cst.SimpleString):
-                entry = self._entry(node.value, str(index.value.evaluated_value))
-                return [] if entry is None else [(entry, "")]
-        return []
+    def _literal_behind(self, node: cst.BaseExpression, name: str, behind: list[Written], value: object) -> Place:
+        same = [each for each in behind if each.node is not None and literal(each.node) == value]
+        if len(same) == 1 and all(each.node is not None for each in behind):
+            (found,) = same
+            assert found.node is not None
+            return Place(found.node, (found.note,) if found.note else ())
+        raise Unclear(f"{name} is {self._tree.code(node)} there, whose value is not one literal in this file")
 
-    def _assigned(self, name: str, in_class: bool = False) -> list[tuple[cst.BaseExpression, str]]:
-        """Values given to a name: ``name = 4``, and in a class ``name: int = 4``."""
-        found = []
-        for node in self._nodes:
-            if isinstance(node, cst.AnnAssign):
-                targets, value = [node.target], node.value
-            elif isinstance(node, cst.Assign):
-                targets, value = [target.target for target in node.targets], node.value
-            else:
-                continue
-            if in_class and not isinstance(self._home(node), cst.ClassDef):
-                targets = [t for t in targets if isinstance(t, cst.Attribute)]
-            names = [_last_name(target) for target in targets if isinstance(target, cst.Name | cst.Attribute)]
-            if value is not None and name in names:
-                found.append((value, ""))
-        return found
-
-    def _passed(self, node: cst.Name) -> list[tuple[cst.BaseExpression, str]]:
-        """Values that callers give to a parameter of the function around it, or its default."""
-        function = self._home(node)
-        if not isinstance(function, cst.FunctionDef):
-            return []
-        parameters = [*function.params.params, *function.params.kwonly_params]
-        names = [parameter.name.value for parameter in parameters]
-        if node.value not in names:
-            return []
-        index = names.index(node.value)
-        found: list[tuple[cst.BaseExpression, str]] = []
-        defaulted = False
-        for call in self._nodes:
-            if isinstance(call, cst.Call) and _last_name(call.func) == function.name.value:
-                given = [a.value for a in call.args if a.keyword is not None and a.keyword.value == node.value]
-                if not given and index < len(call.args) and call.args[index].keyword is None:
-                    given = [call.args[index].value]
-                found += [(value, "") for value in given]
-                defaulted = defaulted or not given
-        default = parameters[index].default
-        if defaulted and default is not None:
-            found.append((default, f"the default of {function.name.value}({node.value}=…) holds for all its callers"))
-        return found
-
-    def _keywords(self, key: str) -> list[tuple[cst.BaseExpression, str]]:
-        """Values in calls such as ``Config(num_workers=4)`` of a class of the user's own."""
-        return [
-            (arg.value, "")
-            for call in self._nodes
-            if isinstance(call, cst.Call) and (_last_name(call.func) or "a")[0].isupper()
-            for arg in call.args
-            if arg.keyword is not None and arg.keyword.value == key and _last_name(call.func) != "DataLoader"
-        ]
-
-    def _argparse_defaults(self, key: str) -> list[tuple[cst.BaseExpression, str]]:
-        """The default in ``add_argument("--num-workers", default=4)``."""
-        found = []
-        for call in self._nodes:
-            if not isinstance(call, cst.Call) or _last_name(call.func) != "add_argument":
-                continue
-            flags = [a.value.evaluated_value for a in call.args if isinstance(a.value, cst.SimpleString)]
-            if any(str(flag).lstrip("-").replace("-", "_") == key for flag in flags):
-                found += [
-                    (arg.value, "the flag's default changes; a value given on the command line still wins")
-                    for arg in call.args
-                    if arg.keyword is not None and arg.keyword.value == "default"
-                ]
-        return found
-
-    # ------------------------------------------------------------------ dicts
-
-    def _display(self, node: cst.BaseExpression) -> cst.Dict | cst.Call | None:
-        """The one dict display or dict(...) call that a name stands for."""
-        found = [node] if not isinstance(node, cst.Name) else [value for value, _ in self._assigned(node.value)]
-        dicts = [
-            d for d in found if isinstance(d, cst.Dict) or (isinstance(d, cst.Call) and _last_name(d.func) == "dict")
-        ]
-        return dicts[0] if len(dicts) == 1 and len(found) == 1 else None
-
-    def _entry(self, node: cst.BaseExpression, key: str) -> cst.BaseExpression | None:
-        display = self._display(node)
-        if isinstance(display, cst.Dict):
-            for element in display.elements:
-                if isinstance(element, cst.DictElement) and _literal(element.key) == key:
-                    return element.value
-        elif display is not None:
-            for arg in display.args:
-                if arg.keyword is not None and arg.keyword.value == key:
-                    return arg.value
-        return None
+    def _not_a_dict(self, node: cst.BaseExpression) -> str:
+        return f"the arguments come from **{self._tree.code(node)}, which is not a dict written in this file"
 
     def _shared(self, node: cst.BaseExpression, call: cst.Call) -> tuple[str, ...]:
         """A remark when the dict is unpacked into other calls as well."""
         if not isinstance(node, cst.Name):
             return ()
         others = [
-            self._begins(other)
-            for other in self._nodes
-            if isinstance(other, cst.Call)
-            and other is not call
+            self._tree.begins(other)
+            for other in self._tree.calls
+            if other is not call
             and any(
                 a.star == "**" and isinstance(a.value, cst.Name) and a.value.value == node.value for a in other.args
             )
@@ -257,45 +214,13 @@ class Places:
             return ()
         return (f"{node.value} also goes into the call in line {', '.join(map(str, sorted(others)))}",)
 
-    # ------------------------------------------------------------------ around a node
 
-    def _home(self, node: cst.CSTNode) -> cst.CSTNode | None:
-        """The function or class that a node stands in."""
-        parent = self._parents.get(node)
-        while parent is not None and not isinstance(parent, cst.FunctionDef | cst.ClassDef):
-            parent = self._parents.get(parent)
-        return parent
-
-    def _begins(self, node: cst.CSTNode) -> int:
-        return int(self._positions[node].start.line)
-
-    def _ends(self, node: cst.CSTNode) -> int:
-        return int(self._positions[node].end.line)
-
-    def _code(self, node: cst.CSTNode) -> str:
-        return self._module.code_for_node(node)
-
-
-def _literal(node: cst.BaseExpression) -> object:
-    if isinstance(node, cst.Integer | cst.SimpleString):
-        return node.evaluated_value
-    if isinstance(node, cst.Name) and node.value in ("True", "False", "None"):
-        return {"True": True, "False": False, "None": None}[node.value]
-    return _MISSING
+def _parameters(function: cst.FunctionDef) -> list[str]:
+    """The names of a method's parameters without self."""
+    parameters = [*function.params.posonly_params, *function.params.params, *function.params.kwonly_params]
+    return [parameter.name.value for parameter in parameters][1:]
 
 
 def _quote_of(node: cst.Dict) -> str:
     keys = [e.key for e in node.elements if isinstance(e, cst.DictElement) and isinstance(e.key, cst.SimpleString)]
     return keys[0].quote if keys else '"'
-
-
-def _dotted(node: cst.BaseExpression) -> str | None:
-    if isinstance(node, cst.Name):
-        return node.value
-    if isinstance(node, cst.Attribute):
-        return f"{_dotted(node.value)}.{node.attr.value}"
-    return None
-
-
-def _last_name(node: cst.BaseExpression) -> str | None:
-    return (_dotted(node) or "").split(".")[-1] or None
