@@ -1,72 +1,107 @@
-"""A job to be tuned, written as people write them: JPEG files, a DataLoader without workers, a network, AdamW.
+"""The two jobs that are tuned, COD and CLIP, as scripts that people start: JPEG files, a DataLoader without workers.
 
-    python bench/tunebench/job.py FOLDER [--batch-size 64] [--size 384]
+    python bench/tunebench/job.py cod FOLDER [--small]
 
-It knows nothing of Fulltilt. On a GPU the network is timm's EdgeNeXt-base in bf16 where timm is installed.
+``--small`` is for rehearsals on a CPU: tiny networks, and a wait in the place of decoding.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy
 import torch
-from PIL import Image
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from feedbench.images import Images, Segmenter, make_images
+from feedbench.measuring import Step, trainer
+
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+# What a sample of a rehearsal waits, so that workers pay on any machine.
+SMALL_WAIT_S = 0.004
 
 
-class Pictures(Dataset[Any]):
-    def __init__(self, folder: Path, size: int) -> None:
-        self.files = sorted(folder.glob("*.jpg"))
-        self.size = size
+class Endless(Images):
+    """Files over and over in one pass; each is flipped or not by its number, so that no random number is drawn."""
+
+    wait_s = 0.0
 
     def __len__(self) -> int:
-        return 1_000_000
+        return 10_000_000
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        with Image.open(self.files[index % len(self.files)]) as image:
-            pixels = numpy.asarray(image.convert("RGB").resize((self.size, self.size), Image.Resampling.BILINEAR))
-        if index % 2:
-            pixels = pixels[:, ::-1].copy()
-        return torch.from_numpy(pixels.copy()).permute(2, 0, 1).float() / 255, index % 10
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        from torchvision.transforms.v2.functional import normalize
+
+        number = index % len(self.files)
+        time.sleep(self.wait_s)
+        pixels, other = super().__getitem__(number)
+        pixels = pixels.flip(-1) if number % 2 else pixels
+        return normalize(pixels.float() / 255, MEAN, STD), other
 
 
-def network(device: str) -> nn.Module:
-    if device == "cuda":
-        try:
-            import timm
+class Job(NamedTuple):
+    """One job, ready to train. ``network`` makes another model of the same kind."""
 
-            return timm.create_model("edgenext_base", num_classes=10)
-        except ImportError:
-            import torchvision
+    name: str
+    data: Endless
+    batch_size: int
+    step: Step
 
-            return torchvision.models.resnet50(num_classes=10)
-    return nn.Sequential(
-        nn.Conv2d(3, 16, 7, stride=4), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(256, 10)
-    )
+
+def pictures(name: str, folder: Path, small: bool) -> list[tuple[str, str | None]]:
+    """The job's files, made where they are not there yet."""
+    masks = name == "cod"
+    count, width, height = (24, 96, 64) if small else (512, 800, 600) if masks else (1024, 400, 300)
+    made = sorted(str(path) for path in folder.glob("*.jpg"))
+    if not made:
+        return make_images(folder, count, width, height, masks=masks)
+    return [(path, path[:-3] + "png" if masks else None) for path in made] * 2
+
+
+def network(name: str, small: bool) -> nn.Module:
+    if name == "cod":
+        return nn.Conv2d(3, 1, 3, padding=1) if small else Segmenter("edgenext_base")
+    from transformers import CLIPConfig, CLIPModel
+
+    tiny = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {**tiny, "image_size": 32, "patch_size": 16}
+    return CLIPModel(CLIPConfig(text_config=tiny, vision_config=vision, projection_dim=16) if small else CLIPConfig())
+
+
+def cod_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.binary_cross_entropy_with_logits(model(batch[0]).float(), (batch[1] > 127).float())
+
+
+def clip_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(input_ids=batch[1], pixel_values=batch[0], return_loss=True).loss
+    return loss
+
+
+def make(name: str, folder: Path, device: torch.device, small: bool) -> Job:
+    size, batch_size = {"cod": (384, 64), "clip": (224, 256)}[name] if not small else (64 if name == "cod" else 32, 4)
+    data = Endless(pictures(name, folder, small), size)
+    data.wait_s = SMALL_WAIT_S if small else 0.0
+    model = network(name, small).to(device)
+    return Job(name, data, batch_size, trainer(model, cod_loss if name == "cod" else clip_loss, device))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("job", choices=("cod", "clip"))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--size", type=int, default=384)
+    parser.add_argument("--small", action="store_true")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    loader = DataLoader(Pictures(arguments.folder, arguments.size), batch_size=arguments.batch_size, shuffle=True)
-    model = network(device).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-4)
-    for batch in loader:
-        images, labels = (part.to(device, non_blocking=True) for part in batch)
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
-            loss = nn.functional.cross_entropy(model(images), labels)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
+    device = torch.device("cpu" if arguments.small or not torch.cuda.is_available() else "cuda")
+    job = make(arguments.job, arguments.folder, device, arguments.small)
+    for batch in DataLoader(job.data, batch_size=job.batch_size, shuffle=False):
+        job.step([part.to(device, non_blocking=True) for part in batch])
 
 
 if __name__ == "__main__":
