@@ -6,14 +6,39 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from fulltilt.tune.live.orders import Orders
 from fulltilt.tune.live.pools import Pool
 from fulltilt.tune.live.window import Arrival
 
-if TYPE_CHECKING:
-    from fulltilt.tune.live.tuner import LoaderTuner
+
+class Conductor(Protocol):
+    """Who decides which pools run, told by the relay what happens to the batches."""
+
+    def at_boundary(self, relay: Relay) -> None:
+        """The script asks for a batch: the moment to hand over."""
+
+    def first_arrived(self, wait_s: float) -> None:
+        """The first batch of a pass came."""
+
+    def arrived(self, relay: Relay, arrival: Arrival) -> None:
+        """Another batch came."""
+
+    def ran_dry(self, pool: Pool) -> None:
+        """A pool has given its last batch and another goes on."""
+
+    def pass_ended(self, relay: Relay) -> None:
+        """All batches of a pass were given."""
+
+    def pass_abandoned(self, relay: Relay) -> None:
+        """A pass was left early, and its iterator is gone."""
+
+    def failed_at_work(self, relay: Relay, error: Exception) -> None:
+        """A pool broke: another has to be put in its place."""
+
+    def broke(self, error: Exception) -> None:
+        """The conductor itself went wrong."""
 
 
 class Relay:
@@ -22,7 +47,7 @@ class Relay:
     A pool that is handed over to takes the orders behind those of the pool before it, which runs dry meanwhile.
     """
 
-    def __init__(self, tuner: LoaderTuner, orders: Orders, first: Pool, loader: Any) -> None:
+    def __init__(self, tuner: Conductor, orders: Orders, first: Pool, loader: Any) -> None:
         self.orders = orders
         self._line: deque[Pool] = deque([first])
         self.ended = False
