@@ -118,6 +118,16 @@ def test_bad_usage_ends_with_2_before_anything_runs(
     assert not (tmp_path / "o").exists()
 
 
+@pytest.mark.parametrize(("out", "code"), [("file", 2), ("file/below", 7)])
+def test_a_place_that_cannot_be_written_is_told(
+    out: str, code: int, installed: list[Request], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert run("cod", "--out", str(tmp_path / out), "--data", "d") == code
+    assert str(tmp_path / out) in capsys.readouterr().err
+    assert not installed
+
+
 def test_bad_data_ends_with_4_and_the_traceback_goes_to_a_log(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

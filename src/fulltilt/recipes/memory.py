@@ -6,9 +6,11 @@ import json
 from dataclasses import asdict
 
 from fulltilt import store
+from fulltilt.errors import MachineError, UsageError
 from fulltilt.recipes.recipe import Recipe, Request
 
 FILE = "recipe.json"
+ANOTHER_OUT = "Choose another folder with --out."
 
 
 def changes(recipe: Recipe, request: Request) -> list[str]:
@@ -26,8 +28,13 @@ def changes(recipe: Recipe, request: Request) -> list[str]:
         before = json.loads(path.read_text())
     except (OSError, ValueError):
         before = {}
-    request.out.mkdir(parents=True, exist_ok=True)
-    store.write_json(path, now)
+    if request.out.is_file():
+        raise UsageError(f"--out {request.out} is a file, not a folder", "Give a folder.")
+    try:
+        request.out.mkdir(parents=True, exist_ok=True)
+        store.write_json(path, now)
+    except OSError as error:
+        raise MachineError(f"cannot write into {request.out}: {error.strerror or error}", ANOTHER_OUT) from error
     if request.fresh:
         return []
     changed = [f"{name} {before[name]} → {now[name]}" for name in now if name in before and before[name] != now[name]]
