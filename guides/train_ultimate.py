@@ -18,6 +18,7 @@ NAMES = {
     "--scheduler": "--schedule",
     "--num-workers": "--workers",
 }
+USAGE = "Usage: python train_ultimate.py train --dataset-path DIR --checkpoint-dir DIR [flags of guides 1 and 3]"
 # The guides switch these on by name, so without the name they are off.
 OFF = ("--no-progressive-unfreeze", "--no-deep-supervision")
 
@@ -41,7 +42,7 @@ def gpus() -> list[str]:
 if __name__ == "__main__":
     verb, *rest = sys.argv[1:] or ["--help"]
     if verb != "train":
-        sys.exit(
-            "Usage: python train_ultimate.py train --dataset-path DIR --checkpoint-dir DIR [flags of guides 1 and 3]"
-        )
+        asked = verb in ("--help", "-h")
+        print(USAGE, file=sys.stdout if asked else sys.stderr)
+        sys.exit(0 if asked else 2)
     main(["train", "cod", *gpus(), *translated(rest)])

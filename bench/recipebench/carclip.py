@@ -45,8 +45,9 @@ def run(bench: Bench) -> None:
     bench.remark("guide 2's accumulation compares 128 captions a step; ours at its batch compares 256 (GradCache)")
     if bench.left_s() > 15 or bench.smoke:
         bench.begins("ours at the guide's batch")
-        job = engine_job(bench, data, 4 if bench.smoke else GUIDE_BATCH, GUIDE_ACCUMULATION, again)
-        alone = Turns(None, bench, turn_s=4, turns=1)
+        part, again = (4, again) if bench.smoke else (GUIDE_BATCH, 12)
+        job = engine_job(bench, data, part, GUIDE_ACCUMULATION, again)
+        alone = Turns(None, bench, turn_s=3, turns=1)
         bench.note("fed_at_guide_batch", engine_turns(*job, bench.work / "parts", alone)["fed"])
 
 

@@ -50,8 +50,8 @@ def run(bench: Bench) -> None:
     bench.note("guide", guide_rate(bench, options, data))
     if bench.left_s() > 15 or bench.smoke:
         bench.begins("ours at the guide's batch")
-        job = engine_job(bench, options, data, GUIDE_BATCH, 4)
-        alone = Turns(None, bench, turn_s=4, turns=1)
+        job = engine_job(bench, options, data, GUIDE_BATCH, 4 if bench.smoke else 2)
+        alone = Turns(None, bench, turn_s=2.5, turns=1)
         bench.note("fed_at_guide_batch", engine_turns(*job, bench.work / "small", alone)["fed"])
 
 

@@ -33,7 +33,7 @@ def run(bench: Bench) -> None:
     turns = Turns(compute_steps(bench, batch), bench, turn_s=0.8)
     bench.begins("fed and compute-only steps in turns")
     # Several hundred steps an epoch: turns need whole stretches of one.
-    bench.note_all(fed_figures(bench, data, batch, turns, again=2 if bench.smoke else 6))
+    bench.note_all(fed_figures(bench, data, batch, turns, again=2 if bench.smoke else 5))
     bench.begins("the guide's settings")
     bench.note("guide", guide_rate(bench, data))
 
