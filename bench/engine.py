@@ -338,18 +338,23 @@ def pretended_limit(most: int) -> Callable[[nn.Module, Any], torch.Tensor]:
     return limited
 
 
-def rows(results: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    for name, found in results["loops"].items():
+def loop_rows(loops: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, found in loops.items():
         low, high = found["range"]
         share = found["engine_share_of_hand_speed"]
         yield (
             f"engine / hand-written loop, {name}",
             f"{share:.4f} ({low:.4f} to {high:.4f}); {found['engine_ms']:.2f} against {found['hand_ms']:.2f} ms",
         )
-    saving = results["checkpoints"]
+
+
+def checkpoint_rows(saving: dict[str, Any]) -> Iterator[tuple[str, str]]:
     every, size = saving["save_every_steps"], saving["about_bytes"] / 2**20
     yield f"background checkpoints of {size:.0f} MiB every {every} steps", f"{saving['cost_pct']:+.2f} %"
-    for name, found in results["variants"].items():
+
+
+def variant_rows(variants: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, found in variants.items():
         if found is None:
             shown = "left out: no time"
         elif "error" in found:
@@ -357,8 +362,9 @@ def rows(results: dict[str, Any]) -> Iterator[tuple[str, str]]:
         else:
             shown = f"{found['step_ms']:.2f} ms, {found['samples_per_s']:.0f} samples/s"
         yield name, shown
-    yield from recording_rows({"30 ms steps": results["recording"]})
-    memory = results["out_of_memory"]
+
+
+def memory_rows(memory: dict[str, Any]) -> Iterator[tuple[str, str]]:
     verdict = "survived" if memory["survived"] else "NOT survived"
     difference = memory["largest_relative_loss_difference"]
     yield "out of memory", f"{verdict}: micro-batch {memory['micro_batch_after']}, loss differs by {difference:.1e}"
@@ -393,19 +399,27 @@ def main() -> None:
     # Checkpoints of the A/B blocks go to memory, so that the disk has no part in them; their cost is measured apart.
     memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=memory) as quick, tempfile.TemporaryDirectory() as disk:
-        results = {
-            "torch": torch.__version__,
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-            "loops": compare_loops(sizes, Path(quick) / "run"),
-            "checkpoints": checkpoint_cost(sizes, Path(disk) / "run"),
-            "recording": recording_cost(sizes, Path(quick) / "run", sizes.steps),
-            "out_of_memory": survive_out_of_memory(sizes, Path(quick) / "run"),
-            "variants": compare_variants(sizes, Path(quick) / "run", began_s + BUDGET_S - 45.0),
+        run = Path(quick) / "run"
+        parts: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any]], Iterator[tuple[str, str]]]]] = {
+            "loops": (lambda: compare_loops(sizes, run), loop_rows),
+            "checkpoints": (lambda: checkpoint_cost(sizes, Path(disk) / "run"), checkpoint_rows),
+            "out_of_memory": (lambda: survive_out_of_memory(sizes, run), memory_rows),
+            "recording": (lambda: {"30 ms steps": recording_cost(sizes, run, sizes.steps)}, recording_rows),
+            "variants": (lambda: compare_variants(sizes, run, began_s + BUDGET_S - 45.0), variant_rows),
         }
-    results["seconds"] = time.monotonic() - began_s
-    for name, shown in rows(results):
-        print(f"{name:<58} {shown}")
-    arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+        results: dict[str, Any] = {"torch": torch.__version__}
+        results["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+        for part, (measure, shown_as) in parts.items():
+            try:
+                results[part] = measure()
+                lines = list(shown_as(results[part]))
+            except Exception as error:  # time on a GPU is short: the other parts still count
+                results[part] = {"error": f"{type(error).__name__}: {error}"}
+                lines = [(part, results[part]["error"])]
+            for name, shown in lines:
+                print(f"{name:<58} {shown}", flush=True)
+            results["seconds"] = time.monotonic() - began_s
+            arguments.out.write_text(json.dumps(results, indent=1) + "\n")
     print(f"{results['seconds']:.0f} s; written to {arguments.out}")
 
 

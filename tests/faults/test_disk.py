@@ -189,6 +189,15 @@ def test_row_9_never_exit_0_without_the_last_checkpoint(tmp_path: Path) -> None:
     assert_clear(tmp_path, "Input/output error")
 
 
+def test_a_second_ctrl_c_in_a_save_is_no_error_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: it was told as a checkpoint that was not written, with the code of a broken machine."""
+    checkpoint.write(tmp_path, snapshot(1))
+    monkeypatch.setattr(durable, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        Writer(tmp_path, KeepPolicy()).save(snapshot(2), background=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
 def test_the_writer_raises_once_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = Writer(tmp_path, KeepPolicy())
     monkeypatch.setattr(durable, "write_file", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "gone")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -307,3 +308,16 @@ def test_a_finished_run_is_not_evaluated_again(tmp_path: Path) -> None:
     run(tmp_path / "out", victim.make_job(), save_every=2)
     outcome, _ = run(tmp_path / "out", victim.make_job(), save_every=2)
     assert (outcome.epochs, outcome.metrics) == (1, {})
+
+
+def test_a_screen_that_nobody_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: ``| head`` ended with code 120 at the flush of Python's own end, ``>&-`` with an AttributeError."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    pipe = os.fdopen(writing, "w")
+    for stream in (pipe, None):
+        monkeypatch.setattr(sys, "stdout", stream)
+        screen = Screen(tmp_path / "out", sampled=False)
+        screen.say("to nobody")
+        screen.say("to nobody")
+    pipe.close()
