@@ -106,6 +106,15 @@ def test_without_a_verb_it_shows_its_help(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out.startswith("Usage: fulltilt ")
 
 
+def test_a_verb_with_its_output_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``fulltilt … >&-``: Python has None in the place of both streams."""
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    with pytest.raises(SystemExit) as ending:
+        command.main(["--version"])
+    assert ending.value.code == 0
+
+
 # --------------------------------------------------------------------------- flags
 
 FLAGS = {

@@ -6,6 +6,7 @@ import errno
 import importlib
 import os
 import sys
+from pathlib import Path
 
 import typer
 
@@ -42,6 +43,9 @@ def _root(
 def main(arguments: list[str] | None = None) -> None:
     """Run one verb and exit with its code; without any, show the help."""
     arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # started with it closed: >&-
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - open to the end
     # One verb alone starts faster; help and wrong verbs need them all.
     for verb in arguments[:1] if arguments[0] in VERBS else VERBS:
         importlib.import_module(f"fulltilt.cli.{verb.replace('-', '_')}").register(app)
