@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 import time
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from fulltilt.timeline.patches import COLLECTIVES
+from fulltilt.timeline.marks import Activity
+from fulltilt.timeline.patches import COLLECTIVES, READS
 from fulltilt.timeline.session import Session
 
 
@@ -33,7 +35,7 @@ def entry_points() -> dict[str, Any]:
         "pre": len(hooks._global_optimizer_pre_hooks),
         "post": len(hooks._global_optimizer_post_hooks),
     }
-    points |= {name: vars(torch.Tensor).get(name, "inherited") for name in ("to", "cuda", "item", "tolist", "cpu")}
+    points |= {name: vars(torch.Tensor).get(name, "inherited") for name in ("to", "cuda", *READS)}
     points |= {name: getattr(torch.distributed, name) for name in COLLECTIVES}
     return points
 
@@ -68,6 +70,49 @@ def test_values_and_errors_pass_through(tmp_path: Path) -> None:
         session.finish()
 
 
+class SaysItIsOnAGpu(torch.Tensor):
+    """A tensor of the CPU, so that what waits for a GPU can be seen without one."""
+
+    is_cuda = True
+
+
+class NoEvents:
+    """A GPU's clock without a GPU."""
+
+    def record(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("read", "call"),
+    [
+        (lambda loss: loss.item(), ".item()"),
+        (float, "float()"),
+        (int, "int()"),
+        (lambda loss: bool(loss > 1), "bool()"),
+        (lambda loss: "high" if loss > 1 else "low", "bool()"),
+        (lambda loss: loss.nonzero(), ".nonzero()"),
+        (math.isnan, "float()"),
+    ],
+)
+def test_whatever_a_script_reads_from_the_gpu_is_a_wait(tmp_path: Path, read: Any, call: str) -> None:
+    loss = torch.tensor(4.0).as_subclass(SaysItIsOnAGpu)
+    plain = read(loss)
+    session = Session(torch, tmp_path, time.perf_counter_ns())
+    session.install()
+    session.recorder.adopt()
+    session.recorder.clock = NoEvents()  # type: ignore[assignment]
+    try:
+        session.recorder.active = True
+        assert str(read(loss)) == str(plain)
+        (line,) = session.notes.sync_lines.top()
+    finally:
+        session.recorder.clock = None
+        session.finish()
+    assert line.call == call
+    assert line.where.startswith("tests/timeline/test_patches.py:")
+
+
 def test_a_compiled_model_still_compiles_whole(tmp_path: Path) -> None:
     session = Session(torch, tmp_path, time.perf_counter_ns())
     session.install()
@@ -81,3 +126,32 @@ def test_a_compiled_model_still_compiles_whole(tmp_path: Path) -> None:
     finally:
         session.finish()
         torch._dynamo.reset()
+
+
+def test_a_closure_is_the_users_code_and_the_optimizers_own_work_is_not(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    seen: list[Activity] = []
+
+    class Watched(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            seen.append(session.recorder.activity)
+            return super().step(closure)
+
+    session = Session(torch, tmp_path, time.perf_counter_ns())
+    session.install()
+    try:
+        optimizer = Watched([weight], lr=0.1)
+
+        def closure() -> torch.Tensor:
+            loss = weight.sum()
+            loss.backward()
+            return loss
+
+        closure()
+        optimizer.step()
+        optimizer.step(closure)
+        optimizer.step(closure=closure)
+        assert seen == [Activity.OPTIMIZER, Activity.USER, Activity.USER]
+        assert session.notes.optimizer_calls == 3
+    finally:
+        session.finish()

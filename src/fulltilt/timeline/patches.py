@@ -11,7 +11,8 @@
 | save                                | checkpoints                                    |
 | nn.Module.train                     | evaluation mode of the trained model           |
 | Tensor.to, .cuda                    | copies to the GPU                              |
-| Tensor.item, .tolist, .cpu          | waits for the GPU                              |
+| Tensor.item, .tolist, .cpu, bool(), | waits for the GPU                              |
+| float(), int(), .nonzero            |                                                |
 | cuda.synchronize                    | waits for the GPU                              |
 | distributed.all_reduce, …           | explicit collectives                           |
 | nn.parallel.DistributedDataParallel | the replica, for its own timings               |
@@ -52,6 +53,16 @@ COLLECTIVES = (
     "reduce_scatter_tensor",
     "scatter",
 )
+# Methods of a tensor whose answer the host has to wait for, as a user writes them.
+READS = {
+    "item": ".item()",
+    "tolist": ".tolist()",
+    "cpu": ".cpu()",
+    "nonzero": ".nonzero()",
+    "__bool__": "bool()",
+    "__float__": "float()",
+    "__int__": "int()",
+}
 ASK_PINNED_FIRST = 8
 ASK_PINNED_EVERY = 64
 ASK_REPLICAS_EVERY = 16
@@ -95,8 +106,8 @@ class Patches:
         if self.watches_copies:
             for name in ("to", "cuda"):
                 self._exchange(torch.Tensor, name, self._copy)
-        for name in ("item", "tolist", "cpu"):
-            self._exchange(torch.Tensor, name, self._read)
+        for name, written in READS.items():
+            self._exchange(torch.Tensor, name, functools.partial(self._read, written))
         self._exchange(torch.cuda, "synchronize", self._synchronize)
         self._exchange(torch.nn.parallel.DistributedDataParallel, "__init__", self._replica_init)
         if torch.distributed.is_available():
@@ -359,16 +370,15 @@ class Patches:
 
         return copy
 
-    def _read(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _read(self, written: str, original: Callable[..., Any]) -> Callable[..., Any]:
         recorder, torch = self._recorder, self._torch
-        name = original.__name__
 
         def read(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if recorder.clock is None or recorder.rest.on or torch.compiler.is_compiling():
                 return original(tensor, *args, **kwargs)
             if not tensor.is_cuda or not recorder.mine():
                 return original(tensor, *args, **kwargs)
-            return self._blocked(original, f".{name}()", tensor, *args, **kwargs)
+            return self._blocked(original, written, tensor, *args, **kwargs)
 
         return read
 
