@@ -177,7 +177,11 @@ def loss(model: Any, batch: Any) -> torch.Tensor:
         ({"eval_data": []}, {}, "eval_data is empty"),
         ({"eval_metrics": lambda rows: 0.5}, {}, "eval_metrics returned a float"),
         ({"eval_metrics": lambda rows: {"auc": "high"}}, {}, "the metric auc should be one number, not a str"),
-        ({}, {"monitor": "acuracy"}, r"monitor: acuracy is not among what the evaluation measures \(loss, accuracy\)"),
+        (
+            {},
+            {"monitor": "acuracy"},
+            r"acuracy is not among what the evaluation measures \(eval_loss, eval_accuracy\)",
+        ),
         ({}, {"keep_last": 0, "lr": -1.0}, "2 problems in settings"),
     ],
 )

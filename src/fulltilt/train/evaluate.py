@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fulltilt.errors import UsageError
 from fulltilt.train import batches
 from fulltilt.train.distributed import Group
 from fulltilt.train.loss_value import plain_metrics, value_and_means
@@ -44,6 +45,25 @@ def evaluate(
         beat("computing the metrics of the whole set")
         means.update(plain_metrics(rig.job.eval_metrics(_joined(kept, rig.group))))
     return means
+
+
+def watched(rig: Rig, found: Mapping[str, float]) -> float | None:
+    """The metric that the run goes by, noted in its history; None where it was not measured."""
+    name = rig.settings.monitor
+    metric = found.get(name.removeprefix("eval_")) if name is not None else None
+    if metric is not None:
+        rig.history.add(rig.progress.epoch, metric)
+    return metric
+
+
+def check_monitor(rig: Rig, metrics: Mapping[str, float]) -> None:
+    """Raise UsageError after an evaluation that measured other things than the one that the run is to go by."""
+    name, measured = rig.settings.monitor, [name for name in metrics if name.startswith("eval_")]
+    if name is not None and measured and not rig.history.values:
+        raise UsageError(
+            f"monitor: {name} is not among what the evaluation measures ({', '.join(measured)})",
+            "Name one of them; the same command then goes on from here.",
+        )
 
 
 def _joined(kept: list[Mapping[str, torch.Tensor]], group: Group) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from fulltilt.errors import Diverged, FulltiltError, MachineError, StoppedEarly, UsageError
 from fulltilt.train import config, find, state
-from fulltilt.train.evaluate import evaluate
+from fulltilt.train.evaluate import check_monitor, evaluate, watched
 from fulltilt.train.guard import StepFigures
 from fulltilt.train.job import Job
 from fulltilt.train.machine import MachineWatch
@@ -24,11 +24,10 @@ from fulltilt.train.record import TrainingRecord
 from fulltilt.train.resume import resume
 from fulltilt.train.rig import Rig
 from fulltilt.train.saving import Saving
-from fulltilt.train.schedule import stage_at, stage_rate
 from fulltilt.train.settings import TrainSettings
 from fulltilt.train.setup import rig_up
 from fulltilt.train.sources import StepData
-from fulltilt.train.staging import enter_stage
+from fulltilt.train.staging import enter_stage, learning_rate_of
 from fulltilt.train.stop import StopRequest
 from fulltilt.train.watchdog import Watchdog
 
@@ -130,7 +129,7 @@ class Loop:
         number = progress.step + 1
         self.watchdog.beat(f"in step {number}")
         for group in rig.stepper.optimizer.param_groups:
-            group["lr"] = self._learning_rate() * group.get("lr_factor", 1.0)
+            group["lr"] = learning_rate_of(rig) * group.get("lr_factor", 1.0)
         rig.stepper.wish = float(self.stop.reason is not None)
         figures = rig.stepper.step(data.batches, data.samples, number, rig.totals)
         rig.screen.stepped(data.samples, len(data.batches))
@@ -162,11 +161,11 @@ class Loop:
         self._judge(everything=True)
         rig.screen.epoch_trained()
         self.metrics = {f"train_{name}": value for name, value in rig.totals.means(rig.group).items()}
-        metric, unknown = None, None
+        metric = None
         if rig.eval_source is not None and (cut_short or (progress.epoch + 1) % rig.settings.eval_every == 0):
             found = self._evaluate()
             self.metrics.update({f"eval_{name}": value for name, value in found.items()})
-            metric, unknown = self._watched(found)
+            metric = watched(rig, found)
         rig.screen.epoch_ends(progress.epoch, self.metrics)
         if metric is not None and rig.settings.target is not None:
             rig.screen.outlook(rig.history.values, rig.settings.target, rig.settings.monitor_mode)
@@ -175,13 +174,13 @@ class Loop:
             progress.epoch += 1
             progress.consumed = 0
         self._save(metric)
-        if unknown is not None:
-            raise unknown
+        check_monitor(rig, self.metrics)
 
     def _evaluate(self) -> dict[str, float]:
         """The metrics. An evaluation that fails or is to stop loses no step: it is done again after a resume."""
         rig = self.rig
-        before = None if self.saving.up_to_date or rig.stepper.placement.lockstep else self.saving.freeze()
+        with self.record.checkpoint():
+            before = None if self.saving.up_to_date or rig.stepper.placement.lockstep else self.saving.freeze()
         averaged = rig.ema.applied(rig.model) if rig.ema is not None else contextlib.nullcontext()
         try:
             with self.record.validation():
@@ -202,31 +201,6 @@ class Loop:
 
     def _wants_to_stop(self) -> bool:
         return self.stop.wanted(self.rig.writer.longest_save_s)
-
-    def _watched(self, found: dict[str, float]) -> tuple[float | None, UsageError | None]:
-        """The metric that the run goes by, and what to say when there is none of that name."""
-        rig, watched = self.rig, self.rig.settings.monitor
-        if watched is None:
-            return None, None
-        metric = found.get(watched.removeprefix("eval_"))
-        if metric is not None:
-            rig.history.add(rig.progress.epoch, metric)
-        elif not rig.history.values:
-            return None, UsageError(
-                f"monitor: {watched} is not among what the evaluation measures ({', '.join(found)})",
-                "Name one of them; the same command then goes on from here.",
-            )
-        return metric, None
-
-    def _learning_rate(self) -> float:
-        rig, settings = self.rig, self.rig.settings
-        index, epoch_in_stage = stage_at(rig.stages, rig.progress.epoch)
-        per_epoch = rig.source.steps_per_epoch()
-        if settings.max_steps is not None and (len(rig.stages) == 1 or per_epoch is None):
-            return stage_rate(settings, rig.stages[index], rig.progress.step, settings.max_steps, per_epoch or 0)
-        assert per_epoch is not None
-        step = epoch_in_stage * per_epoch + rig.source.steps_done(rig.progress.consumed)
-        return stage_rate(settings, rig.stages[index], step, rig.stages[index].epochs * per_epoch, per_epoch)
 
     def _steps_used_up(self) -> bool:
         most = self.rig.settings.max_steps

@@ -9,7 +9,7 @@ import torch
 from fulltilt.errors import UsageError
 from fulltilt.train import optimizers
 from fulltilt.train.rig import Rig
-from fulltilt.train.schedule import Stage, stage_at, trainable
+from fulltilt.train.schedule import Stage, stage_at, stage_rate, trainable
 
 
 def enter_stage(rig: Rig, epoch: int) -> None:
@@ -35,6 +35,18 @@ def enter_stage(rig: Rig, epoch: int) -> None:
     if index != rig.stage_index or thawed:
         rig.stepper.use(rig.stepper.optimizer)
     rig.stage_index, rig.trained = index, names
+
+
+def learning_rate_of(rig: Rig) -> float:
+    """The rate of the next step, before the factors of the optimizer's groups."""
+    settings, stages, progress = rig.settings, rig.stages, rig.progress
+    index, epoch_in_stage = stage_at(stages, progress.epoch)
+    per_epoch = rig.source.steps_per_epoch()
+    if settings.max_steps is not None and (len(stages) == 1 or per_epoch is None):
+        return stage_rate(settings, stages[index], progress.step, settings.max_steps, per_epoch or 0)
+    assert per_epoch is not None
+    step = epoch_in_stage * per_epoch + rig.source.steps_done(progress.consumed)
+    return stage_rate(settings, stages[index], step, stages[index].epochs * per_epoch, per_epoch)
 
 
 def last_trained_epoch(epoch: int, consumed: int) -> int:
