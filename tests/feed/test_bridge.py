@@ -18,7 +18,7 @@ from fulltilt.feed.augment import GaussianNoise, HorizontalFlip, Normalise, Pipe
 from fulltilt.feed.draws import normal_like
 from fulltilt.train.feeding import FeedSource, source
 from fulltilt.train.sampler import EpochPlan
-from fulltilt.train.sources import BatchSource, LoaderSettings, MapSource, Source
+from fulltilt.train.sources import LoaderSettings, MapSource, Source
 from tests.faults import victim
 
 
@@ -218,9 +218,8 @@ def test_a_stream_with_a_length_is_no_data_set() -> None:
         def __iter__(self) -> Any:
             return iter([torch.zeros(4), torch.ones(4)])
 
-    found = fed(Stream(), plan_of(), "auto")
-    assert isinstance(found, BatchSource)
-    assert found.steps_per_epoch() == 2
+    with pytest.raises(UsageError, match="an IterableDataset does not say"):
+        fed(Stream(), plan_of(), "auto")
 
 
 def test_closing_in_mid_epoch_does_not_wait_for_the_iterator() -> None:

@@ -6,6 +6,7 @@ import os
 import random
 import secrets
 import sys
+import time
 import uuid
 
 import numpy as np
@@ -197,6 +198,8 @@ RANDOM_CALLS = {
     "urandom": lambda i: os.urandom(1),
     "secrets": lambda i: secrets.randbelow(9),
     "uuid": lambda i: uuid.uuid4(),
+    "clock_python": lambda i: random.Random(time.time_ns()).random(),
+    "clock_numpy": lambda i: np.random.default_rng(int(time.time() * 1e6)).random(),
     "choice": lambda i: random.choice([1, 2]),
     "shuffle": lambda i: np.random.shuffle([1, 2]),
 }
@@ -223,8 +226,9 @@ def test_a_random_call_hidden_in_getitem_is_found_without_its_effect(name):
         lambda i: torch.from_numpy(np.random.default_rng(i).random(3)),
         lambda i: torch.rand(3, generator=torch.Generator().manual_seed(i)),
         lambda i: torch.full((2,), float("nan")),
+        lambda i: torch.tensor(i + 0 * int(time.time())),
     ],
-    ids=["random", "numpy", "torch", "nan"],
+    ids=["random", "numpy", "torch", "nan", "a look at the clock"],
 )
 def test_numbers_that_follow_from_the_index_are_deterministic(draw):
     assert inspect(Drawn(draw)).random_because is None

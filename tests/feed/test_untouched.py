@@ -9,10 +9,17 @@ import zipfile
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from fulltilt import feed
-from fulltilt.errors import UsageError
+from fulltilt.errors import DataError, MachineError, UsageError
 from fulltilt.feed.inspection import inspect
 from fulltilt.feed.pool import WorkerPool
 
@@ -57,6 +64,27 @@ def test_a_handle_opened_by_the_first_look_is_not_inherited_by_workers(tmp_path)
             assert dataset.archive is None
 
 
+def test_where_workers_run_the_data_set_this_process_never_does(cache_dir):
+    """Threads of a library that it uses here would be missing in the workers, which wait for them for ever."""
+    here = []
+
+    def draw(index):
+        here.append(index)  # in a worker it is the worker's list
+        return torch.full((3,), index)
+
+    for residency in ("ram", "disk", "none"):
+        with feed.loader(Drawn(draw, 20), 4, num_workers=2, residency=residency, cache_dir=cache_dir) as loader:
+            for _ in range(3):
+                assert sorted(int(row[0]) for batch in loader for row in batch) == list(range(20))
+    dataset = Transformed(v1.Compose([v1.Resize((12, 12)), v1.RandomHorizontalFlip(), v1.Lambda(here.append)]))
+    with pytest.raises(DataError, match="sample 0 cannot be read"):  # a data set's mistakes are told all the same
+        feed.loader(Drawn(lambda index: here.append(index) or index / 0, 20), 4, num_workers=2)
+    inspect(dataset, workers=2)
+    assert here == []
+    with pytest.raises(MachineError, match="ended its process with exit code 3"):
+        feed.loader(Drawn(lambda index: os._exit(3), 20), 4, num_workers=2)
+
+
 @pytest.mark.parametrize("ahead", [False, True], ids=["cpu", "as on a gpu"])
 @pytest.mark.parametrize("residency", ["ram", "none"])
 def test_an_iterator_put_aside_goes_on_where_it_was(residency, ahead):
@@ -83,10 +111,9 @@ def test_an_iterator_put_aside_goes_on_where_it_was(residency, ahead):
 def test_what_was_to_be_read_ahead_is_not_read_after_a_break(monkeypatch):
     go = multiprocessing.Event()
     read = torch.zeros(400, dtype=torch.bool).share_memory_()
-    parent = os.getpid()
 
     def draw(index):
-        if os.getpid() != parent:
+        if "look" not in multiprocessing.current_process().name:
             if index >= 40:
                 go.wait(60)
             read[index] = True
@@ -142,6 +169,15 @@ def test_batches_look_as_a_dataloader_makes_them():
     assert torch.equal(batch[1]["flag"], expected[1]["flag"])
     assert batch[1]["at"][1].tolist() == [[2, 1, 0], [3, 2, 1], [4, 3, 2]]
     assert batch[2].tolist() == [[0, 0], [1, 1], [2, 2]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_tensor_data_set_is_read_by_the_batch(workers):
+    x, y = torch.randn(23, 3), torch.arange(23)
+    with feed.loader(TensorDataset(x, y), 5, shuffle=True, num_workers=workers) as loader:
+        for _ in range(2):
+            for rows, numbers in loader:
+                assert torch.equal(rows, x[numbers])
 
 
 def test_a_batch_sampler_decides_on_the_batches():

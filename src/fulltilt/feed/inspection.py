@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fulltilt.errors import DataError, UsageError
+from fulltilt.feed.apart import apart
 from fulltilt.feed.bad_samples import Policy, stopped_by
 from fulltilt.feed.generators import Generators
 from fulltilt.feed.order import spread
@@ -33,9 +34,19 @@ class Inspection:
     kept: Layout | None = None
 
 
-def inspect(dataset: Any, *, checks: int = 8, policy: Policy = "stop") -> Inspection:
-    """Draw a few samples, each twice under different seeds. Raises UsageError or DataError."""
+def inspect(dataset: Any, *, checks: int = 8, policy: Policy = "stop", workers: int = 0) -> Inspection:
+    """Draw a few samples, each twice under different seeds. Raises UsageError or DataError.
+
+    ``workers``: how many will run the data set. If any, they are drawn in a process of its own too (``apart.py``).
+    """
     samples = _length(dataset)
+    found = apart(lambda: _look(dataset, samples, checks, policy), workers)
+    if found.split is not None:
+        found.split.find_in(dataset)
+    return found
+
+
+def _look(dataset: Any, samples: int, checks: int, policy: Policy) -> Inspection:
     generators = Generators(dataset)
     with untouched(dataset, generators):
         drawn = _draw(dataset, samples, checks, policy)

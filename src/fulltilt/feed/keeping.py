@@ -61,6 +61,7 @@ class Keeping:
         self._epochs_served = 0
         self._epoch_began_s = self._last_epoch_s = self._check_s = 0.0
         self._found_random: Failure | None = None
+        residence.workers = workers
         self.supply = Supply(
             self._reader(),
             layout,

@@ -80,8 +80,10 @@ def loader(
         raise UsageError(f"on_bad_sample is {on_bad_sample!r}", "Choose 'stop' or 'skip'.")
     if num_workers is not None and (not isinstance(num_workers, int) or num_workers < 0):
         raise UsageError(f"num_workers is {num_workers!r}; it must be a whole number of at least 0")
+    workers = num_workers if num_workers is not None else settings.num_workers
+    workers = default_workers() if workers is None else workers
     size = settings.batch_size if settings.batch_size is not None and batch_size == 1 else batch_size
-    found = _inspected(dataset, size, checks, on_bad_sample) if collate_fn is None else Inspection(None)
+    found = _inspected(dataset, size, checks, on_bad_sample, workers) if collate_fn is None else Inspection(None)
     order: BatchOrder
     if batch_sampler is not None:
         if shuffle or drop_last or sampler is not None or size != 1:
@@ -102,7 +104,6 @@ def loader(
             sampler=sampler,
         )
     device = device_or_default(device)
-    workers = num_workers if num_workers is not None else settings.num_workers
     home = home_of(dataset, device)
     return FeedLoader(
         dataset,
@@ -111,15 +112,15 @@ def loader(
         augment=as_augmentation(augment),
         residence=Residence(dataset, found, residency, home, reserve_bytes, cache_dir, cache_limit_bytes, checks),
         device=device,
-        workers=default_workers() if workers is None else workers,
+        workers=workers,
         collate_fn=collate_fn,
         bad=BadSamples(len(dataset), on_bad_sample, max_bad_share),
     )
 
 
-def _inspected(dataset: Any, batch_size: int, checks: int, policy: Policy) -> Inspection:
+def _inspected(dataset: Any, batch_size: int, checks: int, policy: Policy, workers: int) -> Inspection:
     try:
-        return inspect(dataset, checks=checks, policy=policy)
+        return inspect(dataset, checks=checks, policy=policy, workers=workers)
     except ShapesDiffer as differ:
         if batch_size != 1:
             raise

@@ -9,9 +9,9 @@ While a cache fills, the first witness is heard again for every single sample (`
 draws only now and then is caught when it does, before it is served a second time.
 
 Not detected: randomness that comes from none of Python's, numpy's or torch's generators (a C library's own, such as
-cv2.setRNGSeed; the clock; another process), unless the two draws of a checked sample happen to differ. Nor a generator
-seeded in mid-call by the operating system in samples other than those checked here. Every doubt means random: such a
-data set is served as it is, which is slower and never wrong.
+cv2.setRNGSeed; the clock itself; another process), unless the two draws of a checked sample happen to differ. Nor a
+generator seeded in mid-call by the operating system in samples other than those checked here. Every doubt means random:
+such a data set is served as it is, which is slower and never wrong.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ from fulltilt.feed.structure import same_sample
 
 _SEEDS = (0x5EED0001, 0x0DDBA11)
 _ENTROPY_CALLS = frozenset({"urandom", "getrandom", "uuid4", "uuid1"})
+# A function that asks for the time and makes or seeds a generator. Either alone is harmless.
+_CLOCKS = frozenset(
+    {"time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "now", "utcnow"}
+)
+_SEEDING = frozenset({"Random", "RandomState", "default_rng", "SeedSequence", "Generator", "seed", "manual_seed"})
 
 
 def first_reason(draw: Callable[[int], Any], indices: Iterable[int], generators: Generators) -> str | None:
@@ -75,10 +80,12 @@ def _listen() -> Iterator[list[str]]:
             owner = getattr(argument, "__self__", None)
             if argument.__name__ in _ENTROPY_CALLS:
                 heard.append(f"{argument.__name__}()")
+            elif argument.__name__ in _CLOCKS and not _SEEDING.isdisjoint(frame.f_code.co_names):
+                heard.append("from a generator seeded by the clock")
             elif isinstance(owner, random.Random) and id(owner) not in seeded and argument.__name__ != "seed":
                 heard.append(f"random.Random.{argument.__name__}")
 
-    previous = sys.getprofile()
+    previous: Any = sys.getprofile()
     sys.setprofile(listener)
     try:
         yield heard

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import os
 import traceback
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,42 +74,61 @@ class SampleReader:
             # Found here and not before the fork: a worker has instances of its own.
             self._generators = Generators(self.dataset)
         generators = self._generators
-        if not self.random and self._batched():
-            together = self._read_together(indices, rows, generators)
-            if together is not None:
-                return together
-        failures: list[Failure] = []
         # In this process the user's own generators must not notice us; a worker's belong to us.
         with nullcontext() if self._in_worker else generators.untouched():
-            mark = None if self.random else generators.mark()
-            for position, index in enumerate(indices.tolist()):
-                if self.random:
-                    generators.seed(sample_seed(self.seed, epoch, index))
-                failure = read_one(self.dataset, index, self.layout, rows[position])
-                if mark is not None:
-                    after = generators.mark()
-                    if failure is None and mark != after:
-                        failure = Failure(index, "random", "it draws random numbers", name_of(self.dataset, index))
-                    mark = after
-                if failure is not None:
-                    failures.append(failure)
-        return failures
-
-    def _batched(self) -> bool:
-        # torch's own Subset has the method too, and only loops in it.
-        return hasattr(self.dataset, "__getitems__") and not isinstance(self.dataset, torch.utils.data.Subset)
-
-    def _read_together(self, indices: torch.Tensor, rows: torch.Tensor, generators: Generators) -> list[Failure] | None:
-        """One call for all samples; None if anything is wrong: read one by one, the culprit can be named."""
-        with nullcontext() if self._in_worker else generators.untouched():
+            if self.random:
+                return self._read_seeded(indices, rows, epoch, generators)
             mark = generators.mark()
-            try:
-                samples = self.dataset.__getitems__(indices.tolist())
-                for row, sample in zip(rows, samples, strict=True):
-                    self.layout.pack(sample, row)
-            except Exception:
+            failures = self._read_together(indices, rows)
+            if failures is None:
+                failures = _failed(read_one(self.dataset, i, self.layout, row) for i, row in _pairs(indices, rows))
+            if mark == generators.mark():
+                return failures
+            return self._read_watched(indices, rows, generators)
+
+    def _read_seeded(
+        self, indices: torch.Tensor, rows: torch.Tensor, epoch: int, generators: Generators
+    ) -> list[Failure]:
+        failures = []
+        for index, row in _pairs(indices, rows):
+            generators.seed(sample_seed(self.seed, epoch, index))
+            failures.append(read_one(self.dataset, index, self.layout, row))
+        return _failed(failures)
+
+    def _read_watched(self, indices: torch.Tensor, rows: torch.Tensor, generators: Generators) -> list[Failure]:
+        """One of these samples draws random numbers: read them once more, to say which."""
+        failures = []
+        for index, row in _pairs(indices, rows):
+            mark = generators.mark()
+            failure = read_one(self.dataset, index, self.layout, row)
+            if failure is None and mark != generators.mark():
+                failure = Failure(index, "random", "it draws random numbers", name_of(self.dataset, index))
+            failures.append(failure)
+        return _failed(failures)
+
+    def _read_together(self, indices: torch.Tensor, rows: torch.Tensor) -> list[Failure] | None:
+        """One call for all samples; None where that does not work: read one by one, a culprit can be named."""
+        try:
+            if type(self.dataset) is torch.utils.data.TensorDataset:
+                for part, column in zip(self.layout.split(rows), self.dataset[indices], strict=True):
+                    part.copy_(column)
+                return []
+            # torch's own Subset has the method too, and only loops in it.
+            if not hasattr(self.dataset, "__getitems__") or isinstance(self.dataset, torch.utils.data.Subset):
                 return None
-            return [] if mark == generators.mark() else None
+            for row, sample in zip(rows, self.dataset.__getitems__(indices.tolist()), strict=True):
+                self.layout.pack(sample, row)
+        except Exception:
+            return None
+        return []
+
+
+def _pairs(indices: torch.Tensor, rows: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    return zip(indices.tolist(), rows, strict=True)
+
+
+def _failed(failures: Iterable[Failure | None]) -> list[Failure]:
+    return [failure for failure in failures if failure is not None]
 
 
 def read_one(dataset: Any, index: int, layout: Layout, row: torch.Tensor) -> Failure | None:

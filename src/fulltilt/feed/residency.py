@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fulltilt.errors import UsageError
+from fulltilt.feed.apart import apart
 from fulltilt.feed.caches import CacheFull, default_cache_dir, default_limit_bytes
 from fulltilt.feed.disk import DiskStore, open_cache
 from fulltilt.feed.fingerprint import fingerprint
@@ -48,6 +49,7 @@ class Residence:
         self._cache_limit_bytes = (
             default_limit_bytes(self._cache_dir) if cache_limit_bytes is None else cache_limit_bytes
         )
+        self.workers = 0  # how many run the data set; samples are then drawn anew as they do, in another process
         self._checks = checks
         self._told_complete = False
         self._dropped = False
@@ -182,16 +184,33 @@ class Residence:
 
     def _first_changed(self, store: DeviceStore | HostStore, indices: Iterable[int]) -> int | None:
         kept = [index for index in indices if bool(store.has(torch.tensor([index])).all())]
-        with untouched(self.dataset):
-            return next((index for index in kept if not self._is_as_kept(store, index)), None)
+        if not kept:
+            return None
+        fresh = apart(lambda: self._drawn(kept), self.workers)
+        return next(
+            (index for index, row in zip(kept, fresh, strict=True) if not self._is_kept(store, index, row)), None
+        )
 
-    def _is_as_kept(self, store: DeviceStore | HostStore, index: int) -> bool:
+    def _drawn(self, indices: list[int]) -> list[torch.Tensor | None]:
+        """These samples as rows, drawn now; None for one that the data set no longer has."""
         layout = self.found.layout
         assert layout is not None
-        fresh = torch.zeros(1, layout.row_bytes, dtype=torch.uint8)
-        try:
-            layout.pack(self.dataset[index], fresh[0])
-        except Exception:
+        rows: list[torch.Tensor | None] = []
+        with untouched(self.dataset):
+            for index in indices:
+                row = torch.zeros(1, layout.row_bytes, dtype=torch.uint8)
+                try:
+                    layout.pack(self.dataset[index], row[0])
+                except Exception:
+                    rows.append(None)
+                else:
+                    rows.append(row)
+        return rows
+
+    def _is_kept(self, store: DeviceStore | HostStore, index: int, fresh: torch.Tensor | None) -> bool:
+        layout = self.found.layout
+        assert layout is not None
+        if fresh is None:
             return False  # kept once, not to be had any more: the data set has changed
         if isinstance(store, DeviceStore):
             kept = [leaf.cpu() for leaf in store.gather(torch.tensor([index], device=self.device))]

@@ -9,9 +9,10 @@ then tail(first part) under a seed is bit-equal to the data set's own sample und
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from fulltilt.feed.randomness import first_reason
 from fulltilt.feed.readers import Failure, name_of, pack_one, read_one
 from fulltilt.feed.stores import HostStore
 from fulltilt.feed.structure import Layout, Unstorable, find_identical, layout_of, leaves_of, same_sample
-from fulltilt.feed.untouched import untouched
 
 
 @dataclass
@@ -41,11 +41,23 @@ class _Call:
 
 @dataclass
 class Split:
-    """A transform list of a data set, cut before transform number ``cut``."""
+    """A transform list of a data set, cut before transform number ``cut``.
+
+    ``named`` and ``places`` say how the tail is called, and at which leaf of a kept sample each of its inputs stands.
+    """
 
     transforms: Any
     cut: int
-    example: int  # a sample that can be drawn
+    number: int = 0  # of the list among those of the data set
+    named: bool = False
+    places: dict[Any, int] = field(default_factory=dict)
+
+    def find_in(self, dataset: Any) -> None:
+        """Take the list from ``dataset``: what was found in another process is a copy of it."""
+        self.transforms = next(itertools.islice(_lists_in(dataset), self.number, None))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "transforms": None}
 
     def names(self) -> tuple[list[str], list[str]]:
         """The names of the transforms done once, and of those done on every draw."""
@@ -84,18 +96,19 @@ class Split:
                 raise Unstorable("the data set changes what its transform list returns")
         return sample, calls[0]
 
-    def where(self, sample: Any, call: _Call) -> tuple[bool, dict[Any, int]]:
-        """How the tail is called, and at which leaf each of its inputs stands."""
-        return call.named, {key: find_identical(sample, value)[0] for key, value in call.parts().items()}
+    def learn(self, sample: Any, call: _Call) -> None:
+        """Note how the tail is called, and at which leaf each of its inputs stands."""
+        self.named = call.named
+        self.places = {key: find_identical(sample, value)[0] for key, value in call.parts().items()}
 
-    def finish(self, leaves: list[Any], named: bool, places: dict[Any, int]) -> list[Any]:
+    def finish(self, leaves: list[Any]) -> list[Any]:
         """Run the tail on the leaves of a kept sample; returns the leaves of the finished one."""
         tail = _part(self.transforms, self.cut, None)
-        inputs = {key: leaves[place] for key, place in places.items()}
-        outputs = tail(**inputs) if named else tail(*inputs.values())
-        results = outputs if named else dict(enumerate(outputs if isinstance(outputs, tuple) else (outputs,)))
+        inputs = {key: leaves[place] for key, place in self.places.items()}
+        outputs = tail(**inputs) if self.named else tail(*inputs.values())
+        results = outputs if self.named else dict(enumerate(outputs if isinstance(outputs, tuple) else (outputs,)))
         finished = list(leaves)
-        for key, place in places.items():
+        for key, place in self.places.items():
             finished[place] = results[key]
         return finished
 
@@ -106,9 +119,6 @@ class SplitReader:
     def __init__(self, dataset: Any, split: Split, kept: Layout, finished: Layout, store: HostStore, seed: int) -> None:
         self.dataset, self.split, self.kept, self.finished, self.store = dataset, split, kept, finished, store
         self.seed = seed
-        with untouched(dataset):
-            sample, call = split.draw(dataset, split.example)
-        self._named, self._places = split.where(sample, call)
         self._generators: Generators | None = None
         self._in_worker = False
 
@@ -142,7 +152,7 @@ class SplitReader:
         leaves = leaves_of(self.kept.restore(self.store.rows[index]))
         generators.seed(seed)
         try:
-            finished = self.split.finish(leaves, self._named, self._places)
+            finished = self.split.finish(leaves)
         except Exception as error:
             return Failure(index, "corrupt", f"{type(error).__name__}: {error}", name_of(self.dataset, index))
         return pack_one(self.dataset, index, self.finished.build(finished), self.finished, row)
@@ -164,10 +174,10 @@ def find_split(dataset: Any, indices: Iterable[int], generators: Generators) -> 
     A list that begins with a random transform is cut before it: what precedes the list, such as decoding, is done once.
     """
     indices = list(indices)
-    for transforms in _lists_in(dataset):
+    for number, transforms in enumerate(_lists_in(dataset)):
         try:
             cut = min(_first_random(dataset, transforms, index) for index in indices)
-            split = Split(transforms, cut, indices[0])
+            split = Split(transforms, cut, number)
             if _holds(dataset, split, indices, generators):
                 return split
         except Exception:  # the user's own code, called in ways it may not foresee: then it is served as it is
@@ -188,7 +198,8 @@ def _holds(dataset: Any, split: Split, indices: list[int], generators: Generator
             row = torch.zeros(kept.row_bytes, dtype=torch.uint8)
             kept.pack(sample, row)
             generators.seed(seed)
-            leaves = split.finish(leaves_of(kept.restore(row)), *split.where(sample, call))
+            split.learn(sample, call)
+            leaves = split.finish(leaves_of(kept.restore(row)))
             if not same_sample(layout_of(whole).build(leaves), whole):
                 return False
     return True
@@ -196,7 +207,7 @@ def _holds(dataset: Any, split: Split, indices: list[int], generators: Generator
 
 def _first_random(dataset: Any, transforms: Any, index: int) -> int:
     """The number of the first random transform on the way of sample ``index``."""
-    sample, call = Split(transforms, 0, index).draw(dataset, index)
+    sample, call = Split(transforms, 0).draw(dataset, index)
     del sample
     inputs = call.outputs
     items = _items(transforms)

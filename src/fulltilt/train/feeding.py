@@ -129,7 +129,7 @@ def _fed(data: Any, plan: EpochPlan, loading: LoaderSettings, augment: Augmentat
     """The data set behind the feed; None for samples that are no fixed-shape tensors and need the worker path."""
     order = PlannedOrder(plan)
     try:
-        found = inspect(data, policy=loading.on_bad_sample)
+        found = inspect(data, policy=loading.on_bad_sample, workers=loading.workers)
     except ShapesDiffer:
         if order.batch_size > 1:
             raise
