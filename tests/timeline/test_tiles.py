@@ -286,7 +286,7 @@ def divided(tiles: list[Tile], seen: dict[str, float]) -> dict[str, float]:
     """Seconds by bucket, with time at rest divided as the rest of it."""
     usual, total = Usual(), dict.fromkeys(BUCKETS, 0.0)
     for tile in tiles:
-        buckets = attribute(tile, seen, usual).buckets
+        buckets = attribute(tile, seen, {"host": 1.0}, usual).buckets
         for name in BUCKETS:
             total[name] += getattr(buckets, name)
     return total
@@ -312,6 +312,7 @@ def test_waits_that_are_booked_at_rest_are_not_divided_into_it_again() -> None:
     assert closes(loop.finish())
     found = divided(loop.tiles, {"torch": 1.0})
     assert found["data_wait_s"] == pytest.approx(0.75 * sum(found.values()), rel=0.02)
+    assert max(tile.data_wait_max_ns for tile in loop.tiles) == 3 * MS
 
 
 def test_a_rare_long_step_is_not_taken_for_the_usual_one() -> None:
@@ -323,7 +324,7 @@ def test_a_rare_long_step_is_not_taken_for_the_usual_one() -> None:
         rest(loop, 100, wait=0, other=1)
         rest(loop, 1, wait=0, other=50, apart=Activity.USER)  # and again while it rests
     assert closes(loop.finish())
-    found = divided(loop.tiles, {"host": 1.0})
+    found = divided(loop.tiles, {"torch": 1.0})
     assert found["host_code_s"] == pytest.approx(8 * 0.05, rel=0.02)
 
 
@@ -424,7 +425,7 @@ def test_readings_that_let_the_gpu_run_dry_are_charged_with_it() -> None:
     assert closes(loop.finish())
     tiles = loop.tiles[20:-2]
     whole = sum(tile.t1_ns - tile.t0_ns for tile in tiles)
-    seen = [attribute(tile, {"torch": 1.0}, Usual()) for tile in tiles]
+    seen = [attribute(tile, {"torch": 1.0}, {}, Usual()) for tile in tiles]
     # A step takes 6.3 ms for the first reading and 9 × 0.35 ms for the others: 6.5 ms of it are work.
     assert sum(one.buckets.compute_s for one in seen) * 1e9 / whole == pytest.approx(6.5 / 9.65, abs=0.06)
     assert sum(one.buckets.sync_s for one in seen) * 1e9 / whole == pytest.approx(3.15 / 9.65, abs=0.06)

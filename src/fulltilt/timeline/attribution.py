@@ -33,26 +33,45 @@ class Attributed:
     launch_s: float
 
 
-def attribute(tile: Tile, seen: Mapping[str, float], usual: Usual, exposed_communication_s: float = 0.0) -> Attributed:
+def attribute(
+    tile: Tile,
+    seen: Mapping[str, float],
+    seen_apart: Mapping[str, float],
+    usual: Usual,
+    exposed_communication_s: float = 0.0,
+) -> Attributed:
     """Split a tile. ``seen`` holds the weights of the stack samples by kind; empty means nothing was seen.
 
-    ``usual`` is how measured time divides: time at rest is divided the same way, and ``usual`` learns from the rest of
-    the tile. ``exposed_communication_s`` is what a step waits for the exchange of gradients inside backward.
+    ``seen_apart`` is the same for what was not spent as in most steps. ``usual`` is how the others divide: time at rest
+    is divided the same way, and ``usual`` learns from the rest of the tile. ``exposed_communication_s`` is what a step
+    waits for the exchange of gradients inside backward.
     """
-    measured = _attribute_measured(tile, seen, exposed_communication_s)
-    apart = _attribute_measured(replace(tile, shelves=tile.unusual, sync_blocked_ns=0.0), seen, 0.0)
-    usual.learn(measured.buckets, apart.buckets, measured.launch_s)
+    apart = _attribute_measured(replace(tile, shelves=tile.unusual, sync_blocked_ns=0.0), seen_apart, 0.0)
+    if tile.gpu:
+        # Only waits are apart there, and what the GPU's idle time is charged to depends on them.
+        measured = _attribute_measured(tile, seen, exposed_communication_s)
+        usual.learn(_less(measured.buckets, apart.buckets), measured.launch_s)
+    else:
+        ordinary = replace(tile, shelves=tile.shelves.beyond(tile.unusual))
+        measured = _attribute_measured(ordinary, seen, exposed_communication_s)
+        usual.learn(measured.buckets, measured.launch_s)
     rest_s = tile.shelves.time.get("rest", 0.0) * NS
-    if not rest_s:
-        return measured
-    rest = usual.divide(rest_s)
+    rest = usual.divide(rest_s) if rest_s else {}
     buckets = Buckets(**{name: getattr(measured.buckets, name) + rest.get(name, 0.0) for name in BUCKETS})
-    return Attributed(buckets, _stretched(measured.phases, tile, rest_s), measured.launch_s + rest.get("launch_s", 0.0))
+    phases = _stretched(measured.phases, tile, rest_s) if rest_s else measured.phases
+    if not tile.gpu and tile.unusual.time:
+        buckets, phases = buckets.plus(apart.buckets), _sum_of(phases, apart.phases)
+    return Attributed(buckets, phases, measured.launch_s + rest.get("launch_s", 0.0))
+
+
+def _less(buckets: Buckets, apart: Buckets) -> Buckets:
+    return Buckets(**{name: max(0.0, getattr(buckets, name) - getattr(apart, name)) for name in BUCKETS})
 
 
 def _stretched(phases: Phases | None, tile: Tile, rest_s: float) -> Phases | None:
     """The measured steps' phases stand for all steps of the tile; None when none was measured."""
-    measured_s = (tile.t1_ns - tile.t0_ns) * NS - rest_s
+    apart_s = 0.0 if tile.gpu else sum(tile.unusual.time.values()) * NS
+    measured_s = (tile.t1_ns - tile.t0_ns) * NS - rest_s - apart_s
     if measured_s <= 0 or not tile.shelves.phases or phases is None:
         return None
     factor = 1 + rest_s / measured_s
@@ -61,6 +80,13 @@ def _stretched(phases: Phases | None, tile: Tile, rest_s: float) -> Phases | Non
         value = getattr(phases, item.name)
         stretched[item.name] = None if value is None else value * factor
     return Phases(**stretched)
+
+
+def _sum_of(phases: Phases | None, more: Phases | None) -> Phases | None:
+    if phases is None or more is None:
+        return None
+    summed = {item.name: (getattr(phases, item.name), getattr(more, item.name)) for item in fields(Phases)}
+    return Phases(**{name: None if one is None else one + (other or 0.0) for name, (one, other) in summed.items()})
 
 
 def _attribute_measured(tile: Tile, seen: Mapping[str, float], exposed_communication_s: float) -> Attributed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from fulltilt.timeline.clock import CudaClock
@@ -10,7 +11,7 @@ from fulltilt.timeline.loader_tap import TappedIterator
 from fulltilt.timeline.marks import Activity
 from fulltilt.timeline.notes import RankNotes
 from fulltilt.timeline.rest import LONG_STEP_NS, Rest
-from fulltilt.timeline.stacks import look, stack_of
+from fulltilt.timeline.stacks import in_backward_or_optimizer, look, stack_of
 from fulltilt.timeline.way_in import WayIn
 
 LOOK_EVERY_S = 0.01
@@ -34,22 +35,51 @@ class Watched(Protocol):
     activity: Activity
     left: Activity
     last_switch_ns: int
+    step_ns: int
     training: bool
     eval_mode: bool
 
 
+@dataclass
+class Bag:
+    """Looks at one sort of the user's own time, by kind: those of the present window, and all of them."""
+
+    enough: int
+    window: dict[str, float] = field(default_factory=dict)
+    in_window: int = 0
+    overall: dict[str, float] = field(default_factory=dict)
+
+    def add(self, kind: str, weight_s: float) -> None:
+        """Put a look in."""
+        self.window[kind] = self.window.get(kind, 0.0) + weight_s
+        self.in_window += 1
+
+    def split(self) -> dict[str, float]:
+        """How this time divides, by the looks of the window, or of the whole run when they are few."""
+        for kind, weight in self.window.items():
+            self.overall[kind] = self.overall.get(kind, 0.0) + weight
+        return dict(self.window if self.in_window >= self.enough else self.overall)
+
+    def empty(self) -> None:
+        """The looks of the window have been used."""
+        self.window.clear()
+        self.in_window = 0
+
+
 class Looks:
-    """Takes looks, weighted by the time each stands for, and adds them up over a window of time."""
+    """Takes looks, each weighted by the time it stands for. Steps that take long are kept apart from the others."""
 
     def __init__(self, recorder: Watched) -> None:
         self._recorder = recorder
         self._last_ns = time.perf_counter_ns()
-        self._window: dict[str, float] = {}
-        self._in_window = 0
-        self._overall: dict[str, float] = {}
+        self.usual = Bag(ENOUGH_LOOKS)
+        self.apart = Bag(ENOUGH_LOOKS)
         self._late: dict[str, float] = {}
         self._at_rest = 0
-        self._long_step_ns = 0
+        # The looks at the step under way: whether it takes long shows later.
+        self._step_ns = 0
+        self._in_step: list[tuple[str, float]] = []
+        self._takes_long = False
 
     def take(self, due_ns: int) -> None:
         """One look at the training thread's stack, due at ``due_ns``."""
@@ -81,12 +111,12 @@ class Looks:
         view = recorder.notes.understood(view)
         recorder.notes.looked(activity, view, weight_s)
         if activity is Activity.USER:
-            self._add(view.kind, weight_s)
+            self._add(view.kind, weight_s, recorder.step_ns, now_ns)
             if now_ns - due_ns > LATE_NS:
                 self._late[view.kind] = self._late.get(view.kind, 0.0) + weight_s
 
     def _take_at_rest(self, now_ns: int, since_look_ns: int) -> None:
-        """Between bursts of measuring fewer looks are taken, to name lines; at a step that takes long, all of them."""
+        """Between bursts of measuring fewer looks are taken; at a step that takes long, all of them."""
         recorder = self._recorder
         began_ns = recorder.rest.booked_ns
         takes_long = now_ns - began_ns > LONG_STEP_NS and recorder.clock is None
@@ -108,14 +138,25 @@ class Looks:
         view = recorder.notes.understood(view)
         if takes_long:
             # The first look at a long step stands for all of it so far.
-            weight_s = (since_look_ns if began_ns == self._long_step_ns else now_ns - began_ns) * NS
-            self._long_step_ns = began_ns
-            self._add(view.kind, weight_s)
+            weight_s = (since_look_ns if began_ns == self._step_ns else now_ns - began_ns) * NS
+        if takes_long or not in_backward_or_optimizer(stack):
+            self._add(view.kind, weight_s, began_ns, now_ns)
         recorder.notes.looked(Activity.USER, view, weight_s)
 
-    def _add(self, kind: str, weight_s: float) -> None:
-        self._window[kind] = self._window.get(kind, 0.0) + weight_s
-        self._in_window += 1
+    def _add(self, kind: str, weight_s: float, step_ns: int, now_ns: int) -> None:
+        if step_ns != self._step_ns:
+            self._settle()
+            self._step_ns = step_ns
+        self._in_step.append((kind, weight_s))
+        self._takes_long = now_ns - step_ns > LONG_STEP_NS
+
+    def _settle(self) -> None:
+        """The step whose looks were held back is over, or may as well be."""
+        bag = self.apart if self._takes_long else self.usual
+        for kind, weight_s in self._in_step:
+            bag.add(kind, weight_s)
+        self._in_step.clear()
+        self._takes_long = False
 
     def _missed(self) -> None:
         """A look that was due in the user's own code came when that had ended: the interpreter lock was held.
@@ -123,18 +164,16 @@ class Looks:
         It stands for such code as other late looks did see.
         """
         total = sum(self._late.values())
-        if not total:
-            return
         for kind, weight in self._late.items():
-            self._window[kind] = self._window.get(kind, 0.0) + LOOK_EVERY_S * weight / total
+            self.usual.window[kind] = self.usual.window.get(kind, 0.0) + LOOK_EVERY_S * weight / total
 
-    def split(self) -> dict[str, float]:
-        """How the user's own time divides, by the looks of this window, or of the whole run when they are few."""
-        for kind, weight in self._window.items():
-            self._overall[kind] = self._overall.get(kind, 0.0) + weight
-        return dict(self._window if self._in_window >= ENOUGH_LOOKS else self._overall)
+    def splits(self) -> tuple[dict[str, float], dict[str, float]]:
+        """How the user's own time divides in most steps, and in those that take long."""
+        self._settle()
+        usual, apart = self.usual.split(), self.apart.split()
+        return usual, apart or usual
 
     def begin_window(self) -> None:
         """The looks so far have been used."""
-        self._window.clear()
-        self._in_window = 0
+        self.usual.empty()
+        self.apart.empty()

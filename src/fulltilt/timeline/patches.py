@@ -192,7 +192,7 @@ class Patches:
 
         return timed
 
-    def _before_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recorder = self._recorder
         if not recorder.active or recorder.rest.on or self._torch.compiler.is_compiling():
             return
@@ -206,7 +206,8 @@ class Patches:
         if key in self._stepping:
             self._stepping.clear()  # the last step of this optimizer ended in an exception
         self._stepping.append(key)
-        if len(self._stepping) == 1:
+        # A closure holds the whole step (LBFGS, Lightning): its code is the user's, and only looks can tell it apart.
+        if len(self._stepping) == 1 and not any(callable(given) for given in (*args[1:], *kwargs.values())):
             recorder.switch(Activity.OPTIMIZER)
 
     def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:

@@ -68,7 +68,7 @@ class Recorder:
         self.left = Activity.USER
         self._out: RankFiles | None = None
         self._ready: list[Span] = []
-        self.last_switch_ns = time.perf_counter_ns()
+        self.last_switch_ns = self.step_ns = time.perf_counter_ns()
         self._calibrate_at = FIRST_CALIBRATION
         self._calibrate = False
         self._calibrate_from = Point.NONE
@@ -115,6 +115,7 @@ class Recorder:
 
     def stepped(self) -> None:
         """An optimizer call has ended. After a burst of short steps the recorder rests."""
+        self.step_ns = self.last_switch_ns
         rest = self.rest
         rest.measured()
         if rest.plan is not None and rest.awake_calls >= rest.plan.measured_calls:
@@ -274,10 +275,10 @@ class Recorder:
             self._calibrate = True
 
     def _attribute(self) -> None:
-        split = self._looks.split()
+        seen, seen_apart = self._looks.splits()
         tiles = self._builder.closed
         for tile in tiles:
-            attributed = attribute(tile, split, self._usual, self.notes.exposed_communication_s())
+            attributed = attribute(tile, seen, seen_apart, self._usual, self.notes.exposed_communication_s())
             self.notes.launch_s += attributed.launch_s
             if tile.gpu and tile.steps:
                 self.notes.gpu_busy_s += attributed.buckets.compute_s

@@ -100,11 +100,10 @@ class Usual:
 
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def learn(self, buckets: Buckets, apart: Buckets, launch_s: float) -> None:
-        """Take in measured time, without what at rest would be booked ``apart``."""
+    def learn(self, buckets: Buckets, launch_s: float) -> None:
+        """Take in measured time, without what at rest would be booked as it is."""
         for name in ORDINARY:
-            seconds = max(0.0, getattr(buckets, name) - getattr(apart, name))
-            self.seconds[name] = FORGET * self.seconds.get(name, 0.0) + seconds
+            self.seconds[name] = FORGET * self.seconds.get(name, 0.0) + getattr(buckets, name)
         self.seconds["launch_s"] = FORGET * self.seconds.get("launch_s", 0.0) + launch_s
 
     def divide(self, rest_s: float) -> Mapping[str, float]:

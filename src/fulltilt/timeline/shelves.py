@@ -27,6 +27,7 @@ PHASE = {
     Activity.OPTIMIZER: "optimizer",
     Activity.COPY: "transfer",
 }
+PHASE_OF_SHELF = {SHELF[activity]: phase for activity, phase in PHASE.items()}
 
 
 @dataclass

@@ -61,6 +61,21 @@ def stack_of(thread_id: int) -> Stack | None:
     return Stack(calls, names)
 
 
+def in_backward_or_optimizer(stack: Stack) -> bool:
+    """Whether torch's backward or an optimizer's step is at work, rather than code of the user's inside it."""
+    for code, _ in stack.calls:
+        who = owner(code.co_filename)
+        if who == "user":
+            return False
+        if who == "torch":
+            path = code.co_filename.replace("\\", "/")
+            if "/torch/optim/" in path and code.co_name != "zero_grad":
+                return True
+            if "/torch/autograd/" in path and code.co_name == "backward":
+                return True
+    return False
+
+
 def spots(frame: FrameType | None) -> frozenset[Spot]:
     """The positions of all calls on the stack whose innermost frame this is."""
     found: list[Spot] = []

@@ -29,7 +29,7 @@ from fulltilt.timeline.marks import (
     WaitBegan,
 )
 from fulltilt.timeline.rest import LONG_STEP_NS, LONG_WAIT_NS
-from fulltilt.timeline.shelves import PHASE, SHELF, Shelves
+from fulltilt.timeline.shelves import PHASE, PHASE_OF_SHELF, SHELF, Shelves
 from fulltilt.timeline.steps import StepCounter
 
 ONE_BY_ONE = 100
@@ -100,7 +100,7 @@ class TileBuilder:
             EpochBegan: self._epoch_began,
             EvalMode: self._eval_mode_set,
             Rested: self._rested,
-            BookedApart: lambda fact: self._unusual.put(fact.shelf, fact.ns),
+            BookedApart: self._booked_apart,
             Finished: self._finish,
         }
 
@@ -173,7 +173,7 @@ class TileBuilder:
         else:
             self._wait_max = max(self._wait_max, self._wait)
             if self._wait > LONG_WAIT_NS:
-                self._unusual.put("data_wait", self._wait)
+                self._set_apart("data_wait", self._wait)
         self._wait = 0.0
 
     def _relabel_wait(self, shelf: str) -> None:
@@ -252,7 +252,17 @@ class TileBuilder:
         """The step that just ended took long: it did something that most steps do not. Its long waits are apart."""
         for shelf, ns in self._shelves.time.items():
             if shelf != "data_wait":
-                self._unusual.put(shelf, max(0.0, ns - self._at_step_end.time.get(shelf, 0.0)))
+                self._set_apart(shelf, max(0.0, ns - self._at_step_end.time.get(shelf, 0.0)))
+
+    def _booked_apart(self, fact: BookedApart) -> None:
+        self._set_apart(fact.shelf, fact.ns)
+        self._wait_max = max(self._wait_max, self._wait)
+        self._wait = 0.0
+
+    def _set_apart(self, shelf: str, ns: float) -> None:
+        self._unusual.put(shelf, ns)
+        if shelf in PHASE_OF_SHELF:
+            self._unusual.phase(PHASE_OF_SHELF[shelf], ns)
 
     def _rested(self, fact: Rested) -> None:
         steps = fact.calls * self.steps // self.calls if self.calls else 0

@@ -1,0 +1,100 @@
+"""Looks go on while the recorder rests: fewer of them, and all of them at a step that takes long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from fulltilt.timeline.looks import LOOK_AT_REST_EVERY, LOOK_EVERY_S, Looks
+from fulltilt.timeline.marks import Activity
+from fulltilt.timeline.rest import LONG_STEP_NS, Rest
+from fulltilt.timeline.stacks import StackView
+from fulltilt.timeline.way_in import WayIn
+
+
+@dataclass
+class FakeNotes:
+    """Takes down what it is told."""
+
+    lines: list[tuple[str, str | None, float]] = field(default_factory=list)
+
+    def wants_lines(self, activity: Activity) -> bool:
+        return False
+
+    def understood(self, view: StackView) -> StackView:
+        return view
+
+    def evaluating(self, eval_mode: bool) -> bool:
+        return eval_mode
+
+    def looked(self, activity: Activity, view: StackView, weight_s: float) -> None:
+        self.lines.append((view.kind, view.call, weight_s))
+
+
+@dataclass
+class FakeRecorder:
+    """A recorder whose training thread is this one."""
+
+    thread_id: int | None
+    notes: Any = field(default_factory=FakeNotes)
+    clock: None = None
+    rest: Rest = field(default_factory=Rest)
+    way_in: WayIn = field(default_factory=WayIn)
+    activity: Activity = Activity.REST
+    left: Activity = Activity.USER
+    last_switch_ns: int = 0
+    step_ns: int = 0
+    training: bool = True
+    eval_mode: bool = False
+
+
+@pytest.fixture
+def recorder() -> Iterator[FakeRecorder]:
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: done.wait(60))
+    thread.start()
+    yield FakeRecorder(thread.ident)
+    done.set()
+    thread.join()
+
+
+def test_at_rest_a_few_looks_stand_for_the_others(recorder: FakeRecorder) -> None:
+    looks = Looks(recorder)
+    for _ in range(3 * LOOK_AT_REST_EVERY):
+        recorder.rest.booked_ns = time.perf_counter_ns() + LONG_STEP_NS  # a step has just ended
+        looks.take(0)
+    assert [weight for _, _, weight in recorder.notes.lines] == [LOOK_AT_REST_EVERY * LOOK_EVERY_S] * 3
+    usual, _ = looks.splits()
+    assert sum(usual.values()) == pytest.approx(3 * LOOK_AT_REST_EVERY * LOOK_EVERY_S)
+
+
+def test_a_long_step_at_rest_is_looked_at_all_the_time_and_divides_by_itself(recorder: FakeRecorder) -> None:
+    looks = Looks(recorder)
+    recorder.rest.booked_ns = time.perf_counter_ns() - 20 * LONG_STEP_NS
+    for _ in range(3):
+        looks.take(0)
+    weights = [weight for _, _, weight in recorder.notes.lines]
+    assert len(weights) == 3
+    assert weights[0] >= 20 * LONG_STEP_NS * 1e-9  # the first stands for all of it so far
+    assert not looks.usual.window
+    usual, apart = looks.splits()
+    assert not usual
+    assert sum(apart.values()) == pytest.approx(sum(weights))
+
+
+def test_a_step_shows_to_be_long_only_later_and_takes_its_first_looks_along(recorder: FakeRecorder) -> None:
+    looks = Looks(recorder)
+    recorder.activity = Activity.USER
+    recorder.step_ns = time.perf_counter_ns() + 60 * LONG_STEP_NS
+    looks.take(time.perf_counter_ns())
+    recorder.step_ns -= 120 * LONG_STEP_NS  # the same look, a minute of steps later: another step, and a long one
+    looks.take(time.perf_counter_ns())
+    looks.take(time.perf_counter_ns())
+    usual, apart = looks.splits()
+    assert sum(usual.values()) == pytest.approx(LOOK_EVERY_S, rel=0.5)
+    assert sum(apart.values()) == pytest.approx(2 * LOOK_EVERY_S, rel=0.5)
