@@ -85,8 +85,11 @@ def _stretched(phases: Phases | None, tile: Tile, rest_s: float) -> Phases | Non
 def _sum_of(phases: Phases | None, more: Phases | None) -> Phases | None:
     if phases is None or more is None:
         return None
-    summed = {item.name: (getattr(phases, item.name), getattr(more, item.name)) for item in fields(Phases)}
-    return Phases(**{name: None if one is None else one + (other or 0.0) for name, (one, other) in summed.items()})
+    summed: dict[str, Any] = {}
+    for item in fields(Phases):
+        one, other = getattr(phases, item.name), getattr(more, item.name)
+        summed[item.name] = None if one is None else one + (other or 0.0)
+    return Phases(**summed)
 
 
 def _attribute_measured(tile: Tile, seen: Mapping[str, float], exposed_communication_s: float) -> Attributed:
