@@ -49,7 +49,7 @@ class Residence:
         self._cache_limit_bytes = (
             default_limit_bytes(self._cache_dir) if cache_limit_bytes is None else cache_limit_bytes
         )
-        self.workers = 0  # how many run the data set; samples are then drawn anew as they do, in another process
+        self.workers = 0  # how many run the data set
         self._checks = checks
         self._told_complete = False
         self._dropped = False
@@ -77,7 +77,7 @@ class Residence:
         assert self.found.layout is not None
         store, notes = self._open(self.found.layout, model_has_run=model_has_run, on_host=False)
         if isinstance(store, DiskStore):
-            changed = self._first_changed(store, spread(self.samples, self._checks))
+            changed = self._first_changed(store, spread(self.samples, self._checks), self.workers)
             if changed is not None:
                 store.discard()
                 notes.append(f"the cache was refused: its sample {changed} is not what the data set returns")
@@ -114,9 +114,9 @@ class Residence:
     def changed_sample(self, store: DeviceStore | HostStore, epoch: int) -> int | None:
         """A kept sample that the data set no longer returns, among a few that differ from epoch to epoch."""
         step = max(1, self.samples // CHECKS_PER_EPOCH)
-        return self._first_changed(
-            store, ((epoch * 7919 + number * step) % self.samples for number in range(CHECKS_PER_EPOCH))
-        )
+        picked = ((epoch * 7919 + number * step) % self.samples for number in range(CHECKS_PER_EPOCH))
+        # In this process: the workers have started long ago, and a fork in every epoch would cost more than it shows.
+        return self._first_changed(store, picked, workers=0)
 
     def drop(self) -> None:
         """Nothing is kept from now on."""
@@ -182,11 +182,11 @@ class Residence:
 
     # ----------------------------------------------------------------- checking
 
-    def _first_changed(self, store: DeviceStore | HostStore, indices: Iterable[int]) -> int | None:
+    def _first_changed(self, store: DeviceStore | HostStore, indices: Iterable[int], workers: int) -> int | None:
         kept = [index for index in indices if bool(store.has(torch.tensor([index])).all())]
         if not kept:
             return None
-        fresh = apart(lambda: self._drawn(kept), self.workers)
+        fresh = apart(lambda: self._drawn(kept), workers)
         return next(
             (index for index, row in zip(kept, fresh, strict=True) if not self._is_kept(store, index, row)), None
         )
