@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 
-from fulltilt.recipes import RECIPES, find
+from fulltilt.recipes import RECIPES, find, kept_loading
 from fulltilt.recipes import options as flagged
 from fulltilt.recipes.memory import changes
 from fulltilt.recipes.recipe import Recipe
@@ -39,8 +39,9 @@ def train(arguments: Annotated[list[str] | None, typer.Argument(metavar="NAME [O
 
 def run_recipe(recipe: Recipe, given: dict[str, Any], config: Path | None = None) -> int:
     """Train as flags and config ask for; returns the exit code. Raises UsageError for what is wrong with them."""
-    asked = flagged.read(recipe, given, config)
+    asked = flagged.read(recipe, given, config, RUNS / recipe.name)
     from fulltilt.train import exit_code_of
+    from fulltilt.train.distributed import detect
     from fulltilt.train.launching import relaunch
 
     out = Path(asked.place.out) if asked.place.out is not None else RUNS / recipe.name
@@ -56,7 +57,11 @@ def run_recipe(recipe: Recipe, given: dict[str, Any], config: Path | None = None
         recipe.check(request)
         code = relaunch(asked.place.gpus, asked.settings.device) if asked.place.gpus else None
         if code is None:
-            for line in changes(recipe, request):
+            lines = changes(recipe, request)
+            if detect().rank == 0:
+                kept_loading.keep(out, asked.loading)
+                lines += filter(None, [kept_loading.line(asked.taken_over)])
+            for line in lines:
                 print(line, flush=True)
             recipe.run(request)
         else:

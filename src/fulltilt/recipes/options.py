@@ -11,6 +11,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from fulltilt.errors import UsageError
 from fulltilt.probes.host import cpu_capacity
+from fulltilt.recipes import kept_loading
 from fulltilt.recipes.recipe import Recipe, Request, option
 from fulltilt.train import config
 from fulltilt.train.settings import TrainSettings
@@ -66,6 +67,9 @@ class Asked:
     options: Any
     settings: TrainSettings
     place: Place
+    # How to load: what was said, now or when this run was last started, and which of it only then.
+    loading: Mapping[str, Any] = field(default_factory=dict)
+    taken_over: Mapping[str, Any] = field(default_factory=dict)
 
     def request(self, data: Path, out: Path) -> Request:
         """With the data at hand."""
@@ -88,15 +92,23 @@ def flags(recipe: Recipe) -> list[Flag]:
     return listed
 
 
-def read(recipe: Recipe, given: Mapping[str, Any], file: Path | None = None) -> Asked:
-    """What flags (``given``) and config file ask for. Raises UsageError listing every problem of both."""
+def read(recipe: Recipe, given: Mapping[str, Any], file: Path | None = None, default_out: Path | None = None) -> Asked:
+    """What flags (``given``) and config file ask for. Raises UsageError listing every problem of both.
+
+    A run that goes on in its ``out``, or in ``default_out``, loads as it was told before, unless it is told now.
+    """
     from_file = {} if file is None else recipe.translate(config.read(file))
     # The flag is --max-time; the setting carries its unit.
     from_file = {"max_time_s" if key == "max_time" else key: value for key, value in from_file.items()}
-    values = {**_defaults(recipe), **from_file, **given}
+    said = {**from_file, **given}
+    out = Path(said["out"]) if isinstance(said.get("out"), str) else default_out
+    before = {} if out is None or said.get("fresh") else kept_loading.of_the_last_run(out)
+    values = {**_defaults(recipe), **before, **said}
     union: Any = _union(recipe.options)  # type: ignore[arg-type, unused-ignore]
     whole = config.parse(values, union, "the command line" if file is None else f"{file} and the command line")
-    return Asked(_part(whole, recipe.options), _part(whole, TrainSettings), _part(whole, Place))
+    loading = {name: getattr(whole, name) for name in kept_loading.KEPT if name in said or name in before}
+    taken_over = {name: value for name, value in before.items() if name not in said}
+    return Asked(_part(whole, recipe.options), _part(whole, TrainSettings), _part(whole, Place), loading, taken_over)
 
 
 def _defaults(recipe: Recipe) -> dict[str, Any]:
