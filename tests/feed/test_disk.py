@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
+import multiprocessing
 import os
 import resource
 import signal
-import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 import types
 from contextlib import contextmanager
@@ -311,47 +310,53 @@ def test_a_cut_file_is_made_anew(files, cache_dir):
     assert torch.equal(served[0], torch.stack([Files(files)[i] for i in range(12)]))
 
 
-JOB = """
-import sys, time, torch
-from fulltilt import feed
-
 class Slow:
+    """A sample takes as long as the environment says: the same data set in both runs."""
+
     def __len__(self):
         return 60
+
     def __getitem__(self, index):
-        time.sleep(float(sys.argv[2]))
+        time.sleep(float(os.environ["PAUSE_S"]))
         return torch.full((5000,), index)
 
-if __name__ == "__main__":
-    with feed.loader(Slow(), 4, residency="disk", cache_dir=sys.argv[1], num_workers=2, checks=2) as loader:
-        for epoch in range(2):
+
+def train(cache_dir, say):
+    with feed.loader(Slow(), 4, residency="disk", cache_dir=cache_dir, num_workers=2, checks=2) as loader:
+        for _ in range(2):
             for number, batch in enumerate(loader):
-                assert (batch == batch[:, :1]).all() and batch[:, 0].tolist() == list(range(number * 4, number * 4 + 4))
-                print(number, flush=True)
-        print([note for note in loader.notes if "residency" in note][0], flush=True)
-"""
+                assert bool((batch == batch[:, :1]).all())
+                assert batch[:, 0].tolist() == list(range(number * 4, number * 4 + 4))
+                say(number)
+        return opened(loader)
 
 
-def test_killed_while_writing_and_run_again(tmp_path, cache_dir):
-    job = tmp_path / "job.py"
-    job.write_text(textwrap.dedent(JOB))
-    command = [sys.executable, str(job), str(cache_dir)]
-    process = subprocess.Popen([*command, "0.03"], stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert process.stdout is not None
-    while process.stdout.readline().strip() != "6":
+def to_be_killed(cache_dir, say):
+    os.setsid()
+    train(cache_dir, say.send)
+
+
+def test_killed_while_writing_and_run_again(cache_dir, monkeypatch):
+    monkeypatch.setenv("PAUSE_S", "0.03")
+    context = multiprocessing.get_context("fork")
+    heard, say = context.Pipe(duplex=False)
+    process = context.Process(target=to_be_killed, args=(cache_dir, say))
+    process.start()
+    say.close()
+    while heard.recv() != 6:
         pass
     os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.join()
     (entry,) = list_caches(cache_dir)
     assert not entry.complete
     # What a power cut adds: a row whose checksum came to the disk and whose bytes did not.
     with (entry.folder / ROWS).open("r+b") as rows:
         rows.seek(4321)
         rows.write(b"torn")
-    again = subprocess.run([*command, "0.001"], capture_output=True, text=True, timeout=60, check=False)
-    assert again.returncode == 0, again.stderr
-    assert "taken up again at" in again.stdout
-    assert "(1 torn)" in again.stdout
+    monkeypatch.setenv("PAUSE_S", "0")
+    how = train(cache_dir, lambda number: None)
+    assert "taken up again at" in how
+    assert "(1 torn)" in how
     (entry,) = list_caches(cache_dir)
     assert entry.complete
 
