@@ -70,7 +70,7 @@ class Sizes:
         self.pixels = 16 if smoke else 192
         self.warmup = 2 if smoke else 12
         self.steps = 4 if smoke else 40
-        self.pairs = 2 if smoke else 5
+        self.pairs = 1 if smoke else 5
         self.save_every = 3 if smoke else 50
 
     def model(self, group_norm: bool = False) -> nn.Module:

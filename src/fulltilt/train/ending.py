@@ -41,9 +41,9 @@ def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = 
     except KeyboardInterrupt:
         lines, code = ["interrupted a second time; the last step was not saved"], INTERRUPTED
     except Exception as error:  # the user's own code, or a bug of ours: the log has the details
-        first = (str(error).strip().splitlines() or [""])[0]
+        said = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
         log = _log_traceback([out, Path(tempfile.gettempdir()) / "fulltilt"])
-        lines, code = [f"{type(error).__name__}: {first} (in {_place(error)}; all of it is in {log})"], 1
+        lines, code = [f"{said} (in {_place(error)}; all of it is in {log})"], 1
         if ranks.world > 1 and lost_contact(error):
             lines, code = ["lost contact with another rank", f"Look for what that one said. Ours is in {log}."], LOST
             time.sleep(_AFTER_YOU_S)
