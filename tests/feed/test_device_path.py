@@ -147,6 +147,9 @@ def test_a_device_store_gathers_every_dtype():
         "label": 3,
         "half": torch.zeros(4, dtype=torch.bfloat16),
         "flag": True,
+        "deep": torch.zeros(3, dtype=torch.uint16),  # a picture of 16 bits, which torch can store but not index
+        "wave": torch.zeros(2, dtype=torch.complex64),
+        "nothing": torch.zeros(0, 4),
     }
     layout = layout_of(sample)
     store = DeviceStore(layout, 9, CPU)
@@ -160,6 +163,9 @@ def test_a_device_store_gathers_every_dtype():
                 "label": number * 1000,
                 "half": torch.full((4,), number / 2, dtype=torch.bfloat16),
                 "flag": number % 2 == 0,
+                "deep": torch.full((3,), 60_000 + number, dtype=torch.uint16),
+                "wave": torch.full((2,), number * 1j, dtype=torch.complex64),
+                "nothing": torch.zeros(0, 4),
             }
         )
         layout.pack(samples[-1], rows[number])

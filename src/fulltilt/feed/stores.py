@@ -8,13 +8,16 @@ from fulltilt.feed.structure import Layout
 
 
 class DeviceStore:
-    """One tensor [samples, *shape] for each leaf on the device; a batch is one gather for each leaf."""
+    """One tensor [samples, *shape] for each leaf on the device; a batch is one gather for each leaf.
+
+    Bytes are moved as integers, because torch indexes those on every device; many other types (uint16) it does not.
+    """
 
     def __init__(self, layout: Layout, samples: int, device: torch.device) -> None:
         self.layout = layout
         self.present = torch.zeros(samples, dtype=torch.bool)
         self.columns = [torch.empty((samples, *leaf.shape), dtype=leaf.dtype, device=device) for leaf in layout.leaves]
-        self._words = [_as_words(column) for column in self.columns]
+        self._words = [_as_words(column, leaf.nbytes) for column, leaf in zip(self.columns, layout.leaves, strict=True)]
 
     def has(self, indices: torch.Tensor) -> torch.Tensor:
         """Which of ``indices`` (on the host) can be served from here."""
@@ -22,15 +25,19 @@ class DeviceStore:
 
     def write(self, indices: torch.Tensor, rows: torch.Tensor) -> None:
         """Keep packed ``rows`` as samples ``indices``, both on the device. The caller marks them as present."""
-        for column, leaf in zip(self.columns, self.layout.split(rows), strict=True):
-            column.index_copy_(0, indices, leaf)
+        for words, leaf in zip(self._words, self.layout.leaves, strict=True):
+            if leaf.nbytes:
+                part = rows[:, leaf.offset : leaf.offset + leaf.nbytes]
+                words.index_copy_(0, indices, part.view(words.dtype))
 
     def gather(self, indices: torch.Tensor) -> list[torch.Tensor]:
         """The leaves of the batch ``indices`` (on the device): fresh tensors that belong to the caller."""
         batch = []
-        for column, words in zip(self.columns, self._words, strict=True):
+        for words, leaf in zip(self._words, self.layout.leaves, strict=True):
             picked = words.index_select(0, indices)
-            batch.append(picked if words is column else picked.view(column.dtype).view(-1, *column.shape[1:]))
+            if leaf.nbytes:
+                picked = picked.view(leaf.dtype).view(-1, *leaf.shape)
+            batch.append(picked)
         return batch
 
     def close(self) -> None:
@@ -66,9 +73,9 @@ class HostStore:
         self.rows = self.rows[:0]
 
 
-def _as_words(column: torch.Tensor) -> torch.Tensor:
-    """``column`` as [samples, words of 8 bytes] where that divides: a byte-wise gather moves an eighth per thread."""
-    per_sample = column[0].numel() * column.element_size() if len(column) else 0
-    if column.element_size() == 8 or per_sample == 0 or per_sample % 8:
+def _as_words(column: torch.Tensor, per_sample: int) -> torch.Tensor:
+    """``column`` as [samples, words], in the longest words that divide a sample: a thread moves one at a time."""
+    if not per_sample:
         return column
-    return column.view(len(column), -1).view(torch.int64)
+    dtype = next(d for d in (torch.int64, torch.int32, torch.int16, torch.uint8) if per_sample % d.itemsize == 0)
+    return column.view(len(column), -1).view(dtype)
