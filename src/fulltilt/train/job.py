@@ -28,8 +28,11 @@ class Job:
 
     ``loss(model, batch)`` returns the mean loss over the batch, and with it, if you like, a dict of metrics as means
     over the batch. ``data`` and ``eval_data`` are map-style data sets (``len`` and ``[i]``: shuffled, divided and
-    resumed exactly by the engine) or iterables of ready batches. ``splittable`` is False for a loss that compares the
-    samples of a batch with each other (contrastive): halving such a batch would change what is trained.
+    resumed exactly by the engine) or iterables of ready batches, such as a DataLoader. ``optimizer(model, settings,
+    device)`` makes another one than the settings name; its groups keep their rates as shares of ``lr``, which the
+    schedule moves. Parameters that come frozen stay so, unless a stage names them in ``unfreeze``.
+    ``splittable`` is False for a loss that compares the samples of a batch with each other (contrastive): halving such
+    a batch would change what is trained.
     ``augment`` runs on the device: transforms of ``fulltilt.feed.augment``, or a function of the batch;
     ``eval_augment`` is what ``eval_data`` gets in its place (the middle crop, the same normalisation).
     A ``joint`` loss takes all micro-batches of a step as a list, compares across them and bounds its own memory to one

@@ -45,7 +45,7 @@ def _number(value: Any, what: str, device: torch.device) -> torch.Tensor:
     if isinstance(value, int | float):
         return torch.tensor(float(value), device=device)
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.reshape(())
+        return value if value.ndim == 0 else value.reshape(())
     if hasattr(value, "item") and getattr(value, "size", 0) == 1:  # a number of numpy's
         return torch.tensor(float(value.item()), device=device)
     raise UsageError(f"{what} should be one number, not {_kind(value)}", "Return means over the batch.")
