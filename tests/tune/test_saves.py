@@ -1,14 +1,17 @@
-# ruff: noqa: PTH104, PTH105, PTH107, PTH123, SIM115 - the plain calls are what is tested
+# ruff: noqa: PTH103, PTH104, PTH105, PTH107, PTH123, PTH211, SIM115 - the plain calls are what is tested
 """Inside a trial nothing of the user's is written, changed or deleted; what changed all the same is found."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import h5py
 import pytest
 import torch
 
@@ -39,12 +42,13 @@ def kept(folder: Path) -> bool:
 
 
 def test_every_entry_point_is_put_back(tmp_path: Path) -> None:
-    before = (torch.save, open, os.remove, os.replace, shutil.rmtree)
+    before = (torch.save, open, os.remove, os.replace, shutil.rmtree, os.open, os.mkdir, sqlite3.connect)
     guard = Saves(tmp_path)
     guard.install()
     assert torch.save is not before[0]
     guard.restore()
-    assert (torch.save, open, os.remove, os.replace, shutil.rmtree) == before
+    after = (torch.save, open, os.remove, os.replace, shutil.rmtree, os.open, os.mkdir, sqlite3.connect)
+    assert after == before
 
 
 def test_saves_go_aside_and_are_found_again(saves: Saves, theirs: Path) -> None:
@@ -71,13 +75,43 @@ def test_saves_go_aside_and_are_found_again(saves: Saves, theirs: Path) -> None:
         lambda: os.rename("model.pt", "old.pt"),
         lambda: shutil.rmtree(Path.cwd()),
         lambda: os.truncate("model.pt", 0),
+        lambda: os.write(os.open("model.pt", os.O_WRONLY | os.O_TRUNC), b"raw"),
+        lambda: sqlite3.connect("model.pt").execute("create table t(x)"),
+        lambda: h5py.File("model.pt", "w").close(),
+        lambda: (Path("new.pt").write_text("new"), os.replace("new.pt", "model.pt")),
+        lambda: shutil.copy(shutil.__file__, "model.pt"),
+        lambda: shutil.move(shutil.copy("model.pt", "new.pt"), "model.pt"),
     ],
-    ids=["remove", "unlink", "write", "append", "rename", "rmtree", "truncate"],
+    ids=[
+        *("remove", "unlink", "write", "append", "rename", "rmtree", "truncate", "raw", "sqlite", "h5py", "replace"),
+        *("copy", "move"),
+    ],
 )
 def test_what_was_there_stays(saves: Saves, theirs: Path, harm: object) -> None:
-    harm()  # type: ignore[operator]
+    with contextlib.suppress(sqlite3.DatabaseError):  # it is no database
+        harm()  # type: ignore[operator]
     saves.restore()
     assert kept(theirs)
+    assert [path.name for path in theirs.iterdir()] == ["model.pt"]
+
+
+def test_what_a_job_deletes_is_gone_to_it(saves: Saves, theirs: Path) -> None:
+    """``rmtree(out); makedirs(out)``, and a link to the latest checkpoint that is made anew."""
+    (theirs / "old").mkdir()
+    os.symlink("model.pt", "latest")
+    saves.files._began = time.time() + 60  # as if both had been there before
+    shutil.rmtree("old")
+    os.makedirs("old")
+    Path("old/new.txt").write_text("x")
+    os.remove("latest")
+    os.symlink("old/new.txt", "latest")
+    os.remove("model.pt")
+    with open("model.pt", "x") as file:
+        file.write("mine")
+    assert Path("model.pt").read_text() == "mine"
+    saves.restore()
+    assert kept(theirs)
+    assert (theirs / "latest").readlink() == Path("model.pt")
 
 
 def test_written_beside_and_renamed_over_it_stays_too(saves: Saves, theirs: Path) -> None:
@@ -108,7 +142,7 @@ def test_a_hugging_face_model_is_saved_aside(saves: Saves, theirs: Path) -> None
     module.PreTrainedModel = Savable  # type: ignore[attr-defined]
     saves._guard(module)
     Savable().save_pretrained("out")
-    assert saves.aside("out/config.json").read_text() == "{}"
+    assert saves.files.aside("out/config.json").read_text() == "{}"
     assert not (theirs / "out").exists()
 
 

@@ -25,6 +25,7 @@ QUICK = Patience(wanted_error=0.2, least_blocks=3, least_s=0.15, most_s=1.0, blo
 # A loader that waits, so that workers pay even on a busy machine, and a trial that asks for its number.
 SCRIPT = """
 import os, sys, time
+open("train.log", "w").write("a trial was here")
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -69,6 +70,7 @@ FAILS = """
 def checkpoint_of(folder: Path, fails: str = "") -> str:
     (folder / "train.py").write_text(SCRIPT.replace("FAILS", fails.strip() or "pass"))
     (folder / "checkpoint.pt").write_bytes(os.urandom(4096))
+    (folder / "train.log").write_text("of the user's last training")
     return hashlib.sha256((folder / "checkpoint.pt").read_bytes()).hexdigest()
 
 
@@ -93,6 +95,7 @@ def test_trials_that_fail_are_results_and_the_users_files_stay(
     assert {trial.state for trial in trials[5:]} == {"ok"}
     assert trials[1].samples_per_s > trials[0].samples_per_s  # type: ignore[operator]
     assert hashlib.sha256((tmp_path / "checkpoint.pt").read_bytes()).hexdigest() == before
+    assert (tmp_path / "train.log").read_text() == "of the user's last training"  # though torch comes later
     assert not (tmp_path / "the_end.txt").exists()
     assert {change for trial in trials for change in trial.changed_files} == set()
     assert trials[0].losses[:10] == pytest.approx(trials[1].losses[:10])  # the same random numbers in each
@@ -120,7 +123,9 @@ def tuned(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_was_learned_and_the_study_goes_on(tmp_path: Path) -> None:
     checkpoint_of(tmp_path)
-    process = subprocess.Popen(tune(), cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        tune("--allow", "batch"), cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert process.stderr is not None
     for line in process.stderr:
         if "trial 2" in line:
@@ -128,10 +133,10 @@ def test_ctrl_c_keeps_what_was_learned_and_the_study_goes_on(tmp_path: Path) -> 
     process.send_signal(signal.SIGINT)
     out, errors = process.communicate(timeout=60)
     assert process.returncode == 3
-    assert "go on with" in errors.lower()
+    assert "Go on with: fulltilt tune --out study --allow batch train.py" in errors
     assert "Current" in out
     learned = (tmp_path / "study" / TRIALS_FILE).read_text().count("\n")
-    done = tuned(tmp_path, "--budget", "90s")
+    done = tuned(tmp_path, "--budget", "90s", "--allow", "batch")
     assert done.returncode == 0
     assert f"has {learned} trials already" in done.stderr
     assert "trial 1:" not in done.stderr

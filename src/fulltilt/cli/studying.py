@@ -52,7 +52,8 @@ def conduct(
         screen.close()
         study.close()
     if stopped:
-        again = shlex.join(["fulltilt", "tune", "--out", str(folder), *arguments])
+        allowed = ["--allow", ",".join(sorted(allow))] if allow else []
+        again = shlex.join(["fulltilt", "tune", "--out", str(folder), *allowed, *arguments])
         screen.say(f"stopped; what was learned is kept. Go on with: {again}")
     end_study(study.record, study.trials, folder, apply)
     return STOPPED_EARLY if stopped else 0

@@ -30,6 +30,8 @@ DEEP = "FULLTILT_DEEP"
 PACKAGE = "FULLTILT_PACKAGE"
 # Modules of floors above whose ``attach(session)`` is called in each process of the job; names with commas between.
 ALSO = "FULLTILT_ALSO"
+# A module whose ``begin()`` is called as the process starts, before any line of the script.
+FIRST = "FULLTILT_FIRST"
 
 current: Session | None = None
 _forks_are_followed = False
@@ -55,6 +57,8 @@ def environment(folder: Path, t0_ns: int, settings: Path | None, deep: int) -> d
 
 def when_torch_is_imported() -> None:
     """Start a session as soon as this process has imported torch."""
+    if first := os.environ.get(FIRST):
+        importlib.import_module(first).begin()
     if "torch" in sys.modules:
         start(sys.modules["torch"])
     else:

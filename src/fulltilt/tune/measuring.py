@@ -19,6 +19,7 @@ from typing import Any
 
 from fulltilt import store
 from fulltilt.timeline.session import Session
+from fulltilt.tune import early
 from fulltilt.tune.assignment import ANSWER_FILE, Answer, Assignment
 from fulltilt.tune.changes import Changes
 from fulltilt.tune.interval import Block, is_enough, is_warm
@@ -36,7 +37,7 @@ class Measuring:
         self._session = session
         self._torch = torch
         self._assignment = assignment
-        self._saves = Saves(Path(assignment.scratch))
+        self._saves = early.taken_over() or Saves(Path(assignment.scratch))
         self._changes = Changes(torch, assignment.settings, assignment.loader)
         self._pid, self._parent = os.getpid(), os.getppid()
         self._optimizer: int | None = None
@@ -210,10 +211,16 @@ class Measuring:
             world_size=self._session.notes.world_size,
             complete=complete,
             out_of_memory=int(statistics.get("num_ooms", 0)),
-            remarks=tuple(dict.fromkeys((*self._changes.remarks, *(f"kept {path}" for path in self._saves.kept)))),
+            remarks=tuple(
+                dict.fromkeys((*self._changes.remarks, *(f"kept {path}" for path in self._saves.files.kept)))
+            ),
             diverts=self._saves.diverted,
         )
         store.write_json(Path(self._assignment.folder) / ANSWER_FILE, answer)
+
+    def _remarks(self) -> tuple[str, ...]:
+        kept = (f"kept {path}" for path in self._saves.files.kept)
+        return tuple(dict.fromkeys((*self._changes.remarks, *kept)))
 
 
 def _learning_rate(optimizer: Any) -> float | None:

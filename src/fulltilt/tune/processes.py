@@ -19,7 +19,8 @@ from fulltilt import store
 from fulltilt.records import Settings
 from fulltilt.timeline import attach
 from fulltilt.tune.assignment import ASSIGNMENT, ASSIGNMENT_FILE, Assignment
-from fulltilt.tune.template import CHANNEL, SCRATCH
+from fulltilt.tune.early import SCRATCH
+from fulltilt.tune.template import CHANNEL
 
 OUTPUT_FILE = "output.txt"
 # A fork takes milliseconds, on a large process tenths of a second.
@@ -53,6 +54,7 @@ def base_environment(scratch: Path) -> dict[str, str]:
     return {
         **os.environ,
         attach.ALSO: "fulltilt.tune.child",
+        attach.FIRST: "fulltilt.tune.early",
         SCRATCH: str(scratch.resolve()),
         "FULLTILT_STUDY_PID": str(os.getpid()),
         # A trial is no run of the user's: it must not appear in their account.

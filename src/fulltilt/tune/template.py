@@ -21,10 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fulltilt.tune import early
 from fulltilt.tune.saves import Saves
 
 CHANNEL = "FULLTILT_TEMPLATE"
-SCRATCH = "FULLTILT_SCRATCH"
 LOOK_EVERY_S = 0.02
 
 
@@ -35,7 +35,7 @@ class Template:
         self._torch = torch
         self._requests = os.fdopen(requests, "r", encoding="utf-8")
         self._replies = os.fdopen(replies, "w", encoding="utf-8")
-        self._saves = Saves(scratch)
+        self._saves = early.taken_over() or Saves(scratch)
         self._undo: list[Callable[[], None]] = []
         self._touched = False
         self._torch_threads = int(torch.get_num_threads())
@@ -44,7 +44,7 @@ class Template:
     def of_environment(cls, torch: Any) -> Template:
         """The template that the study asked this process to be."""
         requests, replies = map(int, os.environ.pop(CHANNEL).split(","))
-        return cls(torch, requests, replies, Path(os.environ[SCRATCH]))
+        return cls(torch, requests, replies, Path(os.environ[early.SCRATCH]))
 
     def install(self) -> None:
         """Stand before everything that a fork cannot share."""

@@ -1,0 +1,28 @@
+"""From the first line of a trial's script on: files are guarded before torch is imported and before a log is opened."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from fulltilt.tune.assignment import ASSIGNMENT
+from fulltilt.tune.saves import Saves
+
+SCRATCH = "FULLTILT_SCRATCH"
+
+_guard: Saves | None = None
+
+
+def begin() -> None:
+    """Called by the timeline as the process starts."""
+    global _guard
+    assigned = os.environ.get(ASSIGNMENT)
+    _guard = Saves(Path(assigned).parent / "scratch" if assigned else Path(os.environ[SCRATCH]))
+    _guard.install()
+
+
+def taken_over() -> Saves | None:
+    """The guards that are in place already, for whoever goes on with them; None where there are none."""
+    global _guard
+    guard, _guard = _guard, None
+    return guard
