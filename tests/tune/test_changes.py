@@ -24,6 +24,8 @@ def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (DataLoader, "__init__"),
         (torch.autograd, "backward"),
         (torch.optim.Optimizer, "__init__"),
+        *((torch.amp.GradScaler, name) for name in ("unscale_", "step", "update")),
+        (nn.Module, "zero_grad"),
         (nn.Module, "compile"),
     ):
         monkeypatch.setattr(home, name, getattr(home, name))
@@ -85,6 +87,44 @@ def test_accumulation_trains_as_the_whole_batch_does() -> None:
     install(Settings(accumulation=4))
     model.load_state_dict(state)
     assert torch.allclose(trained(4, 2, model), whole, rtol=1e-5)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_accumulation_trains_as_the_whole_batch_does_under_a_grad_scaler(clips: bool) -> None:
+    def scaled(batch: int, model: nn.Linear) -> torch.Tensor:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for (inputs,) in DataLoader(DATA, batch):
+            model.zero_grad()
+            scaler.scale(nn.functional.mse_loss(model(inputs).squeeze(), inputs.sum(1) / 100)).backward()
+            if clips:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+        return model.weight.detach().clone()
+
+    model = nn.Linear(2, 1)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    whole = scaled(8, model)
+    install(Settings(accumulation=4))
+    model.load_state_dict(state)
+    assert torch.allclose(scaled(2, model), whole, rtol=1e-4)
+    assert not torch.allclose(whole, state["weight"])
+
+
+def test_each_optimizer_gathers_its_own_batches() -> None:
+    install(Settings(accumulation=2))
+    first, second = nn.Linear(1, 1), nn.Linear(1, 1)
+    before = first.weight.detach().clone(), second.weight.detach().clone()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in (first, second)]
+    for _ in range(2):
+        for model, optimizer in zip((first, second), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+    assert torch.allclose(first.weight, before[0] - 1.0)
+    assert torch.allclose(second.weight, before[1] - 1.0)
 
 
 def test_precision_follows_the_weights_through_the_steps() -> None:

@@ -6,15 +6,14 @@ writes into its loop, are put around it from outside: well enough to measure the
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 from fulltilt.records import Settings
 from fulltilt.timeline.loader_tap import call_sites
 from fulltilt.timeline.overrides import apply, looks_like_training
+from fulltilt.tune.accumulation import Accumulation, around
 from fulltilt.tune.assignment import TrainingLoader
 
 AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
@@ -28,16 +27,15 @@ class Changes:
         self._settings = settings
         self._loader = loader
         self.remarks: list[str] = []
-        self._micro_step = 0
 
     def install(self) -> None:
         """Stand in the way of what the settings concern, and of nothing else."""
         settings, torch = self._settings, self._torch
         if settings.torch_threads is not None:
             torch.set_num_threads(settings.torch_threads)
-        _around(torch.utils.data.DataLoader, "__init__", self._loader_init)
+        around(torch.utils.data.DataLoader, "__init__", self._loader_init)
         if settings.accumulation is not None and settings.accumulation > 1:
-            self._accumulate(settings.accumulation)
+            Accumulation(torch, settings.accumulation).install()
         if settings.precision is not None:
             self._compute_in(settings.precision)
         if settings.compile:
@@ -83,42 +81,6 @@ class Changes:
 
     # ------------------------------------------------------------------ the loop
 
-    def _accumulate(self, parts: int) -> None:
-        """One optimizer step for every ``parts`` batches, with gradients that add up to their mean."""
-        optimizer = self._torch.optim.Optimizer
-
-        def backward(original: Callable[..., Any]) -> Callable[..., Any]:
-            def scaled(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-                one = isinstance(tensors, self._torch.Tensor)
-                return original(tensors / parts if one else [t / parts for t in tensors], *args, **kwargs)
-
-            return scaled
-
-        def step(original: Callable[..., Any]) -> Callable[..., Any]:
-            def every_so_often(_: Any, *args: Any, **kwargs: Any) -> Any:
-                self._micro_step += 1
-                return original(*args, **kwargs) if self._micro_step % parts == 0 else None
-
-            return every_so_often
-
-        def zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
-            def with_the_step(_: Any, *args: Any, **kwargs: Any) -> Any:
-                return original(*args, **kwargs) if self._micro_step % parts == 0 else None
-
-            return with_the_step
-
-        def constructed(original: Callable[..., None]) -> Callable[..., None]:
-            def __init__(this: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-                original(this, *args, **kwargs)
-                for name, make in (("step", step), ("zero_grad", zero_grad)):
-                    wrapped = functools.wraps(getattr(this, name))(make(getattr(this, name)))
-                    setattr(this, name, MethodType(wrapped, this))  # schedulers ask for a method
-
-            return __init__
-
-        _around(self._torch.autograd, "backward", backward)
-        _around(optimizer, "__init__", constructed)
-
     def _compute_in(self, precision: str) -> None:
         torch = self._torch
         if precision == "tf32":
@@ -139,11 +101,6 @@ class Changes:
                 module.compile()
 
         handle = modules.register_module_forward_pre_hook(first_call)
-
-
-def _around(home: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    original = getattr(home, name)
-    setattr(home, name, functools.wraps(original)(make(original)))
 
 
 def _hooks(torch: Any) -> Any:
