@@ -74,7 +74,7 @@ def tuning(
     one = Tuning(folder, script, keeps, limits)
     one.session.install()
     one.session.taps.live = one.live.begin
-    home = "fulltilt.tune.live.tuner"
+    home = "fulltilt.tune.live.trying"
     try:
         with (
             patch.dict("os.environ", {"FULLTILT_DEBUG": "1"}),  # an error of tuning's own fails the test

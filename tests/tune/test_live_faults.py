@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,15 @@ def test_two_loops_over_one_loader_have_their_own_batches(tmp_path: Path) -> Non
         pairs = [(flat(outer)[1], flat(inner)[1]) for outer in loader for inner in loader]
         indices = [[0, 1], [2, 3], [4, 5], [6, 7]]
         assert pairs == [(outer, inner) for outer in indices for inner in indices]
+
+
+def test_short_passes_with_a_loader_of_their_own_count_together(tmp_path: Path) -> None:
+    slow = replace(HASTY, least_batches=9)
+    with tuning(tmp_path, [Knobs(1)], limits=slow) as live:
+        for _ in range(5):  # of four batches each
+            for _ in live.trains(DataLoader(Squares(16), batch_size=4)):
+                pass
+        assert live.record.moves
 
 
 def test_a_data_set_changed_between_passes_is_seen_by_the_next(tmp_path: Path) -> None:

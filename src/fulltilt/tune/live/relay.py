@@ -19,20 +19,11 @@ class Conductor(Protocol):
     def at_boundary(self, relay: Relay) -> None:
         """The script asks for a batch: the moment to hand over."""
 
-    def first_arrived(self, wait_s: float) -> None:
-        """The first batch of a pass came."""
-
     def arrived(self, relay: Relay, arrival: Arrival) -> None:
         """Another batch came."""
 
     def ran_dry(self, pool: Pool) -> None:
         """A pool has given its last batch and another goes on."""
-
-    def pass_ended(self, relay: Relay) -> None:
-        """All batches of a pass were given."""
-
-    def pass_abandoned(self, relay: Relay) -> None:
-        """A pass was left early, and its iterator is gone."""
 
     def failed_at_work(self, relay: Relay, error: Exception) -> None:
         """A pool broke: another has to be put in its place."""
@@ -41,17 +32,31 @@ class Conductor(Protocol):
         """The conductor itself went wrong."""
 
 
+class Host(Protocol):
+    """Whose passes they are, told how each one begins and ends."""
+
+    def first_arrived(self, wait_s: float) -> None:
+        """The first batch of a pass came."""
+
+    def pass_ended(self, relay: Relay) -> None:
+        """All batches of a pass were given."""
+
+    def pass_abandoned(self, relay: Relay) -> None:
+        """A pass was left early, and its iterator is gone."""
+
+
 class Relay:
     """Hands out the batches of the pools in its line, the first one's to the last, so that none is lost or overtaken.
 
     A pool that is handed over to takes the orders behind those of the pool before it, which runs dry meanwhile.
     """
 
-    def __init__(self, tuner: Conductor, orders: Orders, first: Pool, loader: Any) -> None:
+    def __init__(self, host: Host, conductor: Conductor, orders: Orders, first: Pool, loader: Any) -> None:
         self.orders = orders
         self._line: deque[Pool] = deque([first])
         self.ended = False
-        self._tuner = tuner
+        self._host = host
+        self._conductor = conductor
         self._loader = loader  # scripts loop over loaders that nobody else holds
         self._num_workers = first.knobs.workers
         self._left_s: float | None = None
@@ -70,26 +75,26 @@ class Relay:
         if self._left_s is None:
             self._line[0].open()
         self.orders.asked()
-        self._let_tuner(self._tuner.at_boundary)
+        self._let_conduct(self._conductor.at_boundary)
         began_s = time.perf_counter()
         batch = self._draw()
         self.orders.given()
         wait_s = time.perf_counter() - began_s
         if self._left_s is None:
-            self._tuner.first_arrived(wait_s)
+            self._host.first_arrived(wait_s)
         else:
-            self._let_tuner(self._tuner.arrived, Arrival(wait_s, asked_s - self._left_s))
+            self._let_conduct(self._conductor.arrived, Arrival(wait_s, asked_s - self._left_s))
         self._left_s = time.perf_counter()
         return batch
 
-    def _let_tuner(self, act: Callable[..., None], *facts: Any) -> None:
+    def _let_conduct(self, act: Callable[..., None], *facts: Any) -> None:
         """Tuning may go wrong; the job goes on."""
         try:
             act(self, *facts)
         except Exception as error:
             if os.environ.get("FULLTILT_DEBUG"):
                 raise
-            self._tuner.broke(error)
+            self._conductor.broke(error)
 
     def _draw(self) -> Any:
         while True:
@@ -101,18 +106,18 @@ class Relay:
                 if len(self._line) == 1:
                     self.ended = True
                     self.orders.over()
-                    self._tuner.pass_ended(self)
+                    self._host.pass_ended(self)
                     raise
                 self._step_on()
             except Exception as error:
                 if self._line[0].final:
                     raise
-                self._tuner.failed_at_work(self, error)
+                self._conductor.failed_at_work(self, error)
 
     def _step_on(self) -> None:
         before = self._line.popleft()
         self._num_workers = self._line[0].knobs.workers
-        self._tuner.ran_dry(before)
+        self._conductor.ran_dry(before)
 
     @property
     def serving(self) -> Pool:
@@ -147,4 +152,4 @@ class Relay:
 
     def __del__(self) -> None:
         if not self.ended:
-            self._tuner.pass_abandoned(self)
+            self._host.pass_abandoned(self)

@@ -1,0 +1,266 @@
+"""Trying settings on one loader: measures, asks the controller, starts pools, keeps or takes back.
+
+During a trial the best so far stands by, so that going back costs nothing and a pool that fails leaves it running. All
+of it runs on the thread that draws, between two batches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from fulltilt.timeline.loader_tap import LoaderTap
+from fulltilt.tune.live.controller import Settle, Situation, Try, best_of, decide, pays
+from fulltilt.tune.live.diary import Diary, in_force, words
+from fulltilt.tune.live.limits import Limits
+from fulltilt.tune.live.pools import Pool
+from fulltilt.tune.live.room import Room, most_workers
+from fulltilt.tune.live.safety import reason_of_sampler
+from fulltilt.tune.live.serial import FetchWatch
+from fulltilt.tune.live.window import Arrival, Knobs, Seen, Window
+from fulltilt.tune.live.workshop import Workshop
+
+if TYPE_CHECKING:
+    from fulltilt.tune.live.relay import Relay
+
+
+class Phase(Enum):
+    """Where the tuning of a loader stands."""
+
+    WATCHING = "measuring the settings in force"
+    WANTING = "about to start a pool"
+    STARTING = "waiting for the workers of a new pool"
+    TRYING = "measuring a new pool"
+    SETTLED = "done"
+    LEFT_ALONE = "not to be tuned"
+
+
+class Trying:
+    """What is in force on one loader, what was tried, and what is on trial."""
+
+    def __init__(
+        self, tap: LoaderTap, workshop: Workshop, diary: Diary, room: Callable[[], Room], limits: Limits
+    ) -> None:
+        self.phase = Phase.WATCHING
+        self.in_force = Knobs(0)
+        self.best: Pool | None = None
+        self.candidate: Pool | None = None
+        self.tensors_per_batch = 0
+        self.window = Window(limits)
+        self._tap = tap
+        self._workshop = workshop
+        self._diary = diary
+        self._room = room
+        self._limits = limits
+        self._seen: tuple[Seen, ...] = ()
+        self._failed: tuple[Knobs, ...] = ()
+        self._wanted: Try | None = None
+        self._started_s = 0.0
+        self._watch: FetchWatch | None = None
+
+    def pools(self) -> list[Pool]:
+        """The pools that are alive, the script's own included."""
+        return [pool for pool in (self.best, self.candidate) if pool is not None]
+
+    def adopt(self, user: Knobs) -> None:
+        """A loader with these settings takes the place of the last; what was learned holds where they are the same."""
+        for pool in self.pools():
+            self._workshop.retire(pool)
+        self.best = self.candidate = self._wanted = None
+        same = user == self._workshop.user
+        goes_on = self.phase is Phase.WATCHING and same
+        if self.phase is Phase.LEFT_ALONE:
+            self.in_force = user
+        elif not same or not self._seen:
+            self.in_force = user
+            self._seen, self._failed = (), ()
+            self.phase = Phase.WATCHING
+            self._diary.starts(user)
+        elif self.phase is not Phase.SETTLED:
+            self.phase = Phase.WATCHING
+        if not goes_on:  # the batches of short passes count together, also where each pass has a loader of its own
+            self.window.begin(self.in_force, self._limits.warm_up_batches)
+
+    def watch(self, iterator: Any) -> None:
+        """Look at the fetches of a loader without workers for as long as its own settings are measured."""
+        if self.phase is Phase.WATCHING:
+            self._watch = FetchWatch(iterator)
+
+    def unwatch(self) -> None:
+        """Enough was seen."""
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
+
+    def drop_best(self) -> None:
+        """A pool that stood by in an earlier pass may still owe batches of it: it must not serve this one."""
+        self._workshop.retire(self.best)
+        self.best = None
+
+    # ------------------------------------------------------------------ between two batches
+
+    def at_boundary(self, relay: Relay) -> None:
+        """Move on, if something is due."""
+        if self.phase is Phase.WANTING and relay.is_steady:
+            with self._diary.costs():
+                self._start(relay)
+        elif self.phase is Phase.STARTING:
+            self._switch_when_warm(relay)
+
+    def arrived(self, relay: Relay, arrival: Arrival) -> None:
+        """A batch came."""
+        if self.phase not in (Phase.WATCHING, Phase.TRYING) or not relay.is_steady or not self._tap.trains:
+            return
+        seen = self.window.add(arrival)
+        if seen is not None:
+            with self._diary.costs():
+                self._judge(relay, seen)
+
+    def _judge(self, relay: Relay, seen: Seen) -> None:
+        """A window is full: keep or take back what was tried, and decide what comes next."""
+        if not self._seen and (reason := self._reason_against(relay)) is not None:
+            self.leave_alone(reason)
+            return
+        if self.phase is Phase.TRYING:
+            self._end_trial(relay, seen)
+        else:
+            self._diary.saw(seen)
+        self._seen = (*self._seen, seen)
+        self._decide()
+
+    def _reason_against(self, relay: Relay) -> str | None:
+        """What was seen of the sampler and of the fetches that speaks against other workers."""
+        reason = reason_of_sampler(self._workshop.loader._index_sampler, relay.orders.sampler)
+        if reason is None and self._watch is not None:
+            self.tensors_per_batch = self._watch.tensors_per_batch
+            reason = self._watch.problem()
+        return reason
+
+    def _decide(self) -> None:
+        if not self._seen:
+            self.phase = Phase.WATCHING
+            return
+        move = decide(Situation(self.in_force, self._seen, self._room(), self._failed), self._limits)
+        if isinstance(move, Settle):
+            self.phase = Phase.SETTLED
+            self.unwatch()
+            self._diary.settled(move.why)
+        else:
+            self._wanted = move
+            self.phase = Phase.WANTING
+            self._diary.tries(move)
+
+    def _start(self, relay: Relay) -> None:
+        assert self._wanted is not None
+        knobs = self._wanted.knobs
+        most, what = most_workers(self._room(), knobs.prefetch, self._limits)
+        try:
+            if knobs.workers > most:
+                raise MemoryError(f"there is room for {most} workers ({what})")
+            self.candidate = self._workshop.make(knobs, best_of(self._seen))
+            self.candidate.call_roll()
+        except Exception as error:
+            self._give_up(knobs, error)
+            self._decide()
+        else:
+            self.candidate.join(relay.orders)
+            self._started_s = time.perf_counter()
+            self.phase = Phase.STARTING
+
+    def _switch_when_warm(self, relay: Relay) -> None:
+        assert self.candidate is not None
+        try:
+            if not self.candidate.is_warm():
+                if time.perf_counter() - self._started_s > self._limits.start_s:
+                    raise TimeoutError(f"its workers did not start within {self._limits.start_s:.0f} s")
+                return
+        except Exception as error:
+            self._workshop.retire(self.candidate, failed=True)
+            self._give_up(self.candidate.knobs, error)
+            self._decide()
+            return
+        relay.hand_over(self.candidate)
+        self.begin_trial()
+
+    def begin_trial(self) -> None:
+        """The candidate serves from now on."""
+        assert self.candidate is not None
+        knobs = self.candidate.knobs
+        self.phase = Phase.TRYING
+        self.unwatch()
+        self.window.begin(knobs, skip=knobs.workers * knobs.prefetch)
+        self._tap.in_force = in_force(knobs)
+
+    def _end_trial(self, relay: Relay, seen: Seen) -> None:
+        assert self.candidate is not None
+        candidate, self.candidate = self.candidate, None
+        before = next((one for one in reversed(self._seen) if one.knobs[:3] == self.in_force[:3]), best_of(self._seen))
+        if pays(before, seen, self._limits):
+            self._workshop.retire(self.best)
+            self._workshop.trust(candidate)
+            self.best, self.in_force = candidate, candidate.knobs
+            self._diary.kept(seen)
+        else:
+            relay.hand_over(self._standing_by())
+            self._diary.returned(seen)
+        self._tap.in_force = in_force(self.in_force)
+
+    def _standing_by(self) -> Pool:
+        """The best pool so far, or another with its settings when a pass has ended since it served."""
+        if self.best is None:
+            self.best = self._workshop.make(self.in_force, best_of(self._seen))
+        return self.best
+
+    def ran_dry(self, pool: Pool) -> None:
+        """A pool has given its last batch and another goes on."""
+        if pool not in self.pools():
+            self._workshop.retire(pool)
+
+    # ------------------------------------------------------------------ when something is wrong
+
+    def failed_at_work(self, relay: Relay, error: Exception) -> None:
+        """A pool of ours broke. What it owed is made by the best so far, or by one with the script's own settings."""
+        failing = relay.serving
+        if failing is self.best or self.phase is Phase.LEFT_ALONE:
+            self.best = None
+            self.leave_alone(failure(failing.knobs, error))
+            relay.replace_serving(self._workshop.make_final())
+        else:
+            self._give_up(failing.knobs, error)
+            relay.replace_serving(self._standing_by() if relay.is_steady else self._workshop.make_final())
+            self._decide()
+        self._workshop.retire(failing, failed=True)
+
+    def _give_up(self, knobs: Knobs, error: Exception) -> None:
+        self._failed = (*self._failed, knobs)
+        self.candidate = None
+        self._diary.failed(_short(error))
+        self._tap.in_force = in_force(self.in_force)
+
+    def broke(self, error: Exception) -> None:
+        """Tuning itself went wrong: whatever serves now goes on."""
+        self.unwatch()
+        self.phase = Phase.SETTLED
+        self._diary.settled(f"tuning ended by an error of its own ({_short(error)})")
+
+    def leave_alone(self, why: str) -> None:
+        """Go back to the script's own settings for good."""
+        self.unwatch()
+        self.phase = Phase.LEFT_ALONE
+        self.candidate = None
+        self.in_force = self._workshop.user
+        self._tap.in_force = {}
+        self._diary.left_alone(why, self._workshop.user)
+
+
+def failure(knobs: Knobs, error: Exception) -> str:
+    """A sentence for the user: what failed, and what is done about it."""
+    return f"{words(knobs)} failed ({_short(error)}): back to the script's own settings"
+
+
+def _short(error: Exception) -> str:
+    """The last line of what went wrong; before it stands a worker's own traceback."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}".rstrip(": ")
