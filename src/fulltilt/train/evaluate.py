@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import gc
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from fulltilt.errors import UsageError
 from fulltilt.train import batches
 from fulltilt.train.distributed import Group
 from fulltilt.train.loss_value import plain_metrics, value_and_means
@@ -48,22 +48,21 @@ def evaluate(
 
 
 def watched(rig: Rig, found: Mapping[str, float]) -> float | None:
-    """The metric that the run goes by, noted in its history; None where it was not measured."""
+    """The metric that the run goes by, noted in its history; None where it was not measured, which is told.
+
+    It may be misspelt, or undefined for now: a curve over a set with a single class.
+    """
     name = rig.settings.monitor
-    metric = found.get(name.removeprefix("eval_")) if name is not None else None
+    if name is None:
+        return None
+    metric = found.get(name.removeprefix("eval_"))
     if metric is not None:
         rig.history.add(rig.progress.epoch, metric)
+    elif found:
+        close = difflib.get_close_matches(name.removeprefix("eval_"), found, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        rig.screen.warn(f"monitor: {name} was not measured, only {', '.join(found)}{hint}")
     return metric
-
-
-def check_monitor(rig: Rig, metrics: Mapping[str, float]) -> None:
-    """Raise UsageError after an evaluation that measured other things than the one that the run is to go by."""
-    name, measured = rig.settings.monitor, [name for name in metrics if name.startswith("eval_")]
-    if name is not None and measured and not rig.history.values:
-        raise UsageError(
-            f"monitor: {name} is not among what the evaluation measures ({', '.join(measured)})",
-            "Name one of them; the same command then goes on from here.",
-        )
 
 
 def _joined(kept: list[Mapping[str, torch.Tensor]], group: Group) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from fulltilt.errors import Diverged, FulltiltError, MachineError, StoppedEarly, UsageError
 from fulltilt.train import config, find, state
-from fulltilt.train.evaluate import check_monitor, evaluate, watched
+from fulltilt.train.evaluate import evaluate, watched
 from fulltilt.train.guard import StepFigures
 from fulltilt.train.job import Job
 from fulltilt.train.machine import MachineWatch
@@ -174,7 +174,6 @@ class Loop:
             progress.epoch += 1
             progress.consumed = 0
         self._save(metric)
-        check_monitor(rig, self.metrics)
 
     def _evaluate(self) -> dict[str, float]:
         """The metrics. An evaluation that fails or is to stop loses no step: it is done again after a resume."""
