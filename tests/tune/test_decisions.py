@@ -13,6 +13,7 @@ from fulltilt.errors import UsageError
 from fulltilt.records import Settings, Trial
 from fulltilt.tune.course import next_step, time_limit_s
 from fulltilt.tune.space import ALLOWABLE, Space, is_loader_only, parse_allow
+from fulltilt.tune.table import nothing_tried_sentence
 from fulltilt.tune.trials import best_of, knee_of, start_of
 from fulltilt.tune.verify import compare, winner
 from tests.tune.simulated import COD, GIB, Job, study
@@ -175,6 +176,13 @@ def test_little_time_is_kept_for_verifying() -> None:
     trials = study(Job(COD, 900.0), SIXTEEN, budget_s=65.0)
     assert [trial.purpose for trial in trials].count("verify") == 4
     assert winner(trials) is not None
+
+
+def test_a_study_that_tried_nothing_says_why() -> None:
+    starved = Trial(Settings(), "ok", 100.0, purpose="start", data_wait_share=0.9)
+    assert "--budget" in (nothing_tried_sentence([starved]) or "")
+    assert "waits for data 1.0 %" in (nothing_tried_sentence([replace(starved, data_wait_share=0.01)]) or "")
+    assert nothing_tried_sentence([starved, Trial(Settings(num_workers=1), "crashed")]) is None
 
 
 def test_the_settings_of_a_loader_change_nothing_else() -> None:

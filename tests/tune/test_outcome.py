@@ -39,7 +39,7 @@ workers are out of shared memory. Please try to raise your shared memory limit. 
         (Ended(-9, "memory", 3.0, ""), None, "oom", "used more memory"),
         (Ended(1, None, 3.0, "x\nValueError: no such file\n"), None, "crashed", "ValueError: no such file"),
         (Ended(-11, None, 3.0, ""), None, "crashed", "ended by SIGSEGV"),
-        (Ended(7, None, 3.0, "no data"), None, "crashed", "ended with exit code 7"),
+        (Ended(7, None, 3.0, "usage\nno data\n"), None, "crashed", "ended with exit code 7: no data"),
         (Ended(-9, "time", 60.0, ""), None, "timed_out", "stopped after 60 s"),
         (Ended(0, None, 3.0, ""), None, "crashed", "the script ended after 0 steps"),
         (DONE, replace(ANSWER, losses=LOSSES[:7], not_finite_at=7), "diverged", "the loss of step 8 is not a finite"),

@@ -19,7 +19,7 @@ from fulltilt.tune.solutions import by_hand, solutions
 from fulltilt.tune.source_patch import WriteYourself, apply_change, propose
 from fulltilt.tune.space import loader_settings, rid_of_none
 from fulltilt.tune.study import StudyRecord
-from fulltilt.tune.table import show_arithmetic, show_solutions, show_trials, verdict_sentence
+from fulltilt.tune.table import nothing_tried_sentence, show_arithmetic, show_solutions, show_trials, verdict_sentence
 from fulltilt.tune.trials import is_valid
 from fulltilt.tune.verify import candidates, compare, winner
 
@@ -45,7 +45,8 @@ def end_study(record: StudyRecord, trials: Sequence[Trial], folder: Path, apply:
     won = winner(trials)
     tested = [comparison for candidate in candidates(trials) if (comparison := compare(trials, candidate))]
     looked_faster = next(iter(candidates(trials)), None)
-    console.print(Text(verdict_sentence(won or (tested[0] if tested else None), looked_faster)))
+    verdict = nothing_tried_sentence(trials) or verdict_sentence(won or (tested[0] if tested else None), looked_faster)
+    console.print(Text(verdict))
     for name in (SETTINGS_FILE, DIFF_FILE):
         (folder / name).unlink(missing_ok=True)  # of an earlier answer
     if won is not None:
@@ -96,6 +97,8 @@ def _nothing_measured(trials: Sequence[Trial], folder: Path) -> FulltiltError:
     last = trials[-1]
     where = f"Its output is in {folder / (last.folder or '')}/output.txt"
     what = f"the script as it is could not be measured: {last.note or last.state}"
+    if "EOFError" in (last.note or ""):
+        return UsageError(f"{what}: a trial has no standard input", f"Let the script take it from an argument. {where}")
     if last.state == "oom":
         return DoesNotFit(what, f"Try smaller parts of the same batch: --allow batch,accumulation. {where}")
     if last.state == "diverged":

@@ -107,7 +107,7 @@ def _state(ended: Ended, answer: Answer | None, run: Run | None, start: Trial | 
     if failed and ended.status == -signal.SIGKILL:
         return "oom", "killed by the system, which does so when memory runs out"
     if failed:
-        return "crashed", last_exception(ended.tail) or _how_it_ended(ended.status)
+        return "crashed", last_exception(ended.tail) or _how_it_ended(ended.status, ended.tail)
     if answer is None or not answer.blocks:
         steps = answer.steps if answer is not None else 0
         return "crashed", f"the script ended after {steps} steps: too few to measure"
@@ -139,7 +139,9 @@ def last_exception(tail: str) -> str | None:
     return None if not found else found[-1].strip()[:200]
 
 
-def _how_it_ended(status: int | None) -> str:
+def _how_it_ended(status: int | None, tail: str) -> str:
     if status is not None and status < 0:
         return f"ended by {signal.Signals(-status).name}"
-    return f"ended with exit code {status}"
+    lines = tail.split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f"ended with exit code {status}" + (f": {last[:160]}" if last else "")

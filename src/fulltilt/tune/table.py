@@ -12,7 +12,7 @@ from fulltilt.records import Settings, Trial
 from fulltilt.report import wording
 from fulltilt.tune.learning_rate import figure
 from fulltilt.tune.solutions import Solution, in_words
-from fulltilt.tune.trials import is_valid
+from fulltilt.tune.trials import WAITS, is_valid, start_of
 from fulltilt.tune.verify import Comparison
 
 STATES = {
@@ -93,6 +93,17 @@ def verdict_sentence(comparison: Comparison | None, unverified: Settings | None 
         return f"Verified: {in_words(comparison.candidate)}: {comparison.ratio:.2f} × as fast ({spread})."
     why = "; the settings stay" if comparison.decided else "; there was no time to be sure, so the settings stay"
     return f"Not verified: {in_words(comparison.candidate)}: {comparison.ratio:.2f} × ({spread}){why}."
+
+
+def nothing_tried_sentence(trials: Sequence[Trial]) -> str | None:
+    """Why no other settings were tried; None when some were."""
+    start = start_of(trials)
+    if start is None or any(trial.purpose == "search" for trial in trials):
+        return None
+    waits = start.data_wait_share or 0.0
+    if waits < WAITS:
+        return f"Nothing else was tried: training waits for data {wording.share(waits)} of its time; the loader stays."
+    return "Nothing else was tried: the time was over. Give it more with --budget; the study goes on where it stopped."
 
 
 def progress_line(number: int, trial: Trial, best: Trial | None) -> str:
