@@ -278,6 +278,21 @@ def test_the_next_epoch_is_read_while_the_last_group_is_used(files, small_blocks
     assert not [thread for thread in threading.enumerate() if thread.name == "fulltilt-hdf5"]
 
 
+@pytest.mark.parametrize("residency", ["ram", "none"])
+@pytest.mark.parametrize("past_library", [True, False])
+def test_an_iterator_put_aside_goes_on_where_it_was(files, small_blocks, residency, past_library, monkeypatch):
+    if not past_library:
+        monkeypatch.setattr(BlockReader, "past_library", False)
+    with feed.hdf5(files, ["x", "y"], 32, residency=residency, num_workers=2, mixing_rows=120) as loader:
+        aside = iter(loader)
+        seen = [next(aside)]
+        for _ in range(2):
+            assert sorted(rows_of(loader)) == list(range(380))
+        seen += list(aside)
+        assert sorted(int(value) for x, _ in seen for value in x[:, 0]) == list(range(380))
+        assert sorted(rows_of(loader)) == list(range(380))
+
+
 def test_samples_are_augmented_by_their_number_in_the_whole(files, small_blocks):
     def by_row(**options):
         noise = [feed.augment.GaussianNoise(0.25)]

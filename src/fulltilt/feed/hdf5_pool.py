@@ -17,6 +17,10 @@ from fulltilt.feed.pool import Slot, WorkerPool
 class BlockPool(Protocol):
     """What the two kinds of pool have in common."""
 
+    @property
+    def closed(self) -> bool:
+        """Whether it can read no more."""
+
     def stream(self, batches: Iterable[torch.Tensor], epoch: int) -> Generator[Slot, None, None]:
         """Slots filled with ``batches`` in their order. The caller hands each back with ``release``."""
 
@@ -41,6 +45,7 @@ class BlockThreads:
     @torch.inference_mode(False)  # made in an evaluation, its memory has to be of use to other threads
     def __init__(self, reader: BlockReader, threads: int, device: torch.device) -> None:
         slots = threads + 2
+        self.closed = False
         self._reader = reader
         self._memory = shared_bytes(slots * reader.block_bytes)
         rows = self._memory.view(slots, 1, reader.block_bytes)
@@ -74,6 +79,7 @@ class BlockThreads:
 
     def close(self) -> None:
         """End the threads."""
+        self.closed = True
         self._threads.shutdown()
 
     def _fill(self, slot: Slot, epoch: int) -> None:

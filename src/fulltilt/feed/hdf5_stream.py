@@ -64,7 +64,9 @@ class BlockStream:
         self._per_group = blocks_per_group
         self._workers = workers
         self._reader: BlockReader | None = None
-        self._pool: BlockPool | None = None
+        self._idle: list[BlockPool] = []  # pools that no pass is using: an iterator put aside keeps its own
+        self._closed = False
+        self._stream: Any = None
         self._ahead: tuple[tuple[Order, int, int], _Reading] | None = None
 
     def batches(self, order: Order, epoch: int, first: int, most: int) -> Iterator[list[Piece]]:
@@ -74,7 +76,7 @@ class BlockStream:
         pieces: list[Piece] = []
         try:
             for rows in reading:
-                if reading.finished:  # this was the last group: the next epoch is read while it is used
+                if reading.finished and self._ahead is None:  # the next epoch is read while the last group is used
                     self._ahead = (order, epoch + 1, 0), self._begin(order, epoch + 1, 0)
                 mixed = rows.picks
                 while len(mixed) and left:
@@ -95,12 +97,18 @@ class BlockStream:
 
     def close(self) -> None:
         """End the reading and give the memory back."""
+        self._closed = True
         if self._ahead is not None:
             self._ahead[1].stop()
             self._ahead = None
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        while self._idle:
+            self._idle.pop().close()
+
+    def _give_back(self, pool: BlockPool) -> None:
+        if self._closed:
+            pool.close()
+        elif not pool.closed:
+            self._idle.append(pool)
 
     # ----------------------------------------------------------------- which groups
 
@@ -131,19 +139,28 @@ class BlockStream:
     # ----------------------------------------------------------------- reading
 
     def _begin(self, order: Order, epoch: int, first: int) -> _Reading:
+        self._closed = False
         if self._reader is None:
             self._reader = BlockReader(self.source, self.blocks)
-        if self._pool is None:
-            # Workers are forked here, on the caller's thread, and not in the one that reads.
-            self._pool = block_pool(self._reader, self._workers, self.device)
-        groups = self._groups(order, epoch, first)
-        return _Reading(lambda: self._read(groups), len(groups))
+        reader, groups = self._reader, self._groups(order, epoch, first)
+        if not groups:
+            return _Reading(lambda: iter(()), 0)
+        # Workers are forked here, on the caller's thread, and not in the one that reads.
+        pool = self._idle.pop() if self._idle else block_pool(reader, self._workers, self.device)
 
-    def _read(self, groups: list[_Group]) -> Iterator[Rows]:
+        def read() -> Iterator[Rows]:
+            try:
+                yield from self._read(groups, reader, pool)
+            except Exception:
+                pool.close()  # of no further use
+                raise
+            finally:
+                self._give_back(pool)
+
+        return _Reading(read, len(groups))
+
+    def _read(self, groups: list[_Group], reader: BlockReader, pool: BlockPool) -> Iterator[Rows]:
         """The groups on the device, one after the other out of one stream of blocks."""
-        reader, pool = self._reader, self._pool
-        assert reader is not None
-        assert pool is not None
         numbers = (torch.tensor([number]) for group in groups for number in group.blocks)
         with contextlib.closing(pool.stream(numbers, 0)) as slots, self._side_stream() as stream:
             for group in groups:
@@ -190,9 +207,10 @@ class BlockStream:
             yield None
             return
         torch.cuda.set_device(self.device)
-        stream: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            yield stream
+        if self._stream is None:  # one for all epochs: memory that was allocated on a stream is reused on it alone
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            yield self._stream
 
 
 class _Reading:

@@ -118,7 +118,7 @@ class WorkerPool:
                 self._free.append(slot)
 
     @property
-    def broken(self) -> bool:
+    def closed(self) -> bool:
         """Whether a worker died or the pool was closed: it is of no further use."""
         return self._broken
 

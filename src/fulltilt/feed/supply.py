@@ -89,7 +89,7 @@ class Supply:
 
         Each pass has workers of its own: an iterator put aside must not hold up the one that comes after it.
         """
-        if self._pool is not None and (self._pool.broken or self._pool.streams):
+        if self._pool is not None and (self._pool.closed or self._pool.streams):
             self.stop_workers()
         if self._pool is None:
             self._pool = WorkerPool(
