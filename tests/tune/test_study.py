@@ -40,6 +40,8 @@ class Slow(Dataset):
 def main():
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    os.makedirs("elsewhere", exist_ok=True)
+    os.chdir("elsewhere")
     loader = DataLoader(Slow(), batch_size=8, shuffle=True)
     model = torch.nn.Linear(16, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0004)
@@ -49,10 +51,10 @@ def main():
         loss.backward()
         optimizer.step()
         if step == 2:
-            torch.save(model.state_dict(), "checkpoint.pt")
+            torch.save(model.state_dict(), "../checkpoint.pt")
             trial = os.path.basename(os.environ["FULLTILT_RUN_DIR"])
             FAILS
-    open("the_end.txt", "w").close()
+    open("../the_end.txt", "w").close()
 
 if __name__ == "__main__":
     main()
@@ -79,7 +81,7 @@ def test_trials_that_fail_are_results_and_the_users_files_stay(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     before = checkpoint_of(tmp_path, FAILS)
-    out = tmp_path / "study"
+    out = Path("study")
     out.mkdir()
     space = Space(usable_cpus=4)
     said: list[str] = []

@@ -71,7 +71,7 @@ class Study:
     ) -> None:
         self._arguments = arguments
         self._command = command
-        self._folder = folder
+        self._folder = folder.absolute()  # the script may change its working folder
         self._space = space
         self._trial_limit_s = trial_limit_s
         self._tell = tell
