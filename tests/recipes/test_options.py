@@ -118,6 +118,15 @@ def test_bad_usage_ends_with_2_before_anything_runs(
     assert not (tmp_path / "o").exists()
 
 
+def test_the_folder_of_another_recipe_is_left_alone(
+    installed: list[Request], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recipe.json").write_text('{"recipe": "hdf5"}')
+    assert run("cod", "--out", str(tmp_path), "--data", "d") == 2
+    assert "holds a run of the recipe hdf5" in capsys.readouterr().err
+    assert run("cod", "--out", str(tmp_path), "--data", "d", "--fresh") == 0
+
+
 @pytest.mark.parametrize(("out", "code"), [("file", 2), ("file/below", 7)])
 def test_a_place_that_cannot_be_written_is_told(
     out: str, code: int, installed: list[Request], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -16,7 +16,8 @@ ANOTHER_OUT = "Choose another folder with --out."
 def changes(recipe: Recipe, request: Request) -> list[str]:
     """Note the recipe's options in the run's folder; a line when they were others before and the run goes on.
 
-    The engine says the same of its own settings. Only the first rank notes and tells.
+    The engine says the same of its own settings. Only the first rank notes and tells. Raises UsageError for the folder
+    of another recipe, MachineError for one that cannot be written.
     """
     from fulltilt.train.distributed import detect
 
@@ -28,6 +29,9 @@ def changes(recipe: Recipe, request: Request) -> list[str]:
         before = json.loads(path.read_text())
     except (OSError, ValueError):
         before = {}
+    other = before.get("recipe", recipe.name)
+    if other != recipe.name and not request.fresh:
+        raise UsageError(f"{request.out} holds a run of the recipe {other}", f"{ANOTHER_OUT[:-1]}, or use --fresh.")
     if request.out.is_file():
         raise UsageError(f"--out {request.out} is a file, not a folder", "Give a folder.")
     try:

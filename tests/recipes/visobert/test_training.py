@@ -191,6 +191,16 @@ def test_a_model_folder_goes_on_with_a_stock_loader_and_other_classes(whole: Pat
     assert config["label2id"] == {"0": 0, "1": 1}
 
 
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused(whole: Path, data: Path, capsys: Any) -> None:
+    for given, told in (
+        (("--hidden-size", "64"), "this is the checkpoint of another model"),
+        (("--num-hidden-layers", "2"), "this is the checkpoint of another model"),
+        (("--optim", "adafactor"), "was trained with optim: adamw_torch"),
+    ):
+        assert train("--data", data, "--out", whole, "--epochs", "3", *given) == 2
+        assert told in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [

@@ -174,13 +174,18 @@ def _try_schedule(transformers: Any, name: str | None) -> None:
         raise UsageError(f"lr_scheduler_type: {name} needs settings that visobert has not ({error})") from error
 
 
+def optimizer_name(arguments: Any) -> str:
+    """Hugging Face's name of the optimizer."""
+    return str(getattr(arguments.optim, "value", arguments.optim))
+
+
 def try_optimizer(arguments: Any, model: Any) -> None:
     """Raise UsageError for an optimizer that is not installed, or needs more than its name."""
     try:
         require_transformers().Trainer.get_optimizer_cls_and_kwargs(arguments, model)
     except (ImportError, ValueError) as error:
-        name = getattr(arguments.optim, "value", arguments.optim)
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        name = optimizer_name(arguments)
         raise UsageError(f"optim: {name} cannot be had: {first[:200]}", "Choose another optim.") from error
 
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fulltilt.errors import UsageError
 from fulltilt.recipes.recipe import Request
-from fulltilt.train import checkpoint, find
+from fulltilt.train import checkpoint, find, tensorfile
+from fulltilt.train.foreign import compare
 from fulltilt.train.lock import FolderLock
 from fulltilt.train.progress import Screen
 from fulltilt.train.resume import set_aside
 
 STATE_FILE = "trainer_state.json"  # Hugging Face's own
+OPTIMIZER_FILE = "optim.json"  # which optimizer the state is of
 
 
 def take_folder(request: Request, root: Path, screen: Screen, cleanup: contextlib.ExitStack) -> None:
@@ -45,6 +49,35 @@ def starting_point(request: Request, root: Path, screen: Screen) -> Path | None:
     if given is not None and (given / checkpoint.MANIFEST_FILE).exists():
         checkpoint.verify(given)
     return given
+
+
+def refuse_other(folder: Path, model: Any, optimizer: str) -> None:
+    """Raise UsageError for a checkpoint of another model, or of an optimizer whose state this one cannot go on with."""
+    own = model.state_dict()
+    weights = sorted(folder.glob("model*.safetensors"))
+    given = {name: tensor for path in weights for name, tensor in tensorfile.read(path).items()}
+    fit = compare(own, given, str(folder))
+    # Of weights that share their memory only one is saved.
+    there = {own[name].data_ptr() for name in fit.taken}
+    missing = tuple(name for name in fit.missing if own[name].data_ptr() not in there)
+    # Names on both sides that the other lacks may be Hugging Face's old and new names of the same weights.
+    if weights and (fit.mismatched or bool(missing) != bool(fit.unexpected)):
+        told = "; ".join(replace(fit, missing=missing).lines(most=2))
+        raise UsageError(
+            f"this is the checkpoint of another model: {told}",
+            "Give the settings of that model, another --out, or --fresh.",
+        )
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        before = json.loads((folder / OPTIMIZER_FILE).read_text())["optim"]
+        if _family(before) != _family(optimizer):
+            raise UsageError(
+                f"{folder} was trained with optim: {before}, whose state {optimizer} cannot go on with",
+                f"Set optim: {before}, or begin anew with --fresh.",
+            )
+
+
+def _family(optimizer: str) -> str:
+    return optimizer.removesuffix("_fused")  # the same state, computed in fewer kernels
 
 
 def steps_of(folder: Path) -> int:

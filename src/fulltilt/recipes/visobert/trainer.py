@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,9 @@ from torch.nn import functional
 from transformers import Trainer
 
 from fulltilt.recipes.visobert import masks
+from fulltilt.recipes.visobert.arguments import optimizer_name
 from fulltilt.recipes.visobert.batches import BucketSampler, ResidentTexts, loader, sorted_batches
+from fulltilt.recipes.visobert.folder import OPTIMIZER_FILE
 from fulltilt.train import checkpoint
 from fulltilt.train.keep import KeepPolicy
 
@@ -124,6 +127,8 @@ class TextTrainer(Trainer):  # type: ignore[misc]
             super()._save_checkpoint(model, trial)
             self._barrier()
             if self.is_world_process_zero():
+                kind = json.dumps({"optim": optimizer_name(self.args)})
+                (partial / f"checkpoint-{step}" / OPTIMIZER_FILE).write_text(kind + "\n")
                 checkpoint.adopt(self.root, partial / f"checkpoint-{step}", step, int(self.state.epoch), self._metric())
                 checkpoint.delete_old(self.root, self.policy)
             self._barrier()

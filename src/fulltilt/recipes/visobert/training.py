@@ -18,10 +18,10 @@ from fulltilt.feed.text import Batching, Tokens, tokenise
 from fulltilt.integrations.huggingface import FulltiltCallback
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.visobert import Options
-from fulltilt.recipes.visobert.arguments import per_rank, total_steps, training_arguments, try_optimizer
+from fulltilt.recipes.visobert.arguments import optimizer_name, per_rank, total_steps, training_arguments, try_optimizer
 from fulltilt.recipes.visobert.batches import WIDTH_MULTIPLE, BucketSampler, TokenisedTexts, resident
 from fulltilt.recipes.visobert.callbacks import Figures, StopAndSave
-from fulltilt.recipes.visobert.folder import STATE_FILE, best, starting_point, steps_of, take_folder
+from fulltilt.recipes.visobert.folder import STATE_FILE, best, refuse_other, starting_point, steps_of, take_folder
 from fulltilt.recipes.visobert.metrics import classification
 from fulltilt.recipes.visobert.model import load_model, load_tokenizer
 from fulltilt.recipes.visobert.texts import Split, Texts, read_texts
@@ -59,6 +59,7 @@ def run(request: Request) -> Mapping[str, float]:
             screen.say(f"All {made.total_steps} steps are done already; --fresh begins anew")
             return made.kept_metrics(begin)
         if begin is not None:
+            refuse_other(begin, made.trainer.model, optimizer_name(made.trainer.args))
             screen.say(f"Resuming from {begin} (step {steps_of(begin)})")
         return made.fit(begin)
 
