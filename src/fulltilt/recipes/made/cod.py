@@ -69,10 +69,10 @@ def draw(number: int, seed: int) -> tuple[Array, Array]:
     turned = direction + rng.choice((-1, 1)) * rng.uniform(0.7, math.pi / 2)
     outer = _texture(rng, height, width, direction, grain)
     inner = _texture(rng, height, width, turned, grain * rng.uniform(0.7, 1.4))
-    surface = outer + inside * (inner + rng.uniform(0.4, 0.9) * shade - outer)
+    surface = outer + inside * (inner + rng.uniform(0.6, 1.1) * shade - outer)
     light = _texture(rng, height, width, rng.uniform(0, math.pi), 0.012)
     surface += 0.35 * light
-    surface += 0.25 * rng.standard_normal((height, width), dtype=np.float32)
+    surface += 0.18 * rng.standard_normal((height, width), dtype=np.float32)
     return _coloured(rng, surface), np.where(inside > 0.5, np.uint8(255), np.uint8(0))
 
 
