@@ -106,7 +106,8 @@ def test_a_resume_between_two_stages_makes_the_new_optimizer(tmp_path: Path) -> 
     def job() -> Job:
         return victim.make_job(stages=stages, eval_data=None)
 
-    run(tmp_path / "whole", job(), lambda end: whole.update({end.step: victim.fingerprint(end)}))
+    warm_up = {"warmup_epochs": 2.0}  # as long as both stages: their epochs count, not the settings'
+    run(tmp_path / "whole", job(), lambda end: whole.update({end.step: victim.fingerprint(end)}), **warm_up)
 
     class Enough(Exception):
         pass
@@ -116,8 +117,8 @@ def test_a_resume_between_two_stages_makes_the_new_optimizer(tmp_path: Path) -> 
             raise Enough
 
     with pytest.raises(Enough):
-        run(tmp_path / "cut", job(), stop)
-    run(tmp_path / "cut", job(), lambda end: cut.update({end.step: victim.fingerprint(end)}))
+        run(tmp_path / "cut", job(), stop, **warm_up)
+    run(tmp_path / "cut", job(), lambda end: cut.update({end.step: victim.fingerprint(end)}), **warm_up)
     assert cut == {step: whole[step] for step in (3, 4)}
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -47,6 +48,8 @@ def train(
     Raises StoppedEarly after a signal or at the time limit, with everything saved; other FulltiltErrors as documented.
     """
     began_ns = time.perf_counter_ns()
+    if job.stages:  # they say how long
+        settings = replace(settings, epochs=sum(stage.epochs for stage in job.stages))
     settings, out = config.checked(settings), Path(out)
     stop = StopRequest(settings.max_time_s)
     with stop.listening(), contextlib.ExitStack() as cleanup:
