@@ -29,8 +29,8 @@ class Space:
 
     @property
     def expected_workers(self) -> int:
-        """Where to look first: half of the CPUs, so that as many are left for everything else."""
-        return max(1, round(self.usable_cpus / 2))
+        """Where to look first: half of the CPUs, but more than one, which does no more than the training thread did."""
+        return max(2, round(self.usable_cpus / 2))
 
 
 def parse_allow(text: str) -> frozenset[str]:
