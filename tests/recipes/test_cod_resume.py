@@ -106,7 +106,9 @@ def test_stage_2_begins_with_the_weights_of_another_trainer_or_run(
     trained = weights(tmp_path / "a")
     parameters = dict(first.named_parameters())
     assert all(torch.allclose(trained[name], value, atol=1e-6) for name, value in parameters.items())
-    assert "tensors taken" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "tensors taken" in shown
+    assert "Batch size: 3 (expected: 3)" in shown, "the batch of stage 2, which is the one asked for there"
     # A run's folder stands for its newest checkpoint; stage 2 begins at its own first step.
     assert train(data, tmp_path / "b", "--skip-stage1", "--resume-from", str(tmp_path / "a"), "--max-steps", "1") == 0
     assert [path.name for path in (tmp_path / "b" / "checkpoints").glob("step-*")] == ["step-00000001"]

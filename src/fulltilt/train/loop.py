@@ -106,7 +106,9 @@ class Loop:
         rig, progress = self.rig, self.rig.progress
         enter_stage(rig, progress.epoch)
         rig.model.train()
-        rig.screen.epoch_begins(progress.epoch, rig.source.steps_per_epoch(), rig.source.steps_done(progress.consumed))
+        asked = rig.stages[rig.stage_index].batch_size or rig.settings.batch_size
+        done = rig.source.steps_done(progress.consumed)
+        rig.screen.epoch_begins(progress.epoch, rig.source.steps_per_epoch(), done, asked)
         self.record.mark_epoch(progress.epoch)
         steps = self.record.steps(rig.source.steps(progress.epoch, progress.consumed))
         begins = progress.consumed == 0
