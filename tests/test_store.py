@@ -406,7 +406,7 @@ def test_a_damaged_run_file_gives_a_clear_error(tmp_path: Path, content: bytes, 
 def test_what_is_no_run_folder_is_called_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
-    for name, complaint in (("nowhere", "no such folder"), ("file", "no such folder"), ("empty", "has no run.json")):
+    for name, complaint in (("nowhere", "no such folder"), ("file", "it is a file"), ("empty", "has no run.json")):
         with pytest.raises(RunFolderError, match=complaint):
             store.load(tmp_path / name)
 

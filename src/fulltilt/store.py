@@ -389,8 +389,10 @@ def load(folder: str | Path) -> Run:
     folder = Path(folder)
     try:
         names = sorted(path.name for path in folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError) as error:
+    except FileNotFoundError as error:
         raise RunFolderError(f"{folder} is not a run folder: there is no such folder") from error
+    except NotADirectoryError as error:
+        raise RunFolderError(f"{folder} is not a run folder: it is a file") from error
     except OSError as error:
         raise RunFolderError(f"cannot read {folder}: {error.strerror or error}") from error
     if RUN_FILE not in names:
