@@ -154,6 +154,12 @@ def test_candidates_that_the_search_cannot_tell_apart_go_round_with_the_start() 
     assert won.ratio == max(found.ratio for one in order[1:3] if (found := compare(trials, one)) is not None)
 
 
+def test_with_little_time_only_the_best_of_several_is_verified() -> None:
+    close = Job({0: 60.0, 4: 200.0, 8: 400.0, 9: 396.0, 10: 300.0, 12: 300.0, 32: 200.0}, 900.0, noise=0.02)
+    for budget_s in (65.0, 75.0, 85.0, 95.0):
+        assert winner(study(close, SIXTEEN, budget_s)) is not None, budget_s
+
+
 def test_a_throttled_start_is_measured_again_and_counts_for_nothing() -> None:
     start = next_step([], SIXTEEN, 600.0)
     assert start is not None

@@ -81,7 +81,7 @@ def _hand_over(
         console.print(Text(f"No diff: {change.why}. Write: {change.write}"))
         return
     store.write_text(folder / DIFF_FILE, change.diff)
-    console.print(Text(change.diff))
+    console.print(Text(change.diff), soft_wrap=True)  # a wrapped line is no diff
     for remark in change.remarks:
         console.print(Text(f"Note: {remark}."))
     if apply:

@@ -10,7 +10,7 @@ from fulltilt.tune.outcome import Attempt
 from fulltilt.tune.search import next_attempt
 from fulltilt.tune.space import Space
 from fulltilt.tune.trials import is_valid, start_of
-from fulltilt.tune.verify import LEAST_PAIRS, candidates, next_verification
+from fulltilt.tune.verify import LEAST_PAIRS, candidates, next_verification, rivals_of
 
 # How much longer than the start a trial may take: others start more workers, compile, or load larger batches.
 LIMIT_FACTOR = 3.0
@@ -26,7 +26,9 @@ def next_step(trials: Sequence[Trial], space: Space, left_s: float) -> Attempt |
     to_verify_s = 2 * LEAST_PAIRS * typical_s if candidates(trials) else 0.0
     attempt = next_attempt(trials, space) if left_s >= to_verify_s + typical_s else None
     if attempt is None and left_s >= typical_s:
-        attempt = next_verification(trials)
+        made = sum(is_valid(trial) for trial in trials if trial.purpose == "verify")
+        rounds_s = (LEAST_PAIRS * (1 + len(rivals_of(trials))) - made) * typical_s
+        attempt = next_verification(trials, together=left_s >= rounds_s)
     return attempt
 
 

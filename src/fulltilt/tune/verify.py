@@ -83,17 +83,17 @@ def _only_queues_longer(trial: Trial, others: Sequence[Trial]) -> bool:
     return any(t is not trial and t.settings == shorter and rate(trial) < WORTH * rate(t) for t in others)
 
 
-def _rivals(trials: Sequence[Trial]) -> list[Settings]:
+def rivals_of(trials: Sequence[Trial]) -> list[Settings]:
     """The candidates that the search could not tell from its best, that one first."""
     found = candidates(trials)
     seen = {trial.settings: trial for trial in trials if trial.purpose == "search" and is_valid(trial)}
     return [one for one in found if (seen[one].samples_per_s_high or 0.0) >= (seen[found[0]].samples_per_s_low or 0.0)]
 
 
-def next_verification(trials: Sequence[Trial]) -> Attempt | None:
+def next_verification(trials: Sequence[Trial], together: bool = True) -> Attempt | None:
     """The next trial that verifies: start and candidate in turns, until it is decided; None when it is.
 
-    Candidates that the search could not tell apart go round together.
+    Candidates that the search could not tell apart go round ``together``, if there is time for it.
     """
     verifying = [trial for trial in trials if trial.purpose == "verify"]
     if len(verifying) >= 2 * MOST_CANDIDATES * MOST_PAIRS:
@@ -101,7 +101,7 @@ def next_verification(trials: Sequence[Trial]) -> Attempt | None:
     made = Counter(trial.settings for trial in verifying if is_valid(trial))
     # What worked once and then did not is not to be recommended.
     broken = {trial.settings for trial in verifying if trial.state not in ("ok", "throttled")}
-    rivals = _rivals(trials)
+    rivals = rivals_of(trials) if together else candidates(trials)[:1]
     for group in (rivals, *([candidate] for candidate in candidates(trials) if candidate not in rivals)):
         compared = {candidate: compare(trials, candidate) for candidate in group if candidate not in broken}
         undecided = [candidate for candidate, found in compared.items() if found is None or not found.decided]
