@@ -39,6 +39,7 @@ def test_logging_of_weights_should_be_rarer() -> None:
 @pytest.mark.parametrize(
     ("call", "part"),
     [
+        ("np.savez(path, **{k: v.numpy() for k, v in state.items()})", "write every 50 steps"),
         ("logger.info(loss)", "log every 50 steps"),
         ("logits = head(x)", "take it out of the step"),
         ("copy.deepcopy(model)", "copy every 50 steps"),
