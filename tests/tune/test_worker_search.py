@@ -104,7 +104,7 @@ def studied(loader: Loader, start: int, noise: float, seed: int) -> tuple[float,
 def test_live_tuning_is_near_the_best_after_a_minute_from_any_start(
     loaders: tuple[Loader, ...], noise: float, least: float
 ) -> None:
-    starts = [(loader, start, seed) for loader in loaders for start in (0, 2, 4, 8, 16) for seed in range(4)]
+    starts = [(loader, start, seed) for loader in loaders for start in (0, 2, 4, 8, 16) for seed in range(2)]
     runs = [live(loader, start, noise, seed) for loader, start, seed in starts if start <= loader.cpus]
     assert sum(reached >= 0.95 for reached, _ in runs) >= least * len(runs)
     assert max(lost for _, lost in runs) <= 0.04
@@ -119,7 +119,7 @@ def test_live_tuning_is_near_the_best_after_a_minute_from_any_start(
 def test_a_study_finds_the_peak_from_any_start_in_a_tenth_of_the_trials_of_a_grid(
     loaders: tuple[Loader, ...], noise: float, least: float
 ) -> None:
-    starts = [(loader, start, seed) for loader in loaders for start in (0, 2, 4, 8, 16) for seed in range(3)]
+    starts = [(loader, start, seed) for loader in loaders for start in (0, 2, 4, 8, 16) for seed in range(2)]
     runs = [studied(loader, start, noise, seed) for loader, start, seed in starts if start <= loader.cpus]
     assert sum(found >= 0.97 for found, _ in runs) >= least * len(runs)
     # 13 numbers of workers, 3 queues, pinned or not, persistent or not: 146 points.
