@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import pickle
@@ -15,6 +16,7 @@ from fulltilt import feed
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.hdf5_arrival import ResidentRows
 from fulltilt.feed.hdf5_blocks import Source, describe
+from fulltilt.feed.hdf5_chunks import locate
 from fulltilt.feed.hdf5_reader import BlockReader
 
 h5py = pytest.importorskip("h5py")
@@ -259,6 +261,16 @@ def test_rows_are_those_of_the_library_however_they_are_stored(kind, tmp_path):
         assert reader.read(torch.tensor([number]), row, 0) == []
         ((_, part),) = reader.parts(block, row[0])
         assert np.array_equal(part.numpy(), expected[block.row : block.row + block.rows])
+
+
+def test_a_place_that_is_not_where_the_library_reads_is_not_used(files, monkeypatch):
+    def elsewhere(data):
+        found = locate(data)
+        return dataclasses.replace(found, offsets=found.offsets[::-1], sizes=found.sizes[::-1])
+
+    monkeypatch.setattr("fulltilt.feed.hdf5_reader.locate", elsewhere)
+    with feed.hdf5(files, ["x"], 50, shuffle=False, num_workers=0, residency="ram") as loader:
+        assert [int(value) for x in loader for value in x[:, 0]] == list(range(380))
 
 
 def test_the_next_epoch_is_read_while_the_last_group_is_used(files, small_blocks):
