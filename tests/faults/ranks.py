@@ -25,7 +25,7 @@ def start(out: Path, world: int, **order: Any) -> list[BaseProcess]:
     return [victim.start(Order(out, rank=rank, world=world, port=port, **order)) for rank in range(world)]
 
 
-def run_as_torchrun(children: list[BaseProcess], timeout_s: float = 60) -> list[int | None]:
+def run_as_torchrun(children: list[BaseProcess], timeout_s: float = 150) -> list[int | None]:
     """Wait for all ranks; when one of them fails, kill the others, as torchrun does. The codes of all."""
     deadline = time.monotonic() + timeout_s
     while any(child.is_alive() for child in children):
@@ -37,7 +37,7 @@ def run_as_torchrun(children: list[BaseProcess], timeout_s: float = 60) -> list[
     return [child.exitcode for child in children]
 
 
-def exit_codes(out: Path, world: int, timeout_s: float = 60, **order: Any) -> list[int | None]:
+def exit_codes(out: Path, world: int, timeout_s: float = 150, **order: Any) -> list[int | None]:
     """Run all ranks to their end. A rank still alive at the time limit is killed and has the code None."""
     children = start(out, world, **order)
     deadline = time.monotonic() + timeout_s

@@ -121,7 +121,7 @@ def skip_a_collective(end: StepEnd) -> None:
 def test_row_21_a_collective_that_one_rank_never_joins(tmp_path: Path) -> None:
     """Seen to fail: with the watchdogs off both ranks are alive at the end of the test."""
     settings = {"hang_timeout_s": 3.0}
-    codes = exit_codes(tmp_path, 2, timeout_s=40, settings=settings, on_step=skip_a_collective)
+    codes = exit_codes(tmp_path, 2, settings=settings, on_step=skip_a_collective)
     assert None not in codes
     assert 7 in codes
     assert all(code != 0 for code in codes)

@@ -214,7 +214,7 @@ def start(order: Order) -> multiprocessing.process.BaseProcess:
     return child
 
 
-def exit_code(order: Order, timeout_s: float = 60) -> int:
+def exit_code(order: Order, timeout_s: float = 150) -> int:
     """Run the order to its end and return the exit code; a negative one is a signal."""
     child = start(order)
     child.join(timeout_s)
