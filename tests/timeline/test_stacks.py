@@ -7,12 +7,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import fulltilt
 from fulltilt.timeline.owners import owner
-from fulltilt.timeline.stacks import StackView, look, stack_of
+from fulltilt.timeline.stacks import Stack, StackView, look, stack_of
 
 
 def looks_at(work: Callable[[], Any], seconds: float = 0.25) -> list[StackView]:
@@ -143,6 +145,18 @@ def test_a_look_keeps_nothing_that_a_function_has_let_go_of() -> None:
     assert alive[0]() is None
     looked.set()
     thread.join()
+
+
+def test_what_started_our_own_trainings_is_not_named() -> None:
+    home = Path(fulltilt.__file__).parent
+    files = [home / "train" / "step.py", home / "cli" / "train.py", Path("/x/site-packages/typer/main.py")]
+    step, command, typer = ((compile("pass", str(file), "exec"), 0) for file in files)
+    view = look(Stack([step, command, typer], {}))
+    assert view is not None
+    assert view.where.endswith("train/step.py:1")
+    view = look(Stack([step, typer], {}))
+    assert view is not None
+    assert view.where == "typer/main.py:1"
 
 
 def test_a_thread_that_has_ended_has_no_stack() -> None:

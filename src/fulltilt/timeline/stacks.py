@@ -91,7 +91,7 @@ def look(stack: Stack, inside: CodeType | None = None, ways_in: frozenset[Spot] 
     Only calls made by ``inside`` count; None when the thread has left it already. A line that is one of ``ways_in`` is
     not named: it only led into the training loop (``trainer.train()``); the library's line says more.
     """
-    calls = stack.calls
+    calls = _since_the_command(stack.calls)
     if inside is not None and not any(code is inside for code, _ in calls):
         return None
     top = calls[0]
@@ -133,6 +133,19 @@ def look(stack: Stack, inside: CodeType | None = None, ways_in: frozenset[Spot] 
     if kind == "host" and top[0].co_filename in _waiting_rooms():
         kind = "waiting"
     return _view(named, kind)
+
+
+def _since_the_command(calls: list[Spot]) -> list[Spot]:
+    """Calls without those that led to our own command line, as when a recipe trains: they cost the training nothing."""
+    for depth, (code, _) in enumerate(calls):
+        if depth and _is_command_line(code.co_filename):
+            return calls[:depth]
+    return calls
+
+
+@cache
+def _is_command_line(filename: str) -> bool:
+    return owner(filename) == "fulltilt" and "/fulltilt/cli/" in filename.replace("\\", "/")
 
 
 @cache
