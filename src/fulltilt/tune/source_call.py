@@ -18,11 +18,6 @@ if TYPE_CHECKING:
 
     from fulltilt.tune.source_places import Places
 
-# The order of DataLoader's positional arguments.
-POSITIONS = (
-    *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory"),
-    *("drop_last", "timeout", "worker_init_fn", "multiprocessing_context"),
-)
 DEFAULTS: Mapping[str, object] = {
     "num_workers": 0,
     "prefetch_factor": None,

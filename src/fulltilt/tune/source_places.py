@@ -7,10 +7,15 @@ from typing import Any
 
 import libcst as cst
 
-from fulltilt.tune.source_call import POSITIONS
 from fulltilt.tune.source_layout import Replacing, appended, with_arguments
 from fulltilt.tune.source_tree import MISSING, SourceTree, is_dict, last_name, literal
 from fulltilt.tune.source_values import Values, Written
+
+# The order of DataLoader's positional arguments.
+POSITIONS = (
+    *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory"),
+    *("drop_last", "timeout", "worker_init_fn", "multiprocessing_context"),
+)
 
 
 class Unclear(Exception):  # noqa: N818 - reads as the sentence it is
