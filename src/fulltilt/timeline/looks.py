@@ -168,7 +168,7 @@ class Looks:
             self.usual.window[kind] = self.usual.window.get(kind, 0.0) + LOOK_EVERY_S * weight / total
 
     def splits(self) -> tuple[dict[str, float], dict[str, float]]:
-        """How the user's own time divides in most steps, and in those that take long."""
+        """How the user's own time divides in most steps, and in what takes long."""
         self._settle()
         usual, apart = self.usual.split(), self.apart.split()
         return usual, apart or usual

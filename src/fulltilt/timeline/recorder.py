@@ -278,7 +278,9 @@ class Recorder:
         seen, seen_apart = self._looks.splits()
         tiles = self._builder.closed
         for tile in tiles:
-            attributed = attribute(tile, seen, seen_apart, self._usual, self.notes.exposed_communication_s())
+            # What follows the last step is no step: it divides as what takes long.
+            here = seen if tile.steps else seen_apart
+            attributed = attribute(tile, here, seen_apart, self._usual, self.notes.exposed_communication_s())
             self.notes.launch_s += attributed.launch_s
             if tile.gpu and tile.steps:
                 self.notes.gpu_busy_s += attributed.buckets.compute_s

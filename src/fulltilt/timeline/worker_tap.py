@@ -2,7 +2,7 @@
 
 The training process replaces torch's worker loop by :func:`run_worker`, which runs the original loop with a clock
 around each fetch and a light stack sampler beside it. Figures go to the recorder in datagrams, two a second: no file,
-no lock, and a worker that dies loses at most its last moment.
+no lock between processes, and a worker that dies loses at most its last moment.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from fulltilt import store
 from fulltilt.records import HotLine
@@ -65,6 +65,15 @@ class Mailbox:
                     yield message
 
 
+class Fetched(NamedTuple):
+    """Fetches since the last message."""
+
+    batches: int = 0
+    fetch_s: float = 0.0
+    fetch_cpu_s: float = 0.0
+    cpu_wait_s: float = 0.0
+
+
 class FetchMeter:
     """Adds up what this worker's fetches cost and sends it off now and then."""
 
@@ -81,29 +90,30 @@ class FetchMeter:
         self._thread_native = threading.get_native_id()
         self.fetching = False
         self._sent = 0
-        self._clear()
-
-    def _clear(self) -> None:
-        self.batches = 0
-        self.fetch_s = self.fetch_cpu_s = self.cpu_wait_s = 0.0
-        self.read_bytes = 0
-        self._counted_io = False
+        self._counting = threading.Lock()  # fetches go on while a message is made
+        self._fetched = Fetched()
 
     def fetch(self, original: Callable[..., Any], *args: Any) -> Any:
         """One fetch, measured."""
         wall, cpu, delay = time.perf_counter(), time.thread_time(), self._run_delay_s()
         self.fetching = True
+        batches = 0
         try:
             batch = original(*args)
-            self.batches += 1
+            batches = 1
             return batch
         finally:
             self.fetching = False
-            self.fetch_s += time.perf_counter() - wall
-            self.fetch_cpu_s += time.thread_time() - cpu
             after = self._run_delay_s()
-            if delay is not None and after is not None:
-                self.cpu_wait_s += after - delay
+            waited = after - delay if delay is not None and after is not None else 0.0
+            with self._counting:
+                so_far = self._fetched
+                self._fetched = Fetched(
+                    so_far.batches + batches,
+                    so_far.fetch_s + time.perf_counter() - wall,
+                    so_far.fetch_cpu_s + time.thread_time() - cpu,
+                    so_far.cpu_wait_s + waited,
+                )
 
     def _run_delay_s(self) -> float | None:
         """Seconds this thread was ready to run and waited for a CPU; None where the kernel does not say."""
@@ -139,23 +149,25 @@ class FetchMeter:
 
     def send(self) -> None:
         """Tell the recorder what happened since the last message."""
-        now, cpu = time.perf_counter(), time.process_time()
-        alive, self._began = now - self._began, now
-        process_cpu, self._process_cpu = cpu - self._process_cpu, cpu
+        pss_bytes, read_bytes, lines = self._pss_bytes(), _read_bytes(), store.encode(self._lines.take())
+        with self._counting:
+            fetched, self._fetched = self._fetched, Fetched()
+            now, cpu = time.perf_counter(), time.process_time()
+            alive, self._began = now - self._began, now
+            process_cpu, self._process_cpu = cpu - self._process_cpu, cpu
         message = {
             "loader": self._loader_id,
             "pid": os.getpid(),
-            "batches": self.batches,
-            "fetch_s": self.fetch_s,
-            "fetch_cpu_s": self.fetch_cpu_s,
-            "cpu_wait_s": self.cpu_wait_s if self._run_delay_s() is not None else None,
-            "idle_s": max(0.0, alive - self.fetch_s),
+            "batches": fetched.batches,
+            "fetch_s": fetched.fetch_s,
+            "fetch_cpu_s": fetched.fetch_cpu_s,
+            "cpu_wait_s": fetched.cpu_wait_s if self._run_delay_s() is not None else None,
+            "idle_s": max(0.0, alive - fetched.fetch_s),
             "process_cpu_s": process_cpu,
-            "read_bytes": _read_bytes(),
-            "pss_bytes": self._pss_bytes(),
-            "lines": store.encode(self._lines.take()),
+            "read_bytes": read_bytes,
+            "pss_bytes": pss_bytes,
+            "lines": lines,
         }
-        self._clear()
         data = json.dumps(message, separators=(",", ":")).encode()
         with contextlib.suppress(OSError):
             self._socket.sendto(data, self._address)
