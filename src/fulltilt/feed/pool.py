@@ -139,6 +139,7 @@ class WorkerPool:
 
     def close(self) -> None:
         """End the workers and give their memory back."""
+        self._broken = True  # before they end: an iterator that outlives the pool must not take that for a death
         if self._tasks is not None:
             for _ in self._processes:
                 try:
@@ -154,7 +155,6 @@ class WorkerPool:
         for end in [*self._results, *([self._tasks] if self._tasks is not None else [])]:
             end.close()
         self._processes, self._results, self._tasks = [], [], None
-        self._broken = True  # an iterator that outlives the pool has nobody to wait for
 
     def _start(self, workers: int) -> None:
         context: BaseContext = multiprocessing.get_context(start_method())
@@ -173,7 +173,13 @@ class WorkerPool:
             self._results.append(mine)
         reading.close()
 
+    def _refuse_if_closed(self) -> None:
+        """Another thread may close the pool at any moment, and then workers end and pipes break without a fault."""
+        if self._broken:
+            raise UsageError("the loader was closed while this iterator was in use", "Begin another pass over it.")
+
     def _submit(self, slot: Slot, batch: torch.Tensor, epoch: int) -> None:
+        self._refuse_if_closed()
         slot.count = len(batch)
         slot.failures = []
         slot.indices[: slot.count] = batch
@@ -188,6 +194,7 @@ class WorkerPool:
             try:
                 self._tasks.send_bytes(_TASK.pack(slot.number, start, stop, 0, epoch))
             except OSError as error:  # nobody is left at the other end
+                self._refuse_if_closed()
                 self._broken = True
                 dead = next((process for process in self._processes if not process.is_alive()), self._processes[0])
                 raise self._worker_died(dead.sentinel) from error
@@ -199,15 +206,20 @@ class WorkerPool:
 
     def _wait(self, slot: Slot) -> None:
         while slot.outstanding:
-            if self._broken:
-                raise UsageError("the loader was closed while this iterator was in use", "Begin another pass over it.")
+            self._refuse_if_closed()
             sentinels = [process.sentinel for process in self._processes]
-            for ready in connection.wait([*self._results, *sentinels], timeout=30.0):
+            try:
+                told = connection.wait([*self._results, *sentinels], timeout=30.0)
+            except (OSError, ValueError):  # a pipe was closed meanwhile
+                self._refuse_if_closed()
+                raise
+            for ready in told:
                 if isinstance(ready, connection.Connection):
                     self._receive(ready)
                 else:
                     self._collect_last_words()
                     if slot.outstanding:
+                        self._refuse_if_closed()
                         self._broken = True
                         raise self._worker_died(ready)
 
@@ -225,16 +237,17 @@ class WorkerPool:
 
     def _collect_last_words(self) -> None:
         for end in self._results:
-            while end.poll() and self._receive(end):
-                pass
+            with contextlib.suppress(OSError):  # closed meanwhile
+                while end.poll() and self._receive(end):
+                    pass
 
     def _drain(self, slot: Slot) -> None:
         if self._broken:
             return  # nothing of it is used again
         try:
             self._wait(slot)
-        except MachineError:
-            pass  # a worker died after the batches that were wanted; the next use starts new ones
+        except (MachineError, UsageError):
+            pass  # a worker died after the batches that were wanted, or the pool was closed: new ones start if needed
 
     def _worker_died(self, sentinel: Any) -> MachineError:
         process = next(p for p in self._processes if p.sentinel == sentinel)
