@@ -49,6 +49,7 @@ class FakeRecorder:
     left: Activity = Activity.USER
     last_switch_ns: int = 0
     step_ns: int = 0
+    previous_step_ns: int = 0
     training: bool = True
     eval_mode: bool = False
 
@@ -98,3 +99,15 @@ def test_a_step_shows_to_be_long_only_later_and_takes_its_first_looks_along(reco
     usual, apart = looks.splits()
     assert sum(usual.values()) == pytest.approx(LOOK_EVERY_S, rel=0.5)
     assert sum(apart.values()) == pytest.approx(2 * LOOK_EVERY_S, rel=0.5)
+
+
+def test_one_early_look_at_a_long_step_is_a_look_at_a_long_step(recorder: FakeRecorder) -> None:
+    looks = Looks(recorder)
+    recorder.activity = Activity.USER
+    recorder.step_ns = time.perf_counter_ns()
+    looks.take(time.perf_counter_ns())
+    assert looks.splits() == ({}, {})  # whether the step takes long is not known yet
+    recorder.previous_step_ns, recorder.step_ns = recorder.step_ns, recorder.step_ns + 2 * LONG_STEP_NS
+    usual, apart = looks.splits()
+    assert not usual
+    assert sum(apart.values()) == pytest.approx(LOOK_EVERY_S, rel=0.5)

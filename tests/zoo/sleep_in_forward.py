@@ -19,11 +19,11 @@ class Sleepy(torch.nn.Module):
     def forward(self, inputs):
         hidden = torch.relu(self.inner(inputs))
         with watch.part("host_code"):
-            time.sleep(0.01)  # <- here
+            time.sleep(0.02)  # <- here
         return self.outer(hidden)
 
 
-loader = DataLoader(TensorDataset(torch.randn(160 * 8, 256), torch.randint(4, (160 * 8,))), batch_size=8)
+loader = DataLoader(TensorDataset(torch.randn(200 * 8, 256), torch.randint(4, (200 * 8,))), batch_size=8)
 model = Sleepy()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 

@@ -36,6 +36,7 @@ class Watched(Protocol):
     left: Activity
     last_switch_ns: int
     step_ns: int
+    previous_step_ns: int
     training: bool
     eval_mode: bool
 
@@ -93,7 +94,7 @@ class Looks:
         training = recorder.training and not recorder.notes.evaluating(recorder.eval_mode)
         slipped = activity is not Activity.USER and recorder.left is Activity.USER
         if training and slipped and recorder.last_switch_ns > due_ns:
-            self._missed()
+            self._missed(now_ns)
         if not training or not (activity is Activity.USER or recorder.notes.wants_lines(activity)):
             return
         stack = stack_of(recorder.thread_id or 0)
@@ -151,25 +152,29 @@ class Looks:
         self._takes_long = now_ns - step_ns > LONG_STEP_NS
 
     def _settle(self) -> None:
-        """The step whose looks were held back is over, or may as well be."""
+        """The step whose looks were held back is over. How long it took is known if no other has ended since."""
+        recorder = self._recorder
+        if recorder.previous_step_ns == self._step_ns:
+            self._takes_long = recorder.step_ns - self._step_ns > LONG_STEP_NS
         bag = self.apart if self._takes_long else self.usual
         for kind, weight_s in self._in_step:
             bag.add(kind, weight_s)
         self._in_step.clear()
         self._takes_long = False
 
-    def _missed(self) -> None:
+    def _missed(self, now_ns: int) -> None:
         """A look that was due in the user's own code came when that had ended: the interpreter lock was held.
 
         It stands for such code as other late looks did see.
         """
         total = sum(self._late.values())
         for kind, weight in self._late.items():
-            self.usual.window[kind] = self.usual.window.get(kind, 0.0) + LOOK_EVERY_S * weight / total
+            self._add(kind, LOOK_EVERY_S * weight / total, self._recorder.step_ns, now_ns)
 
     def splits(self) -> tuple[dict[str, float], dict[str, float]]:
         """How the user's own time divides in most steps, and in what takes long."""
-        self._settle()
+        if self._takes_long or self._step_ns != self._recorder.step_ns:
+            self._settle()
         usual, apart = self.usual.split(), self.apart.split()
         return usual, apart or usual
 

@@ -68,7 +68,7 @@ class Recorder:
         self.left = Activity.USER
         self._out: RankFiles | None = None
         self._ready: list[Span] = []
-        self.last_switch_ns = self.step_ns = time.perf_counter_ns()
+        self.last_switch_ns = self.step_ns = self.previous_step_ns = time.perf_counter_ns()
         self._calibrate_at = FIRST_CALIBRATION
         self._calibrate = False
         self._calibrate_from = Point.NONE
@@ -115,7 +115,7 @@ class Recorder:
 
     def stepped(self) -> None:
         """An optimizer call has ended. After a burst of short steps the recorder rests."""
-        self.step_ns = self.last_switch_ns
+        self.previous_step_ns, self.step_ns = self.step_ns, self.last_switch_ns
         rest = self.rest
         rest.measured()
         if rest.plan is not None and rest.awake_calls >= rest.plan.measured_calls:
