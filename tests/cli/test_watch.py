@@ -45,16 +45,16 @@ def test_a_key_quits_and_the_terminal_is_as_before(key: bytes) -> None:
         assert terminal.modes_are_restored()
 
 
+def fills(screen: list[str], columns: int, lines: int) -> bool:
+    return len(screen) <= lines and max(len(line.rstrip()) for line in screen) == columns
+
+
 def test_it_follows_the_size_of_the_window() -> None:
     with Terminal.fulltilt("watch", "--interval", "0.2") as terminal:
         terminal.wait_for_text("CPUs  load")
         for columns, lines in ((132, 50), (40, 10)):
             terminal.resize(columns, lines)
-            terminal.wait_for(
-                lambda columns=columns: any(len(line.rstrip()) == columns for line in terminal.screen().split("\n"))
-            )
-            assert all(len(line) <= columns for line in terminal.screen().split("\n"))
-            assert len(terminal.screen().split("\n")) <= lines
+            terminal.wait_for(lambda columns=columns, lines=lines: fills(terminal.screen().split("\n"), columns, lines))
         terminal.type(b"q")
         assert terminal.end() == 0
 
