@@ -13,7 +13,10 @@ import psutil
 import pytest
 import torch
 
+from fulltilt.errors import MachineError
+from fulltilt.train.loop import train
 from fulltilt.train.outcome import StepEnd
+from fulltilt.train.settings import TrainSettings
 from fulltilt.train.watchdog import Stillness
 from fulltilt.train.workers import Surroundings, explain
 from tests.faults import victim
@@ -62,6 +65,22 @@ def test_row_20_a_worker_dies(how: str, words: str, residency: str, tmp_path: Pa
     assert "workers" in ours
     assert len(ours.splitlines()) <= 3
     assert "Traceback" not in ours
+
+
+def test_row_20_a_death_that_torch_tells_in_the_middle_of_a_step_is_explained(tmp_path: Path) -> None:
+    """Seen to fail: without the `except RuntimeError` of `Loop.run` torch's own error comes through."""
+
+    def told(_: StepEnd) -> None:
+        raise RuntimeError("DataLoader worker (pid 9) is killed by signal: Killed. ")
+
+    with pytest.raises(MachineError, match="a loader worker died: .*OOM killer"):
+        train(victim.make_job(), TrainSettings(device="cpu", record=False), tmp_path, on_step=told)
+
+    def another(_: StepEnd) -> None:
+        raise RuntimeError("out of resource: shared memory")
+
+    with pytest.raises(RuntimeError, match="out of resource"):
+        train(victim.make_job(), TrainSettings(device="cpu", record=False), tmp_path, on_step=another)
 
 
 def test_row_20_the_kernels_own_counter_is_believed() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from fulltilt.errors import Diverged, FulltiltError, MachineError, StoppedEarly, UsageError
-from fulltilt.train import config, find, state
+from fulltilt.train import config, find, state, workers
 from fulltilt.train.evaluate import evaluate, watched
 from fulltilt.train.guard import StepFigures
 from fulltilt.train.job import Job
@@ -92,8 +92,16 @@ class Loop:
         """Train to the end."""
         rig, progress = self.rig, self.rig.progress
         rig.screen.begin(rig.job.name, rig.settings, rig.precision.name, rig.epochs, rig.gpu_names())
-        while self.steps_left:
-            self._epoch()
+        around = workers.look()
+        try:
+            while self.steps_left:
+                self._epoch()
+        except RuntimeError as error:
+            # torch raises the death of a worker wherever the training thread stands, also in the middle of a step.
+            explained = workers.explain(error, around, workers.look()) if "DataLoader worker" in str(error) else None
+            if explained is None:
+                raise
+            raise explained from error
         with self.record.checkpoint():
             self.saving.wait_for_disk()
         rig.screen.end(self.metrics)
