@@ -73,7 +73,7 @@ def test_row_20_a_death_that_torch_tells_in_the_middle_of_a_step_is_explained(tm
     def told(_: StepEnd) -> None:
         raise RuntimeError("DataLoader worker (pid 9) is killed by signal: Killed. ")
 
-    with pytest.raises(MachineError, match="a loader worker died: .*OOM killer"):
+    with pytest.raises(MachineError, match="OOM killer"):
         train(victim.make_job(), TrainSettings(device="cpu", record=False), tmp_path, on_step=told)
 
     def another(_: StepEnd) -> None:
