@@ -298,5 +298,13 @@ def test_the_image_and_the_mask_are_found_or_named():
 def test_compiled_draws_are_the_same_bits() -> None:
     """Products of 64 bits overflowed int64: compiled C++ then drew other numbers than torch."""
     indices = torch.arange(64) * 977
-    compiled = torch.compile(lambda epoch, numbers: draws.uniform(5, epoch, numbers, 23))
-    assert torch.equal(compiled(torch.tensor(3), indices), draws.uniform(5, 3, indices, 23))
+    compiled = torch.compile(lambda seed, epoch, numbers: draws.uniform(seed, epoch, numbers, 23))
+    assert torch.equal(compiled(torch.tensor(5), torch.tensor(3), indices), draws.uniform(5, 3, indices, 23))
+
+
+@pytest.mark.parametrize("seed", [0, 5, 2**32 + 7, 2**63 - 1, 2**63 + 11, -3])
+def test_a_seed_steers_the_same_as_a_number_and_as_a_tensor(seed: int) -> None:
+    """Compiled code takes tensors, eager code numbers: the draws must not tell them apart."""
+    indices = torch.arange(16) * 977
+    as_tensor = torch.tensor(draws.as_int64(seed))
+    assert torch.equal(draws.uniform(as_tensor, torch.tensor(3), indices, 9), draws.uniform(seed, 3, indices, 9))

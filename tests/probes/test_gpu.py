@@ -1,10 +1,13 @@
 import os
 import sys
+import threading
+import time
 
 import pynvml
 import pytest
 
 from fulltilt.probes.gpu import Gpus, throttle_words
+from fulltilt.probes.nvml import Nvml
 from fulltilt.testing import (
     FakeClock,
     FakeNvml,
@@ -290,3 +293,34 @@ def test_with_gpm_pcie_rates_come_with_it():
     (reading,) = gpus.read()
     assert reading.pcie_rx_bytes_per_s == pytest.approx(1000 * 1024**2)
     assert nvml.calls["nvmlDeviceGetPcieThroughput"] == 0
+
+
+def test_two_threads_never_stand_in_the_driver_at_once():
+    """Two samplers of one process, an engine's and a recording's, ended in a segmentation fault in NVML."""
+    inside, most = 0, 0
+
+    class Slow:
+        NVMLError = pynvml.NVMLError
+
+        def nvmlInit(self):
+            nonlocal inside, most
+            inside += 1
+            most = max(most, inside)
+            time.sleep(0.002)
+            inside -= 1
+
+        nvmlShutdown = nvmlGpmSampleGet = nvmlInit
+
+    def visit():
+        nvml = Nvml(Slow())
+        for _ in range(10):
+            nvml.start()
+            nvml.query("nvmlGpmSampleGet")
+            nvml.stop()
+
+    threads = [threading.Thread(target=visit) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1

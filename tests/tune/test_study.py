@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from fulltilt.records import Trial
 from fulltilt.store import read_lines
@@ -19,6 +20,7 @@ from fulltilt.timeline.launch import job_command
 from fulltilt.tune.interval import Patience
 from fulltilt.tune.space import Space
 from fulltilt.tune.study import TRIALS_FILE, Study
+from fulltilt.tune.template import _modules_that_start_the_gpu
 
 QUICK = Patience(wanted_error=0.2, least_blocks=3, least_s=0.15, most_s=1.0, block_s=0.05)
 
@@ -165,3 +167,8 @@ def test_a_script_that_breaks_as_it_is_says_so_without_a_traceback(tmp_path: Pat
     assert "KeyError: 'lr'" in done.stderr
     assert "Traceback" not in done.stderr
     assert time.monotonic() - began < 120
+
+
+def test_every_way_to_start_the_gpu_is_guarded() -> None:
+    """torch.cuda.memory and torch.cuda.random hold the function by a name of their own."""
+    assert {torch.cuda, torch.cuda.memory, torch.cuda.random} <= set(_modules_that_start_the_gpu(torch))

@@ -17,7 +17,9 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox(
-    counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], key: tuple[int, int], rounds: int = 10
+    counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    key: tuple[torch.Tensor | int, torch.Tensor | int],
+    rounds: int = 10,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Four 32-bit words (held in int64) for each counter. Counters broadcast."""
     c0, c1, c2, c3 = counter
@@ -40,10 +42,10 @@ def _product(word: torch.Tensor, multiplier: int) -> tuple[torch.Tensor, torch.T
     return rest >> 16, ((rest & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
-def uniform(seed: int, epoch: torch.Tensor | int, indices: torch.Tensor, count: int) -> torch.Tensor:
+def uniform(seed: torch.Tensor | int, epoch: torch.Tensor | int, indices: torch.Tensor, count: int) -> torch.Tensor:
     """Float32 in [0, 1), [batch, count]: row i belongs to sample ``indices[i]`` in ``epoch``.
 
-    ``epoch`` may be a tensor, so that a compiled caller does not recompile for each epoch.
+    ``seed`` and ``epoch`` may be int64 tensors, so that a compiled caller does not recompile for each value.
     """
     blocks = torch.arange(math.ceil(count / 4), device=indices.device)
     words = philox(_counter(epoch, indices[:, None], blocks[None, :]), _key(seed))
@@ -51,7 +53,11 @@ def uniform(seed: int, epoch: torch.Tensor | int, indices: torch.Tensor, count: 
 
 
 def normal_like(
-    image: torch.Tensor, seed: int, epoch: torch.Tensor | int, indices: torch.Tensor, stream: int
+    image: torch.Tensor,
+    seed: torch.Tensor | int,
+    epoch: torch.Tensor | int,
+    indices: torch.Tensor,
+    stream: int,
 ) -> torch.Tensor:
     """Standard normal noise of the shape of ``image`` [batch, ...], float32. ``stream`` tells uses apart."""
     per_sample = image[0].numel()
@@ -99,7 +105,13 @@ def _counter(
     )
 
 
-def _key(seed: int) -> tuple[int, int]:
+def as_int64(number: int) -> int:
+    """The number with the same lowest 64 bits that an int64 tensor can hold."""
+    low = number & (2**64 - 1)
+    return low - 2**64 if low >> 63 else low
+
+
+def _key(seed: torch.Tensor | int) -> tuple[torch.Tensor | int, torch.Tensor | int]:
     return seed & _MASK, (seed >> 32) & _MASK
 
 

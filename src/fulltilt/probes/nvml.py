@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +21,21 @@ _WHY_NO_SESSION = {
     "NVML_ERROR_LIB_RM_VERSION_MISMATCH": "the NVIDIA driver was updated while it ran; reboot or reload it",
     "NVML_ERROR_NO_PERMISSION": "this user may not talk to the NVIDIA driver",
 }
+
+
+# One call at a time in this process: two threads in NVML's counters (GPM) at once ended in a segmentation fault. An
+# engine run and a recording in one process have a sampler each.
+_door = threading.Lock()
+
+
+def _new_door() -> None:
+    """In a forked child nobody would open a door that another thread of its parent had closed."""
+    global _door
+    _door = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_door)
 
 
 class GpuLost(Exception):  # noqa: N818 - a state of the GPU, not an error of ours
@@ -39,7 +56,8 @@ class Nvml:
     def start(self) -> str | None:
         """Begin a session; None when it began, else why it did not, in words."""
         try:
-            self.module.nvmlInit()
+            with _door:
+                self.module.nvmlInit()
         except self.module.NVMLError as error:
             for name, words in _WHY_NO_SESSION.items():
                 if error.value == getattr(self.module, name, None):
@@ -53,7 +71,8 @@ class Nvml:
         if call is None:
             return None
         try:
-            return call(*arguments)
+            with _door:
+                return call(*arguments)
         except self.module.NVMLError as error:
             if error.value in self._lost:
                 raise GpuLost(by_shutdown=error.value == self.module.NVML_ERROR_UNINITIALIZED) from error
@@ -62,6 +81,7 @@ class Nvml:
     def stop(self) -> None:
         """End the session."""
         try:
-            self.module.nvmlShutdown()
+            with _door:
+                self.module.nvmlShutdown()
         except self.module.NVMLError:
             pass  # it had ended already

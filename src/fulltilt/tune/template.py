@@ -52,7 +52,8 @@ class Template:
         self._saves.install()
         self._postpone_threads()
         self._stop_before(torch.utils.data.DataLoader, "__init__")
-        self._stop_before(torch.cuda, "_lazy_init")
+        for module in _modules_that_start_the_gpu(torch):
+            self._stop_before(module, "_lazy_init")
         self._stop_before(threading.Thread, "start")
         self._stop_before(multiprocessing.process.BaseProcess, "start")
         if torch.distributed.is_available():
@@ -150,6 +151,13 @@ class Template:
     def _say(self, **facts: Any) -> None:
         self._replies.write(json.dumps(facts) + "\n")
         self._replies.flush()
+
+
+def _modules_that_start_the_gpu(torch: Any) -> list[Any]:
+    """torch.cuda, and those of its modules that hold its ``_lazy_init`` by a name of their own (memory, random)."""
+    start = torch.cuda._lazy_init
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("torch.cuda.")]
+    return [torch.cuda, *(module for module in modules if getattr(module, "_lazy_init", None) is start)]
 
 
 # The exit status of a fork that finds that it should not have been one.

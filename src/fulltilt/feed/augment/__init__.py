@@ -34,7 +34,7 @@ from fulltilt.feed.augment.geometry import (
     pick,
 )
 from fulltilt.feed.augment.spectrogram import SpecAugment
-from fulltilt.feed.draws import uniform
+from fulltilt.feed.draws import as_int64, uniform
 
 __all__ = [
     "Affine",
@@ -93,6 +93,8 @@ class Pipeline:
                     "Give a function of the batch as augment=, or leave it in the data set.",
                 )
         self._compiled: Callable[..., Any] | None = None
+        self._steered_by: tuple[int, int, torch.device] | None = None
+        self._steering: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __call__(self, batch: Any, seed: int, epoch: int, indices: torch.Tensor) -> Any:
         """The augmented batch, in the structure of ``batch``."""
@@ -103,20 +105,19 @@ class Pipeline:
             prepare = getattr(transform, "prepare", None)
             if prepare is not None:
                 prepare(image.device, self.dtype)
-        # A tensor, because a compiled function would be compiled anew for each new Python number.
-        epoch_tensor = torch.full((), epoch, dtype=torch.int64, device=image.device)
-        image, mask = self._run(image, mask, seed, epoch_tensor, indices)
+        image, mask = self._run(image, mask, seed, epoch, indices)
         return _with(batch, image_key, image, mask_key, mask)
 
     def _run(
-        self, image: torch.Tensor, mask: torch.Tensor | None, seed: int, epoch: torch.Tensor, indices: torch.Tensor
+        self, image: torch.Tensor, mask: torch.Tensor | None, seed: int, epoch: int, indices: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not (self.compile if self.compile is not None else image.device.type == "cuda"):
             return self.apply(image, mask, seed, epoch, indices)
         if self._compiled is None:
             self._compiled = torch.compile(self.apply)
+        steering = self._as_tensors(seed, epoch, image.device)
         try:
-            done: tuple[torch.Tensor, torch.Tensor | None] = self._compiled(image, mask, seed, epoch, indices)
+            done: tuple[torch.Tensor, torch.Tensor | None] = self._compiled(image, mask, *steering, indices)
             return done
         except Exception as error:
             if self.compile:
@@ -129,8 +130,26 @@ class Pipeline:
             self.compile = False
             return self.apply(image, mask, seed, epoch, indices)
 
+    def _as_tensors(self, seed: int, epoch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Seed and epoch for compiled code, made once an epoch: each would be a launch in every step.
+
+        A Python number would be compiled in and, with its second value, become a symbol, whose bit operations torch
+        2.11 turns into floating-point ones (triton: "invalid operands of type float32").
+        """
+        if self._steering is None or self._steered_by != (seed, epoch, device):
+            seed_tensor, epoch_tensor = (
+                torch.full((), as_int64(number), dtype=torch.int64, device=device) for number in (seed, epoch)
+            )
+            self._steered_by, self._steering = (seed, epoch, device), (seed_tensor, epoch_tensor)
+        return self._steering
+
     def apply(
-        self, image: torch.Tensor, mask: torch.Tensor | None, seed: int, epoch: torch.Tensor, indices: torch.Tensor
+        self,
+        image: torch.Tensor,
+        mask: torch.Tensor | None,
+        seed: torch.Tensor | int,
+        epoch: torch.Tensor | int,
+        indices: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Image and mask after all transforms: pure tensor operations, the same on every device."""
         counts = [transform.draws for transform in self.transforms]

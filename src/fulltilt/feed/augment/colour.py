@@ -15,8 +15,8 @@ class Draw:
     """What steers one transform: ``u`` [batch, draws], and the numbers from which more can be drawn."""
 
     u: torch.Tensor
-    seed: int
-    epoch: torch.Tensor
+    seed: torch.Tensor | int
+    epoch: torch.Tensor | int
     indices: torch.Tensor
     position: int
 
