@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fulltilt.diagnose import answer
 from fulltilt.diagnose.live import live_record, live_settings, live_words
-from fulltilt.records import LiveRecord, Settings
+from fulltilt.records import Diagnosis, LiveMove, LiveRecord, Settings
+from tests.diagnose.examples import loader, machine, rank, run_of, workers
 
 BEFORE = Settings(num_workers=0, pin_memory=False)
 AFTER = Settings(num_workers=7, prefetch_factor=2, pin_memory=False, persistent_workers=True)
@@ -27,6 +29,7 @@ def test_the_settings_say_what_was_and_what_is() -> None:
     assert settings["live"] == "settled"
     assert settings["live.num_workers"] == "0 → 7"
     assert settings["live.persistent_workers"] == "default → on"
+    assert "live.prefetch_factor" not in settings  # 2 is what torch has anyway
     assert "live.pin_memory" not in settings
     assert live_settings(None) == ()
 
@@ -46,3 +49,64 @@ def test_a_loader_that_was_left_alone_says_why() -> None:
 
 def test_without_auto_there_is_nothing() -> None:
     assert live_record(None, None) is None
+
+
+FOUR = Settings(num_workers=4, prefetch_factor=2, pin_memory=False, persistent_workers=True)
+SIX = replace(FOUR, num_workers=6)
+KEPT = LiveMove(FOUR, 5.0, "kept", batches_per_s=60.0, wait_share=0.28)
+CUT_OFF = LiveRecord(
+    1,
+    "trying",
+    "trying 6 workers, prefetch 2",
+    BEFORE,
+    FOUR,
+    before_batches_per_s=20.0,
+    before_wait_share=0.85,
+    batches_per_s=60.0,
+    wait_share=0.28,
+    moves=(KEPT, LiveMove(SIX, 12.0)),
+)
+
+
+def judged(live: LiveRecord, num_workers: int = 4) -> Diagnosis:
+    """A job that waited half of its 100 s, with this record of live tuning."""
+    at_work = loader(num_workers=num_workers, prefetch_factor=2, persistent_workers=True, wait_s=47.0, wait_cpu_s=1.0)
+    record = rank(loaders=(at_work,), workers=(workers(),), live=(live,))
+    return answer(run_of(record, on=machine(8.0), data_wait=47.0, compute=53.0))
+
+
+def test_a_run_that_ends_in_a_trial_tells_what_was_proven_and_what_was_not() -> None:
+    told = judged(CUT_OFF)
+    finding = told.findings[0]
+    assert finding.code == "input_serial"  # what the script does; the four workers are live tuning's
+    assert "DataLoader(..., num_workers=4, persistent_workers=True)" in finding.fix
+    assert "Still on trial: 6 workers, prefetch 2" in finding.fix
+    assert "as the script has it (no workers): 20 batches/s, waiting 85 % of the time" in finding.evidence
+    assert not any("6 workers" in fact for fact in finding.evidence)
+    sentence = told.verdict.sentence
+    assert "num_workers 0 → 4" in sentence and "3.0 × as many" in sentence and "still on trial: 6 workers" in sentence
+    assert "to gain" not in sentence  # the rate of the whole run belongs to none of the settings
+    assert dict(told.settings)["live.why"] == "still on trial: 6 workers, prefetch 2"
+
+
+def test_what_is_predicted_is_a_run_that_begins_with_what_was_found() -> None:
+    # 1000 batches would wait 0.28 / 60 s each: 4.7 s of the 47 are left.
+    low, high = judged(CUT_OFF).findings[0].predicted_speedup or (0.0, 0.0)
+    assert high == 1.73
+    assert 1.2 < low < high
+
+
+def test_settings_that_were_tried_and_did_not_pay_are_not_advised() -> None:
+    four = replace(FOUR, persistent_workers=None)
+    slower = LiveMove(replace(FOUR, num_workers=6), 5.0, "returned", batches_per_s=58.0, wait_share=0.3)
+    settled = replace(CUT_OFF, state="settled", why="no more", before=four, settings=four, moves=(slower,))
+    (fix,) = (finding.fix for finding in judged(settled).findings if finding.code.startswith("input"))
+    assert fix.startswith("Leave the loader at train.py:31 at 4 workers, prefetch 2. Live tuning tried")
+    assert "make decode (dataset.py:48) cheaper" in fix
+
+
+def test_a_trial_that_never_ended_leaves_the_rules_their_advice() -> None:
+    first = replace(CUT_OFF, settings=BEFORE, moves=(LiveMove(FOUR, 5.0),))
+    told = judged(first, num_workers=0)
+    assert "Set num_workers=" in told.findings[0].fix
+    assert "live tuning changed nothing: still on trial: 4 workers, prefetch 2" in told.verdict.sentence

@@ -23,6 +23,8 @@ def end_run(folder: Path, record: RunRecord, wall_s: float, status: int) -> None
         _, diagnosis = explain(folder)
         for line in verdict_lines(diagnosis, folder):
             print(line, file=sys.stderr)
+        if (folder / store.SETTINGS_FILE).exists():
+            print(f"  settings found: {folder / store.SETTINGS_FILE} (for fulltilt run --settings)", file=sys.stderr)
     except FulltiltError as error:
         print(f"fulltilt: {error}", file=sys.stderr)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from fulltilt.diagnose.words import number, percent, times
+from fulltilt.diagnose.words import count, number, percent, times
 from fulltilt.records import LiveRecord, LoaderRecord, RankRecord, Settings
 
 Value = str | int | float | bool | None
+
+# torch's own depth of the queue, which a loader without workers does not name.
+_DEFAULT_PREFETCH = 2
 
 
 def live_record(rank: RankRecord | None, loader: LoaderRecord | None) -> LiveRecord | None:
@@ -23,7 +26,26 @@ def changes(live: LiveRecord) -> dict[str, tuple[Value, Value]]:
     pairs = {
         field.name: (getattr(live.before, field.name), getattr(live.settings, field.name)) for field in fields(Settings)
     }
-    return {name: (before, after) for name, (before, after) in pairs.items() if (before or None) != (after or None)}
+    default = {"prefetch_factor": _DEFAULT_PREFETCH}
+    return {
+        name: (before, after)
+        for name, (before, after) in pairs.items()
+        if (before or default.get(name)) != (after or default.get(name))
+    }
+
+
+def on_trial(live: LiveRecord) -> Settings | None:
+    """The settings whose trial had not come to its end when the record was written."""
+    last = live.moves[-1] if live.moves else None
+    return last.settings if last is not None and live.state == "trying" and last.outcome == "trying" else None
+
+
+def settings_words(settings: Settings) -> str:
+    """``4 workers, prefetch 2``."""
+    if not settings.num_workers:
+        return "no workers"
+    pinned = ", pinned" if settings.pin_memory else ""
+    return f"{count('worker', settings.num_workers)}, prefetch {settings.prefetch_factor or _DEFAULT_PREFETCH}{pinned}"
 
 
 def live_settings(live: LiveRecord | None) -> tuple[tuple[str, Value], ...]:
@@ -33,7 +55,8 @@ def live_settings(live: LiveRecord | None) -> tuple[tuple[str, Value], ...]:
     changed = [
         (f"live.{name}", f"{_plain(before)} → {_plain(after)}") for name, (before, after) in changes(live).items()
     ]
-    return (("live", live.state), ("live.why", live.why), *changed, ("live.moves", len(live.moves)))
+    why = live.why if on_trial(live) is None else _still_on_trial(live)
+    return (("live", live.state), ("live.why", why), *changed, ("live.moves", len(live.moves)))
 
 
 def live_words(live: LiveRecord) -> str:
@@ -42,12 +65,19 @@ def live_words(live: LiveRecord) -> str:
         return f"live tuning left the loader alone: {live.why}"
     changed = ", ".join(f"{name} {_plain(before)} → {_plain(after)}" for name, (before, after) in changes(live).items())
     if not changed:
-        return f"live tuning changed nothing: {live.why}"
+        return f"live tuning changed nothing: {_still_on_trial(live) or live.why}"
     before, after = live.before_batches_per_s, live.batches_per_s
     if not before or not after or live.before_wait_share is None or live.wait_share is None:
         return f"live tuning: {changed}"
     wait = f"data wait {percent(live.before_wait_share)} → {percent(live.wait_share)}"
-    return f"live tuning: {changed}; {times(after / before)} as many batches a second ({number(after)}), {wait}"
+    gain = f"{times(after / before)} as many batches a second ({number(after)}), {wait}"
+    trial = _still_on_trial(live)
+    return f"live tuning: {changed}; {gain}{f'; {trial}' if trial else ''}"
+
+
+def _still_on_trial(live: LiveRecord) -> str:
+    settings = on_trial(live)
+    return "" if settings is None else f"still on trial: {settings_words(settings)}"
 
 
 def _plain(value: Value) -> str:

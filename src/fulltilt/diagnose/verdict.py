@@ -44,7 +44,7 @@ def reach_verdict(evidence: Evidence, findings: tuple[Finding, ...]) -> Verdict:
 
 # --------------------------------------------------------------------------- sentences
 
-_STARVED = "Starved: {share} of the time {trainee} waits for data; {room}"
+_STARVED = "Starved: {share} of the time {trainee} waits for data{room}"
 
 _SENTENCES: dict[str, str] = {
     "input_serial": _STARVED,
@@ -88,17 +88,23 @@ def _sentence(evidence: Evidence, finding: Finding) -> str:
 
 
 def _room(evidence: Evidence, share: float) -> str:
-    """How much there is to gain at most when training no longer waits for data."""
+    """How much there is to gain at most when training no longer waits for data.
+
+    The rate of a run under live tuning is that of no settings in particular: its gain is told by what was tried.
+    """
+    live = live_record(evidence.rank, evidence.loader)
+    if live is not None and live.moves:
+        return ""
     rate, ceiling = evidence.throughput.samples_per_s, evidence.ceilings.compute_samples_per_s
     if rate and ceiling and ceiling > rate:
         taker = "the GPU" if evidence.on_gpu else "compute"
         # Without workers loading and computing take turns: the rate is the job's, not the loader's own.
         giver = "the loader gives" if evidence.loader and evidence.loader.num_workers > 0 else "training gets"
         return (
-            f"at most {times(ceiling / rate)} to gain: {giver} {number(rate)} samples/s, "
+            f"; at most {times(ceiling / rate)} to gain: {giver} {number(rate)} samples/s, "
             f"{taker} could take {number(ceiling)}"
         )
-    return f"at most {times(amdahl(share))} to gain"
+    return f"; at most {times(amdahl(share))} to gain"
 
 
 def _health(evidence: Evidence, share: float) -> str:

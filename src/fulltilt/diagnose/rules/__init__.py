@@ -17,6 +17,7 @@ from fulltilt.diagnose.rules.host import checkpoint_stall, host_code, validation
 from fulltilt.diagnose.rules.input import input_cpu_bound, input_io_bound, input_serial
 from fulltilt.diagnose.rules.machine import cpu_oversubscribed, gpu_shared, memory_pressure, throttled
 from fulltilt.diagnose.rules.ranks import communication_bound, straggler
+from fulltilt.diagnose.rules.tuned import as_measured
 from fulltilt.diagnose.rules.wording import Judgement
 from fulltilt.records import Abstention, FindingCode
 
@@ -56,7 +57,9 @@ def judge(evidence: Evidence) -> list[Judgement]:
     """What every rule says. Without a training step, the rules about training abstain."""
     trained = evidence.throughput.steps > 0
     return [
-        rule(evidence) if trained or rule in _WITHOUT_STEPS else Abstention(code_of(rule), "a training step")
+        as_measured(evidence, rule(evidence))
+        if trained or rule in _WITHOUT_STEPS
+        else Abstention(code_of(rule), "a training step")
         for rule in RULES
     ]
 

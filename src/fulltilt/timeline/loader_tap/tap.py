@@ -43,6 +43,7 @@ class LoaderTap:
     padding_seen: int = 0
     # What live tuning has put in force instead of the loader's own arguments.
     in_force: dict[str, Any] = field(default_factory=dict)
+    serving_workers: int | None = None  # of the pool that serves now, on trial or in force
 
     def retired(self) -> bool:
         """Whether this loader has served its passes, so that one made at the same place stands for it."""
@@ -51,7 +52,8 @@ class LoaderTap:
     @property
     def serial(self) -> bool:
         """Whether the training thread fetches its batches itself."""
-        return {**self.described, **self.in_force}.get("num_workers") == 0
+        serving = self.serving_workers
+        return (self.described.get("num_workers") if serving is None else serving) == 0
 
     @property
     def wait_cpu_s(self) -> float:

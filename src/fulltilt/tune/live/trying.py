@@ -78,6 +78,7 @@ class Trying:
             self._seen, self._failed = (), ()
             self.phase = Phase.WATCHING
             self._diary.starts(user)
+            self._note_in_force()
         elif self.phase is not Phase.SETTLED:
             self.phase = Phase.WATCHING
         if not goes_on:  # the batches of short passes count together, also where each pass has a loader of its own
@@ -191,7 +192,7 @@ class Trying:
         self.phase = Phase.TRYING
         self.unwatch()
         self.window.begin(knobs, skip=knobs.workers * knobs.prefetch)
-        self._tap.in_force = in_force(knobs)
+        self._tap.serving_workers = knobs.workers
 
     def _end_trial(self, relay: Relay, seen: Seen) -> None:
         assert self.candidate is not None
@@ -205,7 +206,7 @@ class Trying:
         else:
             relay.hand_over(self._standing_by())
             self._diary.returned(seen)
-        self._tap.in_force = in_force(self.in_force)
+        self._note_in_force()
 
     def _standing_by(self) -> Pool:
         """The best pool so far, or another with its settings when a pass has ended since it served."""
@@ -237,7 +238,11 @@ class Trying:
         self._failed = (*self._failed, knobs)
         self.candidate = None
         self._diary.failed(_short(error))
+        self._note_in_force()
+
+    def _note_in_force(self) -> None:
         self._tap.in_force = in_force(self.in_force)
+        self._tap.serving_workers = self.in_force.workers
 
     def broke(self, error: Exception) -> None:
         """Tuning itself went wrong: whatever serves now goes on."""
@@ -251,7 +256,7 @@ class Trying:
         self.phase = Phase.LEFT_ALONE
         self.candidate = None
         self.in_force = self._workshop.user
-        self._tap.in_force = {}
+        self._tap.in_force, self._tap.serving_workers = {}, None
         self._diary.left_alone(why, self._workshop.user)
 
 
