@@ -13,11 +13,11 @@ from fulltilt.errors import UsageError
 from fulltilt.recipes.carclip import table
 from fulltilt.recipes.carclip.loss import compared, contrastive_loss
 from fulltilt.recipes.carclip.metrics import WholeSet
-from fulltilt.recipes.carclip.options import BUILT_IN, OPEN_CLIP, TEMPLATES, CarClipOptions
+from fulltilt.recipes.carclip.options import BUILT_IN, GIVE, OPEN_CLIP, TEMPLATES, CarClipOptions
 from fulltilt.recipes.carclip.samples import CarPictures, CarViews, captions_of, prompts
 from fulltilt.recipes.carclip.table import Label, Picture
 from fulltilt.recipes.carclip.towers import Loaded, Towers
-from fulltilt.recipes.models import refuse_missing_folder
+from fulltilt.recipes.models import refuse_unavailable
 from fulltilt.recipes.recipe import Request, on_engine
 from fulltilt.train.distributed import detect, device_of
 from fulltilt.train.job import Job
@@ -39,7 +39,8 @@ def check_options(request: Request) -> None:
             f"there is no model {model!r}{f'; did you mean {close[0]}?' if close else ''}",
             f"Give a folder, a hub name such as openai/clip-vit-base-patch32, or {', '.join(BUILT_IN)}.",
         )
-    refuse_missing_folder(model)
+    if model not in ("auto", *BUILT_IN) and not model.startswith(OPEN_CLIP):
+        refuse_unavailable(model, GIVE)
     if options.image_size is not None and model not in ("auto", *BUILT_IN):
         raise UsageError(f"image_size is for {' and '.join(BUILT_IN)}: {model} has a size of its own", "Leave it out.")
     if not request.settings.drop_last:

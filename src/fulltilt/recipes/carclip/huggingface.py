@@ -13,7 +13,9 @@ import torch
 
 from fulltilt.errors import UsageError
 from fulltilt.recipes.carclip import tokens
+from fulltilt.recipes.carclip.options import GIVE
 from fulltilt.recipes.carclip.towers import CLIP_MEAN, CLIP_STD, DualEncoder, Loaded, Towers
+from fulltilt.recipes.models import only_kept_files
 
 # transformers' 0.02 drowns in the patches, which are about 25 times as large: such a model learns colours and, for a
 # long time, no shapes. Made cars, 10,000 samples: recall at 1 is 8 × chance with 0.02 and 25 × with this.
@@ -72,14 +74,12 @@ def pretrained(name: str, captions: Sequence[str]) -> Loaded:
 
     _check_folder(name)
     logging.disable_progress_bar()
+    kept = only_kept_files(name, GIVE)
     try:
-        clip, tokenizer = CLIPModel.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+        clip, tokenizer = (kind.from_pretrained(name, local_files_only=kept) for kind in (CLIPModel, AutoTokenizer))
     except Exception as error:  # the hub, the network and damaged files have exceptions of their own each
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(
-            f"cannot load the CLIP model {name}: {first[:200]}",
-            "Give a folder with config.json, weights and tokenizer, or a hub name that this machine can reach.",
-        ) from error
+        raise UsageError(f"cannot load the CLIP model {name}: {first[:200]}", GIVE) from error
     return _loaded(clip, tokenizer, captions, f"{name}, pretrained", pretrained=True)
 
 

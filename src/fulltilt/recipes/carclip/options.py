@@ -20,6 +20,7 @@ TEMPLATES = (
 # Models that need no download: CLIP with random weights, in two sizes.
 BUILT_IN = ("small", "vit-b-32")
 OPEN_CLIP = "open_clip:"
+GIVE = "Give a folder with config.json, weights and tokenizer, or a hub name that this machine can reach."
 
 
 @dataclass(frozen=True, slots=True)

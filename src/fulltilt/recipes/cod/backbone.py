@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fulltilt.errors import UsageError
+from fulltilt.recipes.models import only_kept_files
 from fulltilt.train.foreign import compare, read_weights
 
 # The decoder works from stride 4 down: finer maps cost most of the time and tell little.
@@ -30,15 +31,14 @@ def check_backbone(name: str, size: int, weights: str) -> None:
             ) from error
     if weights not in ("none", "pretrained") and not Path(weights).exists():
         raise UsageError(f"--weights {weights} does not exist", "Give none, pretrained, or a file of weights.")
+    home = timm.get_pretrained_cfg(_known(name)) if weights == "pretrained" else None
+    if home is not None and home.hf_hub_id:
+        only_kept_files(home.hf_hub_id.partition("@")[0], "Give --weights FILE or none.")
 
 
 def feature_maps(name: str, size: int, weights: str) -> Any:
     """The backbone as timm's module of feature maps; ``weights`` is none, pretrained or a file. Raises UsageError."""
-    name = name.removeprefix("timm/")  # as the hub calls them
-    if not timm.is_model(name):
-        close = difflib.get_close_matches(name, timm.list_models(), n=3)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
-        raise UsageError(f"timm has no backbone {name!r}{hint}", "timm.list_models() shows all of them.")
+    name = _known(name)
     asked: dict[str, Any] = {"features_only": True, "pretrained": weights != "none"}
     if weights not in ("none", "pretrained"):
         asked["pretrained_cfg_overlay"] = {"state_dict": _weights_for(name, Path(weights))}
@@ -56,6 +56,15 @@ def feature_maps(name: str, size: int, weights: str) -> Any:
             f"the weights of {name} cannot be fetched: {reason}", "Give --weights FILE or none."
         ) from error
     return made
+
+
+def _known(name: str) -> str:
+    name = name.removeprefix("timm/")  # as the hub calls them
+    if not timm.is_model(name):
+        close = difflib.get_close_matches(name, timm.list_models(), n=3)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise UsageError(f"timm has no backbone {name!r}{hint}", "timm.list_models() shows all of them.")
+    return name
 
 
 def _weights_for(name: str, path: Path) -> dict[str, torch.Tensor]:

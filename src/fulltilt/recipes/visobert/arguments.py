@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fulltilt.errors import UsageError
-from fulltilt.recipes.models import refuse_missing_folder
+from fulltilt.recipes.models import refuse_unavailable
 from fulltilt.recipes.recipe import Request
 from fulltilt.train import precision
 from fulltilt.train.distributed import Ranks, detect, device_of, part_of
@@ -20,6 +20,7 @@ from fulltilt.train.settings import TrainSettings
 if TYPE_CHECKING:
     from fulltilt.recipes.visobert import Options
 
+GIVE = "Give the folder of a model, or its name on the hub if this machine can reach it."
 EIGHT_BIT = "adamw_bnb_8bit"
 _OPTIMIZERS = {"adamw": "adamw_torch", "adamw8bit": EIGHT_BIT, "adam": "adamw_torch", "sgd": "sgd"}
 # What the engine has and Hugging Face's Trainer has not. Set to anything, they would be silently ignored.
@@ -45,7 +46,7 @@ def check_arguments(request: Request) -> None:
             f"visobert trains with Hugging Face's Trainer, which has no {' and no '.join(changed)}", "Leave it out."
         )
     if options.model is not None:
-        refuse_missing_folder(options.model)
+        refuse_unavailable(options.model, GIVE)
     training_args = transformers.training_args
     _known("optim", options.optim, (name.value for name in training_args.OptimizerNames))
     _known("lr_scheduler_type", options.lr_scheduler_type, (name.value for name in transformers.SchedulerType))

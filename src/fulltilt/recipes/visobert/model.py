@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fulltilt.errors import UsageError
-from fulltilt.recipes.visobert.arguments import require_transformers
+from fulltilt.recipes.models import only_kept_files
+from fulltilt.recipes.visobert.arguments import GIVE, require_transformers
 
 if TYPE_CHECKING:
     from fulltilt.recipes.visobert import Options
@@ -62,13 +63,10 @@ def load_model(options: Options, tokenizer: Any, classes: Sequence[str]) -> Any:
 
 def _loaded(what: str, name: str, load: Any, **how: Any) -> Any:
     try:
-        return load(name, **how)
+        return load(name, local_files_only=only_kept_files(name, GIVE), **how)
     except (OSError, ValueError, ImportError, KeyError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(
-            f"the {what} of {name!r} cannot be loaded: {first[:200]}",
-            "Give the folder of a model, or its name on the hub if this machine can reach it.",
-        ) from error
+        raise UsageError(f"the {what} of {name!r} cannot be loaded: {first[:200]}", GIVE) from error
 
 
 def _trained(texts: Sequence[str], vocab_size: int, max_length: int) -> Any:
