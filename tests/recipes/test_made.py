@@ -76,8 +76,10 @@ def test_a_maker_that_failed_or_was_killed_leaves_nothing_that_could_be_used(
 ) -> None:
     folder = tmp_path / "d"
     assert run("text", str(folder), "--size", "13") == 7
-    assert "No space left" in capsys.readouterr().err
-    assert not folder.exists()
+    told = capsys.readouterr().err
+    assert "No space left" in told
+    assert "Make room there" in told
+    assert not any(tmp_path.iterdir()), "nothing of it, not even the lock"
     left = tmp_path / ".d.making"
     left.mkdir()
     (left / "0.txt").write_text("half")

@@ -127,6 +127,28 @@ def test_the_folder_of_another_recipe_is_left_alone(
     assert run("cod", "--out", str(tmp_path), "--data", "d", "--fresh") == 0
 
 
+def test_a_run_that_is_refused_leaves_the_notes_of_the_one_before(
+    monkeypatch: pytest.MonkeyPatch, installed: list[Request], tmp_path: Path
+) -> None:
+    """Seen to fail: the run after it was told, wrongly, that its options had changed, and took its workers over."""
+
+    def refuse(request: Request) -> dict[str, float]:
+        raise UsageError("this is the checkpoint of another model")
+
+    place = ("cod", "--out", str(tmp_path / "o"), "--data", "d")
+    refusing, accepting = recipe(run=refuse), sys.modules["fulltilt.recipes.cod"].RECIPE
+    monkeypatch.setattr(sys.modules["fulltilt.recipes.cod"], "RECIPE", refusing)
+    assert run(*place, "--workers", "3") == 2
+    assert not (tmp_path / "o" / "recipe.json").exists()
+    monkeypatch.setattr(sys.modules["fulltilt.recipes.cod"], "RECIPE", accepting)
+    assert run(*place, "--legs", "5", "--workers", "2") == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "o").glob("*.json")}
+    assert before.keys() == {"recipe.json", "loading.json"}
+    monkeypatch.setattr(sys.modules["fulltilt.recipes.cod"], "RECIPE", refusing)
+    assert run(*place, "--legs", "6", "--workers", "9") == 2
+    assert {path.name: path.read_bytes() for path in (tmp_path / "o").glob("*.json")} == before
+
+
 @pytest.mark.parametrize(("out", "code"), [("file", 2), ("file/below", 7)])
 def test_a_place_that_cannot_be_written_is_told(
     out: str, code: int, installed: list[Request], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 import types
@@ -13,7 +14,7 @@ import typer
 
 from fulltilt.recipes import RECIPES, find, kept_loading
 from fulltilt.recipes import options as flagged
-from fulltilt.recipes.memory import changes
+from fulltilt.recipes.memory import changes, taken_back_when_refused
 from fulltilt.recipes.recipe import Recipe
 
 RUNS = Path("fulltilt-runs")
@@ -56,16 +57,18 @@ def run_recipe(recipe: Recipe, given: dict[str, Any], config: Path | None = None
             _make(recipe, request.data)
         recipe.check(request)
         code = relaunch(asked.place.gpus, asked.settings.device) if asked.place.gpus else None
-        if code is None:
+        if code is not None:
+            of_ranks = code  # the ranks have said what there was to say
+            return
+        first = detect().rank == 0
+        with taken_back_when_refused(out) if first else contextlib.nullcontext():
             lines = changes(recipe, request)
-            if detect().rank == 0:
+            if first:
                 kept_loading.keep(out, asked.loading)
                 lines += filter(None, [kept_loading.line(asked.taken_over)])
             for line in lines:
                 print(line, flush=True)
             recipe.run(request)
-        else:
-            of_ranks = code  # the ranks have said what there was to say
 
     code: int = exit_code_of(body, out)
     return code or of_ranks

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 
 from fulltilt import store
 from fulltilt.errors import MachineError, UsageError
+from fulltilt.recipes import kept_loading
 from fulltilt.recipes.recipe import Recipe, Request
 
 FILE = "recipe.json"
@@ -43,3 +47,26 @@ def changes(recipe: Recipe, request: Request) -> list[str]:
         return []
     changed = [f"{name} {before[name]} → {now[name]}" for name in now if name in before and before[name] != now[name]]
     return [f"Changed since the last run: {', '.join(changed)}"] if changed else []
+
+
+@contextlib.contextmanager
+def taken_back_when_refused(out: Path) -> Iterator[None]:
+    """Put back what stood in the notes of ``out`` when the run is refused: it has changed nothing there."""
+    before = {path: _content(path) for path in (out / FILE, out / kept_loading.FILE)}
+    try:
+        yield
+    except UsageError:
+        with contextlib.suppress(OSError):  # the refusal is what is to be told
+            for path, content in before.items():
+                if content is None:
+                    path.unlink(missing_ok=True)
+                elif content != _content(path):
+                    path.write_bytes(content)
+        raise
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None

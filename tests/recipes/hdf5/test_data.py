@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import h5py
@@ -120,3 +122,19 @@ def test_made_windows_are_the_same_for_the_same_seed_and_hold_both_classes(tmp_p
         assert np.array_equal(labels, contents[1][name][1])
         assert not np.array_equal(features, contents[2][name][0])
     assert 0.05 < np.concatenate([labels for _, labels in contents[0].values()]).mean() < 0.35
+
+
+def test_a_limit_on_the_size_of_files_is_told_and_crashes_nothing(tmp_path: Path) -> None:
+    """Seen to fail: what waited in the library's cache could not be written at exit, which ended in a crash."""
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))"
+    make = f"main(['make-data', 'hdf5', {str(tmp_path / 'made')!r}, '--size', '4000'])"
+    ran = subprocess.run(
+        [sys.executable, "-c", f"{limited}; from fulltilt.cli.main import main; {make}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 7
+    assert ran.stderr.splitlines()[0] == f"fulltilt: cannot make {tmp_path / 'made'}: File too large"
+    assert "ulimit -f" in ran.stderr
+    assert not any(tmp_path.iterdir())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import importlib
 import json
 import os
@@ -20,6 +21,11 @@ from fulltilt.errors import MachineError, UsageError
 # Kind → what its samples are called.
 KINDS = {"cod": "images", "cars": "images", "text": "texts", "hdf5": "windows"}
 MARK = "made-by-fulltilt.json"
+_REMEDIES = {
+    errno.ENOSPC: "Make room there, or give another folder.",
+    errno.EDQUOT: "Make room there, or give another folder.",
+    errno.EFBIG: "Raise the limit on the size of files (ulimit -f), or ask for fewer samples.",
+}
 
 
 def make_folder(kind: str, folder: Path, size: int, seed: int) -> bool:
@@ -37,7 +43,8 @@ def make_folder(kind: str, folder: Path, size: int, seed: int) -> bool:
                 return False
             _make(kind, folder, size, seed, mark)
     except OSError as error:
-        raise MachineError(f"cannot make {folder}: {error.strerror or error}") from error
+        remedy = _REMEDIES.get(error.errno or 0, "Give another folder.")
+        raise MachineError(f"cannot make {folder}: {error.strerror or error}", remedy) from error
     return True
 
 
@@ -96,10 +103,15 @@ def _alone(lock: Path) -> Iterator[None]:
     except ImportError:  # Windows has one rank
         yield
         return
-    fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
+    while True:
+        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         fcntl.lockf(fd, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(fd), lock.stat()):
+                break
+        os.close(fd)  # who held it before us has removed it, and somebody else may have made it anew
+    try:
         yield
-        lock.unlink(missing_ok=True)
     finally:
+        lock.unlink(missing_ok=True)
         os.close(fd)

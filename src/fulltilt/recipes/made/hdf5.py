@@ -11,8 +11,12 @@ recording has its own gain and offset for each channel, which drift from its fir
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,12 +36,11 @@ Floats = NDArray[np.float32]
 
 def make(folder: Path, size: int, seed: int) -> Iterator[int]:
     """Write the recordings; yields how many windows are done."""
-    h5py = require_h5py()
     done = 0
     for number, (name, count) in enumerate(recordings(size).items()):
         rng = np.random.default_rng([seed, number])
         drift = Drift(rng)
-        with h5py.File(folder / name, "w") as file:
+        with _written(folder / name) as file:
             chunk = max(min(CHUNK, count), 1)
             features = file.create_dataset("features", (count, STEPS, CHANNELS), "f4", chunks=(chunk, STEPS, CHANNELS))
             labels = file.create_dataset("labels", (count,), "u1")
@@ -49,6 +52,21 @@ def make(folder: Path, size: int, seed: int) -> Iterator[int]:
                 labels[start:stop] = truth
                 done += stop - start
                 yield done
+
+
+@contextlib.contextmanager
+def _written(path: Path) -> Iterator[Any]:
+    """A new HDF5 file. Raises OSError for a disk that refuses, as a plain file would."""
+    h5py = require_h5py()
+    try:
+        # Without a cache nothing waits to be written: the library crashes at exit when it cannot write it then.
+        with h5py.File(path, "w", rdcc_nbytes=0) as file:
+            yield file
+    except (OSError, RuntimeError) as error:  # h5py raises the latter when it cannot close
+        number = re.search(r"errno = (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def recordings(size: int) -> dict[str, int]:
