@@ -121,7 +121,7 @@ def test_row_16_the_loss_scale_stops_at_its_floor(tmp_path: Path) -> None:
 
 
 def test_row_17_a_spike_is_reported_and_on_request_rolled_back(tmp_path: Path) -> None:
-    """Seen to fail: with `_spike_threshold` returning None nothing is said."""
+    """Seen to fail: with `_is_spike` returning False nothing is said."""
     settings: dict[str, Any] = {"epochs": 6, "clip_norm": None, "save_every": 4, "lr": 1e-4}
 
     class OneBigStep:

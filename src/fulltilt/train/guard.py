@@ -75,8 +75,7 @@ class Guard:
                 return Verdict("go", why, "non-finite")
             return self._give_up(f"{why}; {self.in_a_row} such steps in a row", "non-finite")
         self.in_a_row = 0
-        usual = self._spike_threshold()
-        if usual is not None and figures.loss > usual:
+        if self._is_spike(figures.loss):
             why = f"step {figures.step}: the loss jumped to {figures.loss:g}, far above the usual {self._usual():g}"
             return self._give_up(why, "spike") if self.limits.on_spike == "rollback" else Verdict("go", why, "spike")
         self.recent.append(figures.loss)
@@ -92,13 +91,16 @@ class Guard:
     def _usual(self) -> float:
         return statistics.median(self.recent)
 
-    def _spike_threshold(self) -> float | None:
-        if self.limits.spike_factor is None or len(self.recent) < LEAST_HISTORY:
-            return None
+    def _is_spike(self, loss: float) -> bool:
+        factor = self.limits.spike_factor
+        if factor is None or len(self.recent) < LEAST_HISTORY:
+            return False
         usual = self._usual()
-        spread = statistics.median(abs(loss - usual) for loss in self.recent)
-        # A flat loss has no spread of its own; a tenth of its height keeps ordinary noise quiet.
-        return usual + self.limits.spike_factor * max(spread, 0.1 * abs(usual))
+        # A flat loss has no spread of its own; a tenth of its height keeps ordinary noise quiet, and spares nearly
+        # every step the question after the spread.
+        if loss <= usual + factor * 0.1 * abs(usual):
+            return False
+        return loss > usual + factor * statistics.median(abs(known - usual) for known in self.recent)
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint."""

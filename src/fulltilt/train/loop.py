@@ -152,7 +152,7 @@ class Loop:
         self.readout.push((number, data), figures)
         self._judge()
         if self.on_step is not None:
-            self.on_step(StepEnd(number, progress.epoch, rig, data.names()))
+            self.on_step(StepEnd(number, progress.epoch, rig, data.names))
         self.profiler.step(number)
         self._between_steps()
 
@@ -224,6 +224,7 @@ class Loop:
         rig = self.rig
         for (number, data), (loss, norm, bad, scale) in self.readout.drain() if everything else self.readout.due():
             figures = StepFigures(number, loss, norm, bool(bad), scale if rig.scale.active else None)
+            rig.totals.add_read("loss", loss, data.samples)
             rig.screen.step(figures, data.samples)
             verdict = rig.guard.judge(figures)
             if verdict.why is not None:

@@ -51,10 +51,10 @@ def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def step_unless(optimizer: torch.optim.Optimizer, bad: torch.Tensor) -> None:
-    """Step, unless ``bad`` (a boolean on the device). Waits for the device only if the optimizer is not fused."""
+    """Step, unless ``bad`` (0.0 or 1.0 on the device). Waits for the device only if the optimizer is not fused."""
     if bad.is_cuda and can_skip_on_device(optimizer):
         optimizer.grad_scale = None  # type: ignore[attr-defined]
-        optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
+        optimizer.found_inf = bad  # type: ignore[attr-defined]
         try:
             optimizer.step()
         finally:

@@ -23,12 +23,17 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class StepEnd:
-    """What a step hook sees: the run's parts after the step, and the names of its samples."""
+    """What a step hook sees: the run's parts after the step."""
 
     step: int
     epoch: int
     rig: Rig
-    samples: str
+    names: Callable[[], str]
+
+    @property
+    def samples(self) -> str:
+        """The names of its samples; put together only when asked for."""
+        return self.names()
 
 
 Hook = Callable[[StepEnd], None]

@@ -61,9 +61,10 @@ class LossScale:
         self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
 
     def update(self, bad: torch.Tensor) -> None:
-        """Move the scale after a step; ``bad`` is a boolean on the device."""
+        """Move the scale after a step; ``bad`` is 0.0 or 1.0 on the device."""
         if not self.active:
             return
+        bad = bad.bool()
         grown = self.good_steps + 1 >= self.GROWTH_INTERVAL
         self.scale.mul_(torch.where(bad, 0.5, torch.where(grown, 2.0, 1.0))).clamp_(max=self.MOST)
         self.good_steps.copy_(torch.where(bad | grown, 0, self.good_steps + 1))

@@ -120,7 +120,6 @@ class Stepper:
         if left_out:
             self.placement.forget_left_out()
         figures = self._update(loss)
-        totals.add({"loss": loss}, samples)
         for values, count in means:
             totals.add(values, count)
         return figures
@@ -128,7 +127,8 @@ class Stepper:
     def _attempt(self, taken: list[Any], samples: int) -> tuple[torch.Tensor, list[tuple[dict[str, Any], int]], int]:
         """Forward and backward over all micro-batches; the last value is 0 or the size that ran out of memory."""
         device = self.precision.device
-        loss = torch.zeros((), device=device)
+        # Each operation on a single number costs the host as much as one on a whole batch: there are to be few.
+        loss: torch.Tensor | None = None
         means: list[tuple[dict[str, Any], int]] = []
         largest = running = 0
         failed_at = 0
@@ -145,9 +145,11 @@ class Stepper:
                 with self.precision.context():
                     outcome = self.placement.loss_of(on_device, last=place == len(pieces) - 1)
                 value, metrics, _ = value_and_means(outcome, device)
-                share = with_gradient(value).float() * (running * self.placement.divisor / samples)
+                share, weight = with_gradient(value).float(), running * self.placement.divisor / samples
+                if weight != 1.0:
+                    share = share * weight
                 (share * self.scale.scale if self.scale.active else share).backward()  # type: ignore[no-untyped-call, unused-ignore]
-                loss += share.detach()
+                loss = share.detach() if loss is None else loss + share.detach()
                 if metrics:
                     means.append(({name: mean.detach() for name, mean in metrics.items()}, running))
         except (RuntimeError, MemoryError) as error:
@@ -159,6 +161,12 @@ class Stepper:
                     f"memory ran out with {failed_at} samples at once, in the middle of what all ranks do together",
                     "Lower batch_size and raise accumulation by as much: the same is trained, and the run resumes.",
                 ) from error
+        if loss is None:
+            loss = torch.zeros((), device=device)
+        elif not self.group.alone:
+            loss = (
+                loss.clone()
+            )  # the ranks sum it up in place, and it may be the very tensor that the job's loss returned
         with self.marks.communication():
             self.placement.finish(loss)
         return loss, means, failed_at
@@ -169,11 +177,12 @@ class Stepper:
         norm = self.placement.norm(gradients) if gradients else torch.zeros_like(loss)
         if self.scale.active:
             norm = norm / self.scale.scale
-        bad = ~(torch.isfinite(norm) & torch.isfinite(loss))
+        # One where either is infinite or not a number, else zero: torch.isfinite of each would be ten kernels.
+        bad = ((norm + loss) * 0).ne(0).float()
         factor = self._gradient_factor(norm)
         if factor is not None and gradients:
             torch._foreach_mul_([shards.local(gradient) for gradient in gradients], factor)
-        figures = torch.stack([loss, norm.float(), bad.float(), self.scale.scale])
+        figures = torch.stack([loss, norm.float(), bad, self.scale.scale])
         try:
             optimizers.step_unless(self.optimizer, bad)
         except (RuntimeError, MemoryError) as error:

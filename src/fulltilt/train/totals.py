@@ -17,6 +17,7 @@ class Totals:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._sums: dict[tuple[str, ...], torch.Tensor] = {}
+        self._read: dict[str, tuple[float, float]] = {}
 
     def add(self, means: Mapping[str, torch.Tensor], samples: int) -> None:
         """Add the means over ``samples`` samples."""
@@ -27,9 +28,16 @@ class Totals:
         rows = torch.stack([torch.where(finite, values, 0.0), finite.double()]) * samples
         self._sums[names] = self._sums[names].add_(rows) if names in self._sums else rows
 
+    def add_read(self, name: str, mean: float, samples: int) -> None:
+        """Add a mean that has been read from the device already."""
+        if math.isfinite(mean):
+            total, weight = self._read.get(name, (0.0, 0.0))
+            self._read[name] = total + mean * samples, weight + samples
+
     def reset(self) -> None:
         """Start a new epoch."""
         self._sums.clear()
+        self._read.clear()
 
     def means(self, group: Group | None = None) -> dict[str, float]:
         """The means so far, over the ranks of ``group`` if given. Waits for the device. NaN: nothing was finite."""
@@ -43,8 +51,8 @@ class Totals:
         return {name: sums[name] / weights[name] if weights[name] else math.nan for name in sums}
 
     def _by_name(self) -> tuple[dict[str, float], dict[str, float]]:
-        sums: dict[str, float] = {}
-        weights: dict[str, float] = {}
+        sums = {name: total for name, (total, _) in self._read.items()}
+        weights = {name: weight for name, (_, weight) in self._read.items()}
         for names, rows in self._sums.items():
             for name, total, weight in zip(names, *rows.tolist(), strict=True):
                 sums[name] = sums.get(name, 0.0) + total
@@ -53,8 +61,12 @@ class Totals:
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint."""
-        return {"sums": [[list(names), rows] for names, rows in self._sums.items()]}
+        return {
+            "sums": [[list(names), rows] for names, rows in self._sums.items()],
+            "read": [[name, *sums] for name, sums in self._read.items()],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """From the checkpoint."""
         self._sums = {tuple(names): rows.to(self.device) for names, rows in state["sums"]}
+        self._read = {name: (total, weight) for name, total, weight in state.get("read", [])}
