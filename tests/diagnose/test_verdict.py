@@ -7,7 +7,10 @@ from fulltilt.diagnose.gains import expected
 from fulltilt.diagnose.rules import RULES, code_of
 from fulltilt.diagnose.verdict import ordered
 from fulltilt.records import Finding, FindingCode, HotLine, LoaderRecord, Settings
-from tests.diagnose.examples import gpu, gpu_rank, loader, rank, run_of, sampled, spans_of, workers
+from tests.diagnose.examples import gpu, gpu_rank, host, loader, rank, run_of, sampled, spans_of, workers
+
+STOPPED = {"state": "crashed", "exit_code": None, "ended_by": "StoppedEarly"}
+KILLED = {"state": "killed", "exit_code": -9}
 
 
 def finding(code: FindingCode, gain: tuple[float, float] | None, severity: Any = "warn", share: float = 0.2) -> Finding:
@@ -111,13 +114,31 @@ def starved_by_workers() -> tuple[LoaderRecord, ...]:
             run_of(rank(), compute=96.0, host_code=4.0, run={"state": "crashed", "exit_code": 1}),
             "compute_bound",
             "Full tilt: 96 % of the time is compute; 320 samples/s, 96 % of the compute ceiling; "
-            "the script failed after 1000 steps with exit code 1.",
+            "the script ended with exit code 1 after 1000 steps.",
         ),
         (
             run_of(rank(), compute=96.0, host_code=4.0, run={"state": "interrupted", "exit_code": 130}),
             "compute_bound",
             "Full tilt: 96 % of the time is compute; 320 samples/s, 96 % of the compute ceiling; "
             "it was interrupted after 1000 steps.",
+        ),
+        (
+            run_of(rank(), compute=96.0, host_code=4.0, run=STOPPED),
+            "compute_bound",
+            "Full tilt: 96 % of the time is compute; 320 samples/s, 96 % of the compute ceiling; "
+            "stopped after 1000 steps by StoppedEarly.",
+        ),
+        (
+            run_of(rank(finished=False, t1_s=110.0), compute=96.0, host_code=4.0, run=KILLED),
+            "compute_bound",
+            "Full tilt: 96 % of the time is compute; 320 samples/s, 96 % of the compute ceiling; "
+            "it was killed by SIGKILL after at least 1000 steps, and what it did last was not recorded.",
+        ),
+        (
+            run_of(rank(finished=False, t1_s=110.0), compute=96.0, host_code=4.0),
+            "compute_bound",
+            "Full tilt: 96 % of the time is compute; 320 samples/s, 96 % of the compute ceiling; "
+            "its end was not recorded.",
         ),
         (
             run_of(rank(), compute=20.0, unattributed=80.0),
@@ -144,8 +165,8 @@ def idle(state: str = "done", exit_code: int = 0, **changes: Any) -> Any:
     ("run", "sentence"),
     [
         (run_of(), "Nothing was recorded: no process of the job used torch."),
-        (idle("crashed", 1), "The script failed with exit code 1 before its first training step."),
-        (idle("killed", -9), "The script was killed before its first training step."),
+        (idle("crashed", 1), "The script ended with exit code 1 before its first training step."),
+        (idle("killed", -9), "The script was killed by SIGKILL before its first training step."),
         (idle(backwards=7), "No optimizer step was seen, but backward() ran 7 times."),
         (
             idle(loaders=(loader(batches=12),)),
@@ -158,6 +179,29 @@ def idle(state: str = "done", exit_code: int = 0, **changes: Any) -> Any:
 def test_a_job_without_steps_says_what_was_seen(run: Any, sentence: str) -> None:
     verdict = answer(run).verdict
     assert (verdict.code, verdict.share, verdict.sentence) == ("no_steps", 0.0, sentence)
+
+
+def test_time_that_nobody_saw_is_no_part_of_a_share() -> None:
+    """A killed process loses its last second: of a run of two seconds that made half of every share."""
+    killed = rank(finished=False, t1_s=110.0)
+    run = run_of(killed, host_code=50.0, compute=50.0, run={**KILLED, "wall_s": 210.0})
+    assert answer(run).verdict.sentence.startswith("Held up: 50 % of the time")
+    assert answer(run).ledger.buckets.unattributed_s == pytest.approx(100.0)
+
+
+@pytest.mark.parametrize(("steps", "train_s"), [(1, 30.0), (40, 0.4)])
+def test_a_run_of_a_moment_is_not_judged(steps: int, train_s: float) -> None:
+    diagnosis = answer(run_of(rank(steps=steps), spans=(spans_of(steps, host_code=train_s),)))
+    assert diagnosis.verdict.code == "too_short"
+    assert diagnosis.verdict.sentence.startswith(f"Too short to tell: {steps} step")
+    assert not diagnosis.findings
+    assert answer(run_of(rank(), spans=(spans_of(40, host_code=30.0),))).verdict.code == "host_code"
+
+
+def test_a_short_run_that_died_of_memory_still_says_so() -> None:
+    full = sampled(host_reading=host(mem_used_bytes=63 * 10**9))
+    run = run_of(rank(steps=1), spans=(spans_of(1, compute=0.2),), samples=full, run=KILLED)
+    assert answer(run).verdict.code == "memory_pressure"
 
 
 def test_other_thresholds_give_another_judgement() -> None:

@@ -14,6 +14,12 @@ from fulltilt.records import RunRecord
 from fulltilt.report.explain import explain
 from fulltilt.report.terminal import verdict_lines
 
+FATAL = frozenset(
+    getattr(signal, name)
+    for name in ("SIGHUP", "SIGQUIT", "SIGABRT", "SIGBUS", "SIGKILL", "SIGSEGV", "SIGTERM")
+    if hasattr(signal, name)
+)
+
 
 def end_run(folder: Path, record: RunRecord, wall_s: float, status: int) -> None:
     """Write what is left to write and print the verdict. A problem here never changes how the job ended."""
@@ -33,6 +39,7 @@ def state_of(status: int) -> Literal["done", "crashed", "interrupted", "killed"]
     """How a job ended, from its exit status."""
     if status == 0:
         return "done"
-    if status in (-signal.SIGINT, 130):
+    number = -status if status < 0 else status - 128  # a shell in front, or a handler, tells 128 and the signal
+    if number == signal.SIGINT:
         return "interrupted"
-    return "killed" if status < 0 else "crashed"
+    return "killed" if status < 0 or number in FATAL else "crashed"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fulltilt.diagnose.gpus import HostSummary, summarise_gpus, summarise_host
-from fulltilt.diagnose.ledger import compare_ranks, count_samples, make_ledger, measure_throughput
+from fulltilt.diagnose.ledger import compare_ranks, count_samples, make_ledger, measure_throughput, unseen_seconds
 from fulltilt.diagnose.supply import Limit, Supply, find_limit, loader_ceiling, measure_supply
 from fulltilt.diagnose.thresholds import DEFAULT, Thresholds
 from fulltilt.records import (
@@ -72,8 +72,13 @@ class Evidence:
 
     @property
     def active_s(self) -> float:
-        """Wall time after start-up: the part that grows with the length of the job."""
-        return max(self.ledger.wall_s - self.buckets.startup_s, 0.0)
+        """Wall time after start-up: the part that grows with the length of the job. What nobody saw is left out."""
+        return max(self.ledger.wall_s - self.buckets.startup_s - unseen_seconds(self.run), 0.0)
+
+    @property
+    def too_short(self) -> bool:
+        """Whether so little was seen that a share of it means nothing: one step is warming up for a good part."""
+        return self.throughput.steps < 2 or self.active_s <= self.thresholds.longest_too_short_s
 
     @property
     def launch_s(self) -> float | None:

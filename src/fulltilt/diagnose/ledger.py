@@ -24,6 +24,14 @@ def wall_seconds(run: Run) -> float:
     return max(run.run.wall_s or 0.0, last_end, 0.0)
 
 
+def unseen_seconds(run: Run) -> float:
+    """How long the job went on behind what its killed processes wrote down last; the mean over the ranks."""
+    if run.run.wall_s is None or not run.ranks:
+        return 0.0
+    unseen = [max(run.run.wall_s - rank.t1_s, 0.0) for rank in run.ranks if not rank.finished]
+    return sum(unseen) / len(run.ranks)
+
+
 def close_buckets(spans: Spans, wall_s: float, finished: bool = False) -> Buckets:
     """The buckets of one rank, which add up to ``wall_s``.
 

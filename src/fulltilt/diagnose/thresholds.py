@@ -13,6 +13,9 @@ class Thresholds:
     warn_share: float = 0.10  # Amdahl: a tenth can win at most 1.11 ×; below that nobody changes a job for it
     severe_share: float = 0.30  # a third can win 1.4 × and more: the first thing to do
 
+    # -- from which length on a run is judged
+    longest_too_short_s: float = 1.0  # of training: a hundred looks at the stack, each good for one per cent
+
     # -- from which share on a cause is reported at all (below warn_share it is a remark behind a healthy verdict)
     data_wait_share: float = 0.05  # a healthy loader's next() costs 1 to 3 % on small CPU jobs
     epoch_turnover_share: float = 0.05  # one pass of a minute loses 1 to 2 s to respawned workers

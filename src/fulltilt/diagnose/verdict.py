@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from fulltilt.diagnose.ending import ended_before_training, ending
 from fulltilt.diagnose.evidence import Evidence
 from fulltilt.diagnose.gains import amdahl, expected
 from fulltilt.diagnose.live import live_record, live_words
 from fulltilt.diagnose.rules.arithmetic import share_of_ceiling
-from fulltilt.diagnose.words import count, number, percent, times
+from fulltilt.diagnose.words import count, number, percent, seconds, times
 from fulltilt.records import BUCKETS, Finding, Verdict
 
 _FATAL = ("memory_pressure", "shm_small")
@@ -36,10 +37,14 @@ def reach_verdict(evidence: Evidence, findings: tuple[Finding, ...]) -> Verdict:
     """The verdict: the first finding's code and share, and the sentence that people read."""
     if evidence.throughput.steps == 0:
         return Verdict("no_steps", 0.0, f"{_nothing_trained(evidence)}.")
+    ended = ending(evidence.run, evidence.throughput.steps)
+    if not findings and evidence.too_short:
+        return Verdict("too_short", 0.0, f"{_too_short(evidence)}{ended}.")
     if not findings:
-        return Verdict("unexplained", *_unexplained(evidence))
+        share, sentence = _unexplained(evidence)
+        return Verdict("unexplained", share, f"{sentence}{ended}.")
     first = findings[0]
-    return Verdict(first.code, first.share, f"{_sentence(evidence, first)}{_tuned(evidence)}{_ending(evidence)}.")
+    return Verdict(first.code, first.share, f"{_sentence(evidence, first)}{_tuned(evidence)}{ended}.")
 
 
 # --------------------------------------------------------------------------- sentences
@@ -125,26 +130,12 @@ def _tuned(evidence: Evidence) -> str:
     return "" if live is None else f"; {live_words(live)}"
 
 
-def _ending(evidence: Evidence) -> str:
-    """How the run ended, when it did not end well."""
-    run = evidence.run.run
-    after = f"after {count('step', evidence.throughput.steps)}"
-    if run.state == "crashed":
-        return f"; the script failed {after} with exit code {run.exit_code if run.exit_code is not None else 'unknown'}"
-    if run.state in ("killed", "interrupted"):
-        return f"; it was {run.state} {after}"
-    return ""
-
-
 def _nothing_trained(evidence: Evidence) -> str:
     run = evidence.run.run
     backwards = sum(rank.backwards for rank in evidence.run.ranks)
     batches = sum(loader.batches for rank in evidence.run.ranks for loader in rank.loaders)
-    if run.state == "crashed":
-        code = f" with exit code {run.exit_code}" if run.exit_code is not None else ""
-        return f"The script failed{code} before its first training step"
-    if run.state in ("killed", "interrupted"):
-        return f"The script was {run.state} before its first training step"
+    if (ended := ended_before_training(run)) is not None:
+        return ended
     if not evidence.run.ranks:
         return "Nothing was recorded: no process of the job used torch"
     if backwards:
@@ -162,4 +153,9 @@ def _unexplained(evidence: Evidence) -> tuple[float, str]:
     cost_s: float = getattr(evidence.buckets, largest)
     name = largest.removesuffix("_s").replace("_", " ")
     sentence = f"No cause found: {name} takes {percent(evidence.active_share(cost_s))} of the time after start-up"
-    return evidence.share(cost_s), f"{sentence}{_ending(evidence)}."
+    return evidence.share(cost_s), sentence
+
+
+def _too_short(evidence: Evidence) -> str:
+    seen = f"{count('step', evidence.throughput.steps)} in {seconds(evidence.active_s)} after start-up"
+    return f"Too short to tell: {seen}; let it train for {seconds(evidence.thresholds.longest_too_short_s)} or more"

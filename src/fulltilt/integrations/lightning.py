@@ -42,7 +42,7 @@ class FulltiltCallback(Callback):  # type: ignore[misc]
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """The fit failed: what was recorded so far is explained all the same."""
-        self.recording.stop(failed=True)
+        self.recording.stop(error=exception)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """The fit has ended."""

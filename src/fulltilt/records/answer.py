@@ -58,7 +58,7 @@ class Abstention:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The run in one sentence. ``code`` is the first finding's, or ``no_steps`` when nothing trained."""
+    """The run in one sentence. ``code`` is the first finding's, ``no_steps`` when nothing trained, or ``too_short``."""
 
     code: str
     share: float

@@ -15,7 +15,10 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """One execution of a job. ``state`` says how it ended; ``exit_code`` is the script's own."""
+    """One execution of a job. ``state`` says how it ended; ``exit_code`` is the script's own, or minus its signal.
+
+    ``ended_by`` names the exception that ended a run recorded from within, where there is no exit code to tell.
+    """
 
     name: str
     command: tuple[str, ...]
@@ -27,6 +30,7 @@ class RunRecord:
     exit_code: int | None = None
     asked: Settings = field(default_factory=Settings)
     data: StorageReading | None = None
+    ended_by: str | None = None
     schema_version: int = SCHEMA_VERSION
 
 

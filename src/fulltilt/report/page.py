@@ -56,7 +56,6 @@ def _one_run(run: Run, diagnosis: Diagnosis) -> list[Child]:
 def _verdict(run: Run, diagnosis: Diagnosis) -> Markup:
     record, verdict = run.run, diagnosis.verdict
     severity = diagnosis.findings[0].severity if diagnosis.findings else "info"
-    state = record.state if record.exit_code in (None, 0) else f"{record.state}, exit code {record.exit_code}"
     running = element("p", wording.NO_END_YET, class_="running")
     invalid = diagnosis.invalid_because
     return element(
@@ -72,7 +71,7 @@ def _verdict(run: Run, diagnosis: Diagnosis) -> Markup:
             element("b", record.name),
             element("code", " ".join(record.command)),
             element("span", record.started_at),
-            element("span", state),
+            element("span", wording.ended(record)),
             class_="identity",
         ),
         class_="verdict",

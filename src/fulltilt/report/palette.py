@@ -50,7 +50,7 @@ BUCKET_TINTS: dict[str, Tint] = {
     "transfer_s": Tint("transfer", _TRANSFER, "copies to the GPU that hold it up"),
     "compute_s": Tint("compute", _COMPUTE, "forward, backward and optimizer: what the machine is there for"),
     "sync_s": Tint("sync", "#d86bba", "the host waits for the GPU, and the GPU then waits for the host"),
-    "host_code_s": Tint("host code", _HOST, "Python of the training script, with nothing running on the GPU"),
+    "host_code_s": Tint("host code", _HOST, "Python of the training script, while nothing computes"),
     "validation_s": Tint("validation", "#0e775c", "evaluation inside the run"),
     "checkpoint_s": Tint("checkpoint", "#2e9ada", "saving the model while training stands still"),
     "epoch_turnover_s": Tint("epoch turn-over", "#759c66", "workers stop and start between epochs"),

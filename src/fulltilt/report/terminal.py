@@ -58,9 +58,8 @@ def _show_head(console: Console, run: Run, diagnosis: Diagnosis) -> None:
     record = run.run
     console.print()
     console.rule(Text(clean(record.name), "bold"), style="dim")
-    state = record.state if record.exit_code in (None, 0) else f"{record.state}, exit code {record.exit_code}"
     console.print(Text(one_line(" ".join(record.command)), "dim", no_wrap=True, overflow="ellipsis"))
-    console.print(Text(f"{clean(record.started_at)} · {state}", "dim"))
+    console.print(Text(f"{clean(record.started_at)} · {wording.ended(record)}", "dim"))
     if record.state == "running":
         console.print(Text(wording.NO_END_YET, "yellow"))
     if diagnosis.invalid_because is not None:

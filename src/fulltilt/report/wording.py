@@ -6,7 +6,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
-from fulltilt.records import DeepRecord
+from fulltilt.records import DeepRecord, RunRecord
 
 TITLES: dict[str, str] = {
     "input_serial": "Loading happens in the training process",
@@ -20,7 +20,7 @@ TITLES: dict[str, str] = {
     "batch_too_small": "The batch is too small for the GPU",
     "precision_unused": "Tensor cores lie idle",
     "padding_waste": "Padding is computed in vain",
-    "host_code": "Python between the steps holds the GPU up",
+    "host_code": "Python between the steps holds training up",
     "validation_heavy": "Validation takes a large share",
     "checkpoint_stall": "Saving stops the training",
     "memory_pressure": "Memory is short",
@@ -32,6 +32,8 @@ TITLES: dict[str, str] = {
     "communication_bound": "Gradient exchange limits the job",
     "compute_bound": "The job runs at its compute ceiling",
     "no_steps": "Nothing was trained",
+    "too_short": "Too short to tell",
+    "unexplained": "No cause found",
 }
 
 NOT_MEASURED = "–"
@@ -42,6 +44,13 @@ _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:%|×|ms\b|s\b|min\b|h\b|samples/s|step
 def title(code: str) -> str:
     """A finding's code as a short sentence."""
     return TITLES.get(code, code)
+
+
+def ended(record: RunRecord) -> str:
+    """How a run ended: ``done``, ``crashed, exit code 1``, ``killed``."""
+    if record.exit_code is not None and record.exit_code > 0:
+        return f"{record.state}, exit code {record.exit_code}"
+    return f"{record.state}, {clean(record.ended_by)}" if record.ended_by else record.state
 
 
 def setting(value: str | int | float | bool | None) -> str:

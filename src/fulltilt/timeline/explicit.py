@@ -5,6 +5,7 @@ The same recorder as under `fulltilt run`; inside a notebook the report appears 
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
@@ -20,7 +21,7 @@ from fulltilt.probes.sampler import Sampler
 from fulltilt.records import Sample
 from fulltilt.timeline import attach
 from fulltilt.timeline.loop_marks import LoopMarks
-from fulltilt.timeline.run_files import RunFiles, job_root
+from fulltilt.timeline.run_files import Ended, RunFiles, ending_of, job_root
 from fulltilt.timeline.session import Session
 
 
@@ -58,6 +59,7 @@ class Recording(LoopMarks):
         self._sampler.start()
         self._session = Session(torch, self.folder, t0_ns)
         self._session.begin_here()
+        atexit.register(self._stop_with_process)
         return self
 
     def _take(self, sample: Sample) -> None:
@@ -66,16 +68,30 @@ class Recording(LoopMarks):
         if self._on_sample is not None:
             self._on_sample(sample)
 
-    def stop(self, failed: bool = False, *, interrupted: bool = False) -> None:
-        """End the recording and write its report. In a notebook the report is shown."""
+    def stop(self, failed: bool = False, *, interrupted: bool = False, error: BaseException | None = None) -> None:
+        """End the recording and write its report. ``error`` is what ended the loop, where it is known.
+
+        In a notebook the report is shown.
+        """
+        if error is not None:
+            self._stop(*ending_of(error))
+        else:
+            self._stop("crashed" if failed else "interrupted" if interrupted else "done")
+
+    def _stop(self, state: Ended, exit_code: int | None = None, ended_by: str | None = None) -> None:
         session, self._session = self._session, None
+        atexit.unregister(self._stop_with_process)
         if session is None or self._attached or self._files is None:
             return
         session.finish()
         if self._sampler is not None:
             self._sampler.stop()
-        self._files.close("crashed" if failed else "interrupted" if interrupted else "done")
+        self._files.close(state, exit_code, ended_by)
         _show(self.folder)
+
+    def _stop_with_process(self) -> None:
+        """The script has come to its end and never called ``stop``."""
+        self._stop(*ending_of(getattr(sys, "last_value", None)))
 
     def __enter__(self) -> Recording:
         return self.start()
@@ -83,7 +99,7 @@ class Recording(LoopMarks):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop(failed=error is not None)
+        self._stop(*ending_of(error))
 
 
 def record(folder: str | Path, name: str | None = None) -> Recording:

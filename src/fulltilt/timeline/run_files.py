@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from fulltilt import __version__, store
+from fulltilt.errors import StoppedEarly
 from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.machine import describe_machine
 from fulltilt.records import RunRecord, Sample, Settings
@@ -41,12 +42,26 @@ class RunFiles:
         """Append what the machine did at one moment."""
         self._samples.write([sample])
 
-    def close(self, state: Ended, exit_code: int | None = None) -> None:
+    def close(self, state: Ended, exit_code: int | None = None, ended_by: str | None = None) -> None:
         """The run is over. Raises RunFolderError when the disk refuses."""
         self._samples.close()
         wall_s = (time.perf_counter_ns() - self._t0_ns) * 1e-9
-        ended = replace(self._record, state=state, wall_s=wall_s, exit_code=exit_code)
+        ended = replace(self._record, state=state, wall_s=wall_s, exit_code=exit_code, ended_by=ended_by)
         store.write_json(self.folder / store.RUN_FILE, ended)
+
+
+def ending_of(error: BaseException | None) -> tuple[Ended, int | None, str | None]:
+    """How a run ended that this error left: its state, the exit code where that is known, and else the error's name."""
+    if error is None:
+        return "done", None, None
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        return ("crashed" if code else "done"), code, None
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", None, None
+    if isinstance(error, StoppedEarly):
+        return "interrupted", error.exit_code, None
+    return "crashed", None, type(error).__name__
 
 
 def job_root() -> int:

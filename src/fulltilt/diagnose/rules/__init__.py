@@ -49,17 +49,17 @@ RULES: tuple[Rule, ...] = (
     compute_bound,
 )
 
-# These judge the machine, so they need no training step: memory may be why there was none.
-_WITHOUT_STEPS: tuple[Rule, ...] = (memory_pressure, shm_small, throttled, gpu_shared)
+# These judge the machine, so they need no training: memory may be why there was none.
+_WITHOUT_TRAINING: tuple[Rule, ...] = (memory_pressure, shm_small, throttled, gpu_shared)
 
 
 def judge(evidence: Evidence) -> list[Judgement]:
-    """What every rule says. Without a training step, the rules about training abstain."""
-    trained = evidence.throughput.steps > 0
+    """What every rule says. Without training, or with too little of it, the rules about training abstain."""
+    lacks = "a training step" if evidence.throughput.steps == 0 else "a longer run" if evidence.too_short else None
     return [
         as_measured(evidence, rule(evidence))
-        if trained or rule in _WITHOUT_STEPS
-        else Abstention(code_of(rule), "a training step")
+        if lacks is None or rule in _WITHOUT_TRAINING
+        else Abstention(code_of(rule), lacks)
         for rule in RULES
     ]
 
