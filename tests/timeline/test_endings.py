@@ -30,8 +30,11 @@ def test_what_left_the_block_says_how_the_run_ended(error: BaseException | None,
 
 @pytest.mark.parametrize(
     ("status", "state"),
-    [(0, "done"), (1, "crashed"), (3, "crashed"), (-2, "interrupted"), (130, "interrupted"), (-9, "killed")]
-    + [(-15, "killed"), (143, "killed"), (137, "killed"), (200, "crashed")],
+    [
+        *[(0, "done"), (1, "crashed"), (3, "crashed"), (200, "crashed")],
+        *[(-2, "interrupted"), (130, "interrupted")],
+        *[(-9, "killed"), (-15, "killed"), (143, "killed"), (137, "killed")],
+    ],
 )
 def test_a_status_says_how_the_job_ended(status: int, state: str) -> None:
     assert state_of(status) == state
