@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import resource
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 
-from fulltilt.errors import DataError, FulltiltError, UsageError
+from fulltilt.errors import DataError, FulltiltError, MachineError, UsageError
 from fulltilt.recipes.hdf5 import Options
 from fulltilt.recipes.hdf5.data import look
 from fulltilt.recipes.made import hdf5 as made
+from fulltilt.recipes.made import make_folder
 
 
 def write(path: Path, rows: int = 40, shape: tuple[int, ...] = (8, 3), **keys: object) -> Path:
@@ -124,17 +124,13 @@ def test_made_windows_are_the_same_for_the_same_seed_and_hold_both_classes(tmp_p
     assert 0.05 < np.concatenate([labels for _, labels in contents[0].values()]).mean() < 0.35
 
 
-def test_a_limit_on_the_size_of_files_is_told_and_crashes_nothing(tmp_path: Path) -> None:
-    """Seen to fail: what waited in the library's cache could not be written at exit, which ended in a crash."""
-    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))"
-    make = f"main(['make-data', 'hdf5', {str(tmp_path / 'made')!r}, '--size', '4000'])"
-    ran = subprocess.run(
-        [sys.executable, "-c", f"{limited}; from fulltilt.cli.main import main; {make}"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 7
-    assert ran.stderr.splitlines()[0] == f"fulltilt: cannot make {tmp_path / 'made'}: File too large"
-    assert "ulimit -f" in ran.stderr
+def test_a_limit_on_the_size_of_files_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+    """Seen to fail: what waited in the library's cache could not be written at exit, and the process crashed there."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
+    try:
+        with pytest.raises(MachineError, match=r"made: File too large\nRaise the limit on the size of files"):
+            make_folder("hdf5", tmp_path / "made", 4000, 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not any(tmp_path.iterdir())

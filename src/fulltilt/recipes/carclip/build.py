@@ -39,13 +39,13 @@ def check_options(request: Request) -> None:
             f"there is no model {model!r}{f'; did you mean {close[0]}?' if close else ''}",
             f"Give a folder, a hub name such as openai/clip-vit-base-patch32, or {', '.join(BUILT_IN)}.",
         )
-    if model not in ("auto", *BUILT_IN) and not model.startswith(OPEN_CLIP):
-        refuse_unavailable(model, GIVE)
     if options.image_size is not None and model not in ("auto", *BUILT_IN):
         raise UsageError(f"image_size is for {' and '.join(BUILT_IN)}: {model} has a size of its own", "Leave it out.")
     if not request.settings.drop_last:
         raise UsageError("drop_last: false would end an epoch with a smaller, easier comparison", "Leave it out.")
     _templates(options)
+    if model not in ("auto", *BUILT_IN) and not model.startswith(OPEN_CLIP):
+        refuse_unavailable(model, GIVE)
 
 
 def check(request: Request) -> None:
