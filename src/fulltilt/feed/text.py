@@ -232,8 +232,11 @@ class TextLoader:
         self.pad_id = pad_id
         self.lengths = tokens.lengths
         # Token ids are a few bytes a sample: they are always resident.
+        # Few operations make a batch of them, because on a GPU each costs the host the same however small it is. Hence
+        # start and end side by side, and padding behind the last sample, where a batch may reach.
+        self._bounds = torch.stack([tokens.offsets[:-1], tokens.offsets[1:]], dim=1).to(device)
         self._flat = tokens.flat.to(device)
-        self._offsets = tokens.offsets.to(device)
+        self._steps = torch.arange(0, device=device)
         self._labels = labels.to(device) if labels is not None else None
         self._next_epoch = self._next_batch = 0
         self._real = self._padded = 0
@@ -277,13 +280,18 @@ class TextLoader:
             self._padded += width * len(picks)
             yield self.assemble(picks, width)
 
-    def assemble(self, picks: torch.Tensor, width: int) -> dict[str, torch.Tensor]:
+    def assemble(
+        self, picks: torch.Tensor, width: int, mask_type: torch.dtype = torch.int64
+    ) -> dict[str, torch.Tensor]:
         """The batch of samples ``picks`` (on the device), ``width`` tokens wide: for a loop with batches of its own."""
-        start, stop = self._offsets[picks][:, None], self._offsets[picks + 1][:, None]
-        places = start + torch.arange(width, device=self.device)
-        inside = places < stop
-        ids = self._flat[places.clamp(max=len(self._flat) - 1)].long()
-        batch = {"input_ids": torch.where(inside, ids, self.pad_id), "attention_mask": inside.long()}
+        if width > len(self._steps):
+            self._flat = torch.cat([self._flat, self._flat.new_full((width - len(self._steps),), self.pad_id)])
+            self._steps = torch.arange(width, device=self.device)
+        bounds = self._bounds[picks]
+        places = bounds[:, :1] + self._steps[:width]
+        inside = places < bounds[:, 1:]
+        ids = torch.where(inside, self._flat[places], self.pad_id).long()
+        batch = {"input_ids": ids, "attention_mask": inside.to(mask_type)}
         if self._labels is not None:
             batch["labels"] = self._labels[picks]
         return batch

@@ -82,17 +82,18 @@ class BucketSampler:
 
 
 class ResidentTexts(Dataset[Any]):
-    """The data set of such a DataLoader: a whole batch for its picks."""
+    """The data set of such a DataLoader: a whole batch for its picks. ``mask_type``: what the model is given."""
 
     def __init__(self, texts: TextLoader) -> None:
         self.texts = texts
+        self.mask_type = torch.int64
 
     def __len__(self) -> int:
         return len(self.texts.lengths)
 
     def __getitems__(self, picks: Picks) -> dict[str, torch.Tensor]:
         """The batch, on the device."""
-        return self.texts.assemble(picks.numbers, picks.width)
+        return self.texts.assemble(picks.numbers, picks.width, self.mask_type)
 
 
 class TokenisedTexts(Dataset[Any]):

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 from transformers import Trainer
 
-from fulltilt.recipes.visobert import masks
+from fulltilt.recipes.visobert import masks, structure
 from fulltilt.recipes.visobert.arguments import optimizer_name
 from fulltilt.recipes.visobert.batches import BucketSampler, ResidentTexts, loader, sorted_batches
 from fulltilt.recipes.visobert.folder import OPTIMIZER_FILE
@@ -69,7 +69,11 @@ class TextTrainer(Trainer):  # type: ignore[misc]
         self._waited, self._before_saving = waited, before_saving
         self._writing_to: Path | None = None
         super().__init__(**hugging_face)
+        structure.remember(self.model)
         self._whole_masks = masks.answers_alike(self.model, self.processing_class.pad_token_id)
+        for texts in (self.train_dataset, self.eval_dataset):
+            if self._whole_masks and isinstance(texts, ResidentTexts):
+                texts.mask_type = torch.bool  # which they would be turned into
         self._dense_parameters = self.model.num_parameters(exclude_embeddings=True)
 
     # ----------------------------------------------------------------------- batches
