@@ -26,7 +26,7 @@ GUIDES = Path(__file__).parents[2] / "guides"
 
 # Rows V2 to V7 of the requirements. V5 and V9 speak of GPUs: tests/gpu looks for them.
 STATUS = r"GPU: (n/a|\d+%) \| VRAM:(n/a|[\d.]+/[\d.]+GB\([\d.]+%\)) \| CPU: [\d.]+% \| RAM:[\d.]+/[\d.]+GB\([\d.]+%\)"
-EPOCH = r"Epoch time: \d+s \(\d+ samples/sec, [\d.]+ batches/sec\)"
+EPOCH = r"Epoch time: \d+s \([\d.]+ samples/sec, [\d.]+ batches/sec\)"
 SEEN = (STATUS, EPOCH, r"Epoch 1/\d+ \[█")
 
 

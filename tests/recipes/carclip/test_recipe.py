@@ -56,7 +56,7 @@ def test_a_run_in_parts_prints_the_guides_lines_and_leaves_a_model(
     assert run(cars, tmp_path / "a", accumulation=2, max_steps=2) == 0
     shown = capsys.readouterr().out
     assert "Batch size: 8 (expected: 8)" in shown
-    assert re.search(r"Epoch time: \d+s \(\d+ samples/sec, \d+\.\d batches/sec\)", shown)
+    assert re.search(r"Epoch time: \d+s \([\d.]+ samples/sec, [\d.]+ batches/sec\)", shown)
     assert "A step compares 16 pictures with 16 captions, in 2 parts of 8" in shown
     for metric in ("i2t_recall_at_1", "t2i_recall_at_10", "zero_shot", "zero_shot_make"):
         assert f"eval_{metric} " in shown
