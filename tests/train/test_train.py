@@ -86,10 +86,11 @@ def test_the_guides_lines_are_there_to_the_letter(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("TRAINER_LOG_LEVEL", "DEBUG")
     _, told = run(tmp_path, epochs=1, batch_size=4)
     assert "Batch size: 4 (expected: 4)\n" in told
-    assert re.search(r"^Epoch time: \d+s \(\d+ samples/sec, \d+\.\d batches/sec\)$", told, re.MULTILINE)
+    assert re.search(r"^Epoch time: \d+s \([\d.]+ samples/sec, [\d.]+ batches/sec\)$", told, re.MULTILINE)
     assert re.search(r"^\[TRAIN PROFILE\] DataLoader avg: \d+\.\dms, max: \d+\.\dms$", told, re.MULTILINE)
     assert len(re.findall(r"samples/s ETA .* loss ", told)) >= 10
     assert wording.epoch_time(120, 49440, 384) == "Epoch time: 120s (412 samples/sec, 3.2 batches/sec)"
+    assert wording.epoch_time(238, 20, 2) == "Epoch time: 238s (0.084 samples/sec, 0.0084 batches/sec)"
     assert (
         wording.loader_profile([0.0253 * 2 - 0.0781, 0.0781]) == "[TRAIN PROFILE] DataLoader avg: 25.3ms, max: 78.1ms"
     )

@@ -204,7 +204,7 @@ class Screen:
     def _bar(self, figures: StepFigures, now: float) -> list[str]:
         rate = self._samples / max(now - self._began_s, 1e-9)
         parts = [f"Epoch {self._epoch + 1}/{self._epochs} {wording.bar(self._done, self._steps)}"]
-        parts.append(f"{rate:.0f} samples/s")
+        parts.append(f"{wording.rate(rate)} samples/s")
         if self._steps and self._done > self._resumed_at:
             left = (self._steps - self._done) * (now - self._began_s) / (self._done - self._resumed_at)
             parts.append(f"ETA {wording.duration(left)}")

@@ -8,7 +8,14 @@ from collections.abc import Mapping
 def epoch_time(seconds: float, samples: int, batches: int) -> str:
     """``Epoch time: 120s (412 samples/sec, 3.2 batches/sec)``."""
     safe_s = max(seconds, 1e-9)
-    return f"Epoch time: {seconds:.0f}s ({samples / safe_s:.0f} samples/sec, {batches / safe_s:.1f} batches/sec)"
+    steps = batches / safe_s
+    told = f"{steps:.1f}" if steps >= 1 else rate(steps)
+    return f"Epoch time: {seconds:.0f}s ({rate(samples / safe_s)} samples/sec, {told} batches/sec)"
+
+
+def rate(per_s: float) -> str:
+    """``412``; of a slow one two digits, since 0 would say that nothing moved."""
+    return f"{per_s:.0f}" if per_s >= 9.95 else f"{per_s:.2g}"
 
 
 def batch_size(in_force: int, asked: int) -> str:
