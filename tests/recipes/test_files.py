@@ -26,6 +26,24 @@ def test_a_picture_of_sixteen_bits_is_scaled_and_not_cut_off(tmp_path: Path) -> 
     assert abs(float(found.mean()) - 127.5) < 1
 
 
+@pytest.mark.parametrize("highest", [1.0, 255.0, 1e6], ids=["fractions", "bytes", "depths"])
+def test_a_picture_of_floats_or_wide_integers_is_neither_black_nor_white(highest: float, tmp_path: Path) -> None:
+    values = np.linspace(0, highest, 60 * 80).reshape(60, 80)
+    for kind in (np.float32, np.int32) if highest > 1 else (np.float32,):
+        with Image.open(saved(tmp_path, values.astype(kind), "a.tif")) as opened:
+            assert abs(float(np.asarray(as_rgb(opened)).mean()) - 127.5) < 1
+
+
+@pytest.mark.parametrize("stored", ["RGB", "P", "RGBA"])
+def test_every_colour_of_a_mask_is_inside(stored: str, tmp_path: Path) -> None:
+    """Seen to fail: beside a bright object the dark red one was taken for background."""
+    values = np.zeros((60, 80, 3), np.uint8)
+    values[10:20], values[30:40], values[50:55] = (128, 0, 0), (255, 255, 255), (0, 0, 90)
+    Image.fromarray(values).convert(stored).save(tmp_path / "a.png")
+    with Image.open(tmp_path / "a.png") as opened:
+        assert (np.asarray(as_mask(opened)) > 127).mean() == pytest.approx(25 / 60)
+
+
 @pytest.mark.parametrize("kind", ["0 and 255", "0 and 1", "numbers of objects", "one bit", "sixteen bits", "JPEG"])
 def test_a_mask_means_the_same_however_it_is_stored(kind: str, tmp_path: Path) -> None:
     inside = np.zeros((60, 80), bool)

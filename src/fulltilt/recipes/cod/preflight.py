@@ -58,7 +58,8 @@ def _size(path: Path) -> tuple[int, int]:
             width, height = opened.size
             return width, height
     except (OSError, SyntaxError, ValueError) as error:
-        raise DataError(f"{path} is no image: {error}", "Replace it, or take it and its mask out.") from error
+        why = getattr(error, "strerror", None) or "Pillow does not know what it is"
+        raise DataError(f"{path} is no image: {why}", "Replace it, or take it and its mask out.") from error
 
 
 def _words(size: tuple[int, int]) -> str:
