@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fulltilt.cli.ending import state_of
 from fulltilt.errors import StoppedEarly
+from fulltilt.timeline.patches import exits
+from fulltilt.timeline.patches.exchange import Exchange
+from fulltilt.timeline.patches.exits import ExitPatches
 from fulltilt.timeline.run_files import ending_of
 
 
@@ -38,3 +45,59 @@ def test_what_left_the_block_says_how_the_run_ended(error: BaseException | None,
 )
 def test_a_status_says_how_the_job_ended(status: int, state: str) -> None:
     assert state_of(status) == state
+
+
+# --------------------------------------------------------------------------- leaving without exit handlers
+
+
+@pytest.fixture
+def happened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What happened, in order; the functions that end a process only say that they were called."""
+    order: list[Any] = []
+    for name in ("_exit", "abort", "execv"):
+        monkeypatch.setattr(os, name, lambda *given, name=name: order.append((name, *given)))
+    return order
+
+
+@pytest.fixture
+def patched(happened: list[Any]) -> Iterator[Callable[..., ExitPatches]]:
+    exchange = Exchange()
+
+    def install(**changes: Any) -> ExitPatches:
+        recorder: Any = SimpleNamespace(active=True, pid=os.getpid(), mine=lambda: False, **changes)
+        patches = ExitPatches(recorder)
+        patches.write_record = lambda status: happened.append(("written", status))
+        patches.install(exchange)
+        return patches
+
+    yield install
+    exchange.restore()
+
+
+def test_the_record_is_written_before_the_process_leaves_with_its_own_code(patched: Any, happened: list[Any]) -> None:
+    patched(flush=lambda: happened.append("flushed"))
+    os._exit(5)
+    os.abort()
+    os.execl("/bin/true", "true")
+    assert happened == [
+        *[("written", 5), ("_exit", 5)],
+        *[("written", -6), ("abort",)],
+        *["flushed", ("execv", "/bin/true", ("true",))],
+    ]
+
+
+def test_a_record_that_hangs_or_fails_keeps_nobody_from_leaving(
+    patched: Any, happened: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exits, "PATIENCE_S", 0.01)
+    for_ever = threading.Event()
+    patched().write_record = lambda _: for_ever.wait() and None
+    os._exit(3)
+    for_ever.set()
+    assert happened == [("_exit", 3)]
+
+
+def test_a_forked_child_leaves_at_once(patched: Any, happened: list[Any]) -> None:
+    patched()._recorder.pid = os.getppid()
+    os._exit(0)
+    assert happened == [("_exit", 0)]

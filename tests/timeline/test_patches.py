@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -37,6 +38,7 @@ def entry_points() -> dict[str, Any]:
     }
     points |= {name: vars(torch.Tensor).get(name, "inherited") for name in ("to", "cuda", *READS)}
     points |= {name: getattr(torch.distributed, name) for name in COLLECTIVES}
+    points |= {name: getattr(os, name) for name in ("_exit", "abort", "execv", "execve")}
     return points
 
 

@@ -28,8 +28,12 @@ def unseen_seconds(run: Run) -> float:
     """How long the job went on behind what its killed processes wrote down last; the mean over the ranks."""
     if run.run.wall_s is None or not run.ranks:
         return 0.0
-    unseen = [max(run.run.wall_s - rank.t1_s, 0.0) for rank in run.ranks if not rank.finished]
-    return sum(unseen) / len(run.ranks)
+    unseen_s = 0.0
+    for rank, spans in zip(run.ranks, run.spans, strict=True):
+        if not rank.finished:
+            written_s = max(rank.t1_s, max((span.t1_s for span in spans), default=0.0))
+            unseen_s += max(run.run.wall_s - written_s, 0.0)
+    return unseen_s / len(run.ranks)
 
 
 def close_buckets(spans: Spans, wall_s: float, finished: bool = False) -> Buckets:

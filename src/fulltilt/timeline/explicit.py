@@ -59,6 +59,7 @@ class Recording(LoopMarks):
         self._sampler.start()
         self._session = Session(torch, self.folder, t0_ns)
         self._session.begin_here()
+        self._session.patches.exits.write_record = self._write_record
         atexit.register(self._stop_with_process)
         return self
 
@@ -88,6 +89,12 @@ class Recording(LoopMarks):
             self._sampler.stop()
         self._files.close(state, exit_code, ended_by)
         _show(self.folder)
+
+    def _write_record(self, status: int) -> None:
+        """The process is about to leave at once: there is time to write the record, but not to explain it."""
+        if self._session is not None and self._files is not None:
+            self._session.recorder.finish()
+            self._files.close("killed" if status < 0 else "crashed" if status else "done", status)
 
     def _stop_with_process(self) -> None:
         """The script has come to its end and never called ``stop``."""

@@ -36,11 +36,14 @@ class RankFiles:
                 return cls(folder, stream, store.LineWriter(path), ends[-1] if ends else 0.0)
         raise RunFolderError(f"{folder} has no free stream for rank {rank}")
 
-    def write(self, spans: list[Span], record: RankRecord) -> None:
-        """Append spans and replace the record."""
+    def write(self, spans: list[Span]) -> None:
+        """Append spans."""
         if self._resumes_at_s and spans:
             spans = [trimmed for span in spans if (trimmed := cut_before(span, self._resumes_at_s)) is not None]
         self._writer.write(spans)
+
+    def write_record(self, record: RankRecord) -> None:
+        """Replace the record."""
         store.write_json(self._folder / store.rank_file(self.stream), record)
 
     def close(self) -> None:

@@ -31,6 +31,8 @@ from fulltilt.timeline.way_in import WayIn
 
 DRAIN_EVERY_S = 0.2
 WRITE_EVERY_S = 1.0
+# A killed process loses what it has not written: a second, or this part of what was seen where that is less.
+LOST_SHARE = 0.1
 # The observer asks for the interpreter lock; main code that holds it gives it up after this long. Python's 5 ms would
 # let samples slip from short stretches of Python code into the torch call behind them.
 SWITCH_INTERVAL_S = 0.0001
@@ -75,6 +77,7 @@ class Recorder:
         self._delay_s = 0.0
         self._again_delay_s = 0.0
         self._stop = threading.Event()
+        self._flush: threading.Event | None = None
         self.pid = os.getpid()
         self._problems = 0
         self._thread = threading.Thread(target=self._observe, name="fulltilt-observer", daemon=True)
@@ -198,14 +201,22 @@ class Recorder:
             self._thread.join(timeout=10.0)
         self._drain(patience_s=5.0)
         self.notes.poll()
-        self._write(final=True)
+        self._write_spans(final=True)
+        self._write_record(final=True)
         if self._out is not None:
             self._out.close()
+
+    def flush(self) -> None:
+        """Have everything written so far, and go on recording. Returns when that is done; not for the observer."""
+        if self._thread.is_alive():
+            flushed = self._flush = threading.Event()
+            flushed.wait()
 
     # ------------------------------------------------------------------ on the observer thread
 
     def _observe(self) -> None:
-        next_drain = next_write = time.monotonic() + DRAIN_EVERY_S
+        began = time.monotonic()
+        next_drain = next_write = next_record = began + DRAIN_EVERY_S
         jitter = Random()  # our own: the job's random numbers are the job's
         while True:
             # Never in step with the job: looks at a fixed interval would always meet a 10 ms step at the same place.
@@ -222,9 +233,18 @@ class Recorder:
                     self._drain()
                     self.notes.poll()
                 if now >= next_write:
-                    next_write = now + WRITE_EVERY_S
+                    next_write = now + min(max(LOST_SHARE * (now - began), DRAIN_EVERY_S), WRITE_EVERY_S)
+                    self._write_spans()
+                if now >= next_record:
+                    next_record = now + WRITE_EVERY_S
                     self.notes.observer_s = time.thread_time()
-                    self._write(final=False)
+                    self._write_record(final=False)
+                if self._flush is not None:
+                    self._drain()
+                    self._write_spans()
+                    self._write_record(final=False)
+                    self._flush.set()
+                    self._flush = None
             except Exception as error:
                 self._problem(error)
 
@@ -305,7 +325,7 @@ class Recorder:
             tiles.clear()
             self._looks.begin_window()
 
-    def _write(self, final: bool) -> None:
+    def _write_spans(self, final: bool = False) -> None:
         self._attribute()
         if not self.notes.trained(self._builder):
             return
@@ -314,9 +334,14 @@ class Recorder:
         if self._out is None:
             self.notes.learn_rank()
             self._out = RankFiles.claim(self.folder, self.notes.rank)
+            self._write_record(final=False)  # first: spans without their rank's record cannot be read
         ready, self._ready = self._ready, []
+        self._out.write(ready)
+
+    def _write_record(self, final: bool) -> None:
+        if self._out is None:
+            return
         now_s = (time.perf_counter_ns() - self._t0_ns) * NS
         on_gpu = self.clock is not None
         stretch = self.rest.not_stood_for
-        record = self.notes.record(self._out.stream, now_s, final, self._builder, on_gpu, stretch)
-        self._out.write(ready, record)
+        self._out.write_record(self.notes.record(self._out.stream, now_s, final, self._builder, on_gpu, stretch))

@@ -8,6 +8,7 @@ from statistics import median
 from fulltilt.records import Buckets, Span
 
 WATCHED_AFTER_FIRST = 4
+LONGEST_HELD_S = 5.0
 WARM_UP_FACTOR = 2.0
 WARM_UP_LEAST_S = 0.02
 WARMS_UP = ("compute_s", "host_code_s", "data_wait_s", "transfer_s", "sync_s", "communication_s", "unattributed_s")
@@ -25,7 +26,10 @@ class WarmUp:
         if self._over:
             return [span]
         self._held.append(span)
-        return self.release() if sum(1 for held in self._held if held.steps) > WATCHED_AFTER_FIRST else []
+        stepping = [held for held in self._held if held.steps]
+        # Steps of many seconds tell it sooner, and whoever is killed among them loses all that is held back.
+        enough = len(stepping) > 1 and stepping[-1].t1_s - stepping[0].t1_s > LONGEST_HELD_S
+        return self.release() if enough or len(stepping) > WATCHED_AFTER_FIRST else []
 
     def release(self) -> list[Span]:
         """Everything that was held back. What the first step took beyond the next ones was warming up."""

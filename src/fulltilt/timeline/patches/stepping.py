@@ -1,0 +1,204 @@
+"""Where backward runs and optimizers step, and whether the trained model is in evaluation mode."""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from fulltilt.records import MemoryRecord
+from fulltilt.timeline.loader_tap import LoaderTaps
+from fulltilt.timeline.marks import Activity, BackwardBegan, BackwardEnded, EvalMode, OptimizerStepped, Point
+from fulltilt.timeline.memory_parts import memory_parts
+from fulltilt.timeline.patches.exchange import Exchange
+from fulltilt.timeline.patches.timed import timed
+from fulltilt.timeline.recorder import Recorder
+
+ASK_REPLICAS_EVERY = 16
+# An early step, but not the first: some optimizers make their states later.
+ASK_MEMORY_AT = 3
+
+
+class SteppingPatches:
+    """Marks backward, steps and evaluation mode."""
+
+    def __init__(self, torch: Any, recorder: Recorder, taps: LoaderTaps) -> None:
+        self._torch = torch
+        self._recorder = recorder
+        self._taps = taps
+        self._notes = recorder.notes
+        self._stepping: list[int] = []
+        self._steps_count: set[int] = set()
+        self._depth_of_train = 0
+        self._trained: set[int] = set()
+        self._known: list[weakref.ref[Any]] = []
+
+    def install(self, exchange: Exchange) -> None:
+        """Stand at backward, at every optimizer's step, at the gradient scaler's, at autocast and at train()."""
+        torch = self._torch
+        exchange.swap(torch.autograd, "backward", self._backward)
+        exchange.swap(torch.autograd, "grad", lambda original: timed(self._recorder, original, Activity.BACKWARD))
+        exchange.swap(torch.amp.grad_scaler.GradScaler, "step", self._scaler_step)
+        exchange.swap(torch.amp.autocast_mode.autocast, "__enter__", self._autocast)
+        exchange.swap(torch.nn.Module, "train", self._train)
+        hooks = importlib.import_module(torch.optim.Optimizer.__module__)
+        for handle in (
+            hooks.register_optimizer_step_pre_hook(self._before_step),
+            hooks.register_optimizer_step_post_hook(self._after_step),
+        ):
+            exchange.undo_by(handle.remove)
+
+    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        recorder = self._recorder
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if not recorder.active or recorder.activity is Activity.BACKWARD or recorder.rest.on:
+                return original(*args, **kwargs)
+            if not recorder.mine():
+                if recorder.notes.steps:
+                    return original(*args, **kwargs)
+                recorder.adopt()
+            recorder.ensure_started()
+            recorder.training = True
+            recorder.eval_mode = self._taps.was_evaluating = False
+            self._taps.trained()
+            before = recorder.switch(Activity.BACKWARD, BackwardBegan(), Point.BACKWARD)
+            recorder.calibrate_if_asked(Point.BACKWARD)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                recorder.switch(before, BackwardEnded())
+
+        return backward
+
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorder = self._recorder
+        if not recorder.active or recorder.rest.on or self._torch.compiler.is_compiling():
+            return
+        if not recorder.mine():
+            if recorder.notes.steps:
+                return
+            recorder.adopt()
+        key = id(optimizer)
+        if key not in self._notes.optimizers:
+            self._meet(optimizer)
+        if key in self._stepping:
+            self._stepping.clear()  # the last step of this optimizer ended in an exception
+        self._stepping.append(key)
+        # A closure holds the whole step (LBFGS, Lightning): its code is the user's, and only looks can tell it apart.
+        if len(self._stepping) == 1 and not any(callable(given) for given in (*args[1:], *kwargs.values())):
+            recorder.switch(Activity.OPTIMIZER)
+
+    def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        recorder = self._recorder
+        if recorder.rest.on and recorder.mine():
+            if id(optimizer) in self._steps_count:
+                recorder.stepped_at_rest()
+            return
+        if not recorder.mine() or id(optimizer) not in self._stepping or self._torch.compiler.is_compiling():
+            return
+        while self._stepping and self._stepping.pop() != id(optimizer):
+            pass
+        if self._stepping:
+            return  # an optimizer inside another one: the outer one's step is the step
+        self._stepped(id(optimizer), skipped=False)
+
+    def _stepped(self, key: int, skipped: bool) -> None:
+        recorder = self._recorder
+        self._notes.optimizer_calls += 1
+        self._steps_count.add(key)
+        recorder.calibrating = False
+        recorder.switch(Activity.USER, OptimizerStepped(key, skipped), Point.STEP)
+        if not recorder.notes.taps or not recorder.notes.taps.all:
+            recorder.calibrate_if_asked(Point.BATCH)
+        if self._notes.replicas and self._notes.optimizer_calls % ASK_REPLICAS_EVERY == 0:
+            self._notes.read_communication()
+        if self._notes.memory is None and self._notes.optimizer_calls >= ASK_MEMORY_AT:
+            self._weigh()
+        recorder.stepped()
+
+    def _weigh(self) -> None:
+        """Ask for the memory by part at the end of a step, when the gradients still lie there."""
+        known = [optimizer for reference in self._known if (optimizer := reference()) is not None]
+        try:
+            self._notes.memory = memory_parts(self._torch, known, self._recorder.clock is not None)
+        except Exception as error:  # an optimizer of another shape is no reason to stop anybody's training
+            self._notes.memory = MemoryRecord(0, 0, 0, 0)
+            self._notes.remark(f"memory by part: {type(error).__name__}: {error}")
+
+    def _meet(self, optimizer: Any) -> None:
+        """The first step of an optimizer: note what it trains and on which device."""
+        self._recorder.ensure_started()
+        self._notes.learn_rank()
+        self._notes.optimizers[id(optimizer)] = type(optimizer).__name__
+        self._known.append(weakref.ref(optimizer))
+        groups = optimizer.param_groups
+        self._notes.learning_rate = _number(groups[0].get("lr")) if groups else None
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        self._trained.update(id(parameter) for parameter in parameters)
+        if parameters:
+            self._notes.parameter_dtype = str(parameters[0].dtype).removeprefix("torch.")
+            if parameters[0].is_cuda:
+                self._recorder.trains_on_gpu(self._torch)
+
+    def _scaler_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        recorder, notes = self._recorder, self._notes
+
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if not recorder.mine() or not scaler.is_enabled():
+                return original(scaler, optimizer, *args, **kwargs)
+            recorder.wake()
+            notes.scaler = True
+            calls = notes.optimizer_calls
+            before = recorder.switch(Activity.OPTIMIZER)
+            try:
+                return original(scaler, optimizer, *args, **kwargs)
+            finally:
+                if notes.optimizer_calls == calls and recorder.mine():
+                    inner = getattr(optimizer, "optimizer", optimizer)
+                    self._stepped(id(inner), skipped=True)
+                else:
+                    recorder.switch(before)
+
+        return step
+
+    def _autocast(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        notes = self._notes
+
+        def __enter__(context: Any) -> Any:  # noqa: N807
+            if notes.autocast is None and getattr(context, "_enabled", False):
+                notes.autocast = str(getattr(context, "fast_dtype", "")).removeprefix("torch.") or None
+            return original(context)
+
+        return __enter__
+
+    def _train(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        recorder = self._recorder
+
+        def train(module: Any, mode: bool = True) -> Any:
+            if not recorder.mine() or self._depth_of_train:
+                return original(module, mode)
+            self._depth_of_train += 1
+            try:
+                return original(module, mode)
+            finally:
+                self._depth_of_train -= 1
+                if recorder.eval_mode == bool(mode) and self._is_trained(module):
+                    recorder.wake()
+                    recorder.eval_mode = not mode
+                    self._taps.was_evaluating = recorder.eval_mode
+                    recorder.switch(recorder.activity, EvalMode(not mode), Point.EVAL)
+
+        return train
+
+    def _is_trained(self, module: Any) -> bool:
+        parameter = next((p for p in module.parameters() if p.requires_grad), None)
+        return parameter is not None and id(parameter) in self._trained
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
