@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 
 import numpy as np
@@ -72,3 +73,17 @@ def test_a_table_is_split_by_the_delimiter_of_its_header(delimiter: str, encodin
     (tmp_path / "a.csv").write_bytes(f"{header}\r\n{row}\r\n".encode(encoding))
     with tables.opened(tmp_path / "a.csv", ("text", "label")) as rows:
         assert list(rows) == [{"text": "a, b; c", "label": "1"}]
+
+
+@pytest.mark.parametrize("lines", ["a;1\nb;c;0", "a;b;1\nc;0"], ids=["in a later line", "in the first line"])
+def test_a_text_with_a_delimiter_and_no_quotes_is_refused(lines: str, tmp_path: Path) -> None:
+    """Seen to fail: the end of the text was taken for its label."""
+    (tmp_path / "a.csv").write_text(f"text;label\n{lines}\n")
+    with (
+        pytest.raises(csv.Error, match="a line of 3 values among others of 2"),
+        tables.opened(tmp_path / "a.csv", ("text", "label")) as rows,
+    ):
+        list(rows)
+    (tmp_path / "a.csv").write_text("text;label\na;1;\nb;0\nc;1; ;\n")
+    with tables.opened(tmp_path / "a.csv", ("text", "label")) as rows:
+        assert [row["label"] for row in rows] == ["1", "0", "1"], "values of nothing do no harm"

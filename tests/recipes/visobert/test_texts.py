@@ -70,6 +70,17 @@ def test_without_a_validation_file_the_same_share_is_held_out_each_time(tmp_path
     assert alone == first
 
 
+def test_the_only_text_of_a_class_is_not_held_out(tmp_path: Path) -> None:
+    """Seen to fail: its label was then said to be outside the classes."""
+    write(tmp_path, "Train.CSV", [(f"t{n}", n % 10) for n in range(11)])
+    found = read_texts(tmp_path, Options(val_share=0.5), 0)
+    assert len(found.classes) == 10
+    assert (len(found.train.texts), found.validation.labels) == (10, [0])
+    write(tmp_path, "Train.CSV", [(f"t{n}", n) for n in range(10)])
+    with pytest.raises(DataError, match="every label stands for one text alone"):
+        read_texts(tmp_path, Options(), 0)
+
+
 def test_classes_are_sorted_as_numbers_or_taken_as_given_and_weighed(tmp_path: Path) -> None:
     write(tmp_path, "train.jsonl", [("a", 10), ("b", 2), ("c", 2), ("d", 2)])
     write(tmp_path, "val.jsonl", [("a", 10)])

@@ -75,10 +75,12 @@ def _from_folders(root: Path) -> list[Picture]:
 def _from_csv(table: Path) -> list[Picture]:
     try:
         with tables.opened(table, (*IMAGE_COLUMNS, *CAPTION_COLUMNS)) as reader:
-            columns = list(reader.fieldnames or ())
-            image = _column(columns, IMAGE_COLUMNS, "the pictures' paths", table)
-            caption = _column(columns, CAPTION_COLUMNS, "the captions", table)
-            return [_from_row(row, image, caption, table, number) for number, row in enumerate(reader, start=2)]
+            image = _column(reader.columns, IMAGE_COLUMNS, "the pictures' paths", table)
+            caption = _column(reader.columns, CAPTION_COLUMNS, "the captions", table)
+            try:
+                return [_from_row(row, image, caption, table, reader.line_number) for row in reader]
+            except csv.Error as error:
+                raise DataError(f"line {reader.line_number} of {table}: {error}", "Mend the line.") from error
     except (OSError, csv.Error, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {table}: {error}", "It should be a CSV in UTF-8 with a header line.") from error
 

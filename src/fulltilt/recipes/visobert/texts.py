@@ -67,9 +67,10 @@ def _file(folder: Path, names: tuple[str, ...]) -> Path | None:
         return folder
     if not folder.is_dir():
         raise UsageError(f"the data folder {folder} does not exist", "Give a folder with train.csv with --data.")
+    there = {path.name.lower(): path for path in sorted(folder.iterdir()) if path.is_file()}
     for name in names:
         for suffix in _SUFFIXES:
-            if (path := folder / f"{name}{suffix}").is_file():
+            if (path := there.get(f"{name}{suffix}")) is not None:
                 return path
     if names == _TRAIN:
         raise UsageError(f"{folder} has no train file", f"It is called train, and ends in {', '.join(_SUFFIXES)}.")
@@ -82,7 +83,17 @@ def _held_out(rows: list[_Row], share: float, seed: int) -> tuple[list[_Row], li
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
     cut = max(1, round(share * len(rows)))
-    return [rows[n] for n in sorted(order[cut:])], [rows[n] for n in sorted(order[:cut])]
+    held: list[int] = []
+    left = Counter(label for _, _, label in rows)
+    for number in order:
+        label = rows[number][2]
+        if len(held) < cut and left[label] > 1:  # the last text of a class is needed to learn it
+            left[label] -= 1
+            held.append(number)
+    if not held:
+        raise DataError("every label stands for one text alone, so that none can be held out to measure with")
+    rest = set(range(len(rows))).difference(held)
+    return [rows[n] for n in sorted(rest)], [rows[n] for n in sorted(held)]
 
 
 def _classes(train: list[_Row], options: Options) -> tuple[str, ...]:
@@ -107,7 +118,7 @@ def _split(rows: list[_Row], numbers: dict[str, int]) -> Split:
 
 def _rows(path: Path | None, options: Options) -> Iterator[_Row]:
     assert path is not None
-    reader = {".jsonl": _json_lines, ".json": _json_lines, ".parquet": _parquet}.get(path.suffix, _csv)
+    reader = {".jsonl": _json_lines, ".json": _json_lines, ".parquet": _parquet}.get(path.suffix.lower(), _csv)
     wanted = (options.text_column, options.label_column)
     try:
         for line, values in reader(path, wanted):
@@ -132,11 +143,11 @@ _Pairs = Iterator[tuple[int, tuple[Any, Any]]]
 def _csv(path: Path, wanted: tuple[str, str]) -> _Pairs:
     with tables.opened(path, wanted) as rows:
         try:
-            _need(path, wanted, rows.fieldnames or ())
+            _need(path, wanted, rows.columns)
             for row in rows:
-                yield rows.line_num, (row[wanted[0]], row[wanted[1]])
+                yield rows.line_number, (row[wanted[0]], row[wanted[1]])
         except csv.Error as error:
-            raise DataError(f"{path}, line {rows.line_num}: {error}") from error
+            raise DataError(f"{path}, line {rows.line_number}: {error}") from error
 
 
 def _json_lines(path: Path, wanted: tuple[str, str]) -> _Pairs:
