@@ -12,6 +12,7 @@ GpuSpecimen = partial(Specimen, folder=Path(__file__).parent, on_gpu=True)
 CATALOGUE = (
     GpuSpecimen("slow_loader.py", "input_io_bound", shares={"data_wait": (0.85, 1.05)}),
     GpuSpecimen("item_every_step.py", "sync_point", shares={"sync": (0.05, 0.6)}, counts_samples=False),
+    GpuSpecimen("if_every_gradient.py", "sync_point", shares={"sync": (0.05, 0.8)}, counts_samples=False),
     GpuSpecimen("pageable_copies.py", "transfer_blocking", shares={"transfer": (0.3, 1.05)}),
     GpuSpecimen("batch_of_one.py", "launch_bound", shares={"host_code": (0.3, 1.0)}),
     GpuSpecimen("float32_matmuls.py", "precision_unused", shares=COMPUTES, counts_samples=False),
