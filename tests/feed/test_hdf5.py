@@ -227,6 +227,7 @@ THROUGH_LIBRARY = {
     "a chunk without its filter": {"chunks": (10, 9, 5), **GZIP},
     "offsets counted from elsewhere": {"chunks": (16, 9, 5)},
     "kept in the header": {},
+    "linked from another file": {},
 }
 
 
@@ -235,7 +236,11 @@ def test_rows_are_those_of_the_library_however_they_are_stored(kind, tmp_path):
     options = {**PAST_LIBRARY, **THROUGH_LIBRARY}[kind]
     path = tmp_path / "x.h5"
     with h5py.File(path, "w", userblock_size=512 if "elsewhere" in kind else 0) as file:
-        if "header" in kind:
+        if "linked" in kind:
+            with h5py.File(tmp_path / "other.h5", "w") as other:
+                other["y"] = ROWS
+            file["x"] = h5py.ExternalLink("other.h5", "y")
+        elif "header" in kind:
             properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
             properties.set_layout(h5py.h5d.COMPACT)
             h5py.h5d.create(file.id, b"x", h5py.h5t.IEEE_F32LE, h5py.h5s.create_simple(ROWS.shape), properties)

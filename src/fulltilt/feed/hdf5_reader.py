@@ -110,8 +110,11 @@ class OpenFiles:
 
 def _located(file: str, key: str) -> Contiguous | Chunked | None:
     with require_h5py().File(file, "r") as opened:
-        place = locate(opened[key])
-        return place if place is None or _agrees(place, file, opened[key]) else None
+        data = opened[key]
+        if data.file.filename != opened.filename:
+            return None  # a link to another file
+        place = locate(data)
+        return place if place is None or _agrees(place, file, data) else None
 
 
 def _agrees(place: Contiguous | Chunked, file: str, data: Any) -> bool:
