@@ -249,16 +249,18 @@ def break_it(folder: Path, how: str) -> str:
     if how == "one mask missing":
         pair.mask.unlink()
         return str(pair.picture)
-    broken = pair.picture if how == "cut short" else pair.mask
+    broken = pair.mask if how == "another size" else pair.picture
     broken.unlink()
     if how == "cut short":
         broken.write_bytes(b"\xff\xd8\xff")
+    elif how == "a bomb":
+        Image.new("1", (20_000, 10_000)).save(broken, "PNG", compress_level=1)
     else:
         Image.new("L", (10, 12)).save(broken)
     return str(broken)
 
 
-@pytest.mark.parametrize("how", ["no folder", "no masks", "one mask missing", "cut short", "another size"])
+@pytest.mark.parametrize("how", ["no folder", "no masks", "one mask missing", "cut short", "a bomb", "another size"])
 def test_bad_data_ends_with_4_and_says_what_and_where(
     how: str, spoilt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,7 +71,7 @@ class Pictures(torch.utils.data.Dataset[Any]):
                 picture = as_rgb(opened).resize(place, Image.Resampling.BILINEAR)
             with Image.open(pair.mask) as opened:
                 mask = as_mask(opened).resize(place, Image.Resampling.BILINEAR)
-        except (OSError, SyntaxError, ValueError) as error:
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise DataError(f"cannot read {pair.picture} or its mask: {error}") from error
         image = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(self.size, self.size, 3)
         hidden = torch.frombuffer(bytearray(mask.tobytes()), dtype=torch.uint8).view(1, self.size, self.size)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from fulltilt.errors import DataError
 from fulltilt.recipes.cod.options import CodOptions
@@ -15,6 +15,7 @@ from fulltilt.recipes.recipe import Request
 
 # Only headers are read, and a network disk answers many at once.
 READERS = 16
+REPLACE = "Replace it, or take it and its mask out."
 
 
 def check(request: Request) -> None:
@@ -57,9 +58,10 @@ def _size(path: Path) -> tuple[int, int]:
         with Image.open(path) as opened:
             width, height = opened.size
             return width, height
-    except (OSError, SyntaxError, ValueError) as error:
-        why = getattr(error, "strerror", None) or "Pillow does not know what it is"
-        raise DataError(f"{path} is no image: {why}", "Replace it, or take it and its mask out.") from error
+    except UnidentifiedImageError as error:
+        raise DataError(f"{path} is no image that Pillow knows", REPLACE) from error
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise DataError(f"cannot open {path}: {getattr(error, 'strerror', None) or error}", REPLACE) from error
 
 
 def _words(size: tuple[int, int]) -> str:
