@@ -51,6 +51,23 @@ def test_every_entry_point_is_put_back(tmp_path: Path) -> None:
     assert after == before
 
 
+def test_a_fork_goes_on_with_the_guards_that_the_script_has_imported_by_name(tmp_path: Path, theirs: Path) -> None:
+    guard = Saves(tmp_path / "before")
+    guard.install()
+    try:
+        save, load = torch.save, torch.load  # as `from torch import save` has them
+        save("before the fork", "config.pt")
+        guard.files.go_on_in(tmp_path / "trial")
+        save("in the trial", "model.pt.tmp")
+        os.replace("model.pt.tmp", "model.pt")
+        assert (load("config.pt"), load("model.pt")) == ("before the fork", "in the trial")
+    finally:
+        guard.restore()
+    assert [path.name for path in (tmp_path / "before").rglob("*.pt*")] == ["config.pt"]
+    assert [path.name for path in theirs.iterdir()] == ["model.pt"]
+    assert kept(theirs)
+
+
 def test_saves_go_aside_and_are_found_again(saves: Saves, theirs: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     torch.save({"a": torch.ones(2)}, "model.pt")
@@ -149,12 +166,15 @@ def test_a_hugging_face_model_is_saved_aside(saves: Saves, theirs: Path) -> None
 # --------------------------------------------------------------------------- what changed all the same
 
 
-def test_new_changed_and_deleted_files_are_named(tmp_path: Path) -> None:
+def test_new_changed_and_deleted_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a.txt", "b.txt", "c.txt"):
         (tmp_path / name).write_text("x")
     own = tmp_path / "study"
     own.mkdir()
     before = look(tmp_path, own)
+    (tmp_path / "tune.log").write_text("what this process prints")
+    printed = (tmp_path / "tune.log").stat()
+    monkeypatch.setattr(os, "fstat", lambda _: printed)
     (tmp_path / "a.txt").write_text("xy")
     (tmp_path / "b.txt").unlink()
     (tmp_path / "logs").mkdir()

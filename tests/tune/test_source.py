@@ -304,6 +304,12 @@ def test_a_diff_is_one_that_patch_takes_whatever_the_encoding(tmp_path: Path, so
     assert all(part[:1] in " +-" for part in body)
 
 
+def test_what_the_parser_would_not_give_back_is_not_changed(tmp_path: Path) -> None:
+    change = change_of(tmp_path, "x = DataLoader(ds, batch_size=8)\n\x0cdef main(): pass\n")
+    assert isinstance(change, WriteYourself)
+    assert "would not survive" in change.why
+
+
 def test_a_link_stays_a_link_and_a_read_only_file_stays_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

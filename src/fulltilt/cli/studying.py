@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import signal
 import sys
@@ -14,6 +15,7 @@ from fulltilt.cli.study_ending import end_study
 from fulltilt.probes.host import cpu_capacity, memory_headroom_bytes
 from fulltilt.records import Trial
 from fulltilt.report.wording import seconds
+from fulltilt.tune.course import next_step
 from fulltilt.tune.outcome import Attempt
 from fulltilt.tune.solutions import in_words
 from fulltilt.tune.space import Space
@@ -51,10 +53,13 @@ def conduct(
     finally:
         screen.close()
         study.close()
-    if stopped:
+    if stopped or next_step(study.trials, space, math.inf) is not None:
+        why = "stopped" if stopped else "the time was over before everything was tried"
         allowed = ["--allow", ",".join(sorted(allow))] if allow else []
         again = shlex.join(["fulltilt", "tune", "--out", str(folder), *allowed, *arguments])
-        screen.say(f"stopped; what was learned is kept. Go on with: {again}")
+        screen.say(f"{why}; what was learned is kept. Go on with: {again}")
+    if stopped and not study.trials:
+        return STOPPED_EARLY
     end_study(study.record, study.trials, folder, apply)
     return STOPPED_EARLY if stopped else 0
 

@@ -26,3 +26,9 @@ def taken_over() -> Saves | None:
     global _guard
     guard, _guard = _guard, None
     return guard
+
+
+def handed_on(guard: Saves) -> None:
+    """Leave guards in place for the forks: what a script has imported by name are these, and no later ones."""
+    global _guard
+    _guard = guard

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ def look(folder: Path, left_out: Path, limit_s: float = LOOK_LIMIT_S) -> Snapsho
     files: dict[str, tuple[int, int]] = {}
     todo = [str(folder)]
     own = str(left_out.resolve())
+    output = _own_output()
     while todo:
         here = todo.pop()
         if time.monotonic() > deadline:
@@ -41,10 +43,21 @@ def look(folder: Path, left_out: Path, limit_s: float = LOOK_LIMIT_S) -> Snapsho
                             todo.append(entry.path)
                     elif entry.is_file(follow_symlinks=False):
                         seen = entry.stat(follow_symlinks=False)
-                        files[os.path.relpath(entry.path, folder)] = (seen.st_size, seen.st_mtime_ns)
+                        if (seen.st_dev, seen.st_ino) not in output:
+                            files[os.path.relpath(entry.path, folder)] = (seen.st_size, seen.st_mtime_ns)
         except OSError:
             continue  # a folder that went away, or that is not ours to read
     return Snapshot(files, whole=True)
+
+
+def _own_output() -> set[tuple[int, int]]:
+    """The files that this process itself prints to, as in `fulltilt tune train.py > tune.log`."""
+    found = set()
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):
+            seen = os.fstat(descriptor)
+            found.add((seen.st_dev, seen.st_ino))
+    return found
 
 
 def differences(before: Snapshot, after: Snapshot) -> tuple[str, ...]:

@@ -57,6 +57,7 @@ class Measuring:
     def install(self) -> None:
         """Put the settings in force and begin to watch for steps."""
         self._saves.install()
+        self._saves.files.go_on_in(Path(self._assignment.scratch))
         self._changes.install()
         torch = self._torch
         sys.modules[torch.optim.Optimizer.__module__].register_optimizer_step_post_hook(self._stepped)

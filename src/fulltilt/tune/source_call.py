@@ -69,6 +69,8 @@ def rewrite_call(
         module = libcst.parse_module(source)
     except libcst.ParserSyntaxError as error:
         return Refused(f"the file does not parse: {error.message}")
+    if module.code != source:  # a form feed before an indented line is lost
+        return Refused("it holds characters that would not survive a change by machine")
     places = Places(module)
     try:
         return _rewrite(places, places.loader_call(line, given), wanted, in_force)

@@ -140,7 +140,7 @@ class Study:
         trial = self._attempt(attempt, folder, starts, limits, tick)
         if trial.purpose == "start" and trial.state in ("crashed", "timed_out") and isinstance(starts, ForkedStarts):
             # True to the script above all: perhaps it is only the fork that it does not survive.
-            self._start_anew("the forked script failed")
+            self._start_anew(f"the forked script failed ({trial.note or trial.state})")
             shutil.rmtree(folder, ignore_errors=True)
             trial = self._attempt(attempt, folder, self._ready(), asked, tick)
         shutil.rmtree(folder / "scratch", ignore_errors=True)

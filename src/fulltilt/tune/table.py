@@ -103,7 +103,7 @@ def nothing_tried_sentence(trials: Sequence[Trial]) -> str | None:
     waits = start.data_wait_share or 0.0
     if waits < WAITS:
         return f"Nothing else was tried: training waits for data {wording.share(waits)} of its time; the loader stays."
-    return "Nothing else was tried: the time was over. Give it more with --budget; the study goes on where it stopped."
+    return "Nothing else was tried: the time was over. Give it more with --budget."
 
 
 def progress_line(number: int, trial: Trial, best: Trial | None) -> str:

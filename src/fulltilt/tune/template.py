@@ -92,7 +92,7 @@ class Template:
         self._touched = True
         while self._undo:
             self._undo.pop()()
-        self._saves.restore()
+        early.handed_on(self._saves)
         with contextlib.suppress(ImportError):
             importlib.import_module("torch._dynamo")  # as any optimizer does when it is made, for seconds
         self._serve()

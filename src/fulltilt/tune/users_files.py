@@ -34,12 +34,21 @@ class UsersFiles:
     """The files that were there when the trial began. ``diverted`` counts what was written elsewhere instead."""
 
     def __init__(self, scratch: Path) -> None:
+        self._gone: set[str] = set()
+        self.kept: list[str] = []
+        self._begin(scratch)
+
+    def _begin(self, scratch: Path) -> None:
         self._scratch = scratch
         self._began = _now_on_disk(scratch)
         self._free = tuple(f"{place}{os.sep}" for place in (scratch.absolute(), "/dev", "/proc", "/sys"))
-        self._gone: set[str] = set()
         self.diverted = 0
-        self.kept: list[str] = []
+
+    def go_on_in(self, scratch: Path) -> None:
+        """In a fork: what was written aside before it is this trial's too, and what it writes is nobody else's."""
+        if scratch.resolve() != self._scratch.resolve():
+            shutil.copytree(self._scratch, scratch, dirs_exist_ok=True)
+            self._begin(scratch)
 
     def guards(self) -> Iterator[tuple[Any, str, Guard]]:
         """Where to stand: the module, the name of the call, and what to make of it."""
