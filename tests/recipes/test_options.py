@@ -105,7 +105,7 @@ def test_help_shows_shared_and_own_flags(installed: list[Request], capsys: pytes
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--epoch", "3"], ["--epochs", "x"], ["--colour", "blue"], ["--max-time", "soon"]]
+    "arguments", [["--epoch", "3"], ["--epochs", "x"], ["--colour", "blue"], ["--max-time", "soon"], ["--out", ""]]
 )
 def test_bad_usage_ends_with_2_before_anything_runs(
     arguments: list[str], installed: list[Request], tmp_path: Path, capsys: pytest.CaptureFixture[str]

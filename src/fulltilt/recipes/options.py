@@ -49,6 +49,10 @@ class Place:
     fresh: bool = option(False, "Do not go on from what is in --out.")
     gpus: int | None = option(None, "How many GPUs to train on.", least=1)
 
+    def problems(self) -> list[str]:
+        """An empty path stands for the current folder, which nobody means: a variable of the shell was not set."""
+        return [f"{name} is empty" for name in ("data", "out", "resume_from") if getattr(self, name) == ""]
+
 
 @dataclass(frozen=True, slots=True)
 class Flag:
