@@ -14,13 +14,11 @@ def count_samples(batch: Any, hint: int | None = None) -> int | None:
 
     ``hint`` is how many indices the sampler asked for. It only chooses between counts that the batch itself shows.
     """
-    if (
-        type(batch) in (tuple, list)
-        and batch
-        and (shape := getattr(batch[0], "shape", None))
-        and hint in (None, shape[0])
-    ):
-        return int(shape[0])  # the common case, and this runs for every batch
+    # The common cases first, since this runs for every batch: columns in a tuple, a list or a dict.
+    kind = type(batch)
+    first = batch[0] if kind in (tuple, list) and batch else next(iter(batch.values()), None) if kind is dict else None
+    if (shape := getattr(first, "shape", None)) and hint in (None, shape[0]):
+        return int(shape[0])
     counts = list(_counts(batch, DEEPEST))
     if not counts:
         return None

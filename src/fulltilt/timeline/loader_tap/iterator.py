@@ -14,6 +14,8 @@ from fulltilt.timeline.rest import LONG_WAIT_NS
 # Reading a thread's CPU clock is a system call: done for the first batches and then for every so many.
 TIME_CPU_FIRST = 64
 TIME_CPU_EVERY = 8
+# After so many requests for one sample each that all brought a batch, the next ones will, too.
+ASKED_IN_VAIN = 64
 WAITS = {False: WaitBegan(False), True: WaitBegan(True)}
 
 
@@ -121,6 +123,10 @@ class TappedIterator:
         tap = self._tap
         samples = count_samples(batch, tap.described.get("batch_size") or tap.asked_for)
         tap.batches += 1
+        if tap.asked_for is not None:
+            tap.asked_in_vain = 0 if samples == tap.asked_for else tap.asked_in_vain + 1
+            if tap.asked_in_vain == ASKED_IN_VAIN:
+                tap.asked_for = None  # what one request brings is a batch, whose own shape is quicker to read
         if samples is not None:
             tap.samples += samples
             tap.counted = True

@@ -24,6 +24,7 @@ class LoaderTap:
     loader: Callable[[], Any]
     described: dict[str, Any] = field(default_factory=dict)
     asked_for: int | None = None  # indices in each request, where there is no batch size: 1 without batching
+    asked_in_vain: int = 0
     eval_batches: int = 0
     passes: int = 0
     in_pass: bool = False
