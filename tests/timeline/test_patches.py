@@ -46,12 +46,24 @@ def test_every_original_is_back(tmp_path: Path) -> None:
     before = entry_points()
     session = Session(torch, tmp_path, time.perf_counter_ns())
     session.install()
+    session.patches.device.trains_on_gpu()
     during = entry_points()
     session.finish()
     assert entry_points() == before
     changed = {name for name in before if during[name] != before[name]}
     kept = {"to", "cuda"} if "torchvision.tv_tensors" in sys.modules else set()
     assert changed == set(before) - kept
+
+
+def test_what_a_cpu_job_reads_is_left_alone(tmp_path: Path) -> None:
+    """torch's warnings name the file that made the call: with a wrapper in between that was one of ours."""
+    before = {name: vars(torch.Tensor).get(name) for name in READS}
+    session = Session(torch, tmp_path, time.perf_counter_ns())
+    session.install()
+    try:
+        assert {name: vars(torch.Tensor).get(name) for name in READS} == before
+    finally:
+        session.finish()
 
 
 def test_values_and_errors_pass_through(tmp_path: Path) -> None:
@@ -102,6 +114,7 @@ def test_whatever_a_script_reads_from_the_gpu_is_a_wait(tmp_path: Path, read: An
     plain = read(loss)
     session = Session(torch, tmp_path, time.perf_counter_ns())
     session.install()
+    session.patches.device.trains_on_gpu()
     session.recorder.adopt()
     session.recorder.clock = NoEvents()  # type: ignore[assignment]
     try:

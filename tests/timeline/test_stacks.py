@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
 import time
@@ -14,7 +15,7 @@ import torch
 
 import fulltilt
 from fulltilt.timeline.owners import owner
-from fulltilt.timeline.stacks import Stack, StackView, look, stack_of
+from fulltilt.timeline.stacks import Stack, StackView, look, stack_of, user_code_in_backward
 
 
 def looks_at(work: Callable[[], Any], seconds: float = 0.25) -> list[StackView]:
@@ -105,6 +106,33 @@ def test_a_generator_of_the_users_makes_data() -> None:
 
     source = batches()
     assert share(looks_at(lambda: next(source)), "data") > 0.8
+
+
+def test_keeping_a_copy_of_the_weights_is_not_computation() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
+    views = looks_at(lambda: copy.deepcopy(model.state_dict()))
+    assert share(views, "host") > 0.9
+    assert any("deepcopy" in (view.call or "") for view in views)
+
+
+def test_code_of_the_users_inside_backward_is_seen_and_torchs_own_is_not() -> None:
+    seen: list[tuple[bool, StackView | None]] = []
+
+    def note(gradient: torch.Tensor) -> torch.Tensor:
+        stack = stack_of(threading.get_ident())
+        assert stack is not None
+        seen.append((user_code_in_backward(stack), look(stack)))
+        return gradient
+
+    note(torch.ones(1))
+    weights = torch.ones(1, requires_grad=True)
+    weights.register_hook(note)
+    (2 * weights).sum().backward()
+    (outside, _), (inside, view) = seen
+    assert not outside
+    assert inside
+    assert view is not None
+    assert view.where.startswith("tests/timeline/test_stacks.py:")
 
 
 def test_owners() -> None:

@@ -28,7 +28,7 @@ from fulltilt.timeline.marks import (
     WaitBegan,
 )
 from fulltilt.timeline.rest import Rest, RestPlan, Usual
-from fulltilt.timeline.shelves import SHELF
+from fulltilt.timeline.shelves import SHELF, Shelves
 from fulltilt.timeline.tiles import Tile, TileBuilder
 
 MS = 1_000_000
@@ -290,6 +290,14 @@ def divided(tiles: list[Tile], seen: dict[str, float]) -> dict[str, float]:
         for name in BUCKETS:
             total[name] += getattr(buckets, name)
     return total
+
+
+def test_what_hooks_take_inside_backward_is_host_code() -> None:
+    shelves = Shelves({"backward": 8e9, "optimizer": 1e9, "user": 1e9})
+    tile = Tile(0.0, 10e9, 1, 0, 1, 8, 0, shelves, 10e9, 0.0, 0.0, gpu=False)
+    buckets = attribute(tile, {"torch": 1.0}, {}, Usual(), in_backward={"host": 3.0, "torch": 1.0}).buckets
+    assert (buckets.host_code_s, buckets.compute_s) == (pytest.approx(6.0), pytest.approx(4.0))
+    assert attribute(tile, {"torch": 1.0}, {}, Usual()).buckets.compute_s == pytest.approx(10.0)
 
 
 def rest(loop: Loop, steps: int, wait: float, other: float, apart: Activity | None = None) -> None:

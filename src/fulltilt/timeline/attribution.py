@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 from fulltilt.records import BUCKETS, Buckets, Phases
@@ -11,6 +12,7 @@ from fulltilt.timeline.rest import Usual
 from fulltilt.timeline.tiles import Tile
 
 NS = 1e-9
+NOTHING: Mapping[str, float] = MappingProxyType({})
 
 # What a stack sample of the user's stretch can say, and the bucket that it stands for.
 BUCKET_OF_KIND = {
@@ -39,21 +41,23 @@ def attribute(
     seen_apart: Mapping[str, float],
     usual: Usual,
     exposed_communication_s: float = 0.0,
+    in_backward: Mapping[str, float] = NOTHING,
 ) -> Attributed:
     """Split a tile. ``seen`` holds the weights of the stack samples by kind; empty means nothing was seen.
 
     ``seen_apart`` is the same for what was not spent as in most steps. ``usual`` is how the others divide: time at rest
     is divided the same way, and ``usual`` learns from the rest of the tile. ``exposed_communication_s`` is what a step
-    waits for the exchange of gradients inside backward.
+    waits for the exchange of gradients inside backward. ``in_backward``: how much of that is code of the user's.
     """
-    apart = _attribute_measured(replace(tile, shelves=tile.unusual, sync_blocked_ns=0.0), seen_apart, 0.0)
+    held_up = in_backward.get("host", 0.0) / (sum(in_backward.values()) or 1.0)
+    apart = _attribute_measured(replace(tile, shelves=tile.unusual, sync_blocked_ns=0.0), seen_apart, held_up, 0.0)
     if tile.gpu:
         # Only waits are apart there, and what the GPU's idle time is charged to depends on them.
-        measured = _attribute_measured(tile, seen, exposed_communication_s)
+        measured = _attribute_measured(tile, seen, held_up, exposed_communication_s)
         usual.learn(_less(measured.buckets, apart.buckets), measured.launch_s)
     else:
         ordinary = replace(tile, shelves=tile.shelves.beyond(tile.unusual))
-        measured = _attribute_measured(ordinary, seen, exposed_communication_s)
+        measured = _attribute_measured(ordinary, seen, held_up, exposed_communication_s)
         usual.learn(measured.buckets, measured.launch_s)
     rest_s = tile.shelves.time.get("rest", 0.0) * NS
     rest = usual.divide(rest_s) if rest_s else {}
@@ -92,10 +96,12 @@ def _sum_of(phases: Phases | None, more: Phases | None) -> Phases | None:
     return Phases(**summed)
 
 
-def _attribute_measured(tile: Tile, seen: Mapping[str, float], exposed_communication_s: float) -> Attributed:
+def _attribute_measured(
+    tile: Tile, seen: Mapping[str, float], held_up: float, exposed_communication_s: float
+) -> Attributed:
     total = sum(seen.values())
     split = {kind: weight / total for kind, weight in seen.items()} if total else {}
-    whole = _attribute_gpu(tile, split) if tile.gpu else _attribute_cpu(tile, split)
+    whole = _attribute_gpu(tile, split) if tile.gpu else _attribute_cpu(tile, split, held_up)
     exchanged = min(exposed_communication_s * tile.steps, whole.buckets.compute_s)
     if exchanged <= 0:
         return whole
@@ -107,11 +113,12 @@ def _attribute_measured(tile: Tile, seen: Mapping[str, float], exposed_communica
     return replace(whole, buckets=buckets)
 
 
-def _attribute_cpu(tile: Tile, split: Mapping[str, float]) -> Attributed:
+def _attribute_cpu(tile: Tile, split: Mapping[str, float], held_up: float) -> Attributed:
     ns = tile.shelves.time
-    user = ns.get("user", 0.0)
+    user, backward = ns.get("user", 0.0), ns.get("backward", 0.0)
     out = _common(ns)
-    out["compute_s"] += ns.get("backward", 0.0) + ns.get("optimizer", 0.0)
+    out["compute_s"] += backward * (1 - held_up) + ns.get("optimizer", 0.0)
+    out["host_code_s"] += backward * held_up
     for kind, share in split.items():
         out[_bucket_of(kind, tile)] += user * share
     if not split:

@@ -11,7 +11,7 @@ from fulltilt.timeline.loader_tap import TappedIterator
 from fulltilt.timeline.marks import Activity
 from fulltilt.timeline.notes import RankNotes
 from fulltilt.timeline.rest import LONG_STEP_NS, Rest
-from fulltilt.timeline.stacks import in_backward_or_optimizer, look, stack_of
+from fulltilt.timeline.stacks import in_backward_or_optimizer, look, stack_of, user_code_in_backward
 from fulltilt.timeline.way_in import WayIn
 
 LOOK_EVERY_S = 0.01
@@ -61,6 +61,11 @@ class Bag:
             self.overall[kind] = self.overall.get(kind, 0.0) + weight
         return dict(self.window if self.in_window >= self.enough else self.overall)
 
+    @property
+    def seen(self) -> bool:
+        """Whether there ever was a look."""
+        return bool(self.window or self.overall)
+
     def empty(self) -> None:
         """The looks of the window have been used."""
         self.window.clear()
@@ -75,6 +80,7 @@ class Looks:
         self._last_ns = time.perf_counter_ns()
         self.usual = Bag(ENOUGH_LOOKS)
         self.apart = Bag(ENOUGH_LOOKS)
+        self.backward = Bag(ENOUGH_LOOKS)
         self._late: dict[str, float] = {}
         self._at_rest = 0
         # The looks at the step under way: whether it takes long shows later.
@@ -92,6 +98,9 @@ class Looks:
             self._take_at_rest(now_ns, since_look_ns)
             return
         training = recorder.training and not recorder.notes.evaluating(recorder.eval_mode)
+        if activity is Activity.BACKWARD and training and recorder.clock is None:
+            self._take_in_backward()
+            return
         slipped = activity is not Activity.USER and recorder.left is Activity.USER
         if training and slipped and recorder.last_switch_ns > due_ns:
             self._missed(now_ns)
@@ -115,6 +124,21 @@ class Looks:
             self._add(view.kind, weight_s, recorder.step_ns, now_ns)
             if now_ns - due_ns > LATE_NS:
                 self._late[view.kind] = self._late.get(view.kind, 0.0) + weight_s
+
+    def _take_in_backward(self) -> None:
+        """Most of backward is torch's; a hook, or a function with a backward of its own, may hold it up.
+
+        On a GPU it runs on a thread of torch's, and what the host does there is hidden behind the GPU's work.
+        """
+        recorder = self._recorder
+        stack = stack_of(recorder.thread_id or 0)
+        if stack is None or recorder.activity is not Activity.BACKWARD:
+            return
+        view = look(stack, None, recorder.way_in.spots) if user_code_in_backward(stack) else None
+        held_up = view is not None and view.kind == "host"
+        self.backward.add("host" if held_up else "torch", LOOK_EVERY_S)
+        if view is not None and held_up:
+            recorder.notes.looked(Activity.USER, view, LOOK_EVERY_S)
 
     def _take_at_rest(self, now_ns: int, since_look_ns: int) -> None:
         """Between bursts of measuring fewer looks are taken; at a step that takes long, all of them."""
@@ -178,7 +202,13 @@ class Looks:
         usual, apart = self.usual.split(), self.apart.split()
         return usual, apart or usual
 
+    @property
+    def none_yet(self) -> bool:
+        """Whether the user's own time was never looked at."""
+        return not (self._in_step or self.usual.seen or self.apart.seen)
+
     def begin_window(self) -> None:
         """The looks so far have been used."""
         self.usual.empty()
         self.apart.empty()
+        self.backward.empty()

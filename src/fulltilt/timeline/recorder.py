@@ -234,7 +234,9 @@ class Recorder:
                     self.notes.poll()
                 if now >= next_write:
                     next_write = now + min(max(LOST_SHARE * (now - began), DRAIN_EVERY_S), WRITE_EVERY_S)
-                    self._write_spans()
+                    # Before the first look at the user's own time nobody could say what that went into.
+                    if not self._looks.none_yet or now - began > WRITE_EVERY_S:
+                        self._write_spans()
                 if now >= next_record:
                     next_record = now + WRITE_EVERY_S
                     self.notes.observer_s = time.thread_time()
@@ -295,12 +297,16 @@ class Recorder:
             self._calibrate = True
 
     def _attribute(self) -> None:
-        seen, seen_apart = self._looks.splits()
         tiles = self._builder.closed
+        if not tiles:
+            return
+        seen, seen_apart = self._looks.splits()
+        in_backward = self._looks.backward.split()
+        exposed_s = self.notes.exposed_communication_s()
         for tile in tiles:
             # What follows the last step is no step: it divides as what takes long.
             here = seen if tile.steps else seen_apart
-            attributed = attribute(tile, here, seen_apart, self._usual, self.notes.exposed_communication_s())
+            attributed = attribute(tile, here, seen_apart, self._usual, exposed_s, in_backward)
             self.notes.launch_s += attributed.launch_s
             if tile.gpu and tile.steps:
                 self.notes.gpu_busy_s += attributed.buckets.compute_s
@@ -321,9 +327,8 @@ class Recorder:
             )
             self.notes.steps_attributed += tile.steps
             self._ready.extend(self._warm_up.add(span))
-        if tiles:
-            tiles.clear()
-            self._looks.begin_window()
+        tiles.clear()
+        self._looks.begin_window()
 
     def _write_spans(self, final: bool = False) -> None:
         self._attribute()

@@ -9,6 +9,7 @@ import queue
 import sys
 import threading
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from types import CodeType, FrameType
@@ -76,6 +77,17 @@ def in_backward_or_optimizer(stack: Stack) -> bool:
     return False
 
 
+def user_code_in_backward(stack: Stack) -> bool:
+    """Whether backward has called code that is not torch's: a hook, or a function with a backward of its own."""
+    theirs = False
+    for code, _ in stack.calls:
+        who = owner(code.co_filename)
+        if who == "torch" and code.co_name == "backward" and "/torch/autograd/" in code.co_filename.replace("\\", "/"):
+            return theirs
+        theirs = theirs or who in ("user", "site")
+    return False
+
+
 def spots(frame: FrameType | None) -> frozenset[Spot]:
     """The positions of all calls on the stack whose innermost frame this is."""
     found: list[Spot] = []
@@ -114,6 +126,8 @@ def look(stack: Stack, inside: CodeType | None = None, ways_in: frozenset[Spot] 
             special = special or "checkpoint"
         elif who == "torch_data" and code.co_name == "_shutdown_workers":
             special = "turnover"
+        elif code is deepcopy.__code__:
+            special = special or "host"  # weights kept aside: torch's work, but no part of the step
         elif who == "torch_distributed" and top_owner == who:
             special = special or "communication"
         elif who == "site":

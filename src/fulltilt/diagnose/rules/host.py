@@ -15,6 +15,10 @@ from fulltilt.records import Abstention, HotLine, LoaderRecord
 # What the line or its function looks like, and what to do about it.
 _ADVICE = (
     (r"\bsleep\(", "it waits on purpose; remove it"),
+    (
+        r"\.(join|result|wait|acquire)\(\)",
+        "it waits for another thread or process; make that one faster, or wait later",
+    ),
     (r"json|dump|write|\bsave|to_csv", "write every {every} steps, or from a second thread"),
     (r"\bprint\(|logg(er|ing)\b|log_metric|add_(scalar|histogram)|wandb", "log every {every} steps"),
     (r"plot|imshow|figure", "draw once an epoch"),

@@ -198,7 +198,8 @@ def _cpus(evidence: Evidence) -> str:
     cpu = evidence.machine.cpu
     source = "the quota allows" if cpu.quota is not None and cpu.quota <= cpu.affinity else "the machine has"
     shared = " for each rank" if evidence.usable_cpus < cpu.usable else ""
-    return f"{source} {number(evidence.usable_cpus)} CPUs{shared}"
+    cpus = "1 CPU" if evidence.usable_cpus == 1 else f"{number(evidence.usable_cpus)} CPUs"
+    return f"{source} {cpus}{shared}"
 
 
 def _known(fact: str | None) -> list[str]:

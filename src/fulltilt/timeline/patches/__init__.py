@@ -12,7 +12,7 @@
 | nn.Module.train                     | evaluation mode of the trained model           |
 | Tensor.to, .cuda                    | copies to the GPU                              |
 | Tensor.item, .tolist, .cpu, bool(), | waits for the GPU                              |
-| float(), int(), .nonzero            |                                                |
+| float(), int(), .nonzero            | (from the first step on a GPU on)              |
 | cuda.synchronize                    | waits for the GPU                              |
 | distributed.all_reduce, …           | explicit collectives                           |
 | nn.parallel.DistributedDataParallel | the replica, for its own timings               |
@@ -43,13 +43,13 @@ class Patches:
 
     def __init__(self, torch: Any, recorder: Recorder, taps: LoaderTaps) -> None:
         self._exchange = Exchange()
-        self._device = DevicePatches(torch, recorder)
+        self.device = DevicePatches(torch, recorder)
         self.exits = ExitPatches(recorder)
         self._parts = (
             LoadingPatches(torch, recorder, taps),
-            SteppingPatches(torch, recorder, taps),
+            SteppingPatches(torch, recorder, taps, self.device.trains_on_gpu),
             SavingPatches(torch, recorder),
-            self._device,
+            self.device,
             RankPatches(torch, recorder),
             self.exits,
         )
@@ -57,7 +57,7 @@ class Patches:
     @property
     def watches_copies(self) -> bool:
         """Whether copies to the GPU are noted; not where torchvision needs Tensor.to as it was."""
-        return self._device.watches_copies
+        return self.device.watches_copies
 
     def install(self) -> None:
         """Put all patches in place."""

@@ -38,19 +38,35 @@ class DevicePatches:
         self._recorder = recorder
         self._notes = recorder.notes
         self._copies_seen = 0
+        self._exchange: Exchange | None = None
+        self._on_gpu = False
         self.watches_copies = False
 
     def install(self, exchange: Exchange) -> None:
-        """Stand at the tensor's methods that copy or wait, and at synchronize."""
+        """Stand at the tensor's methods that copy, at synchronize, and where a GPU trains at those that wait."""
         torch = self._torch
+        self._exchange = exchange
         # torchvision keeps a set of these very functions from the moment it is imported: then they must stay.
         self.watches_copies = "torchvision.tv_tensors" not in sys.modules
         if self.watches_copies:
             for name in ("to", "cuda"):
                 exchange.swap(torch.Tensor, name, self._copy)
-        for name, written in READS.items():
-            exchange.swap(torch.Tensor, name, functools.partial(self._read, written))
         exchange.swap(torch.cuda, "synchronize", self._synchronize)
+        if self._on_gpu:
+            self._watch_reads(exchange)
+
+    def trains_on_gpu(self) -> None:
+        """The job trains on a GPU: note what it waits for.
+
+        Not before: a warning of torch's inside float(loss) names the file that made the call, which would be ours.
+        """
+        if not self._on_gpu and self._exchange is not None:
+            self._on_gpu = True
+            self._watch_reads(self._exchange)
+
+    def _watch_reads(self, exchange: Exchange) -> None:
+        for name, written in READS.items():
+            exchange.swap(self._torch.Tensor, name, functools.partial(self._read, written))
 
     def _copy(self, original: Callable[..., Any]) -> Callable[..., Any]:
         recorder, copies, torch = self._recorder, self._notes.copies, self._torch

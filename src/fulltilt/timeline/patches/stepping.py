@@ -23,8 +23,9 @@ ASK_MEMORY_AT = 3
 class SteppingPatches:
     """Marks backward, steps and evaluation mode."""
 
-    def __init__(self, torch: Any, recorder: Recorder, taps: LoaderTaps) -> None:
+    def __init__(self, torch: Any, recorder: Recorder, taps: LoaderTaps, trains_on_gpu: Callable[[], None]) -> None:
         self._torch = torch
+        self._trains_on_gpu = trains_on_gpu
         self._recorder = recorder
         self._taps = taps
         self._notes = recorder.notes
@@ -141,6 +142,7 @@ class SteppingPatches:
             self._notes.parameter_dtype = str(parameters[0].dtype).removeprefix("torch.")
             if parameters[0].is_cuda:
                 self._recorder.trains_on_gpu(self._torch)
+                self._trains_on_gpu()
 
     def _scaler_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         recorder, notes = self._recorder, self._notes
