@@ -94,6 +94,8 @@ def test_it_goes_on_with_another_image_size_and_says_so(
     shown = capsys.readouterr().out
     assert "img_size 32 → 64" in shown
     assert "step 2" in shown
+    assert train(data, out, "--max-steps", "3", "--img-size", "64") == 0
+    assert "Nothing is left to train: step 3 is done already" in capsys.readouterr().out
 
 
 def test_stage_2_begins_with_the_weights_of_another_trainer_or_run(

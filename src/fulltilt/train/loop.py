@@ -92,6 +92,8 @@ class Loop:
         """Train to the end."""
         rig, progress = self.rig, self.rig.progress
         rig.screen.begin(rig.job.name, rig.settings, rig.precision.name, rig.epochs, rig.gpu_names())
+        if not self.steps_left:
+            rig.screen.say(f"Nothing is left to train: step {progress.step} is done already; --fresh begins anew")
         around = workers.look()
         try:
             while self.steps_left:
