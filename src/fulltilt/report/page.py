@@ -14,6 +14,7 @@ from pathlib import Path
 
 from fulltilt.records import Diagnosis, Run
 from fulltilt.report import page_parts as parts
+from fulltilt.report import page_surroundings as surroundings
 from fulltilt.report import wording
 from fulltilt.report.comparison import Reported, compare, told_apart
 from fulltilt.report.markup import Child, Markup, element
@@ -137,9 +138,9 @@ def _surroundings(run: Run, diagnosis: Diagnosis) -> Markup:
     rank = run.ranks[0] if run.ranks else None
     return element(
         "div",
-        parts.settings(diagnosis),
-        [parts.loaders(rank), parts.deep_look(rank)] if rank else None,
-        parts.machine(run.run.machine),
+        surroundings.settings(diagnosis),
+        [surroundings.loaders(rank), surroundings.deep_look(rank)] if rank else None,
+        surroundings.machine(run.run.machine),
         class_="surroundings",
     )
 

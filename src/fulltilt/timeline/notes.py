@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-import statistics
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from fulltilt.records import (
@@ -18,99 +17,17 @@ from fulltilt.records import (
     MemoryRecord,
     PrecisionRecord,
     RankRecord,
-    TransferRecord,
     WorkerRecord,
 )
+from fulltilt.timeline.copies import Copies
 from fulltilt.timeline.lines import LineTimes
 from fulltilt.timeline.loader_tap import LoaderTaps
 from fulltilt.timeline.marks import Activity
 from fulltilt.timeline.stacks import StackView
 from fulltilt.timeline.tiles import TileBuilder
-from fulltilt.timeline.worker_tap import lines_of
+from fulltilt.timeline.worker_totals import WorkerTotals
 
 MOST_REMARKS = 20
-
-
-@dataclass
-class WorkerTotals:
-    """What the workers of one loader told so far."""
-
-    pids: set[int] = field(default_factory=set)
-    batches: int = 0
-    fetch_s: float = 0.0
-    fetch_cpu_s: float = 0.0
-    cpu_wait_s: float | None = 0.0
-    idle_s: float = 0.0
-    process_cpu_s: float = 0.0
-    read_bytes: dict[int, int] = field(default_factory=dict)
-    pss_bytes: dict[int, int] = field(default_factory=dict)
-    lines: LineTimes = field(default_factory=LineTimes)
-
-    def add(self, message: dict[str, Any]) -> None:
-        """Take one message of a worker."""
-        self.pids.add(message["pid"])
-        self.batches += message["batches"]
-        self.fetch_s += message["fetch_s"]
-        self.fetch_cpu_s += message["fetch_cpu_s"]
-        self.idle_s += message["idle_s"]
-        self.process_cpu_s += message["process_cpu_s"]
-        waited = message["cpu_wait_s"]
-        self.cpu_wait_s = None if waited is None or self.cpu_wait_s is None else self.cpu_wait_s + waited
-        if message["read_bytes"] is not None:
-            self.read_bytes[message["pid"]] = message["read_bytes"]
-        if message["pss_bytes"] is not None:
-            self.pss_bytes[message["pid"]] = max(message["pss_bytes"], self.pss_bytes.get(message["pid"], 0))
-        self.lines.merge(lines_of(message))
-
-    def record(self, loader_id: int) -> WorkerRecord:
-        """The totals as a record."""
-        return WorkerRecord(
-            loader_id=loader_id,
-            processes=len(self.pids),
-            batches=self.batches,
-            fetch_s=self.fetch_s,
-            fetch_cpu_s=self.fetch_cpu_s,
-            cpu_wait_s=self.cpu_wait_s,
-            idle_s=self.idle_s,
-            process_cpu_s=self.process_cpu_s,
-            read_bytes=sum(self.read_bytes.values()) if self.read_bytes else None,
-            lines=self.lines.top(),
-            pss_bytes=round(statistics.mean(self.pss_bytes.values())) if self.pss_bytes else None,
-        )
-
-
-@dataclass
-class Copies:
-    """Host-to-GPU copies of the training thread."""
-
-    copies: float = 0.0
-    bytes: float = 0.0
-    blocked_s: float = 0.0
-    asked: int = 0
-    pageable: int = 0
-    blocking: float = 0.0
-    lines: LineTimes = field(default_factory=LineTimes)
-
-    def add(self, copied_bytes: int, took_s: float, blocking: bool, stands_for: float) -> None:
-        """A copy, which stands for so many like it."""
-        self.copies += stands_for
-        self.bytes += stands_for * copied_bytes
-        self.blocked_s += stands_for * took_s
-        self.blocking += stands_for * blocking
-
-    def record(self, stretch: float) -> TransferRecord | None:
-        """The copies as a record, stretched to the whole run; None when there were none."""
-        if not self.copies:
-            return None
-        top = self.lines.top(1)
-        return TransferRecord(
-            copies=round(stretch * self.copies),
-            bytes=round(stretch * self.bytes),
-            blocked_s=stretch * self.blocked_s,
-            pageable_share=self.pageable / self.asked if self.asked else None,
-            blocking_share=self.blocking / self.copies,
-            where=top[0].where if top else None,
-        )
 
 
 class RankNotes:
