@@ -17,10 +17,11 @@ import torch
 from fulltilt.records import Trial
 from fulltilt.store import read_lines
 from fulltilt.timeline.launch import job_command
+from fulltilt.tune import early
 from fulltilt.tune.interval import Patience
 from fulltilt.tune.space import Space
 from fulltilt.tune.study import TRIALS_FILE, Study
-from fulltilt.tune.template import _modules_that_start_the_gpu
+from fulltilt.tune.template import Template, _modules_that_start_the_gpu
 
 QUICK = Patience(wanted_error=0.2, least_blocks=3, least_s=0.15, most_s=1.0, block_s=0.05)
 
@@ -170,6 +171,25 @@ def test_a_script_that_breaks_as_it_is_says_so_without_a_traceback(tmp_path: Pat
     assert "KeyError: 'lr'" in done.stderr
     assert "Traceback" not in done.stderr
     assert time.monotonic() - began < 120
+
+
+def test_a_script_that_forks_is_forked_from_before_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fork", lambda: 7)
+    monkeypatch.setattr("fulltilt.tune.template.importlib.import_module", lambda _: None)
+    threads = torch.get_num_threads()
+    reading, writing = os.pipe()
+    template = Template(torch, reading, writing, tmp_path)
+    served = []
+    monkeypatch.setattr(template, "_serve", lambda: served.append(True))
+    template.install()
+    try:
+        assert [os.fork(), os.fork()] == [7, 7]
+    finally:
+        guards = early.taken_over()
+        assert guards is not None
+        guards.restore()
+        torch.set_num_threads(threads)
+    assert served == [True]
 
 
 def test_every_way_to_start_the_gpu_is_guarded() -> None:

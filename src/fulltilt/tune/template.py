@@ -56,6 +56,8 @@ class Template:
             self._stop_before(module, "_lazy_init")
         self._stop_before(threading.Thread, "start")
         self._stop_before(multiprocessing.process.BaseProcess, "start")
+        if hasattr(os, "fork"):
+            self._stop_before(os, "fork")  # the child would take itself for the template
         if torch.distributed.is_available():
             self._stop_before(torch.distributed, "init_process_group")
 
