@@ -200,6 +200,18 @@ EIGHT = {"num_workers": 8}
             5,
             "DM(n=8)",
         ),
+        (
+            "def get_args():\n    p.add_argument('--workers', '-j', default=0)\n    return p.parse_args()\n"
+            "def build(args):\n    return DataLoader(ds, num_workers=args.workers)\nargs = get_args()\nbuild(args)\n",
+            5,
+            "'-j', default=8",
+        ),
+        (
+            "class Data:\n    n: int = 0\nclass C:\n    data: Data = field(default_factory=Data)\n"
+            "def main(c: C):\n    DataLoader(ds, num_workers=c.data.n)\nmain(C())\n",
+            6,
+            "n: int = 8",
+        ),
         ("x = DataLoader(\r\n    ds,\r\n    batch_size=8,\r\n)\r\n", 1, "8,\r\n    num_workers=8,\r\n)"),
         ("def f():\n\tDataLoader(ds,\n\t\tbatch_size=8)\n", 2, "batch_size=8,\n\t\tnum_workers=8)"),
     ],
@@ -220,6 +232,11 @@ def test_a_value_is_followed_to_where_it_is_written(source: str, line: int, chan
         ("c = NS(**{'n': 0})\nv = NS(n=0)\nx = DataLoader(ds, num_workers=c.n)\n", 3),
         # Also set in a way that cannot be read.
         ("n = 0\nif big:\n    n = os.cpu_count()\nx = DataLoader(ds, num_workers=n)\n", 4),
+        (
+            "def get():\n    p.add_argument('--n', default=0)\n    o = p.parse_args()\n    o.n = min(o.n, cpus())\n"
+            "    return o\nargs = get()\nDataLoader(ds, num_workers=args.n)\n",
+            7,
+        ),
         ("n = 0\nn += extra\nx = DataLoader(ds, num_workers=n)\n", 3),
         ("kw = {'a': 1}\nkw = {**kw, 'b': 2}\nx = DataLoader(ds, **kw)\n", 3),
         ("kw = {'num_workers': 0}\nkw.update(load())\nx = DataLoader(ds, **kw)\n", 3),

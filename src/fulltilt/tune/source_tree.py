@@ -53,6 +53,13 @@ class SourceTree:
             home = self.home(home)
         return home
 
+    def returned(self, function: str) -> list[cst.BaseExpression | None]:
+        """What the function of this name returns, one expression for each return; none if there is not one such."""
+        named = [node for node in self.nodes if isinstance(node, cst.FunctionDef) and node.name.value == function]
+        if len(named) != 1 or self.home(named[0]) is not None:
+            return []
+        return [node.value for node in self.nodes if isinstance(node, cst.Return) and self.home(node) is named[0]]
+
     def replaced(self, replacements: Mapping[cst.CSTNode, cst.CSTNode]) -> str:
         """The source with these nodes exchanged."""
         return self._module.visit(Replacing(replacements)).code

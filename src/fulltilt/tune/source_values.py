@@ -135,26 +135,31 @@ class Values:
         around = self._tree.class_around(node)
         if base in ("self", "cls", "self.hparams") and around is not None:
             return self._of_class(around, key, hyperparameters=base.endswith("hparams"))
-        set_later = [
-            written
-            for each in self._tree.nodes
-            if isinstance(each, cst.Assign | cst.AnnAssign | cst.AugAssign)
-            for written in self._of_assignment(each, f"{base}.{key}")
-        ]
+        set_later = self._set_later(base, key)
         if base in self._tree.classes:
             return [*set_later, *self._of_class(self._tree.classes[base], key)]
         made = [found for source in self._sources(node.value) for found in self._of_made(source.node, key)]
         return [*set_later, *made] or [UNKNOWN]
+
+    def _set_later(self, base: str, key: str) -> list[Written]:
+        """What is assigned to ``base.key`` anywhere."""
+        assignments = (
+            each for each in self._tree.nodes if isinstance(each, cst.Assign | cst.AnnAssign | cst.AugAssign)
+        )
+        return [written for each in assignments for written in self._of_assignment(each, f"{base}.{key}")]
 
     def _of_made(self, maker: cst.BaseExpression | None, key: str, depth: int = 0) -> list[Written]:
         """An attribute of what an expression makes: of a class of this file, or of parsed arguments."""
         if isinstance(maker, cst.Name | cst.Attribute) and depth < DEEPEST:
             if isinstance(maker, cst.Name) and maker.value in self._tree.classes:
                 return self._of_class(self._tree.classes[maker.value], key)
-            return [found for source in self._sources(maker) for found in self._of_made(source.node, key, depth + 1)]
-        if not isinstance(maker, cst.Call):
+            made = [found for source in self._sources(maker) for found in self._of_made(source.node, key, depth + 1)]
+            return [*self._set_later(dotted(maker) or "", key), *made]
+        if not isinstance(maker, cst.Call) or depth == DEEPEST:
             return [UNKNOWN]
         function = last_name(maker.func)
+        if isinstance(maker.func, cst.Name) and (returned := self._tree.returned(maker.func.value)):
+            return [found for node in returned for found in self._of_made(node, key, depth + 1)]
         if function in ("parse_args", "parse_known_args"):
             return self._argparse_defaults(key) or [UNKNOWN]
         given = keyword(maker, key)
@@ -253,9 +258,9 @@ class Values:
 
 
 def _field(written: Written) -> Written:
-    """``field(default=4)`` of a dataclass gives its default."""
+    """``field(default=4)`` of a dataclass gives its default, ``field(default_factory=Part)`` the class of a part."""
     if isinstance(written.node, cst.Call) and last_name(written.node.func) in ("field", "Field"):
-        default = keyword(written.node, "default")
+        default = keyword(written.node, "default") or keyword(written.node, "default_factory")
         return UNKNOWN if default is None else Written(default, written.note)
     return written
 
