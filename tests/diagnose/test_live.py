@@ -110,3 +110,10 @@ def test_a_trial_that_never_ended_leaves_the_rules_their_advice() -> None:
     told = judged(first, num_workers=0)
     assert "Set num_workers=" in told.findings[0].fix
     assert "live tuning changed nothing: still on trial: 4 workers, prefetch 2" in told.verdict.sentence
+
+
+def test_a_first_trial_that_never_ended_mixes_the_figures_of_the_workers() -> None:
+    first = replace(CUT_OFF, before=FOUR, settings=FOUR, moves=(LiveMove(SIX, 5.0),))
+    finding = judged(first).findings[0]
+    assert "had only begun to try 6 workers, prefetch 2" in finding.fix
+    assert finding.predicted_speedup is None

@@ -16,16 +16,20 @@ from fulltilt.diagnose.words import number, percent
 from fulltilt.records import Finding, LiveMove, LiveRecord, LoaderRecord
 
 _INPUT = ("input_serial", "input_cpu_bound", "input_io_bound", "input_handover")
-_OF_THE_LOADER = (*_INPUT, "cpu_oversubscribed", "epoch_restart")
+_OF_THE_LOADER = (*_INPUT, "cpu_oversubscribed")
 
 
 def as_measured(evidence: Evidence, judgement: Judgement) -> Judgement:
     """A finding about the loader with live tuning's figures and settings in it, where a trial came to its end."""
     loader, live = evidence.loader, live_record(evidence.rank, evidence.loader)
-    if not isinstance(judgement, Finding) or judgement.code not in _OF_THE_LOADER or loader is None or live is None:
+    if not isinstance(judgement, Finding) or loader is None or live is None:
+        return judgement
+    if judgement.code == "epoch_restart" and changes(live):
+        return replace(judgement, fix=_fix(evidence, loader, live))
+    if judgement.code not in _OF_THE_LOADER:
         return judgement
     if not changes(live) and not _judged(live):
-        return judgement
+        return _cut_off(evidence, judgement, live) if live.moves and live.before.num_workers else judgement
     serial = live.before.num_workers == 0 and judgement.code in _INPUT
     return replace(
         judgement,
@@ -35,6 +39,16 @@ def as_measured(evidence: Evidence, judgement: Judgement) -> Judgement:
         fix=_fix(evidence, loader, live),
         predicted_speedup=_gain(evidence, loader, live),
     )
+
+
+def _cut_off(evidence: Evidence, finding: Finding, live: LiveRecord) -> Finding:
+    """The first trial had not come to its end: what the workers did is of two settings, and advises nothing."""
+    trial = settings_words(live.moves[-1].settings)
+    fix = (
+        f"Run it longer with --auto, or once without. Live tuning had only begun to try {trial}, and the figures of "
+        "the workers mix that with the script's own settings."
+    )
+    return replace(finding, evidence=tuple(_facts(evidence, live)), fix=fix, predicted_speedup=None)
 
 
 def _judged(live: LiveRecord) -> list[LiveMove]:
