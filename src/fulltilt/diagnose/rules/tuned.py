@@ -11,6 +11,7 @@ from dataclasses import replace
 from fulltilt.diagnose.evidence import Evidence
 from fulltilt.diagnose.gains import Gain, by_removing
 from fulltilt.diagnose.live import changes, live_record, on_trial, settings_words
+from fulltilt.diagnose.rules.staffing import gain_without_wait
 from fulltilt.diagnose.rules.wording import Judgement, at, costliest_line, line_cost, rewritten, time_spent
 from fulltilt.diagnose.words import number, percent
 from fulltilt.records import Finding, LiveMove, LiveRecord, LoaderRecord
@@ -48,7 +49,7 @@ def _cut_off(evidence: Evidence, finding: Finding, live: LiveRecord) -> Finding:
         f"Run it longer with --auto, or once without. Live tuning had only begun to try {trial}, and the figures of "
         "the workers mix that with the script's own settings."
     )
-    return replace(finding, evidence=tuple(_facts(evidence, live)), fix=fix, predicted_speedup=None)
+    return replace(finding, evidence=tuple(_facts(evidence, live)), fix=fix, predicted_speedup=gain_without_wait(evidence))
 
 
 def _judged(live: LiveRecord) -> list[LiveMove]:
