@@ -128,6 +128,13 @@ def test_batches_made_by_a_generator_name_its_line() -> None:
     assert finding.predicted_speedup == (1.33, 1.67)
 
 
+def test_an_iterable_that_the_script_has_measured_is_no_data_loader() -> None:
+    finding = found(input_serial(gather(serial(made_by="script", iterable=True, batch_size=None))))
+    assert "no DataLoader was seen" in finding.evidence[1]
+    assert "IterableDataset" in finding.fix
+    assert "DataLoader(...," not in finding.fix
+
+
 def test_a_loader_built_by_hugging_face_is_changed_through_its_arguments() -> None:
     fix = found(input_serial(gather(serial(where="run_glue.py:510", made_by="transformers")))).fix
     assert "TrainingArguments(..., dataloader_num_workers=2, dataloader_persistent_workers=True)" in fix

@@ -164,7 +164,7 @@ def idle(state: str = "done", exit_code: int = 0, **changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("run", "sentence"),
     [
-        (run_of(), "Nothing was recorded: no process of the job used torch."),
+        (run_of(), "Nothing was recorded: no process of the job trained with torch."),
         (idle("crashed", 1), "The script ended with exit code 1 before its first training step."),
         (idle("killed", -9), "The script was killed by SIGKILL before its first training step."),
         (idle(backwards=7), "No optimizer step was seen, but backward() ran 7 times."),

@@ -137,7 +137,7 @@ def _nothing_trained(evidence: Evidence) -> str:
     if (ended := ended_before_training(run)) is not None:
         return ended
     if not evidence.run.ranks:
-        return "Nothing was recorded: no process of the job used torch"
+        return "Nothing was recorded: no process of the job trained with torch"
     if backwards:
         return f"No optimizer step was seen, but backward() ran {count('time', backwards)}"
     if batches:

@@ -14,7 +14,7 @@ class LoaderRecord:
     """A DataLoader as it was constructed and as it was used by one rank.
 
     ``where`` is the user's line; ``made_by`` is the library that this line calls to construct the loader, or None
-    when the line constructs it itself.
+    when the line constructs it itself. What the script draws batches from without any DataLoader is made by "script".
     """
 
     loader_id: int

@@ -55,6 +55,8 @@ class Recording(LoopMarks):
         t0_ns = time.perf_counter_ns()
         gpus = Gpus.open(root_pid=job_root())
         self._files = RunFiles(self.folder, self._name, t0_ns, gpus)
+        if self._files.aside is not None:
+            print(f"fulltilt: {self.folder} held a run already; it is now in {self._files.aside}", file=sys.stderr)
         self._sampler = Sampler(self._take, gpus=gpus, host=HostProbe(os.getpid()), t0=t0_ns * 1e-9)
         self._sampler.start()
         self._session = Session(torch, self.folder, t0_ns)

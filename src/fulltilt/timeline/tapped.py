@@ -18,7 +18,7 @@ class TappedIterable(Generic[Item]):
         self._taps = taps
         self._batches = batches
         where, _ = users_line()
-        self._tap = tap_on(taps, described(batches), where)
+        self._tap = tap_on(taps, described(batches), where, made_by="script")
 
     def __iter__(self) -> Iterator[Item]:
         self._tap.passes += 1

@@ -26,7 +26,7 @@ def input_serial(evidence: Evidence) -> Judgement:
     """The training thread makes its batches itself: a DataLoader without workers, or no DataLoader at all."""
     if evidence.limit is not Limit.SERIAL:
         return None
-    if evidence.loader is None:
+    if evidence.loader is None or evidence.loader.made_by == "script":
         return _generated_by_hand(evidence)
     return _no_workers(evidence, evidence.loader)
 
@@ -65,7 +65,7 @@ def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
 def _generated_by_hand(evidence: Evidence) -> Finding:
     wait_s = evidence.buckets.data_wait_s
     share = evidence.active_share(wait_s)
-    line = next(iter(evidence.host_lines), None)
+    line = costliest_line(evidence) if evidence.loader else next(iter(evidence.host_lines), None)
     facts = [
         time_spent(evidence, "making batches", wait_s),
         "no DataLoader was seen: the training thread makes each batch itself",
