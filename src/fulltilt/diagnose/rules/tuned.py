@@ -49,7 +49,8 @@ def _cut_off(evidence: Evidence, finding: Finding, live: LiveRecord) -> Finding:
         f"Run it longer with --auto, or once without. Live tuning had only begun to try {trial}, and the figures of "
         "the workers mix that with the script's own settings."
     )
-    return replace(finding, evidence=tuple(_facts(evidence, live)), fix=fix, predicted_speedup=gain_without_wait(evidence))
+    at_stake = gain_without_wait(evidence)
+    return replace(finding, evidence=tuple(_facts(evidence, live)), fix=fix, predicted_speedup=at_stake)
 
 
 def _judged(live: LiveRecord) -> list[LiveMove]:
