@@ -30,7 +30,7 @@ def run(bench: Bench) -> None:
     data = recordings(bench.work / "data", 512 if bench.smoke else 64 * 8192)
     bench.note("promised", "1.67")
     bench.begins("compute-only steps")
-    turns = Turns(compute_steps(bench, batch), bench, turn_s=0.8)
+    turns = Turns(compute_steps(bench, batch), bench)
     bench.begins("fed and compute-only steps in turns")
     # Several hundred steps an epoch: turns need whole stretches of one.
     bench.note_all(fed_figures(bench, data, batch, turns, again=2 if bench.smoke else 5))

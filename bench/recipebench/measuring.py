@@ -23,12 +23,12 @@ from fulltilt.records import Sample
 class Bench:
     """Where a row notes its figures, its scratch folder, and how much of its time is left."""
 
-    def __init__(self, out: Path, budget_s: float, *, smoke: bool) -> None:
-        self.out, self.smoke = out, smoke
+    def __init__(self, out: Path, budget_s: float, *, smoke: bool, compiles: bool = False) -> None:
+        self.out, self.smoke, self.compiles = out, smoke, compiles
         self.device = torch.device("cuda" if torch.cuda.is_available() and not smoke else "cpu")
         self.figures: dict[str, Any] = {}
         self._ends_s = time.monotonic() + budget_s
-        self.note("facts", facts(self.device))
+        self.note("facts", {**facts(self.device), "compiled": compiles})
         shared = Path("/dev/shm")
         self.work = Path(tempfile.mkdtemp(prefix="fulltilt-recipes-", dir=shared if shared.is_dir() else None))
 
@@ -36,7 +36,6 @@ class Bench:
         """Keep a figure and write all of them. Ratios are made where both of their sides are there."""
         self.figures[name] = value
         for ratio, over, under in (
-            ("fed_over_compute", "fed", "compute_only"),
             ("fed_over_guide", "fed", "guide"),
             ("fed_at_guide_batch_over_guide", "fed_at_guide_batch", "guide"),
         ):
