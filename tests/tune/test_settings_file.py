@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,13 @@ import pytest
 from torch import zeros
 from torch.utils.data import DataLoader, TensorDataset
 
+from fulltilt import store
+from fulltilt.cli.ending import settings_not_in_force
 from fulltilt.errors import UsageError
 from fulltilt.records import Settings
 from fulltilt.timeline.overrides import LoaderOverride, read_loader, read_settings
+from fulltilt.tune.live.window import Knobs
+from tests.tune.live_jobs import Squares, tuning
 
 
 def changed(override: LoaderOverride, **given: Any) -> dict[str, Any]:
@@ -38,3 +43,23 @@ def test_the_file_names_its_loader_and_still_refuses_what_it_does_not_know(tmp_p
     path.write_text(json.dumps({"num_workers": 3, "loaders": "train.py:7"}))
     with pytest.raises(UsageError, match="unknown keys: loaders"):
         read_settings(path)
+
+
+def test_live_tuning_names_its_loader_too(tmp_path: Path) -> None:
+    with tuning(tmp_path, [Knobs(1)], [True]) as one:
+        loader = one.trains(DataLoader(Squares(40), batch_size=2))
+        deadline_s = time.monotonic() + 60
+        while not (tmp_path / store.SETTINGS_FILE).exists() and time.monotonic() < deadline_s:
+            for _ in loader:
+                time.sleep(0.001)
+        path = tmp_path / store.SETTINGS_FILE
+        assert read_settings(path).num_workers == 1
+        assert read_loader(path) == one.session.taps.of(loader).where
+
+
+def test_settings_that_met_no_loader_are_told() -> None:
+    settings = {"asked.num_workers": 4, "num_workers": 0, "loader": "train.py:8"}
+    assert '"loader": "train.py:8"' in str(settings_not_in_force(settings))
+    assert settings_not_in_force({**settings, "num_workers": 4}) is None
+    assert settings_not_in_force({**settings, "live": "settled"}) is None
+    assert settings_not_in_force({"num_workers": 0}) is None

@@ -156,7 +156,7 @@ def test_a_verified_change_is_applied_and_a_study_of_another_command_is_refused(
     assert "batch_size=8" in (tmp_path / "train.py").read_text()
     again = tuned(tmp_path, "--budget", "150s", "--apply")  # verified already: no trial is made
     assert again.returncode == 0, again.stderr
-    assert "has these settings already" in again.stdout
+    assert "nothing is left to write" in again.stdout
     other = tuned(tmp_path, "--allow", "batch")
     assert other.returncode == 2
     assert "holds a study of another command" in other.stderr

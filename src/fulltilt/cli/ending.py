@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -29,10 +30,24 @@ def end_run(folder: Path, record: RunRecord, wall_s: float, status: int) -> None
         _, diagnosis = explain(folder)
         for line in verdict_lines(diagnosis, folder):
             print(line, file=sys.stderr)
+        if (problem := settings_not_in_force(dict(diagnosis.settings))) is not None:
+            print(f"fulltilt: {problem}", file=sys.stderr)
         if (folder / store.SETTINGS_FILE).exists():
             print(f"  settings found: {folder / store.SETTINGS_FILE} (for fulltilt run --settings)", file=sys.stderr)
     except FulltiltError as error:
         print(f"fulltilt: {error}", file=sys.stderr)
+
+
+def settings_not_in_force(settings: Mapping[str, object]) -> str | None:
+    """That the workers of `--settings` did not come into force, and what to do; None when they did."""
+    asked, workers = settings.get("asked.num_workers"), settings.get("num_workers")
+    if asked is None or workers in (None, asked) or "live" in settings:
+        return None
+    where = settings.get("loader")
+    return (
+        f"--settings is not in force: the training loader at {where} has num_workers={workers}, not {asked}. "
+        f'A loader that does not shuffle must be named in the file: "loader": "{where}"'
+    )
 
 
 def state_of(status: int) -> Literal["done", "crashed", "interrupted", "killed"]:

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 from fulltilt import store
 from fulltilt.errors import FulltiltError
 from fulltilt.records import LiveRecord, Settings
+from fulltilt.timeline.overrides import LOADER
 from fulltilt.tune.live.limits import DEFAULT, Limits
+from fulltilt.tune.space import rid_of_none
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,18 +63,19 @@ class Live:
         from fulltilt.tune.live.tuner import LoaderTuner
         from fulltilt.tune.live.workshop import Workshop
 
-        diary = Diary(tap.loader_id, lambda: time.perf_counter() - self._t0_s, self._write)
+        diary = Diary(tap.loader_id, lambda: time.perf_counter() - self._t0_s, partial(self._write, tap.where))
         workshop = Workshop(self._session.taps, tap, self._limits)
         room = partial(measure_room, self._session, self.tuners)
         tuner = self.tuners[tap.loader_id] = LoaderTuner(tap, workshop, diary, room, self._limits)
         return tuner
 
-    def _write(self, settings: Settings) -> None:
+    def _write(self, where: str | None, settings: Settings) -> None:
         """Leave what was found where `fulltilt run --settings` takes it."""
         notes = self._session.notes
         notes.learn_rank()
         if notes.rank == 0:
             try:
-                store.write_json(Path(self._session.recorder.folder) / store.SETTINGS_FILE, settings)
+                found = {**rid_of_none(settings), **({LOADER: where} if where else {})}
+                store.write_json(Path(self._session.recorder.folder) / store.SETTINGS_FILE, found)
             except FulltiltError as error:
                 print(f"fulltilt: {error}", file=sys.stderr)
