@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 
 from fulltilt.timeline.looks import LOOK_AT_REST_EVERY, LOOK_EVERY_S, Looks
 from fulltilt.timeline.marks import Activity
@@ -111,3 +112,31 @@ def test_one_early_look_at_a_long_step_is_a_look_at_a_long_step(recorder: FakeRe
     usual, apart = looks.splits()
     assert not usual
     assert sum(apart.values()) == pytest.approx(LOOK_EVERY_S, rel=0.5)
+
+
+@pytest.mark.parametrize("activity", [Activity.BACKWARD, Activity.REST])
+def test_a_hook_that_holds_backward_up_is_told_from_torchs_own_part(activity: Activity) -> None:
+    inside: list[bool] = []  # not events: a look at a hook inside threading's own code would see a wait
+    done: list[bool] = []
+    weights = torch.ones(1, requires_grad=True)
+
+    def hook(_: torch.Tensor) -> None:
+        inside.append(True)
+        while not done:
+            time.sleep(0.2)
+
+    weights.register_hook(hook)
+    thread = threading.Thread(target=lambda: (2 * weights).sum().backward())
+    thread.start()
+    while not inside:
+        time.sleep(0.001)
+    recorder = FakeRecorder(thread.ident, activity=activity)
+    looks = Looks(recorder)
+    for _ in range(LOOK_AT_REST_EVERY):
+        recorder.rest.booked_ns = time.perf_counter_ns() + LONG_STEP_NS
+        looks.take(time.perf_counter_ns())
+    done.append(True)
+    thread.join()
+    assert looks.backward.split() == {"host": pytest.approx(LOOK_AT_REST_EVERY * LOOK_EVERY_S)}
+    assert looks.splits() == ({}, {})
+    assert {kind for kind, _, _ in recorder.notes.lines} == {"host"}

@@ -11,7 +11,7 @@ from fulltilt.timeline.loader_tap import TappedIterator
 from fulltilt.timeline.marks import Activity
 from fulltilt.timeline.notes import RankNotes
 from fulltilt.timeline.rest import LONG_STEP_NS, Rest
-from fulltilt.timeline.stacks import in_backward_or_optimizer, look, stack_of, user_code_in_backward
+from fulltilt.timeline.stacks import StackView, in_backward_or_optimizer, look, stack_of, user_code_in_backward
 from fulltilt.timeline.way_in import WayIn
 
 LOOK_EVERY_S = 0.01
@@ -135,10 +135,13 @@ class Looks:
         if stack is None or recorder.activity is not Activity.BACKWARD:
             return
         view = look(stack, None, recorder.way_in.spots) if user_code_in_backward(stack) else None
-        held_up = view is not None and view.kind == "host"
-        self.backward.add("host" if held_up else "torch", LOOK_EVERY_S)
-        if view is not None and held_up:
+        view = recorder.notes.understood(view) if view is not None else None
+        if view is not None and view.kind == "host":
             recorder.notes.looked(Activity.USER, view, LOOK_EVERY_S)
+        self._add_in_backward(view, LOOK_EVERY_S)
+
+    def _add_in_backward(self, view: StackView | None, weight_s: float) -> None:
+        self.backward.add("host" if view is not None and view.kind == "host" else "torch", weight_s)
 
     def _take_at_rest(self, now_ns: int, since_look_ns: int) -> None:
         """Between bursts of measuring fewer looks are taken; at a step that takes long, all of them."""
@@ -164,7 +167,10 @@ class Looks:
         if takes_long:
             # The first look at a long step stands for all of it so far.
             weight_s = (since_look_ns if began_ns == self._step_ns else now_ns - began_ns) * NS
-        if takes_long or not in_backward_or_optimizer(stack):
+        theirs = user_code_in_backward(stack)
+        if theirs is not None and not takes_long:
+            self._add_in_backward(view if theirs else None, weight_s)
+        elif takes_long or not in_backward_or_optimizer(stack):
             self._add(view.kind, weight_s, began_ns, now_ns)
         recorder.notes.looked(Activity.USER, view, weight_s)
 

@@ -77,15 +77,18 @@ def in_backward_or_optimizer(stack: Stack) -> bool:
     return False
 
 
-def user_code_in_backward(stack: Stack) -> bool:
-    """Whether backward has called code that is not torch's: a hook, or a function with a backward of its own."""
+def user_code_in_backward(stack: Stack) -> bool | None:
+    """Whether backward has called code that is not torch's (a hook, a function with a backward of its own).
+
+    None when backward is not running.
+    """
     theirs = False
     for code, _ in stack.calls:
         who = owner(code.co_filename)
         if who == "torch" and code.co_name == "backward" and "/torch/autograd/" in code.co_filename.replace("\\", "/"):
             return theirs
         theirs = theirs or who in ("user", "site")
-    return False
+    return None
 
 
 def spots(frame: FrameType | None) -> frozenset[Spot]:
