@@ -128,7 +128,7 @@ def test_a_hook_that_holds_backward_up_is_told_from_torchs_own_part(activity: Ac
     weights.register_hook(hook)
     thread = threading.Thread(target=lambda: (2 * weights).sum().backward())
     thread.start()
-    while not inside:
+    while not inside and thread.is_alive():
         time.sleep(0.001)
     recorder = FakeRecorder(thread.ident, activity=activity)
     looks = Looks(recorder)

@@ -86,6 +86,8 @@ class Recording(LoopMarks):
         atexit.unregister(self._stop_with_process)
         if session is None or self._attached or self._files is None:
             return
+        if os.getpid() != session.recorder.pid:
+            return  # a forked child came to its end: the run is its parent's
         session.finish()
         if self._sampler is not None:
             self._sampler.stop()
