@@ -116,4 +116,6 @@ def test_a_first_trial_that_never_ended_mixes_the_figures_of_the_workers() -> No
     first = replace(CUT_OFF, before=FOUR, settings=FOUR, moves=(LiveMove(SIX, 5.0),))
     finding = judged(first).findings[0]
     assert "had only begun to try 6 workers, prefetch 2" in finding.fix
+    failed = replace(first, state="settled", moves=(LiveMove(SIX, 5.0, "failed", why="it broke"),))
+    assert "only begun" not in judged(failed).findings[0].fix
     assert finding.predicted_speedup == (1.31, 1.89)  # half of the waiting, or all of it

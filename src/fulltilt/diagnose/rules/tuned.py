@@ -14,7 +14,7 @@ from fulltilt.diagnose.live import changes, live_record, on_trial, settings_word
 from fulltilt.diagnose.rules.staffing import gain_without_wait
 from fulltilt.diagnose.rules.wording import Judgement, at, costliest_line, line_cost, rewritten, time_spent
 from fulltilt.diagnose.words import number, percent
-from fulltilt.records import Finding, LiveMove, LiveRecord, LoaderRecord
+from fulltilt.records import Finding, LiveMove, LiveRecord, LoaderRecord, Settings
 
 _INPUT = ("input_serial", "input_cpu_bound", "input_io_bound", "input_handover")
 _OF_THE_LOADER = (*_INPUT, "cpu_oversubscribed")
@@ -30,7 +30,8 @@ def as_measured(evidence: Evidence, judgement: Judgement) -> Judgement:
     if judgement.code not in _OF_THE_LOADER:
         return judgement
     if not changes(live) and not _judged(live):
-        return _cut_off(evidence, judgement, live) if live.moves and live.before.num_workers else judgement
+        trial = on_trial(live)
+        return judgement if trial is None or not live.before.num_workers else _cut_off(evidence, judgement, live, trial)
     serial = live.before.num_workers == 0 and judgement.code in _INPUT
     return replace(
         judgement,
@@ -42,12 +43,11 @@ def as_measured(evidence: Evidence, judgement: Judgement) -> Judgement:
     )
 
 
-def _cut_off(evidence: Evidence, finding: Finding, live: LiveRecord) -> Finding:
+def _cut_off(evidence: Evidence, finding: Finding, live: LiveRecord, trial: Settings) -> Finding:
     """The first trial had not come to its end: what the workers did is of two settings, and advises nothing."""
-    trial = settings_words(live.moves[-1].settings)
     fix = (
-        f"Run it longer with --auto, or once without. Live tuning had only begun to try {trial}, and the figures of "
-        "the workers mix that with the script's own settings."
+        f"Run it longer with --auto, or once without. Live tuning had only begun to try {settings_words(trial)}, and "
+        "the figures of the workers mix that with the script's own settings."
     )
     at_stake = gain_without_wait(evidence)
     return replace(finding, evidence=tuple(_facts(evidence, live)), fix=fix, predicted_speedup=at_stake)
