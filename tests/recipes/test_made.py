@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,3 +105,16 @@ def test_pieces_cover_everything_once(tmp_path: Path) -> None:
     assert sorted(counts) == counts
     assert counts[-1] == 120
     assert {path.name for path in tmp_path.iterdir()} == {str(number) for number in range(120)}
+
+
+def touch_slowly(folder: Path, numbers: range) -> None:
+    time.sleep(0.05)
+    touch(folder, numbers)
+
+
+def test_what_is_not_begun_is_left_when_somebody_stops_it(tmp_path: Path) -> None:
+    """Seen to fail: Ctrl-C waited until everything was made."""
+    made_so_far = spread(functools.partial(touch_slowly, tmp_path), 5000)
+    next(made_so_far)
+    made_so_far.close()
+    assert len([*tmp_path.iterdir()]) < 2500

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
@@ -24,9 +27,25 @@ def spread(write: Callable[[range], None], size: int) -> Iterator[int]:
             yield done
         return
     start = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context(start)) as pool:
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context(start), initializer=_end_with_the_parent)
+    try:
         waiting = {pool.submit(write, piece): len(piece) for piece in pieces}
         for finished in as_completed(waiting):
             finished.result()
             done += waiting[finished]
             yield done
+    finally:
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C or a full disk, what is begun is waited for and nothing else
+
+
+def _end_with_the_parent() -> None:
+    """Leave Ctrl-C to the parent, and do not outlive it: a killed one cannot tell."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
