@@ -103,6 +103,7 @@ def test_the_batches_are_those_of_the_plain_run_bit_for_bit(
         assert record.state != "left_alone", record.why
         if job == LONG:
             outcomes = [move.outcome for move in record.moves]
-            assert outcomes[:2] == ["kept", "returned"]
             # A pool whose workers start slowly may still be on trial when fifty samples have been drawn.
-            assert outcomes[2:] in (["kept"], ["trying"])
+            ended = [outcome for outcome in outcomes if outcome != "trying"]
+            assert ended == ["kept", "returned", "kept"][: len(ended)]
+            assert len(ended) >= len(outcomes) - 1
