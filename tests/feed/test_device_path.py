@@ -78,8 +78,26 @@ def test_vram_is_taken_only_after_the_model_has_shown_what_it_needs(as_on_a_gpu,
         assert tiers[:3] == ["none"] * 3
         assert tiers[4:] == ["vram"] * 6
         assert asked[-1] is True
-        list(loader)  # what the first three batches held is read now
+        # The batches before it were put aside, those underway went into it: nothing has to be read again.
         assert any("all 40 samples are kept (vram)" in note for note in loader.notes)
+        assert bool(loader._keeping.supply.store.present.all())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_drop_last_left_out_is_read_before_the_next_pass_begins(as_on_a_gpu, monkeypatch, workers):
+    """Else the whole of that pass would go through the thread that assembles batches, for a few samples' sake."""
+    dataset = Pixels(43)
+    with as_on_a_gpu(dataset, 4, shuffle=True, drop_last=True, num_workers=workers, residency="vram") as loader:
+        assert len(list(loader)) == 10
+        assert int(loader._keeping.supply.store.present.sum()) == 40
+        resident = []
+        serve = loader._delivery._resident
+        monkeypatch.setattr(loader._delivery, "_resident", lambda *given: resident.append(True) or serve(*given))
+        for _ in range(3):
+            for images, numbers in loader:
+                for image, number in zip(images, numbers, strict=True):
+                    assert torch.equal(image, dataset[int(number)][0])
+        assert len(resident) == 3
 
 
 def test_leaving_early_ends_the_thread_and_frees_every_slot(as_on_a_gpu):

@@ -85,6 +85,8 @@ class Keeping:
         if self._undecided:
             if not self.residence.waits_for_model:
                 self.settle(model_has_run=False)
+            else:
+                self.supply.puts_aside = True
         elif self.supply.store is not None:
             self._check(epoch)
         self._epoch_began_s = time.monotonic()
@@ -109,7 +111,8 @@ class Keeping:
     @torch.inference_mode(False)  # what is kept outlives the evaluation that it may be made in
     def settle(self, *, model_has_run: bool) -> None:
         """Decide the tier, now that the model's own memory is known, and begin to keep what is read."""
-        self.supply.store, notes = self.residence.open(model_has_run=model_has_run)
+        store, notes = self.residence.open(model_has_run=model_has_run)
+        self.supply.open_store(store)
         for note in notes:
             self.notes.say(note)
 
@@ -173,5 +176,5 @@ class Keeping:
         store: Any = self.supply.store
         if isinstance(store, DiskStore):
             store.delete_files()
-        self.supply.store = None
+        self.supply.open_store(None)
         self.notes.warn(why)

@@ -25,6 +25,8 @@ SLOTS = 4
 SLOT_BYTES = 2 * 1024**3
 # Host buffers for batches gathered from a host store: one being filled, one being copied, one ready.
 STAGING = 3
+# Batches that are put aside while it is not yet known whether and where there is room for samples.
+PUT_ASIDE = 4
 # Rows at least this long are copied to the device one by one from pinned memory: a copy call then costs less than
 # moving the row to a staging buffer first.
 DIRECT_ROW_BYTES = 64 * 1024
@@ -70,14 +72,34 @@ class Supply:
         self.store: DeviceStore | HostStore | None = None
         self._on_random, self._on_full, self._on_bad = on_random, on_full, on_bad
         self._on_worker_start = on_worker_start
+        self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.puts_aside = False
         self._pool: WorkerPool | None = None
         self._staging: HostBuffers | None = None
 
     def missing(self, batches: Iterable[torch.Tensor]) -> bool:
         """Whether any sample of ``batches`` still has to be read from the source."""
-        store = self.store
         every = list(batches)
-        return store is None or bool(every and not store.has(self.bad.without_bad(torch.cat(every))).all())
+        return self.store is None or bool(every and len(self.lacking(every)))
+
+    def lacking(self, batches: list[torch.Tensor]) -> torch.Tensor:
+        """The samples of ``batches`` that the store does not have, each once."""
+        assert self.store is not None
+        asked = self.bad.without_bad(torch.cat(batches))
+        lacking: torch.Tensor = torch.unique(asked[~self.store.has(asked)])
+        return lacking
+
+    def open_store(self, store: DeviceStore | HostStore | None) -> None:
+        """Keep what is read from now on, and what was put aside until now; None keeps nothing."""
+        self.store, self.puts_aside = store, False
+        aside, self._aside = self._aside, []
+        for indices, rows in aside if store is not None else ():
+            if isinstance(store, DeviceStore):
+                store.write(indices.to(self.device), rows.to(self.device))
+                store.present[indices] = True
+            else:
+                assert store is not None
+                self._keep(store, indices, rows)
 
     def resize(self, batch_size: int) -> None:
         """Serve batches of up to ``batch_size`` from now on; what is kept stays."""
@@ -199,13 +221,17 @@ class Supply:
             if not bool(good.all()):
                 read, rows = read[good], rows[good]
         indices = self._left(plan.indices)
-        if plan.store is None:
+        # A batch that was asked for before there was a store goes into the one that has come since.
+        store = plan.store or self.store
+        if store is None:
+            if self.puts_aside and len(self._aside) < PUT_ASIDE:
+                self._aside.append((read, rows.clone()))
             return HostBatch(read, rows, read, lambda: pool.release(slot))
-        if isinstance(plan.store, DeviceStore):
-            return HostBatch(indices, rows, read, lambda: pool.release(slot), plan.store)
-        if self.store is plan.store:
-            self._keep(plan.store, read, rows)
-        batch = self._gather(plan.store, indices, read, rows)
+        if isinstance(store, DeviceStore):
+            return HostBatch(indices, rows, read, lambda: pool.release(slot), store)
+        if self.store is store:
+            self._keep(store, read, rows)
+        batch = self._gather(store, indices, read, rows)
         pool.release(slot)
         return batch
 
