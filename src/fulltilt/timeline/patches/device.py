@@ -72,8 +72,7 @@ class DevicePatches:
         recorder, copies, torch = self._recorder, self._notes.copies, self._torch
 
         def copy(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            # First of all: what a compiler has seen of us it would guard, and compile anew when it changes.
-            if torch.compiler.is_compiling() or recorder.clock is None or recorder.rest.on:
+            if recorder.clock is None or recorder.rest.on or torch.compiler.is_compiling():
                 return original(tensor, *args, **kwargs)
             if tensor.is_cuda or not recorder.mine() or recorder.activity is not Activity.USER:
                 return original(tensor, *args, **kwargs)
@@ -106,7 +105,7 @@ class DevicePatches:
         recorder, torch = self._recorder, self._torch
 
         def read(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or recorder.clock is None or recorder.rest.on:
+            if recorder.clock is None or recorder.rest.on or torch.compiler.is_compiling():
                 return original(tensor, *args, **kwargs)
             if not tensor.is_cuda or not recorder.mine():
                 return original(tensor, *args, **kwargs)

@@ -75,7 +75,7 @@ class SteppingPatches:
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recorder = self._recorder
-        if self._torch.compiler.is_compiling() or not recorder.active or recorder.rest.on:
+        if not recorder.active or recorder.rest.on or self._torch.compiler.is_compiling():
             return
         if not recorder.mine():
             if recorder.notes.steps:
@@ -93,13 +93,11 @@ class SteppingPatches:
 
     def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         recorder = self._recorder
-        if self._torch.compiler.is_compiling():
-            return
         if recorder.rest.on and recorder.mine():
             if id(optimizer) in self._steps_count:
                 recorder.stepped_at_rest()
             return
-        if not recorder.mine() or id(optimizer) not in self._stepping:
+        if not recorder.mine() or id(optimizer) not in self._stepping or self._torch.compiler.is_compiling():
             return
         while self._stepping and self._stepping.pop() != id(optimizer):
             pass
