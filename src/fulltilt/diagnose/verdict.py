@@ -158,4 +158,6 @@ def _unexplained(evidence: Evidence) -> tuple[float, str]:
 
 def _too_short(evidence: Evidence) -> str:
     seen = f"{count('step', evidence.throughput.steps)} in {seconds(evidence.active_s)} after start-up"
-    return f"Too short to tell: {seen}; let it train for {seconds(evidence.thresholds.longest_too_short_s)} or more"
+    shortest = seconds(evidence.thresholds.longest_too_short_s)
+    wanted = f"more than {shortest}" if evidence.active_s <= evidence.thresholds.longest_too_short_s else "more steps"
+    return f"Too short to tell: {seen}; let it train for {wanted}"

@@ -56,7 +56,9 @@ def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = 
         told[0] = f"rank {ranks.rank}: {told[0]}"
     resumable = _newest(out)
     if resumable is not None:
-        told.append(f"Newest checkpoint: {resumable}; the same command resumes there.")
+        # After a refusal the same command would be refused again.
+        again = "" if code == UsageError.exit_code else "; the same command resumes there"
+        told.append(f"Newest checkpoint: {resumable}{again}.")
     print(f"fulltilt: {told[0]}", *(f"  {line}" for line in told[1:]), sep="\n", file=stream or sys.stderr, flush=True)
     if ranks.world > 1 and dist.is_initialized():
         # NCCL was left as it is (see Group.close), and the interpreter's own end would wait for it.
