@@ -21,7 +21,6 @@ from fulltilt.recipes.made.cars import CAPTIONS, COLUMNS, described
 from fulltilt.recipes.made.parallel import spread
 from fulltilt.recipes.recipe import Request
 from fulltilt.train import Job, TrainSettings
-from fulltilt.train.precision import set_tf32
 from recipebench.measuring import Bench, plain_step, stock_rate
 from recipebench.turns import Turns, engine_turns, steps_of
 
@@ -35,7 +34,6 @@ def run(bench: Bench) -> None:
     batch = 8 if bench.smoke else 256
     data = pictures(bench.work / "data", 40 if bench.smoke else 1200)
     bench.note("promised", "2 to 3")
-    set_tf32(TrainSettings().tf32)  # as the engine does: what is compiled holds for these switches alone
     bench.begins("compute-only steps")
     turns = Turns(compute_steps(bench, data, batch), bench)
     bench.begins("fed and compute-only steps in turns")
@@ -86,8 +84,7 @@ def compute_steps(bench: Bench, data: Path, batch: int) -> Callable[[int], int]:
         torch.arange(batch, device=device),
     )
     dtype = torch.bfloat16 if device.type == "cuda" else None
-    model: Any = job.model.to(device).train()
-    step = plain_step(torch.compile(model) if bench.compiles else model, compared, lr=2e-5, clip_norm=1.0, dtype=dtype)
+    step = plain_step(bench.trained(job.model), compared, lr=2e-5, clip_norm=1.0, dtype=dtype)
     return steps_of(step, parts, batch)
 
 

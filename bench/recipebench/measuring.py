@@ -18,6 +18,8 @@ import torch
 
 from fulltilt.probes.sampler import Sampler
 from fulltilt.records import Sample
+from fulltilt.train import TrainSettings
+from fulltilt.train.precision import set_tf32
 
 
 class Bench:
@@ -25,6 +27,7 @@ class Bench:
 
     def __init__(self, out: Path, budget_s: float, *, smoke: bool, compiles: bool = False) -> None:
         self.out, self.smoke, self.compiles = out, smoke, compiles
+        set_tf32(TrainSettings().tf32)  # as the engine does: what is compiled holds for these switches alone
         self.device = torch.device("cuda" if torch.cuda.is_available() and not smoke else "cpu")
         self.figures: dict[str, Any] = {}
         self._ends_s = time.monotonic() + budget_s
@@ -63,6 +66,11 @@ class Bench:
     def seconds(self, wanted: float) -> float:
         """How long to measure: as wanted, or hardly at all in a smoke test."""
         return 0.3 if self.smoke else wanted
+
+    def trained(self, model: torch.nn.Module) -> Any:
+        """The model on the device as the engine trains it: compiled where the row is."""
+        model = model.to(self.device).train()
+        return torch.compile(model) if self.compiles else model
 
     def close(self) -> None:
         """Remove the scratch folder."""

@@ -17,6 +17,8 @@ from recipebench.measuring import Bench, drain, mean_of, sampling
 
 # After an epoch has begun, so many steps pass before they count.
 WARM_UP_STEPS = 4
+# At the end comes a longer stretch of fed steps, to see how busy the GPU is: its counters are slower than a turn.
+LOOK_S = 3.0
 # Epochs without a whole turn before the measuring gives up.
 MOST_EPOCHS = 10
 
@@ -32,10 +34,11 @@ class Turns:
     """
 
     def __init__(
-        self, compute: Callable[[int], int] | None, bench: Bench, *, turn_s: float = 0.5, turns: int = 15
+        self, compute: Callable[[int], int] | None, bench: Bench, *, turn_s: float = 0.5, turns: int = 21
     ) -> None:
         self.compute, self.device = compute, bench.device
         self.turn_s, self.turns = (0.02, 2) if bench.smoke else (turn_s, turns)
+        self._look_s, self._looking = (0.02 if bench.smoke else LOOK_S), False
         self.readings: list[Sample] = []
         self._ratios: list[float] = []
         self._kept: list[GpuReading] = []
@@ -46,7 +49,7 @@ class Turns:
 
     def fed_step(self, epoch: int, served: int) -> None:
         """A fed step has ended, ``served`` samples in all. Raises StoppedEarly when there were enough turns."""
-        if epoch != self._epoch:
+        if epoch != self._epoch and not self._looking:
             self._epoch, self._warm_up, self._began_s = epoch, WARM_UP_STEPS, None
             self._epochs += 1
             if self._epochs > MOST_EPOCHS and "fed" not in self._totals:
@@ -83,16 +86,18 @@ class Turns:
     def _end(self, served: int) -> None:
         assert self._began_s is not None
         drain(self.device)
+        if self._looking:
+            # The first reading covers the time before as well.
+            self._kept = [sample.gpus[0] for sample in self.readings[1:] if sample.gpus]
+            raise StoppedEarly("enough")
         fed = self._add("fed", served - self._served, self._began_s)
-        # The first reading covers the time before the turn as well.
-        self._kept += [sample.gpus[0] for sample in self.readings[1:] if sample.gpus]
         if self.compute is not None:
             began_s = time.perf_counter()
             samples = self.compute(self._steps)
             drain(self.device)
             self._ratios.append(round(fed / self._add("compute_only", samples, began_s), 4))
         if len(self._totals["fed"]) >= self.turns:
-            raise StoppedEarly("enough")
+            self._looking, self.turn_s = True, self._look_s
 
     def _add(self, name: str, samples: int, began_s: float) -> float:
         """Note a turn that has just ended; returns its samples per second."""
