@@ -71,12 +71,13 @@ def test_a_starved_job_waits_at_most_half_as_long_and_ends_with_the_same_weights
 @pytest.mark.slow
 @pytest.mark.quiet
 @pytest.mark.timeout(1800)
-def test_what_is_predicted_for_a_loader_is_what_the_change_gives(tmp_path: Path) -> None:
+def test_what_is_predicted_for_a_loader_is_what_the_change_gives(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Over the zoo's loader cases the measured gain lies in the predicted range in at least 80 %."""
     rows = []
+    short = tmp_path_factory.mktemp("p")  # workers' sockets lie in it, and a socket's path holds 107 characters
     for specimen in CATALOGUE:
         if specimen.script in LOADERS:
-            rows += list(_predicted_and_measured(specimen, tmp_path / specimen.script))
+            rows += list(_predicted_and_measured(specimen, short / specimen.path.stem))
     for name, low, high, gain in rows:
         print(f"{name:<20} predicted {low:.2f} to {high:.2f} ×, measured {gain:.2f} ×  {_inside(low, high, gain)}")
     assert len(rows) >= 6
