@@ -43,7 +43,7 @@ def run(bench: Bench) -> None:
     bench.begins("the guide's settings")
     bench.note("guide", guide_rate(bench, data))
     bench.remark("guide 2's accumulation compares 128 captions a step; ours at its batch compares 256 (GradCache)")
-    if bench.left_s() > 15 or bench.smoke:
+    if bench.left_s() > bench.another_s:
         bench.begins("ours at the guide's batch")
         part, again = (4, again) if bench.smoke else (GUIDE_BATCH, 12)
         job = engine_job(bench, data, part, GUIDE_ACCUMULATION, again)

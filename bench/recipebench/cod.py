@@ -48,7 +48,7 @@ def run(bench: Bench) -> None:
     bench.note_all(engine_turns(*job, bench.work / "fed", turns))
     bench.begins("the guide's settings")
     bench.note("guide", guide_rate(bench, options, data))
-    if bench.left_s() > 15 or bench.smoke:
+    if bench.left_s() > bench.another_s:
         bench.begins("ours at the guide's batch")
         job = engine_job(bench, options, data, GUIDE_BATCH, 4 if bench.smoke else 2)
         alone = Turns(None, bench, turn_s=2.5, turns=1)

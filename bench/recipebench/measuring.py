@@ -27,6 +27,8 @@ class Bench:
 
     def __init__(self, out: Path, budget_s: float, *, smoke: bool, compiles: bool = False) -> None:
         self.out, self.smoke, self.compiles = out, smoke, compiles
+        # What another batch size takes at least: a compiled model is compiled anew for it.
+        self.another_s = 0.0 if smoke else 120.0 if compiles else 15.0
         set_tf32(TrainSettings().tf32)  # as the engine does: what is compiled holds for these switches alone
         self.device = torch.device("cuda" if torch.cuda.is_available() and not smoke else "cpu")
         self.figures: dict[str, Any] = {}

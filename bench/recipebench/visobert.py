@@ -60,7 +60,7 @@ def run(bench: Bench) -> None:
     bench.begins("the guide's settings")
     bench.note("guide", guide_rate(bench, fitting, texts))
     bench.remark("guide 4's 8-bit AdamW is left out on both sides: fused AdamW is at least as fast")
-    if bench.left_s() > 15 or bench.smoke:
+    if bench.left_s() > bench.another_s:
         bench.begins("ours at the guide's batch")
         small = fitted(bench, data, options, texts, 8 if bench.smoke else GUIDE_BATCH)
         alone = Turns(None, bench, turn_s=4, turns=1)
