@@ -150,9 +150,8 @@ class ImageJob:
             bench.note(self.name, "first_epoch", bench.epoch_rate(self.step, loader, first_of))
             bench.note(self.name, "first_epoch_workers", loader.workers)
             loader.fill()  # what drop_last left out
-            seconds = 3.0
             self.compute = bench.against_compute(
-                self.name, f"feed_{tier}", self.step, lambda: [self.fixed], lambda: loader, first_of, seconds
+                self.name, f"feed_{tier}", self.step, lambda: [self.fixed], lambda: loader, first_of
             )
 
     def stock_loader(self, counts: Iterable[int], seconds: float) -> None:

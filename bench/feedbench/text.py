@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -64,16 +65,17 @@ def run_text(bench: Bench) -> None:
     for batch in ready[:: max(1, len(ready) // 40)]:
         step(batch)
     compute, fed = [], []
-    for _ in range(2):  # the very same batches, whole epochs in turn
+    for _ in range(2 if bench.smoke else 4):  # the very same batches, whole epochs in turn
         compute.append(bench.epoch_rate(step, ready, size))
         loader.set_epoch(0)
         fed.append(bench.epoch_rate(step, loader, size))
     ready = []
-    bench.note("text", "compute_only", sum(compute) / 2)
+    bench.note("text", "compute_only", statistics.median(compute))
     bench.note("text", "compute_only_runs", [round(rate, 1) for rate in compute])
-    bench.note("text", "feed_buckets", sum(fed) / 2)
+    bench.note("text", "feed_buckets", statistics.median(fed))
     bench.note("text", "feed_buckets_runs", [round(rate, 1) for rate in fed])
-    bench.note("text", "fed_over_compute", sum(fed) / sum(compute))
+    ratios = [ours / alone for ours, alone in zip(fed, compute, strict=True)]
+    bench.note("text", "fed_over_compute", statistics.median(ratios))
     bench.note("text", "padding_waste_buckets", loader.padding_waste)
     order = torch.split(torch.randperm(count, generator=generator), batch_size)
     bench.note("text", "padding_waste_dynamic", padding_waste(torch.tensor(lengths), order))
@@ -99,5 +101,5 @@ def run_text(bench: Bench) -> None:
 
         rate, _ = bench.rate(step, batches, size, 6)
         bench.note("text", name, rate)
-        bench.note("text", f"fed_over_{name}", sum(fed) / 2 / rate)
+        bench.note("text", f"fed_over_{name}", statistics.median(fed) / rate)
         del stock

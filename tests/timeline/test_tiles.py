@@ -292,6 +292,17 @@ def divided(tiles: list[Tile], seen: dict[str, float]) -> dict[str, float]:
     return total
 
 
+def test_what_long_steps_wait_for_other_ranks_is_communication() -> None:
+    """Long steps are set apart, and what they exchanged had stayed compute."""
+    shelves = Shelves({"backward": 8e9, "optimizer": 1e9, "data_wait": 1e9})
+    apart = Shelves({"backward": 6e9})
+    for unusual, waited in ((Shelves(), 3.0), (apart, 3.0), (apart, 30.0)):
+        tile = Tile(0.0, 10e9, 2, 0, 2, 8, 0, shelves, 5e9, 0.0, 0.0, gpu=False, unusual=unusual)
+        buckets = attribute(tile, {"torch": 1.0}, {}, Usual(), exposed_communication_s=waited / 2).buckets
+        assert buckets.communication_s == pytest.approx(min(waited, 9.0))
+        assert buckets.compute_s + buckets.communication_s == pytest.approx(9.0)
+
+
 def test_what_hooks_take_inside_backward_is_host_code() -> None:
     shelves = Shelves({"backward": 8e9, "optimizer": 1e9, "user": 1e9})
     tile = Tile(0.0, 10e9, 1, 0, 1, 8, 0, shelves, 10e9, 0.0, 0.0, gpu=False)

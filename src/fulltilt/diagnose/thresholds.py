@@ -45,6 +45,8 @@ class Thresholds:
     recovered_low: float = 0.5  # half of a cause removed is the cautious end of a prediction
     scaling_low: float = 0.6  # COD on 16 cores: 8 workers gave 0.88 of the serial rate each, 12 gave 0.51 each
     handing_over_s: float = 0.002  # a small batch from a worker to the training thread, on two busy Arm cores
+    # Rates of one job in two runs differ by so much: what is predicted from one cannot be truer (docs/log.md, Tuning).
+    rate_error: float = 0.08
     worker_headroom: float = 1.15  # workers above the bare need, so that uneven batches do not empty the queue
     waiting_workers_per_cpu: float = 4.0  # workers that wait for storage use little CPU; more than this only add RAM
     oversubscription_loss: float = 2.1  # CLIP on 16 cores: 1489 samples/s at 12 workers, 712 at 16

@@ -50,16 +50,22 @@ def attribute(
     waits for the exchange of gradients inside backward. ``in_backward``: how much of that is code of the user's.
     """
     held_up = in_backward.get("host", 0.0) / (sum(in_backward.values()) or 1.0)
-    apart = _attribute_measured(replace(tile, shelves=tile.unusual, sync_blocked_ns=0.0), seen_apart, held_up, 0.0)
+    rest_s = tile.shelves.time.get("rest", 0.0) * NS
+    all_s = sum(tile.shelves.time.values()) * NS
+    exchange_s = exposed_communication_s * tile.steps * (1 - rest_s / all_s if all_s else 1.0)
+    apart = _attribute_measured(replace(tile, shelves=tile.unusual, sync_blocked_ns=0.0), seen_apart, held_up)
     if tile.gpu:
         # Only waits are apart there, and what the GPU's idle time is charged to depends on them.
-        measured = _attribute_measured(tile, seen, held_up, exposed_communication_s)
+        measured = _with_exchange(_attribute_measured(tile, seen, held_up), exchange_s)
         usual.learn(_less(measured.buckets, apart.buckets), measured.launch_s)
     else:
         ordinary = replace(tile, shelves=tile.shelves.beyond(tile.unusual))
-        measured = _attribute_measured(ordinary, seen, held_up, exposed_communication_s)
+        measured = _attribute_measured(ordinary, seen, held_up)
+        compute_s = measured.buckets.compute_s + apart.buckets.compute_s
+        share = measured.buckets.compute_s / compute_s if compute_s else 0.0
+        measured = _with_exchange(measured, exchange_s * share)
+        apart = _with_exchange(apart, exchange_s * (1 - share))
         usual.learn(measured.buckets, measured.launch_s)
-    rest_s = tile.shelves.time.get("rest", 0.0) * NS
     rest = usual.divide(rest_s) if rest_s else {}
     buckets = Buckets(**{name: getattr(measured.buckets, name) + rest.get(name, 0.0) for name in BUCKETS})
     phases = _stretched(measured.phases, tile, rest_s) if rest_s else measured.phases
@@ -96,13 +102,15 @@ def _sum_of(phases: Phases | None, more: Phases | None) -> Phases | None:
     return Phases(**summed)
 
 
-def _attribute_measured(
-    tile: Tile, seen: Mapping[str, float], held_up: float, exposed_communication_s: float
-) -> Attributed:
+def _attribute_measured(tile: Tile, seen: Mapping[str, float], held_up: float) -> Attributed:
     total = sum(seen.values())
     split = {kind: weight / total for kind, weight in seen.items()} if total else {}
-    whole = _attribute_gpu(tile, split) if tile.gpu else _attribute_cpu(tile, split, held_up)
-    exchanged = min(exposed_communication_s * tile.steps, whole.buckets.compute_s)
+    return _attribute_gpu(tile, split) if tile.gpu else _attribute_cpu(tile, split, held_up)
+
+
+def _with_exchange(whole: Attributed, exchange_s: float) -> Attributed:
+    """What backward waited for the exchange of gradients was booked as compute."""
+    exchanged = min(exchange_s, whole.buckets.compute_s)
     if exchanged <= 0:
         return whole
     buckets = replace(

@@ -46,7 +46,9 @@ def plan_workers(evidence: Evidence) -> Staffing | None:
         high = advised / supply.workers
         low = 1 + (high - 1) * limits.scaling_low
     cautious, hopeful = (full_cpu_rate(evidence, supply, rate, threads) / rate for threads in _threads(evidence))
-    predicted = gain(min(low, cautious), min(high, hopeful), cap=unhindered)
+    # Whatever the error of the rates: no loader wins more than the time that training waits for it.
+    least, most = min(low, cautious) * (1 - limits.rate_error), min(high, hopeful) * (1 + limits.rate_error)
+    predicted = gain(least, most, cap=unhindered)
     return Staffing(supply.workers, needed, allowed, advised, predicted)
 
 
