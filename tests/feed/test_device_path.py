@@ -83,6 +83,17 @@ def test_vram_is_taken_only_after_the_model_has_shown_what_it_needs(as_on_a_gpu,
         assert bool(loader._keeping.supply.store.present.all())
 
 
+def test_batches_underway_while_the_model_is_watched_are_kept(as_on_a_gpu, monkeypatch):
+    """With workers, more batches than the model has seen are on their way to the device when its memory is known."""
+    monkeypatch.setattr(residency.Residence, "waits_for_model", property(lambda self: True))
+    with as_on_a_gpu(Pixels(80), 4, num_workers=2, shuffle=True) as loader:
+        for number, _ in enumerate(loader):
+            time.sleep(0.05 if number < 4 else 0)  # steps that take long: the queue fills up meanwhile
+        assert loader.tier == "vram"
+        # All but the one that may be handed over at that very moment; the next pass reads it before it begins.
+        assert int(loader._keeping.supply.store.present.sum()) >= 76
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_drop_last_left_out_is_read_before_the_next_pass_begins(as_on_a_gpu, monkeypatch, workers):
     """Else the whole of that pass would go through the thread that assembles batches, for a few samples' sake."""

@@ -25,8 +25,10 @@ SLOTS = 4
 SLOT_BYTES = 2 * 1024**3
 # Host buffers for batches gathered from a host store: one being filled, one being copied, one ready.
 STAGING = 3
-# Batches that are put aside while it is not yet known whether and where there is room for samples.
-PUT_ASIDE = 4
+# Batches put aside while it is not known yet whether and where there is room: those that the model is watched with, and
+# those that are on their way to the device meanwhile. Fewer where they are large.
+PUT_ASIDE = 8
+PUT_ASIDE_BYTES = 2 * 1024**3
 # Rows at least this long are copied to the device one by one from pinned memory: a copy call then costs less than
 # moving the row to a staging buffer first.
 DIRECT_ROW_BYTES = 64 * 1024
@@ -224,7 +226,7 @@ class Supply:
         # A batch that was asked for before there was a store goes into the one that has come since.
         store = plan.store or self.store
         if store is None:
-            if self.puts_aside and len(self._aside) < PUT_ASIDE:
+            if self.puts_aside and len(self._aside) < min(PUT_ASIDE, PUT_ASIDE_BYTES // max(rows.nbytes, 1)):
                 self._aside.append((read, rows.clone()))
             return HostBatch(read, rows, read, lambda: pool.release(slot))
         if isinstance(store, DeviceStore):
