@@ -104,7 +104,7 @@ class Fitting:
             self.trainer.train(resume_from_checkpoint=None if begin is None else str(begin))
         except BaseException as error:
             if self.recorder is not None:
-                self.recorder.recording.stop(failed=not isinstance(error, KeyboardInterrupt), interrupted=True)
+                self.recorder.recording.stop(error=error)
             if is_out_of_memory(error):
                 raise _does_not_fit(settings.batch_size) from error
             raise

@@ -81,7 +81,7 @@ def make_plan(runs: Sequence[Run]) -> Plan:
         batches=_batches(runs, budget, batch, largest, total),
         gpus=_gpus(diagnosis, run, budget, batch, here, compute),
         loading=() if rank is None else loader_memory(run, rank, compute or diagnosis.throughput.samples_per_s),
-        lacks=tuple(_lacks(budget, reading, here, batch)),
+        lacks=tuple(_lacks(run, budget, reading, here, batch)),
     )
 
 
@@ -194,9 +194,11 @@ def _gpu_of(run: Run) -> GpuReading | None:
 
 
 def _lacks(
-    budget: VramBudget | None, gpu: GpuReading | None, here: GpuModel | None, batch: int | None
+    run: Run, budget: VramBudget | None, gpu: GpuReading | None, here: GpuModel | None, batch: int | None
 ) -> Iterator[str]:
-    if gpu is None:
+    if not run.ranks:
+        yield "no process of the run was recorded: nothing is known of its memory and speed"
+    elif gpu is None:
         yield "the run had no GPU: nothing is known of VRAM and of speed on other GPUs"
     elif batch is None:
         yield "the batch size is not known (no DataLoader with one): no budget by sample"
