@@ -26,15 +26,20 @@ def start(out: Path, world: int, **order: Any) -> list[BaseProcess]:
 
 
 def run_as_torchrun(children: list[BaseProcess], timeout_s: float = 150) -> list[int | None]:
-    """Wait for all ranks; when one of them fails, kill the others, as torchrun does. The codes of all."""
+    """Wait for all ranks; when one of them fails, kill the others, as torchrun does. The codes of all.
+
+    Ranks that are still alive at the time limit have the code None: they hung.
+    """
     deadline = time.monotonic() + timeout_s
+    hung: list[BaseProcess] = []
     while any(child.is_alive() for child in children):
         connection.wait([child.sentinel for child in children if child.is_alive()], timeout=1)
         if time.monotonic() > deadline or any(child.exitcode for child in children):
+            hung = [child for child in children if child.is_alive()] if time.monotonic() > deadline else []
             for child in children:
                 child.kill()
                 child.join()
-    return [child.exitcode for child in children]
+    return [None if child in hung else child.exitcode for child in children]
 
 
 def exit_codes(out: Path, world: int, timeout_s: float = 150, **order: Any) -> list[int | None]:

@@ -142,7 +142,7 @@ def test_a_hundred_kills(settings: dict[str, Any], world: int, tmp_path: Path) -
         deaths += supervise(out, kills, world, settings=settings)
         for _ in range(2):
             deaths += killed_at_random_moment(out, world, settings, chance)
-        assert run_once(out, world, settings=settings) == 0, victim.told(out)
+        assert run_once(out, world, settings=settings) == 0, "".join(victim.told(out, rank) for rank in range(world))
         assert victim.chain(out) == expected
 
 
