@@ -94,13 +94,8 @@ class Bench:
             step(batch)
             early += size(batch)
         self.drain()
-        warm, done = time.perf_counter(), 0
-        while time.perf_counter() - warm < seconds:
-            batch = next(stream)
-            step(batch)
-            done += size(batch)
-        self.drain()
-        steady = done / (time.perf_counter() - warm)
+        warm = time.perf_counter()
+        steady = self._turn(step, stream, size, seconds)
         stream.close()
         return samples / (warm - began + max(0, samples - early) / steady), steady
 

@@ -81,8 +81,8 @@ class Supply:
 
     def missing(self, batches: Iterable[torch.Tensor]) -> bool:
         """Whether any sample of ``batches`` still has to be read from the source."""
-        every = list(batches)
-        return self.store is None or bool(every and len(self.lacking(every)))
+        every, store = list(batches), self.store
+        return store is None or bool(every and not store.has(self.bad.without_bad(torch.cat(every))).all())
 
     def lacking(self, batches: list[torch.Tensor]) -> torch.Tensor:
         """The samples of ``batches`` that the store does not have, each once."""
