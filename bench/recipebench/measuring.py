@@ -20,6 +20,7 @@ from fulltilt.probes.sampler import Sampler
 from fulltilt.records import Sample
 from fulltilt.train import TrainSettings
 from fulltilt.train.precision import set_tf32
+from fulltilt.train.replaying import Replaying
 
 
 class Bench:
@@ -70,9 +71,12 @@ class Bench:
         return 0.3 if self.smoke else wanted
 
     def trained(self, model: torch.nn.Module) -> Any:
-        """The model on the device as the engine trains it: compiled where the row is."""
+        """The model on the device as the recipes train it: replayed from CUDA graphs, and compiled where asked for."""
         model = model.to(self.device).train()
-        return torch.compile(model) if self.compiles else model
+        called: Any = torch.compile(model) if self.compiles else model
+        if self.device.type == "cuda":
+            Replaying(model, called, self.remark)
+        return called
 
     def close(self) -> None:
         """Remove the scratch folder."""
@@ -127,10 +131,10 @@ def plain_step(
     parameters = list(model.parameters())
 
     def step(batch: Any) -> None:
+        optimizer.zero_grad(set_to_none=True)
         with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
             outcome = loss(model, batch)
         value = outcome[0] if isinstance(outcome, tuple) else outcome
-        optimizer.zero_grad(set_to_none=True)
         scaler.scale(value).backward()
         if clip_norm is not None:
             scaler.unscale_(optimizer)

@@ -137,7 +137,7 @@ def remembering(fitting: Fitting) -> deque[Any]:
 
 def compute_steps(bench: Bench, fitting: Fitting, served: deque[Any]) -> Callable[[int], int]:
     """The plain step on the very batches of the fed steps before, with the mask that the recipe gives."""
-    model = load_model(fitting.options, fitting.tokenizer, ("a", "b", "c")).to(bench.device).train()
+    model = bench.trained(load_model(fitting.options, fitting.tokenizer, ("a", "b", "c")))
     dtype = torch.bfloat16 if bench.device.type == "cuda" else None
     step = plain_step(model, partial(loss, ClassLoss(None, 0.0)), lr=2e-5, clip_norm=1.0, dtype=dtype)
 

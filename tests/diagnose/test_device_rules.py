@@ -127,13 +127,19 @@ def test_few_gaps_are_left_alone_and_unmeasured_ones_not_judged() -> None:
 
 
 def test_kernels_that_leave_multiprocessors_idle_want_a_larger_batch() -> None:
-    run = on_gpu({"sm_active_pct": 25.0, "vram_used_bytes": 14 * 10**9}, {"compute": 90.0, "host_code": 10.0})
+    gpu = {"util_pct": 80.0, "sm_active_pct": 20.0, "vram_used_bytes": 14 * 10**9}
+    run = on_gpu(gpu, {"compute": 90.0, "host_code": 10.0})
     finding = found(batch_too_small(gather(run)))
     assert finding.share == pytest.approx(90 * 0.75 / 110)
-    assert "SMs are active 25 % of the time" in finding.evidence
+    assert "SMs are active 25 % of the time that a kernel runs" in finding.evidence
     assert "10 % of the GPU's memory is in use" in finding.evidence
     assert "A suggestion, since it changes what is trained: try batch_size 32 → 64 at train.py:31" in finding.fix
     assert finding.predicted_speedup == (1.51, 3.08)
+
+
+def test_a_gpu_that_idles_between_full_kernels_wants_no_larger_batch() -> None:
+    gpu = {"util_pct": 52.0, "sm_active_pct": 40.0, "vram_used_bytes": 10**9}
+    assert batch_too_small(gather(on_gpu(gpu, {"compute": 70.0, "sync": 30.0}))) is None
 
 
 def test_launches_just_below_the_limit_also_want_a_larger_batch() -> None:

@@ -43,7 +43,7 @@ class FakeRecorder:
 
     thread_id: int | None
     notes: Any = field(default_factory=FakeNotes)
-    clock: None = None
+    clock: Any = None
     rest: Rest = field(default_factory=Rest)
     way_in: WayIn = field(default_factory=WayIn)
     activity: Activity = Activity.REST
@@ -140,3 +140,18 @@ def test_a_hook_that_holds_backward_up_is_told_from_torchs_own_part(activity: Ac
     assert looks.backward.split() == {"host": pytest.approx(LOOK_AT_REST_EVERY * LOOK_EVERY_S)}
     assert looks.splits() == ({}, {})
     assert {kind for kind, _, _ in recorder.notes.lines} == {"host"}
+
+
+@pytest.mark.parametrize(("clock", "usual_looks"), [(None, 0), (object(), 4)])
+def test_on_a_gpu_looks_at_long_steps_divide_all_of_them(
+    recorder: FakeRecorder, clock: object, usual_looks: int
+) -> None:
+    """No step is set apart there: looks kept apart would leave what the steps did unexplained."""
+    recorder.clock, recorder.activity = clock, Activity.USER
+    recorder.last_switch_ns = recorder.step_ns = time.perf_counter_ns() - 3 * LONG_STEP_NS
+    looks = Looks(recorder)
+    for _ in range(4):
+        looks.take(time.perf_counter_ns())
+    recorder.previous_step_ns, recorder.step_ns = recorder.step_ns, time.perf_counter_ns()
+    looks.splits()
+    assert (looks.usual.in_window, looks.apart.in_window) == (usual_looks, 4 - usual_looks)

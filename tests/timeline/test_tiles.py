@@ -416,8 +416,11 @@ def test_a_starved_gpu_waits_for_data() -> None:
     assert waited / whole == pytest.approx(31 / 41, abs=0.04)
 
 
-def reading_step(loop: Loop, lead: float = 0.0) -> None:
-    """2 ms to queue 6 ms of work, then ten readings that each queue 0.3 ms of host work for 0.05 ms on the GPU."""
+def reading_step(loop: Loop, lead: float = 0.0, last: float | None = None) -> None:
+    """2 ms to queue 6 ms of work, then ten readings that each queue 0.3 ms of host work for 0.05 ms on the GPU.
+
+    ``last``: the lead behind the last reading, where it is another.
+    """
 
     def give_lead(ms: float) -> None:
         if lead:
@@ -428,12 +431,12 @@ def reading_step(loop: Loop, lead: float = 0.0) -> None:
     give_lead(lead)
     loop.spend(1, 3)
     loop.backward(1, 3)
-    for _ in range(10):
+    for number in range(10):
         loop.spend(0.3, 0.05)
         loop.mark(Activity.SYNC, None, Point.SYNCED if lead else Point.NONE)
         loop.t = max(loop.t, int(loop.gpu_free))
         loop.mark(Activity.USER)
-        give_lead(lead / 5)
+        give_lead(lead / 5 if last is None or number < 9 else last)
     loop.step(0.2)
 
 
@@ -448,6 +451,18 @@ def test_readings_that_let_the_gpu_run_dry_are_charged_with_it() -> None:
     # A step takes 6.3 ms for the first reading and 9 × 0.35 ms for the others: 6.5 ms of it are work.
     assert sum(one.buckets.compute_s for one in seen) * 1e9 / whole == pytest.approx(6.5 / 9.65, abs=0.06)
     assert sum(one.buckets.sync_s for one in seen) * 1e9 / whole == pytest.approx(3.15 / 9.65, abs=0.06)
+
+
+def test_a_lead_that_ends_a_little_early_teaches_all_the_same() -> None:
+    """Of many readings in a row one comes late: before, nothing was learnt, and every idle moment counted as work."""
+    loop = started_on_gpu()
+    for number in range(60):
+        reading_step(loop, lead=8.0 if number == 12 else 0.0, last=0.05)
+    assert closes(loop.finish())
+    tiles = loop.tiles[20:-2]
+    whole = sum(tile.t1_ns - tile.t0_ns for tile in tiles)
+    seen = [attribute(tile, {"torch": 1.0}, {}, Usual()) for tile in tiles]
+    assert sum(one.buckets.compute_s for one in seen) * 1e9 / whole == pytest.approx(6.5 / 9.65, abs=0.08)
 
 
 @given(

@@ -33,6 +33,7 @@ SHARED_SETTINGS = {
     "device": "Where to train.",
     "precision": "Arithmetic of forward and backward.",
     "compile": "Compile the model.",
+    "cuda_graphs": "Record the model's kernels as CUDA graphs and replay them (one GPU).",
     "residency": "Where the decoded data lives.",
     "max_time_s": "Save and stop before this time is over, such as 11h.",
     "save_every": "Save after this many steps, besides each epoch.",

@@ -31,6 +31,8 @@ NO_WORK = {
 COPIES = {(Point.BATCH, Point.COPY), (Point.COPY, Point.COPY)}
 # A running mean over about this many stretches follows a job whose work changes.
 REMEMBERED = 32
+# A calibrated stretch may have been idle for so much of its time and still teach how long the work in it takes.
+DOUBT = 0.1
 
 Held = tuple[float, float, str]  # a stretch of host time: begin, end, shelf
 
@@ -54,6 +56,11 @@ class WorkBook:
             return self.busy_ns[kind]
         return 0.0 if kind in NO_WORK else None
 
+    @property
+    def knows_a_step(self) -> bool:
+        """Whether both halves of a step were seen without idle time."""
+        return {Point.BACKWARD, Point.STEP} <= {end for _, end in self.busy_ns}
+
 
 class GpuTime:
     """The GPU's time as it advances from event to event."""
@@ -64,8 +71,8 @@ class GpuTime:
         self.work = WorkBook()
         self.held: list[Held] = []
         self._point = point
-        # Parts of a stretch that calibrating delays cut off; None once one of them may hold idle time.
-        self._partial_ns: float | None = 0.0
+        # Parts of a stretch that calibrating delays cut off, and how long the GPU may have been idle in them.
+        self._partial_ns = self._doubtful_ns = 0.0
 
     def advance(self, host_ns: float, gpu_ns: float, point: Point, shelves: Shelves) -> None:
         """The host set a mark at ``host_ns``, the GPU reached its event at ``gpu_ns``: book the stretch it ends."""
@@ -81,10 +88,12 @@ class GpuTime:
             return
         if point is Point.SYNCED:
             shelves.put("busy", span)
-            self._partial_ns = None if starved or self._partial_ns is None else self._partial_ns + span
+            self._partial_ns += span
+            self._doubtful_ns += starved
             return
         kind, self._point = (self._point, point), point
-        partial, self._partial_ns = self._partial_ns, 0.0
+        partial, doubtful = self._partial_ns, self._doubtful_ns + starved
+        self._partial_ns = self._doubtful_ns = 0.0
         if any(shelf == "validation" for *_, shelf in held):
             shelves.put("validation", span)
             return
@@ -93,8 +102,8 @@ class GpuTime:
             shelves.put("data_wait", waited)
             shelves.put("rest", span - waited)
             return
-        if not starved and partial is not None:
-            self.work.learn(kind, partial + span)
+        if not doubtful or (partial and doubtful <= DOUBT * (partial + span)):
+            self.work.learn(kind, partial + span - doubtful / 2)
         expected = self.work.expected(kind)
         idle = 0.0 if expected is None else min(max(0.0, span - expected), starved)
         shelves.put("transfer" if kind in COPIES else "busy", span - idle)

@@ -186,7 +186,8 @@ class Looks:
         recorder = self._recorder
         if recorder.previous_step_ns == self._step_ns:
             self._takes_long = recorder.step_ns - self._step_ns > LONG_STEP_NS
-        bag = self.apart if self._takes_long else self.usual
+        # On a GPU no step is booked apart: it is the GPU's time that is divided.
+        bag = self.apart if self._takes_long and recorder.clock is None else self.usual
         for kind, weight_s in self._in_step:
             bag.add(kind, weight_s)
         self._in_step.clear()

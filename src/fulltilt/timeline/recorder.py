@@ -38,8 +38,9 @@ LOST_SHARE = 0.1
 SWITCH_INTERVAL_S = 0.0001
 # A calibrating delay is queued at this step and then each time there are four times as many, if the GPU is not behind.
 # Each costs about a step's worth of host work, so that a run of 100 steps loses 2 % and one of 1,000 a third of that.
+# Until one has taught how long the GPU works, they come at twice as many.
 FIRST_CALIBRATION = 12
-CALIBRATE_AGAIN = 4
+CALIBRATE_AGAIN, CALIBRATE_UNTIL_KNOWN = 4, 2
 LEAD = 1.3
 LONGEST_DELAY_S = 0.2
 NS = 1e-9
@@ -285,15 +286,17 @@ class Recorder:
             return
         if "rest" in tiles[-1].shelves.time:
             return
-        self._calibrate_at = CALIBRATE_AGAIN * self.notes.steps
+        self._calibrate_at = self.notes.steps * (CALIBRATE_AGAIN if gpu.work.knows_a_step else CALIBRATE_UNTIL_KNOWN)
         queueing_s = tiles[-1].queueing_ns * NS
         behind_s = gpu.lag_ns * NS
         if behind_s < queueing_s < LONGEST_DELAY_S / LEAD:
             # The driver's queue holds about a thousand kernels: every other time the lead is given for backward alone.
             self._calibrate_from = Point.BATCH if self._calibrate_from is not Point.BATCH else Point.BACKWARD
             self._delay_s = LEAD * queueing_s
-            # Each blocking call of a step takes the lead away. Between two of them there is less to queue.
-            self._again_delay_s = 2 * LEAD * queueing_s / (1 + self.notes.syncs // self.notes.steps)
+            # Each blocking call of a step takes the lead away. Between two of them there is less to queue, but behind
+            # the last one the whole optimizer.
+            between_s = 2 * queueing_s / (1 + self.notes.syncs // self.notes.steps)
+            self._again_delay_s = LEAD * (between_s + tiles[-1].stepping_ns * NS)
             self._calibrate = True
 
     def _attribute(self) -> None:

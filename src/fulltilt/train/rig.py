@@ -100,6 +100,8 @@ class Rig:
         for data in (self.source, self.eval_source):
             if data is not None:
                 data.close()
+        if self.stepper.replaying is not None:
+            self.stepper.replaying.undo()
         for name, parameter in self.model.named_parameters():  # a model may be trained further by another call
             parameter.requires_grad_(name not in self.brought_frozen)
         self.group.close(failed=failed)

@@ -42,6 +42,7 @@ class TrainSettings:
     tf32: bool = True
     channels_last: bool = False
     compile: bool = False
+    cuda_graphs: bool = False
     gradient_checkpointing: bool = False
     deterministic: bool = False
     sharding: Literal["none", "full"] = "none"

@@ -21,6 +21,7 @@ from fulltilt.train.lock import FolderLock
 from fulltilt.train.placement import LossModule, OneProcess, Placement
 from fulltilt.train.precision import LossScale
 from fulltilt.train.progress import Screen
+from fulltilt.train.replaying import Replaying
 from fulltilt.train.replicated import Replicated
 from fulltilt.train.rig import Rig
 from fulltilt.train.sampler import EpochPlan
@@ -97,6 +98,9 @@ def _built(job: Job, settings: TrainSettings, out: Path, screen: Screen | None, 
     stepper = Stepper(model, placement, arithmetic, scale, micro, group, shown.warn, joint=job.joint)
     stepper.clip_norm = settings.clip_norm
     stepper.memory_format = torch.channels_last if settings.channels_last else None
+    if settings.cuda_graphs and device.type == "cuda" and group.alone and not settings.gradient_checkpointing:
+        stepper.replaying = Replaying(model, compiled, shown.warn)
+        undo.callback(stepper.replaying.undo)
     ema = stepper.ema = Ema(model, settings.ema_decay) if settings.ema_decay is not None else None
 
     shares = divided(settings.batch_size, settings.workers, ranks)

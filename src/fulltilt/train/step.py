@@ -20,6 +20,7 @@ from fulltilt.train.ema import Ema
 from fulltilt.train.loss_value import value_and_means, with_gradient
 from fulltilt.train.placement import Placement
 from fulltilt.train.precision import LossScale, Precision
+from fulltilt.train.replaying import Replaying
 from fulltilt.train.totals import Totals
 
 Say = Callable[[str], None]
@@ -87,6 +88,7 @@ class Stepper:
         self.clip_norm: float | None = None
         self.ema: Ema | None = None
         self.memory_format: torch.memory_format | None = None
+        self.replaying: Replaying | None = None
         self.optimizer: torch.optim.Optimizer
         self.marks = LoopMarks()
         self._parameters: list[torch.nn.Parameter] = []
@@ -98,6 +100,8 @@ class Stepper:
         """Take the optimizer of a stage; called again whenever the trainable parameters change."""
         self.optimizer = optimizer
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        if self.replaying is not None:
+            self.replaying.forget()
         self.placement.use(self._parameters)
 
     def step(self, taken: list[Any], samples: int, number: int, totals: Totals) -> torch.Tensor:
@@ -112,6 +116,9 @@ class Stepper:
             gc.collect()
             if loss.is_cuda:
                 torch.cuda.empty_cache()
+            if self.replaying is not None and self.replaying.give_up():
+                self.say(f"step {number}: memory ran out; going on without CUDA graphs")
+                continue
             self.micro.halve(failed_at, f"in step {number}")
             self.say(
                 f"step {number}: memory ran out; going on with micro-batches of {self.micro.most}"

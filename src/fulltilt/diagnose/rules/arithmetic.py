@@ -26,7 +26,7 @@ def batch_too_small(evidence: Evidence) -> Judgement:
         return Abstention("batch_too_small", "the GPU's memory in use")
     if vram_share >= limits.vram_mostly_free_share:
         return None
-    sm_active = gpu.sm_active_pct if gpu else None
+    sm_active = _active_while_busy(gpu)
     short_of_kernels = launch_share >= limits.launch_share / 2
     if sm_active is None and not short_of_kernels:
         return Abstention("batch_too_small", "SM activity (GPM, on Hopper and newer)")
@@ -37,11 +37,18 @@ def batch_too_small(evidence: Evidence) -> Judgement:
     cost_s = evidence.buckets.compute_s * idle_part + (evidence.launch_s or 0.0)
     facts = [time_spent(evidence, "compute", evidence.buckets.compute_s)]
     if sm_active is not None:
-        facts.append(f"SMs are active {percent(sm_active / 100)} of the time")
+        facts.append(f"SMs are active {percent(sm_active / 100)} of the time that a kernel runs")
     facts.append(f"{percent(vram_share)} of the GPU's memory is in use")
     where = evidence.loader.where if evidence.loader else None
     predicted = by_removing(evidence.active_share(cost_s), limits.recovered_low)
     return found(evidence, "batch_too_small", cost_s, facts, _larger_batch(evidence), where, predicted)
+
+
+def _active_while_busy(gpu: GpuSummary | None) -> float | None:
+    """How much of the GPU a kernel fills (%): what it idles between kernels is no fault of theirs."""
+    if gpu is None or gpu.sm_active_pct is None:
+        return None
+    return min(100.0 * gpu.sm_active_pct / gpu.util_pct, 100.0) if gpu.util_pct else gpu.sm_active_pct
 
 
 def _larger_batch(evidence: Evidence) -> str:

@@ -48,6 +48,7 @@ RECIPE = Recipe(
             "weight_decay": 0.1,
             "warmup_epochs": 1.0,
             "clip_norm": 1.0,
+            "cuda_graphs": True,
             "drop_last": True,
             "monitor": "recall_at_1",
         }

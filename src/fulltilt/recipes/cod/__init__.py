@@ -56,6 +56,7 @@ RECIPE = Recipe(
         "min_lr": 1e-5,
         "weight_decay": 1e-4,
         "clip_norm": 1.0,
+        "cuda_graphs": True,
         "monitor": "iou",
     },
 )

@@ -83,6 +83,7 @@ RECIPE = Recipe(
         "lr": 1e-3,
         "weight_decay": 0.01,
         "clip_norm": 1.0,
+        "cuda_graphs": True,
         "monitor": "macro_f1",
     },
     translate=translate,

@@ -20,6 +20,7 @@ from fulltilt.recipes.visobert.batches import BucketSampler, ResidentTexts, load
 from fulltilt.recipes.visobert.folder import OPTIMIZER_FILE
 from fulltilt.train import checkpoint
 from fulltilt.train.keep import KeepPolicy
+from fulltilt.train.replaying import Replaying
 
 
 class ClassLoss:
@@ -50,7 +51,10 @@ class ClassLoss:
 
 
 class TextTrainer(Trainer):  # type: ignore[misc]
-    """``train_dataset`` and ``eval_dataset`` are ResidentTexts, or data sets for the Trainer's own loader."""
+    """``train_dataset`` and ``eval_dataset`` are ResidentTexts, or data sets for the Trainer's own loader.
+
+    ``replays``: replay the model as CUDA graphs, and say here where that cannot be done.
+    """
 
     def __init__(
         self,
@@ -61,6 +65,7 @@ class TextTrainer(Trainer):  # type: ignore[misc]
         monitor: str | None,
         waited: Callable[[float, int], None],
         before_saving: Callable[[], None],
+        replays: Callable[[str], None] | None,
         **hugging_face: Any,
     ) -> None:
         self.sampler = sampler
@@ -74,6 +79,8 @@ class TextTrainer(Trainer):  # type: ignore[misc]
         for texts in (self.train_dataset, self.eval_dataset):
             if self._whole_masks and isinstance(texts, ResidentTexts):
                 texts.mask_type = torch.bool  # which they would be turned into
+        if replays is not None:
+            Replaying(self.model, self.model, replays)
         self._dense_parameters = self.model.num_parameters(exclude_embeddings=True)
 
     # ----------------------------------------------------------------------- batches

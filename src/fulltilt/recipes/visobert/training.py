@@ -134,6 +134,8 @@ class Fitting:
         self.recorder = self._recorder(device) if detect().rank == 0 else None
         figures = Figures(self.screen, loss, self.sampler, self.per_epoch, device)
         self.stopper = StopAndSave(self.stop, settings.save_every, self.per_epoch, self.recorder)
+        alone_on_gpu = device.type == "cuda" and detect().world == 1
+        replays = settings.cuda_graphs and alone_on_gpu and not (settings.compile or settings.gradient_checkpointing)
         self.trainer = self.stopper.trainer = TextTrainer(
             sampler=self.sampler,
             root=self.root,
@@ -141,6 +143,7 @@ class Fitting:
             monitor=settings.monitor,
             waited=self.screen.loaded,
             before_saving=figures.settle,
+            replays=self.screen.warn if replays else None,
             model=model,
             args=arguments,
             train_dataset=datasets[0],
