@@ -104,16 +104,23 @@ class _Nowhere:
 
 
 def file_positions() -> dict[str, int]:
-    """The read position of each open file of this process, by descriptor and file; empty where /proc is not there."""
+    """The position of each file that this process has open to read; empty where there is no /proc.
+
+    Files that are only written to are no data: other threads write logs, and Fulltilt its record, during a fetch.
+    """
     positions = {}
     try:
+        import fcntl
+
         descriptors = os.listdir("/proc/self/fd")  # noqa: PTH208 - every batch
-    except OSError:
+    except (OSError, ImportError):
         return {}
     for descriptor in descriptors:
         try:
             path = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115
             if not path.startswith("/") or path.startswith(("/dev/", "/proc/")) or "(deleted)" in path:
+                continue
+            if fcntl.fcntl(int(descriptor), fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
                 continue
             positions[f"{descriptor} {path}"] = os.lseek(int(descriptor), 0, os.SEEK_CUR)
         except (OSError, ValueError):
@@ -122,8 +129,5 @@ def file_positions() -> dict[str, int]:
 
 
 def _moved(before: dict[str, int], after: dict[str, int]) -> bool:
-    """Whether a file that was open all the time was read on: its position would be shared by forked readers.
-
-    The job's own output moves too, but not while a batch is fetched.
-    """
+    """Whether a file that was open all the time was read on: its position would be shared by forked readers."""
     return any(after[key] != position for key, position in before.items() if key in after)
