@@ -26,7 +26,7 @@ from typing import Any
 from children import measured_in_child, versions
 
 # Row → the seconds it may take, with what compiling would add.
-ROWS = {"cod": 110.0, "carclip": 90.0, "visobert": 95.0, "hdf5": 75.0}
+ROWS = {"cod": 120.0, "carclip": 110.0, "visobert": 95.0, "hdf5": 75.0}
 COMPILING_S = 170.0
 # What a row measures, with the heading of its column.
 COLUMNS = {

@@ -32,7 +32,7 @@ COPIES = {(Point.BATCH, Point.COPY), (Point.COPY, Point.COPY)}
 # A running mean over about this many stretches follows a job whose work changes.
 REMEMBERED = 32
 # A calibrated stretch may have been idle for so much of its time and still teach how long the work in it takes.
-DOUBT = 0.1
+DOUBT = 0.15
 
 Held = tuple[float, float, str]  # a stretch of host time: begin, end, shelf
 

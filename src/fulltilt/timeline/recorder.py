@@ -293,10 +293,9 @@ class Recorder:
             # The driver's queue holds about a thousand kernels: every other time the lead is given for backward alone.
             self._calibrate_from = Point.BATCH if self._calibrate_from is not Point.BATCH else Point.BACKWARD
             self._delay_s = LEAD * queueing_s
-            # Each blocking call of a step takes the lead away. Between two of them there is less to queue, but behind
-            # the last one the whole optimizer.
-            between_s = 2 * queueing_s / (1 + self.notes.syncs // self.notes.steps)
-            self._again_delay_s = LEAD * (between_s + tiles[-1].stepping_ns * NS)
+            # Each blocking call of a step takes the lead away. Between two of them there is less to queue; the optimizer
+            # behind the last one may take longer than that lead, which leaves some doubt (see gpu_time).
+            self._again_delay_s = 2 * LEAD * queueing_s / (1 + self.notes.syncs // self.notes.steps)
             self._calibrate = True
 
     def _attribute(self) -> None:

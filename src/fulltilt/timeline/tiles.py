@@ -64,11 +64,6 @@ class Tile:
         busy = sum(self.shelves.phases.get(phase, 0.0) for phase in ("user", "backward", "optimizer"))
         return busy / max(self.steps, 1)
 
-    @property
-    def stepping_ns(self) -> float:
-        """Host time a step within the optimizer."""
-        return self.shelves.phases.get("optimizer", 0.0) / max(self.steps, 1)
-
 
 class TileBuilder:
     """Feeds on marks in order, with the GPU's time of each event already resolved; finished tiles are in ``closed``."""
