@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fulltilt.timeline.looks import LOOK_AT_REST_EVERY, LOOK_EVERY_S, Looks
+from fulltilt.timeline.looks import EARLY_LOOK_EVERY_S, LOOK_AT_REST_EVERY, LOOK_EVERY_S, Looks
 from fulltilt.timeline.marks import Activity
 from fulltilt.timeline.rest import LONG_STEP_NS, Rest
 from fulltilt.timeline.stacks import StackView
@@ -70,9 +70,9 @@ def test_at_rest_a_few_looks_stand_for_the_others(recorder: FakeRecorder) -> Non
     for _ in range(3 * LOOK_AT_REST_EVERY):
         recorder.rest.booked_ns = time.perf_counter_ns() + LONG_STEP_NS  # a step has just ended
         looks.take(0)
-    assert [weight for _, _, weight in recorder.notes.lines] == [LOOK_AT_REST_EVERY * LOOK_EVERY_S] * 3
+    assert [weight for _, _, weight in recorder.notes.lines] == [LOOK_AT_REST_EVERY * EARLY_LOOK_EVERY_S] * 3
     usual, _ = looks.splits()
-    assert sum(usual.values()) == pytest.approx(3 * LOOK_AT_REST_EVERY * LOOK_EVERY_S)
+    assert sum(usual.values()) == pytest.approx(3 * LOOK_AT_REST_EVERY * EARLY_LOOK_EVERY_S)
 
 
 def test_a_long_step_at_rest_is_looked_at_all_the_time_and_divides_by_itself(recorder: FakeRecorder) -> None:
@@ -137,7 +137,7 @@ def test_a_hook_that_holds_backward_up_is_told_from_torchs_own_part(activity: Ac
         looks.take(time.perf_counter_ns())
     done.append(True)
     thread.join()
-    assert looks.backward.split() == {"host": pytest.approx(LOOK_AT_REST_EVERY * LOOK_EVERY_S)}
+    assert looks.backward.split() == {"host": pytest.approx(LOOK_AT_REST_EVERY * EARLY_LOOK_EVERY_S)}
     assert looks.splits() == ({}, {})
     assert {kind for kind, _, _ in recorder.notes.lines} == {"host"}
 

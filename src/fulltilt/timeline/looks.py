@@ -15,6 +15,8 @@ from fulltilt.timeline.stacks import StackView, in_backward_or_optimizer, look, 
 from fulltilt.timeline.way_in import WayIn
 
 LOOK_EVERY_S = 0.01
+# A short run has few looks to divide its time by: at first they come twice as often.
+EARLY_LOOKS, EARLY_LOOK_EVERY_S = 400, 0.005
 # While the recorder rests, one look in so many names the line; the others would cost more than they tell.
 LOOK_AT_REST_EVERY = 4
 # A look is late when it had to wait for the interpreter lock.
@@ -83,13 +85,21 @@ class Looks:
         self.backward = Bag(ENOUGH_LOOKS)
         self._late: dict[str, float] = {}
         self._at_rest = 0
+        self._taken = 0
         # The looks at the step under way: whether it takes long shows later.
         self._step_ns = 0
         self._in_step: list[tuple[str, float]] = []
         self._takes_long = False
 
+    @property
+    def every_s(self) -> float:
+        """How long to wait for the next look, which is the time that each stands for."""
+        return EARLY_LOOK_EVERY_S if self._taken < EARLY_LOOKS else LOOK_EVERY_S
+
     def take(self, due_ns: int) -> None:
         """One look at the training thread's stack, due at ``due_ns``."""
+        every_s = self.every_s
+        self._taken += self._recorder.training
         now_ns = time.perf_counter_ns()
         since_look_ns, self._last_ns = now_ns - self._last_ns, now_ns
         recorder = self._recorder
@@ -116,8 +126,8 @@ class Looks:
         # A look that came late (the interpreter lock was held) stands for all of that time, but not for time
         # before the present activity began.
         since_switch_ns = now_ns - recorder.last_switch_ns
-        on_time = since_look_ns < 2e9 * LOOK_EVERY_S
-        weight_s = LOOK_EVERY_S if on_time else min(since_look_ns, since_switch_ns) * NS
+        on_time = since_look_ns < 2e9 * every_s
+        weight_s = every_s if on_time else min(since_look_ns, since_switch_ns) * NS
         view = recorder.notes.understood(view)
         recorder.notes.looked(activity, view, weight_s)
         if activity is Activity.USER:
@@ -137,8 +147,8 @@ class Looks:
         view = look(stack, None, recorder.way_in.spots) if user_code_in_backward(stack) else None
         view = recorder.notes.understood(view) if view is not None else None
         if view is not None and view.kind == "host":
-            recorder.notes.looked(Activity.USER, view, LOOK_EVERY_S)
-        self._add_in_backward(view, LOOK_EVERY_S)
+            recorder.notes.looked(Activity.USER, view, self.every_s)
+        self._add_in_backward(view, self.every_s)
 
     def _add_in_backward(self, view: StackView | None, weight_s: float) -> None:
         self.backward.add("host" if view is not None and view.kind == "host" else "torch", weight_s)
@@ -154,7 +164,7 @@ class Looks:
         stack = stack_of(recorder.thread_id or 0)
         if stack is None or recorder.activity is not Activity.REST:
             return
-        weight_s = LOOK_AT_REST_EVERY * LOOK_EVERY_S
+        weight_s = LOOK_AT_REST_EVERY * self.every_s
         view = look(stack, TappedIterator.at_rest.__code__)
         if view is not None:
             if recorder.notes.wants_lines(Activity.NEXT):
@@ -200,7 +210,7 @@ class Looks:
         """
         total = sum(self._late.values())
         for kind, weight in self._late.items():
-            self._add(kind, LOOK_EVERY_S * weight / total, self._recorder.step_ns, now_ns)
+            self._add(kind, self.every_s * weight / total, self._recorder.step_ns, now_ns)
 
     def splits(self) -> tuple[dict[str, float], dict[str, float]]:
         """How the user's own time divides in most steps, and in what takes long."""

@@ -1,8 +1,8 @@
 """The recorder of one process: takes marks on the training thread, makes a run's records of them on another.
 
 The training thread only reads the clock, records an event where there is a GPU, and appends a tuple. A daemon thread,
-the observer, looks at the training thread's stack about 100 times a second, turns marks into spans and writes the run
-folder.
+the observer, looks at the training thread's stack 100 times a second (at first 200), turns marks into spans and writes
+the run folder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from fulltilt.records import Span
 from fulltilt.timeline.attribution import attribute
 from fulltilt.timeline.clock import CudaClock
-from fulltilt.timeline.looks import LOOK_EVERY_S, Looks
+from fulltilt.timeline.looks import Looks
 from fulltilt.timeline.marks import Activity, BookedApart, Finished, Point, Rested
 from fulltilt.timeline.notes import RankNotes
 from fulltilt.timeline.rank_files import RankFiles
@@ -221,7 +221,7 @@ class Recorder:
         jitter = Random()  # our own: the job's random numbers are the job's
         while True:
             # Never in step with the job: looks at a fixed interval would always meet a 10 ms step at the same place.
-            pause_s = LOOK_EVERY_S * (0.5 + jitter.random())
+            pause_s = self._looks.every_s * (0.5 + jitter.random())
             due_ns = time.perf_counter_ns() + int(pause_s * 1e9)
             time.sleep(pause_s)  # waiting for an Event with a time limit takes the interpreter lock twice as long
             if self._stop.is_set() or os.getpid() != self.pid:
@@ -293,8 +293,8 @@ class Recorder:
             # The driver's queue holds about a thousand kernels: every other time the lead is given for backward alone.
             self._calibrate_from = Point.BATCH if self._calibrate_from is not Point.BATCH else Point.BACKWARD
             self._delay_s = LEAD * queueing_s
-            # Each blocking call of a step takes the lead away. Between two of them there is less to queue; the optimizer
-            # behind the last one may take longer than that lead, which leaves some doubt (see gpu_time).
+            # Each blocking call of a step takes the lead away. Between two of them there is less to queue. Behind the
+            # last one comes the optimizer, which may need a longer lead: that leaves some doubt (see gpu_time).
             self._again_delay_s = 2 * LEAD * queueing_s / (1 + self.notes.syncs // self.notes.steps)
             self._calibrate = True
 
