@@ -174,3 +174,5 @@ def test_bad_data_ends_with_4_and_the_traceback_goes_to_a_log(
         "  Give the folder that holds Train and Test.",
     ]
     assert "Traceback" in (tmp_path / "error.log").read_text()
+    assert run("cod", "--out", str(tmp_path / "new"), "--data", "nowhere") == 4
+    assert not (tmp_path / "new").exists(), "what was refused before it began left a folder behind"

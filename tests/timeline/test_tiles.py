@@ -508,3 +508,21 @@ def test_every_sequence_of_marks_closes(marks: list[tuple[Any, ...]], gpu: bool)
     end = tiles[-1].t1_ns if tiles else 0.0
     assert sum(sum(tile.shelves.time.values()) for tile in tiles) == pytest.approx(end, abs=len(tiles) + 2)
     assert end >= loop.t - 1
+
+
+@pytest.mark.parametrize("measured", [0, 4])
+def test_time_at_rest_is_no_phase_and_the_mean_step_keeps_its_length(measured: int) -> None:
+    """A mean step of 5.3 s was drawn for a loop of 4 ms: time at rest was stretched as if it were code of the step."""
+    loop = Loop()
+    train(loop, 120, wait=1, user=1, backward=1, step=1)
+    loop.spend(0.05)
+    rest(loop, 200, wait=2, other=2)
+    train(loop, measured, wait=1, user=1, backward=1, step=1)
+    steps = seconds = 0.0
+    for tile in loop.finish():
+        phases = attribute(tile, {"torch": 1.0}, {}, Usual()).phases
+        if tile.steps and phases is not None:
+            steps += tile.steps
+            seconds += phases.load_s + phases.forward_s + phases.backward_s + phases.optimizer_s + phases.other_s
+    assert steps >= 100
+    assert seconds / steps == pytest.approx(0.004, rel=0.05)

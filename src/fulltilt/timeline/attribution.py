@@ -79,10 +79,11 @@ def _less(buckets: Buckets, apart: Buckets) -> Buckets:
 
 
 def _stretched(phases: Phases | None, tile: Tile, rest_s: float) -> Phases | None:
-    """The measured steps' phases stand for all steps of the tile; None when none was measured."""
+    """The measured steps' phases stand for all steps of the tile; None when less than a step was measured."""
     apart_s = 0.0 if tile.gpu else sum(tile.unusual.time.values()) * NS
     measured_s = (tile.t1_ns - tile.t0_ns) * NS - rest_s - apart_s
-    if measured_s <= 0 or not tile.shelves.phases or phases is None:
+    # A piece of a step (what lies around a rest) does not divide as a step does.
+    if measured_s <= 0 or measured_s * tile.steps < measured_s + rest_s or phases is None:
         return None
     factor = 1 + rest_s / measured_s
     stretched: dict[str, Any] = {}

@@ -26,6 +26,7 @@ PHASE = {
     Activity.BACKWARD: "backward",
     Activity.OPTIMIZER: "optimizer",
     Activity.COPY: "transfer",
+    Activity.REST: "rest",  # not a phase: the measured steps stand for what was not looked at
 }
 PHASE_OF_SHELF = {SHELF[activity]: phase for activity, phase in PHASE.items()}
 

@@ -36,7 +36,8 @@ def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = 
         lines = [error.what, error.remedy or ""]
         code = error.exit_code
         silent = _told_by_another(error, ranks)
-        if not isinstance(error, StoppedEarly):
+        # What was refused before the run had a folder leaves none behind: the lines say all of it.
+        if not isinstance(error, StoppedEarly) and out.is_dir():
             _log_traceback([out])
     except KeyboardInterrupt:
         lines, code = ["interrupted a second time; the last step was not saved"], INTERRUPTED
