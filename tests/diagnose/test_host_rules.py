@@ -101,6 +101,14 @@ def test_validation_every_few_steps_says_how_much_rarer() -> None:
     assert finding.predicted_speedup == (1.4, 1.8)
 
 
+def test_a_recipes_validation_is_changed_in_its_settings() -> None:
+    checking = loader(loader_id=2, role="eval", where=None, made_by="fulltilt", num_workers=2)
+    finding = found(validation_heavy(gather(run_of(rank(loaders=(loader(), checking)), validation=50.0, compute=50.0))))
+    assert finding.where is None
+    assert "eval_every in the settings" in finding.fix
+    assert "inference_mode" not in finding.fix
+
+
 def test_an_ordinary_validation_is_left_alone() -> None:
     assert validation_heavy(gather(run_of(rank(), validation=19.0, compute=81.0))) is None
 

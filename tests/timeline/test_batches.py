@@ -28,6 +28,15 @@ IMAGE = torch.zeros(3, 8, 8)
         ([IMAGE] * 6, 6, 6),
         (["a", "b", "c"], None, 3),
         ([torch.zeros(4), torch.zeros(1)], 1, 1),  # one sample, drawn without batching
+        ((torch.zeros(300), torch.tensor(4)), None, 1),  # a vector and its label, from a data set without indices
+        ([torch.zeros(300), torch.tensor(4)], 1, 1),
+        ([IMAGE, 4], None, 1),
+        ({"image": IMAGE, "mask": IMAGE[:1], "label": 4}, None, 1),
+        ((torch.zeros(64, 3), torch.zeros(64), 0.5), None, 64),  # a batch, and a number for all of it
+        (torch.zeros(300), None, 1),
+        (torch.zeros(300), 300, 300),  # a batch of numbers
+        ([torch.zeros(300)], 1, 1),
+        ([torch.zeros(64), torch.zeros(64)], None, 64),
         ([torch.zeros(64, 3), torch.zeros(64)], 1, 64),  # a batch that the data set itself made
         (([torch.zeros(4, 3), torch.zeros(4, 3)], torch.zeros(4)), 4, 4),  # two views of each sample
         (SimpleNamespace(x=torch.zeros(9, 2)), None, 9),

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 import fulltilt
+from fulltilt.timeline import feed_tap
 from fulltilt.timeline.owners import owner
-from fulltilt.timeline.stacks import Stack, StackView, look, stack_of, user_code_in_backward
+from fulltilt.timeline.stacks import Stack, StackView, look, stack_of, user_code_in_backward, users_line
 
 
 def looks_at(work: Callable[[], Any], seconds: float = 0.25) -> list[StackView]:
@@ -192,3 +193,26 @@ def test_a_thread_that_has_ended_has_no_stack() -> None:
     thread.start()
     thread.join()
     assert stack_of(thread.ident or 0) is None
+
+
+def called_from(part: str, function: Callable[[], Any]) -> Any:
+    """What ``function`` gives when a file of Fulltilt's calls it, itself called by a line of the user's: this one."""
+
+    def patch() -> Any:  # a patch of torch's stands between the two
+        return function()
+
+    names: dict[str, Any] = {"patch": patch}
+    exec(compile("answer = patch()", str(Path(fulltilt.__file__).parent / part), "exec"), names)
+    return names["answer"]
+
+
+def test_what_starts_our_own_command_line_is_no_line_of_the_users() -> None:
+    """A recipe's validation was blamed on line 10 of the script that pip writes for `fulltilt`."""
+    assert called_from("feed/loader.py", users_line)[0].startswith("tests/timeline/test_stacks.py:")
+    assert called_from("cli/train.py", users_line) == ("unknown:0", "unknown")
+
+
+def test_the_feeds_loaders_have_a_place_only_where_the_user_draws_from_them() -> None:
+    where, made_by = called_from("feed/loader.py", feed_tap._place)
+    assert (where.partition(":")[0], made_by) == ("tests/timeline/test_stacks.py", None)
+    assert called_from("train/evaluate.py", feed_tap._place) == (None, "fulltilt")

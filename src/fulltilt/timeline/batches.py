@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 DEEPEST = 4
@@ -16,13 +16,28 @@ def count_samples(batch: Any, hint: int | None = None) -> int | None:
     """
     # The common cases first, since this runs for every batch: columns in a tuple, a list or a dict.
     kind = type(batch)
-    first = batch[0] if kind in (tuple, list) and batch else next(iter(batch.values()), None) if kind is dict else None
+    columns = batch if kind in (tuple, list) else tuple(batch.values()) if kind is dict else (batch,)
+    if hint in (None, 1) and _is_one_sample(columns):
+        return 1
+    first = columns[0] if columns else None
     if (shape := getattr(first, "shape", None)) and hint in (None, shape[0]):
         return int(shape[0])
     counts = list(_counts(batch, DEEPEST))
     if not counts:
         return None
     return hint if hint in counts else counts[0]
+
+
+def _is_one_sample(columns: Sequence[Any]) -> bool:
+    """Whether these are the parts of one sample, drawn without batching.
+
+    A batch has a dimension for its samples in every part, and a vector alone would be a batch of single numbers.
+    """
+    shapes = [() if isinstance(column, int | float) else getattr(column, "shape", None) for column in columns]
+    firsts = [shape[0] for shape in shapes if shape]
+    if () in shapes:
+        return 0 < len(firsts) == len(set(firsts))
+    return len(shapes) == 1 and shapes[0] is not None and len(shapes[0]) == 1
 
 
 def _counts(value: Any, depth: int) -> Iterator[int]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
-from fulltilt.timeline.loader_tap import LoaderTap, LoaderTaps, TappedIterator
+from fulltilt.timeline.loader_tap import ENGINE, LoaderTap, LoaderTaps, TappedIterator
 from fulltilt.timeline.marks import Activity
-from fulltilt.timeline.stacks import users_line
+from fulltilt.timeline.owners import owner, shown_path
 from fulltilt.timeline.tapped import described, tap_on
 
 
@@ -28,10 +30,22 @@ class FeedTaps:
             return batches
         tap = self._taps.get(loader)
         if tap is None:
-            where, _ = users_line()
-            tap = self._taps[loader] = tap_on(self._all, _describe(loader), where)
+            tap = self._taps[loader] = tap_on(self._all, _describe(loader), *_place())
         tap.passes += 1
         return TappedIterator(self._all, tap, batches)
+
+
+def _place() -> tuple[str | None, str | None]:
+    """The user's line that draws the batches, or nothing and ENGINE: settings make its loaders, not a line."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        filename = frame.f_code.co_filename.replace("\\", "/")
+        if owner(filename) == "user":
+            return f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}", None
+        if owner(filename) == "fulltilt" and any(room in filename for room in ("/train/", "/recipes/")):
+            return None, ENGINE
+        frame = frame.f_back
+    return None, None
 
 
 def _describe(loader: Any) -> dict[str, Any]:

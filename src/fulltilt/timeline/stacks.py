@@ -190,11 +190,12 @@ def _kind(top: Spot, names: Mapping[str, Any], top_owner: str, in_module: bool) 
 def users_line(ways_in: frozenset[Spot] = frozenset()) -> tuple[str, str]:
     """file:line and function of the innermost code that is the user's, or at least not torch's or ours.
 
-    A line of the user's that only leads into a library's training loop is passed over.
+    A line of the user's that only leads into a library's training loop is passed over, and so is the script that starts
+    our own command line when a recipe trains.
     """
     frame: FrameType | None = sys._getframe(2)
     outside: tuple[str, str] | None = None
-    while frame is not None:
+    while frame is not None and not _is_command_line(frame.f_code.co_filename):
         code = frame.f_code
         who = owner(code.co_filename)
         if who == "user" and (code, frame.f_lasti) not in ways_in:

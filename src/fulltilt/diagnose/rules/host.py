@@ -85,11 +85,16 @@ def validation_heavy(evidence: Evidence) -> Judgement:
         facts.append(f"{count('pass', loader.passes)} over {loader.dataset}, {seconds(cost_s / loader.passes)} each")
     every = rarer(share, limits.validation_target_share)
     left = share_left(share, every)
-    fix = f"Validate every {_ordinal(every)} time: its share falls from {percent(share)} to {percent(left)}."
+    engine = loader is not None and loader.made_by == "fulltilt"
+    rarely = f"every {_ordinal(every)} time{' (eval_every in the settings)' if engine else ''}"
+    fix = f"Validate {rarely}: its share falls from {percent(share)} to {percent(left)}."
     if loader and loader.num_workers == 0:
         call = rewritten(evidence, loader, num_workers=2, persistent_workers=True)
         fix += f" Its loader{at(loader.where)} has no workers: {call}."
-    fix += " A larger batch and torch.inference_mode() make each one faster and change no result."
+    if engine:  # it validates in inference mode by itself
+        fix += " A larger eval_batch_size makes each one faster and changes no result."
+    else:
+        fix += " A larger batch and torch.inference_mode() make each one faster and change no result."
     high = amdahl(share * (1 - 1 / every))
     predicted = gain(1 + (high - 1) * limits.recovered_low, high)
     return found(evidence, "validation_heavy", cost_s, facts, fix, loader.where if loader else None, predicted)
