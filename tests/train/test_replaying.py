@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
+from fulltilt.errors import UsageError
 from fulltilt.train import replaying
+from fulltilt.train.cuda_graphs import Recorded
 from fulltilt.train.replaying import EAGER_FIRST, MOST_SHAPES, Replaying
 
 
@@ -46,11 +52,11 @@ def said() -> list[str]:
 def model(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> Any:
     """A model whose recordings are made of ones: what is a replay shows in its values."""
 
-    def record(call: Any, tensors: Any, parameters: Any, buffers: Any, pool: Any) -> replaying.Recorded:
+    def record(call: Any, tensors: Any, parameters: Any, model: Any, pool: Any) -> Recorded:
         out = call(tensors).detach()
         gradients = tuple(torch.ones_like(p) for p in parameters)
         places = tuple(tensor.clone() for tensor in tensors)
-        return replaying.Recorded(
+        return Recorded(
             FakeGraph(),
             FakeGraph(),
             places,
@@ -58,7 +64,7 @@ def model(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> Any:
             (torch.zeros_like(out),),
             tuple(parameters),
             gradients,
-            replaying.pytree.tree_flatten(out)[1],
+            pytree.tree_flatten(out)[1],
         )
 
     monkeypatch.setattr(replaying, "record", record)
@@ -167,15 +173,14 @@ def test_without_memory_nothing_is_recorded_any_more(
 
 
 def test_nothing_is_recorded_beside_a_forward_whose_backward_is_still_to_come(model: Any) -> None:
-    batch = torch.randn(4, 3)
-    replays = []
-    for _ in range(3):
-        model.zero_grad(set_to_none=True)
-        both = model(batch), model(batch)
-        sum(both).sum().backward()  # type: ignore[union-attr]
-        replays.append([is_replay(out) for out in both])
-    # The fourth call would be recorded, but it is the second of its step.
-    assert replays == [[False, False], [False, False], [True, False]]
+    batch, other = torch.randn(4, 3), torch.randn(2, 3)
+    for _ in range(EAGER_FIRST):
+        train(model, batch)
+    model.zero_grad(set_to_none=True)
+    first, second = model(other), model(batch)
+    assert not is_replay(second)
+    (first.sum() + second.sum()).backward()
+    assert is_replay(train(model, batch))
 
 
 def test_shapes_without_end_do_not_fill_the_memory(model: Any) -> None:
@@ -192,3 +197,99 @@ def test_undone_the_model_is_as_it_was(model: Any) -> None:
     model.replaying.undo()
     assert "forward" not in vars(model)
     assert not is_replay(train(model, batch))
+
+
+def recorded(model: Any, batch: torch.Tensor) -> Any:
+    """``model``, with its next call of such a batch a replay."""
+    for _ in range(EAGER_FIRST + 1):
+        train(model, batch)
+    model.zero_grad(set_to_none=True)
+    return model
+
+
+def test_a_forward_that_is_to_be_computed_again_is_neither_recorded_nor_replayed(model: Any) -> None:
+    batch = torch.randn(4, 3)
+    for _ in range(EAGER_FIRST + 2):
+        model.zero_grad(set_to_none=True)
+        out = checkpoint(model, batch, use_reentrant=False)
+        assert not is_replay(out)
+        out.sum().backward()
+        assert model.layer.weight.grad.allclose(batch.sum(0).expand(2, 3))
+    recorded(model, batch)
+    assert not is_replay(checkpoint(model, batch, use_reentrant=False))
+
+
+def test_an_output_that_the_loss_leaves_out_does_not_keep_the_next_step_from_being_recorded(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recordings: list[int] = []
+    plain = vars(replaying)["record"]
+
+    def counted(call: Any, *rest: Any) -> Any:
+        recordings.append(1)
+        return plain(lambda tensors: call(tensors)[1], *rest)
+
+    monkeypatch.setattr(replaying, "record", counted)
+    model.replaying._eager = lambda values: (model.layer(values) * 2, model.layer(values))
+    kept: list[torch.Tensor] = []
+    for _ in range(EAGER_FIRST + 1):
+        model.zero_grad(set_to_none=True)
+        kept[:] = model(torch.ones(4, 3))
+        if len(kept) == 2:
+            kept[1].sum().backward()  # type: ignore[no-untyped-call, unused-ignore]
+    assert recordings
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.layer.eval(),
+        lambda model: model.layer.bias.requires_grad_(False),
+        lambda model: setattr(model.layer.weight, "data", model.layer.weight.data.clone()),
+    ],
+    ids=["mode", "frozen", "moved"],
+)
+def test_another_mode_or_place_of_a_part_is_recorded_anew(model: Any, change: Any) -> None:
+    batch = torch.randn(4, 3)
+    recorded(model, batch)
+    change(model)
+    assert [is_replay(train(model, batch)) for _ in range(EAGER_FIRST + 1)] == [False] * EAGER_FIRST + [True]
+
+
+def test_a_second_backward_through_a_replay_is_refused(model: Any) -> None:
+    out = recorded(model, torch.randn(4, 3))(torch.randn(4, 3)).sum()
+    out.backward(retain_graph=True)
+    with pytest.raises(UsageError, match="twice"):
+        out.backward()
+
+
+def test_copies_of_the_model_compute_with_their_own_weights(model: Any) -> None:
+    del model.replaying
+    batch = torch.randn(4, 3)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            copied.layer.weight.zero_()
+            assert copied(batch).equal(copied.layer.bias.expand(4, 2))
+
+
+def test_one_and_true_are_different_arguments(model: Any) -> None:
+    batch = torch.randn(4, 3)
+    for _ in range(EAGER_FIRST + 1):
+        model.zero_grad(set_to_none=True)
+        model(batch, True).sum().backward()
+    model.zero_grad(set_to_none=True)
+    assert not is_replay(model(batch, 1.0))
+
+
+def test_the_reason_is_what_went_wrong_in_the_recording(
+    model: Any, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> Any:
+        try:
+            raise RuntimeError("it asks for a value")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(replaying, "record", refuse)
+    recorded(model, torch.randn(4, 3))
+    assert said[0].endswith("runs as it is: it asks for a value")
