@@ -68,7 +68,7 @@ class Replaying:
         pending = Pending()
         recorded = self._recording_of(args, kwargs) if self._replays((*args, *kwargs.values())) else None
         if recorded is None:
-            result = self._eager(*args, **kwargs)
+            result = self._as_it_is(*args, **kwargs)
             pending.notice_backward(result)
         else:
             tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
@@ -76,6 +76,16 @@ class Replaying:
             result = pytree.tree_unflatten(leaves, recorded.structure)
         self._pending.add(pending)
         return result
+
+    def _as_it_is(self, *args: Any, **kwargs: Any) -> Any:
+        """The call itself; where memory runs out that graphs hold, once more without them."""
+        try:
+            return self._eager(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            if not self.forget():  # has_room knows of this peak from now on
+                raise
+        self._say("memory ran out; the CUDA graphs gave theirs back")
+        return self._eager(*args, **kwargs)
 
     def _replays(self, values: tuple[Any, ...]) -> bool:
         """Whether this call may be a replay: one forward of a training step, its backward next."""
