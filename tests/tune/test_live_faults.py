@@ -28,7 +28,7 @@ class FailsInWorkers(Squares):
     """Fails in its own way in a worker, and only there."""
 
     def __init__(self, how: str) -> None:
-        super().__init__(5 * SIZE)
+        super().__init__(SIZE)
         self.how = how
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
@@ -62,7 +62,10 @@ def test_a_pool_that_fails_leaves_the_old_one_running(how: str, tmp_path: Path) 
     limits = Limits(**{**{name: getattr(HASTY, name) for name in HASTY.__slots__}, "first_batch_s": 0.5})
     with tuning(tmp_path, [Knobs(2)], limits=limits) as one:
         loader = one.trains(DataLoader(FailsInWorkers(how), batch_size=2))
-        assert slowly(loader) == plain(5 * SIZE)
+        deadline_s = time.monotonic() + 120
+        while not (one.live.tuners and one.record.state == "settled"):  # on a busy machine a pool takes several passes
+            assert time.monotonic() < deadline_s, one.record
+            assert slowly(loader) == plain()
         (move,) = one.record.moves
         assert move.outcome == "failed"
         assert {"dies": "exited unexpectedly", "raises": "only here", "hangs": "no batch came"}[how] in str(move.why)
@@ -90,33 +93,40 @@ def test_what_is_on_trial_is_not_in_force(tmp_path: Path) -> None:
 
 def test_a_pool_that_fails_after_it_was_kept_gives_way_to_the_scripts_own_settings(tmp_path: Path) -> None:
     with tuning(tmp_path, [Knobs(2, persistent=True)], [True]) as one:
-        drawn = []
+        loader = one.trains(DataLoader(Squares(SIZE), batch_size=2))
         killed = False
-        for batch in one.trains(DataLoader(Squares(400), batch_size=2)):
-            drawn.append(flat(batch))
-            time.sleep(0.002)
-            if one.record.settings.num_workers == 2 and not killed:
-                killed = True
-                (tuner,) = one.live.tuners.values()
-                for worker in tuner.pools()[0].iterator._workers:
-                    worker.kill()
-        assert killed
-        assert drawn == plain(400)
+        deadline_s = time.monotonic() + 120
+        while not killed:
+            assert time.monotonic() < deadline_s, one.record
+            drawn = []
+            for batch in loader:
+                drawn.append(flat(batch))
+                time.sleep(0.002)
+                if one.record.settings.num_workers == 2 and not killed:
+                    killed = True
+                    (tuner,) = one.live.tuners.values()
+                    for worker in tuner.pools()[0].iterator._workers:
+                        worker.kill()
+            assert drawn == plain()
+        assert [flat(batch) for batch in loader] == plain()  # where the last batches had been made, it shows here
         assert one.record.state == "left_alone"
         assert "back to the script's own settings" in one.record.why
 
 
 def test_a_pool_that_died_between_two_passes_gives_way_too(tmp_path: Path) -> None:
     with tuning(tmp_path, [Knobs(2, persistent=True)], [True]) as one:
-        loader = one.trains(DataLoader(Squares(400), batch_size=2))
-        assert slowly(loader) == plain(400)
+        loader = one.trains(DataLoader(Squares(SIZE), batch_size=2))
+        deadline_s = time.monotonic() + 120
+        while not (one.live.tuners and one.record.settings.num_workers == 2):
+            assert time.monotonic() < deadline_s, one.record
+            assert slowly(loader) == plain()
         (tuner,) = one.live.tuners.values()
         for worker in tuner.pools()[0].iterator._workers:
             worker.kill()
             worker.join()
-        assert [flat(batch) for batch in loader] == plain(400)
+        assert [flat(batch) for batch in loader] == plain()
         assert one.record.state == "left_alone"
-        assert [flat(batch) for batch in loader] == plain(400)
+        assert [flat(batch) for batch in loader] == plain()
 
 
 def test_an_error_of_the_data_set_reaches_the_script_at_its_own_batch(tmp_path: Path) -> None:
@@ -248,7 +258,7 @@ class Stream(IterableDataset[int]):
 LEFT_ALONE = {
     "random numbers": lambda path: DataLoader(Drawing(SIZE), batch_size=2),
     "draws random": lambda path: DataLoader(DrawingElsewhere(SIZE), batch_size=2),
-    "changes the data set": lambda path: DataLoader(Counting(SIZE), batch_size=2),
+    "changes during a pass": lambda path: DataLoader(Counting(SIZE), batch_size=2),
     "file": lambda path: DataLoader(HoldingAFile(SIZE, path / "data"), batch_size=2),
     "handed over": lambda path: DataLoader(Unpicklable(SIZE), batch_size=None),
     "sampler Reacting": lambda path: DataLoader(Squares(SIZE), batch_size=2, sampler=Reacting()),

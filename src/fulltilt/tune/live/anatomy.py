@@ -1,16 +1,23 @@
-"""What a data set is made of, as far as a bounded walk sees: to notice that it changes, and what must not be forked."""
+"""What a data set is made of and uses, as far as a bounded walk sees: what has changed, and what must not be forked."""
 
 from __future__ import annotations
 
-import io
+import array
+import logging
 import sys
 import types
 import zlib
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import PurePath
 from typing import Any
 
 import torch
+
+from fulltilt.tune.live.handles import is_crew, is_open_handle
+from fulltilt.tune.live.reach import is_users, methods_of, used_by
 
 DEEPEST = 8
 MOST_PARTS = 4000
@@ -18,71 +25,97 @@ MOST_PARTS = 4000
 LONG = 200
 MOST_ITEMS = 2_000_000
 MOST_BYTES = 64 << 20
-PLAIN = (str, bytes, int, float, complex, bool, type(None))
-CLOSED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
-# Libraries whose open handles do not survive a fork: readers in two processes would share a position or a lock.
-HANDLES_OF = frozenset({"h5py", "lmdb", "sqlite3", "tables", "netCDF4", "tarfile", "zipfile", "socket"})
-UNSEEN = object()
+PLAIN = (str, bytes, int, float, complex, bool, type(None), PurePath)
+SEQUENCES = (list, tuple, deque)
+WRAPPED = (staticmethod, classmethod)
+# Not looked into: what they hold changes with use, and no sample depends on it.
+CLOSED = (types.ModuleType, types.BuiltinFunctionType, type, torch.Tensor, logging.Logger, logging.Handler)
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """``parts`` by their path; ``whole``: a change could not be missed; ``handle`` is the path of an open handle."""
+    """``parts`` by their path; ``whole``: a change could not be missed.
+
+    ``handle`` is the path of an open file or connection, ``crew`` that of threads or processes.
+    """
 
     parts: dict[str, Any]
     whole: bool
-    handle: str | None
+    handle: str | None = None
+    crew: str | None = None
 
     def change_from(self, earlier: Anatomy) -> str | None:
         """The first part that is not as it was earlier; None when all are."""
         for path, mark in self.parts.items():
-            if earlier.parts.get(path, self) != mark:
+            before = earlier.parts.get(path, self)
+            if before is not mark and before != mark:  # a NaN is itself and yet not equal to itself
                 return path
         return next((path for path in earlier.parts if path not in self.parts), None)
 
 
-def anatomy(dataset: Any) -> Anatomy:
-    """A bounded look at a data set's attributes."""
+def anatomy(dataset: Any, *users: Any) -> Anatomy:
+    """A bounded look at a data set's attributes and at what the user's own code behind it uses.
+
+    ``users`` are other objects that make a batch, as a collate function. Whatever an object answers, nothing is raised.
+    """
     parts: dict[str, Any] = {}
-    handle, whole = None, True
+    handle = crew = None
+    whole = True
     seen: set[int] = set()
-    level = [(type(dataset).__name__, dataset)]
+    level = [(type(item).__name__, item) for item in (dataset, *users)]
     for _ in range(DEEPEST):
         following: list[tuple[str, Any]] = []
-        for path, item in level:
-            parts[path] = mark = _mark(item)
-            whole = whole and mark is not UNSEEN
-            if isinstance(item, (*PLAIN, *CLOSED, torch.Tensor)) or id(item) in seen:
-                continue
+        for name, item in level:
+            path = name
+            while path in parts:  # two functions may mean different things by one name
+                path += "'"
+            try:
+                parts[path], is_seen = _mark(item)
+                if isinstance(item, (*PLAIN, *CLOSED)) or id(item) in seen:
+                    whole = whole and is_seen
+                    continue
+                seen.add(id(item))
+                if is_open_handle(item):
+                    handle = handle or path
+                elif is_crew(item):
+                    crew = crew or path
+                else:
+                    following += _insides(path, item)
+                whole = whole and is_seen
+            except Exception:  # an object of the user's may answer anything, and fail at it
+                parts[path], whole = id(item), False
             if len(parts) > MOST_PARTS:
-                return Anatomy(parts, False, handle)
-            seen.add(id(item))
-            if handle is None and _is_open_handle(item):
-                handle = path
-            following += _insides(path, item)
+                return Anatomy(parts, False, handle, crew)
         level = following
-    return Anatomy(parts, whole and not level, handle)
+    return Anatomy(parts, whole and not level, handle, crew)
 
 
-def _mark(item: Any) -> Any:
+def _mark(item: Any) -> tuple[Any, bool]:
+    """Something that changes with an item, and whether no change of its own could be missed."""
     if isinstance(item, PLAIN):
-        return item
+        return item, True
     if isinstance(item, torch.Tensor):
-        return id(item), item._version, tuple(item.shape)
-    if isinstance(item, list | tuple | dict | set | frozenset):
-        return (id(item), len(item)) if len(item) <= LONG else _hash(item)
-    if hasattr(item, "__array_interface__"):
-        return zlib.crc32(item.tobytes()) if item.nbytes <= MOST_BYTES and not item.dtype.hasobject else UNSEEN
-    return id(item)
+        version = None if item.is_inference() else item._version
+        return (id(item), version, tuple(item.shape)), True
+    if isinstance(item, (*SEQUENCES, dict, set, frozenset)):
+        return ((id(item), len(item)), True) if len(item) <= LONG else _hash(item)
+    if isinstance(item, bytearray | array.array):
+        return zlib.crc32(memoryview(item).cast("B")), True
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(item, numpy.ndarray | numpy.generic):
+        is_seen = item.nbytes <= MOST_BYTES and not item.dtype.hasobject
+        return (zlib.crc32(item.tobytes()) if is_seen else id(item)), is_seen
+    return id(item), True
 
 
-def _hash(container: Any) -> Any:
+def _hash(container: Any) -> tuple[Any, bool]:
+    size = id(container), len(container)
     if len(container) > MOST_ITEMS:
-        return UNSEEN
+        return size, False
     try:
-        return hash(frozenset(container) if isinstance(container, set | frozenset) else _flat(container))
+        return (size, hash(frozenset(container) if isinstance(container, set | frozenset) else _flat(container))), True
     except TypeError:
-        return UNSEEN
+        return size, False
 
 
 def _flat(container: Any) -> tuple[Any, ...]:
@@ -93,15 +126,25 @@ def _insides(path: str, item: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(item, dict):
         if len(item) <= LONG:
             yield from ((f"{path}[{key!r}]", value) for key, value in list(item.items()))
-    elif isinstance(item, list | tuple):
+    elif isinstance(item, SEQUENCES):
         if len(item) <= LONG:
-            yield from ((f"{path}[{position}]", value) for position, value in enumerate(item))
+            yield from ((f"{path}[{position}]", value) for position, value in enumerate(list(item)))
+    elif isinstance(item, types.FunctionType):
+        yield from used_by(item)
+    elif isinstance(item, WRAPPED):
+        yield path, item.__func__
+    elif isinstance(item, property):
+        yield path, item.fget
+    elif isinstance(item, types.MethodType):
+        yield from ((path, item.__func__), (f"{path}.__self__", item.__self__))
+    elif isinstance(item, partial):
+        yield from ((path, item.func), (f"{path}.args", item.args), (f"{path}.keywords", item.keywords))
     else:
         for name, value in list(getattr(item, "__dict__", {}).items()):
             yield f"{path}.{name}", value
-
-
-def _is_open_handle(item: Any) -> bool:
-    if isinstance(item, io.IOBase):
-        return not item.closed and item not in (sys.stdin, sys.stdout, sys.stderr) and not isinstance(item, io.BytesIO)
-    return type(item).__module__.partition(".")[0] in HANDLES_OF and not isinstance(item, type)
+        for cls in filter(is_users, type(item).__mro__):
+            slots = vars(cls).get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else tuple(slots):
+                if hasattr(item, name):
+                    yield f"{path}.{name}", getattr(item, name)
+        yield from methods_of(type(item))

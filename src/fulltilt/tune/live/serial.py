@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,8 +24,10 @@ class FetchWatch:
 
     def __init__(self, iterator: Any) -> None:
         self._fetcher = iterator._dataset_fetcher
-        self._dataset = iterator._dataset
-        self._generators = Generators(self._dataset, iterator._collate_fn)
+        self._makers = iterator._dataset, iterator._collate_fn
+        self._generators = Generators(*self._makers)
+        self._mark: Any = None
+        self._positions: dict[str, int] | None = None
         self._fetches = 0
         self._before: Any = None
         self._problem: str | None = None
@@ -32,21 +35,36 @@ class FetchWatch:
         fetch = self._fetcher.fetch
 
         def watched(index: Any) -> Any:
-            mark = self._generators.mark()
-            positions = file_positions() if self._fetches < FILES_FIRST else None
+            self._look(self._about_to_fetch)
             batch = fetch(index)
-            if self._generators.mark() != mark:
-                self._problem = (
-                    "its data set draws random numbers, which in workers would be others than in the training process"
-                )
-            elif positions is not None and _moved(positions, file_positions()):
-                self._problem = "its data set reads from a file that stays open, whose position workers would share"
-            self._fetches += 1
-            if self._fetches == 1:
-                self._look_at(batch)
+            self._look(self._fetched, batch)
             return batch
 
         self._fetcher.fetch = watched
+
+    def _look(self, look: Callable[..., None], *facts: Any) -> None:
+        """Looking at objects of the user's may go wrong; the job goes on."""
+        try:
+            look(*facts)
+        except Exception as error:
+            if os.environ.get("FULLTILT_DEBUG"):
+                raise
+            self._problem = f"its data set cannot be looked at ({type(error).__name__}: {error})"
+
+    def _about_to_fetch(self) -> None:
+        self._mark = self._generators.mark()
+        self._positions = file_positions() if self._fetches < FILES_FIRST else None
+
+    def _fetched(self, batch: Any) -> None:
+        if self._generators.mark() != self._mark:
+            self._problem = (
+                "its data set draws random numbers, which in workers would be others than in the training process"
+            )
+        elif self._positions is not None and _moved(self._positions, file_positions()):
+            self._problem = "its data set reads from a file that stays open, whose position workers would share"
+        self._fetches += 1
+        if self._fetches == 1:
+            self._look_at(batch)
 
     def remove(self) -> None:
         """Leave the iterator as it was."""
@@ -56,16 +74,18 @@ class FetchWatch:
         """Why this loader should stay without workers, as far as seen; None when nothing speaks against them."""
         if self._problem is not None or self._before is None:
             return self._problem
-        now = anatomy(self._dataset)
-        changed = now.change_from(self._before)
-        if changed is not None:
-            return f"reading a sample changes the data set itself ({changed})"
+        now = anatomy(*self._makers)
         if now.handle is not None:
             return f"its data set holds an open file or connection ({now.handle}), which workers must not share"
+        if now.crew is not None:
+            return f"its data set works with threads or processes of its own ({now.crew}), which workers would not have"
+        changed = now.change_from(self._before)
+        if changed is not None:
+            return f"what its data set uses changes during a pass ({changed}), and workers would not see each other's"
         return None
 
     def _look_at(self, batch: Any) -> None:
-        self._before = anatomy(self._dataset)
+        self._before = anatomy(*self._makers)
         probe = HandoverProbe()
         try:
             probe.dump(batch)
@@ -106,7 +126,7 @@ class _Nowhere:
 def file_positions() -> dict[str, int]:
     """The position of each file that this process has open to read; empty where there is no /proc.
 
-    Files that are only written to are no data: other threads write logs, and Fulltilt its record, during a fetch.
+    Files that are only written or appended to are no data: logs, and Fulltilt's record, grow during a fetch too.
     """
     positions = {}
     try:
@@ -118,9 +138,10 @@ def file_positions() -> dict[str, int]:
     for descriptor in descriptors:
         try:
             path = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115
-            if not path.startswith("/") or path.startswith(("/dev/", "/proc/")) or "(deleted)" in path:
+            if not path.startswith("/") or path.startswith(("/dev/", "/proc/", "/sys/")) or "(deleted)" in path:
                 continue
-            if fcntl.fcntl(int(descriptor), fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
+            flags = fcntl.fcntl(int(descriptor), fcntl.F_GETFL)
+            if flags & os.O_ACCMODE == os.O_WRONLY or flags & os.O_APPEND:
                 continue
             positions[f"{descriptor} {path}"] = os.lseek(int(descriptor), 0, os.SEEK_CUR)
         except (OSError, ValueError):

@@ -86,8 +86,12 @@ class Trying:
 
     def watch(self, iterator: Any) -> None:
         """Look at the fetches of a loader without workers for as long as its own settings are measured."""
-        if self.phase is Phase.WATCHING:
+        if self.phase is not Phase.WATCHING:
+            return
+        try:
             self._watch = FetchWatch(iterator)
+        except Exception as error:  # an object of the user's may answer anything, and fail at it
+            self.leave_alone(f"its data set cannot be looked at ({_short(error)})")
 
     def unwatch(self) -> None:
         """Enough was seen."""

@@ -94,7 +94,7 @@ class Workshop:
         seed = (self._seed + 0x9E3779B97F4A7C15 * self._made) % 2**63
         batch_s = max(knobs.workers, 1) / seen.batches_per_s if seen is not None else 0.0
         patience_s = max(self._limits.first_batch_s, self._limits.first_batch_times * batch_s)
-        self._forked_from = anatomy(self.loader.dataset)
+        self._forked_from = self._anatomy()
         return make_pool(self.loader, knobs, seed, self._taps, self._tap, patience_s)
 
     def make_final(self) -> Pool:
@@ -129,8 +129,11 @@ class Workshop:
         return pool
 
     def _data_set_is_the_same(self) -> bool:
-        now = anatomy(self.loader.dataset)
+        now = self._anatomy()
         return self._forked_from is not None and now.whole and now.change_from(self._forked_from) is None
+
+    def _anatomy(self) -> Anatomy:
+        return anatomy(self.loader.dataset, self.loader.collate_fn)
 
     def retire(self, pool: Pool | None, failed: bool = False) -> None:
         """End a pool's workers. The script's own persistent ones are forgotten by its loader too."""

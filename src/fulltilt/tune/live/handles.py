@@ -1,0 +1,45 @@
+"""What a data set may hold that does not survive a fork: open files and connections, threads and processes."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor
+from multiprocessing.pool import Pool
+from typing import Any
+
+# Libraries whose open handles must not be shared: readers in two processes would share a position or a lock.
+HANDLES_OF = frozenset({"h5py", "lmdb", "sqlite3", "tables", "netCDF4", "tarfile", "zipfile", "socket"})
+# What these libraries give out that is only data.
+RECORDS = frozenset({"TarInfo", "ZipInfo", "Row", "Empty", "Datatype"})
+IS_CLOSED: dict[str, Callable[[Any], bool]] = {
+    "h5py": lambda item: not item,
+    "tables": lambda item: not getattr(item, "isopen", True),
+    "netCDF4": lambda item: hasattr(item, "isopen") and not item.isopen(),
+    "tarfile": lambda item: bool(getattr(item, "closed", False)),
+    "zipfile": lambda item: getattr(item, "fp", item) is None,
+    "socket": lambda item: hasattr(item, "fileno") and item.fileno() < 0,
+}
+
+
+def is_open_handle(item: Any) -> bool:
+    """Whether this is a file or a connection that is open to read from. Files that are written to are no data."""
+    if isinstance(item, io.IOBase):
+        if item.closed or isinstance(item, io.BytesIO | io.StringIO) or item in (sys.stdin, sys.stdout, sys.stderr):
+            return False
+        return item.readable() and "a" not in str(getattr(item, "mode", ""))
+    library = type(item).__module__.partition(".")[0]
+    if library not in HANDLES_OF or isinstance(item, type) or type(item).__name__ in RECORDS:
+        return False
+    is_closed = IS_CLOSED.get(library)
+    return is_closed is None or not is_closed(item)
+
+
+def is_crew(item: Any) -> bool:
+    """Whether this works with threads or processes of its own: in a forked worker nobody would answer it."""
+    if isinstance(item, threading.Thread):
+        return item.is_alive() and item is not threading.main_thread()
+    # An executor starts its threads when it is first used; until then it may be forked.
+    return isinstance(item, Pool) or (isinstance(item, Executor) and bool(getattr(item, "_threads", True)))

@@ -1,0 +1,70 @@
+"""What code of the user's own uses beside its arguments: globals, attributes of their modules and classes, closures.
+
+A worker has all of it as it was at the fork, as it has the data set's attributes.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+import types
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from fulltilt.timeline.owners import owner
+
+# These run when nothing is fetched.
+NOT_FETCHING = frozenset({"__init__", "__new__", "__repr__", "__str__"})
+
+
+def used_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Name and value of all that a function of the user's own takes from around it; nothing for other code."""
+    if owner(function.__code__.co_filename) != "user":
+        return
+    global_names, attributes = _names(function.__code__)
+    for name in sorted(global_names & function.__globals__.keys()):
+        value = function.__globals__[name]
+        yield name, value
+        if isinstance(value, types.ModuleType | type) and is_users(value):
+            members = vars(value)
+            yield from (
+                (f"{name}.{attribute}", members[attribute]) for attribute in sorted(attributes & members.keys())
+            )
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+
+
+def methods_of(kind: type) -> Iterator[tuple[str, Any]]:
+    """Name and value of what the user's own classes behind an object define: methods, and state that all share."""
+    for cls in kind.__mro__:
+        if is_users(cls):
+            for name, value in list(vars(cls).items()):
+                is_code = isinstance(value, types.FunctionType)
+                if name not in NOT_FETCHING and (is_code or not name.startswith("__")):
+                    yield f"class {cls.__name__}.{name}", value
+
+
+def is_users(value: types.ModuleType | type) -> bool:
+    """Whether a module or a class is of the user's own code."""
+    module = sys.modules.get(value.__module__) if isinstance(value, type) else value
+    path = getattr(module, "__file__", None)
+    if path is None:  # a notebook's
+        return getattr(module, "__name__", None) == "__main__"
+    return owner(path) == "user"
+
+
+@cache
+def _names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The globals that code reads, and the attributes that it may take of anything; functions inside it included."""
+    global_names = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    attributes = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner = _names(constant)
+            global_names |= inner[0]
+            attributes |= inner[1]
+    return frozenset(global_names), frozenset(attributes)
