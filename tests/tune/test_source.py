@@ -363,9 +363,17 @@ def test_loaders_that_a_library_makes_are_set_where_it_takes_them(tmp_path: Path
     change = change_of(tmp_path, made_by="transformers")
     assert isinstance(change, WriteYourself)
     assert change.write == (
-        "TrainingArguments(…, dataloader_num_workers=8, dataloader_prefetch_factor=2, dataloader_pin_memory=True,"
-        " dataloader_persistent_workers=True)"
+        "TrainingArguments(…, dataloader_num_workers=8, dataloader_pin_memory=True, dataloader_persistent_workers=True)"
     )
+
+
+def test_what_to_write_by_hand_is_only_what_changes(tmp_path: Path) -> None:
+    loader = examples.loader(
+        where="gone.py:1", num_workers=2, pin_memory=True, persistent_workers=True, prefetch_factor=4
+    )
+    change = propose(loader, IN_FORCE, tmp_path)
+    assert isinstance(change, WriteYourself)
+    assert change.write == "DataLoader(…, num_workers=8, prefetch_factor=2)"
 
 
 def test_a_flag_of_the_command_is_named(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fulltilt.errors import MachineError, UsageError
 from fulltilt.records import LoaderRecord, Settings
-from fulltilt.tune.source_call import NEED_WORKERS, Refused, rewrite_call
+from fulltilt.tune.source_call import NEED_WORKERS, ONCE_THERE_ARE_WORKERS, Refused, rewrite_call
 
 # Libraries that construct the loader themselves, and how they are told.
 _TRAINING_ARGUMENTS = {
@@ -70,14 +70,15 @@ def propose(
         )
     if loader is None or loader.where is None:
         return WriteYourself("it was not seen where the training loader is made", _call("DataLoader(…", wanted))
+    before = {name: getattr(loader, name) for name in names}
+    news = {name: value for name, value in wanted.items() if _is_news(name, before[name], value)}
     if loader.made_by == "transformers":
-        arguments = {_TRAINING_ARGUMENTS[name]: value for name, value in wanted.items()}
+        arguments = {_TRAINING_ARGUMENTS[name]: value for name, value in news.items()}
         return WriteYourself(
             f"Hugging Face's Trainer makes the loader ({loader.where})", _call("TrainingArguments(…", arguments)
         )
     if loader.made_by is not None:
-        return WriteYourself(f"{loader.made_by} makes the loader ({loader.where})", _call("DataLoader(…", wanted))
-    before = {name: getattr(loader, name) for name in names}
+        return WriteYourself(f"{loader.made_by} makes the loader ({loader.where})", _call("DataLoader(…", news))
     for argument in command:
         name = argument.split("=")[0].lstrip("-").replace("-", "_")
         if argument.startswith("--") and name in wanted and wanted[name] != before[name]:
@@ -91,12 +92,17 @@ def propose(
         encoding, _ = tokenize.detect_encoding(io.BytesIO(old).readline)
         source = old.decode(encoding)
     except (OSError, UnicodeDecodeError, SyntaxError) as error:
-        return WriteYourself(f"{file} could not be read: {error}", _call("DataLoader(…", wanted))
+        return WriteYourself(f"{file} could not be read: {error}", _call("DataLoader(…", news))
     result = rewrite_call(source, int(line), wanted, before, loader.given)
     if isinstance(result, Refused):
-        return WriteYourself(f"{loader.where}: {result.why}", _call("DataLoader(…", wanted))
+        return WriteYourself(f"{loader.where}: {result.why}", _call("DataLoader(…", news))
     new = result.source.encode(encoding)
     return SourceChange(path, old, new, unified_diff(file, source, result.source), result.remarks)
+
+
+def _is_news(name: str, before: object, value: object) -> bool:
+    """Whether a setting is to be written: it is not in force, nor comes by itself with workers."""
+    return value != before and not (before is None and value == ONCE_THERE_ARE_WORKERS.get(name))
 
 
 def _train_flags(settings: Settings, with_batch: bool) -> list[str]:
