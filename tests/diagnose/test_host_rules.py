@@ -4,8 +4,8 @@ from fulltilt.diagnose import answer
 from fulltilt.diagnose.evidence import gather
 from fulltilt.diagnose.gains import rarer, share_left
 from fulltilt.diagnose.rules.host import checkpoint_stall, host_code, validation_heavy
-from fulltilt.records import Abstention, Finding, HotLine
-from tests.diagnose.examples import gpu_rank, loader, rank, run_of, spans_of
+from fulltilt.records import Abstention, Buckets, Finding, HotLine, Span
+from tests.diagnose.examples import BATCH, gpu_rank, loader, rank, run_of, spans_of
 
 
 def found(judgement: object) -> Finding:
@@ -49,6 +49,16 @@ def test_logging_of_weights_should_be_rarer() -> None:
 def test_each_kind_of_line_has_its_own_cure(call: str, part: str) -> None:
     lines = (HotLine("train.py:9", "main", 30.0, call),)
     assert part in found(host_code(gather(run_of(rank(host_lines=lines), host_code=30.0, compute=70.0)))).fix
+
+
+def test_code_between_epochs_is_not_to_be_done_every_so_many_steps() -> None:
+    """It came every 400 steps, and the advice was every 50."""
+    made = rank(host_lines=(HotLine("train.py:12", "main", 30.0, "pool.map(feature, files)"),))
+    between = Span(10.0, 41.0, 0, 1, 1, BATCH, Buckets(host_code_s=30.0, compute_s=1.0))
+    within = Span(41.0, 110.0, 1, 999, 999, 999 * BATCH, Buckets(host_code_s=1.0, compute_s=68.0))
+    for spans, seldom in (((between, within), True), (spans_of(host_code=31.0, compute=69.0), False)):
+        fix = found(host_code(gather(run_of(made, spans=(spans,))))).fix
+        assert ("most steps are free of it" in fix, " steps, or" in fix) == (seldom, not seldom)
 
 
 def test_overhead_spread_over_a_library_blames_no_line() -> None:

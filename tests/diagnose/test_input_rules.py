@@ -5,7 +5,7 @@ from fulltilt.diagnose.rules.delivery import epoch_restart, input_handover, shm_
 from fulltilt.diagnose.rules.input import input_cpu_bound, input_io_bound, input_serial
 from fulltilt.diagnose.supply import Limit
 from fulltilt.records import Abstention, Finding, HotLine, Run, StorageReading
-from tests.diagnose.examples import gpu_rank, loader, machine, rank, run_of, spans_of, workers
+from tests.diagnose.examples import BATCH, gpu_rank, loader, machine, rank, run_of, spans_of, workers
 
 INPUT_RULES = (input_serial, input_cpu_bound, input_io_bound, input_handover)
 
@@ -126,6 +126,37 @@ def test_batches_made_by_a_generator_name_its_line() -> None:
     assert "no DataLoader was seen" in finding.evidence[1]
     assert "num_workers=1" in finding.fix
     assert finding.predicted_speedup == (1.33, 1.67)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_generator_behind_the_loader_is_blamed_and_not_the_loader(num_workers: int) -> None:
+    """A generator that cut crops out of what it drew was told to give its quick loader a worker."""
+    made = rank(
+        loaders=(loader(where="gen.py:8", num_workers=num_workers, wait_s=5.0, wait_cpu_s=5.0),),
+        workers=(workers(fetch_s=5.0, fetch_cpu_s=5.0, process_cpu_s=5.0, idle_s=150.0),) if num_workers else (),
+        host_lines=(HotLine("gen.py:11", "batches", 35.0, "crop(row)"),),
+    )
+    evidence = gather(run_of(made, data_wait=40.0, compute=60.0))
+    finding = found(input_serial(evidence))
+    assert finding.where == "gen.py:11"
+    assert "88 % of it is not the loader at gen.py:8" in finding.evidence[1]
+    assert "collate_fn" in finding.fix
+    assert [rule(evidence) for rule in INPUT_RULES[1:]] == [None] * 3
+
+
+def test_a_loader_that_another_thread_draws_from_is_not_cleared() -> None:
+    made = rank(loaders=(loader(wait_s=0.0),), host_lines=(HotLine("train.py:9", "take", 35.0, "queue.get()"),))
+    assert gather(run_of(made, data_wait=40.0, compute=60.0)).limit is Limit.SERIAL
+
+
+def test_one_of_several_loaders_is_not_measured_by_the_rate_of_the_job() -> None:
+    """A slow loader of the last stage was promised 1.00 × with 8 workers: the first stage had set the rate."""
+    stages = (loader(where="train.py:9"), loader(loader_id=2, wait_s=62.0, batches=50, samples=50 * BATCH))
+    finding = found(input_serial(gather(run_of(rank(loaders=stages), data_wait=62.0, compute=38.0))))
+    assert finding.where == "train.py:31"
+    assert finding.predicted_speedup == (1.0, 2.63)
+    assert finding.fix.startswith("Set num_workers=32 at train.py:31"), "it sleeps: four for each of 8 CPUs"
+    assert "would hide it" not in finding.fix
 
 
 def test_an_iterable_that_the_script_has_measured_is_no_data_loader() -> None:

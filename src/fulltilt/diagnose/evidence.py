@@ -129,7 +129,15 @@ def gather(run: Run, thresholds: Thresholds = DEFAULT) -> Evidence:
         loader=loader,
         workers=workers,
         supply=supply,
-        limit=find_limit(wait_share, loader, supply, delivered, crowding(rank, loader, usable_cpus), thresholds),
+        limit=find_limit(
+            wait_share,
+            _ratio(waited_behind_loaders_s(rank, ledger.buckets.data_wait_s), ledger.buckets.data_wait_s),
+            loader,
+            supply,
+            delivered,
+            crowding(rank, loader, usable_cpus),
+            thresholds,
+        ),
         delivered_samples_per_s=delivered,
         usable_cpus=usable_cpus,
         thresholds=thresholds,
@@ -140,6 +148,17 @@ def training_loader(rank: RankRecord | None) -> LoaderRecord | None:
     """The loader that feeds training; of several, the one that training waits for most."""
     loaders = [loader for loader in rank.loaders if loader.role == "train"] if rank else []
     return max(loaders, key=lambda loader: (loader.wait_s, loader.batches), default=None)
+
+
+def waited_behind_loaders_s(rank: RankRecord | None, data_wait_s: float) -> float:
+    """What the training waited for batches but not in a loader: a generator of the script's works on what it drew.
+
+    0.0 where that is not known: no loader was seen, or another thread drew from it.
+    """
+    loaders = [loader for loader in rank.loaders if loader.role == "train"] if rank else []
+    if not loaders or not all(loader.wait_s > 0 for loader in loaders):
+        return 0.0
+    return max(data_wait_s - sum(loader.wait_s + loader.first_wait_s for loader in loaders), 0.0)
 
 
 def workers_of(rank: RankRecord | None, loader: LoaderRecord | None) -> WorkerRecord | None:

@@ -18,6 +18,7 @@ class Limit(Enum):
 
     NOTHING = "the input keeps up"
     SERIAL = "the training thread fetches by itself"
+    BEHIND = "what the script does to the batches behind the loader"
     CROWDED = "more processes than CPUs"
     HANDOVER = "the way from the workers to the training thread"
     CPU = "the workers compute"
@@ -139,15 +140,21 @@ def loader_ceiling(
 
 def find_limit(
     wait_share: float,
+    behind_share: float,
     loader: LoaderRecord | None,
     supply: Supply | None,
     delivered_samples_per_s: float | None,
     crowding: float,
     thresholds: Thresholds,
 ) -> Limit:
-    """Which part of the input sets its rate. ``crowding`` is workers and threads for each usable CPU."""
+    """Which part of the input sets its rate.
+
+    ``behind_share`` is how much of the wait was for no loader; ``crowding``, workers and threads for each usable CPU.
+    """
     if wait_share < thresholds.data_wait_share:
         return Limit.NOTHING
+    if behind_share > thresholds.behind_loader_share:
+        return Limit.BEHIND
     if loader is None or loader.num_workers == 0:
         return Limit.SERIAL
     if supply is None:

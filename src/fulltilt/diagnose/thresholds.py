@@ -22,6 +22,8 @@ class Thresholds:
     transfer_share: float = 0.05  # pinned, overlapped copies leave under 1 % of idle time
     sync_share: float = 0.05  # one .item() a step at a full queue costs about the launch latency, 1 to 3 %
     launch_share: float = 0.10  # short gaps between kernels are normal; a tenth idle means the host sets the pace
+    seldom_code_part: float = 0.8  # what few steps must hold of the host code to be called its place
+    seldom_steps_share: float = 0.1  # one step in ten or fewer
     guilty_function_share: float = 0.25  # of host code; a trainer's own overhead is dozens of functions with 2 to 12 %
     host_code_share: float = 0.05  # progress bars and schedulers stay under 3 % of a 10 ms step
     validation_share: float = 0.20  # validation is wanted work; a fifth of the job is what people still accept
@@ -36,6 +38,7 @@ class Thresholds:
     handover_share: float = 0.5  # more CPU in pickling and rebuilding than in fetching, or than in real waiting
     cheap_fetch_share: float = 0.5  # of the wait for a batch: fetching it on the training thread would halve the wait
     spare_capacity: float = 2.0  # workers that could give twice what arrives are not the limit either
+    behind_loader_share: float = 0.5  # of the wait: the larger part of it is what has to change
     starved_share: float = 0.9  # training that waits nine tenths of its time takes all that the loader gives
     never_idle_share: float = 0.05  # workers idle less than this are at their full rate
     queueing_share: float = 0.4  # two runnable processes for each CPU queue half of their time

@@ -27,6 +27,10 @@ _ADVICE = (
     (r"\.numpy\(|\.tolist\(|\.item\(", "keep it in tensors and read it every {every} steps"),
 )
 _OTHERWISE = "take it out of the step, do it every {every} steps, or let a second thread do it"
+_SELDOM = (
+    "most steps are free of it, and it takes long when it comes: do it once before the training, more seldom still, "
+    "or in a second thread or process meanwhile"
+)
 
 
 def host_code(evidence: Evidence) -> Judgement:
@@ -50,7 +54,11 @@ def host_code(evidence: Evidence) -> Judgement:
             "larger steps (a larger batch), or compile the model (torch.compile)."
         )
         return found(evidence, "host_code", cost_s, facts, fix, None, predicted)
-    fix = _speed_up_line(lines[0], share) if lines else f"Find the slow code: {_OTHERWISE.format(every=100)}."
+    fix = (
+        _speed_up_line(lines[0], share, _is_seldom(evidence))
+        if lines
+        else f"Find the slow code: {_OTHERWISE.format(every=100)}."
+    )
     return found(evidence, "host_code", cost_s, facts, fix, lines[0].where if lines else None, predicted)
 
 
@@ -62,9 +70,24 @@ def _most_in_one_function(lines: tuple[HotLine, ...]) -> float:
     return max(by_function.values(), default=0.0)
 
 
-def _speed_up_line(line: HotLine, share: float) -> str:
+def _is_seldom(evidence: Evidence) -> bool:
+    """Whether nearly all of the host code falls into few steps, as between epochs: rarer still is no advice then."""
+    spans = [span for own in evidence.run.spans for span in own if span.steps > 0]
+    spans.sort(key=lambda span: -span.buckets.host_code_s / span.steps)
+    most_s = evidence.thresholds.seldom_code_part * sum(span.buckets.host_code_s for span in spans)
+    steps, seen_s = 0, 0.0
+    for span in spans:
+        if seen_s >= most_s:
+            break
+        steps, seen_s = steps + span.steps, seen_s + span.buckets.host_code_s
+    return steps <= evidence.thresholds.seldom_steps_share * sum(span.steps for span in spans)
+
+
+def _speed_up_line(line: HotLine, share: float, seldom: bool) -> str:
     text = f"{line.call or ''} {line.function}".lower()
     advice = next((advice for pattern, advice in _ADVICE if re.search(pattern, text)), _OTHERWISE)
+    if seldom and "{every}" in advice:
+        advice = _SELDOM
     every = next((n for n in (10, 20, 50) if share / n <= 0.01), 100)
     return f"{line.call or line.function}{at(line.where)}: {advice.format(every=every)}."
 

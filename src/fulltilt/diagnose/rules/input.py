@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from fulltilt.diagnose.evidence import Evidence
+from fulltilt.diagnose.evidence import Evidence, waited_behind_loaders_s
 from fulltilt.diagnose.gains import Gain, amdahl, gain
-from fulltilt.diagnose.rules.staffing import Staffing, gain_without_wait, plan_workers, workers_unmeasured
+from fulltilt.diagnose.rules.staffing import (
+    Staffing,
+    gain_without_wait,
+    plan_workers,
+    unplanned_workers,
+    workers_unmeasured,
+)
 from fulltilt.diagnose.rules.wording import (
     Judgement,
     at,
@@ -24,6 +30,8 @@ from fulltilt.records import Finding, FindingCode, HotLine, LoaderRecord
 
 def input_serial(evidence: Evidence) -> Judgement:
     """The training thread makes its batches itself: a DataLoader without workers, or no DataLoader at all."""
+    if evidence.limit is Limit.BEHIND and evidence.loader is not None:
+        return _made_behind_loader(evidence, evidence.loader)
     if evidence.limit is not Limit.SERIAL:
         return None
     if evidence.loader is None or evidence.loader.made_by == "script":
@@ -43,7 +51,7 @@ def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
         facts.append(f"of the fetching, {line_cost(line, loader.wait_s)}")
     facts += _known(rates(evidence))
     plan = plan_workers(evidence)
-    workers = plan.advised if plan else max(int(evidence.usable_cpus) - 1, 1)
+    workers = plan.advised if plan else unplanned_workers(evidence)
     fix = (
         f"Set num_workers={workers}{at(loader.where)}: "
         f"{rewritten(evidence, loader, num_workers=workers, persistent_workers=True)}."
@@ -77,11 +85,36 @@ def _generated_by_hand(evidence: Evidence) -> Finding:
         "torch.utils.data.IterableDataset that yields whole batches, and draw them from "
         "DataLoader(dataset, batch_size=None, num_workers=1); one worker keeps their order."
     )
-    # One worker hides the shorter of the two; more workers divide what one needs.
+    predicted = _gain_beside_training(evidence, share)
+    return found(evidence, "input_serial", wait_s, facts, fix, line.where if line else None, predicted)
+
+
+def _made_behind_loader(evidence: Evidence, loader: LoaderRecord) -> Finding:
+    wait_s = evidence.buckets.data_wait_s
+    behind_s = waited_behind_loaders_s(evidence.rank, wait_s)
+    line = next(iter(evidence.host_lines), None)
+    facts = [
+        time_spent(evidence, "waiting for batches", wait_s),
+        f"{percent(behind_s / wait_s)} of it is not the loader{at(loader.where)}: the script's own generator works on "
+        "what it draws from there, in the training thread",
+    ]
+    if line:
+        facts.append(line_cost(line))
+    workers = max(loader.num_workers, 1)
+    fix = (
+        f"Let workers do what the code{at(line.where if line else None)} does to each batch: put it into the data set "
+        f"or the collate_fn of the loader, {rewritten(evidence, loader, num_workers=workers, persistent_workers=True)}"
+        f"{at(loader.where)}."
+    )
+    predicted = _gain_beside_training(evidence, evidence.active_share(behind_s))
+    return found(evidence, "input_serial", wait_s, facts, fix, line.where if line else None, predicted)
+
+
+def _gain_beside_training(evidence: Evidence, share: float) -> Gain:
+    """One worker hides the shorter of making batches and training on them; more workers divide what one needs."""
     helpers = max(int(evidence.usable_cpus) - 1, 1)
     one, several = 1 / max(share, 1 - share), 1 / max(share / helpers, 1 - share)
-    low = 1 + (one - 1) * evidence.thresholds.recovered_low
-    return found(evidence, "input_serial", wait_s, facts, fix, line.where if line else None, gain(low, several))
+    return gain(1 + (one - 1) * evidence.thresholds.recovered_low, several)
 
 
 # --------------------------------------------------------------------------- workers at their limit

@@ -28,9 +28,13 @@ class Staffing:
 
 
 def plan_workers(evidence: Evidence) -> Staffing | None:
-    """The workers to use with the loader's measured costs; None when they were not measured."""
+    """The workers to use with the loader's measured costs; None when they were not measured.
+
+    Nor is there a plan for the first workers of one of several training loaders: what it gives alone cannot be compared
+    with the rate of the whole job.
+    """
     supply, rate = evidence.supply, evidence.delivered_samples_per_s
-    if supply is None or not rate:
+    if supply is None or not rate or (supply.workers == 0 and _several_loaders(evidence)):
         return None
     limits = evidence.thresholds
     unhindered = amdahl(evidence.active_share(evidence.buckets.data_wait_s))
@@ -50,6 +54,14 @@ def plan_workers(evidence: Evidence) -> Staffing | None:
     least, most = min(low, cautious) * (1 - limits.rate_error), min(high, hopeful) * (1 + limits.rate_error)
     predicted = gain(least, most, cap=unhindered)
     return Staffing(supply.workers, needed, allowed, advised, predicted)
+
+
+def unplanned_workers(evidence: Evidence) -> int:
+    """The workers to begin with where there is no plan: a CPU for each, or more where fetching mostly waits."""
+    supply, limits = evidence.supply, evidence.thresholds
+    if supply is not None and supply.busy_share is not None and supply.busy_share < limits.cpu_bound_share:
+        return max(round(limits.waiting_workers_per_cpu * evidence.usable_cpus), 1)
+    return max(int(evidence.usable_cpus) - 1, 1)
 
 
 def _first_workers_rate(evidence: Evidence, supply: Supply, rate: float, workers: int) -> float:
@@ -102,9 +114,16 @@ def _threads(evidence: Evidence) -> tuple[float, float]:
 
 
 def gain_without_wait(evidence: Evidence) -> Gain:
-    """What training would win if it waited half as long for data, or not at all."""
+    """What training would win if it waited half as long for data, or not at all.
+
+    With several loaders the cautious end is nothing: the wait may be for the others.
+    """
     share = evidence.active_share(evidence.buckets.data_wait_s)
-    return by_removing(share, evidence.thresholds.recovered_low)
+    return by_removing(share, 0.0 if _several_loaders(evidence) else evidence.thresholds.recovered_low)
+
+
+def _several_loaders(evidence: Evidence) -> bool:
+    return evidence.rank is not None and sum(loader.role == "train" for loader in evidence.rank.loaders) > 1
 
 
 def workers_unmeasured(evidence: Evidence, code: FindingCode) -> Abstention:
