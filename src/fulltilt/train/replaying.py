@@ -34,8 +34,7 @@ class Replaying:
         self._eager = called.forward
         self._recorded: dict[Any, Recorded | None] = {}  # None: it cannot be recorded
         self._seen: dict[Any, int] = {}
-        self._parts: tuple[list[torch.nn.Module], list[torch.nn.Parameter]] | None = None
-        self._stood: Any = None
+        self._parts: _Parts | None = None
         # A replay overwrites the activations of the one before, and recording beside another forward would fail.
         self._pending: weakref.WeakSet[Pending] = weakref.WeakSet()
         self._pool: Any = None
@@ -56,7 +55,7 @@ class Replaying:
         any_there = any(self._recorded.values())
         self._recorded.clear()
         self._seen.clear()
-        self._parts = self._stood = self._pool = None
+        self._parts = self._pool = None
         return any_there
 
     def give_up(self) -> bool:
@@ -82,7 +81,7 @@ class Replaying:
         try:
             return self._eager(*args, **kwargs)
         except torch.OutOfMemoryError:
-            if not self.forget():  # has_room knows of this peak from now on
+            if not self.forget():  # they are recorded anew where has_room finds that they fit
                 raise
         self._say("memory ran out; the CUDA graphs gave theirs back")
         return self._eager(*args, **kwargs)
@@ -96,23 +95,13 @@ class Replaying:
         # Whoever wants the activations elsewhere, or computed again (torch.utils.checkpoint), would find none.
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return False
-        parameters = self._parts_as_recorded()
+        if self._parts is not None and self._parts.changed():
+            self.forget()
+        self._parts = self._parts or _Parts(self._model)
         # A replay writes the gradients anew: what another backward has left there would be lost.
-        if any(parameter.grad is not None for parameter in parameters if parameter.requires_grad):
+        if any(parameter.grad is not None for parameter in self._parts.trained):
             return False
         return all(_fits(value) for value in values) and any(isinstance(value, torch.Tensor) for value in values)
-
-    def _parts_as_recorded(self) -> list[torch.nn.Parameter]:
-        """The model's parameters. Graphs of other modes of its modules, or of weights elsewhere, are forgotten."""
-        if self._parts is None:
-            self._parts = list(self._model.modules()), list(self._model.parameters())
-        modules, parameters = self._parts
-        stands = [module.training for module in modules], [(p.requires_grad, _address(p)) for p in parameters]
-        if self._stood is not None and stands != self._stood:
-            self.forget()
-            return self._parts_as_recorded()
-        self._stood = stands
-        return parameters
 
     def _recording_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recorded | None:
         """The graphs for such a call; None where there are none yet, or never will be."""
@@ -127,16 +116,38 @@ class Replaying:
         return self._recorded[key]
 
     def _record(self, tensors: list[torch.Tensor], call: Call) -> Recorded | None:
-        parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        if not has_room(tensors[0].device, parameters):
+        assert self._parts is not None
+        if not has_room(tensors[0].device, self._parts.trained):
             return None
         try:
             self._pool = self._pool or torch.cuda.graph_pool_handle()
-            return record(call, tensors, parameters, self._model, self._pool)
+            return record(call, tensors, self._parts.trained, self._model, self._pool)
         except Exception as error:  # whatever a model does that a graph cannot hold
             self._say(f"the step cannot be recorded as a CUDA graph and runs as it is: {_reason(error)}")
             self.give_up()
             return None
+
+
+class _Parts:
+    """The modules and parameters of a model, and how they stood when it was recorded."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._modules, self._parameters = list(model.modules()), list(model.parameters())
+        # Other kinds of parameters lie nowhere themselves.
+        self._plain = [parameter for parameter in self._parameters if type(parameter) is torch.nn.Parameter]
+        self.trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        self._stood = self._stand()
+
+    def changed(self) -> bool:
+        """Whether a module is in another mode now, or a parameter trained or frozen or elsewhere."""
+        return self._stand() != self._stood
+
+    def _stand(self) -> tuple[list[bool], list[bool], list[int]]:
+        return (
+            [module.training for module in self._modules],
+            [parameter.requires_grad for parameter in self._parameters],
+            [parameter.data_ptr() for parameter in self._plain],
+        )
 
 
 class _StandIn:
@@ -175,11 +186,6 @@ def _key(values: tuple[Any, ...], positional: int, names: tuple[str, ...]) -> An
     )
     arithmetic = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
     return described, positional, names, arithmetic
-
-
-def _address(parameter: torch.nn.Parameter) -> int:
-    """Where a weight lies; 0 for kinds of tensors that lie nowhere themselves."""
-    return parameter.data_ptr() if type(parameter) is torch.nn.Parameter else 0
 
 
 def _reason(error: BaseException) -> str:
