@@ -15,7 +15,7 @@ from fulltilt.tune.course import next_step, time_limit_s
 from fulltilt.tune.space import ALLOWABLE, Space, is_loader_only, parse_allow
 from fulltilt.tune.table import nothing_tried_sentence
 from fulltilt.tune.trials import best_of, knee_of, start_of
-from fulltilt.tune.verify import compare, winner
+from fulltilt.tune.verify import Comparison, compare, winner
 from tests.tune.simulated import COD, GIB, Job, study
 
 SIXTEEN = Space(usable_cpus=16)
@@ -134,6 +134,14 @@ def test_a_flattered_candidate_is_not_kept() -> None:
     assert comparison is not None
     assert comparison.decided
     assert winner([*trials, lucky]) is None
+
+
+@pytest.mark.parametrize(("low", "wins"), [(3.24, True), (1.2, False)])
+def test_one_pair_is_enough_only_for_what_no_noise_explains(low: float, wins: bool) -> None:
+    """A minute is over after one pair: three times as fast was then called not verified."""
+    comparison = Comparison(Settings(num_workers=4), low * 1.1, low, low * 1.2, pairs=1)
+    assert comparison.wins is wins
+    assert not comparison.decided  # while there is time, a second pair is made
 
 
 def test_winner_and_start_are_measured_in_turns() -> None:

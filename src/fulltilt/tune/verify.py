@@ -17,6 +17,8 @@ from fulltilt.tune.outcome import Attempt
 from fulltilt.tune.trials import WORTH, is_valid, knee_of, rate, start_of
 
 LEAST_PAIRS = 2
+# Where the time ends after one pair: no change of a machine's pace from minute to minute explains this much.
+CLEAR_OF_ONE_PAIR = 1.5
 MOST_PAIRS = 4
 # After so many candidates that did not win, the start is as good as any.
 MOST_CANDIDATES = 2
@@ -35,12 +37,13 @@ class Comparison:
     @property
     def wins(self) -> bool:
         """Whether the candidate is faster beyond doubt."""
-        return self.pairs >= LEAST_PAIRS and self.low > 1.0
+        return self.low > (1.0 if self.pairs >= LEAST_PAIRS else CLEAR_OF_ONE_PAIR)
 
     @property
     def decided(self) -> bool:
         """Whether more pairs could hardly change the answer."""
-        return self.wins or (self.pairs >= LEAST_PAIRS and self.high < WORTH) or self.pairs >= MOST_PAIRS
+        is_told = self.wins or self.high < WORTH
+        return (self.pairs >= LEAST_PAIRS and is_told) or self.pairs >= MOST_PAIRS
 
 
 def compare(trials: Sequence[Trial], candidate: Settings) -> Comparison | None:
