@@ -19,7 +19,7 @@ ODDITIES = """
 import os, signal, sys
 print(sys.argv, __name__, __file__, os.path.basename(sys.path[0]), sys.modules["__main__"].__spec__)
 print("in:", sys.stdin.read())
-print("to stderr", file=sys.stderr)
+print("to stderr", end="", file=sys.stderr)
 def stop(number, frame):
     print("caught", number, flush=True)
     raise SystemExit(7)
@@ -62,7 +62,7 @@ def test_a_script_with_habits_behaves_as_without(tmp_path: Path) -> None:
     assert plain.returncode == observed.returncode == 7
     assert observed.stdout == plain.stdout
     assert "caught 15" in plain.stdout
-    assert observed.stderr.startswith(plain.stderr)
+    assert observed.stderr.startswith(f"{plain.stderr}\nThe script ended"), "the verdict begins a line of its own"
     assert state(tmp_path)["state"] == "crashed"
     assert state(tmp_path)["exit_code"] == 7
 

@@ -28,6 +28,7 @@ def end_run(folder: Path, record: RunRecord, wall_s: float, status: int) -> None
         ended = replace(record, state=state_of(status), wall_s=wall_s, exit_code=status)
         store.write_json(folder / store.RUN_FILE, ended)
         _, diagnosis = explain(folder)
+        print(file=sys.stderr)  # the job's own last line may have no end: progress bars leave it open
         for line in verdict_lines(diagnosis, folder):
             print(line, file=sys.stderr)
         if (problem := settings_not_in_force(dict(diagnosis.settings))) is not None:
