@@ -367,6 +367,17 @@ def test_loaders_that_a_library_makes_are_set_where_it_takes_them(tmp_path: Path
     )
 
 
+def test_a_script_outside_of_the_working_folder_gets_its_diff(tmp_path: Path) -> None:
+    for folder in ("here", "elsewhere"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "train.py").write_text("x = DataLoader(ds, batch_size=8)\n")
+    loader = examples.loader(where="train.py:1", num_workers=0, batch_size=8)
+    for script, changed in (("../elsewhere/train.py", "elsewhere"), ("train.py", "here")):
+        change = propose(loader, IN_FORCE, tmp_path / "here", (script, "--lr", "1"))
+        assert isinstance(change, SourceChange), change
+        assert change.path.resolve() == tmp_path / changed / "train.py"
+
+
 def test_what_to_write_by_hand_is_only_what_changes(tmp_path: Path) -> None:
     loader = examples.loader(
         where="gone.py:1", num_workers=2, pin_memory=True, persistent_workers=True, prefetch_factor=4

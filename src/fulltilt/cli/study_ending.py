@@ -89,7 +89,9 @@ def _hand_over(
         console.print(Text(f"Note: {remark}."))
     if apply:
         apply_change(change, record.source_sha256)
-        console.print(Text(f"Written into {change.path}; take it back with: patch -R -p1 < {folder / DIFF_FILE}"))
+        console.print(
+            Text(f"Written into {change.path}; take it back with: patch -R {change.path} {folder / DIFF_FILE}")
+        )
     else:
         console.print(Text(f"The diff is in {folder / DIFF_FILE}; --apply writes it."))
 

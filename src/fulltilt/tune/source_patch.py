@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import tokenize
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,7 +86,7 @@ def propose(
                 f"{argument.split('=')[0]} is given on the command line", f"{argument.split('=')[0]} {wanted[name]}"
             )
     file, _, line = loader.where.rpartition(":")
-    path = working_folder / file
+    path = source_file(loader.where, working_folder, command)
     try:
         old = path.read_bytes()
         encoding, _ = tokenize.detect_encoding(io.BytesIO(old).readline)
@@ -119,6 +119,15 @@ def unified_diff(name: str, old: str, new: str) -> str:
     before, after = (io.StringIO(text, newline="").readlines() for text in (old, new))
     lines = difflib.unified_diff(before, after, f"a/{name}", f"b/{name}")
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+
+
+def source_file(where: str, working_folder: Path, command: Sequence[str]) -> Path:
+    """The file of a place as records name it: relative to the working folder, or else to that of a script elsewhere."""
+    file = where.rpartition(":")[0]
+    script = working_folder / next((argument for argument in command if argument.endswith(".py")), "")
+    is_elsewhere = not script.resolve().is_relative_to(working_folder.resolve())
+    beside = script.parent / file
+    return beside if is_elsewhere and beside.is_file() else working_folder / file
 
 
 def fingerprint(path: Path) -> str | None:

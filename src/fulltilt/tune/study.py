@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -24,7 +24,7 @@ from fulltilt.tune.folder_watch import Snapshot, differences, look
 from fulltilt.tune.interval import Patience
 from fulltilt.tune.outcome import Attempt, conclude
 from fulltilt.tune.processes import AnewStarts, ForkedStarts, RecipeStarts, Starts
-from fulltilt.tune.source_patch import fingerprint
+from fulltilt.tune.source_patch import fingerprint, source_file
 from fulltilt.tune.space import Space
 from fulltilt.tune.template import CANNOT_FORK
 from fulltilt.tune.trial_run import Limits, run_trial
@@ -193,7 +193,7 @@ class Study:
         self.record = replace(
             self.record,
             loader=evidence.loader,
-            source_sha256=_fingerprint(evidence.loader),
+            source_sha256=_fingerprint(evidence.loader, self._arguments),
             optimizer=rank.optimizers[0] if rank is not None and rank.optimizers else None,
             learning_rate=answer.learning_rate if answer is not None else None,
         )
@@ -225,11 +225,11 @@ def _identity(loader: LoaderRecord | None) -> TrainingLoader | None:
     return None if loader is None else TrainingLoader(loader.where, loader.dataset_len)
 
 
-def _fingerprint(loader: LoaderRecord | None) -> str | None:
+def _fingerprint(loader: LoaderRecord | None, arguments: Sequence[str]) -> str | None:
     """Of the file in which the loader is made: a diff is only applied to the text that was studied."""
     if loader is None or loader.where is None:
         return None
-    return fingerprint(Path(loader.where.rpartition(":")[0]))
+    return fingerprint(source_file(loader.where, Path(), arguments))
 
 
 def _read(path: Path) -> Answer | None:
