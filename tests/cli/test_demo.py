@@ -49,7 +49,7 @@ def test_it_explains_tunes_compares_and_trains(
     plain, tuned, script = (str(tmp_path / name) for name in ("1-starved", "2-tuned", "train.py"))
     assert verbs.seen == [
         ["run", "--out", plain, script],
-        ["run", "--auto", "--out", tuned, script],
+        ["run", "--auto", "--out", tuned, script, "--epochs", str(demo.TUNED_EPOCHS)],
         ["report", "--no-page", plain, tuned],
     ]
     assert trained == [tmp_path / "3-trained"]

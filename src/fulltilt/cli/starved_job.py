@@ -5,6 +5,7 @@ Its pictures lie on a slow disk: each takes 2 ms to come. The loader has no work
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import time
 
@@ -13,7 +14,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 PICTURES = 3200
-EPOCHS = 3
 BATCH = 16
 READ_S = 0.002
 
@@ -36,7 +36,10 @@ class PicturesOnASlowDisk(Dataset[tuple[torch.Tensor, int]]):
 
 
 def main() -> None:
-    """Train for three epochs; the last line names the weights."""
+    """Train; the line of each epoch names the weights after it."""
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--epochs", type=int, default=3)
+    epochs = arguments.parse_args().epochs
     torch.manual_seed(0)
     torch.set_num_threads(1)  # the same weights, bit for bit, whatever else the machine does
     loader = DataLoader(PicturesOnASlowDisk(), batch_size=BATCH, shuffle=True, num_workers=0)
@@ -50,7 +53,7 @@ def main() -> None:
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     began_s = time.perf_counter()
-    for epoch in range(1, EPOCHS + 1):
+    for epoch in range(1, epochs + 1):
         right = 0
         for pictures, labels in loader:
             scores = model(pictures)
@@ -59,9 +62,9 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             right += int((scores.argmax(1) == labels).sum())
-        print(f"epoch {epoch}: {100 * right / PICTURES:.0f} % right", flush=True)
-    digest = hashlib.sha256(b"".join(weight.detach().numpy().tobytes() for weight in model.parameters()))
-    print(f"{time.perf_counter() - began_s:.1f} s of training; weights {digest.hexdigest()[:12]}", flush=True)
+        weights = hashlib.sha256(b"".join(weight.detach().numpy().tobytes() for weight in model.parameters()))
+        print(f"epoch {epoch}: {100 * right / PICTURES:.0f} % right, weights {weights.hexdigest()[:12]}", flush=True)
+    print(f"{time.perf_counter() - began_s:.1f} s of training", flush=True)
 
 
 if __name__ == "__main__":
