@@ -155,3 +155,12 @@ def test_on_a_gpu_looks_at_long_steps_divide_all_of_them(
     recorder.previous_step_ns, recorder.step_ns = recorder.step_ns, time.perf_counter_ns()
     looks.splits()
     assert (looks.usual.in_window, looks.apart.in_window) == (usual_looks, 4 - usual_looks)
+
+
+def test_a_late_look_at_what_began_after_it_weighs_nothing(recorder: FakeRecorder) -> None:
+    """The training thread may switch between the look's clock and the look: such looks had weighed less than nothing."""
+    looks = Looks(recorder)
+    looks._last_ns -= 10**9
+    recorder.activity, recorder.last_switch_ns = Activity.USER, time.perf_counter_ns() + 10**9
+    looks.take(time.perf_counter_ns())
+    assert [weight for _, _, weight in recorder.notes.lines] == [0.0]

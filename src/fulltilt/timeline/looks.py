@@ -127,7 +127,7 @@ class Looks:
         # before the present activity began.
         since_switch_ns = now_ns - recorder.last_switch_ns
         on_time = since_look_ns < 2e9 * every_s
-        weight_s = every_s if on_time else min(since_look_ns, since_switch_ns) * NS
+        weight_s = every_s if on_time else max(min(since_look_ns, since_switch_ns), 0) * NS
         view = recorder.notes.understood(view)
         recorder.notes.looked(activity, view, weight_s)
         if activity is Activity.USER:
