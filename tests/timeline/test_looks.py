@@ -158,7 +158,7 @@ def test_on_a_gpu_looks_at_long_steps_divide_all_of_them(
 
 
 def test_a_late_look_at_what_began_after_it_weighs_nothing(recorder: FakeRecorder) -> None:
-    """The training thread may switch between the look's clock and the look: such looks had weighed less than nothing."""
+    """The training thread may switch between the clock and the look: such looks had weighed less than nothing."""
     looks = Looks(recorder)
     looks._last_ns -= 10**9
     recorder.activity, recorder.last_switch_ns = Activity.USER, time.perf_counter_ns() + 10**9
