@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from fulltilt.timeline.attribution import Seen
 from fulltilt.timeline.looks import EARLY_LOOK_EVERY_S, LOOK_AT_REST_EVERY, LOOK_EVERY_S, Looks
 from fulltilt.timeline.marks import Activity
 from fulltilt.timeline.rest import LONG_STEP_NS, Rest
@@ -48,6 +49,7 @@ class FakeRecorder:
     way_in: WayIn = field(default_factory=WayIn)
     activity: Activity = Activity.REST
     left: Activity = Activity.USER
+    left_after: Activity = Activity.USER
     last_switch_ns: int = 0
     step_ns: int = 0
     previous_step_ns: int = 0
@@ -65,6 +67,10 @@ def recorder() -> Iterator[FakeRecorder]:
     thread.join()
 
 
+def weight_of(seen: Seen) -> float:
+    return sum(weight for kinds in seen.values() for weight in kinds.values())
+
+
 def test_at_rest_a_few_looks_stand_for_the_others(recorder: FakeRecorder) -> None:
     looks = Looks(recorder)
     for _ in range(3 * LOOK_AT_REST_EVERY):
@@ -72,7 +78,7 @@ def test_at_rest_a_few_looks_stand_for_the_others(recorder: FakeRecorder) -> Non
         looks.take(0)
     assert [weight for _, _, weight in recorder.notes.lines] == [LOOK_AT_REST_EVERY * EARLY_LOOK_EVERY_S] * 3
     usual, _ = looks.splits()
-    assert sum(usual.values()) == pytest.approx(3 * LOOK_AT_REST_EVERY * EARLY_LOOK_EVERY_S)
+    assert weight_of(usual) == pytest.approx(3 * LOOK_AT_REST_EVERY * EARLY_LOOK_EVERY_S)
 
 
 def test_a_long_step_at_rest_is_looked_at_all_the_time_and_divides_by_itself(recorder: FakeRecorder) -> None:
@@ -83,10 +89,10 @@ def test_a_long_step_at_rest_is_looked_at_all_the_time_and_divides_by_itself(rec
     weights = [weight for _, _, weight in recorder.notes.lines]
     assert len(weights) == 3
     assert weights[0] >= 20 * LONG_STEP_NS * 1e-9  # the first stands for all of it so far
-    assert not looks.usual.window
+    assert not looks.usual.in_window
     usual, apart = looks.splits()
     assert not usual
-    assert sum(apart.values()) == pytest.approx(sum(weights))
+    assert weight_of(apart) == pytest.approx(sum(weights))
 
 
 def test_a_step_shows_to_be_long_only_later_and_takes_its_first_looks_along(recorder: FakeRecorder) -> None:
@@ -98,8 +104,8 @@ def test_a_step_shows_to_be_long_only_later_and_takes_its_first_looks_along(reco
     looks.take(time.perf_counter_ns())
     looks.take(time.perf_counter_ns())
     usual, apart = looks.splits()
-    assert sum(usual.values()) == pytest.approx(LOOK_EVERY_S, rel=0.5)
-    assert sum(apart.values()) == pytest.approx(2 * LOOK_EVERY_S, rel=0.5)
+    assert weight_of(usual) == pytest.approx(LOOK_EVERY_S, rel=0.5)
+    assert weight_of(apart) == pytest.approx(2 * LOOK_EVERY_S, rel=0.5)
 
 
 def test_one_early_look_at_a_long_step_is_a_look_at_a_long_step(recorder: FakeRecorder) -> None:
@@ -111,7 +117,7 @@ def test_one_early_look_at_a_long_step_is_a_look_at_a_long_step(recorder: FakeRe
     recorder.previous_step_ns, recorder.step_ns = recorder.step_ns, recorder.step_ns + 2 * LONG_STEP_NS
     usual, apart = looks.splits()
     assert not usual
-    assert sum(apart.values()) == pytest.approx(LOOK_EVERY_S, rel=0.5)
+    assert weight_of(apart) == pytest.approx(LOOK_EVERY_S, rel=0.5)
 
 
 @pytest.mark.parametrize("activity", [Activity.BACKWARD, Activity.REST])

@@ -8,11 +8,14 @@ from types import MappingProxyType
 from typing import Any
 
 from fulltilt.records import BUCKETS, Buckets, Phases
+from fulltilt.timeline.marks import Activity
 from fulltilt.timeline.rest import Usual
 from fulltilt.timeline.tiles import Tile
 
 NS = 1e-9
 NOTHING: Mapping[str, float] = MappingProxyType({})
+# The weights of the stack samples of the user's own time: by what that came after, and by kind.
+Seen = Mapping[Activity, Mapping[str, float]]
 
 # What a stack sample of the user's stretch can say, and the bucket that it stands for.
 BUCKET_OF_KIND = {
@@ -37,13 +40,13 @@ class Attributed:
 
 def attribute(
     tile: Tile,
-    seen: Mapping[str, float],
-    seen_apart: Mapping[str, float],
+    seen: Seen,
+    seen_apart: Seen,
     usual: Usual,
     exposed_communication_s: float = 0.0,
     in_backward: Mapping[str, float] = NOTHING,
 ) -> Attributed:
-    """Split a tile. ``seen`` holds the weights of the stack samples by kind; empty means nothing was seen.
+    """Split a tile. ``seen`` holds the weights of the stack samples; empty means nothing was seen.
 
     ``seen_apart`` is the same for what was not spent as in most steps. ``usual`` is how the others divide: time at rest
     is divided the same way, and ``usual`` learns from the rest of the tile. ``exposed_communication_s`` is what a step
@@ -103,10 +106,33 @@ def _sum_of(phases: Phases | None, more: Phases | None) -> Phases | None:
     return Phases(**summed)
 
 
-def _attribute_measured(tile: Tile, seen: Mapping[str, float], held_up: float) -> Attributed:
-    total = sum(seen.values())
-    split = {kind: weight / total for kind, weight in seen.items()} if total else {}
+def _attribute_measured(tile: Tile, seen: Seen, held_up: float) -> Attributed:
+    split = _split(seen, tile.shelves.user_after)
     return _attribute_gpu(tile, split) if tile.gpu else _attribute_cpu(tile, split, held_up)
+
+
+def _split(seen: Seen, user_after: Mapping[Activity, float]) -> dict[str, float]:
+    """How the user's own time divides. How much of it came after what is measured; only the rest is left to looks.
+
+    A look that comes late, because the interpreter lock was held, is lost from a short stretch before another activity,
+    but its time is not.
+    """
+    everywhere: dict[str, float] = {}
+    for kinds in seen.values():
+        for kind, weight in kinds.items():
+            everywhere[kind] = everywhere.get(kind, 0.0) + weight
+    if not sum(everywhere.values()):
+        return {}
+    known = {after: ns for after, ns in user_after.items() if ns > 0} or {Activity.USER: 1.0}
+    split: dict[str, float] = {}
+    for after, ns in known.items():
+        kinds = seen.get(after, {})
+        if not sum(kinds.values()):
+            kinds = everywhere
+        scale = ns / sum(known.values()) / sum(kinds.values())
+        for kind, weight in kinds.items():
+            split[kind] = split.get(kind, 0.0) + scale * weight
+    return split
 
 
 def _with_exchange(whole: Attributed, exchange_s: float) -> Attributed:

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from fulltilt.timeline.attribution import Seen
 from fulltilt.timeline.clock import CudaClock
 from fulltilt.timeline.loader_tap import TappedIterator
 from fulltilt.timeline.marks import Activity
@@ -36,6 +37,7 @@ class Watched(Protocol):
     thread_id: int | None
     activity: Activity
     left: Activity
+    left_after: Activity
     last_switch_ns: int
     step_ns: int
     previous_step_ns: int
@@ -63,15 +65,40 @@ class Bag:
             self.overall[kind] = self.overall.get(kind, 0.0) + weight
         return dict(self.window if self.in_window >= self.enough else self.overall)
 
-    @property
-    def seen(self) -> bool:
-        """Whether there ever was a look."""
-        return bool(self.window or self.overall)
-
     def empty(self) -> None:
         """The looks of the window have been used."""
         self.window.clear()
         self.in_window = 0
+
+
+class Bags:
+    """Looks at the user's own time, in a bag for each activity that it came after."""
+
+    def __init__(self) -> None:
+        self._after: dict[Activity, Bag] = {}
+
+    def add(self, after: Activity, kind: str, weight_s: float) -> None:
+        """Put a look in."""
+        self._after.setdefault(after, Bag(ENOUGH_LOOKS)).add(kind, weight_s)
+
+    def split(self) -> Seen:
+        """How this time divides."""
+        return {after: bag.split() for after, bag in self._after.items()}
+
+    @property
+    def in_window(self) -> int:
+        """How many looks there were in the present window."""
+        return sum(bag.in_window for bag in self._after.values())
+
+    @property
+    def seen(self) -> bool:
+        """Whether there ever was a look."""
+        return bool(self._after)
+
+    def empty(self) -> None:
+        """The looks of the window have been used."""
+        for bag in self._after.values():
+            bag.empty()
 
 
 class Looks:
@@ -80,15 +107,15 @@ class Looks:
     def __init__(self, recorder: Watched) -> None:
         self._recorder = recorder
         self._last_ns = time.perf_counter_ns()
-        self.usual = Bag(ENOUGH_LOOKS)
-        self.apart = Bag(ENOUGH_LOOKS)
+        self.usual = Bags()
+        self.apart = Bags()
         self.backward = Bag(ENOUGH_LOOKS)
         self._late: dict[str, float] = {}
         self._at_rest = 0
         self._taken = 0
         # The looks at the step under way: whether it takes long shows later.
         self._step_ns = 0
-        self._in_step: list[tuple[str, float]] = []
+        self._in_step: list[tuple[Activity, str, float]] = []
         self._takes_long = False
 
     @property
@@ -116,6 +143,7 @@ class Looks:
             self._missed(now_ns)
         if not training or not (activity is Activity.USER or recorder.notes.wants_lines(activity)):
             return
+        after = recorder.left
         stack = stack_of(recorder.thread_id or 0)
         if stack is None or activity is not recorder.activity:
             return
@@ -131,7 +159,7 @@ class Looks:
         view = recorder.notes.understood(view)
         recorder.notes.looked(activity, view, weight_s)
         if activity is Activity.USER:
-            self._add(view.kind, weight_s, recorder.step_ns, now_ns)
+            self._add(after, view.kind, weight_s, recorder.step_ns, now_ns)
             if now_ns - due_ns > LATE_NS:
                 self._late[view.kind] = self._late.get(view.kind, 0.0) + weight_s
 
@@ -181,14 +209,14 @@ class Looks:
         if theirs is not None and not takes_long:
             self._add_in_backward(view if theirs else None, weight_s)
         elif takes_long or not in_backward_or_optimizer(stack):
-            self._add(view.kind, weight_s, began_ns, now_ns)
+            self._add(Activity.REST, view.kind, weight_s, began_ns, now_ns)
         recorder.notes.looked(Activity.USER, view, weight_s)
 
-    def _add(self, kind: str, weight_s: float, step_ns: int, now_ns: int) -> None:
+    def _add(self, after: Activity, kind: str, weight_s: float, step_ns: int, now_ns: int) -> None:
         if step_ns != self._step_ns:
             self._settle()
             self._step_ns = step_ns
-        self._in_step.append((kind, weight_s))
+        self._in_step.append((after, kind, weight_s))
         self._takes_long = now_ns - step_ns > LONG_STEP_NS
 
     def _settle(self) -> None:
@@ -197,9 +225,9 @@ class Looks:
         if recorder.previous_step_ns == self._step_ns:
             self._takes_long = recorder.step_ns - self._step_ns > LONG_STEP_NS
         # On a GPU no step is booked apart: it is the GPU's time that is divided.
-        bag = self.apart if self._takes_long and recorder.clock is None else self.usual
-        for kind, weight_s in self._in_step:
-            bag.add(kind, weight_s)
+        bags = self.apart if self._takes_long and recorder.clock is None else self.usual
+        for after, kind, weight_s in self._in_step:
+            bags.add(after, kind, weight_s)
         self._in_step.clear()
         self._takes_long = False
 
@@ -210,9 +238,9 @@ class Looks:
         """
         total = sum(self._late.values())
         for kind, weight in self._late.items():
-            self._add(kind, self.every_s * weight / total, self._recorder.step_ns, now_ns)
+            self._add(self._recorder.left_after, kind, self.every_s * weight / total, self._recorder.step_ns, now_ns)
 
-    def splits(self) -> tuple[dict[str, float], dict[str, float]]:
+    def splits(self) -> tuple[Seen, Seen]:
         """How the user's own time divides in most steps, and in what takes long."""
         if self._takes_long or self._step_ns != self._recorder.step_ns:
             self._settle()

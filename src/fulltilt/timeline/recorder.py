@@ -68,7 +68,7 @@ class Recorder:
         self._warm_up = WarmUp()
         self._usual = Usual()
         self._looks = Looks(self)
-        self.left = Activity.USER
+        self.left = self.left_after = Activity.USER
         self._out: RankFiles | None = None
         self._ready: list[Span] = []
         self.last_switch_ns = self.step_ns = self.previous_step_ns = time.perf_counter_ns()
@@ -113,8 +113,10 @@ class Recorder:
         now = time.perf_counter_ns()
         self._marks.append((now, activity, fact, point, event))
         self.last_switch_ns = now
-        before = self.left = self.activity
-        self.activity = activity
+        before = self.activity
+        if before is not activity:
+            self.left_after, self.left = self.left, before
+            self.activity = activity
         return before
 
     def stepped(self) -> None:

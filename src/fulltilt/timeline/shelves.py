@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from fulltilt.timeline.marks import Activity
 
@@ -28,15 +29,20 @@ PHASE = {
     Activity.COPY: "transfer",
     Activity.REST: "rest",  # not a phase: the measured steps stand for what was not looked at
 }
+Key = TypeVar("Key")
 PHASE_OF_SHELF = {SHELF[activity]: phase for activity, phase in PHASE.items()}
 
 
 @dataclass
 class Shelves:
-    """Nanoseconds by shelf, with the host's own phases of a step beside them."""
+    """Nanoseconds by shelf, with the host's own phases of a step beside them.
+
+    ``user_after`` is the user's own time by what came before it: behind a batch comes another code than behind a step.
+    """
 
     time: dict[str, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
+    user_after: dict[Activity, float] = field(default_factory=dict)
 
     def put(self, shelf: str, ns: float) -> None:
         """Book time on a shelf."""
@@ -48,13 +54,22 @@ class Shelves:
         if ns:
             self.phases[name] = self.phases.get(name, 0.0) + ns
 
+    def user(self, after: Activity, ns: float) -> None:
+        """Note what the user's own time came after."""
+        if ns:
+            self.user_after[after] = self.user_after.get(after, 0.0) + ns
+
     def copy(self) -> Shelves:
         """The same again, to be kept."""
-        return Shelves(dict(self.time), dict(self.phases))
+        return Shelves(dict(self.time), dict(self.phases), dict(self.user_after))
 
     def beyond(self, earlier: Shelves) -> Shelves:
         """What has been booked since there was only ``earlier``."""
-        return Shelves(_beyond(self.time, earlier.time), _beyond(self.phases, earlier.phases))
+        return Shelves(
+            _beyond(self.time, earlier.time),
+            _beyond(self.phases, earlier.phases),
+            _beyond(self.user_after, earlier.user_after),
+        )
 
     def move(self, source: str, target: str, ns: float) -> None:
         """Move up to ``ns`` from one shelf to another."""
@@ -64,5 +79,5 @@ class Shelves:
             self.put(target, moved)
 
 
-def _beyond(now: dict[str, float], earlier: dict[str, float]) -> dict[str, float]:
+def _beyond(now: dict[Key, float], earlier: dict[Key, float]) -> dict[Key, float]:
     return {name: ns - earlier.get(name, 0.0) for name, ns in now.items() if ns != earlier.get(name, 0.0)}

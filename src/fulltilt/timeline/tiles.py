@@ -36,7 +36,7 @@ ONE_BY_ONE = 100
 SHORTEST_NS = 50e6
 RESOLUTION = 2000
 
-NEXT, SAVE, SYNC = Activity.NEXT, Activity.SAVE, Activity.SYNC
+NEXT, SAVE, SYNC, USER = Activity.NEXT, Activity.SAVE, Activity.SYNC, Activity.USER
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class TileBuilder:
         self.gpu: GpuTime | None = None
         self._t0_ns = t0_ns
         self._now: float = t0_ns
-        self._activity = Activity.USER
+        self._activity = self._after = Activity.USER
         self._started = False
         self._preparing = True
         self._eval_mode = False
@@ -128,8 +128,8 @@ class TileBuilder:
                 self.gpu.advance(float(t_ns), gpu_ns, point, self._shelves)
         if fact is not None:
             self._meaning[type(fact)](fact)
-        if activity is not None:
-            self._activity = activity
+        if activity is not None and activity is not self._activity:
+            self._after, self._activity = self._activity, activity
 
     def _spend(self, t_ns: int) -> None:
         """Book the host time since the last mark on the shelf it was spent on."""
@@ -146,6 +146,8 @@ class TileBuilder:
                 self._wait += spent
             elif activity is SYNC:
                 self._blocked += spent
+            elif activity is USER:
+                self._shelves.user(self._after, spent)
             phases, phase = self._shelves.phases, PHASE.get(activity, "other")
             phases[phase] = phases.get(phase, 0.0) + spent
         if self.gpu is None:
@@ -165,6 +167,7 @@ class TileBuilder:
             # Whatever came before the batch of the first backward was preparation.
             self._shelves.time = {"startup": sum(self._shelves.time.values())}
             self._shelves.phases.clear()
+            self._shelves.user_after.clear()
             self._preparing = False
         elif fact.evaluating:
             self._relabel_wait("validation")
@@ -253,9 +256,13 @@ class TileBuilder:
         for shelf, ns in self._shelves.time.items():
             if shelf != "data_wait":
                 self._set_apart(shelf, max(0.0, ns - self._at_step_end.time.get(shelf, 0.0)))
+        for after, ns in self._shelves.beyond(self._at_step_end).user_after.items():
+            self._unusual.user(after, ns)
 
     def _booked_apart(self, fact: BookedApart) -> None:
         self._set_apart(fact.shelf, fact.ns)
+        if fact.shelf == SHELF[USER]:
+            self._unusual.user(Activity.REST, fact.ns)
         self._wait_max = max(self._wait_max, self._wait)
         self._wait = 0.0
 
