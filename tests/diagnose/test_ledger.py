@@ -167,6 +167,13 @@ def test_the_loader_ceiling_of_a_starved_job_is_what_it_delivers() -> None:
     assert gather(run).ceilings.loader_samples_per_s == pytest.approx(320.0)
 
 
+def test_the_loader_ceiling_is_never_below_what_was_delivered() -> None:
+    slow_at_first = workers(fetch_s=160.0, fetch_cpu_s=150.0, process_cpu_s=150.0, cpu_wait_s=0.0)
+    feeding = loader(num_workers=1, wait_s=70.0, wait_cpu_s=0.1)
+    run = run_of(gpu_rank(workers=(slow_at_first,), loaders=(feeding,)), data_wait=70.0, compute=30.0)
+    assert gather(run).ceilings.loader_samples_per_s == pytest.approx(320.0), "a mean of 160 ms a batch says 200"
+
+
 def test_rebuilding_batches_in_the_training_thread_bounds_the_loader() -> None:
     feeding = loader(num_workers=4, wait_s=40.0, wait_cpu_s=40.0)
     fast = workers(fetch_s=4.0, fetch_cpu_s=4.0, process_cpu_s=5.0, idle_s=300.0)

@@ -135,7 +135,8 @@ def loader_ceiling(
         limits.append(usable_cpus * supply.samples_per_batch / supply.batch_cpu_s)
     if supply.main_cpu_s > 0:
         limits.append(supply.samples_per_batch / supply.main_cpu_s)
-    return min(limits)
+    # What it gave, it can give: a worker's mean holds its slow first batches too.
+    return max(min(limits), delivered_samples_per_s or 0.0)
 
 
 def find_limit(
