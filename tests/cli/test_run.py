@@ -115,7 +115,9 @@ def test_a_killed_job_leaves_a_diagnosed_run(tmp_path: Path) -> None:
     process = subprocess.Popen([*OBSERVED, "job.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     deadline = time.monotonic() + 100
-    while not (tmp_path / "run" / "rank-0.json").exists() and time.monotonic() < deadline:
+    steps = tmp_path / "run" / "steps.jsonl"
+    # The first line is the start-up.
+    while not (steps.exists() and steps.read_text().count("\n") > 1) and time.monotonic() < deadline:
         process.stdout.readline()
     children = subprocess.check_output(["pgrep", "-P", str(process.pid)], text=True).split()
     os.kill(int(children[0]), signal.SIGKILL)
