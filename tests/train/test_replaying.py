@@ -83,6 +83,15 @@ def train(model: Any, batch: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def recorded_batch(model: Any) -> torch.Tensor:
+    """A batch of a shape that is recorded by now; no gradient is left of it."""
+    batch = torch.randn(4, 3)
+    for _ in range(EAGER_FIRST + 1):
+        train(model, batch)
+    model.zero_grad(set_to_none=True)
+    return batch
+
+
 def is_replay(out: torch.Tensor) -> bool:
     return bool((out == 1).all())
 
@@ -96,10 +105,7 @@ def test_a_shape_that_keeps_coming_is_replayed_and_others_are_not(model: Any) ->
 
 
 def test_evaluation_and_calls_without_gradients_run_as_they_are(model: Any) -> None:
-    batch = torch.randn(4, 3)
-    for _ in range(EAGER_FIRST + 1):
-        train(model, batch)
-    model.zero_grad(set_to_none=True)
+    batch = recorded_batch(model)
     with torch.no_grad():
         assert not is_replay(model(batch))
     model.eval()
@@ -109,10 +115,7 @@ def test_evaluation_and_calls_without_gradients_run_as_they_are(model: Any) -> N
 
 
 def test_a_second_forward_before_the_backward_leaves_the_first_alone(model: Any) -> None:
-    batch = torch.randn(4, 3)
-    for _ in range(EAGER_FIRST + 1):
-        train(model, batch)
-    model.zero_grad(set_to_none=True)
+    batch = recorded_batch(model)
     first, second = model(batch), model(batch)
     assert (is_replay(first), is_replay(second)) == (True, False)
     del first, second  # nobody can ask for that backward any more
@@ -120,10 +123,7 @@ def test_a_second_forward_before_the_backward_leaves_the_first_alone(model: Any)
 
 
 def test_gradients_that_another_backward_has_left_are_added_to(model: Any) -> None:
-    batch = torch.randn(4, 3)
-    for _ in range(EAGER_FIRST + 1):
-        train(model, batch)
-    model.zero_grad(set_to_none=True)
+    batch = recorded_batch(model)
     assert is_replay(model(batch))
     train(model, batch)
     before = model.layer.weight.grad.clone()
@@ -134,10 +134,7 @@ def test_gradients_that_another_backward_has_left_are_added_to(model: Any) -> No
 
 
 def test_other_arguments_are_another_recording(model: Any) -> None:
-    batch = torch.randn(4, 3)
-    for _ in range(EAGER_FIRST + 1):
-        train(model, batch)
-    model.zero_grad(set_to_none=True)
+    batch = recorded_batch(model)
     assert not is_replay(model(batch, 2.0))
     assert not is_replay(model(values=batch))
 

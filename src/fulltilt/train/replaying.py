@@ -17,6 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fulltilt.train.cuda_graphs import Call, Pending, Recorded, Replay, has_room, record
+from fulltilt.train.settings import TrainSettings
 
 # Shapes are recorded when they come so often: the first times libraries and compilers prepare themselves.
 EAGER_FIRST = 3
@@ -24,6 +25,11 @@ EAGER_FIRST = 3
 MOST_SHAPES = 16
 
 Say = Callable[[str], None]
+
+
+def wanted(settings: TrainSettings, device: torch.device, *, alone: bool) -> bool:
+    """Whether a run replays its model: one GPU, and activations that are not computed again."""
+    return settings.cuda_graphs and device.type == "cuda" and alone and not settings.gradient_checkpointing
 
 
 class Replaying:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from fulltilt.errors import UsageError
-from fulltilt.train import checkpoint, precision, rng
+from fulltilt.train import checkpoint, precision, replaying, rng
 from fulltilt.train.activations import recompute
 from fulltilt.train.distributed import Group, detect, device_of, divided
 from fulltilt.train.ema import Ema
@@ -21,7 +21,6 @@ from fulltilt.train.lock import FolderLock
 from fulltilt.train.placement import LossModule, OneProcess, Placement
 from fulltilt.train.precision import LossScale
 from fulltilt.train.progress import Screen
-from fulltilt.train.replaying import Replaying
 from fulltilt.train.replicated import Replicated
 from fulltilt.train.rig import Rig
 from fulltilt.train.sampler import EpochPlan
@@ -98,8 +97,8 @@ def _built(job: Job, settings: TrainSettings, out: Path, screen: Screen | None, 
     stepper = Stepper(model, placement, arithmetic, scale, micro, group, shown.warn, joint=job.joint)
     stepper.clip_norm = settings.clip_norm
     stepper.memory_format = torch.channels_last if settings.channels_last else None
-    if settings.cuda_graphs and device.type == "cuda" and group.alone and not settings.gradient_checkpointing:
-        stepper.replaying = Replaying(model, compiled, shown.warn)
+    if replaying.wanted(settings, device, alone=group.alone):
+        stepper.replaying = replaying.Replaying(model, compiled, shown.warn)
         undo.callback(stepper.replaying.undo)
     ema = stepper.ema = Ema(model, settings.ema_decay) if settings.ema_decay is not None else None
 

@@ -100,8 +100,6 @@ class Stepper:
         """Take the optimizer of a stage; called again whenever the trainable parameters change."""
         self.optimizer = optimizer
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
-        if self.replaying is not None:
-            self.replaying.forget()
         self.placement.use(self._parameters)
 
     def step(self, taken: list[Any], samples: int, number: int, totals: Totals) -> torch.Tensor:

@@ -32,6 +32,7 @@ from fulltilt.train.distributed import Group, detect, device_of
 from fulltilt.train.idle_gpu import IdleGpu
 from fulltilt.train.keep import KeepPolicy
 from fulltilt.train.progress import Screen
+from fulltilt.train.replaying import wanted
 from fulltilt.train.step import is_out_of_memory
 from fulltilt.train.stop import StopRequest
 
@@ -134,8 +135,7 @@ class Fitting:
         self.recorder = self._recorder(device) if detect().rank == 0 else None
         figures = Figures(self.screen, loss, self.sampler, self.per_epoch, device)
         self.stopper = StopAndSave(self.stop, settings.save_every, self.per_epoch, self.recorder)
-        alone_on_gpu = device.type == "cuda" and detect().world == 1
-        replays = settings.cuda_graphs and alone_on_gpu and not (settings.compile or settings.gradient_checkpointing)
+        replays = wanted(settings, device, alone=detect().world == 1) and not settings.compile
         self.trainer = self.stopper.trainer = TextTrainer(
             sampler=self.sampler,
             root=self.root,
