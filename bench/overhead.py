@@ -32,7 +32,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from fulltilt.timeline import recorder
+from fulltilt.timeline import looks
 from fulltilt.timeline.session import Session
 
 # name, width, depth, batch
@@ -118,16 +118,16 @@ def observed(loop: Loop) -> Iterator[Block]:
         session.install()
         loop.run(0.0, WARM_UP_STEPS)
         session.patches.restore()
-        look_every_s = recorder.LOOK_EVERY_S
+        look_every_s = looks.LOOK_EVERY_S
 
         def block(seconds: float) -> list[float]:
-            recorder.LOOK_EVERY_S = look_every_s
+            looks.LOOK_EVERY_S = look_every_s
             session.patches.install()
             try:
                 return loop.run(seconds)
             finally:
                 session.patches.restore()
-                recorder.LOOK_EVERY_S = 0.2
+                looks.LOOK_EVERY_S = 0.2
 
         yield block
         session.finish()

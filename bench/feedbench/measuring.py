@@ -82,7 +82,7 @@ class Bench:
             stream.close()
 
     def first_and_steady_rate(
-        self, step: Step, batches: Iterable[Any], size: Callable[[Any], int], samples: int, seconds: float
+        self, step: Step, batches: Batches, size: Callable[[Any], int], samples: int, seconds: float
     ) -> tuple[float, float]:
         """Of a stock loader: its first epoch of ``samples``, the start of workers included, and its steady state.
 
@@ -90,7 +90,7 @@ class Bench:
         """
         seconds, warmup = (0.2, 1) if self.smoke else (seconds, 5)
         began, early = time.perf_counter(), 0
-        stream = endless(lambda: batches)
+        stream = endless(batches)
         for _ in range(warmup):
             batch = next(stream)
             step(batch)
@@ -160,7 +160,12 @@ class Bench:
 def endless(batches: Batches) -> Generator[Any, None, None]:
     """Epoch after epoch."""
     while True:
-        yield from batches()
+        any_there = False
+        for batch in batches():
+            any_there = True
+            yield batch
+        if not any_there:
+            raise ValueError("an epoch without a batch")
 
 
 def shown(value: Any) -> str:

@@ -128,10 +128,11 @@ def test_constants_that_a_model_moves_to_the_gpu_are_made_there() -> None:
         assert torch.equal(one, other)
 
 
-def test_a_compiled_model_can_be_replayed_too() -> None:
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_loop_that_keeps_its_loss_is_recorded_too_compiled_or_not(compile: bool) -> None:
     torch.manual_seed(0)
     model = Net().cuda().train()
-    compiled = torch.compile(model)
+    compiled = torch.compile(model) if compile else model
     said: list[str] = []
     replaying = Replaying(model, compiled, said.append)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
@@ -142,7 +143,7 @@ def test_a_compiled_model_can_be_replayed_too() -> None:
         loss = loss_of(compiled, images)
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     replaying.undo()
     assert not said
     assert losses[-1] < 0.8 * losses[0]

@@ -78,6 +78,11 @@ class Sum(torch.nn.Module):
         return (self.a + self.b) * values
 
 
+def end(parameter: torch.nn.Parameter) -> Any:
+    """The node of the autograd graph that hands ``parameter`` its gradient."""
+    return parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
 def record(model: torch.nn.Module) -> cuda_graphs.Recorded:
     call = lambda tensors: model(*tensors)  # noqa: E731
     return cuda_graphs.record(call, [torch.ones(3)], list(model.parameters()), model, (0, 1))
@@ -89,6 +94,24 @@ def test_gradients_that_autograd_makes_one_of_are_recorded_apart() -> None:
     assert first is not None
     assert second is not None
     assert first.data_ptr() != second.data_ptr(), "clipped in place, both would be clipped twice"
+
+
+@pytest.mark.usefixtures("streams")
+def test_no_step_that_somebody_keeps_reaches_into_a_recording() -> None:
+    """The nodes in which the kept graph ends would bring its stream into the recording."""
+    model = Sum()
+    kept = model(torch.ones(3)).sum()
+    before = {end(parameter) for parameter in model.parameters()}
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    recorded_with = []
+    model.aside = lambda _: recorded_with.extend(end(parameter) for parameter in model.parameters())
+    record(model)
+    assert not before & set(recorded_with)
+    assert places == [parameter.data_ptr() for parameter in model.parameters()]
+    kept.backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.tolist() == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.usefixtures("streams")

@@ -52,7 +52,7 @@ def said() -> list[str]:
 def model(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> Any:
     """A model whose recordings are made of ones: what is a replay shows in its values."""
 
-    def record(call: Any, tensors: Any, parameters: Any, model: Any, pool: Any) -> Recorded:
+    def record(call: Any, tensors: Any, parameters: Any, model: Any, pool: Any, *, compiled: bool) -> Recorded:
         out = call(tensors).detach()
         gradients = tuple(torch.ones_like(p) for p in parameters)
         places = tuple(tensor.clone() for tensor in tensors)
@@ -142,7 +142,7 @@ def test_other_arguments_are_another_recording(model: Any) -> None:
 def test_what_cannot_be_recorded_runs_as_it_is_and_says_so_once(
     model: Any, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any) -> Any:
+    def refuse(*_: Any, **__: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing\nmore about it")
 
     monkeypatch.setattr(replaying, "record", refuse)
@@ -156,7 +156,7 @@ def test_what_cannot_be_recorded_runs_as_it_is_and_says_so_once(
 def test_without_memory_nothing_is_recorded_any_more(
     model: Any, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> Any:
+    def full(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     batch, other = torch.randn(4, 3), torch.randn(2, 3)
@@ -237,9 +237,9 @@ def test_an_output_that_the_loss_leaves_out_does_not_keep_the_next_step_from_bei
     recordings: list[int] = []
     plain = vars(replaying)["record"]
 
-    def counted(call: Any, *rest: Any) -> Any:
+    def counted(call: Any, *rest: Any, **options: Any) -> Any:
         recordings.append(1)
-        return plain(lambda tensors: call(tensors)[1], *rest)
+        return plain(lambda tensors: call(tensors)[1], *rest, **options)
 
     monkeypatch.setattr(replaying, "record", counted)
     model.replaying._eager = lambda values: (model.layer(values) * 2, model.layer(values))
@@ -296,7 +296,7 @@ def test_one_and_true_are_different_arguments(model: Any) -> None:
 def test_the_reason_is_what_went_wrong_in_the_recording(
     model: Any, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any) -> Any:
+    def refuse(*_: Any, **__: Any) -> Any:
         try:
             raise RuntimeError("it asks for a value")
         finally:

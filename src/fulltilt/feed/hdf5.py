@@ -21,6 +21,7 @@ from fulltilt.feed.augment import Augmentation, as_augmentation
 from fulltilt.feed.caches import default_cache_dir
 from fulltilt.feed.hdf5_arrival import ArrivalOrder, ResidentRows
 from fulltilt.feed.hdf5_blocks import Source, describe
+from fulltilt.feed.hdf5_samples import Cutter
 from fulltilt.feed.hdf5_stream import BlockStream, Rows
 from fulltilt.feed.order import Order
 from fulltilt.feed.places import device_or_default, ranks
@@ -112,7 +113,7 @@ class Hdf5Loader:
     ) -> None:
         self.source, self.order, self.device = source, order, device
         self.workers = workers
-        self._windowed = windowed
+        self._cutter = Cutter(source, windowed, device)
         self._augment = augment
         self._next_epoch = self._next_batch = 0
         self._upcoming: tuple[int, Future[torch.Tensor]] | None = None
@@ -200,9 +201,15 @@ class Hdf5Loader:
         indices = self._indices(epoch)
         if self.order.drop_last:
             indices = indices[: len(indices) // size * size]
+        indices = indices[first * size :].to(rows.first_rows.device)
+        numbers = torch.split(indices, size)
         if not arriving:
             rows.wait_for(range(len(self._blocks)))
-        for number, picks in enumerate(torch.split(indices.to(rows.first_rows.device), size)[first:], start=first + 1):
+        if rows.complete:
+            cut = self._cutter.batches(rows.columns, rows.first_rows[indices], size)
+            yield from zip(cut, (picks.to(self.device) for picks in numbers), strict=True)
+            return
+        for number, picks in enumerate(numbers, start=first + 1):
             if not rows.complete:
                 last = self._arrival.group_at(min(number * size * world, self.source.samples) - 1)
                 rows.wait_for(block for part in groups[group : last + 1] for block in part)
@@ -238,15 +245,4 @@ class Hdf5Loader:
 
     def _cut(self, rows: Rows | ResidentRows, picks: torch.Tensor) -> list[torch.Tensor]:
         """The samples ``picks`` on the device, a tensor for each key."""
-        starts = rows.first_rows[picks]
-        length = self.source.window
-        parts = []
-        for column, data in zip(self.source.columns, rows.columns, strict=True):
-            if length is None:
-                parts.append(data.index_select(0, starts))
-            elif column.key in self._windowed:
-                every = starts[:, None] + torch.arange(length, device=starts.device)
-                parts.append(data.index_select(0, every.flatten()).view(len(starts), length, *column.shape))
-            else:
-                parts.append(data.index_select(0, starts + (length - 1)))
-        return [part.to(self.device) for part in parts]
+        return self._cutter.cut(rows.columns, rows.first_rows[picks])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 from collections.abc import Callable, Sequence
@@ -48,6 +49,8 @@ def record(
     parameters: Sequence[torch.nn.Parameter],
     model: torch.nn.Module,
     pool: Any,
+    *,
+    compiled: bool = False,
 ) -> Recorded:
     """Record ``call`` of ``model`` on copies of ``tensors``. Random numbers and buffers are afterwards as they were.
 
@@ -66,22 +69,20 @@ def record(
     torch.cuda.empty_cache()
     # Other threads (the feed's, an observer's) may talk to the GPU meanwhile: only this one is recorded.
     recording = functools.partial(torch.cuda.graph, pool=pool, stream=stream, capture_error_mode="thread_local")
-    autocast = torch.autocast(
-        "cuda",
-        dtype=torch.get_autocast_dtype("cuda"),
-        enabled=torch.is_autocast_enabled("cuda"),
-        cache_enabled=False,  # a weight that was cast before would never be cast again
-    )
+    # Models that make a constant on the host and move it (timm's EdgeNeXt does) make it on the GPU at once. A compiled
+    # one has moved it there, and would be compiled again: torch.compile looks at how it is called.
+    constants = contextlib.nullcontext() if compiled else torch.device(device)
     try:
-        # Models that make a constant on the host and move it (timm's EdgeNeXt does) make it on the GPU at once.
         # Older torch goes on in the stream of a recording that failed: the one of now is entered to be gone back to.
-        with torch.cuda.stream(torch.cuda.current_stream(device)), torch.device(device), autocast:
+        with torch.cuda.stream(torch.cuda.current_stream(device)), constants:
+            _renew_ends(parameters)
             with torch.cuda.stream(stream):
                 for _ in range(WARM_UP):
                     warm = pytree.tree_leaves(call(inputs))
                     _gradients_of(warm, [torch.zeros_like(out) for out in warm], parameters)
             del warm
             torch.cuda.synchronize(device)
+            torch.clear_autocast_cache()  # a weight that was cast before would never be cast again
             with recording(forward):
                 result = call(inputs)
             leaves, structure = pytree.tree_flatten(result)
@@ -98,6 +99,7 @@ def record(
         generator.graphsafe_set_state(another.graphsafe_get_state())
         raise
     finally:
+        torch.clear_autocast_cache()  # casts that only a replay computes
         torch.cuda.synchronize(device)
         host.restore()
         with torch.no_grad():
@@ -162,6 +164,21 @@ def _gradients_of(
     return torch.autograd.grad(
         [out for out, _ in asked], list(parameters), [grad for _, grad in asked], allow_unused=True
     )
+
+
+def _renew_ends(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Let the next forward end in new nodes of the autograd graph.
+
+    A parameter's node lives as long as any graph that ends in it, say that of the last step's loss, and remembers the
+    stream of its first forward. A backward of today would wait for that stream, which no recording can hold.
+    """
+    for parameter in parameters:
+        if type(parameter) is not torch.nn.Parameter:
+            continue  # other kinds have rules of their own
+        data = parameter.data
+        other = torch.float16 if data.dtype != torch.float16 else torch.float32
+        parameter.data = data.new_empty(0, dtype=other)  # a node for numbers of another kind is of no use any more
+        parameter.data = data
 
 
 def _apart(gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:

@@ -127,7 +127,8 @@ class Replaying:
             return None
         try:
             self._pool = self._pool or torch.cuda.graph_pool_handle()
-            return record(call, tensors, self._parts.trained, self._model, self._pool)
+            compiled = self._called is not self._model
+            return record(call, tensors, self._parts.trained, self._model, self._pool, compiled=compiled)
         except Exception as error:  # whatever a model does that a graph cannot hold
             self._say(f"the step cannot be recorded as a CUDA graph and runs as it is: {_reason(error)}")
             self.give_up()
