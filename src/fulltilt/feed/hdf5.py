@@ -9,8 +9,8 @@ Above memory: blocks are drawn in random order, a group of them is mixed, and th
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from fulltilt.feed.order import Order
 from fulltilt.feed.places import device_or_default, ranks
 from fulltilt.feed.progress import progress
 from fulltilt.feed.tiers import choose_tier, default_workers, measure_room
+from fulltilt.feed.upcoming import UpcomingOrder
 from fulltilt.onlookers import seen
 
 Residency = Literal["auto", "vram", "ram", "none"]
@@ -116,14 +117,13 @@ class Hdf5Loader:
         self._cutter = Cutter(source, windowed, device)
         self._augment = augment
         self._next_epoch = self._next_batch = 0
-        self._upcoming: tuple[int, Future[torch.Tensor]] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="fulltilt-order")
         self._blocks = source.blocks()
         room = measure_room(device, default_cache_dir(), reserve_bytes=reserve_bytes)
         choice = choose_tier(source.total_rows * source.row_bytes, room, residency)
         self.tier = "none" if choice.tier in ("disk", "none") else "vram" if choice.tier == "vram" else "ram"
         if self.tier == "ram" and device.type == "cuda" and residency == "auto":
             self.tier = "none"  # a gather in host memory is slower than reading blocks ahead
+        self._where = device if self.tier == "vram" else torch.device("cpu")
         count = len(self._blocks)
         per_group = mixing_rows or max(1, MIXING_BYTES // source.row_bytes)
         per_group = max(1, min(count, per_group // max(block.rows for block in self._blocks)))
@@ -131,6 +131,8 @@ class Hdf5Loader:
         self._rows: ResidentRows | None = None
         at_once = min(per_group, max(ARRIVAL_BLOCKS, int(count * ARRIVAL_SHARE)))
         self._arrival = ArrivalOrder(self._blocks, at_once, order.seed, shuffle=order.shuffle)
+        # Not a method of this loader's: it would keep itself alive, and its threads.
+        self._orders = UpcomingOrder(functools.partial(_drawn, order, self._arrival), self._where)
         largest = sorted((block.samples for block in self._blocks), reverse=True)
         self.mixing = source.samples if self.tier != "none" else sum(largest[:per_group])
         self.arrival_mixing = sum(largest[:at_once])
@@ -176,7 +178,7 @@ class Hdf5Loader:
             self._rows.close()
             self._rows = None
         self._stream.close()
-        self._thread.shutdown()
+        self._orders.close()
 
     def __del__(self) -> None:
         # A loader that was dropped without being closed must not leave a thread that reads ahead.
@@ -198,10 +200,10 @@ class Hdf5Loader:
         group = self._arrival.group_at(first * size * world) if arriving else 0
         # A resume begins with the rows it needs; the ones before them come last.
         rows = self._begin(number for part in (*groups[group:], *groups[:group]) for number in part)
-        indices = self._indices(epoch)
+        indices = self._orders.of(epoch)
         if self.order.drop_last:
             indices = indices[: len(indices) // size * size]
-        indices = indices[first * size :].to(rows.first_rows.device)
+        indices = indices[first * size :]
         numbers = torch.split(indices, size)
         if not arriving:
             rows.wait_for(range(len(self._blocks)))
@@ -218,22 +220,9 @@ class Hdf5Loader:
 
     def _begin(self, order: Iterable[int]) -> ResidentRows:
         if self._rows is None:
-            where = self.device if self.tier == "vram" else torch.device("cpu")
-            self._rows = ResidentRows(self.source, self._blocks, where, self.device, self.workers)
+            self._rows = ResidentRows(self.source, self._blocks, self._where, self.device, self.workers)
         self._rows.begin(order)
         return self._rows
-
-    def _indices(self, epoch: int) -> torch.Tensor:
-        """This epoch's order. The next one is drawn meanwhile: for millions of samples that takes seconds."""
-        if self._upcoming is not None and self._upcoming[0] == epoch:
-            indices = self._upcoming[1].result()
-        else:
-            indices = self._draw(epoch)
-        self._upcoming = (epoch + 1, self._thread.submit(self._draw, epoch + 1))
-        return indices
-
-    def _draw(self, epoch: int) -> torch.Tensor:
-        return self.order.share(self._arrival.indices()) if epoch == 0 else self.order.epoch_indices(epoch)
 
     # ----------------------------------------------------------------- above memory
 
@@ -246,3 +235,8 @@ class Hdf5Loader:
     def _cut(self, rows: Rows | ResidentRows, picks: torch.Tensor) -> list[torch.Tensor]:
         """The samples ``picks`` on the device, a tensor for each key."""
         return self._cutter.cut(rows.columns, rows.first_rows[picks])
+
+
+def _drawn(order: Order, arrival: ArrivalOrder, epoch: int) -> torch.Tensor:
+    """The numbers of this rank's samples in ``epoch``, in order."""
+    return order.share(arrival.indices()) if epoch == 0 else order.epoch_indices(epoch)
