@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Iterable
@@ -122,7 +123,8 @@ class ImageJob:
 
     def __init__(self, bench: Bench, name: str, files: Any, size: int, batch_size: int, step: Step) -> None:
         self.bench, self.name, self.batch_size, self.step = bench, name, batch_size, step
-        self.dataset, self.stock = Images(files, size), StockImages(files, size)
+        # Stock loaders stand still at the end of an epoch; theirs is longer than what is measured of them.
+        self.dataset, self.stock = Images(files, size), StockImages(files * 2, size)
         self.transforms = augment.Pipeline([augment.HorizontalFlip(), augment.Normalise(MEAN, STD)])
         self.options: dict[str, Any] = {
             "shuffle": True,
@@ -165,10 +167,11 @@ class ImageJob:
             loader = self._stock(workers)
             first, rate = self.bench.first_and_steady_rate(
                 self.step,
-                lambda loader=loader: on_device(loader, self.bench.device),
+                functools.partial(on_device, loader, self.bench.device),
                 first_of,
-                len(self.stock),
+                len(self.dataset),
                 seconds,
+                workers,
             )
             self.bench.note(self.name, f"stock_{workers}_workers", rate)
             self.bench.note(self.name, f"stock_{workers}_workers_first_epoch", first)
@@ -191,7 +194,8 @@ class ImageJob:
         try:
             with feed.loader(self.dataset, self.batch_size, residency=tier, **self.options) as loader:
                 loader.fill()
-                fed, cpu = self.bench.rate(self.step, lambda loader=loader: loader, first_of, seconds)
+                workers = loader.workers if tier == "none" else 1
+                fed, cpu = self.bench.rate(self.step, lambda: loader, first_of, seconds, workers=workers)
             self.bench.note(self.name, f"feed_{tier}", fed)
             self.bench.note(self.name, f"feed_{tier}_host_cpu_pct", cpu)
             self.bench.note(self.name, f"{tier}_over_compute", fed / self.compute)
@@ -214,7 +218,7 @@ class ImageJob:
                 with feed.loader(encoded, self.batch_size, residency=tier, **self.options) as loader:
                     if tier == "ram":
                         loader.fill()
-                    rate, _ = self.bench.rate(self.step, lambda loader=loader: loader, first_of, seconds)
+                    rate, _ = self.bench.rate(self.step, lambda: loader, first_of, seconds)
                 self.bench.note(self.name, f"{name}_{tier}", rate)
                 self.bench.note(self.name, f"gpu_jpeg_{tier}_over_compute", rate / self.compute)
         except Exception as error:
@@ -227,8 +231,8 @@ class ImageJob:
                 self.bench.note(self.name, f"peer_{peer.__name__}", "no time left")
                 continue
             try:
-                with peer(self.stock, self.batch_size, self.bench) as batches:
-                    rate, _ = self.bench.rate(self.step, batches, first_of, seconds)
+                with peer(self.stock, self.batch_size, self.bench) as (batches, workers):
+                    rate, _ = self.bench.rate(self.step, batches, first_of, seconds, workers=workers)
                 self.bench.note(self.name, f"peer_{peer.__name__}", rate)
             except ImportError as error:
                 self.bench.note(self.name, f"peer_{peer.__name__}_absent", str(error))

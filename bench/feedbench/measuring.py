@@ -17,6 +17,9 @@ from torch.utils.data import DataLoader
 
 from fulltilt.train.replaying import Replaying
 
+# How far the host may run ahead of the GPU.
+AHEAD_S = 0.25
+
 Batches = Callable[[], Iterable[Any]]
 Step = Callable[[Any], None]
 
@@ -58,48 +61,39 @@ class Bench:
             torch.cuda.synchronize()
 
     def rate(
-        self, step: Step, batches: Batches, size: Callable[[Any], int], seconds: float, *, warmup: int = 5
+        self, step: Step, batches: Batches, size: Callable[[Any], int], seconds: float, *, workers: int = 1
     ) -> tuple[float, float]:
         """Samples per second over ``seconds`` of endless epochs of ``batches``, and host CPU use in percent."""
-        seconds, warmup = (0.2, 1) if self.smoke else (seconds, warmup)
         stream = endless(batches)
         try:
-            for _ in range(warmup):
+            for _ in range(self._warm_up(workers)):
                 step(next(stream))
-            self.drain()
             psutil.cpu_percent()
-            began, samples, steps = time.perf_counter(), 0, 0
-            while time.perf_counter() - began < seconds:
-                batch = next(stream)
-                step(batch)
-                samples += size(batch)
-                steps += 1
-                if steps % 32 == 0:
-                    self.drain()  # bounds how far the host runs ahead, so that the clock stops near the real end
-            self.drain()
-            return samples / (time.perf_counter() - began), psutil.cpu_percent()
+            return self._turn(step, stream, size, seconds, workers), psutil.cpu_percent()
         finally:
             stream.close()
 
     def first_and_steady_rate(
-        self, step: Step, batches: Batches, size: Callable[[Any], int], samples: int, seconds: float
+        self, step: Step, batches: Batches, size: Callable[[Any], int], samples: int, seconds: float, workers: int
     ) -> tuple[float, float]:
         """Of a stock loader: its first epoch of ``samples``, the start of workers included, and its steady state.
 
         The epoch is not waited for: what is left of it after the first batches goes on at the steady rate.
         """
-        seconds, warmup = (0.2, 1) if self.smoke else (seconds, 5)
         began, early = time.perf_counter(), 0
         stream = endless(batches)
-        for _ in range(warmup):
+        for _ in range(self._warm_up(workers)):
             batch = next(stream)
             step(batch)
             early += size(batch)
         self.drain()
         warm = time.perf_counter()
-        steady = self._turn(step, stream, size, seconds)
+        steady = self._turn(step, stream, size, seconds, workers)
         stream.close()
         return samples / (warm - began + max(0, samples - early) / steady), steady
+
+    def _warm_up(self, workers: int) -> int:
+        return workers if self.smoke else max(5, workers)
 
     def epoch_rate(self, step: Step, batches: Iterable[Any], size: Callable[[Any], int]) -> float:
         """Samples per second over one whole epoch, the start of workers included."""
@@ -117,7 +111,7 @@ class Bench:
 
         A step that waits for the host takes up to a third longer from one second to the next, and the clock drifts.
         """
-        turn_s, turns, warm_up = (0.05, 2, 1) if self.smoke else (0.5, 12, 10)
+        turn_s, turns, warm_up = (0.05, 2, 1) if self.smoke else (0.5, 20, 10)
         streams = {"compute_only": endless(ready), name: endless(fed)}
         for stream in streams.values():
             for _ in range(warm_up):
@@ -140,14 +134,24 @@ class Bench:
         self.note(job, "fed_over_compute_turns", [round(ratio, 4) for ratio in ratios])
         return statistics.median(rates["compute_only"])
 
-    def _turn(self, step: Step, stream: Iterator[Any], size: Callable[[Any], int], seconds: float) -> float:
-        """Samples per second of a short stretch, the device drained at both ends."""
+    def _turn(
+        self, step: Step, stream: Iterator[Any], size: Callable[[Any], int], seconds: float, workers: int = 1
+    ) -> float:
+        """Samples per second of a stretch, the device drained at both ends and now and then on the way.
+
+        Workers begin together and so deliver together, as many batches as there are workers: only whole rounds count.
+        """
+        seconds = min(seconds, 0.2) if self.smoke else seconds
         self.drain()
-        began, samples = time.perf_counter(), 0
-        while time.perf_counter() - began < seconds:
+        began, samples, steps, drain_at = time.perf_counter(), 0, 0, 8
+        while steps % workers or time.perf_counter() - began < seconds:
             batch = next(stream)
             step(batch)
             samples += size(batch)
+            steps += 1
+            if steps == drain_at:  # the host runs seconds ahead of a GPU that it gives whole graphs
+                self.drain()
+                drain_at += max(1, int(AHEAD_S * steps / (time.perf_counter() - began)))
         self.drain()
         return samples / (time.perf_counter() - began)
 

@@ -20,9 +20,12 @@ from feedbench.measuring import Batches, Bench
 
 SHARDS = 32
 
+# The batches of an epoch, and how many come together.
+Peer = tuple[Batches, int]
+
 
 @contextmanager
-def spdl(stock: Any, batch_size: int, bench: Bench) -> Iterator[Batches]:
+def spdl(stock: Any, batch_size: int, bench: Bench) -> Iterator[Peer]:
     """SPDL's pipeline: one thread pool decodes, one stage stacks and copies to the device."""
     from spdl.pipeline import PipelineBuilder
 
@@ -48,11 +51,11 @@ def spdl(stock: Any, batch_size: int, bench: Bench) -> Iterator[Batches]:
         .build(num_threads=threads + 1)
     )
     with pipeline.auto_stop():
-        yield lambda: pipeline
+        yield lambda: pipeline, 1
 
 
 @contextmanager
-def webdataset(stock: Any, batch_size: int, bench: Bench) -> Iterator[Batches]:
+def webdataset(stock: Any, batch_size: int, bench: Bench) -> Iterator[Peer]:
     """WebDataset: the files in tar shards, read in sequence by 8 workers, shuffled within a buffer."""
     import webdataset as wds
 
@@ -72,7 +75,7 @@ def webdataset(stock: Any, batch_size: int, bench: Bench) -> Iterator[Batches]:
         for parts in loader:
             yield [part.to(bench.device, non_blocking=True) for part in parts]
 
-    yield batches
+    yield batches, workers
 
 
 class _Decode:

@@ -99,7 +99,7 @@ def run_text(bench: Bench) -> None:
             for parts in on_device(stock, bench.device):
                 yield dict(zip(("input_ids", "attention_mask", "labels"), parts, strict=True))
 
-        rate, _ = bench.rate(step, batches, size, 6)
+        rate, _ = bench.rate(step, batches, size, 6, workers=stock.num_workers)
         bench.note("text", name, rate)
         bench.note("text", f"fed_over_{name}", statistics.median(fed) / rate)
         del stock

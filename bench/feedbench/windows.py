@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -83,10 +84,11 @@ def run_hdf5(bench: Bench) -> None:
             persistent_workers=True,
             drop_last=True,
         )
-        rate, _ = bench.rate(step, lambda stock=stock: on_device(stock, bench.device), first_of, 8, warmup=workers + 2)
+        batches = functools.partial(on_device, stock, bench.device)
+        rate, _ = bench.rate(step, batches, first_of, 8, workers=stock.num_workers)
         bench.note("hdf5", name, rate)
         bench.note("hdf5", f"fed_over_{name}", fed / rate)
-        del stock
+        del stock, batches
 
 
 def _write(path: str, count: int) -> None:

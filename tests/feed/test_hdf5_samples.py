@@ -37,15 +37,25 @@ def test_batches_are_what_one_would_pick_by_hand(
             assert torch.equal(one, other)
 
 
-def test_labels_are_gathered_once_an_epoch_and_features_batch_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hdf5_samples, "AT_ONCE_BYTES", LABELS.nbytes)
-    gathered: list[int] = []
+@pytest.mark.parametrize(
+    ("at_once", "size", "gathers"),
+    [
+        (LABELS.nbytes, 10, [10, 10, 10, 10, 40]),
+        (2 * 10 * 24, 10, [20, 20, 40]),
+        (2 * 10 * 24, 7, [7, 7, 7, 7, 7, 5, 7, 7, 7, 7, 7, 5]),  # batches that would not lie where compiled models want
+    ],
+)
+def test_as_many_batches_are_gathered_at_once_as_may_be(
+    at_once: int, size: int, gathers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hdf5_samples, "AT_ONCE_BYTES", at_once)
+    gathered: dict[bool, list[int]] = {False: [], True: []}
     plain = Cutter._gathered
 
     def counted(self: Cutter, samples: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        gathered.append(len(starts))
+        gathered[samples is LABELS].append(len(starts))
         return plain(self, samples, starts)
 
     monkeypatch.setattr(Cutter, "_gathered", counted)
-    assert len(list(cutter(None).batches([FEATURES, LABELS], torch.arange(ROWS), 10))) == 4
-    assert gathered == [ROWS, 10, 10, 10, 10]
+    list(cutter(None).batches([FEATURES, LABELS], torch.arange(ROWS), size))
+    assert gathered[False] + gathered[True] == gathers

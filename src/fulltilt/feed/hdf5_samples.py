@@ -1,15 +1,17 @@
-"""Samples cut out of rows that lie in memory: one gather for each key, and for labels and the like one for an epoch."""
+"""Samples cut out of rows that lie in memory, by a gather for each key."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from fulltilt.feed.hdf5_blocks import Column, Source
 
-# What a key's samples of a whole epoch may take to be gathered at once: each gather costs the host a launch.
-AT_ONCE_BYTES = 64 * 1024**2
+# Several batches are gathered at once, as long as they take no more than this: each gather costs the host a launch.
+AT_ONCE_BYTES = 128 * 1024**2
+# Compiled models copy what lies elsewhere.
+ALIGNMENT_BYTES = 16
 
 
 class Cutter:
@@ -34,10 +36,11 @@ class Cutter:
         keys = [self._batches_of(self._seen_as_samples(column, data), starts, size) for column, data in columns]
         return map(list, zip(*keys, strict=True))
 
-    def _batches_of(self, samples: torch.Tensor, starts: torch.Tensor, size: int) -> Iterable[torch.Tensor]:
-        if samples[:1].numel() * samples.element_size() * len(starts) <= AT_ONCE_BYTES:
-            return torch.split(self._gathered(samples, starts), size)
-        return (self._gathered(samples, some) for some in torch.split(starts, size))
+    def _batches_of(self, samples: torch.Tensor, starts: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
+        batch_bytes = size * samples[:1].numel() * samples.element_size()
+        at_once = 1 if batch_bytes % ALIGNMENT_BYTES else max(1, AT_ONCE_BYTES // max(1, batch_bytes))
+        for several in torch.split(starts, at_once * size):
+            yield from torch.split(self._gathered(samples, several), size)
 
     def _gathered(self, samples: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         return samples.index_select(0, starts).to(self._device)
