@@ -9,12 +9,13 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from fulltilt.probes.sampler import Sampler
 from fulltilt.records import Sample
@@ -104,14 +105,18 @@ def drain(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def rate(step: Callable[[], int], seconds: float, device: torch.device, warmup: int = 5) -> float:
-    """Samples per second of ``step``, which returns how many it did."""
-    for _ in range(warmup):
+def rate(step: Callable[[], int], seconds: float, device: torch.device, together: int = 1) -> float:
+    """Samples per second of ``step``, which returns how many it did.
+
+    Workers begin together and so deliver together: of ``together`` steps only whole rounds count.
+    """
+    for _ in range(max(5, together)):
         step()
     drain(device)
-    began_s, samples = time.perf_counter(), 0
-    while time.perf_counter() - began_s < seconds:
+    began_s, samples, steps = time.perf_counter(), 0, 0
+    while steps % together or time.perf_counter() - began_s < seconds:
         samples += step()
+        steps += 1
     drain(device)
     return samples / (time.perf_counter() - began_s)
 
@@ -146,7 +151,7 @@ def plain_step(
 
 
 def stock_rate(
-    loader: Iterable[Any], step: Callable[[Any], None], batch_size: int, seconds: float, device: torch.device
+    loader: DataLoader[Any], step: Callable[[Any], None], batch_size: int, seconds: float, device: torch.device
 ) -> float:
     """Samples per second over a stock loader, epoch after epoch; the first batches and their wait are not counted."""
 
@@ -161,7 +166,7 @@ def stock_rate(
         step([part.to(device, non_blocking=True) for part in batch])
         return batch_size
 
-    return rate(once, seconds, device)
+    return rate(once, seconds, device, together=max(1, loader.num_workers))
 
 
 @contextmanager
