@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -80,8 +79,7 @@ def cache(
 
 def _printable(label: str) -> str:
     """A path may hold anything; a terminal is to show it, not to obey it."""
-    shown = "".join(character if character.isprintable() else "?" for character in label)
-    return shown.encode("ascii", "replace").decode() if not sys.stdout.encoding.lower().startswith("utf") else shown
+    return "".join(character if character.isprintable() else "?" for character in label)
 
 
 def _ago(moment_s: float) -> str:

@@ -12,6 +12,7 @@ import typer
 
 from fulltilt import __version__
 from fulltilt.errors import FulltiltError, MachineError
+from fulltilt.report.plain_text import let_print
 
 app = typer.Typer(
     name="fulltilt",
@@ -46,6 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # started with it closed: >&-
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - open to the end
+        let_print(getattr(sys, name))
     # One verb alone starts faster; help and wrong verbs need them all.
     for verb in arguments[:1] if arguments[0] in VERBS else VERBS:
         importlib.import_module(f"fulltilt.cli.{verb.replace('-', '_')}").register(app)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import sys
 
 from rich.console import Console
 
+from fulltilt.report.plain_text import let_print
+
 
 def open_console(*, follows_window: bool = False) -> Console:
-    """Standard output as a console. What its encoding lacks is printed as ``?``, never as a traceback.
+    """Standard output as a console. What its encoding lacks is printed plainly, never as a traceback.
 
     With ``follows_window`` its size is always the window's, also where a shell exported COLUMNS and LINES once.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.reconfigure(errors="replace")
+    let_print(sys.stdout)
     fixed = ("COLUMNS", "LINES") if follows_window else ()
     environ = {name: value for name, value in os.environ.items() if name not in fixed}
     return Console(highlight=False, emoji=False, markup=False, _environ=environ)

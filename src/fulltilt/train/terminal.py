@@ -11,6 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import TextIO
 
+from fulltilt.report.plain_text import encodable
 from fulltilt.report.wording import clean
 
 
@@ -78,6 +79,5 @@ def _one_row(text: str) -> str:
 
 
 def _encodable(text: str, stream: TextIO) -> str:
-    """A terminal without Unicode (LANG=C) shows a question mark for what it does not have."""
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    return text.encode(encoding, "replace").decode(encoding)
+    """A terminal without Unicode (LANG=C) shows plainer characters."""
+    return encodable(text, getattr(stream, "encoding", None) or "utf-8")
