@@ -41,7 +41,8 @@ class Block(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs + self.layers(inputs)
+        out: torch.Tensor = inputs + self.layers(inputs)
+        return out
 
 
 def network(widths: tuple[int, ...], depth: int, group_norm: bool = False) -> nn.Module:
@@ -145,7 +146,7 @@ def by_hand(sizes: Sizes, model: nn.Module, clip: float | None) -> float:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(sizes.device.type, dtype=torch.bfloat16):
             value = nn.functional.cross_entropy(model(images), labels)
-        value.backward()
+        value.backward()  # type: ignore[no-untyped-call, unused-ignore]
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
@@ -219,7 +220,7 @@ def recording_cost(sizes: Sizes, out: Path, steps: int) -> dict[str, Any]:
     """What the record of a run costs, in percent of the step: neighbouring blocks with and without it, in pairs."""
     model = sizes.model()
     precision = "bf16" if sizes.device.type == "cuda" else "fp32"  # many CPUs only imitate bf16
-    plain, recorded = [], []
+    plain, recorded = list[tuple[float, float]](), list[tuple[float, float]]()
     for pair in range(2 * sizes.pairs):
         for record in (False, True) if pair % 2 == 0 else (True, False):
             timed = timed_engine(sizes, model, out, steps, record=record, precision=precision)

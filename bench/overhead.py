@@ -88,7 +88,8 @@ class Loop:
         for number, (inputs, labels) in enumerate(DataLoader(self.data, batch_size=None)):
             with around(self.model):
                 x, y = inputs.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
-                nn.functional.cross_entropy(self.model(x), y).backward()
+                loss = nn.functional.cross_entropy(self.model(x), y)
+                loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
                 self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
             if not began and (number == warm_up_steps or time.perf_counter() - entered > WARM_UP_S):
@@ -136,7 +137,7 @@ def observed(loop: Loop) -> Iterator[Block]:
 @contextmanager
 def with_peer(loop: Loop) -> Iterator[Block]:
     """Blocks inside the step context of traceml-ai."""
-    import traceml_ai  # type: ignore[import-not-found]
+    import traceml_ai
 
     with tempfile.TemporaryDirectory() as logs:
         serve = "from traceml_ai.launcher.cli import main; main()"
@@ -153,9 +154,9 @@ def compare(loop: Loop, block: Block, pairs: int, seconds: float) -> dict[str, f
     """Alternating blocks: the cost of one against the plain loop."""
     plain, other = list[list[float]](), list[list[float]]()
     for number in range(pairs):
-        order = [(plain, loop.run), (other, block)]
+        order: list[tuple[list[list[float]], Block]] = [(plain, loop.run), (other, block)]
         for figures, measure in order if number % 2 else reversed(order):
-            figures.append(measure(seconds))  # type: ignore[operator]
+            figures.append(measure(seconds))
     ratios = [100 * (statistics.mean(b) / statistics.mean(a) - 1) for a, b in zip(plain, other, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     quiet, quiet_other = (lower_quartile([chunk for block in blocks for chunk in block]) for blocks in (plain, other))

@@ -122,7 +122,8 @@ def run(way: str, seed: int, data: Path, arguments: argparse.Namespace) -> float
     )
     with tempfile.TemporaryDirectory() as out:
         outcome = train(job, settings, Path(out), screen=Screen(Path(out), stream=io.StringIO(), sampled=False))
-    return outcome.metrics["eval_iou"]
+    found: float = outcome.metrics["eval_iou"]
+    return found
 
 
 def compare(left: list[float], right: list[float]) -> dict[str, float | bool]:
@@ -191,7 +192,10 @@ def main() -> int:
         print(
             f"{way:<7} mean IoU {statistics.mean(values):.4f} ± {statistics.stdev(values):.4f} over {len(values)} seeds"
         )
-    print({name: round(value, 4) for name, value in result["comparison"].items()}, f"figures: {arguments.out}")
+    figures = {
+        name: round(value, 4) if isinstance(value, float) else value for name, value in result["comparison"].items()
+    }
+    print(figures, f"figures: {arguments.out}")
     return 0 if result["comparison"]["within_noise"] else 1
 
 

@@ -66,7 +66,7 @@ def engine_job(bench: Bench, data: Path, batch: int, accumulation: int, again: i
         lr=2e-5,
         clip_norm=1.0,
         drop_last=True,
-        device=bench.device.type,  # type: ignore[arg-type]
+        device=bench.device.type,
         compile=bench.compiles,
         cuda_graphs=True,
     )
@@ -76,7 +76,7 @@ def engine_job(bench: Bench, data: Path, batch: int, accumulation: int, again: i
 
 def compute_steps(bench: Bench, data: Path, batch: int) -> Callable[[int], int]:
     """The plain step on a batch that is on the device."""
-    job = recipe_job(bench, data, TrainSettings(device=bench.device.type))  # type: ignore[arg-type]
+    job = recipe_job(bench, data, TrainSettings(device=bench.device.type))
     samples: Any = job.data
     side, device = samples.side, bench.device
     parts = (
@@ -94,7 +94,7 @@ def guide_rate(bench: Bench, data: Path) -> float:
 
     It steps after every batch; leaving every second step out, as its accumulation does, would save 1 to 2 %.
     """
-    job = recipe_job(bench, data, TrainSettings(device=bench.device.type))  # type: ignore[arg-type]
+    job = recipe_job(bench, data, TrainSettings(device=bench.device.type))
     batch, workers = (4, 1) if bench.smoke else (GUIDE_BATCH, GUIDE_WORKERS)
     loader = torch.utils.data.DataLoader(
         OnTheCpu(job.data),

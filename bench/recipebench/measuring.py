@@ -140,7 +140,7 @@ def plain_step(
         with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
             outcome = loss(model, batch)
         value = outcome[0] if isinstance(outcome, tuple) else outcome
-        scaler.scale(value).backward()
+        scaler.scale(value).backward()  # type: ignore[no-untyped-call, unused-ignore]
         if clip_norm is not None:
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(parameters, clip_norm)

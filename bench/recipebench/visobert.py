@@ -108,7 +108,7 @@ def trainer_turns(fitting: Fitting, turns: Turns) -> dict[str, Any]:
     return turns.figures()
 
 
-class Meter(transformers.TrainerCallback):
+class Meter(transformers.TrainerCallback):  # type: ignore[misc]
     """Tells the turns of every step."""
 
     def __init__(self, fitting: Fitting, turns: Turns) -> None:

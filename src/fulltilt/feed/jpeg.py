@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -27,6 +27,14 @@ Decoder = Literal["cpu", "gpu"]
 GPU_MARGIN = 1.2
 # Files that are decoded to find out: enough for one batch of the GPU.
 MEASURED_FILES = 64
+
+
+class Indexed(Protocol):
+    """A list, a tensor or a data set: anything with a length that is asked by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,7 @@ def choose_decoder(rates: DecodeRates, *, decoded_fits: bool) -> DecoderChoice:
 def jpeg(
     files: Sequence[str | Path],
     size: tuple[int, int],
-    others: Sequence[Any] | None = None,
+    others: Indexed | None = None,
     *,
     decoder: Literal["auto", "cpu", "gpu"] = "auto",
     device: torch.device | str | None = None,
@@ -91,9 +99,7 @@ def jpeg(
 class JpegFiles(torch.utils.data.Dataset[Any]):
     """What ``feed.jpeg`` returns. For the GPU a sample is the file's bytes, which ``finish_on_device`` decodes."""
 
-    def __init__(
-        self, files: list[str], size: tuple[int, int], others: Sequence[Any] | None, choice: DecoderChoice
-    ) -> None:
+    def __init__(self, files: list[str], size: tuple[int, int], others: Indexed | None, choice: DecoderChoice) -> None:
         self.files, self.size, self.others, self.choice = files, size, others, choice
         self._longest = max(_length(file) for file in files) if choice.decoder == "gpu" else 0
 
