@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import fulltilt
 from fulltilt import store
 from fulltilt.diagnose import answer
 from fulltilt.train.job import Job
@@ -63,3 +65,30 @@ def test_the_ledger_of_a_training_on_a_gpu_closes(residency: str, tmp_path: Path
     peak = run.ranks[0].vram_peak_bytes
     assert peak is not None
     assert peak > 20 * 2**20
+
+
+def test_a_graph_that_the_job_records_itself_is_left_alone(tmp_path: Path) -> None:
+    """In torch's usual mode any question about an event, on any thread, would ruin the recording."""
+    model, images = network().cuda(), torch.randn(16, 3, 64, 64, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        model(images).sum().backward()
+        optimizer.step()
+
+    with fulltilt.record(tmp_path):
+        for _ in range(200):  # events are waiting to be asked about
+            step()
+        graph, doubled = torch.cuda.CUDAGraph(), images.clone()
+        with torch.cuda.graph(graph):
+            for _ in range(10):
+                doubled.mul_(1.01)
+                time.sleep(0.1)
+        graph.replay()
+        for _ in range(20):
+            step()
+    assert torch.allclose(doubled, images * 1.01**10, rtol=1e-4)
+    found = answer(store.load(tmp_path))
+    assert found.throughput.steps == 220
+    assert found.ledger.buckets.unattributed_s < 0.03 * found.ledger.wall_s

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fulltilt import captures
 from fulltilt.errors import DataError
 from fulltilt.feed.hdf5_blocks import DAMAGED, Block, Source
 from fulltilt.feed.hdf5_pool import BlockPool, block_pool
@@ -134,6 +135,7 @@ class ResidentRows:
             yield None
             return
         torch.cuda.set_device(self._where)
+        captures.leave_alone()
         stream: Any = torch.cuda.Stream(self._where)  # type: ignore[no-untyped-call]
         stream.wait_event(started)  # the columns may be recycled memory on which earlier work is still queued
         with torch.cuda.stream(stream):

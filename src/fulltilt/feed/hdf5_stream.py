@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fulltilt import captures
 from fulltilt.errors import DataError
 from fulltilt.feed.draws import mix
 from fulltilt.feed.hdf5_blocks import DAMAGED, Block, Source
@@ -207,6 +208,7 @@ class BlockStream:
             yield None
             return
         torch.cuda.set_device(self.device)
+        captures.leave_alone()
         if self._stream is None:  # one for all epochs: memory that was allocated on a stream is reused on it alone
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):

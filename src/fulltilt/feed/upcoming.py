@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from fulltilt import captures
+
 
 class UpcomingOrder:
     """Draws the order of the next epoch, and brings it to ``device``, while this one trains.
@@ -19,7 +21,7 @@ class UpcomingOrder:
     def __init__(self, draw: Callable[[int], torch.Tensor], device: torch.device) -> None:
         self._draw, self._device = draw, device
         self._next: tuple[int | None, Future[torch.Tensor]] = (None, Future())
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="fulltilt-order")
+        self._thread = ThreadPoolExecutor(1, "fulltilt-order", captures.leave_alone)
         self._stream: Any = None
 
     def of(self, epoch: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from fulltilt import captures
 from fulltilt.records import Span
 from fulltilt.timeline.attribution import attribute
 from fulltilt.timeline.clock import CudaClock
@@ -221,6 +222,7 @@ class Recorder:
         began = time.monotonic()
         next_drain = next_write = next_record = began + DRAIN_EVERY_S
         jitter = Random()  # our own: the job's random numbers are the job's
+        ruins_nothing = False
         while True:
             # Never in step with the job: looks at a fixed interval would always meet a 10 ms step at the same place.
             pause_s = self._looks.every_s * (0.5 + jitter.random())
@@ -229,6 +231,7 @@ class Recorder:
             if self._stop.is_set() or os.getpid() != self.pid:
                 return
             try:
+                ruins_nothing = ruins_nothing or (self.clock is not None and captures.leave_alone())
                 self._looks.take(due_ns)
                 now = time.monotonic()
                 if now >= next_drain:
