@@ -33,6 +33,9 @@ def entry_points() -> dict[str, Any]:
         "train": vars(torch.nn.Module)["train"],
         "synchronize": torch.cuda.synchronize,
         "replica": vars(replica)["__init__"],
+        "capture_begin": vars(torch.cuda.CUDAGraph)["capture_begin"],
+        "capture_end": vars(torch.cuda.CUDAGraph)["capture_end"],
+        "replay": vars(torch.cuda.CUDAGraph)["replay"],
         "pre": len(hooks._global_optimizer_pre_hooks),
         "post": len(hooks._global_optimizer_post_hooks),
     }

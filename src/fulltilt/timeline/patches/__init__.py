@@ -6,6 +6,7 @@
 | utils.data.DataLoader.__iter__      | every batch, through the tap                   |
 | autograd.backward, autograd.grad    | backward                                       |
 | optim (global step hooks)           | steps                                          |
+| cuda.CUDAGraph                      | steps that are replays                         |
 | amp.GradScaler.step                 | steps that the scaler skipped                  |
 | amp.autocast.__enter__              | the precision in force                         |
 | save                                | checkpoints                                    |
@@ -29,6 +30,7 @@ from fulltilt.timeline.loader_tap import LoaderTaps
 from fulltilt.timeline.patches.device import READS, DevicePatches
 from fulltilt.timeline.patches.exchange import Exchange
 from fulltilt.timeline.patches.exits import ExitPatches
+from fulltilt.timeline.patches.graphs import GraphPatches
 from fulltilt.timeline.patches.loading import LoadingPatches
 from fulltilt.timeline.patches.ranks import COLLECTIVES, RankPatches
 from fulltilt.timeline.patches.saving import SavingPatches
@@ -45,9 +47,11 @@ class Patches:
         self._exchange = Exchange()
         self.device = DevicePatches(torch, recorder)
         self.exits = ExitPatches(recorder)
+        stepping = SteppingPatches(torch, recorder, taps, self.device.trains_on_gpu)
         self._parts = (
             LoadingPatches(torch, recorder, taps),
-            SteppingPatches(torch, recorder, taps, self.device.trains_on_gpu),
+            stepping,
+            GraphPatches(torch, recorder, stepping),
             SavingPatches(torch, recorder),
             self.device,
             RankPatches(torch, recorder),

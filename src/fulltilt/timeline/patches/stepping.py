@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from fulltilt.records import MemoryRecord
@@ -18,6 +19,19 @@ from fulltilt.timeline.recorder import Recorder
 ASK_REPLICAS_EVERY = 16
 # An early step, but not the first: some optimizers make their states later.
 ASK_MEMORY_AT = 3
+
+
+@dataclass
+class Captured:
+    """What of a step a CUDA graph holds."""
+
+    backwards: int = 0
+    optimizers: list[weakref.ref[Any]] = field(default_factory=list)
+
+    @property
+    def holds_steps(self) -> bool:
+        """Whether a replay is a step, or a part of one."""
+        return self.backwards > 0 or bool(self.optimizers)
 
 
 class SteppingPatches:
@@ -34,6 +48,7 @@ class SteppingPatches:
         self._depth_of_train = 0
         self._trained: set[int] = set()
         self._known: list[weakref.ref[Any]] = []
+        self.capture: Captured | None = None  # while the training thread captures a CUDA graph
 
     def install(self, exchange: Exchange) -> None:
         """Stand at backward, at every optimizer's step, at the gradient scaler's, at autocast and at train()."""
@@ -50,10 +65,22 @@ class SteppingPatches:
         ):
             exchange.undo_by(handle.remove)
 
+    def replayed(self, captured: Captured, launch: Callable[[], Any]) -> Any:
+        """Replay a graph by ``launch``, and mark what it holds of a step."""
+        result = self._backward(launch)() if captured.backwards else launch()
+        for reference in captured.optimizers:
+            if (optimizer := reference()) is not None:
+                self._before_step(optimizer, (optimizer,), {})
+                self._after_step(optimizer, (optimizer,), {})
+        return result
+
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         recorder = self._recorder
 
         def backward(*args: Any, **kwargs: Any) -> Any:
+            if self.capture is not None and recorder.mine():
+                self.capture.backwards += 1
+                return original(*args, **kwargs)
             if not recorder.active or recorder.activity is Activity.BACKWARD or recorder.rest.on:
                 return original(*args, **kwargs)
             if not recorder.mine():
@@ -75,6 +102,9 @@ class SteppingPatches:
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recorder = self._recorder
+        if self.capture is not None and recorder.mine():
+            self.capture.optimizers.append(weakref.ref(optimizer))
+            return
         if not recorder.active or recorder.rest.on or self._torch.compiler.is_compiling():
             return
         if not recorder.mine():
@@ -93,6 +123,8 @@ class SteppingPatches:
 
     def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         recorder = self._recorder
+        if self.capture is not None:
+            return
         if recorder.rest.on and recorder.mine():
             if id(optimizer) in self._steps_count:
                 recorder.stepped_at_rest()
