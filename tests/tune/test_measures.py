@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fulltilt.records import Settings, Trial
 from fulltilt.tune import learning_rate
-from fulltilt.tune.interval import Block, Patience, is_enough, is_warm, rate_of
+from fulltilt.tune.interval import Block, Patience, is_enough, rate_of
 from fulltilt.tune.losses import compared_steps, is_worse, mean_loss
 from fulltilt.tune.memory import fit_line, vram_line
 
@@ -57,13 +57,6 @@ def test_a_trial_that_cannot_win_any_more_stops_early() -> None:
     restless = [Block(80, 0.3), Block(120, 0.3)] * 5  # 333 samples/s, not known well
     assert not is_enough(restless, Patience(to_beat=300.0))
     assert is_enough(restless, Patience(to_beat=900.0))
-
-
-def test_the_queue_filled_before_the_first_step_is_not_the_pace() -> None:
-    assert not is_warm(steps=2, batches=2, queue_batches=0, has_waited=True)
-    assert not is_warm(steps=10, batches=10, queue_batches=16, has_waited=False)
-    assert is_warm(steps=10, batches=10, queue_batches=16, has_waited=True)
-    assert is_warm(steps=17, batches=17, queue_batches=16, has_waited=False)
 
 
 # --------------------------------------------------------------------------- losses

@@ -19,12 +19,17 @@ Z_95 = 1.96
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some steps in a row: how many samples they trained, how long they took, how long of it they waited for data."""
+    """Some steps in a row: how many samples they trained, how long they took, how long of it they waited for data.
+
+    ``from_queue``: how many of the samples lay ready before the first of these steps; negative where more lay ready
+    afterwards.
+    """
 
     samples: int
     seconds: float
     wait_s: float = 0.0
     steps: int = 1
+    from_queue: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +51,42 @@ def t_quantile(degrees: int) -> float:
     return _T_95[degrees - 1] if 1 <= degrees <= len(_T_95) else Z_95
 
 
+def lasting(blocks: Sequence[Block]) -> list[float]:
+    """The samples of each block at the pace that the loader can keep: those that it made during the block.
+
+    While the queue is used up, training takes more than that. A queue that grows or stays full says that it is training
+    that sets the pace. One step's samples more or less in the queue are chance.
+    """
+    used_up = sum(block.from_queue for block in blocks)
+    one_step = sum(block.samples for block in blocks) / max(sum(block.steps for block in blocks), 1)
+    if used_up <= one_step:
+        return [float(block.samples) for block in blocks]
+    return [block.samples - block.from_queue for block in blocks]
+
+
+def wait_share_of(blocks: Sequence[Block]) -> float | None:
+    """The share of its time that training waits for data at the pace that lasts; None without any measured time."""
+    seconds, samples = sum(block.seconds for block in blocks), sum(block.samples for block in blocks)
+    if seconds <= 0:
+        return None
+    busy = 1 - sum(block.wait_s for block in blocks) / seconds
+    return 1 - busy * (sum(lasting(blocks)) / samples if samples else 1.0)
+
+
 def rate_of(blocks: Sequence[Block]) -> Rate | None:
-    """All samples over all seconds, with the interval of that ratio; None without any measured time.
+    """Samples over seconds at the pace that lasts, with the interval of that ratio; None without any measured time.
 
     A single block says nothing about how sure it is: its interval is unbounded above and begins at zero.
     """
     seconds = sum(block.seconds for block in blocks)
     if seconds <= 0:
         return None
-    mean = sum(block.samples for block in blocks) / seconds
+    given = lasting(blocks)
+    mean = sum(given) / seconds
     count = len(blocks)
     if count < 2:
         return Rate(mean, 0.0, math.inf)
-    spread = sum((block.samples - mean * block.seconds) ** 2 for block in blocks)
+    spread = sum((samples - mean * block.seconds) ** 2 for samples, block in zip(given, blocks, strict=True))
     error = math.sqrt(spread / (count * (count - 1))) / (seconds / count)
     half = t_quantile(count - 1) * error
     return Rate(mean, max(0.0, mean - half), mean + half)
@@ -94,13 +122,14 @@ def is_enough(blocks: Sequence[Block], patience: Patience) -> bool:
     return out_of_the_race or rate.relative_error <= patience.wanted_error
 
 
-def is_warm(steps: int, batches: int, queue_batches: int, has_waited: bool) -> bool:
+def is_warm(steps: int, has_waited: bool, is_ahead: bool, batches: int, most_batches: int) -> bool:
     """Whether what follows is the pace that the job will keep.
 
     The first steps are slow, and the batches that the workers had queued meanwhile are consumed faster than the loader
-    gives: until a step has waited for data, or more batches have passed than the queue can hold.
+    gives: until a step has waited for data. A loader that ``is_ahead`` of the training will not let it wait. Where
+    neither is seen within ``most_batches``, the queue is used up so slowly that its share can be counted.
     """
-    return steps >= WARM_UP_STEPS and (has_waited or batches > queue_batches)
+    return steps >= WARM_UP_STEPS and (has_waited or is_ahead or batches > most_batches)
 
 
 WARM_UP_STEPS = 3

@@ -13,17 +13,21 @@ import multiprocessing
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fulltilt import store
+from fulltilt.timeline.loader_tap import LoaderTap
 from fulltilt.timeline.session import Session
 from fulltilt.tune import early
 from fulltilt.tune.assignment import ANSWER_FILE, Answer, Assignment
 from fulltilt.tune.changes import Changes
-from fulltilt.tune.interval import Block, is_enough, is_warm
-from fulltilt.tune.moments import Moment, block_between, waited_between
+from fulltilt.tune.interval import Block, is_enough
+from fulltilt.tune.moments import Moment, block_between
+from fulltilt.tune.pace import Pace
+from fulltilt.tune.ready import ready_batches
 from fulltilt.tune.saves import Saves
 
 # Losses of so many first steps are compared between trials.
@@ -44,10 +48,8 @@ class Measuring:
         self._cuda = False
         self._learning_rate: float | None = None
         self._steps = 0
-        self._warm = False
-        self._has_waited = False
-        self._last: Moment | None = None
-        self._began: Moment | None = None
+        self._pace = Pace(assignment.patience.block_s, self._timed)
+        self._sources: dict[int, weakref.ref[Any]] = {}
         self._pending: list[tuple[Moment, Moment]] = []
         self._blocks: list[Block] = []
         self._loss: Any = None
@@ -62,6 +64,7 @@ class Measuring:
         torch = self._torch
         sys.modules[torch.optim.Optimizer.__module__].register_optimizer_step_post_hook(self._stepped)
         self._keep_losses()
+        self._session.taps.live = self._begin_pass
         atexit.register(self._script_ended)
         sys.excepthook = functools.partial(self._script_failed, sys.excepthook)
 
@@ -110,28 +113,14 @@ class Measuring:
             self._advance()
 
     def _advance(self) -> None:
-        now = self._moment()
-        last, self._last = self._last, now
-        if last is not None:
-            self._has_waited = self._has_waited or waited_between(last, now)
-        if not self._warm:
-            self._warm = is_warm(self._steps, now.batches, self._queue_batches(), self._has_waited)
-            if self._warm:
-                self._began = self._timed(now)
+        block = self._pace.stepped(self._moment())
+        if block is None:
             return
-        assert self._began is not None
-        began, patience = self._began, self._assignment.patience
-        if now.interruptions != began.interruptions:
-            self._began = self._timed(now)  # validation or a save came between: not the pace of training
-            return
-        enough_batches = now.batches - began.batches >= self._workers()
-        if now.host_s - began.host_s >= patience.block_s and enough_batches:
-            self._began = self._timed(now)
-            self._pending.append((began, self._began))
-            self._settle()
-            if is_enough(self._blocks, patience):
-                self._answer(complete=True)
-                self._leave(0)
+        self._pending.append(block)
+        self._settle()
+        if is_enough(self._blocks, self._assignment.patience):
+            self._answer(complete=True)
+            self._leave(0)
 
     def _settle(self, wait: bool = False) -> None:
         """Turn the blocks whose end the GPU has reached into figures."""
@@ -144,28 +133,30 @@ class Measuring:
             self._pending.pop(0)
             self._blocks.append(block_between(began, ended))
 
-    def _workers(self) -> int:
-        tap = self._session.taps.feeding
-        return max(int(tap.described.get("num_workers") or 0), 1) if tap is not None else 1
-
-    def _queue_batches(self) -> int:
-        tap = self._session.taps.feeding
-        if tap is None or not tap.described.get("num_workers"):
-            return 0
-        return int(tap.described["num_workers"]) * int(tap.described.get("prefetch_factor") or 2)
+    def _begin_pass(self, _loader: Any, tap: LoaderTap, start: Callable[[], Any]) -> Any:
+        """Stands where live tuning would: a pass begins with torch's own iterator, which can be asked for its queue."""
+        source = start()
+        if hasattr(source, "_task_info"):
+            self._sources[tap.loader_id] = weakref.ref(source)
+        return source
 
     def _moment(self) -> Moment:
         taps = self._session.taps.all
         trained = [tap for tap in taps if tap.trains]
-        samples = sum(tap.samples if tap.counted else tap.batches for tap in trained)
-        others = sum(tap.batches for tap in taps if not tap.trains)
+        feeding = self._session.taps.feeding
+        workers = int(feeding.described.get("num_workers") or 0) if feeding is not None else 0
+        prefetch = int(feeding.described.get("prefetch_factor") or 2) if feeding is not None else 0
+        sources = (self._sources.get(tap.loader_id, lambda: None)() for tap in trained)
         return Moment(
             host_s=time.perf_counter(),
             steps=self._steps,
             batches=sum(tap.batches for tap in trained),
-            samples=samples,
+            samples=sum(tap.samples if tap.counted else tap.batches for tap in trained),
             wait_s=sum(tap.wait_s for tap in trained),
-            interruptions=others + self._saves.diverted,
+            interruptions=sum(tap.batches for tap in taps if not tap.trains) + self._saves.diverted,
+            workers=workers,
+            queue_batches=workers * prefetch,
+            ready=sum(ready_batches(source) for source in sources),
         )
 
     def _timed(self, moment: Moment) -> Moment:
@@ -212,9 +203,7 @@ class Measuring:
             world_size=self._session.notes.world_size,
             complete=complete,
             out_of_memory=int(statistics.get("num_ooms", 0)),
-            remarks=tuple(
-                dict.fromkeys((*self._changes.remarks, *(f"kept {path}" for path in self._saves.files.kept)))
-            ),
+            remarks=self._remarks(),
             diverts=self._saves.diverted,
         )
         store.write_json(Path(self._assignment.folder) / ANSWER_FILE, answer)

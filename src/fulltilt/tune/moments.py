@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from fulltilt.tune.interval import Block
@@ -11,21 +12,23 @@ WAITED_S = 0.002
 WAITED_SHARE = 0.05
 
 
+@dataclass(slots=True)
 class Moment:
-    """Where the job stood at the end of a step; ``event`` says when the GPU got there."""
+    """Where the job stood at the end of a step; ``event`` says when the GPU got there.
 
-    __slots__ = ("batches", "event", "host_s", "interruptions", "samples", "steps", "wait_s")
+    ``queue_batches`` is what the loader's queue can hold, ``ready`` how many batches lay in it.
+    """
 
-    def __init__(
-        self, host_s: float, steps: int, batches: int, samples: int, wait_s: float, interruptions: int
-    ) -> None:
-        self.host_s = host_s
-        self.steps = steps
-        self.batches = batches
-        self.samples = samples
-        self.wait_s = wait_s
-        self.interruptions = interruptions
-        self.event: Any = None
+    host_s: float
+    steps: int
+    batches: int
+    samples: int
+    wait_s: float
+    interruptions: int = 0
+    workers: int = 0
+    queue_batches: int = 0
+    ready: int = 0
+    event: Any = None
 
 
 def block_between(began: Moment, ended: Moment) -> Block:
@@ -34,11 +37,13 @@ def block_between(began: Moment, ended: Moment) -> Block:
         seconds = float(began.event.elapsed_time(ended.event)) * 1e-3
     else:
         seconds = ended.host_s - began.host_s
+    samples, batches = ended.samples - began.samples, ended.batches - began.batches
     return Block(
-        samples=ended.samples - began.samples,
+        samples=samples,
         seconds=seconds,
         wait_s=min(ended.wait_s - began.wait_s, seconds),
         steps=ended.steps - began.steps,
+        from_queue=(began.ready - ended.ready) * samples / batches if batches else 0.0,
     )
 
 

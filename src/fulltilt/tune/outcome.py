@@ -13,7 +13,7 @@ from fulltilt.diagnose.thresholds import DEFAULT
 from fulltilt.diagnose.validity import invalid_because
 from fulltilt.records import Run, Settings, Trial
 from fulltilt.tune.assignment import Answer
-from fulltilt.tune.interval import rate_of
+from fulltilt.tune.interval import rate_of, wait_share_of
 from fulltilt.tune.losses import compared_steps, is_worse, mean_loss
 from fulltilt.tune.trial_run import Ended
 
@@ -46,8 +46,6 @@ def conclude(attempt: Attempt, ended: Ended, answer: Answer | None, run: Run | N
     rate = rate_of(answer.blocks) if answer is not None else None
     ranks = answer.world_size if answer is not None else 1
     losses = answer.losses[:MOST_KEPT_LOSSES] if answer is not None else ()
-    seconds = sum(block.seconds for block in answer.blocks) if answer is not None else 0.0
-    waited = sum(block.wait_s for block in answer.blocks) / seconds if answer is not None and seconds else None
     samples = [sample.host for sample in run.samples] if run is not None else []
     gpus = evidence.gpus if evidence is not None else ()
     vram = [rank.vram_peak_bytes for rank in run.ranks if rank.vram_peak_bytes is not None] if run is not None else []
@@ -65,7 +63,7 @@ def conclude(attempt: Attempt, ended: Ended, answer: Answer | None, run: Run | N
         note=note,
         purpose=attempt.purpose,
         in_force=in_force(evidence, attempt.settings),
-        data_wait_share=waited,
+        data_wait_share=wait_share_of(answer.blocks) if answer is not None else None,
         compute_samples_per_s=evidence.ceilings.compute_samples_per_s if evidence is not None else None,
         vram_total_bytes=next((gpu.vram_total_bytes for gpu in gpus if gpu.vram_total_bytes), None),
         gpu_util_pct=sum(utils) / len(utils) if utils else None,

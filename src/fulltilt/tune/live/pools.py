@@ -22,6 +22,7 @@ from fulltilt.probes.tree import proportional_bytes
 from fulltilt.timeline.loader_tap import LoaderTap, LoaderTaps
 from fulltilt.tune.live.orders import Orders, Share
 from fulltilt.tune.live.window import Knobs
+from fulltilt.tune.ready import ready_batches
 
 ASK_EVERY_S = 0.5
 # Page tables of a large process take milliseconds to add up: a few workers stand for all.
@@ -129,6 +130,11 @@ class Pool:
         if self.own:
             self._joined.keep_only(getattr(self.iterator, "_task_info", ()))
         return next(self.iterator)
+
+    @property
+    def ready(self) -> int:
+        """How many batches its workers have made that nobody has taken yet."""
+        return ready_batches(self.iterator)
 
     @property
     def dry(self) -> bool:

@@ -60,6 +60,7 @@ class Relay:
         self._loader = loader  # scripts loop over loaders that nobody else holds
         self._num_workers = first.knobs.workers
         self._left_s: float | None = None
+        self._ready = 0
 
     def __iter__(self) -> Relay:
         return self
@@ -80,10 +81,11 @@ class Relay:
         batch = self._draw()
         self.orders.given()
         wait_s = time.perf_counter() - began_s
+        before, self._ready = self._ready, self._line[0].ready
         if self._left_s is None:
             self._host.first_arrived(wait_s)
         else:
-            self._let_conduct(self._conductor.arrived, Arrival(wait_s, asked_s - self._left_s))
+            self._let_conduct(self._conductor.arrived, Arrival(wait_s, asked_s - self._left_s, before - self._ready))
         self._left_s = time.perf_counter()
         return batch
 

@@ -28,10 +28,14 @@ class Knobs(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """One batch: how long training waited for it, and how long it was busy before it asked."""
+    """One batch: how long training waited for it, and how long it was busy before it asked.
+
+    ``from_queue``: how many batches fewer lie ready behind it than behind the one before.
+    """
 
     wait_s: float
     busy_s: float
+    from_queue: int = 0
 
 
 class Seen(NamedTuple):
@@ -47,21 +51,26 @@ class Seen(NamedTuple):
 def summarize(knobs: Knobs, arrivals: Sequence[Arrival], limits: Limits = DEFAULT) -> Seen | None:
     """The rate of a stretch, pauses and what they let queue up left out; None when too little is left.
 
-    Workers deliver in turns, so that batches come in bursts of as many: the scatter is taken between such bursts.
+    Workers deliver in turns, so that batches come in bursts of as many: whole bursts are counted, and the scatter is
+    taken between them. While a queue is used up training takes more than the workers make; what they make will last.
     """
+    size = max(knobs.workers, 1)
     kept = _without_pauses(arrivals, knobs, limits)
+    kept = kept[: len(kept) // size * size]
     if len(kept) < limits.least_batches:
         return None
-    total_s = sum(wait_s + busy_s for wait_s, busy_s in kept)
+    seconds = [arrival.wait_s + arrival.busy_s for arrival in kept]
+    total_s = sum(seconds)
     if total_s <= 0:
         return None
-    size = max(knobs.workers, 1)
-    groups = [sum(map(sum, kept[start : start + size])) for start in range(0, len(kept) - size + 1, size)]
+    groups = [sum(seconds[start : start + size]) for start in range(0, len(kept), size)]
     spread = UNKNOWN_SPREAD
     if len(groups) >= ENOUGH_GROUPS:
         spread = statistics.stdev(groups) / statistics.fmean(groups) / math.sqrt(len(groups))
-    wait_s = sum(arrival.wait_s for arrival in kept)
-    return Seen(knobs, len(kept) / total_s, spread, wait_s / total_s, (total_s - wait_s) / len(kept))
+    used_up = sum(arrival.from_queue for arrival in kept)
+    rate = (len(kept) - (used_up if used_up > 1 else 0)) / total_s  # one batch more or less in the queue is chance
+    busy_s = sum(arrival.busy_s for arrival in kept) / len(kept)
+    return Seen(knobs, rate, spread, 1 - rate * busy_s, busy_s)
 
 
 def _without_pauses(arrivals: Sequence[Arrival], knobs: Knobs, limits: Limits) -> list[Arrival]:
@@ -93,7 +102,8 @@ class Window:
         """Begin anew. The first ``skip`` batches do not count, for as long as coming into stride may take."""
         self._knobs = knobs
         self._skip = skip
-        self._skip_until_s = self._clock() + self._limits.settle_s
+        self._skipped = 0
+        self._skip_until_s = math.inf
         self._arrivals: list[Arrival] = []
         self._look_at_s = 0.0
 
@@ -105,7 +115,12 @@ class Window:
         """Take a batch in. Returns what was seen when that is enough."""
         now_s = self._clock()
         if self._skip:
-            self._skip = self._skip - 1 if now_s < self._skip_until_s else 0
+            if not self._skipped:
+                self._skip_until_s = now_s + self._limits.settle_s
+            self._skipped += 1
+            # Each worker gets something to do first: one that has nothing to do yet gives nothing.
+            is_over = now_s >= self._skip_until_s and self._skipped >= self._knobs.workers
+            self._skip = 0 if is_over else self._skip - 1
             return None
         if not self._arrivals:
             self._look_at_s = now_s + self._limits.least_s
