@@ -5,9 +5,11 @@ too: `fulltilt train cod --help`.
 """
 
 import sys
+from dataclasses import replace
 
 try:
     from fulltilt.cli.main import main
+    from fulltilt.recipes import cod
 except ImportError:
     sys.exit("Fulltilt is not installed in this Python. From the folder above: pip install '.[train,recipes]'")
 
@@ -20,7 +22,7 @@ NAMES = {
 }
 USAGE = "Usage: python train_ultimate.py train --dataset-path DIR --checkpoint-dir DIR [flags of guides 1 and 3]"
 # The guides switch these on by name, so without the name they are off.
-OFF = ("--no-progressive-unfreeze", "--no-deep-supervision")
+OFF = {"progressive_unfreeze": False, "deep_supervision": False}
 
 
 def translated(arguments: list[str]) -> list[str]:
@@ -29,7 +31,7 @@ def translated(arguments: list[str]) -> list[str]:
     for argument in arguments:
         name, given, value = argument.partition("=")
         known.append(f"{NAMES.get(name, name)}{given}{value}")
-    return [*OFF, *known]
+    return known
 
 
 def gpus() -> list[str]:
@@ -45,4 +47,5 @@ if __name__ == "__main__":
         asked = verb in ("--help", "-h")
         print(USAGE, file=sys.stdout if asked else sys.stderr)
         sys.exit(0 if asked else 2)
+    cod.RECIPE = replace(cod.RECIPE, settings={**cod.RECIPE.settings, **OFF})
     main(["train", "cod", *gpus(), *translated(rest)])

@@ -5,9 +5,11 @@ too: `fulltilt train carclip --help`.
 """
 
 import sys
+from dataclasses import replace
 
 try:
     from fulltilt.cli.main import main
+    from fulltilt.recipes import carclip
 except ImportError:
     sys.exit("Fulltilt is not installed in this Python. From the folder above: pip install '.[train,recipes]'")
 
@@ -16,8 +18,8 @@ NAMES = {
     "--num_workers": "--workers",
     "--no_mixed_precision": "--precision=fp32",
 }
-# The guide's own; a flag that is given comes later and counts.
-DEFAULTS = ["--batch-size=96", "--accumulation=1", "--workers=8", "--lr=2e-5"]
+# The guide's own; a config file and flags win over them.
+DEFAULTS = {"batch_size": 96, "accumulation": 1, "workers": 8, "lr": 2e-5}
 
 
 def translated(arguments: list[str]) -> list[str]:
@@ -28,17 +30,20 @@ def translated(arguments: list[str]) -> list[str]:
         if name.startswith("--"):
             name = NAMES.get(name, name.replace("_", "-"))
         known.append(f"{name}{given}{value}")
-    return [*DEFAULTS, *known]
+    return known
 
 
-def batch_line(arguments: list[str]) -> str:
-    """The guide's word that nothing overrides the batch size."""
+def batch_line(arguments: list[str]) -> str | None:
+    """The guide's word that nothing overrides the batch size. A config file may set it too: the training says it."""
     words = " ".join(arguments).replace("=", " ").split()
     sizes = [words[place + 1] for place, word in enumerate(words[:-1]) if word in ("--batch_size", "--batch-size")]
-    return f"Using batch size: {sizes[-1]} (from command line)" if sizes else "Using batch size: 96 (default)"
+    if sizes:
+        return f"Using batch size: {sizes[-1]} (from command line)"
+    return None if {"--config", "--help"} & set(words) else f"Using batch size: {DEFAULTS['batch_size']} (default)"
 
 
 if __name__ == "__main__":
-    if "--help" not in sys.argv:
-        print(batch_line(sys.argv[1:]), flush=True)
+    if (line := batch_line(sys.argv[1:])) is not None:
+        print(line, flush=True)
+    carclip.RECIPE = replace(carclip.RECIPE, settings={**carclip.RECIPE.settings, **DEFAULTS})
     main(["train", "carclip", *translated(sys.argv[1:])])

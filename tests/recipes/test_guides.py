@@ -6,6 +6,8 @@ it and looks for the lines that the guides show.
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import re
 import runpy
@@ -313,6 +315,30 @@ def test_without_their_names_the_guides_switches_are_off(monkeypatch: pytest.Mon
         runpy.run_path(str(GUIDES / "train_ultimate.py"), run_name="__main__")
     options = seen[0].options
     assert (options.skip_stage1, options.progressive_unfreeze, options.deep_supervision) == (False, False, False)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "package", "config"),
+    [
+        (("train_ultimate.py", "train"), "cod", {"deep_supervision": True, "progressive_unfreeze": True}),
+        (("scripts/train_car_clip.py",), "carclip", {"batch_size": 24, "lr": 0.001, "workers": 0}),
+    ],
+    ids=["guide 1", "guide 2"],
+)
+def test_a_config_file_wins_over_the_guides_defaults(
+    launcher: tuple[str, ...], package: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    room, seen = importlib.import_module(f"fulltilt.recipes.{package}"), []
+    recipe = replace(room.RECIPE, check=lambda request: None, run=lambda request: seen.append(request) or {})
+    monkeypatch.setattr(room, "RECIPE", recipe)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    monkeypatch.setattr(sys, "argv", [*launcher, f"--config={file}", f"--data={tmp_path}", f"--out={tmp_path / 'o'}"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(GUIDES / launcher[0]), run_name="__main__")
+    assert ended.value.code == 0
+    (request,) = seen
+    assert {key: getattr(request.options, key, getattr(request.settings, key, None)) for key in config} == config
 
 
 # --------------------------------------------------------------------------- run, slow

@@ -92,8 +92,7 @@ def flags(recipe: Recipe) -> list[Flag]:
         for entry in dataclasses.fields(record):
             help = SHARED_SETTINGS.get(entry.name) if record is TrainSettings else entry.metadata["help"]
             if help is not None:
-                default = defaults.get(entry.name, entry.default) if record is TrainSettings else entry.default
-                listed.append(Flag(entry.name, kinds[entry.name], default, help))
+                listed.append(Flag(entry.name, kinds[entry.name], defaults.get(entry.name, entry.default), help))
     return listed
 
 
