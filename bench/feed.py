@@ -97,8 +97,8 @@ def table(jobs: dict[str, dict[str, Any]]) -> str:
         for name, wanted in TARGETS.get(job, {}).items():
             print(_line(job, name, f">= {wanted}", figures.get(name), lambda v, w=wanted: v >= w), file=out)
         for name in (name for name in figures if name.endswith("vram_host_cpu_pct")):
-            wanted = f"<= {HOST_CPU_PCT_AT_MOST:.0f}"
-            print(_line(job, name, wanted, figures[name], lambda v: v <= HOST_CPU_PCT_AT_MOST), file=out)
+            at_most = f"<= {HOST_CPU_PCT_AT_MOST:.0f}"
+            print(_line(job, name, at_most, figures[name], lambda v: v <= HOST_CPU_PCT_AT_MOST), file=out)
     return out.getvalue()
 
 

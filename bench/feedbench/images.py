@@ -18,9 +18,10 @@ from feedbench import peers
 from feedbench.measuring import Bench, Step, first_of, on_device, trainer
 from fulltilt import feed
 from fulltilt.feed import augment
+from fulltilt.feed.tiers import Tier
 from fulltilt.train.replaying import EAGER_FIRST
 
-TIERS = ("vram", "disk", "pinned", "ram", "none")  # in the order of what has a target
+TIERS: tuple[Tier, ...] = ("vram", "disk", "pinned", "ram", "none")  # in the order of what has a target
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -84,7 +85,8 @@ class Images(Dataset[Any]):
             tokens[-1] = 49407
             return tokens
         with Image.open(mask_path) as mask:
-            return pil_to_tensor(mask.resize((self.size, self.size), Image.Resampling.NEAREST))
+            pixels: torch.Tensor = pil_to_tensor(mask.resize((self.size, self.size), Image.Resampling.NEAREST))
+        return pixels
 
 
 class Others:
@@ -148,7 +150,7 @@ class ImageJob:
             self.transforms((self.fixed[0].to(torch.uint8), self.fixed[1]), 0, 0, numbers)
         bench.drain()
         bench.note(self.name, "ready_after_s", round(time.monotonic() - bench.began_s, 1))
-        tier = "ram" if bench.device.type == "cpu" else "vram"
+        tier: Tier = "ram" if bench.device.type == "cpu" else "vram"
         with feed.loader(self.dataset, self.batch_size, residency=tier, **self.options) as loader:
             bench.note(self.name, "first_epoch", bench.epoch_rate(self.step, loader, first_of))
             bench.note(self.name, "first_epoch_workers", loader.workers)
@@ -183,7 +185,7 @@ class ImageJob:
             self.bench.note(self.name, "first_epoch_over_best_stock_first", figures["first_epoch"] / best_first)
             self.bench.note(self.name, "fed_over_best_stock", figures["fed_over_compute"] * self.compute / best)
 
-    def tier(self, tier: str, seconds: float) -> None:
+    def tier(self, tier: Tier, seconds: float) -> None:
         """One tier, filled, in steady state."""
         absent = tier in ("vram", "pinned") and self.bench.device.type != "cuda"
         if absent or f"feed_{tier}" in self.bench.results[self.name]:
@@ -327,7 +329,8 @@ def run_clip(bench: Bench) -> None:
 
     def loss_of(network: nn.Module, batch: Any) -> torch.Tensor:
         images, tokens = batch
-        return network(input_ids=tokens, pixel_values=images.contiguous(), return_loss=True).loss
+        loss: torch.Tensor = network(input_ids=tokens, pixel_values=images.contiguous(), return_loss=True).loss
+        return loss
 
     step = trainer(model, loss_of, bench.device)
     small_batch, large_batch = (

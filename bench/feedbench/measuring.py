@@ -197,7 +197,7 @@ def trainer(model: Any, loss_of: Callable[[Any, Any], torch.Tensor], device: tor
     def step(batch: Any) -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = loss_of(model, batch)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

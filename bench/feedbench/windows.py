@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from feedbench.measuring import Bench, first_of, on_device, trainer
 from fulltilt import feed
+from fulltilt.feed.hdf5 import Residency
 from fulltilt.train.replaying import EAGER_FIRST
 
 
@@ -58,7 +59,7 @@ def run_hdf5(bench: Bench) -> None:
     for _ in range(EAGER_FIRST + 2):
         step(fixed[0])
     options: dict[str, Any] = {"drop_last": True, "device": bench.device}
-    resident = "ram" if bench.device.type == "cpu" else "vram"
+    resident: Residency = "ram" if bench.device.type == "cpu" else "vram"
     with feed.hdf5(path, ["x", "y"], batch_size, residency=resident, **options) as loader:
         bench.note("hdf5", "first_epoch", bench.epoch_rate(step, loader, first_of))
         bench.against_compute("hdf5", f"feed_{resident}", step, lambda: fixed, lambda: loader, first_of)
