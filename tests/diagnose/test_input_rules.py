@@ -1,8 +1,12 @@
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
-from fulltilt.diagnose.evidence import gather
+from fulltilt.diagnose.evidence import Evidence, gather
 from fulltilt.diagnose.rules.delivery import epoch_restart, input_handover, shm_small
 from fulltilt.diagnose.rules.input import input_cpu_bound, input_io_bound, input_serial
+from fulltilt.diagnose.rules.wording import Judgement
 from fulltilt.diagnose.supply import Limit
 from fulltilt.records import Abstention, Finding, HotLine, Run, StorageReading
 from tests.diagnose.examples import BATCH, gpu_rank, loader, machine, rank, run_of, spans_of, workers
@@ -352,3 +356,37 @@ def test_nothing_is_judged_without_steps() -> None:
     lacking = {abstention.code: abstention.lacks for abstention in answer(idle).abstained}
     for rule in (*INPUT_RULES, epoch_restart):
         assert lacking[rule.__name__] == "a training step"
+
+
+@pytest.mark.parametrize("other", ["validation", "checkpoint"])
+@pytest.mark.parametrize(
+    ("rule", "change"),
+    [
+        (input_serial, {"loaders": (loader(wait_s=62.0, wait_cpu_s=6.0),)}),
+        (
+            input_io_bound,
+            {
+                "loaders": (loader(num_workers=2, prefetch_factor=2, wait_s=62.0, wait_cpu_s=1.0),),
+                "workers": (workers(**IO_WORKERS),),
+            },
+        ),
+    ],
+)
+def test_what_the_workers_must_give_does_not_depend_on_time_without_training(
+    rule: Callable[[Evidence], Judgement], change: dict[str, Any], other: str
+) -> None:
+    plain = found(rule(gather(run_of(gpu_rank(**change), data_wait=62.0, compute=38.0))))
+    beside = found(rule(gather(run_of(gpu_rank(**change), data_wait=62.0, compute=38.0, **{other: 60.0}))))
+    assert beside.fix == plain.fix
+    # What training no longer waits for is at most 62 of 160 s.
+    assert plain.predicted_speedup is not None
+    assert beside.predicted_speedup is not None
+    assert beside.predicted_speedup[1] <= 160 / 98 < plain.predicted_speedup[1]
+
+
+def test_one_worker_does_not_wait_beside_others() -> None:
+    run = fed(workers(**IO_WORKERS, processes=1), cpus=0.2, num_workers=1)
+    assert "side by side" not in found(input_io_bound(gather(run))).fix
+    assert (
+        "2 workers already wait side by side" in found(input_io_bound(gather(fed(workers(**IO_WORKERS), cpus=0.2)))).fix
+    )

@@ -84,6 +84,17 @@ def starved_by_workers() -> tuple[LoaderRecord, ...]:
             "Starved: 62 % of the time training waits for data; at most 2.6 × to gain: "
             "training gets 320 samples/s, compute could take 842.",
         ),
+        (  # validation beside it: the loader gives what it gives, but there is less to gain
+            run_of(
+                gpu_rank(workers=(workers(),), loaders=starved_by_workers()),
+                data_wait=62.0,
+                compute=38.0,
+                validation=15.0,
+            ),
+            "input_cpu_bound",
+            "Starved: 54 % of the time the GPU waits for data; at most 2.2 × to gain: "
+            "the loader gives 320 samples/s, the GPU could take 842.",
+        ),
         (
             run_of(rank(loaders=()), spans=(spans_of(samples=False, data_wait=50.0, compute=50.0),)),
             "input_serial",

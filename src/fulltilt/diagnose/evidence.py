@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fulltilt.diagnose import ledger as ledgers
 from fulltilt.diagnose.gpus import HostSummary, summarise_gpus, summarise_host
-from fulltilt.diagnose.ledger import compare_ranks, count_samples, make_ledger, measure_throughput, unseen_seconds
 from fulltilt.diagnose.supply import Limit, Supply, find_limit, loader_ceiling, measure_supply
 from fulltilt.diagnose.thresholds import DEFAULT, Thresholds
 from fulltilt.records import (
@@ -30,8 +30,8 @@ class Evidence:
     """One run, ready to be judged.
 
     ``rank`` is the rank that sets the pace (the slowest in its own work); ``loader``, ``workers`` and ``supply``
-    are its training loader, that loader's workers, and what its batches cost. ``delivered_samples_per_s`` and
-    ``usable_cpus`` are for one rank.
+    are its training loader, that loader's workers, and what its batches cost. ``delivered_samples_per_s`` (while
+    training draws batches) and ``usable_cpus`` are for one rank.
     """
 
     run: Run
@@ -73,7 +73,7 @@ class Evidence:
     @property
     def active_s(self) -> float:
         """Wall time after start-up: the part that grows with the length of the job. What nobody saw is left out."""
-        return max(self.ledger.wall_s - self.buckets.startup_s - unseen_seconds(self.run), 0.0)
+        return max(self.ledger.wall_s - self.buckets.startup_s - ledgers.unseen_seconds(self.run), 0.0)
 
     @property
     def too_short(self) -> bool:
@@ -99,6 +99,16 @@ class Evidence:
         """``seconds`` as a share of the time after start-up, which is what judgements and predictions go by."""
         return _ratio(seconds, self.active_s)
 
+    @property
+    def drawing_s(self) -> float:
+        """The part of the active time in which training draws batches: a faster loader shortens no other."""
+        return max(self.active_s - ledgers.paused_s(self.buckets), 0.0)
+
+    @property
+    def waiting_share(self) -> float:
+        """How much of the time in which training draws batches it waits for them."""
+        return _ratio(self.buckets.data_wait_s, self.drawing_s)
+
     def per_step(self, seconds: float) -> float:
         """``seconds`` spread over the steps of the run."""
         return seconds / max(self.throughput.steps, 1)
@@ -106,17 +116,17 @@ class Evidence:
 
 def gather(run: Run, thresholds: Thresholds = DEFAULT) -> Evidence:
     """Everything the rules look at, from the records of a run."""
-    ledger = make_ledger(run)
-    throughput = measure_throughput(run)
-    ranks = compare_ranks(run)
+    ledger = ledgers.make_ledger(run)
+    throughput = ledgers.measure_throughput(run)
+    ranks = ledgers.compare_ranks(run)
     rank = _pace_setter(run, ranks)
     loader = training_loader(rank)
     workers = workers_of(rank, loader)
-    supply = measure_supply(loader, workers, _paused_s(ledger.buckets)) if loader else None
+    supply = measure_supply(loader, workers, ledgers.paused_s(ledger.buckets)) if loader else None
     usable_cpus = run.run.machine.cpu.usable / _ranks_beside(run, rank)
     wait_share = _ratio(ledger.buckets.data_wait_s, ledger.wall_s - ledger.buckets.startup_s)
-    training_ranks = max(len(_training_ranks(run)), 1)
-    delivered = throughput.samples_per_s / training_ranks if throughput.samples_per_s is not None else None
+    rate = ledgers.rate_while_drawing(run)
+    delivered = rate / max(len(_training_ranks(run)), 1) if rate is not None else None
     return Evidence(
         run=run,
         ledger=ledger,
@@ -181,7 +191,7 @@ def compute_ceiling(run: Run) -> float | None:
     """Samples a second if compute never had to wait; ranks add up. None when a training rank was not measured."""
     rates = []
     for rank, spans in _training_ranks(run):
-        samples = count_samples(spans)
+        samples = ledgers.count_samples(spans)
         steps = sum(span.steps for span in spans)
         compute_s = sum(span.buckets.compute_s for span in spans)
         busy_s = rank.gpu_busy_step_s * steps if rank.gpu_busy_step_s is not None else compute_s
@@ -197,8 +207,8 @@ def _loader_ceilings(
     rates = []
     for rank, spans in _training_ranks(run):
         loader = training_loader(rank)
-        paused_s = _paused_s(_sum_buckets(spans))
-        supply = measure_supply(loader, workers_of(rank, loader), paused_s) if loader else None
+        idle_s = ledgers.paused_s(_sum_buckets(spans))
+        supply = measure_supply(loader, workers_of(rank, loader), idle_s) if loader else None
         # A step that draws from several loaders has no single loader's rate to compare with.
         if supply is None or sum(1 for other in rank.loaders if other.role == "train") > 1:
             return None
@@ -216,11 +226,6 @@ def _sum_buckets(spans: tuple[Span, ...]) -> Buckets:
     for span in spans:
         total = total.plus(span.buckets)
     return total
-
-
-def _paused_s(buckets: Buckets) -> float:
-    """Time in which training draws no batches, so that its workers have nothing to do."""
-    return buckets.validation_s + buckets.checkpoint_s
 
 
 def _pace_setter(run: Run, ranks: tuple[RankSummary, ...]) -> RankRecord | None:

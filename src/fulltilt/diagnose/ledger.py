@@ -123,6 +123,22 @@ def measure_throughput(run: Run) -> Throughput:
     )
 
 
+def rate_while_drawing(run: Run) -> float | None:
+    """Samples a second of the time in which training draws batches: without validation and checkpoints."""
+    later = [after_first_step(spans) for spans in run.spans]
+    samples = _all_samples(later)
+    drawing_s = max(
+        (_rated_s(spans, rated) - _paused_within_s(rated) for spans, rated in zip(run.spans, later, strict=True)),
+        default=0.0,
+    )
+    return samples / drawing_s if samples is not None and drawing_s > 0 else None
+
+
+def paused_s(buckets: Buckets) -> float:
+    """Time in which training draws no batches, so that its workers have nothing to do."""
+    return buckets.validation_s + buckets.checkpoint_s
+
+
 def after_first_step(spans: Spans) -> Spans:
     """The spans behind the first step, which is part warm-up; all of them where it does not stand alone."""
     first = next((index for index, span in enumerate(spans) if span.steps > 0), None)
@@ -139,6 +155,11 @@ def _rated_s(spans: Spans, rated: Spans) -> float:
     left_out = len(spans) - len(rated)
     begin_s = spans[left_out - 1].t1_s if left_out else window.t0_s
     return window.length_s + max(window.t0_s - begin_s, 0.0)
+
+
+def _paused_within_s(rated: Spans) -> float:
+    window = training_window(rated)
+    return 0.0 if window is None else sum(paused_s(span.buckets) for span in rated if span.t1_s <= window.t1_s)
 
 
 def _all_samples(spans_by_rank: Iterable[Spans]) -> int | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from fulltilt.diagnose.ending import ended_before_training, ending
 from fulltilt.diagnose.evidence import Evidence
 from fulltilt.diagnose.gains import amdahl, expected
+from fulltilt.diagnose.ledger import rate_while_drawing
 from fulltilt.diagnose.live import live_record, live_words
 from fulltilt.diagnose.rules.arithmetic import share_of_ceiling
 from fulltilt.diagnose.words import count, number, percent, seconds, times
@@ -100,13 +101,13 @@ def _room(evidence: Evidence, share: float) -> str:
     live = live_record(evidence.rank, evidence.loader)
     if live is not None and live.moves:
         return ""
-    rate, ceiling = evidence.throughput.samples_per_s, evidence.ceilings.compute_samples_per_s
+    rate, ceiling = rate_while_drawing(evidence.run), evidence.ceilings.compute_samples_per_s
     if rate and ceiling and ceiling > rate:
         taker = "the GPU" if evidence.on_gpu else "compute"
         # Without workers loading and computing take turns: the rate is the job's, not the loader's own.
         giver = "the loader gives" if evidence.loader and evidence.loader.num_workers > 0 else "training gets"
         return (
-            f"; at most {times(ceiling / rate)} to gain: {giver} {number(rate)} samples/s, "
+            f"; at most {times(min(ceiling / rate, amdahl(share)))} to gain: {giver} {number(rate)} samples/s, "
             f"{taker} could take {number(ceiling)}"
         )
     return f"; at most {times(amdahl(share))} to gain"

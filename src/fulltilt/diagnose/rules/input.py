@@ -176,10 +176,8 @@ def _raise_workers(evidence: Evidence, loader: LoaderRecord, plan: Staffing) -> 
 def _cheaper_fetch(evidence: Evidence, loader: LoaderRecord, limit: Limit, line: HotLine | None) -> str:
     place = f"{line.function} ({line.where})" if line else f"the data set {loader.dataset}"
     if limit is Limit.IO:
-        return (
-            f"Make {place} wait less: {count('worker', loader.num_workers)} already wait side by side. "
-            "Read larger pieces at a time, or keep what was read."
-        )
+        beside = f": {loader.num_workers} workers already wait side by side" if loader.num_workers > 1 else ""
+        return f"Make {place} wait less{beside}. Read larger pieces at a time, or keep what was read."
     return (
         f"Make {place} cheaper: {count('worker', loader.num_workers)} and the training fill the CPUs "
         f"({_cpus(evidence)}). "

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from fulltilt.diagnose.evidence import Evidence
-from fulltilt.diagnose.gains import Gain, amdahl, by_removing, gain
+from fulltilt.diagnose.gains import Gain, amdahl, by_removing, by_speeding_up, gain
 from fulltilt.diagnose.supply import Supply
 from fulltilt.records import Abstention, FindingCode
 
@@ -37,7 +37,7 @@ def plan_workers(evidence: Evidence) -> Staffing | None:
     if supply is None or not rate or (supply.workers == 0 and _several_loaders(evidence)):
         return None
     limits = evidence.thresholds
-    unhindered = amdahl(evidence.active_share(evidence.buckets.data_wait_s))
+    unhindered = amdahl(evidence.waiting_share)
     needed = math.ceil(unhindered * rate / supply.worker_samples_per_s * limits.worker_headroom)
     allowed = allowed_workers(evidence, supply, rate)
     advised = min(max(needed, supply.workers + 1), allowed)
@@ -52,7 +52,7 @@ def plan_workers(evidence: Evidence) -> Staffing | None:
     cautious, hopeful = (full_cpu_rate(evidence, supply, rate, threads) / rate for threads in _threads(evidence))
     # Whatever the error of the rates: no loader wins more than the time that training waits for it.
     least, most = min(low, cautious) * (1 - limits.rate_error), min(high, hopeful) * (1 + limits.rate_error)
-    predicted = gain(least, most, cap=unhindered)
+    predicted = by_speeding_up(evidence.active_share(evidence.drawing_s), *gain(least, most, cap=unhindered))
     return Staffing(supply.workers, needed, allowed, advised, predicted)
 
 
@@ -73,8 +73,7 @@ def _first_workers_rate(evidence: Evidence, supply: Supply, rate: float, workers
     limits, loader = evidence.thresholds, evidence.loader
     scaling = limits.scaling_low if workers > 1 else 1.0
     slowed_s = supply.batch_s / scaling
-    waited = evidence.active_share(evidence.buckets.data_wait_s)
-    training_s = supply.samples_per_batch * (1 - waited) / rate
+    training_s = supply.samples_per_batch * (1 - evidence.waiting_share) / rate
     beginning_s = 0.0
     if loader is not None and loader.passes > 0 and loader.batches > 0:
         each = loader.batches / loader.passes
@@ -99,7 +98,7 @@ def allowed_workers(evidence: Evidence, supply: Supply, rate: float) -> int:
 def full_cpu_rate(evidence: Evidence, supply: Supply, rate: float, threads: float) -> float:
     """Samples a second at which the CPUs are full, if the training takes ``threads`` of them while it does not wait."""
     loading_cpu_s = max(supply.batch_cpu_s / supply.samples_per_batch, 1e-9)
-    training_cpu_s = threads * (1 - evidence.active_share(evidence.buckets.data_wait_s)) / rate
+    training_cpu_s = threads * (1 - evidence.waiting_share) / rate
     # Training that is fed all the time takes no more than its threads, however fast the loader could be.
     return max(
         evidence.usable_cpus / (loading_cpu_s + training_cpu_s), (evidence.usable_cpus - threads) / loading_cpu_s
