@@ -11,7 +11,7 @@ from fulltilt.records import DeepRecord, RunRecord
 TITLES: dict[str, str] = {
     "input_serial": "Loading happens in the training process",
     "input_cpu_bound": "The loader's workers are short of CPU",
-    "input_io_bound": "The loader waits on storage",
+    "input_io_bound": "The loader's workers wait, they do not compute",
     "input_handover": "Handing batches over takes long",
     "epoch_restart": "Workers start anew each epoch",
     "transfer_blocking": "Copies to the GPU block",

@@ -114,10 +114,7 @@ def validation_heavy(evidence: Evidence) -> Judgement:
     if loader and loader.num_workers == 0:
         call = rewritten(evidence, loader, num_workers=2, persistent_workers=True)
         fix += f" Its loader{at(loader.where)} has no workers: {call}."
-    if engine:  # it validates in inference mode by itself
-        fix += " A larger eval_batch_size makes each one faster and changes no result."
-    else:
-        fix += " A larger batch and torch.inference_mode() make each one faster and change no result."
+    fix += f" A larger {'eval_batch_size' if engine else 'batch'} makes each one faster and changes no result."
     high = amdahl(share * (1 - 1 / every))
     predicted = gain(1 + (high - 1) * limits.recovered_low, high)
     return found(evidence, "validation_heavy", cost_s, facts, fix, loader.where if loader else None, predicted)
