@@ -12,6 +12,8 @@ FulltiltError
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import ClassVar
 
 
@@ -64,3 +66,17 @@ class MachineError(FulltiltError):
 
 class RunFolderError(MachineError):
     """A run folder cannot be read or written. The message names the file and, where known, the line."""
+
+
+_REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
+
+
+def refused_path(error: BaseException) -> MachineError | None:
+    """What the system says of a path, as an error of ours; None for any other error.
+
+    A folder may forbid even to ask what is in it, wherever it is first looked at.
+    """
+    if not isinstance(error, OSError) or error.filename is None or error.errno not in _REFUSALS:
+        return None
+    path = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else error.filename
+    return MachineError(f"cannot use {path}: {error.strerror}", "Give another path, or permission to use it.")

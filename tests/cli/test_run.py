@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from fulltilt.cli.main import main
+from fulltilt.cli.run import alone_in
+
 PLAIN = [sys.executable]
 OBSERVED = [sys.executable, "-m", "fulltilt", "run", "--out", "run", "--"]
 
@@ -151,6 +154,22 @@ def test_an_earlier_run_in_the_folder_is_kept(tmp_path: Path) -> None:
     assert "before-1" in second.stderr
 
 
+def test_a_run_keeps_others_out_of_its_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script, folder = tmp_path / "job.py", tmp_path / "run"
+    script.write_text("print('ran')")
+    folder.mkdir()
+    (folder / "run.json").write_text("{}")
+    with alone_in(folder), pytest.raises(SystemExit) as refused:
+        main(["run", "--out", str(folder), str(script)])
+    assert refused.value.code == 2
+    out, err = capfd.readouterr()
+    assert f"another run is writing into {folder}" in err
+    assert "ran" not in out
+    assert (folder / "run.json").read_text() == "{}"
+    with alone_in(folder):
+        pass  # it is free again
+
+
 def test_the_users_own_sitecustomize_still_runs(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.mkdir()
@@ -206,3 +225,21 @@ def test_an_unwritable_folder_is_the_machines_fault(tmp_path: Path) -> None:
     assert done.returncode == 7
     assert "Traceback" not in done.stderr
     assert "ran" not in done.stdout
+
+
+@pytest.mark.parametrize("refusal", [PermissionError(13, "Permission denied"), OSError(36, "File name too long")])
+def test_a_path_that_may_not_be_looked_at_costs_two_lines(
+    refusal: OSError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, closed = tmp_path / "job.py", tmp_path / "closed" / "run"
+    script.write_text("print('ran')")
+    refusal.filename = str(closed)
+
+    def refuse(out: Path | None, name: str) -> Path:
+        raise refusal
+
+    monkeypatch.setattr("fulltilt.cli.run.run_folder", refuse)
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--out", str(closed), str(script)])
+    assert ended.value.code == 7
+    assert capsys.readouterr().err.splitlines()[0] == f"fulltilt: cannot use {closed}: {refusal.strerror}"

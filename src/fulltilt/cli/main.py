@@ -11,7 +11,7 @@ from pathlib import Path
 import typer
 
 from fulltilt import __version__
-from fulltilt.errors import FulltiltError, MachineError
+from fulltilt.errors import FulltiltError, MachineError, refused_path
 from fulltilt.report.plain_text import let_print
 
 app = typer.Typer(
@@ -63,10 +63,13 @@ def main(arguments: list[str] | None = None) -> None:
         _silence_stdout()  # the reader (head, less) has gone
         code = 141
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            _complain(f"cannot write: {error.strerror}")
+            _silence_stdout()
+        elif (refusal := refused_path(error)) is not None:
+            _complain(str(refusal))
+        else:
             raise
-        _complain(f"cannot write: {error.strerror}")
-        _silence_stdout()
         code = MachineError.exit_code
     except Exception as error:
         # Typer bundles its own copy of click from 0.16 on, so its usage errors are known by their shape.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
 import time
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -53,13 +55,17 @@ def run(
     resolved = job_command(arguments)
     asked = read_settings(settings) if settings is not None else Settings()
     name = job_name(arguments)
-    folder = prepare_folder(out, name)
-    code = Job(arguments, resolved, name, folder, settings, asked, deep, auto).run()
+    folder = run_folder(out, name)
+    with alone_in(folder):
+        aside = store.set_aside(folder)
+        if aside is not None:
+            print(f"fulltilt: {folder} held a run already; it is now in {aside}", file=sys.stderr)
+        code = Job(arguments, resolved, name, folder, settings, asked, deep, auto).run()
     raise typer.Exit(code)
 
 
-def prepare_folder(out: Path | None, name: str) -> Path:
-    """The run folder, made and writable. What an earlier run left in it is moved aside, never overwritten."""
+def run_folder(out: Path | None, name: str) -> Path:
+    """The run folder, made and writable."""
     if out is None:
         stem = f"{datetime.now():%Y%m%d-%H%M%S}-{re.sub(r'[^A-Za-z0-9._-]+', '-', name)[:60]}"
         out = Path("fulltilt-runs") / stem
@@ -69,11 +75,29 @@ def prepare_folder(out: Path | None, name: str) -> Path:
             out = out.with_name(f"{stem}-{number}")
     if out.exists() and not out.is_dir():
         raise RunFolderError(f"--out {out} is a file, not a folder", "Choose another folder with --out.")
-    folder = store.create_folder(out)
-    aside = store.set_aside(folder)
-    if aside is not None:
-        print(f"fulltilt: {folder} held a run already; it is now in {aside}", file=sys.stderr)
-    return folder
+    return store.create_folder(out)
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keep other runs out of the folder: they would move the files aside that this one writes."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks; there is no telling
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UsageError(
+                    f"another run is writing into {folder}", "Wait for it, or choose another --out."
+                ) from error
+        yield
+    finally:
+        os.close(held)
 
 
 class Job:

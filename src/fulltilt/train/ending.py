@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -13,7 +14,7 @@ from typing import TextIO
 
 import torch.distributed as dist
 
-from fulltilt.errors import Diverged, DoesNotFit, FulltiltError, MachineError, StoppedEarly, UsageError
+from fulltilt.errors import Diverged, DoesNotFit, FulltiltError, MachineError, StoppedEarly, UsageError, refused_path
 from fulltilt.train import checkpoint
 from fulltilt.train.distributed import Ranks, detect, lost_contact
 from fulltilt.train.step import RankDoesNotFit
@@ -45,6 +46,8 @@ def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = 
         said = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
         log = _log_traceback([out, Path(tempfile.gettempdir()) / "fulltilt"])
         lines, code = [f"{said} (in {_place(error)}; all of it is in {log})"], 1
+        if (refusal := refused_path(error)) is not None:
+            lines, code = [refusal.what, refusal.remedy or ""], refusal.exit_code
         if ranks.world > 1 and lost_contact(error):
             lines, code = ["lost contact with another rank", f"Look for what that one said. Ours is in {log}."], LOST
             time.sleep(_AFTER_YOU_S)
@@ -76,11 +79,12 @@ def _told_by_another(error: FulltiltError, ranks: Ranks) -> bool:
 
 
 def _newest(out: Path) -> Path | None:
-    for folder in checkpoint.folders(out / "checkpoints"):
-        try:
-            return checkpoint.verify(folder).folder
-        except FulltiltError:
-            continue
+    with contextlib.suppress(OSError):  # what keeps us out of the folder has been told
+        for folder in checkpoint.folders(out / "checkpoints"):
+            try:
+                return checkpoint.verify(folder).folder
+            except FulltiltError:
+                continue
     return None
 
 
