@@ -152,6 +152,8 @@ def test_ready_batches_are_measured_too(tmp_path: Path) -> None:
             return 11
 
     run(tmp_path, changes={"data": Batches(), "eval_data": None}, accumulation=2, monitor=None, monitor_mode="max")
-    found = answer(store.load(tmp_path))
+    recorded = store.load(tmp_path)
+    found = answer(recorded)
+    assert recorded.ranks[0].loaders[0].dataset_len is None  # eleven is the number of batches
     assert (found.throughput.steps, found.throughput.samples) == (12, 88)
     assert found.ledger.buckets.data_wait_s > 2 * 11 * 0.01 * 0.9

@@ -110,8 +110,11 @@ def _epoch_time(evidence: Evidence, rate: float) -> str:
     loader = evidence.loader
     batch = loader.samples / loader.batches if loader and loader.samples and loader.batches else None
     rates = f"{number(rate)} samples/sec" + (f", {number(rate / batch)} batches/sec" if batch else "")
-    if loader and loader.dataset_len and rate > 0:
-        return f"Epoch time: {number(loader.dataset_len / rate)}s ({rates})"
+    items = loader.dataset_len if loader else None
+    if loader and items and rate > 0:
+        # Without a batch size each item of the data set is a whole batch.
+        samples = items if loader.batch_size is not None else items * (batch or 1.0)
+        return f"Epoch time: {number(samples / rate)}s ({rates})"
     return rates
 
 
