@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import random
 import secrets
 import sys
 import time
+import types
 import uuid
 
 import numpy as np
@@ -193,6 +196,7 @@ RANDOM_CALLS = {
     "own_legacy": lambda i: OWN_LEGACY.rand(),
     "own_torch": lambda i: torch.rand(1, generator=OWN_TORCH),
     "fresh_python": lambda i: random.Random().random(),
+    "fresh_torch": lambda i: torch.Generator().seed(),
     "fresh_numpy": lambda i: np.random.default_rng().random(),
     "system": lambda i: random.SystemRandom().random(),
     "urandom": lambda i: os.urandom(1),
@@ -217,6 +221,126 @@ def test_a_random_call_hidden_in_getitem_is_found_without_its_effect(name):
     assert first_reason(lambda i: dataset[i], [0, 3], Generators(dataset)) is not None
     drawn = inspect(Drawn(lambda index: torch.full((2,), float(index)) + int(index >= 0)))
     assert drawn.random_because is None
+
+
+class Ops:
+    """Where people put a generator, other than in the data set."""
+
+    shared = torch.Generator().manual_seed(1)
+
+    @staticmethod
+    def by_static_method():
+        OWN_NUMPY.random()
+
+    @classmethod
+    def by_class_method(cls):
+        torch.rand(1, generator=cls.shared)
+
+    @property
+    def own(self):
+        return OWN_LEGACY
+
+    def by_property(self):
+        self.own.rand()
+
+    def lazily(self):
+        if not hasattr(self, "made"):
+            self.made = np.random.default_rng(1)
+        self.made.random()
+
+
+@functools.cache
+def made_once():
+    return np.random.default_rng(1)
+
+
+def numbers():
+    own = np.random.default_rng(1)
+    while True:
+        yield own.random()
+
+
+AUGS = types.ModuleType("fulltilt_test_augs")
+sys.modules[AUGS.__name__] = AUGS
+exec("import random\nOWN = random.Random(1)\ndef flip():\n    return OWN.getrandbits(1)", vars(AUGS))
+
+
+def from_an_import_within():
+    import fulltilt_test_augs as augs
+
+    augs.flip()
+
+
+PLACES = {
+    "static method": lambda: Ops.by_static_method,
+    "class method": lambda: Ops.by_class_method,
+    "property": lambda: Ops().by_property,
+    "made with the first sample": lambda: Ops().lazily,
+    "partial": lambda: functools.partial(torch.rand, 1, generator=torch.Generator()),
+    "bound method": lambda: np.random.default_rng(1).random,
+    "built-in method": lambda: random.Random(1).getrandbits.__self__.random,
+    "kept by a cache": lambda: lambda: made_once().random(),
+    "generator function": lambda: numbers().__next__,
+    "another module": lambda: lambda: bool(AUGS.flip()),
+    "a module imported within": lambda: from_an_import_within,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_generator_is_found_wherever_it_is_kept(place):
+    call = PLACES[place]()
+
+    def draw(index):
+        call()
+        return torch.full((2,), index)
+
+    assert "draws random numbers" in (inspect(Drawn(draw)).random_because or "")
+    moved = Generators(call)  # the listener that hears built-in calls is deaf in the workers: they have to see it
+    before = moved.mark()
+    call()
+    assert before != moved.mark() or place == "made with the first sample"
+
+
+def test_a_generator_made_with_the_first_sample_is_seeded_in_every_worker():
+    def draw(index):
+        return torch.tensor([float(index), ops.draw()])
+
+    ops = Ops()
+    ops.draw = lambda: (ops.lazily(), ops.made.random())[1]
+    drawn, loader = epochs(Drawn(draw, 20))
+    assert loader.tier == "none"
+    assert len({float(row[1]) for row in drawn[0]}) == 20  # workers do not repeat one another
+    assert set(distinct_per_sample(drawn)) == {6}
+
+
+COUNTED = itertools.count()
+
+
+@pytest.mark.parametrize("kept", ["attribute", "global"])
+def test_what_counts_its_draws_is_not_kept(kept):
+    """Every hundredth draw is another one: two draws of the first samples look alike."""
+
+    class Counting(Drawn):
+        drawn = 0
+
+        def __getitem__(self, index):
+            self.drawn += kept == "attribute"
+            number = self.drawn if kept == "attribute" else next(COUNTED)
+            return torch.tensor([float(index), float(number % 100 == 99)])
+
+    assert "a count of its own calls" in (inspect(Counting(None)).random_because or "")
+
+
+def test_a_number_that_no_sample_goes_by_is_no_matter():
+    class Remembering(Drawn):
+        reads = 0
+
+        def __getitem__(self, index):
+            self.reads += 1
+            self.last = index
+            return torch.tensor([float(index)])
+
+    assert inspect(Remembering(None)).random_because is None
 
 
 @pytest.mark.parametrize(
@@ -278,6 +402,25 @@ def test_a_data_set_that_changes_between_epochs_is_no_longer_served_from_memory(
         dataset.stage = 1
         assert {int(row[1]) for batch in loader for row in batch} == {1}
         assert any("not what the data set returns now" in note for note in loader.notes)
+
+
+def test_an_augmentation_that_is_switched_on_later_is_not_frozen():
+    """So rare that the samples compared at the start of the epoch look as they did."""
+
+    class Switched(Drawn):
+        training = False
+
+        def __getitem__(self, index):
+            flip = self.training and random.random() < 1e-9
+            return torch.tensor([float(index), float(flip)])
+
+    dataset = Switched(None, 20)
+    with feed.loader(dataset, 5, num_workers=0) as loader:
+        list(loader)
+        assert loader.tier == "ram"
+        dataset.training = True
+        list(loader)
+        assert loader.tier == "none"
 
 
 def test_a_data_set_that_touches_what_its_list_returns_is_served_as_it_is():

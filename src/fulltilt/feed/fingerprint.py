@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
+from fulltilt.feed.own_code import STANDARD, own_module, used_by
 from fulltilt.feed.structure import Layout, is_image
 
 # Libraries that decode or transform: another version may give other pixels.
 _LIBRARIES = ("torch", "torchvision", "pillow", "numpy", "opencv-python", "albumentations", "h5py")
 _FOLDER_ENTRIES = 2_000_000
 _DEPTH = 40
-_STANDARD = sys.stdlib_module_names - {"__main__"}
 # Attributes of a class that have no content of their own.
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, property, functools.cached_property)
 _LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.local)
@@ -157,7 +157,7 @@ class _Walk:
         self._class(type(value), depth)
         if isinstance(value, _LOCKS):
             return
-        if type(value).__module__.split(".")[0] in _STANDARD:
+        if type(value).__module__.split(".")[0] in STANDARD:
             self._pickled(value)  # files, locks and sockets have no content that could be compared
             return
         state = dict(getattr(value, "__dict__", {}))
@@ -197,7 +197,7 @@ class _Walk:
 
     def _function(self, function: types.FunctionType, depth: int) -> None:
         self._value(function.__qualname__)
-        if not _own_module(function.__module__):
+        if not own_module(function.__module__):
             return
         # What a function holds counts for each one made by the same code: two closures of one factory differ in it.
         self.visit(function.__defaults__, depth + 1)
@@ -212,23 +212,8 @@ class _Walk:
         self._meet(function.__code__)
         self._code(function.__code__)
         # Functions and constants of the user's own modules that it calls on.
-        names = _names(function.__code__)
-        for name in names:
-            if name in function.__globals__:
-                self._used(function.__globals__[name], names, depth)
-            elif name in sys.modules:  # imported within the function
-                self._used(sys.modules[name], names, depth)
-
-    def _used(self, value: Any, names: list[str], depth: int) -> None:
-        """A global that a function uses; of a module of the user's own, those of its names that the function uses."""
-        if not isinstance(value, types.ModuleType) or not _own_module(value.__name__) or id(value) in self._seen:
+        for value in used_by(function):
             self.visit(value, depth + 1)
-            return
-        self._value(f"module {value.__name__}")
-        for name in names:
-            inner = vars(value).get(name)
-            if inner is not None and inner is not value:
-                self._used(inner, [other for other in names if other != name], depth + 1)
 
     def _code(self, code: types.CodeType) -> None:
         self.code.update(code.co_code)
@@ -305,20 +290,5 @@ def _stable(constant: Any) -> str:
     return f"({', '.join(map(_stable, constant))})" if isinstance(constant, tuple) else repr(constant)
 
 
-def _names(code: types.CodeType) -> list[str]:
-    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return sorted(set(code.co_names).union(*inner))
-
-
-def _own_module(name: str | None) -> bool:
-    """Whether a module belongs to the user: installed libraries are covered by their versions."""
-    if name is None or name == "__main__":  # also under a launcher, whose own file __main__ then is
-        return True
-    if name.split(".")[0] in _STANDARD:
-        return False
-    file = getattr(sys.modules.get(name), "__file__", None)
-    return file is None or ("site-packages" not in file and "dist-packages" not in file)
-
-
 def _users_own(cls: type) -> bool:
-    return cls.__module__ != "builtins" and _own_module(cls.__module__)
+    return cls.__module__ != "builtins" and own_module(cls.__module__)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import gc
+import itertools
 import pickle
 import random
 import sys
@@ -13,19 +16,22 @@ from typing import Any
 
 import torch
 
+from fulltilt.feed.own_code import names_in, own_module, used_by
+
 # Bounds of the search for generators: data sets hold lists of a million paths, and models, and modules.
 _DEPTH = 8
 _OBJECTS = 20_000
 _LONG_LIST = 256
 
 # Not searched: their insides are theirs, and their generators are the global ones.
-_CLOSED = (str, bytes, bytearray, int, float, complex, bool, type(None), torch.Tensor, types.ModuleType, type)
+_CLOSED = (str, bytes, bytearray, int, float, complex, bool, type(None), torch.Tensor, types.ModuleType)
 
 
 class Generators:
     """The generators in reach of ``root``, whose states can be read, set from a seed, and put back."""
 
     def __init__(self, *roots: Any) -> None:
+        self._roots = roots
         self.instances = list(find_generators(roots))
 
     def mark(self) -> tuple[Any, ...]:
@@ -71,6 +77,10 @@ class Generators:
         for position, instance in enumerate(self.instances):
             _seed(instance, (seed + 0x9E3779B9 * (position + 1)) & 0xFFFFFFFF)
 
+    def counts(self) -> dict[tuple[int, str], Any]:
+        """The whole numbers that the data set and the code it calls keep, by owner and name: some count the draws."""
+        return dict(_counts(self._roots))
+
     @contextmanager
     def untouched(self) -> Iterator[None]:
         """Leave every generator as it was found."""
@@ -82,20 +92,35 @@ class Generators:
 
 
 def find_generators(roots: Sequence[Any]) -> Iterator[Any]:
-    """Generator instances in the attributes, containers, closures and used globals of ``roots``."""
-    seen: set[int] = set()
+    """Generator instances in the attributes, classes, containers, closures and used globals of ``roots``."""
+    return (item for item in _reached(roots) if _is_generator(item))
+
+
+def _reached(roots: Sequence[Any]) -> Iterator[Any]:
+    seen: dict[int, Any] = {}  # held, so that no other object takes an id
     level: list[Any] = list(roots)
     for _ in range(_DEPTH):
         following: list[Any] = []
         for item in level:
             if id(item) in seen or len(seen) > _OBJECTS:
                 continue
-            seen.add(id(item))
-            if _is_generator(item):
-                yield item
-            elif not isinstance(item, _CLOSED):
+            seen[id(item)] = item
+            yield item
+            if not isinstance(item, _CLOSED) and not _is_generator(item):
                 following += _insides(item)
         level = following
+
+
+def _counts(roots: Sequence[Any]) -> Iterator[tuple[tuple[int, str], Any]]:
+    for item in _reached(roots):
+        if isinstance(item, itertools.count):
+            yield (id(item), ""), repr(item)
+        elif isinstance(item, types.FunctionType):
+            named = ((name, item.__globals__.get(name)) for name in names_in(item.__code__))
+            yield from (((0, name), value) for name, value in named if type(value) is int)
+        elif not _is_generator(item):
+            held = getattr(item, "__dict__", {})
+            yield from (((id(item), name), value) for name, value in [*held.items()] if type(value) is int)
 
 
 def _is_generator(item: Any) -> bool:
@@ -118,20 +143,35 @@ def _insides(item: Any) -> list[Any]:
         return [value for value in list(item)[:_LONG_LIST] if not isinstance(value, _CLOSED)]
     if isinstance(item, types.MethodType):
         return [item.__self__, item.__func__]
+    if isinstance(item, types.BuiltinMethodType | types.MethodWrapperType):
+        return [item.__self__]
+    if isinstance(item, functools._lru_cache_wrapper):
+        return gc.get_referents(item)  # what it has kept is nowhere else to be had
+    if isinstance(item, functools.partial):
+        return [item.func, item.args, item.keywords]
+    if isinstance(item, types.GeneratorType):
+        return list(item.gi_frame.f_locals.values()) if item.gi_frame is not None else []
     if isinstance(item, types.FunctionType):
-        used = [item.__globals__.get(name) for name in _names(item.__code__)]
         cells = [cell.cell_contents for cell in item.__closure__ or () if _filled(cell)]
-        return [*used, *cells, *(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()]
+        return [*used_by(item), *cells, *(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()]
+    if isinstance(item, type):
+        return _members(item) if own_module(item.__module__) else []
     own = list(getattr(item, "__dict__", {}).values())
     slots = [getattr(item, name, None) for cls in type(item).__mro__ for name in _slots(cls)]
-    # What its methods use of their module: a generator is often a global of the user's file.
-    methods = [f for cls in type(item).__mro__ if _users_own(cls) for f in vars(cls).values()]
-    return own + slots + [f for f in methods if isinstance(f, types.FunctionType)]
+    return own + slots + _members(type(item))
 
 
-def _names(code: types.CodeType) -> set[str]:
-    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return set(code.co_names).union(*inner)
+def _members(cls: type) -> list[Any]:
+    """Attributes of a class, and its methods: what they use of their module is often a generator of the user's file."""
+    members = [member for base in cls.__mro__ if _users_own(base) for member in vars(base).values()]
+    return [_function(member) for member in members if not isinstance(member, _CLOSED)]
+
+
+def _function(member: Any) -> Any:
+    """The function within a static or class method or a property; anything else as it is."""
+    if isinstance(member, property):
+        return member.fget
+    return member.func if isinstance(member, functools.cached_property) else getattr(member, "__func__", member)
 
 
 def _slots(cls: type) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from fulltilt.feed.apart import apart
 from fulltilt.feed.bad_samples import Policy, stopped_by
 from fulltilt.feed.generators import Generators
 from fulltilt.feed.order import spread
-from fulltilt.feed.randomness import first_reason
+from fulltilt.feed.randomness import counting_reason, first_reason
 from fulltilt.feed.readers import Failure, name_of
 from fulltilt.feed.splitting import Split, find_split
 from fulltilt.feed.structure import Layout, Unstorable, layout_of
@@ -56,7 +56,9 @@ def _look(dataset: Any, samples: int, checks: int, policy: Policy) -> Inspection
         except Unstorable as error:
             return Inspection(None, unstorable_because=str(error))
         _check_shapes(dataset, drawn, layout)
+        generators = Generators(dataset)  # with those that the first samples have made
         random_because = first_reason(lambda index: dataset[index], indices, generators)
+        random_because = random_because or counting_reason(lambda index: dataset[index], indices[0], generators)
         if random_because is None:
             return Inspection(layout)
         split = find_split(dataset, indices, generators)

@@ -1,9 +1,10 @@
 """Where randomness begins: whether a piece of a data set gives the same sample every time.
 
-Three independent witnesses, because a flip with probability 0.1 looks deterministic in most pairs of draws:
+Independent witnesses, because a flip with probability 0.1 looks deterministic in most pairs of draws:
  1. the states of all generators in reach before and after (any draw moves one, whether or not the sample changes);
  2. the calls made meanwhile (a generator seeded by the operating system in mid-call, ``os.urandom``, ``secrets``);
- 3. the samples themselves, drawn twice under different seeds.
+ 3. the samples themselves, drawn twice under different seeds;
+and a fourth, because not all that changes is random: numbers that count the draws, and that the code goes by.
 
 While a cache fills, the first witness is heard again for every single sample (``readers.py``), so that a sample that
 draws only now and then is caught when it does, before it is served a second time.
@@ -16,12 +17,15 @@ such a data set is served as it is, which is slower and never wrong.
 
 from __future__ import annotations
 
+import dis
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
+
+import torch
 
 from fulltilt.feed.generators import Generators
 from fulltilt.feed.structure import same_sample
@@ -48,7 +52,7 @@ def first_reason(draw: Callable[[int], Any], indices: Iterable[int], generators:
 def _reason(call: Callable[[], Any], generators: Generators) -> str | None:
     generators.seed(_SEEDS[0])
     before = generators.mark()
-    with _listen() as heard:
+    with _listen() as (heard, _):
         first = call()
     if before != generators.mark():
         return "it draws random numbers"
@@ -62,14 +66,46 @@ def _reason(call: Callable[[], Any], generators: Generators) -> str | None:
     return None if same_sample(first, second) else "two draws of it differ"
 
 
+def counting_reason(draw: Callable[[int], Any], index: int, generators: Generators) -> str | None:
+    """Why sample ``index`` may depend on how often the data set was asked before; None if nothing says so.
+
+    It is drawn twice: a number that only tells which sample was the last one is the same after both.
+    """
+    with generators.untouched():
+        with _listen() as (_, ran):
+            draw(index)
+        before = generators.counts()
+        draw(index)
+        after = generators.counts()
+    moved = [name for (owner, name), count in before.items() if after.get((owner, name), count) != count]
+    used = [name for name in moved if _is_used(name, ran)]
+    if not used:
+        return None
+    return "its code goes by a count of its own calls" + (f" ({used[0]})" if used[0] else "")
+
+
+def _is_used(name: str, ran: Iterable[CodeType]) -> bool:
+    """Whether a count is read for more than to count on: statistics that nothing goes by change no sample."""
+    if not name:
+        return True  # an itertools.count: each number that it gives is taken
+    reads = 0
+    for instruction in (instruction for code in ran for instruction in dis.get_instructions(code)):
+        if instruction.argval == name:
+            reads += instruction.opname.startswith("LOAD_") - instruction.opname.startswith("STORE_")
+    return reads > 0
+
+
 @contextmanager
-def _listen() -> Iterator[list[str]]:
-    """Names of calls into generators that no seed of ours governs, made on this thread within the block."""
+def _listen() -> Iterator[tuple[list[str], set[CodeType]]]:
+    """Calls into generators that no seed of ours governs, on this thread within the block; and the code that ran."""
     heard: list[str] = []
+    ran: set[CodeType] = set()
     seeded: dict[int, Any] = {}  # generators made in this call from a seed of its own, kept alive so ids stay theirs
     random_file = random.seed.__func__.__code__.co_filename  # type: ignore[attr-defined]
 
     def listener(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            ran.add(frame.f_code)
         if event == "call" and frame.f_code.co_filename == random_file:
             if frame.f_code.co_name == "seed" and isinstance(frame.f_locals.get("self"), random.Random):
                 if frame.f_locals.get("a") is None:
@@ -80,6 +116,8 @@ def _listen() -> Iterator[list[str]]:
             owner = getattr(argument, "__self__", None)
             if argument.__name__ in _ENTROPY_CALLS:
                 heard.append(f"{argument.__name__}()")
+            elif argument.__name__ == "seed" and isinstance(owner, torch.Generator):
+                heard.append("a generator seeded by the operating system")
             elif argument.__name__ in _CLOCKS and not _SEEDING.isdisjoint(frame.f_code.co_names):
                 heard.append("from a generator seeded by the clock")
             elif isinstance(owner, random.Random) and id(owner) not in seeded and argument.__name__ != "seed":
@@ -88,7 +126,7 @@ def _listen() -> Iterator[list[str]]:
     previous: Any = sys.getprofile()
     sys.setprofile(listener)
     try:
-        yield heard
+        yield heard, ran
     finally:
         if previous is None or callable(previous):
             sys.setprofile(previous)

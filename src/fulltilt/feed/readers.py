@@ -6,7 +6,7 @@ import bisect
 import os
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -71,6 +71,9 @@ class SampleReader:
     def read(self, indices: torch.Tensor, rows: torch.Tensor, epoch: int) -> list[Failure]:
         """Write sample ``indices[i]`` into ``rows[i]``; returns what failed."""
         if self._generators is None:
+            if self.random:  # it may make its generators with its first sample, and each is to be seeded
+                with Generators(self.dataset).untouched(), suppress(Exception):
+                    self.dataset[int(indices[0])]
             # Found here and not before the fork: a worker has instances of its own.
             self._generators = Generators(self.dataset)
         generators = self._generators

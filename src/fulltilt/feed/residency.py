@@ -13,6 +13,7 @@ from fulltilt.feed.apart import apart
 from fulltilt.feed.caches import CacheFull, default_cache_dir, default_limit_bytes
 from fulltilt.feed.disk import DiskStore, open_cache
 from fulltilt.feed.fingerprint import fingerprint
+from fulltilt.feed.generators import Generators
 from fulltilt.feed.inspection import Inspection
 from fulltilt.feed.memory import pin, shared_bytes
 from fulltilt.feed.order import spread
@@ -192,19 +193,21 @@ class Residence:
         )
 
     def _drawn(self, indices: list[int]) -> list[torch.Tensor | None]:
-        """These samples as rows, drawn now; None for one that the data set no longer has."""
+        """These samples as rows, drawn now; None for one that is not to be had any more, or is drawn at random now."""
         layout = self.found.layout
         assert layout is not None
         rows: list[torch.Tensor | None] = []
-        with untouched(self.dataset):
+        generators = Generators(self.dataset)
+        with untouched(self.dataset, generators):
             for index in indices:
                 row = torch.zeros(1, layout.row_bytes, dtype=torch.uint8)
+                before = generators.mark()
                 try:
                     layout.pack(self.dataset[index], row[0])
                 except Exception:
                     rows.append(None)
                 else:
-                    rows.append(row)
+                    rows.append(row if before == generators.mark() else None)
         return rows
 
     def _is_kept(self, store: DeviceStore | HostStore, index: int, fresh: torch.Tensor | None) -> bool:

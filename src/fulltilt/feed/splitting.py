@@ -19,7 +19,7 @@ import torch
 
 from fulltilt.feed.draws import sample_seed
 from fulltilt.feed.generators import Generators
-from fulltilt.feed.randomness import first_reason
+from fulltilt.feed.randomness import counting_reason, first_reason
 from fulltilt.feed.readers import Failure, name_of, pack_one, read_one
 from fulltilt.feed.stores import HostStore
 from fulltilt.feed.structure import Layout, Unstorable, find_identical, layout_of, leaves_of, same_sample
@@ -187,7 +187,11 @@ def find_split(dataset: Any, indices: Iterable[int], generators: Generators) -> 
 
 def _holds(dataset: Any, split: Split, indices: list[int], generators: Generators) -> bool:
     """Whether first part and tail together give the data set's own samples, to the bit and under every seed tried."""
-    if first_reason(lambda index: split.draw(dataset, index)[0], indices, generators) is not None:
+
+    def first_part(index: int) -> Any:
+        return split.draw(dataset, index)[0]
+
+    if first_reason(first_part, indices, generators) or counting_reason(first_part, indices[0], generators):
         return False
     kept = layout_of(split.draw(dataset, indices[0])[0])
     with generators.untouched():
