@@ -13,7 +13,7 @@ from fulltilt.errors import UsageError
 from fulltilt.records import Settings, Trial
 from fulltilt.tune.course import next_step, time_limit_s
 from fulltilt.tune.space import ALLOWABLE, Space, is_loader_only, parse_allow
-from fulltilt.tune.table import nothing_tried_sentence
+from fulltilt.tune.table import nothing_tried_sentence, verdict_sentence
 from fulltilt.tune.trials import best_of, knee_of, start_of
 from fulltilt.tune.verify import Comparison, compare, winner
 from tests.tune.simulated import COD, GIB, Job, study
@@ -195,6 +195,7 @@ def test_little_time_is_kept_for_verifying() -> None:
 def test_a_study_that_tried_nothing_says_why() -> None:
     starved = Trial(Settings(), "ok", 100.0, purpose="start", data_wait_share=0.9)
     assert "--budget" in (nothing_tried_sentence([starved]) or "")
+    assert "was stopped" in (nothing_tried_sentence([starved], stopped=True) or "")
     assert "waits for data 1.0 %" in (nothing_tried_sentence([replace(starved, data_wait_share=0.01)]) or "")
     assert nothing_tried_sentence([starved, Trial(Settings(num_workers=1), "crashed")]) is None
 
@@ -221,3 +222,12 @@ def test_what_is_allowed_is_checked() -> None:
         parse_allow("bach")
     with pytest.raises(UsageError, match="--allow batch,accumulation"):
         parse_allow("accumulation")
+
+
+def test_a_study_that_was_stopped_does_not_say_that_its_time_was_over() -> None:
+    unsure = Comparison(Settings(num_workers=4), 1.2, 0.9, 1.5, pairs=1)
+    for words in ({"comparison": None, "unverified": Settings(num_workers=4)}, {"comparison": unsure}):
+        assert "time" in verdict_sentence(**words)
+        told = verdict_sentence(**words, stopped=True)
+        assert "was stopped" in told
+        assert "time" not in told

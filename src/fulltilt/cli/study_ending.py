@@ -27,8 +27,11 @@ SETTINGS_FILE = "settings.json"
 DIFF_FILE = "change.diff"
 
 
-def end_study(record: StudyRecord, trials: Sequence[Trial], folder: Path, apply: bool) -> None:
-    """Print what a study found and write its files. Raises when the script as it is could not be measured."""
+def end_study(record: StudyRecord, trials: Sequence[Trial], folder: Path, apply: bool, stopped: bool = False) -> None:
+    """Print what a study found and write its files. Raises when the script as it is could not be measured.
+
+    ``stopped``: by the user, before it was through.
+    """
     console = Console(file=sys.stdout, highlight=False)
     if trials:
         show_trials(console, trials)
@@ -45,7 +48,8 @@ def end_study(record: StudyRecord, trials: Sequence[Trial], folder: Path, apply:
     won = winner(trials)
     tested = [comparison for candidate in candidates(trials) if (comparison := compare(trials, candidate))]
     looked_faster = next(iter(candidates(trials)), None)
-    verdict = nothing_tried_sentence(trials) or verdict_sentence(won or (tested[0] if tested else None), looked_faster)
+    best = won or (tested[0] if tested else None)
+    verdict = nothing_tried_sentence(trials, stopped) or verdict_sentence(best, looked_faster, stopped)
     console.print(Text(verdict))
     for name in (SETTINGS_FILE, DIFF_FILE):
         (folder / name).unlink(missing_ok=True)  # of an earlier answer

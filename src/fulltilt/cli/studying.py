@@ -60,7 +60,7 @@ def conduct(
         screen.say(f"{why}; what was learned is kept. Go on with: {again}")
     if stopped and not study.trials:
         return STOPPED_EARLY
-    end_study(study.record, study.trials, folder, apply)
+    end_study(study.record, study.trials, folder, apply, stopped)
     return STOPPED_EARLY if stopped else 0
 
 

@@ -81,21 +81,28 @@ def show_trials(console: Console, trials: Sequence[Trial]) -> None:
     console.print(table)
 
 
-def verdict_sentence(comparison: Comparison | None, unverified: Settings | None = None) -> str:
-    """What verification said, in a sentence. ``unverified`` looked faster, but there was no time to make sure."""
+def verdict_sentence(comparison: Comparison | None, unverified: Settings | None = None, stopped: bool = False) -> str:
+    """What verification said, in a sentence. ``unverified`` looked faster, but nobody has made sure.
+
+    ``stopped``: by the user, and not because the time was over.
+    """
     if comparison is None and unverified is not None:
-        return f"Not verified: {in_words(unverified)} looked faster, but no time was left to make sure (--budget)."
+        why = "the study was stopped before it made sure" if stopped else "no time was left to make sure (--budget)"
+        return f"Not verified: {in_words(unverified)} looked faster, but {why}."
+    if comparison is None and stopped:
+        return "Nothing was found to be faster before the study was stopped; the settings stay."
     if comparison is None:
         return "Nothing was found to be faster than the settings as they are; they stay."
     pairs = "a pair" if comparison.pairs == 1 else f"{comparison.pairs} pairs"
     spread = f"{comparison.low:.2f} to {comparison.high:.2f}, 95 %, {pairs} measured in turns"
     if comparison.wins:
         return f"Verified: {in_words(comparison.candidate)}: {comparison.ratio:.2f} × as fast ({spread})."
-    why = "; the settings stay" if comparison.decided else "; there was no time to be sure, so the settings stay"
+    unsure = "the study was stopped before it was sure" if stopped else "there was no time to be sure"
+    why = "; the settings stay" if comparison.decided else f"; {unsure}, so the settings stay"
     return f"Not verified: {in_words(comparison.candidate)}: {comparison.ratio:.2f} × ({spread}){why}."
 
 
-def nothing_tried_sentence(trials: Sequence[Trial]) -> str | None:
+def nothing_tried_sentence(trials: Sequence[Trial], stopped: bool = False) -> str | None:
     """Why no other settings were tried; None when some were."""
     start = start_of(trials)
     if start is None or any(trial.purpose == "search" for trial in trials):
@@ -103,6 +110,8 @@ def nothing_tried_sentence(trials: Sequence[Trial]) -> str | None:
     waits = start.data_wait_share or 0.0
     if waits < WAITS:
         return f"Nothing else was tried: training waits for data {wording.share(waits)} of its time; the loader stays."
+    if stopped:
+        return "Nothing else was tried: the study was stopped."
     return "Nothing else was tried: the time was over. Give it more with --budget."
 
 
