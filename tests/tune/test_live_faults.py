@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -306,3 +307,24 @@ def test_workers_that_start_anew_for_short_passes_are_kept_alive(tmp_path: Path)
             pids |= {worker.pid for pool in tuner.pools() for worker in pool.iterator._workers}
         assert one.record.settings.persistent_workers
         assert len(pids) == 1
+
+
+class OtherwiseInWorkers(Squares):
+    """Comes out different by the last bit of one number in a worker."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        pixels, label = super().__getitem__(index)
+        return pixels.nextafter(torch.tensor(-1.0)) if get_worker_info() is not None else pixels, label
+
+
+@pytest.mark.parametrize("most", [None, 4])
+def test_batches_that_come_out_different_in_a_worker_are_made_by_none(tmp_path: Path, most: int | None) -> None:
+    """Passes of a few batches end before a pool is warm."""
+    loader = DataLoader(OtherwiseInWorkers(SIZE), batch_size=2)
+    deadline_s = time.monotonic() + 60
+    with tuning(tmp_path, [Knobs(2)]) as one:
+        one.trains(loader)
+        while not (one.live.tuners and one.record.state == "left_alone"):
+            assert time.monotonic() < deadline_s, one.record
+            assert slowly(itertools.islice(loader, most)) == plain()[:most]
+        assert "come out different in a worker" in one.record.why

@@ -22,7 +22,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from fulltilt.tune.live.anatomy import anatomy
-from fulltilt.tune.live.serial import FILES_FIRST, FetchWatch
+from fulltilt.tune.live.serial import LOOK_CLOSELY_FIRST, FetchWatch
 
 # Outside of the data sets: what their code uses counts as well.
 READ: list[TextIO] = []
@@ -101,10 +101,18 @@ class Scaled(Holding):
         return torch.tensor(index * SCALE)
 
 
+class Normalised(Holding):
+    """Divides a large picture by its mean, as many do."""
+
+    def __getitem__(self, index: int) -> Any:
+        pixels = self.held + index
+        return pixels[:4] / pixels.mean()
+
+
 def problem_of(dataset: Dataset[Any], batch_size: int = 1) -> str | None:
     iterator = iter(DataLoader(dataset, batch_size=batch_size))
     watch = FetchWatch(iterator)
-    for _ in range(FILES_FIRST):
+    for _ in range(LOOK_CLOSELY_FIRST):
         next(iterator)
     return watch.problem()
 
@@ -192,3 +200,27 @@ def test_a_data_set_that_fails_to_be_looked_at_is_left_alone_and_its_job_goes_on
     with patch("fulltilt.tune.live.serial.file_positions", side_effect=RuntimeError("not today")):
         assert next(iterator).tolist() == [0]
     assert "cannot be looked at (RuntimeError: not today)" in str(watch.problem())
+
+
+def rounds_differently(data: Dataset[Any]) -> bool:
+    """Whether one of the first samples has other bits with one thread than with two."""
+    bits = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        bits.append(torch.stack([data[index] for index in range(100)]))
+    return not torch.equal(*bits)
+
+
+def test_a_sum_that_one_thread_rounds_differently_is_a_reason_against_workers() -> None:
+    """Weights would not be those of the plain run. With one thread in the training process there is no difference."""
+    before = torch.get_num_threads()
+    data = Normalised(torch.rand(1 << 17, generator=torch.Generator().manual_seed(0)))
+    try:
+        assert rounds_differently(data)
+        torch.set_num_threads(2)
+        assert "adds up large tensors (mean)" in str(problem_of(data))
+        assert problem_of(Normalised(torch.rand(1 << 10))) is None
+        torch.set_num_threads(1)
+        assert problem_of(data) is None
+    finally:
+        torch.set_num_threads(before)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from fulltilt.records import LiveMove, LiveRecord, Settings
 from fulltilt.tune.live.controller import Try
 from fulltilt.tune.live.window import Knobs, Seen
+from fulltilt.tune.live.witness import Differs
 
 
 def settings_of(knobs: Knobs) -> Settings:
@@ -131,3 +132,16 @@ def words(knobs: Knobs) -> str:
     """Settings in a few words."""
     workers = f"{knobs.workers} worker{'' if knobs.workers == 1 else 's'}"
     return f"{workers}, prefetch {knobs.prefetch}{', pinned' if knobs.pin else ''}" if knobs.workers else workers
+
+
+def failure(knobs: Knobs, error: Exception) -> str:
+    """A sentence for the user: what failed, and what is done about it."""
+    if isinstance(error, Differs):
+        return str(error)
+    return f"{words(knobs)} failed ({short(error)}): back to the script's own settings"
+
+
+def short(error: Exception) -> str:
+    """The last line of what went wrong; before it stands a worker's own traceback."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}".rstrip(": ")

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils.data import _utils, dataloader
 from torch.utils.data._utils import signal_handling
 
@@ -22,6 +23,7 @@ from fulltilt.probes.tree import proportional_bytes
 from fulltilt.timeline.loader_tap import LoaderTap, LoaderTaps
 from fulltilt.tune.live.orders import Orders, Share
 from fulltilt.tune.live.window import Knobs
+from fulltilt.tune.live.witness import Differs, Witness, is_same
 from fulltilt.tune.ready import ready_batches
 
 ASK_EVERY_S = 0.5
@@ -94,6 +96,8 @@ class Pool:
         self.final = not own  # nothing stands behind it: its errors are the script's
         self._share: Share | None = None
         self._absent = 0
+        self._present_since_s = 0.0
+        self._witnesses: dict[int, Witness] = {}
 
     # ------------------------------------------------------------------ orders in, batches out
 
@@ -152,21 +156,34 @@ class Pool:
 
     # ------------------------------------------------------------------ life
 
-    def call_roll(self) -> None:
-        """Ask each worker to answer once it has started."""
-        if self.knobs.workers:
-            for queue in self.iterator._index_queues:
-                queue.put(_utils.worker._ResumeIteration(None))
-            self._absent = self.knobs.workers
+    def call_roll(self, witnesses: list[Witness] | None = None) -> None:
+        """Ask each worker to answer once it has started, and to make batches over again that are known."""
+        if not self.knobs.workers:
+            return
+        queues = self.iterator._index_queues
+        for queue in queues:
+            queue.put(_utils.worker._ResumeIteration(None))
+        self._absent = self.knobs.workers
+        self._witnesses = dict(enumerate(witnesses or ()))
+        for number, witness in self._witnesses.items():
+            # Below zero, so that it is none of the orders.
+            queues[number % len(queues)].put((-1 - number, witness.index))
 
     def is_warm(self) -> bool:
-        """Whether all workers have answered. Raises when one has died."""
-        while self._absent:
+        """Whether all have answered. Raises when one has died or hangs, and Differs when one makes other batches."""
+        while self._absent or self._witnesses:
             got, answer = self.iterator._try_get_data(0)
             if not got:
+                patience_s = self.iterator.patience_s
+                if not self._absent and patience_s and time.monotonic() - self._present_since_s > patience_s:
+                    raise PoolFailed(f"no batch came for {patience_s:.0f} s")
                 return False
-            if isinstance(answer[0], _utils.worker._ResumeIteration):
+            number, batch = answer
+            if isinstance(number, _utils.worker._ResumeIteration):
                 self._absent -= 1
+                self._present_since_s = time.monotonic()
+            elif number < 0:
+                _compare(self._witnesses.pop(-1 - number), batch)
         return True
 
     def next_pass(self, loader: Any) -> None:
@@ -185,6 +202,13 @@ class Pool:
         """End its workers, beside the training thread: joining them takes a moment."""
         if self.knobs.workers:
             threading.Thread(target=_end, args=(self.iterator, failed), name="fulltilt-retire", daemon=True).start()
+
+
+def _compare(witness: Witness, batch: Any) -> None:
+    if isinstance(batch, ExceptionWrapper):
+        batch.reraise()  # type: ignore[no-untyped-call]
+    if not is_same(witness.batch, batch):
+        raise Differs
 
 
 def _end(iterator: Any, failed: bool) -> None:

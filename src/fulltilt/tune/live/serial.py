@@ -1,7 +1,8 @@
 """Watching a loader without workers fetch: would a worker process have done the same, bit for bit?
 
-Three things would not be the same: random numbers drawn from the training process's generators, a data set that changes
-by being read, and a file whose position is shared after a fork. Each is looked for around real fetches.
+Four things would not be the same: random numbers drawn from the training process's generators, a data set that changes
+by being read, a file whose position is shared after a fork, and sums that are rounded differently with one thread. Each
+is looked for around real fetches. What is made is kept for workers to compare with (`witness.py`).
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from typing import Any
 import torch
 
 from fulltilt.feed.generators import Generators
+from fulltilt.timeline.batches import count_bytes
 from fulltilt.tune.live.anatomy import anatomy
+from fulltilt.tune.live.large_sums import LargeSums
+from fulltilt.tune.live.witness import Witnesses
 
-FILES_FIRST = 4
+LOOK_CLOSELY_FIRST = 4
 
 
 class FetchWatch:
@@ -32,12 +36,18 @@ class FetchWatch:
         self._before: Any = None
         self._problem: str | None = None
         self.tensors_per_batch = 0
+        self.witnesses = Witnesses()
+        self._sums = LargeSums()
         fetch = self._fetcher.fetch
 
         def watched(index: Any) -> Any:
             self._look(self._about_to_fetch)
-            batch = fetch(index)
-            self._look(self._fetched, batch)
+            if self._fetches < LOOK_CLOSELY_FIRST:
+                with self._sums:
+                    batch = fetch(index)
+            else:
+                batch = fetch(index)
+            self._look(self._fetched, index, batch)
             return batch
 
         self._fetcher.fetch = watched
@@ -53,18 +63,30 @@ class FetchWatch:
 
     def _about_to_fetch(self) -> None:
         self._mark = self._generators.mark()
-        self._positions = file_positions() if self._fetches < FILES_FIRST else None
+        self._positions = file_positions() if self._fetches < LOOK_CLOSELY_FIRST else None
 
-    def _fetched(self, batch: Any) -> None:
+    def _fetched(self, index: Any, batch: Any) -> None:
         if self._generators.mark() != self._mark:
             self._problem = (
                 "its data set draws random numbers, which in workers would be others than in the training process"
             )
         elif self._positions is not None and _moved(self._positions, file_positions()):
             self._problem = "its data set reads from a file that stays open, whose position workers would share"
+        elif self._sums.seen is not None and torch.get_num_threads() > 1:
+            self._problem = (
+                f"its data set adds up large tensors ({self._sums.seen}), which a worker, with one thread, may round "
+                "differently"
+            )
         self._fetches += 1
         if self._fetches == 1:
             self._look_at(batch)
+        if self._problem is None:
+            self.witnesses.keep(index, batch, count_bytes(batch))
+
+    @property
+    def has_looked(self) -> bool:
+        """Whether a batch was fetched before its eyes."""
+        return self._fetches > 0 or self._problem is not None
 
     def remove(self) -> None:
         """Leave the iterator as it was."""

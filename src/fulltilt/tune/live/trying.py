@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from fulltilt.timeline.loader_tap import LoaderTap
 from fulltilt.tune.live.controller import Settle, Situation, Try, best_of, decide, pays
-from fulltilt.tune.live.diary import Diary, in_force, words
+from fulltilt.tune.live.diary import Diary, failure, in_force, short
 from fulltilt.tune.live.limits import Limits
 from fulltilt.tune.live.pools import Pool
 from fulltilt.tune.live.room import Room, most_workers
 from fulltilt.tune.live.safety import reason_of_sampler
 from fulltilt.tune.live.serial import FetchWatch
 from fulltilt.tune.live.window import Arrival, Knobs, Seen, Window
+from fulltilt.tune.live.witness import Differs
 from fulltilt.tune.live.workshop import Workshop
 
 if TYPE_CHECKING:
@@ -59,10 +60,21 @@ class Trying:
         self._wanted: Try | None = None
         self._started_s = 0.0
         self._watch: FetchWatch | None = None
+        # Whether workers have made the same batches as the training process.
+        self._proven = False
 
     def pools(self) -> list[Pool]:
         """The pools that are alive, the script's own included."""
         return [pool for pool in (self.best, self.candidate) if pool is not None]
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether a pool on trial may begin a pass: the first one beside no workers starts up while others go on."""
+        return self.candidate is not None and (self.phase is not Phase.STARTING or not self._is_serial)
+
+    @property
+    def _is_serial(self) -> bool:
+        return self.in_force.workers == 0
 
     def adopt(self, user: Knobs) -> None:
         """A loader with these settings takes the place of the last; what was learned holds where they are the same."""
@@ -85,13 +97,13 @@ class Trying:
             self.window.begin(self.in_force, self._limits.warm_up_batches)
 
     def watch(self, iterator: Any) -> None:
-        """Look at the fetches of a loader without workers for as long as its own settings are measured."""
-        if self.phase is not Phase.WATCHING:
+        """Look at the fetches of a loader without workers until it has some."""
+        if self.phase not in (Phase.WATCHING, Phase.WANTING):
             return
         try:
             self._watch = FetchWatch(iterator)
         except Exception as error:  # an object of the user's may answer anything, and fail at it
-            self.leave_alone(f"its data set cannot be looked at ({_short(error)})")
+            self.leave_alone(f"its data set cannot be looked at ({short(error)})")
 
     def unwatch(self) -> None:
         """Enough was seen."""
@@ -108,11 +120,17 @@ class Trying:
 
     def at_boundary(self, relay: Relay) -> None:
         """Move on, if something is due."""
-        if self.phase is Phase.WANTING and relay.is_steady:
+        if self.phase is Phase.WANTING and relay.is_steady and not self._awaits_witnesses():
             with self._diary.costs():
                 self._start(relay)
         elif self.phase is Phase.STARTING:
             self._switch_when_warm(relay)
+
+    def _awaits_witnesses(self) -> bool:
+        """Whether no batch of this pass is known yet that workers could make over again."""
+        if self._proven or not self._is_serial:
+            return False
+        return self._watch is None or not self._watch.has_looked
 
     def arrived(self, relay: Relay, arrival: Arrival) -> None:
         """A batch came."""
@@ -159,13 +177,16 @@ class Trying:
 
     def _start(self, relay: Relay) -> None:
         assert self._wanted is not None
+        if self._watch is not None and (reason := self._watch.problem()) is not None:
+            self.leave_alone(reason)
+            return
         knobs = self._wanted.knobs
         most, what = most_workers(self._room(), knobs.prefetch, self._limits)
         try:
             if knobs.workers > most:
                 raise MemoryError(f"there is room for {most} workers ({what})")
             self.candidate = self._workshop.make(knobs, best_of(self._seen))
-            self.candidate.call_roll()
+            self.candidate.call_roll(self._watch.witnesses.kept if self._watch is not None else None)
         except Exception as error:
             self._give_up(knobs, error)
             self._decide()
@@ -181,10 +202,25 @@ class Trying:
                 if time.perf_counter() - self._started_s > self._limits.start_s:
                     raise TimeoutError(f"its workers did not start within {self._limits.start_s:.0f} s")
                 return
+        except Differs as error:
+            self._workshop.retire(self.candidate, failed=True)
+            self._give_up(self.candidate.knobs, error)
+            self.leave_alone(str(error))
+            return
         except Exception as error:
             self._workshop.retire(self.candidate, failed=True)
             self._give_up(self.candidate.knobs, error)
             self._decide()
+            return
+        self._proven = True
+        if (
+            self._is_serial
+            and not self.candidate.has_joined(relay.orders)
+            and not self._workshop.data_set_is_the_same()
+        ):
+            self._workshop.retire(self.candidate)  # it was made in an earlier pass
+            self.candidate = None
+            self.phase = Phase.WANTING
             return
         relay.hand_over(self.candidate)
         self.begin_trial()
@@ -241,7 +277,7 @@ class Trying:
     def _give_up(self, knobs: Knobs, error: Exception) -> None:
         self._failed = (*self._failed, knobs)
         self.candidate = None
-        self._diary.failed(_short(error))
+        self._diary.failed(short(error))
         self._note_in_force()
 
     def _note_in_force(self) -> None:
@@ -252,7 +288,7 @@ class Trying:
         """Tuning itself went wrong: whatever serves now goes on."""
         self.unwatch()
         self.phase = Phase.SETTLED
-        self._diary.settled(f"tuning ended by an error of its own ({_short(error)})")
+        self._diary.settled(f"tuning ended by an error of its own ({short(error)})")
 
     def leave_alone(self, why: str) -> None:
         """Go back to the script's own settings for good."""
@@ -262,14 +298,3 @@ class Trying:
         self.in_force = self._workshop.user
         self._tap.in_force, self._tap.serving_workers = {}, None
         self._diary.left_alone(why, self._workshop.user)
-
-
-def failure(knobs: Knobs, error: Exception) -> str:
-    """A sentence for the user: what failed, and what is done about it."""
-    return f"{words(knobs)} failed ({_short(error)}): back to the script's own settings"
-
-
-def _short(error: Exception) -> str:
-    """The last line of what went wrong; before it stands a worker's own traceback."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[-1] if lines else ''}".rstrip(": ")

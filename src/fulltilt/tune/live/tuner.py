@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 from fulltilt.timeline.loader_tap import LoaderTap
-from fulltilt.tune.live.diary import Diary, in_force
+from fulltilt.tune.live.diary import Diary, failure, in_force
 from fulltilt.tune.live.limits import Limits
 from fulltilt.tune.live.pools import Pool
 from fulltilt.tune.live.relay import Relay
 from fulltilt.tune.live.room import Room
 from fulltilt.tune.live.safety import reason_against
-from fulltilt.tune.live.trying import Phase, Trying, failure
+from fulltilt.tune.live.trying import Phase, Trying
 from fulltilt.tune.live.turnover import Turnover
 from fulltilt.tune.live.workshop import Workshop, knobs_of
 
@@ -58,7 +58,7 @@ class LoaderTuner:
         if self._trying.phase is Phase.LEFT_ALONE and theirs:
             return start()
         began_s = time.perf_counter()
-        if theirs and self._trying.candidate is None and self._trying.in_force == self._workshop.user:
+        if theirs and self._trying.in_force == self._workshop.user and not self._trying.may_begin:
             source = self._begin_theirs(loader, start)
         else:
             source = self._begin_ours(loader)

@@ -117,7 +117,7 @@ class Workshop:
         if pool is None or not pool.own:
             return None
         persists = self.user.workers > 0 and self.user.persistent
-        if not persists and not self._data_set_is_the_same():
+        if not persists and not self.data_set_is_the_same():
             self.retire(pool)
             return None
         deadline_s = time.monotonic() + self._limits.start_s
@@ -128,7 +128,8 @@ class Workshop:
         pool.next_pass(self.loader)
         return pool
 
-    def _data_set_is_the_same(self) -> bool:
+    def data_set_is_the_same(self) -> bool:
+        """Whether the last pool that was made still has the data set as it is now."""
         now = self._anatomy()
         return self._forked_from is not None and now.whole and now.change_from(self._forked_from) is None
 
