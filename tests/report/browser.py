@@ -72,6 +72,7 @@ class Browser:
 
     def open(self, url: str) -> None:
         self._post("url", {"url": url})
+        self.is_loaded()
 
     def is_loaded(self, patience_s: float = 20.0) -> bool:
         """Whether the page is complete, at once or, on a busy machine, within some seconds."""

@@ -54,3 +54,10 @@ def test_workers_that_need_longer_than_a_step_stretch_the_scale():
 
 def test_no_steps_no_picture():
     assert step_picture(*examples.crashed()) is None
+
+
+def test_only_steps_whose_phases_were_written_make_the_mean():
+    run, diagnosis = examples.starved()
+    *whole, last = run.spans[0]
+    cut = replace(run, spans=((*whole, replace(last, steps=7, phases=None)), *run.spans[1:]))
+    assert step_picture(cut, diagnosis).steps == sum(span.steps for span in whole)

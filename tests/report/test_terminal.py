@@ -6,12 +6,14 @@ After a wanted change: FULLTILT_UPDATE_SNAPSHOTS=1 pytest tests/report/test_term
 import io
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from fulltilt.report.loaders import fetching_title
 from fulltilt.report.terminal import show, verdict_lines
 from fulltilt.report.terminal_bars import split_cells
 from tests.report import examples
@@ -128,3 +130,10 @@ def test_cells_fill_the_bar(lengths, width):
     assert sum(cells) == (width if sum(lengths) else 0)
     for length, count in zip(lengths, cells, strict=True):
         assert abs(count - length / (sum(lengths) or 1) * width) < 1
+
+
+def test_lines_of_loading_without_workers_are_not_said_to_be_theirs():
+    staffed = examples.starved()[0].ranks[0]
+    alone = replace(staffed, loaders=tuple(replace(loader, num_workers=0) for loader in staffed.loaders))
+    assert fetching_title(staffed) == "Inside the workers"
+    assert fetching_title(alone) == "Inside the loading"

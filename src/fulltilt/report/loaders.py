@@ -41,8 +41,15 @@ def merged_lines(lines: Iterable[HotLine]) -> tuple[HotLine, ...]:
 
 
 def worker_lines(rank: RankRecord) -> tuple[HotLine, ...]:
-    """The lines that cost time inside the workers of all loaders."""
+    """The lines that cost time where batches are fetched: inside the workers of all loaders, or without any."""
     return merged_lines(line for work in rank.workers for line in work.lines)
+
+
+def fetching_title(rank: RankRecord) -> str:
+    """What stands above ``worker_lines``: without workers the training process fetches by itself."""
+    fetching = {work.loader_id for work in rank.workers if work.lines}
+    staffed = any(loader.num_workers > 0 for loader in rank.loaders if loader.loader_id in fetching)
+    return "Inside the workers" if staffed else "Inside the loading"
 
 
 def _one_loader(loaders: Sequence[LoaderRecord]) -> LoaderRecord:

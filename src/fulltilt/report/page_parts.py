@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from fulltilt.records import CheckLine, Diagnosis, Finding, GpuSummary, HotLine, RankRecord, Run
 from fulltilt.report import wording
 from fulltilt.report.comparison import Row
-from fulltilt.report.loaders import worker_lines
+from fulltilt.report.loaders import fetching_title, worker_lines
 from fulltilt.report.markup import Child, Markup, element
 from fulltilt.report.page_bars import ledger_bar
 from fulltilt.report.palette import bucket_order
@@ -58,7 +58,7 @@ def hot_lines(rank: RankRecord) -> list[Markup]:
     """Tables of the lines that cost most: in the workers, in the training process, waiting, saving."""
     fetch_s = sum(work.fetch_s for work in rank.workers)
     groups = [
-        ("Inside the workers", worker_lines(rank), fetch_s),
+        (fetching_title(rank), worker_lines(rank), fetch_s),
         ("In the training process", rank.host_lines, None),
         ("Waiting for the GPU", rank.sync_lines, None),
         ("Saving", rank.checkpoint_lines, None),

@@ -61,7 +61,9 @@ def step_picture(run: Run, diagnosis: Diagnosis) -> StepPicture | None:
         return None
     workers = None if site is None else _worker_lane(site, run.ranks[0].steps, step_s)
     lanes = tuple(lane for lane in (workers, host, gpu) if lane is not None)
-    return StepPicture(step_s, diagnosis.throughput.steps, lanes)
+    # A run that was cut short has steps of which no phases were written.
+    measured = sum(span.steps for span in (run.spans[0] if run.spans else ()) if span.phases is not None)
+    return StepPicture(step_s, measured, lanes)
 
 
 def _train_site(rank: RankRecord) -> LoaderSite | None:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from fulltilt.records import CheckLine, Diagnosis, GpuSummary, HotLine, Run
 from fulltilt.report import wording
-from fulltilt.report.loaders import worker_lines
+from fulltilt.report.loaders import fetching_title, worker_lines
 from fulltilt.report.palette import bucket_order
 from fulltilt.report.terminal_bars import Ink, bucket_parts, hanging, heading, ledger_bar
 from fulltilt.report.wording import one_line
@@ -25,7 +25,7 @@ def show_hot_lines(console: Console, run: Run) -> None:
         return
     rank = run.ranks[0]
     fetch_s = sum(work.fetch_s for work in rank.workers)
-    _show_lines(console, "Inside the workers", worker_lines(rank), fetch_s)
+    _show_lines(console, fetching_title(rank), worker_lines(rank), fetch_s)
     _show_lines(console, "In the training process", rank.host_lines)
     _show_lines(console, "Lines that wait for the GPU", rank.sync_lines)
     _show_lines(console, "Saving", rank.checkpoint_lines)
