@@ -137,7 +137,7 @@ def test_the_training_is_recorded_with_where_the_loader_is(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     rank = json.loads((tmp_path / "run" / "rank-0.json").read_text())
     assert (rank["steps"], rank["optimizers"]) == (24, ["SGD"])
-    assert {loader["where"] for loader in rank["loaders"]} == {"job.py:8"}
+    assert [(loader["where"], loader["constructed"]) for loader in rank["loaders"]] == [("job.py:8", 3)]
     answer = json.loads((tmp_path / "run" / "findings.json").read_text())
     assert (answer["throughput"]["steps"], answer["throughput"]["samples"]) == (24, 192)
     ledger = answer["ledger"]

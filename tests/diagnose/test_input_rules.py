@@ -293,6 +293,20 @@ def test_respawned_workers_should_persist() -> None:
     assert finding.predicted_speedup == (1.25, 1.67)
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_loader_made_for_each_pass_should_be_made_once(persistent: bool) -> None:
+    passing = loader(num_workers=2, passes=41, constructed=41, restart_s=40.0, persistent_workers=persistent)
+    finding = found(epoch_restart(gather(run_of(rank(loaders=(passing,)), epoch_turnover=40.0, compute=60.0))))
+    assert finding.evidence[2] == "its 2 workers are started anew for each pass (the DataLoader is made 41 times)"
+    assert finding.fix.startswith("Make the loader at train.py:31 once, before the loop over epochs")
+
+
+def test_a_loader_for_each_fold_is_not_a_loader_for_each_pass() -> None:
+    passing = loader(num_workers=2, passes=40, constructed=4, restart_s=40.0)
+    finding = found(epoch_restart(gather(run_of(rank(loaders=(passing,)), epoch_turnover=40.0, compute=60.0))))
+    assert finding.fix.startswith("Keep the workers alive")
+
+
 def test_passes_without_workers_should_be_longer() -> None:
     run = run_of(rank(loaders=(loader(passes=11, restart_s=10.0),)), epoch_turnover=10.0, compute=90.0)
     finding = found(epoch_restart(gather(run)))

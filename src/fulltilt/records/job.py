@@ -15,6 +15,7 @@ class LoaderRecord:
 
     ``where`` is the user's line; ``made_by`` is the library that this line calls to construct the loader, or None
     when the line constructs it itself. What the script draws batches from without any DataLoader is made by "script".
+    A line that constructs one again for each pass is one loader, ``constructed`` as many times.
     """
 
     loader_id: int
@@ -35,6 +36,7 @@ class LoaderRecord:
     start_method: str | None
     given: tuple[str, ...] = ()
     made_by: str | None = None
+    constructed: int = 1
     passes: int = 0
     batches: int = 0
     samples: int | None = None

@@ -56,6 +56,7 @@ def _one_loader(loaders: Sequence[LoaderRecord]) -> LoaderRecord:
     samples = [loader.samples for loader in loaders if loader.samples is not None]
     return replace(
         loaders[-1],
+        constructed=sum(loader.constructed for loader in loaders),
         passes=sum(loader.passes for loader in loaders),
         batches=sum(loader.batches for loader in loaders),
         samples=sum(samples) if samples else None,

@@ -82,10 +82,15 @@ def epoch_restart(evidence: Evidence) -> Judgement:
         time_spent(evidence, "starting passes over the data", turnover_s),
         f"{loader.passes} passes, {seconds(turnover_s / restarts)} for each new one",
     ]
-    if loader.num_workers > 0 and not loader.persistent_workers:
-        facts.append(f"its {loader.num_workers} workers are started anew for each pass (persistent_workers=False)")
+    # Workers live no longer than their DataLoader, whatever its arguments. A fold or a stage may make its own.
+    made_anew = loader.made_by is None and loader.constructed > max(1, loader.passes / 2)
+    if loader.num_workers > 0 and (made_anew or not loader.persistent_workers):
+        why = f"the DataLoader is made {loader.constructed} times" if made_anew else "persistent_workers=False"
+        facts.append(f"its {count('worker', loader.num_workers)} are started anew for each pass ({why})")
         call = rewritten(evidence, loader, num_workers=loader.num_workers, persistent_workers=True)
         fix = f"Keep the workers alive{at(loader.where)}: {call}."
+        if made_anew:
+            fix = f"Make the loader{at(loader.where)} once, before the loop over epochs, and keep its workers: {call}."
         if loader.start_method == "spawn":
             fix += " They are spawned, so each start imports the script and its modules again."
     else:

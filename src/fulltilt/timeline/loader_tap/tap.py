@@ -29,6 +29,7 @@ class LoaderTap:
     passes: int = 0
     in_pass: bool = False
     made_by: str | None = None
+    constructed: int = 0
     trains: bool = False
     batches: int = 0
     samples: int = 0
@@ -84,6 +85,7 @@ class LoaderTap:
             where=self.where,
             made_by=self.made_by,
             given=self.given,
+            constructed=max(self.constructed, 1),  # none where it was made before anybody looked
             passes=self.passes,
             batches=self.batches,
             samples=self.samples if self.counted else None,

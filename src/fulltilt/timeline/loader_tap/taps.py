@@ -59,6 +59,7 @@ class LoaderTaps(Drawing):
             if tap is None or not tap.retired():
                 self._made_before[key] = tap = self._new(loader)
             tap.loader = weakref.ref(loader)
+            tap.constructed += 1
             self._taps[loader] = tap
         tap.where, tap.made_by, tap.given = sites.where, sites.made_by, given
         tap.described = described
