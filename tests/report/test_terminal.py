@@ -111,7 +111,8 @@ def test_the_short_form():
     run, diagnosis = examples.starved()
     lines = verdict_lines(diagnosis, run.folder)
     assert lines[0] == diagnosis.verdict.sentence
-    assert lines[1].startswith("  1. The loader's workers are short of CPU (58 %, 2.6 to 3.1 × as fast): raise num_w")
+    short = "  1. The loader's workers are short of CPU (58 % of the wall time, 2.6 to 3.1 × as fast): raise num_w"
+    assert lines[1].startswith(short)
     assert len(lines) == 5
     assert lines[-1] == "  report: fulltilt-runs/20260114-093012-train/report.html"
 

@@ -36,7 +36,7 @@ def _finding_card(finding: Finding) -> Markup:
     gain = wording.speedup(finding.predicted_speedup)
     facts: list[Child] = [
         element("span", finding.severity, class_=f"pill {finding.severity}"),
-        element("span", f"{wording.share(finding.share)} of the time"),
+        element("span", f"{wording.share(finding.share)} of the wall time"),
         element("code", finding.code),
         element("code", finding.where, class_="where") if finding.where else None,
     ]

@@ -28,7 +28,8 @@ def verdict_lines(diagnosis: Diagnosis, folder: str | Path) -> list[str]:
     lines = [one_line(diagnosis.verdict.sentence)]
     for place, finding in enumerate(diagnosis.findings[:3], start=1):
         gain = wording.speedup(finding.predicted_speedup)
-        figures = wording.share(finding.share) + (f", {gain}" if gain else "")
+        # The sentence above speaks of the time after start-up.
+        figures = f"{wording.share(finding.share)} of the wall time" + (f", {gain}" if gain else "")
         lines.append(f"  {place}. {wording.title(finding.code)} ({figures}): {one_line(finding.fix)}")
     return [*lines, f"  report: {clean(str(Path(folder) / REPORT_FILE))}"]
 
@@ -132,7 +133,7 @@ def _show_findings(console: Console, findings: Sequence[Finding], ink: Ink) -> N
             head.append(" " * room if room > 1 else "  ").append(gain, "bold green")
         console.print(head)
         label = Text().append(finding.severity, SEVERITY_STYLES[finding.severity])
-        details = [f"{wording.share(finding.share)} of the time", finding.code, finding.where]
+        details = [f"{wording.share(finding.share)} of the wall time", finding.code, finding.where]
         label.append("".join(f" {ink.bullet} {one_line(detail)}" for detail in details if detail), "dim")
         console.print(Padding(label, (0, 0, 0, 4), expand=False))
         for evidence in finding.evidence:
