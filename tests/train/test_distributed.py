@@ -59,6 +59,7 @@ def test_the_guides_lines() -> None:
     ]
     assert device_lines([]) == []
     assert divided(32, 8, Ranks(0, 2)) == "batch 32 = 2 ranks × 16; workers 8 = 4 a rank"
+    assert divided(9, 1, Ranks(0, 2)) == "batch 9 = 2 ranks × 4 or 5; workers 1 = 0 or 1 a rank"
     with pytest.raises(UsageError, match="cannot be divided among 4 ranks"):
         divided(3, 0, Ranks(0, 4))
 

@@ -65,9 +65,13 @@ def divided(batch_size: int, workers: int, ranks: Ranks) -> str:
     """How the totals are shared out, in words. Raises UsageError when a rank would get nothing to do."""
     if batch_size < ranks.world:
         raise UsageError(f"batch_size {batch_size} cannot be divided among {ranks.world} ranks", "Raise batch_size.")
-    per_rank = batch_size / ranks.world
-    each = f"{per_rank:g}" if per_rank.is_integer() else f"{int(per_rank)} or {int(per_rank) + 1}"
-    return f"batch {batch_size} = {ranks.world} ranks × {each}; workers {workers} = {workers / ranks.world:g} a rank"
+    batches, helpers = (_of_each(total, ranks) for total in (batch_size, workers))
+    return f"batch {batch_size} = {ranks.world} ranks × {batches}; workers {workers} = {helpers} a rank"
+
+
+def _of_each(total: int, ranks: Ranks) -> str:
+    each, rest = divmod(total, ranks.world)
+    return f"{each} or {each + 1}" if rest else f"{each}"
 
 
 def device_lines(devices: Sequence[str]) -> list[str]:

@@ -131,7 +131,10 @@ def _built(job: Job, settings: TrainSettings, out: Path, screen: Screen | None, 
     if data.steps_per_epoch() is None and settings.max_steps is None:
         raise UsageError("the data has no length, so nobody knows when it ends", "Set max_steps.")
     if data.steps_per_epoch() == 0:
-        raise UsageError("an epoch has no step: the data set is smaller than one batch", "Lower batch_size.")
+        raise UsageError(
+            "an epoch has no step: the training data is smaller than one batch",
+            f"Lower batch_size (now {settings.batch_size * settings.accumulation} samples a step).",
+        )
 
     eval_data = _eval_source(job, settings, plan, loading)
     if settings.monitor is not None and eval_data is None:
