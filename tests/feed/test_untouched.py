@@ -75,7 +75,9 @@ def test_where_workers_run_the_data_set_this_process_does_not_before_they_have(c
     for residency in ("ram", "disk", "disk", "none"):
         with feed.loader(Drawn(draw, 20), 4, num_workers=2, residency=residency, cache_dir=cache_dir) as loader:
             assert sorted(int(row[0]) for batch in loader for row in batch) == list(range(20))
-    dataset = Transformed(v1.Compose([v1.Resize((12, 12)), v1.RandomHorizontalFlip(), v1.Lambda(here.append)]))
+    dataset = Transformed(
+        v1.Compose([v1.Resize((12, 12)), v1.RandomHorizontalFlip(), v1.Lambda(lambda image: here.append(0) or image)])
+    )
     with pytest.raises(DataError, match="sample 0 cannot be read"):  # a data set's mistakes are told all the same
         feed.loader(Drawn(lambda index: here.append(index) or index / 0, 20), 4, num_workers=2)
     inspect(dataset, workers=2)

@@ -39,7 +39,7 @@ def inspect(dataset: Any, *, checks: int = 8, policy: Policy = "stop", workers: 
 
     ``workers``: how many will run the data set. If any, they are drawn in a process of its own too (``apart.py``).
     """
-    samples = _length(dataset)
+    samples = length_of(dataset)
     found = apart(lambda: _look(dataset, samples, checks, policy), workers)
     if found.split is not None:
         found.split.find_in(dataset)
@@ -54,6 +54,7 @@ def _look(dataset: Any, samples: int, checks: int, policy: Policy) -> Inspection
         try:
             layout = layout_of(drawn[indices[0]])
         except Unstorable as error:
+            _check_collates(drawn[indices[0]], str(error))
             return Inspection(None, unstorable_because=str(error))
         _check_shapes(dataset, drawn, layout)
         generators = Generators(dataset)  # with those that the first samples have made
@@ -68,7 +69,17 @@ def _look(dataset: Any, samples: int, checks: int, policy: Policy) -> Inspection
         return Inspection(layout, random_because, split=split, kept=kept)
 
 
-def _length(dataset: Any) -> int:
+def _check_collates(sample: Any, unstorable_because: str) -> None:
+    try:
+        torch.utils.data.default_collate([sample, sample])
+    except Exception as error:
+        raise UsageError(
+            f"torch cannot make a batch of these samples: {unstorable_because}", "Give a collate_fn that can."
+        ) from error
+
+
+def length_of(dataset: Any) -> int:
+    """How many samples ``dataset`` has. Raises UsageError if it cannot be indexed, DataError if it is empty."""
     streams = isinstance(dataset, torch.utils.data.IterableDataset)
     if streams or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise UsageError(

@@ -12,6 +12,7 @@ import torch
 from fulltilt.errors import DataError
 from fulltilt.feed.bad_samples import BadSamples
 from fulltilt.feed.caches import CacheFull
+from fulltilt.feed.changes import State, state_of
 from fulltilt.feed.disk import DiskStore
 from fulltilt.feed.readers import Failure, Reader, SampleReader
 from fulltilt.feed.residency import Residence
@@ -40,6 +41,10 @@ class Notes(list[str]):
         self.append(text)
         log.warning(text)
 
+    def skipped(self, failure: Failure) -> None:
+        """A sample was left out."""
+        self.warn(f"skipped {failure.where()}: {failure.message}")
+
 
 class Keeping:
     """Reads samples through its ``supply`` and keeps them in the store that the residence opens."""
@@ -61,6 +66,9 @@ class Keeping:
         self._epochs_served = 0
         self._epoch_began_s = self._last_epoch_s = self._check_s = 0.0
         self._found_random: Failure | None = None
+        self._read_as: State | None = None  # the data set when it was last read from
+        self._forked_as: State | None = None
+        self._nothing_to_read = False
         residence.workers = workers
         self.supply = Supply(
             self._reader(),
@@ -71,7 +79,7 @@ class Keeping:
             bad=bad,
             on_random=self._on_random,
             on_full=self._on_full,
-            on_bad=lambda failure: notes.warn(f"skipped {failure.where()}: {failure.message}"),
+            on_bad=notes.skipped,
             on_worker_start=on_worker_start,
         )
 
@@ -82,13 +90,18 @@ class Keeping:
     def begin_epoch(self, epoch: int) -> None:
         """Choose the tier where that can be done already; check what is kept."""
         self._serve_random_if_found()
+        now = state_of(self.residence.dataset)
+        if self._forked_as not in (None, now):
+            self.supply.stop_workers()  # they have the data set as it was when they were forked
+        self._forked_as = now
         if self._undecided:
             if not self.residence.waits_for_model:
                 self.settle(model_has_run=False)
             else:
                 self.supply.puts_aside = True
         elif self.supply.store is not None:
-            self._check(epoch)
+            self._check(epoch, now)
+        self._nothing_to_read = self.residence.complete
         self._epoch_began_s = time.monotonic()
 
     def batches_trained(self, number: int) -> None:
@@ -107,6 +120,8 @@ class Keeping:
                     self.notes.say(note)
             except CacheFull as full:  # some disks tell only when what was written has to be there
                 self._on_full(full)
+        if not self._nothing_to_read:  # reading may itself change a data set; else only its owner does
+            self._read_as = state_of(self.residence.dataset)
 
     @torch.inference_mode(False)  # what is kept outlives the evaluation that it may be made in
     def settle(self, *, model_has_run: bool) -> None:
@@ -145,21 +160,28 @@ class Keeping:
 
     # ----------------------------------------------------------------- checking and giving up
 
-    def _check(self, epoch: int) -> None:
-        """Two kept samples against the data set itself, other ones each time.
+    def _check(self, epoch: int, now: State) -> None:
+        """Whether the data set was changed; and two kept samples against it, other ones each time.
 
-        At the start of every epoch, unless that would take a noticeable part of it: then ever more rarely.
+        At the start of every epoch, unless that would take a noticeable part of it: then ever more rarely. More of them
+        where a setting is another one now.
         """
         assert self.supply.store is not None
         self._epochs_served += 1
+        if self._read_as is not None and (name := self._read_as.changed(now)) is not None:
+            self._drop(f"the data set's attribute {name} was changed; what was kept is no longer served", fatal=False)
+            return
+        settings_changed = self._read_as is not None and self._read_as.settings != now.settings
         rarely = self._epochs_served & (self._epochs_served - 1) == 0
-        if self._check_s > CHECK_SHARE * self._last_epoch_s and not rarely:
+        if self._check_s > CHECK_SHARE * self._last_epoch_s and not rarely and not settings_changed:
             return
         began_s = time.monotonic()
-        changed = self.residence.changed_sample(self.supply.store, epoch)
+        changed = self.residence.changed_sample(self.supply.store, epoch, many=settings_changed)
         self._check_s = time.monotonic() - began_s
         if changed is not None:
             self._drop(f"sample {changed} is not what the data set returns now; what was kept is no longer served")
+        elif self._read_as is not None:
+            self._read_as = state_of(self.residence.dataset)
 
     def _on_full(self, full: CacheFull) -> None:
         self._drop(f"{full}; the cache was dropped and training goes on from the source", fatal=False)

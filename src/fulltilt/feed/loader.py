@@ -8,7 +8,7 @@ not fixed-shape tensors  torch's DataLoader with tuned settings
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from fulltilt.errors import UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
 from fulltilt.feed.bad_samples import BadSamples, Policy
 from fulltilt.feed.delivery import Delivery
-from fulltilt.feed.inspection import Inspection, ShapesDiffer, inspect
+from fulltilt.feed.inspection import Inspection, ShapesDiffer, inspect, length_of
 from fulltilt.feed.keeping import Keeping, Notes
-from fulltilt.feed.order import BatchOrder, GivenBatches, Order
+from fulltilt.feed.order import BatchOrder, GivenBatches, Order, resumed_at, step_samples
 from fulltilt.feed.places import device_or_default, home_of, ranks
 from fulltilt.feed.progress import progress
 from fulltilt.feed.residency import Residence
@@ -78,11 +78,14 @@ def loader(
         residency = settings.residency  # type: ignore[assignment]
     if on_bad_sample not in ("stop", "skip"):
         raise UsageError(f"on_bad_sample is {on_bad_sample!r}", "Choose 'stop' or 'skip'.")
+    if not 0.0 <= max_bad_share <= 1.0:
+        raise UsageError(f"max_bad_share is {max_bad_share!r}; it is a share of the samples, from 0 to 1")
     if num_workers is not None and (not isinstance(num_workers, int) or num_workers < 0):
         raise UsageError(f"num_workers is {num_workers!r}; it must be a whole number of at least 0")
     workers = num_workers if num_workers is not None else settings.num_workers
     workers = default_workers() if workers is None else workers
     size = settings.batch_size if settings.batch_size is not None and batch_size == 1 else batch_size
+    length_of(dataset)
     found = _inspected(dataset, size, checks, on_bad_sample, workers) if collate_fn is None else Inspection(None)
     order: BatchOrder
     if batch_sampler is not None:
@@ -155,7 +158,7 @@ class FeedLoader:
         self._stock: StockLoader | None = None
         self._keeping: Keeping | None = None
         if found.layout is None:
-            self._stock = StockLoader(dataset, order, collate_fn, workers, device)
+            self._stock = StockLoader(dataset, order, collate_fn, workers, device, bad, self.notes.skipped)
             why = found.unstorable_because or "a collate_fn was given"
             self.notes.say(f"served by a stock DataLoader with {workers} workers: {why}")
             residence.refuse_if_asked(why)
@@ -202,16 +205,15 @@ class FeedLoader:
             self._delivery.close()
         self.order = order
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int | None]:
         """Where the iteration stands: after a load, the next batch is the one that would have come now."""
-        return {"epoch": self._epoch, "batch": self._next_batch, "seed": self.order.seed}
+        standing = {"epoch": self._epoch, "batch": self._next_batch, "seed": self.order.seed}
+        return {**standing, "step_samples": step_samples(self.order)}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from ``state``. Raises UsageError if it belongs to another seed."""
-        if state.get("seed", self.order.seed) != self.order.seed:
-            raise UsageError(f"the saved loader had seed {state['seed']}, this one has {self.order.seed}")
-        self._epoch = self._next_epoch = state["epoch"]
-        self._next_batch = self._resume_at = state["batch"]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``, with other ranks or batches too. Raises UsageError where that is not possible."""
+        self._epoch, self._next_batch = resumed_at(state, self.order)
+        self.begin_at(self._epoch, self._next_batch)
 
     def __iter__(self) -> Iterator[Any]:
         return seen(self, self._pass())
@@ -244,6 +246,10 @@ class FeedLoader:
     # ----------------------------------------------------------------- one epoch
 
     def _pass(self) -> Iterator[Any]:
+        if (now := len(self.dataset)) != self._residence.samples:
+            raise UsageError(
+                f"the data set had {self._residence.samples} samples and has {now} now", "Make another loader for it."
+            )
         epoch, start = self._next_epoch, self._resume_at
         self._next_epoch, self._resume_at = epoch + 1, 0
         self._epoch, self._next_batch = epoch, start

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from fulltilt.errors import UsageError
+from fulltilt.feed.draws import as_int64, sample_seed
+from fulltilt.feed.generators import Generators
 
 
 class BatchOrder(Protocol):
@@ -48,7 +50,7 @@ class Order:
     sampler: Iterable[int] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.batch_size, int) or self.batch_size < 1:
+        if type(self.batch_size) is not int or self.batch_size < 1:
             raise UsageError(f"batch_size is {self.batch_size!r}; it must be a whole number of at least 1")
         if not 0 <= self.rank < self.world_size:
             raise UsageError(f"rank {self.rank} is not below world_size {self.world_size}")
@@ -58,10 +60,9 @@ class Order:
     def epoch_indices(self, epoch: int) -> torch.Tensor:
         """The indices that this rank draws in ``epoch``, as int64."""
         if self.sampler is not None:
-            _tell_epoch(self.sampler, epoch)
-            return _numbers(list(self.sampler), self.samples)
+            return _numbers(_asked(self.sampler, self.seed, epoch), self.samples)
         if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed + epoch)
+            generator = torch.Generator().manual_seed(as_int64(self.seed + epoch))
             indices = torch.randperm(self.samples, generator=generator)
         else:
             indices = torch.arange(self.samples)
@@ -108,8 +109,7 @@ class GivenBatches:
 
     def batches(self, epoch: int) -> list[torch.Tensor]:
         """The batches of ``epoch``."""
-        _tell_epoch(self.batch_sampler, epoch)
-        return [_numbers(list(batch), self.samples) for batch in self.batch_sampler]
+        return [_numbers(list(batch), self.samples) for batch in _asked(self.batch_sampler, self.seed, epoch)]
 
     def batches_per_epoch(self) -> int:
         """How many batches an epoch has. Raises TypeError for a batch sampler without a length."""
@@ -131,10 +131,41 @@ def _numbers(drawn: list[Any], samples: int) -> torch.Tensor:
     return indices
 
 
-def _tell_epoch(sampler: Any, epoch: int) -> None:
+def _asked(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
+    """What ``sampler`` gives in ``epoch``: the same again for a run that goes on in the middle of it.
+
+    Samplers draw from the global generators, which stand elsewhere by then: they are set for it, and put back.
+    """
     tell = getattr(sampler, "set_epoch", None)
     if callable(tell):
         tell(epoch)
+    generators = Generators()
+    with generators.untouched():
+        generators.seed(sample_seed(seed, epoch, 0))
+        return list(sampler)
+
+
+def step_samples(order: BatchOrder) -> int | None:
+    """Samples of a batch on all ranks together; None where somebody else decides on the batches."""
+    return order.batch_size * order.world_size if isinstance(order, Order) and order.sampler is None else None
+
+
+def resumed_at(state: Mapping[str, Any], order: BatchOrder) -> tuple[int, int]:
+    """Epoch and number of the next batch of ``order`` after a loader's ``state``. Raises UsageError if it has none."""
+    epoch, batch = state.get("epoch"), state.get("batch")
+    if not isinstance(epoch, int) or not isinstance(batch, int):
+        raise UsageError("this is not the state of a loader: it has no epoch and batch")
+    if (seed := state.get("seed", order.seed)) != order.seed:
+        raise UsageError(f"the saved loader had seed {seed}, this one has {order.seed}")
+    saved, mine = state.get("step_samples"), step_samples(order)
+    if not saved or not mine or saved == mine:
+        return epoch, batch
+    if batch * saved % mine:
+        raise UsageError(
+            f"the saved loader stands after {batch * saved} samples, in the middle of a batch of {mine}",
+            "Go on with the batch size and ranks that it had, or begin the epoch anew with set_epoch.",
+        )
+    return epoch, batch * saved // mine
 
 
 def spread(samples: int, count: int) -> Iterator[int]:

@@ -139,9 +139,14 @@ def read_one(dataset: Any, index: int, layout: Layout, row: torch.Tensor) -> Fai
     try:
         sample = dataset[index]
     except Exception as error:
-        name = name_of(dataset, index) or getattr(error, "filename", None)
-        return Failure(index, "corrupt", _one_line(error), name and str(name), traceback.format_exc(limit=-6))
+        return failure_of(dataset, index, error)
     return pack_one(dataset, index, sample, layout, row)
+
+
+def failure_of(dataset: Any, index: int, error: Exception) -> Failure:
+    """What is told of ``error``, which sample ``index`` raised."""
+    name = name_of(dataset, index) or getattr(error, "filename", None)
+    return Failure(index, "corrupt", _one_line(error), name and str(name), traceback.format_exc(limit=-6))
 
 
 def pack_one(dataset: Any, index: int, sample: Any, layout: Layout, row: torch.Tensor) -> Failure | None:

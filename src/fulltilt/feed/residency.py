@@ -64,6 +64,11 @@ class Residence:
         return deterministic and self.asked != "none" and not self._dropped
 
     @property
+    def complete(self) -> bool:
+        """Whether every sample is kept: nothing is read from the data set any more."""
+        return self._told_complete
+
+    @property
     def wanted_for_split(self) -> bool:
         """Whether the first part of a cut transform list is to be kept."""
         return self.found.split is not None and self.asked != "none"
@@ -112,10 +117,11 @@ class Residence:
             store.finish()
         return [f"all {self.samples} samples are kept ({self.tier})"]
 
-    def changed_sample(self, store: DeviceStore | HostStore, epoch: int) -> int | None:
+    def changed_sample(self, store: DeviceStore | HostStore, epoch: int, *, many: bool) -> int | None:
         """A kept sample that the data set no longer returns, among a few that differ from epoch to epoch."""
-        step = max(1, self.samples // CHECKS_PER_EPOCH)
-        picked = ((epoch * 7919 + number * step) % self.samples for number in range(CHECKS_PER_EPOCH))
+        checks = max(CHECKS_PER_EPOCH, self._checks) if many else CHECKS_PER_EPOCH
+        step = max(1, self.samples // checks)
+        picked = ((epoch * 7919 + number * step) % self.samples for number in range(checks))
         # In this process: the workers have started long ago, and a fork in every epoch would cost more than it shows.
         return self._first_changed(store, picked, workers=0)
 

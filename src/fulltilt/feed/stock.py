@@ -6,16 +6,75 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, default_collate
 
+from fulltilt.errors import DataError
+from fulltilt.feed.bad_samples import BadSamples
+from fulltilt.feed.changes import State, state_of
 from fulltilt.feed.order import BatchOrder
+from fulltilt.feed.readers import Failure, failure_of
+
+
+class StockLoader:
+    """Batches of ``dataset`` through ``collate_fn``, moved to the device without waiting."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        order: BatchOrder,
+        collate_fn: Callable[..., Any] | None,
+        workers: int,
+        device: torch.device,
+        bad: BadSamples,
+        on_bad: Callable[[Failure], None],
+    ) -> None:
+        self._samples, self._collate = _Samples(dataset), _Collate(collate_fn or default_collate)
+        self._order, self._workers, self._device = order, workers, device
+        self._bad, self._on_bad = bad, on_bad
+        self._loader: DataLoader[Any] | None = None  # None while a pass has it
+        self._forked_as: State | None = None
+
+    def batches(self, epoch: int, start: int) -> Iterator[tuple[Any, torch.Tensor]]:
+        """The batches of ``epoch`` from number ``start`` on, each with its sample indices."""
+        drawn = [self._bad.without_bad(batch) for batch in self._order.batches(epoch)[start:]]
+        loader, self._loader = self._loader_for_now(), None
+        batches: _EpochBatches = loader.batch_sampler  # type: ignore[assignment]
+        # Drawn once: a random sampler would give others when asked again.
+        batches.drawn = [batch for batch in drawn if len(batch)]
+        try:
+            for (batch, failures), indices in zip(loader, batches.drawn, strict=True):
+                for failure in self._bad.note(failures):
+                    self._on_bad(failure)
+                left = self._bad.without_bad(indices)
+                if not len(left):
+                    first = failures[0]
+                    raise DataError(
+                        f"every sample of a batch is bad; {first.where()}: {first.message}", "Repair the files."
+                    )
+                yield to_device(batch, self._device), left.to(self._device, non_blocking=True)
+        finally:
+            self._loader = loader
+
+    def _loader_for_now(self) -> DataLoader[Any]:
+        """One that no other pass is using, whose workers have the data set as it is now."""
+        now = state_of(self._samples.dataset)
+        if self._loader is not None and self._forked_as == now:
+            return self._loader
+        self._forked_as = now
+        return DataLoader(
+            self._samples,
+            batch_sampler=_EpochBatches(),
+            num_workers=self._workers,
+            collate_fn=self._collate,
+            pin_memory=self._device.type == "cuda",
+            persistent_workers=self._workers > 0,
+        )
 
 
 class _EpochBatches:
     """A batch sampler that gives what it is told to; persistent workers need one object for all epochs."""
 
-    def __init__(self, order: BatchOrder) -> None:
-        self.order = order
+    def __init__(self) -> None:
         self.drawn: list[torch.Tensor] = []
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -23,32 +82,43 @@ class _EpochBatches:
             yield batch.tolist()
 
     def __len__(self) -> int:
-        return self.order.batches_per_epoch()
+        return len(self.drawn)
 
 
-class StockLoader:
-    """Batches of ``dataset`` through ``collate_fn``, moved to the device without waiting."""
+class _Samples(Dataset[Any]):
+    """The data set, with a failure in the place of a sample that cannot be read."""
 
-    def __init__(
-        self, dataset: Any, order: BatchOrder, collate_fn: Callable[..., Any] | None, workers: int, device: torch.device
-    ) -> None:
-        self.device = device
-        self._batches = _EpochBatches(order)
-        self._loader: DataLoader[Any] = DataLoader(
-            dataset,
-            batch_sampler=self._batches,
-            num_workers=workers,
-            collate_fn=collate_fn,
-            pin_memory=device.type == "cuda",
-            persistent_workers=workers > 0,
-        )
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
 
-    def batches(self, epoch: int, start: int) -> Iterator[tuple[Any, torch.Tensor]]:
-        """The batches of ``epoch`` from number ``start`` on, each with its sample indices."""
-        # Drawn once: a random sampler would give others when asked again.
-        self._batches.drawn = drawn = self._batches.order.batches(epoch)[start:]
-        for batch, mine in zip(self._loader, drawn, strict=True):
-            yield to_device(batch, self.device), mine.to(self.device, non_blocking=True)
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            return failure_of(self.dataset, index, error)
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        if hasattr(self.dataset, "__getitems__"):
+            try:
+                return list(self.dataset.__getitems__(indices))
+            except Exception:  # read one by one, the culprit can be named
+                pass
+        return [self[index] for index in indices]
+
+
+class _Collate:
+    """A batch of the samples that could be read, and what happened to the others."""
+
+    def __init__(self, collate: Callable[..., Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: list[Any]) -> tuple[Any, list[Failure]]:
+        failures = [sample for sample in samples if isinstance(sample, Failure)]
+        good = [sample for sample in samples if not isinstance(sample, Failure)]
+        return self.collate(good) if good else None, failures
 
 
 def to_device(value: Any, device: torch.device) -> Any:

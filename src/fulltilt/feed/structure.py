@@ -169,6 +169,8 @@ def _as_tensor(value: Any, path: str) -> torch.Tensor:
     if isinstance(value, bool):
         return torch.tensor(value, dtype=torch.bool)
     if isinstance(value, int):
+        if not -(2**63) <= value < 2**63:
+            raise Unstorable(f"{path or 'the sample'} is {value}, which does not fit into 64 bits")
         return torch.tensor(value, dtype=torch.int64)
     if isinstance(value, float):
         return torch.tensor(value, dtype=torch.float64)

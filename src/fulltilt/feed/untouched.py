@@ -25,7 +25,7 @@ _DATA_MODULES = frozenset({"numpy", "pandas", "pyarrow"})
 @contextmanager
 def untouched(dataset: Any, generators: Generators | None = None) -> Iterator[None]:
     """Within the block ``dataset`` may be drawn from; handles that it opens meanwhile are let go at the end."""
-    before = [(item, dict(vars(item))) for item in _objects(dataset)]
+    before = [(item, dict(vars(item))) for item in objects_in(dataset)]
     unfilled = [value for _, attributes in before for value in attributes.values() if _is_empty(value)]
     with (generators or Generators(dataset)).untouched():
         try:
@@ -62,7 +62,7 @@ def _is_data(value: Any, depth: int = 3) -> bool:
     return False
 
 
-def _objects(dataset: Any) -> Iterator[Any]:
+def objects_in(dataset: Any) -> Iterator[Any]:
     """``dataset`` and the objects with attributes that it is made of."""
     seen: set[int] = set()
     level = [dataset]

@@ -1,0 +1,189 @@
+"""A data set that its owner changes while it is kept, forked or half read is served as it is now, or not at all."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, WeightedRandomSampler
+
+from fulltilt import feed
+from fulltilt.errors import DataError, UsageError
+
+from .conftest import Drawn
+
+
+class Labelled:
+    def __init__(self, labels, transform=None):
+        self.labels, self.transform = labels, transform
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        label = self.transform(self.labels[index]) if self.transform and index == 77 else self.labels[index]
+        return torch.full((3,), float(index)), int(label)
+
+
+def served(loader):
+    return sum(int(labels.sum()) for _, labels in loader)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_new_labels_are_served(kind, workers):
+    """One label of two hundred: the few samples that are compared in every epoch do not show it."""
+    dataset = Labelled(kind([0] * 200))
+    with feed.loader(dataset, 50, num_workers=workers) as loader:
+        assert [served(loader) for _ in range(2)] == [0, 0]
+        assert loader.tier == "ram"
+        dataset.labels[77] = 1
+        assert [served(loader) for _ in range(2)] == [1, 1]
+        assert "the data set's attribute labels was changed; what was kept is no longer served" in loader.notes
+
+
+def test_another_transform_is_used():
+    dataset = Labelled([0] * 200, lambda label: label)
+    with feed.loader(dataset, 50, num_workers=0) as loader:
+        assert [served(loader) for _ in range(4)] == [0] * 4
+        dataset.transform = lambda label: label + 1
+        assert served(loader) == 1
+
+
+@pytest.mark.parametrize("sample", [torch.tensor, lambda noise: (str(noise), noise)])
+def test_workers_have_the_data_set_as_it_is_in_the_epoch(sample):
+    """Served as it is, by the feed's own workers and by torch's: those of the first epoch had another setting."""
+
+    class Stronger(Drawn):
+        strength = 0.0
+
+        def __getitem__(self, index):
+            return sample(random.random() * 0.5 + self.strength)
+
+    dataset = Stronger(None, 8)
+    dataset.strength = 0.0
+    with feed.loader(dataset, 4, num_workers=1) as loader:
+        for epoch in range(3):
+            dataset.strength = float(epoch)
+            drawn = torch.cat([batch if torch.is_tensor(batch) else batch[1] for batch in loader])
+            assert set(drawn.long().tolist()) == {epoch}
+
+
+@pytest.mark.parametrize("samples", [7, 12])
+def test_a_data_set_of_another_length_is_another_one(samples):
+    dataset = Labelled([0] * 10)
+    with feed.loader(dataset, 4, num_workers=0) as loader:
+        list(loader)
+        dataset.labels = [0] * samples
+        with pytest.raises(UsageError, match=f"had 10 samples and has {samples} now"):
+            list(loader)
+
+
+# --------------------------------------------------------------------------- what a stock loader serves
+
+
+def named(index):
+    if index == 7:
+        raise OSError("cut short")
+    return f"picture {index}", index
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_bad_sample_among_texts_is_skipped_or_named(workers):
+    dataset = Drawn(named, 30)
+    with feed.loader(dataset, 4, num_workers=workers, on_bad_sample="skip", max_bad_share=0.1) as loader:
+        for _ in range(2):
+            assert [i for _, numbers in loader for i in numbers.tolist()] == [i for i in range(30) if i != 7]
+        assert [note for note in loader.notes if "skipped" in note] == ["skipped sample 7: OSError: cut short"]
+    with pytest.raises(DataError, match="sample 7 cannot be read: OSError: cut short"):
+        list(feed.loader(dataset, 4, num_workers=workers))
+    with pytest.raises(DataError, match="every sample of a batch is bad"):
+        list(feed.loader(dataset, 1, num_workers=workers, on_bad_sample="skip"))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iterator_of_texts_put_aside_goes_on_where_it_was(workers):
+    with feed.loader(Drawn(lambda i: (str(i), i), 12), 4, num_workers=workers) as loader:
+        aside = iter(loader)
+        assert next(aside)[1].tolist() == [0, 1, 2, 3]
+        whole = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+        assert [numbers.tolist() for _, numbers in loader] == whole
+        assert [numbers.tolist() for _, numbers in aside] == whole[1:]
+
+
+@pytest.mark.parametrize("sample", [None, (1, None), np.array(["a"]), torch.eye(2).to_sparse(), 2**70])
+def test_what_cannot_be_put_into_a_batch_is_told_at_once(sample):
+    with pytest.raises(UsageError, match="cannot make a batch of these samples"):
+        feed.loader(Drawn(lambda index: sample), 4, num_workers=0)
+    given = feed.loader(Drawn(lambda index: sample), 4, num_workers=0, collate_fn=len)
+    assert list(given) == [4] * 5
+
+
+# --------------------------------------------------------------------------- in the middle of an epoch
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda data: {"batch_size": 4, "sampler": RandomSampler(data)},
+        lambda data: {"batch_size": 4, "sampler": WeightedRandomSampler([1.0] * 20, 20)},
+        lambda data: {"batch_sampler": BatchSampler(RandomSampler(data), 4, drop_last=False)},
+    ],
+    ids=["random", "weighted", "batches"],
+)
+def test_a_random_sampler_goes_on_with_the_samples_that_were_left(given):
+    """It draws from the global generator, which a run that goes on has elsewhere."""
+
+    def made():
+        return feed.loader(data, num_workers=0, **given(data))
+
+    data = Drawn(torch.tensor)
+    torch.manual_seed(0)
+    whole = made()
+    state_before = torch.get_rng_state()
+    epochs = [[batch.tolist() for batch in whole] for _ in range(2)]
+    assert epochs[0] != epochs[1]
+    assert torch.equal(state_before, torch.get_rng_state())
+    first = made()
+    passing = iter(first)
+    seen = [next(passing).tolist() for _ in range(2)]
+    torch.manual_seed(99)
+    resumed = made()
+    resumed.load_state_dict(first.state_dict())
+    assert seen + [batch.tolist() for batch in resumed] == epochs[0]
+
+
+def test_another_batch_size_or_other_ranks_go_on_after_the_same_samples():
+    data = Drawn(torch.tensor, 24)
+
+    def made(batch_size, rank=0, world_size=1):
+        return feed.loader(data, batch_size, shuffle=True, num_workers=0, rank=rank, world_size=world_size)
+
+    first = made(4)
+    passing = iter(first)
+    seen = [int(i) for _ in range(3) for i in next(passing)]
+    for batch_size, world_size in ((2, 1), (6, 1), (2, 2), (1, 3)):
+        left = []
+        for rank in range(world_size):
+            resumed = made(batch_size, rank, world_size)
+            resumed.load_state_dict(first.state_dict())
+            left += [int(i) for batch in resumed for i in batch]
+        assert sorted(seen + left) == list(range(24))
+    with pytest.raises(UsageError, match="in the middle of a batch of 5"):
+        made(5).load_state_dict(first.state_dict())
+    with pytest.raises(UsageError, match="not the state of a loader"):
+        made(4).load_state_dict({"epoch": 1})
+
+
+def test_seeds_of_any_size_and_a_share_that_is_none():
+    data = Drawn(lambda index: torch.rand(1))
+    for seed in (-1, 2**63, 2**80):
+        assert len(list(feed.loader(data, 4, shuffle=True, seed=seed, num_workers=0))) == 5
+    with pytest.raises(UsageError, match="max_bad_share is -3"):
+        feed.loader(data, 4, max_bad_share=-3)
+    with pytest.raises(UsageError, match="batch_size is True"):
+        feed.loader(data, True)
+    with pytest.raises(UsageError, match="has no length"):
+        feed.loader(iter([1]), 4, collate_fn=len)
