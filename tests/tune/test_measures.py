@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from random import Random
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from fulltilt.records import Settings, Trial
 from fulltilt.tune import learning_rate
+from fulltilt.tune.company import Company
 from fulltilt.tune.interval import Block, Patience, is_enough, rate_of
 from fulltilt.tune.losses import compared_steps, is_worse, mean_loss
 from fulltilt.tune.memory import fit_line, vram_line
@@ -144,3 +146,25 @@ def test_contrastive_losses_are_known() -> None:
 def test_deep_supervision_is_seen_in_the_command() -> None:
     assert learning_rate.looks_deeply_supervised(("train_ultimate.py", "train", "--deep-supervision"))
     assert not learning_rate.looks_deeply_supervised(("train.py", "--supervision"))
+
+
+# --------------------------------------------------------------------------- loaders side by side
+
+
+@dataclass
+class Tap:
+    loader_id: int
+    trains: bool = False
+    batches: int = 0
+
+
+def test_a_loader_that_is_drawn_from_beside_the_one_that_trains_does_not_interrupt_it() -> None:
+    """zip(labelled, unlabelled): backward() comes after a batch of the second; such a trial never measured anything."""
+    labelled, unlabelled, validation = Tap(0), Tap(1, trains=True), Tap(2, batches=7)
+    company = Company()
+    for step in range(20):
+        labelled.batches += 1
+        unlabelled.batches += 1
+        validation.batches += 5 if step % 10 == 9 else 0
+        found = company.after_step([labelled, unlabelled, validation])
+    assert found == [labelled, unlabelled]

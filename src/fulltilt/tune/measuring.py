@@ -24,6 +24,7 @@ from fulltilt.timeline.session import Session
 from fulltilt.tune import early
 from fulltilt.tune.assignment import ANSWER_FILE, Answer, Assignment
 from fulltilt.tune.changes import Changes
+from fulltilt.tune.company import Company
 from fulltilt.tune.interval import Block, is_enough
 from fulltilt.tune.moments import Moment, block_between
 from fulltilt.tune.pace import Pace
@@ -50,6 +51,7 @@ class Measuring:
         self._steps = 0
         self._pace = Pace(assignment.patience.block_s, self._timed)
         self._sources: dict[int, weakref.ref[Any]] = {}
+        self._company = Company()
         self._pending: list[tuple[Moment, Moment]] = []
         self._blocks: list[Block] = []
         self._loss: Any = None
@@ -142,10 +144,8 @@ class Measuring:
 
     def _moment(self) -> Moment:
         taps = self._session.taps.all
-        trained = [tap for tap in taps if tap.trains]
-        feeding = self._session.taps.feeding
-        workers = int(feeding.described.get("num_workers") or 0) if feeding is not None else 0
-        prefetch = int(feeding.described.get("prefetch_factor") or 2) if feeding is not None else 0
+        trained = self._company.after_step(taps)
+        others = sum(tap.batches for tap in taps if tap not in trained)
         sources = (self._sources.get(tap.loader_id, lambda: None)() for tap in trained)
         return Moment(
             host_s=time.perf_counter(),
@@ -153,9 +153,9 @@ class Measuring:
             batches=sum(tap.batches for tap in trained),
             samples=sum(tap.samples if tap.counted else tap.batches for tap in trained),
             wait_s=sum(tap.wait_s for tap in trained),
-            interruptions=sum(tap.batches for tap in taps if not tap.trains) + self._saves.diverted,
-            workers=workers,
-            queue_batches=workers * prefetch,
+            interruptions=others + self._saves.diverted,
+            workers=sum(_workers(tap) for tap in trained),
+            queue_batches=sum(_workers(tap) * int(tap.described.get("prefetch_factor") or 2) for tap in trained),
             ready=sum(ready_batches(source) for source in sources),
         )
 
@@ -211,6 +211,10 @@ class Measuring:
     def _remarks(self) -> tuple[str, ...]:
         kept = (f"kept {path}" for path in self._saves.files.kept)
         return tuple(dict.fromkeys((*self._changes.remarks, *kept)))
+
+
+def _workers(tap: LoaderTap) -> int:
+    return int(tap.described.get("num_workers") or 0)
 
 
 def _learning_rate(optimizer: Any) -> float | None:
