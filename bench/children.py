@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 
 def measured_in_child(script: str, arguments: Sequence[str], out: Path, limit_s: float) -> tuple[Any, str | None]:
     """Run ``script`` on one part, which writes its figures to ``out``: the figures, and what went wrong.
@@ -29,13 +31,25 @@ def measured_in_child(script: str, arguments: Sequence[str], out: Path, limit_s:
         code = process.returncode
         problem = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}" if code else None
     except BaseException as error:
+        others = _descendants(process.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        for other in others:
+            with contextlib.suppress(psutil.Error):
+                other.kill()
         process.wait()
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
         problem = f"ran past {limit_s:.0f} s"
     return json.loads(out.read_text()) if out.exists() else {}, problem
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    """All that a process has started, in sessions of their own too, as a study's trials are."""
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.Error:
+        return []
 
 
 def versions(packages: Iterable[str]) -> dict[str, Any]:

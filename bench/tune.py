@@ -1,17 +1,21 @@
 """Tuning measured on the COD and CLIP jobs: live tuning against an exhaustive sweep, the study against a full grid.
 
-    python bench/tune.py --out tune.json            on a GPU; eight minutes and a half on an H200 with 16 CPUs
+    python bench/tune.py --out tune.json            on a GPU; at most nine minutes on an H200 with 16 CPUs
     python bench/tune.py --small --out tune.json    rehearsed on a CPU, tiny: does the benchmark itself work?
+    python bench/tune.py --parts study,peers …      a part alone; what --out knows of the sweep already is used
 
-For each job: the sweep (each number of workers for some seconds), one training run from 0 workers under live tuning, a
-study of the script, and the settings found against the best of the sweep in turns. Then the batch finders of Lightning
-and accelerate and the peer loadtune, where they can be imported. Every figure is in --out as soon as it is known; what
-there is no time for is left out, and said to be.
+For each job: the sweep (each number of workers for some seconds) and one training run from 0 workers under live tuning;
+then, for each job, a study of the script, and the settings found against the best of the sweep in turns; then the batch
+finders of Lightning and accelerate and the peer loadtune, where they can be imported. Each of these runs in a process
+of its own, which says where it stands and is ended with all its children when it overruns. Every figure is on disk as
+soon as it is known, in OUT.<part>.json and then in OUT; what there is no time for is left out, and said to be.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import json
 import os
 import shutil
 import signal
@@ -20,15 +24,15 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
-from tunebench import job as jobs
-from tunebench import live, peers, study
+from children import measured_in_child, versions
 from tunebench.figures import Figures, table
-from tunebench.sweep import POINT_S, sweep
-
-from fulltilt.timeline.session import Session
 
 PARTS = ("live", "study", "peers")
+PEERS = ("accelerate", "lightning", "loadtune")
+# Part → the seconds that it may take, and those without which it is not begun.
+LIMITS_S = {"live": (200.0, 120.0), "study": (160.0, 100.0), "peers": (50.0, 20.0)}
+# Before a part is ended for overrunning, it prints where each of its threads stands.
+LAST_WORDS_S = 4.0
 
 
 def main() -> int:
@@ -36,55 +40,90 @@ def main() -> int:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--jobs", default="cod,clip")
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--deadline-s", type=float, default=550.0)
-    parser.add_argument("--study-s", type=float, default=90.0)
-    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--deadline-s", type=float, default=530.0)
+    parser.add_argument("--study-s", type=float, default=75.0)
+    parser.add_argument("--out", type=Path, default=Path("tune.json"))
+    parser.add_argument("--child", nargs=3, metavar=("PART", "NAME", "FOLDER"), help=argparse.SUPPRESS)
+    parser.add_argument("--known", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.child:
+        return child(arguments)
+    figures = Figures(arguments.out, arguments.deadline_s, _read(arguments.out))
+    figures.note("machine", **versions(("torch", "timm", "transformers", "accelerate", "lightning", "loadtune")))
+    folder = Path(tempfile.mkdtemp(prefix="fulltilt-tune-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a time limit: the table is still printed
+    jobs = arguments.jobs.split(",")
+    try:
+        # What has a target comes first.
+        for part in (part for part in PARTS if part in arguments.parts.split(",")):
+            for name in PEERS if part == "peers" else jobs:
+                run(part, name, folder, figures, arguments)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        print(table(figures.all, jobs), flush=True)
+    return 0
+
+
+def run(part: str, name: str, folder: Path, figures: Figures, arguments: argparse.Namespace) -> None:
+    """Measure a part in a child and take its figures over."""
+    longest_s, least_s = LIMITS_S[part]
+    of = "peers" if part == "peers" else name
+    if not figures.has_time_for(of, f"{part}_{name}" if part == "peers" else part, 5.0 if arguments.small else least_s):
+        return
+    limit_s = min(longest_s, figures.left_s)
+    out = arguments.out.with_suffix(f".{part}-{name}.json")
+    flags = ["--out", str(out), "--known", str(arguments.out), "--deadline-s", f"{limit_s:.0f}"]
+    flags += ["--study-s", str(arguments.study_s), *(["--small"] if arguments.small else [])]
+    found, problem = measured_in_child(__file__, [*flags, "--child", part, name, str(folder)], out, limit_s)
+    figures.all.setdefault(of, {}).update(found.get(of, {}))
+    figures.note(of, **{f"{part}_{name}_problem" if part == "peers" else f"{part}_problem": problem})
+
+
+def child(arguments: argparse.Namespace) -> int:
+    """Measure one part in this process."""
+    part, name, folder = arguments.child[0], arguments.child[1], Path(arguments.child[2])
+    faulthandler.dump_traceback_later(max(arguments.deadline_s - LAST_WORDS_S, 1.0))
+    figures = Figures(arguments.out, arguments.deadline_s, _read(arguments.known))
+    import torch
+    from tunebench import job as jobs
+    from tunebench import live, peers, study
+    from tunebench.sweep import LONGEST_POINT_S, POINT_S, sweep, with_workers
+
     small = arguments.small or not torch.cuda.is_available()
     device = torch.device("cpu" if small else "cuda")
     if small:
         torch.set_num_threads(1)
-    cpus = len(os.sched_getaffinity(0))
-    counts = [1, 2, 4] if small else sorted({max(cpus * part // 16, 1) for part in (4, 6, 8, 10, 12, 14, 16)})
-    names, parts = arguments.jobs.split(","), arguments.parts.split(",")
-    figures = Figures(arguments.out, arguments.deadline_s)
-    folder = Path(tempfile.mkdtemp(prefix="fulltilt-tune-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
-    session = Session(torch, folder, time.perf_counter_ns())
-    session.install()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a time limit: the table is still printed
-    try:
-        for name in names:
-            measure(name, folder, session, device, counts, parts, figures, arguments.study_s, small)
-        if "peers" in parts and figures.has_time_for("peers", "peers", 45.0):
-            peers.measure(folder, figures, small)
-    finally:
+    if part == "peers":
+        peers.measure(name, folder, figures, small)
+        return 0
+    home = folder / name
+    (home / "pictures").mkdir(parents=True, exist_ok=True)
+    job = jobs.make(name, home / "pictures", device, small)
+    figures.note(name, batch_size=job.batch_size)
+    known = figures.all[name]
+    if part == "live" or "best_workers" not in known:
+        # A rehearsal's samples wait more than they compute: more workers than CPUs pay.
+        cpus = 4 if small else len(os.sched_getaffinity(0))
+        after_s = live.LIVE_S + LONGEST_POINT_S if part == "live" and not small else 0.0
+        best = sweep(job, device, cpus, figures, 1.0 if small else POINT_S, after_s)
+    else:
+        best = with_workers(known["best_workers"], device, known["best_prefetch"])
+    if part == "live":
+        from fulltilt.timeline.session import Session
+
+        session = Session(torch, folder, time.perf_counter_ns())
+        session.install()
+        live.measure(job, session, device, best, figures, small)
         session.finish()
-        shutil.rmtree(folder, ignore_errors=True)
-        print(table(figures.all, names), flush=True)
+    else:
+        budget_s = min(arguments.study_s, figures.left_s - study.AFTERWARDS_S)
+        study.measure(job, home, device, best, figures, budget_s, small)
     return 0
 
 
-def measure(
-    name: str,
-    folder: Path,
-    session: Session,
-    device: torch.device,
-    counts: list[int],
-    parts: list[str],
-    figures: Figures,
-    study_s: float,
-    small: bool,
-) -> None:
-    home = folder / name
-    (home / "pictures").mkdir(parents=True)
-    job = jobs.make(name, home / "pictures", device, small)
-    figures.note(name, batch_size=job.batch_size)
-    point_s = 1.5 if small else POINT_S
-    best = sweep(job, device, counts, figures, point_s)
-    if "live" in parts and figures.has_time_for(name, "live", live.LIVE_S + 2 * point_s):
-        live.measure(job, session, device, best, figures, small)
-    if "study" in parts and figures.has_time_for(name, "study", 0.7 * study_s):
-        study.measure(job, home, device, best, figures, study_s, small)
+def _read(path: Path) -> dict[str, dict[str, object]]:
+    """What is known already."""
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 if __name__ == "__main__":

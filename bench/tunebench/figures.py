@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import json
-import platform
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 
 class Figures:
     """Figures by job and name. ``deadline_s`` counts from the start of the process, imports included."""
 
-    def __init__(self, out: Path | None, deadline_s: float) -> None:
+    def __init__(self, out: Path, deadline_s: float, known: dict[str, dict[str, Any]] | None = None) -> None:
         self._out = out
         self._began_s = time.monotonic() - (time.time() - psutil.Process().create_time())
         self._deadline_s = deadline_s
-        on = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU"
-        self.all: dict[str, dict[str, Any]] = {
-            "machine": {
-                "gpu": on,
-                "cpus": psutil.cpu_count(),
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            }
-        }
+        self.all = known or {}
 
     def note(self, job: str, **figures: Any) -> None:
         """Write figures down at once."""
@@ -35,17 +25,25 @@ class Figures:
         for name, value in figures.items():
             shown = f"{value:,.3f}" if isinstance(value, float) else json.dumps(value)
             print(f"{self.passed_s:6.1f} s  {job:<5} {name:<32} {shown[:120]}", flush=True)
-        if self._out is not None:
-            self._out.write_text(json.dumps(self.all, indent=1) + "\n")
+        self.write()
+
+    def write(self) -> None:
+        """Have everything on disk."""
+        self._out.write_text(json.dumps(self.all, indent=1) + "\n")
 
     @property
     def passed_s(self) -> float:
         """Seconds since the process began."""
         return time.monotonic() - self._began_s
 
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline."""
+        return self._deadline_s - self.passed_s
+
     def has_time_for(self, job: str, what: str, seconds: float) -> bool:
         """Whether so many seconds are left; what is left out is noted."""
-        if self._deadline_s - self.passed_s >= seconds:
+        if self.left_s >= seconds:
             return True
         self.note(job, **{f"{what}_left_out": f"{seconds:.0f} s were not left of {self._deadline_s:.0f}"})
         return False

@@ -13,7 +13,7 @@ from tunebench.figures import Figures
 from tunebench.job import Job
 from tunebench.sweep import POINT_S, rate, rate_of, train, with_workers
 
-LIVE_S, LAST_S = 64.0, 10.0
+LIVE_S, LAST_S = 61.0, 12.0
 FIRST_MINUTES_S = 300.0
 NEAR = 0.95
 
@@ -32,12 +32,14 @@ def measure(
     again = rate(job, best, device, point_s)
     best_now = max(again, figures.all[job.name]["best_samples_per_s"])
     minute_s = min(60.0, live_s)
-    reached = job.batch_size * rate_of(moments, minute_s - last_s, minute_s)
+    workers = int(found["num_workers"])
+    reached = job.batch_size * rate_of(moments, minute_s - last_s, minute_s, workers)
     window_s = last_s / 2
     near = (
         moment
         for moment in moments
-        if moment > window_s and job.batch_size * rate_of(moments, moment - window_s, moment) >= NEAR * best_now
+        if moment > window_s
+        and job.batch_size * rate_of(moments, moment - window_s, moment, workers) >= NEAR * best_now
     )
     lost_s = _lost_s(record)
     figures.note(
@@ -46,7 +48,7 @@ def measure(
         live_best_again=again,
         live_samples_per_s=reached,
         live_over_best_after_60_s=reached / best_now,
-        live_over_best_at_the_end=job.batch_size * rate_of(moments, moments[-1] - last_s) / best_now,
+        live_over_best_at_the_end=job.batch_size * rate_of(moments, moments[-1] - last_s, workers=workers) / best_now,
         live_near_after_s=next(near, None),
         live_tuning_s=record.cost_s,
         live_lost_in_trials_s=lost_s,

@@ -24,13 +24,10 @@ FIRST_TRY = 2048
 WORKLOAD = Path(__file__).with_name("loadtune_workload.py")
 
 
-def measure(folder: Path, figures: Figures, small: bool) -> None:
-    """Each peer by name with what it found and its seconds; where it cannot be imported or fails, why."""
-    for name, peer in (("accelerate", _accelerate), ("lightning", _lightning), ("loadtune", _loadtune)):
-        if figures.has_time_for("peers", name, 0.0 if small else 15.0):
-            figures.note("peers", **{name: _guarded(peer, folder, small)})
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+def measure(name: str, folder: Path, figures: Figures, small: bool) -> None:
+    """What a peer found and its seconds; where it cannot be imported or fails, why."""
+    peer = {"accelerate": _accelerate, "lightning": _lightning, "loadtune": _loadtune}[name]
+    figures.note("peers", **{name: _guarded(peer, folder, small)})
 
 
 def _guarded(peer: Callable[[Path, bool], dict[str, Any]], folder: Path, small: bool) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,6 +25,9 @@ from tunebench.sweep import POINT_S, rate, with_workers
 # The full grid that people sweep: its best was measured in the sweep, where pinning and persistence are as recommended.
 WORKERS = (0, 1, 2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32)
 PREFETCH = (2, 4, 8)
+TURNS, TURN_S = 2, 12.0
+# One turn, and what starting the script anew takes.
+AFTERWARDS_S = 2 * TURN_S + 15.0
 JOB = Path(__file__).with_name("job.py")
 
 
@@ -55,7 +57,7 @@ def measure(
         quick if small else None,
     )
     try:
-        study.run(budget_s, lambda *_: None, lambda trial: print(_line(trial), flush=True))
+        study.run(budget_s, lambda *_: None, lambda trial: _note(figures, job, len(study.trials), trial))
     finally:
         study.close()
     study_s = time.monotonic() - began_s
@@ -67,28 +69,26 @@ def measure(
     chosen = Settings() if won is None else won.candidate
     in_force = next(trial.in_force for trial in study.trials if trial.settings == chosen and is_valid(trial))
     settings = with_workers(in_force.num_workers or 0, device, in_force.prefetch_factor or 2)
-    turns = [(rate(job, settings, device, point_s), rate(job, best, device, point_s)) for _ in range(2)]
+    figures.note(job.name, study_s=study_s, study_trials=len(study.trials), study_settings=rid_of_none(chosen))
+    turns: list[tuple[float, float]] = []
+    while len(turns) < TURNS and (not turns or figures.has_time_for(job.name, "study_turn", 2 * TURN_S)):
+        turns.append((rate(job, settings, device, point_s), rate(job, best, device, point_s)))
     # What a point of the grid takes: a trial that is measured to the end, as those that verify are.
     whole = [trial.wall_s for trial in study.trials if trial.wall_s and trial.purpose in ("start", "verify")]
     trial_s, points = fmean(whole), grid_size(device.type == "cuda")
-    started_s = _start_s()
     figures.note(
         job.name,
-        study_s=study_s,
-        study_trials=len(study.trials),
-        study_settings=rid_of_none(chosen),
         study_verified=None if won is None else [won.ratio, won.low, won.high],
         study_turns=turns,
         study_over_best=sum(ours for ours, _ in turns) / sum(theirs for _, theirs in turns),
         study_trial_s=trial_s,
-        script_start_s=started_s,
         grid_points=points,
         study_time_of_forked_grid=study_s / (points * trial_s),
-        study_time_of_grid=study_s / (points * (trial_s + started_s)),
     )
+    started_s = _start_s()
+    figures.note(job.name, script_start_s=started_s, study_time_of_grid=study_s / (points * (trial_s + started_s)))
 
 
-@cache
 def _start_s() -> float:
     """What the script needs before its first loader when it is started anew: imports, mostly."""
     began_s = time.monotonic()
@@ -97,6 +97,7 @@ def _start_s() -> float:
     return time.monotonic() - began_s
 
 
-def _line(trial: Trial) -> str:
+def _note(figures: Figures, job: Job, number: int, trial: Trial) -> None:
     shown = f"{trial.samples_per_s:.0f} samples/s" if trial.samples_per_s else f"{trial.state} {trial.note or ''}"
-    return f"          {trial.purpose:<7}{rid_of_none(trial.settings)}: {shown}, {trial.wall_s or 0:.1f} s"
+    line = f"{trial.purpose} {rid_of_none(trial.settings)}: {shown}, {trial.wall_s or 0:.1f} s"
+    figures.note(job.name, **{f"study_trial_{number}": line})

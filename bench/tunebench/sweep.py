@@ -1,4 +1,7 @@
-"""The exhaustive sweep: a job trained for a few seconds with each number of workers, in this process."""
+"""The exhaustive sweep: a job trained for some seconds with each number of workers, in this process.
+
+A loader with w workers gives its batches in bursts of w: the first one is not counted, and only whole ones are.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,10 @@ from torch.utils.data import DataLoader
 from tunebench.figures import Figures
 from tunebench.job import Job
 
-POINT_S = 3.5
-# The part of a point that is not counted: workers start, and what they made meanwhile is consumed.
-SETTLING = 0.35
+POINT_S = 3.0
+# A point whose bursts take long ends after the one that is under way.
+LONGEST_POINT_S = 15.0
+WARM_UP_BURSTS, LEAST_BURSTS = 1, 2
 
 
 def train(job: Job, settings: dict[str, Any], device: torch.device, seconds: float) -> Iterator[float]:
@@ -23,25 +27,44 @@ def train(job: Job, settings: dict[str, Any], device: torch.device, seconds: flo
     began_s = time.perf_counter()
     for number, batch in enumerate(loader):
         job.step([part.to(device, non_blocking=True) for part in batch])
-        if device.type == "cuda" and number % 16 == 0:
-            torch.cuda.synchronize()
+        if number % 16 == 0:
+            drain(device)
         now_s = time.perf_counter() - began_s
         yield now_s
         if now_s > seconds:
             return
 
 
-def rate_of(moments: list[float], since_s: float, until_s: float = float("inf")) -> float:
-    """Batches a second between two moments."""
+def drain(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def rate_of(moments: list[float], since_s: float, until_s: float = float("inf"), workers: int = 0) -> float:
+    """Batches a second between two moments, over whole bursts of so many workers; 0.0 where there is none."""
     inside = [moment for moment in moments if since_s <= moment <= until_s]
-    return (len(inside) - 1) / (inside[-1] - inside[0]) if len(inside) > 2 else 0.0
+    burst = max(workers, 1)
+    batches = (len(inside) - 1) // burst * burst
+    return batches / (inside[batches] - inside[0]) if batches > 0 else 0.0
 
 
 def rate(job: Job, settings: dict[str, Any], device: torch.device, seconds: float) -> float:
-    """Samples a second with these settings of the loader, from the first batch on."""
-    moments = list(train(job, settings, device, seconds))
-    first = moments[0]
-    return job.batch_size * rate_of(moments, first + SETTLING * (moments[-1] - first))
+    """Samples a second with these settings of the loader."""
+    burst = max(settings["num_workers"], 1)
+    counted_s, batches = 0.0, 0
+    for number, _ in enumerate(train(job, settings, device, float("inf")), start=1 - WARM_UP_BURSTS * burst):
+        if number % burst or number < 0:
+            continue
+        drain(device)
+        now_s = time.perf_counter()
+        if number == 0:
+            began_s = now_s
+            continue
+        counted_s, batches = now_s - began_s, number
+        if counted_s >= LONGEST_POINT_S or (counted_s >= seconds and number >= LEAST_BURSTS * burst):
+            break
+    return job.batch_size * batches / counted_s
 
 
 def with_workers(workers: int, device: torch.device, prefetch: int = 2) -> dict[str, Any]:
@@ -52,20 +75,30 @@ def with_workers(workers: int, device: torch.device, prefetch: int = 2) -> dict[
     return {"num_workers": workers, "prefetch_factor": prefetch, "persistent_workers": True, **pin}
 
 
-def sweep(job: Job, device: torch.device, counts: list[int], figures: Figures, point_s: float) -> dict[str, Any]:
-    """The best settings of all that were measured: every number of workers, and a deeper queue at the best of them."""
+def sweep(
+    job: Job, device: torch.device, cpus: int, figures: Figures, point_s: float, reserve_s: float
+) -> dict[str, Any]:
+    """The best settings of all that were measured: numbers of workers up to the CPUs, those beside the best of them,
+    and a deeper queue there. ``reserve_s`` are left for what comes after it."""
     rates: dict[tuple[int, int], float] = {}
+
+    def point(workers: int, prefetch: int = 2) -> None:
+        has_time = not rates or figures.has_time_for(job.name, f"sweep_{workers}x{prefetch}", reserve_s + 4 * point_s)
+        if workers > 0 and (workers, prefetch) not in rates and has_time:
+            rates[workers, prefetch] = rate(job, with_workers(workers, device, prefetch), device, point_s)
+            figures.note(job.name, **{f"sweep_{workers}x{prefetch}": rates[workers, prefetch]})
+
+    def best_workers() -> int:
+        return max(rates, key=rates.__getitem__)[0]
+
     job.data[0]  # imports what decodes, which each forked worker would otherwise do for itself
-    rate(job, with_workers(counts[-1], device), device, point_s / 2)  # the first steps choose kernels
-    for workers in counts:
-        rates[workers, 2] = rate(job, with_workers(workers, device), device, point_s)
+    rate(job, with_workers(cpus // 2, device), device, point_s / 2)  # the first steps choose kernels
+    for part in (8, 12, 4, 16):
+        point(max(cpus * part // 16, 1))
+    step = max(cpus // 8, 1)
+    for workers in (best_workers() - step, best_workers() + step):
+        point(workers)
+    point(best_workers(), 4)
     best = max(rates, key=rates.__getitem__)
-    rates[best[0], 4] = rate(job, with_workers(best[0], device, 4), device, point_s)
-    best = max(rates, key=rates.__getitem__)
-    figures.note(
-        job.name,
-        sweep={f"{workers} workers, prefetch {prefetch}": value for (workers, prefetch), value in rates.items()},
-        best_workers=best[0],
-        best_samples_per_s=rates[best],
-    )
+    figures.note(job.name, best_workers=best[0], best_prefetch=best[1], best_samples_per_s=rates[best])
     return with_workers(best[0], device, best[1])
