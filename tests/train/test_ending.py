@@ -1,4 +1,4 @@
-"""How a run ends for its user, where no fault of the catalogue is behind it."""
+"""What a user reads of a run that goes wrong, where no fault of the catalogue is behind it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import io
 from pathlib import Path
 
 import pytest
+import torch
 
 from fulltilt.train import checkpoint
 from fulltilt.train.ending import exit_code_of
+from fulltilt.train.sources import BatchSource
 
 
 def test_a_path_that_may_not_be_looked_at_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,3 +26,15 @@ def test_a_path_that_may_not_be_looked_at_is_named(tmp_path: Path, monkeypatch: 
         f"fulltilt: cannot use {closed}: Permission denied",
         "  Give another path, or permission to use it.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "names"),
+    [
+        (1, ["batch 2 of epoch 1", "batch 3 of epoch 1", "batch 4 of epoch 1"]),
+        (2, ["batches 2 to 3 of epoch 1", "batch 4 of epoch 1"]),
+    ],
+)
+def test_batches_are_named_as_the_progress_bar_counts(accumulation: int, names: list[str]) -> None:
+    steps = BatchSource([torch.zeros(2, 3)] * 4, accumulation, world=1).steps(epoch=0, consumed=1)
+    assert [step.names() for step in steps] == names

@@ -191,7 +191,9 @@ class BatchSource:
                 samples = sum(counts_of_all(samples))
             if not samples:
                 return
-            span = f"batches {consumed} to {consumed + len(taken) - 1} of epoch {epoch}"
+            # Counted from one, as the progress bar counts.
+            numbers = f"es {consumed + 1} to {consumed + len(taken)}" if len(taken) > 1 else f" {consumed + 1}"
+            span = f"batch{numbers} of epoch {epoch + 1}"
             consumed += len(taken)
             yield StepData(taken, samples, consumed, lambda span=span: span)  # type: ignore[misc]
 

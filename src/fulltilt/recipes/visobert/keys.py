@@ -51,23 +51,27 @@ _DONE_ANYWAY = {
 
 
 def translate(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe's keys for a config that may use Hugging Face's. Raises UsageError for one thing said twice."""
+    """The recipe's keys for a config that may use Hugging Face's. Raises UsageError listing all that is wrong."""
     values: dict[str, Any] = {}
+    problems: list[str] = []
     for key, value in given.items():
         if key in ("fp16", "bf16") and type(value) is not bool:
-            raise UsageError(f"{key}: should be true or false, not {value!r}")
+            problems.append(f"{key}: should be true or false, not {value!r}")
         if key in ("fp16", "bf16") or key in _DONE_ANYWAY:
             continue
         if key not in _SAME_THING and (close := difflib.get_close_matches(key[:80], _SAME_THING, n=1, cutoff=0.9)):
-            raise UsageError(f"{key}: there is no such setting; did you mean {close[0]}?")
+            problems.append(f"{key}: there is no such setting; did you mean {close[0]}?")
+            continue
         name = _SAME_THING.get(key, key)
         if name in values:
-            raise UsageError(f"{key} says again what another key says", f"Give only one of them; here it is {name}.")
+            problems.append(f"{key} says again what another key says; give only one of them (here it is {name})")
         values[name] = _converted(key, value)
     if "fp16" in given or "bf16" in given:
         if "precision" in values or (given.get("fp16") and given.get("bf16")):
-            raise UsageError("fp16, bf16 and precision exclude each other", "Give only one of them.")
+            problems.append("fp16, bf16 and precision exclude each other; give only one of them")
         values["precision"] = "fp16" if given.get("fp16") else "bf16" if given.get("bf16") else "fp32"
+    if problems:
+        raise UsageError("\n".join(problems))
     unused = [key for key in given if key in _DONE_ANYWAY]
     if unused:
         print(f"Not needed here: {', '.join(unused)} (logging, evaluating and saving are done anyway)", file=sys.stderr)
