@@ -298,13 +298,23 @@ def test_a_loader_made_for_each_pass_should_be_made_once(persistent: bool) -> No
     passing = loader(num_workers=2, passes=41, constructed=41, restart_s=40.0, persistent_workers=persistent)
     finding = found(epoch_restart(gather(run_of(rank(loaders=(passing,)), epoch_turnover=40.0, compute=60.0))))
     assert finding.evidence[2] == "its 2 workers are started anew for each pass (the DataLoader is made 41 times)"
-    assert finding.fix.startswith("Make the loader at train.py:31 once, before the loop over epochs")
+    assert finding.fix == (
+        "Keep the workers alive at train.py:31: DataLoader(..., num_workers=2, persistent_workers=True), "
+        "made once before the loop over epochs."
+    )
+
+
+def test_the_first_workers_of_a_loader_made_for_each_pass_need_one_that_stays() -> None:
+    once = found(input_serial(gather(serial(passes=10))))
+    anew = found(input_serial(gather(serial(passes=10, constructed=10))))
+    assert "made once before the loop over epochs" not in once.fix
+    assert "persistent_workers=True), made once before the loop over epochs" in anew.fix
 
 
 def test_a_loader_for_each_fold_is_not_a_loader_for_each_pass() -> None:
     passing = loader(num_workers=2, passes=40, constructed=4, restart_s=40.0)
     finding = found(epoch_restart(gather(run_of(rank(loaders=(passing,)), epoch_turnover=40.0, compute=60.0))))
-    assert finding.fix.startswith("Keep the workers alive")
+    assert finding.fix.endswith("persistent_workers=True).")
 
 
 def test_passes_without_workers_should_be_longer() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fulltilt.diagnose.evidence import Evidence
 from fulltilt.diagnose.gains import amdahl, by_removing, gain
 from fulltilt.diagnose.rules.staffing import gain_without_wait, workers_unmeasured
-from fulltilt.diagnose.rules.wording import Judgement, Severity, at, found, rewritten, time_spent
+from fulltilt.diagnose.rules.wording import Judgement, Severity, at, found, made_for_each_pass, rewritten, time_spent
 from fulltilt.diagnose.supply import Limit, Supply
 from fulltilt.diagnose.words import count, number, percent, seconds, size
 from fulltilt.records import Abstention, LoaderRecord
@@ -82,15 +82,12 @@ def epoch_restart(evidence: Evidence) -> Judgement:
         time_spent(evidence, "starting passes over the data", turnover_s),
         f"{loader.passes} passes, {seconds(turnover_s / restarts)} for each new one",
     ]
-    # Workers live no longer than their DataLoader, whatever its arguments. A fold or a stage may make its own.
-    made_anew = loader.made_by is None and loader.constructed > max(1, loader.passes / 2)
+    made_anew = made_for_each_pass(loader)
     if loader.num_workers > 0 and (made_anew or not loader.persistent_workers):
         why = f"the DataLoader is made {loader.constructed} times" if made_anew else "persistent_workers=False"
         facts.append(f"its {count('worker', loader.num_workers)} are started anew for each pass ({why})")
         call = rewritten(evidence, loader, num_workers=loader.num_workers, persistent_workers=True)
         fix = f"Keep the workers alive{at(loader.where)}: {call}."
-        if made_anew:
-            fix = f"Make the loader{at(loader.where)} once, before the loop over epochs, and keep its workers: {call}."
         if loader.start_method == "spawn":
             fix += " They are spawned, so each start imports the script and its modules again."
     else:

@@ -92,4 +92,14 @@ def rewritten(evidence: Evidence, loader: LoaderRecord, **changes: int | bool) -
         return f"{settings} in the training's settings"
     if evidence.on_gpu and not loader.pin_memory:
         changes = {**changes, "pin_memory": True}
-    return f"DataLoader(..., {', '.join(f'{name}={value}' for name, value in changes.items())})"
+    call = f"DataLoader(..., {', '.join(f'{name}={value}' for name, value in changes.items())})"
+    once = "persistent_workers" in changes and made_for_each_pass(loader)
+    return f"{call}, made once before the loop over epochs" if once else call
+
+
+def made_for_each_pass(loader: LoaderRecord) -> bool:
+    """Whether the script makes the loader anew for each pass: workers live no longer than it, whatever its arguments.
+
+    Making one for each fold or stage, for many passes, is another thing.
+    """
+    return loader.made_by is None and loader.constructed > max(1, loader.passes / 2)
