@@ -138,3 +138,11 @@ def test_lines_of_loading_without_workers_are_not_said_to_be_theirs():
     alone = replace(staffed, loaders=tuple(replace(loader, num_workers=0) for loader in staffed.loaders))
     assert fetching_title(staffed) == "Inside the workers"
     assert fetching_title(alone) == "Inside the loading"
+
+
+def test_a_command_can_be_typed_again_as_it_is_shown():
+    run, diagnosis = examples.starved()
+    raw = io.StringIO()
+    command = ("train.py", "--out", "my runs", "--lr=0.1")
+    show(Console(file=raw, width=120, _environ={}), [(replace(run, run=replace(run.run, command=command)), diagnosis)])
+    assert "train.py --out 'my runs' --lr=0.1" in raw.getvalue()

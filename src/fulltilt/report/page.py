@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import shlex
 from collections.abc import Sequence
 from functools import cache
 from importlib import resources
@@ -70,7 +71,7 @@ def _verdict(run: Run, diagnosis: Diagnosis) -> Markup:
         element(
             "p",
             element("b", record.name),
-            element("code", " ".join(record.command)),
+            element("code", shlex.join(record.command)),
             element("span", record.started_at),
             element("span", wording.ended(record)),
             class_="identity",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -59,7 +60,7 @@ def _show_head(console: Console, run: Run, diagnosis: Diagnosis) -> None:
     record = run.run
     console.print()
     console.rule(Text(clean(record.name), "bold"), style="dim")
-    console.print(Text(one_line(" ".join(record.command)), "dim", no_wrap=True, overflow="ellipsis"))
+    console.print(Text(one_line(shlex.join(record.command)), "dim", no_wrap=True, overflow="ellipsis"))
     console.print(Text(f"{clean(record.started_at)} · {wording.ended(record)}", "dim"))
     if record.state == "running":
         console.print(Text(wording.NO_END_YET, "yellow"))
