@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
+import io
 import json
 import multiprocessing
 import os
@@ -236,6 +238,24 @@ def test_what_cannot_be_fingerprinted_lives_for_one_run(cache_dir):
         _, loader = _run_pixels(dataset, cache_dir)
     assert "for this run only" in opened(loader)
     assert list_caches(cache_dir) == []
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_cache_of_files_that_no_attribute_names_lives_for_one_run(files, cache_dir, monkeypatch, workers):
+    """The folder stands in the environment alone: that one file of many changed, the next run could not know."""
+
+    def draw(index):
+        path = Path(os.environ["WHERE_THE_DATA_LIES"]) / names[index]
+        return torch.tensor(list(path.read_bytes()[:1]))
+
+    original = builtins.open
+    names = sorted(path.name for path in Path(files).iterdir())
+    monkeypatch.setenv("WHERE_THE_DATA_LIES", str(files))
+    with feed.loader(Drawn(draw, len(names)), 4, num_workers=workers, residency="disk", cache_dir=cache_dir) as loader:
+        list(loader)
+        assert any(f"{names[0]}, which no attribute of the data set names, cannot" in note for note in loader.notes)
+    assert not list_caches(cache_dir)
+    assert builtins.open is io.open is original
 
 
 def test_a_complete_cache_may_lie_where_nothing_can_be_written(files, cache_dir, monkeypatch):

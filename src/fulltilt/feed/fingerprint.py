@@ -48,15 +48,19 @@ class Fingerprint:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def fingerprint(dataset: Any, *, first_part: Iterable[Any] = ()) -> Fingerprint:
-    """The fingerprint of ``dataset``; of a cut transform list only ``first_part`` counts."""
-    walk = _Walk()
+def fingerprint(dataset: Any, *, first_part: Iterable[Any] = (), opened: Iterable[str] = ()) -> Fingerprint:
+    """The fingerprint of ``dataset``; of a cut transform list only ``first_part`` counts.
+
+    ``opened`` are files that it is known to read. If it names one of them nowhere, nobody can tell when others change.
+    """
+    walk = _Walk(unnamed=set(opened))
     first_part = list(first_part)
     if first_part:
         walk.skip_transform_lists = True
         walk.visit(first_part, 0)
     walk.visit(dataset, 0)
     walk.values.update(f"length {len(dataset)}".encode())
+    walk.unreadable += [f"{path}, which no attribute of the data set names," for path in sorted(walk.unnamed)]
     versions = [f"python {sys.version_info.major}.{sys.version_info.minor}"]
     for library in _LIBRARIES:
         try:
@@ -84,6 +88,7 @@ class _Walk:
     values: Any = field(default_factory=_digest)
     unreadable: list[str] = field(default_factory=list)
     first_path: str | None = None
+    unnamed: set[str] = field(default_factory=set)
     skip_transform_lists: bool = False
     _seen: dict[int, tuple[int, Any]] = field(default_factory=dict)
     _folders: set[str] = field(default_factory=set)
@@ -271,6 +276,7 @@ class _Walk:
         # The time of the last change of any kind as well: a copy with the old size and the old time is another file.
         line = f"{path} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}\n"
         self.files.update(line.encode("utf-8", "surrogateescape"))
+        self.unnamed.discard(path)
 
     def _tensor(self, tensor: torch.Tensor) -> None:
         self._value(f"tensor {tensor.dtype} {tuple(tensor.shape)}")

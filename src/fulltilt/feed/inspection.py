@@ -11,6 +11,7 @@ from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.apart import apart
 from fulltilt.feed.bad_samples import Policy, stopped_by
 from fulltilt.feed.generators import Generators
+from fulltilt.feed.opened import files_opened
 from fulltilt.feed.order import spread
 from fulltilt.feed.randomness import counting_reason, first_reason
 from fulltilt.feed.readers import Failure, name_of
@@ -25,13 +26,17 @@ class ShapesDiffer(DataError):  # noqa: N818 - as all errors of this project
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found. ``layout`` None: served by a stock DataLoader. ``kept`` is the layout before the cut."""
+    """What was found. ``layout`` None: served by a stock DataLoader. ``kept`` is the layout before the cut.
+
+    ``opened`` are the files that the samples drawn were read from.
+    """
 
     layout: Layout | None
     random_because: str | None = None
     unstorable_because: str | None = None
     split: Split | None = None
     kept: Layout | None = None
+    opened: frozenset[str] = frozenset()
 
 
 def inspect(dataset: Any, *, checks: int = 8, policy: Policy = "stop", workers: int = 0) -> Inspection:
@@ -49,7 +54,8 @@ def inspect(dataset: Any, *, checks: int = 8, policy: Policy = "stop", workers: 
 def _look(dataset: Any, samples: int, checks: int, policy: Policy) -> Inspection:
     generators = Generators(dataset)
     with untouched(dataset, generators):
-        drawn = _draw(dataset, samples, checks, policy)
+        with files_opened() as opened:
+            drawn = _draw(dataset, samples, checks, policy)
         indices = list(drawn)
         try:
             layout = layout_of(drawn[indices[0]])
@@ -61,7 +67,7 @@ def _look(dataset: Any, samples: int, checks: int, policy: Policy) -> Inspection
         random_because = first_reason(lambda index: dataset[index], indices, generators)
         random_because = random_because or counting_reason(lambda index: dataset[index], indices[0], generators)
         if random_because is None:
-            return Inspection(layout)
+            return Inspection(layout, opened=frozenset(opened))
         split = find_split(dataset, indices, generators)
         if split is None:
             return Inspection(layout, random_because)

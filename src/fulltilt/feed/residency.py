@@ -169,7 +169,7 @@ class Residence:
             store.pinned = tier == "pinned" and pin(rows, self.device, store)
             return store, ""
         if tier == "disk":
-            made_from = fingerprint(self.dataset)
+            made_from = fingerprint(self.dataset, opened=self.found.opened)
             store, how = open_cache(
                 self._cache_dir, made_from, layout, self.samples, limit_bytes=self._cache_limit_bytes
             )
