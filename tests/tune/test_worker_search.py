@@ -14,8 +14,9 @@ from fulltilt.tune.bracket import Bracket
 from fulltilt.tune.live.controller import Settle, Situation, decide, pays
 from fulltilt.tune.live.room import Room
 from fulltilt.tune.live.window import Knobs, Seen
-from fulltilt.tune.space import Space
+from fulltilt.tune.space import Space, streams_alone
 from fulltilt.tune.verify import winner
+from tests.diagnose.examples import loader
 from tests.tune.simulated import CLIP, COD, Job, study
 
 # What watching the start and each move take on a GPU machine at worst, and what of a move is the new pool's own.
@@ -144,3 +145,19 @@ def test_a_single_worker_is_tried_where_more_of_them_are_slower_than_the_trainin
 
 def test_more_workers_than_there_is_room_for_lead_back_into_it() -> None:
     assert Bracket({8: 100.0}, 2).next_count() == 2
+
+
+def test_a_stream_without_workers_gets_none() -> None:
+    """Each worker would give every sample: it was verified to be 2.1 × as fast, as the same training."""
+    job = Job(COD, ceiling=900.0, start=Settings(num_workers=0, batch_size=64))
+    assert winner(study(job, Space(16))) is not None
+    assert [trial.purpose for trial in study(job, Space(16, workers_stay=True))] == ["start"]
+
+
+@pytest.mark.parametrize(
+    ("iterable", "workers", "alone"), [(True, 0, True), (True, 1, True), (True, 4, False), (False, 0, False)]
+)
+def test_a_stream_that_several_workers_share_already_is_made_for_them(
+    iterable: bool, workers: int, alone: bool
+) -> None:
+    assert streams_alone(loader(iterable=iterable, num_workers=workers)) is alone

@@ -17,9 +17,16 @@ from fulltilt.timeline.overrides import LOADER
 from fulltilt.tune.learning_rate import CONTRASTIVE_WARNING, looks_contrastive, looks_deeply_supervised
 from fulltilt.tune.solutions import by_hand, solutions
 from fulltilt.tune.source_patch import WriteYourself, apply_change, propose
-from fulltilt.tune.space import loader_settings, rid_of_none
+from fulltilt.tune.space import loader_settings, rid_of_none, streams_alone
 from fulltilt.tune.study import StudyRecord
-from fulltilt.tune.table import nothing_tried_sentence, show_arithmetic, show_solutions, show_trials, verdict_sentence
+from fulltilt.tune.table import (
+    nothing_tried_sentence,
+    show_arithmetic,
+    show_solutions,
+    show_trials,
+    verdict_sentence,
+    workers_stay_sentence,
+)
 from fulltilt.tune.trials import is_valid
 from fulltilt.tune.verify import candidates, compare, winner
 
@@ -50,6 +57,8 @@ def end_study(record: StudyRecord, trials: Sequence[Trial], folder: Path, apply:
     looked_faster = next(iter(candidates(trials)), None)
     best = won or (tested[0] if tested else None)
     verdict = nothing_tried_sentence(trials, stopped) or verdict_sentence(best, looked_faster, stopped)
+    if streams_alone(record.loader) and (sentence := workers_stay_sentence(trials)) is not None:
+        verdict = sentence if nothing_tried_sentence(trials) else f"{verdict} {sentence}"
     console.print(Text(verdict))
     for name in (SETTINGS_FILE, DIFF_FILE):
         (folder / name).unlink(missing_ok=True)  # of an earlier answer

@@ -53,7 +53,7 @@ def conduct(
     finally:
         screen.close()
         study.close()
-    if stopped or next_step(study.trials, space, math.inf) is not None:
+    if stopped or next_step(study.trials, study.space, math.inf) is not None:
         why = "stopped" if stopped else "the time was over before everything was tried"
         allowed = ["--allow", ",".join(sorted(allow))] if allow else []
         again = shlex.join(["fulltilt", "tune", "--out", str(folder), *allowed, *arguments])

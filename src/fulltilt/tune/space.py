@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
 from fulltilt.errors import UsageError
-from fulltilt.records import Settings, Trial
+from fulltilt.records import LoaderRecord, Settings, Trial
 
 # Settings that change what is trained; each is tried only when the user names it.
 ALLOWABLE = ("batch", "accumulation", "precision", "compile")
@@ -16,11 +16,15 @@ MOST_WORKERS = 64
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """``memory_bytes`` is what a trial may hold in RAM, ``allow`` what the user has allowed beyond the same math."""
+    """``memory_bytes`` is what a trial may hold in RAM, ``allow`` what the user has allowed beyond the same math.
+
+    ``workers_stay``: another number of them could change what is trained.
+    """
 
     usable_cpus: float
     allow: frozenset[str] = frozenset()
     memory_bytes: int | None = None
+    workers_stay: bool = False
 
     @property
     def most_workers(self) -> int:
@@ -44,6 +48,11 @@ def parse_allow(text: str) -> frozenset[str]:
             "--allow accumulation changes the batch that the loader gives", "Allow both: --allow batch,accumulation"
         )
     return frozenset(names)
+
+
+def streams_alone(loader: LoaderRecord | None) -> bool:
+    """Whether a loader draws from a stream that may not be made for several workers: each would give all of it."""
+    return loader is not None and loader.iterable and loader.num_workers <= 1
 
 
 def loader_settings(settings: Settings) -> Settings:

@@ -25,7 +25,7 @@ from fulltilt.tune.interval import Patience
 from fulltilt.tune.outcome import Attempt, conclude
 from fulltilt.tune.processes import AnewStarts, ForkedStarts, RecipeStarts, Starts
 from fulltilt.tune.source_patch import fingerprint, source_file
-from fulltilt.tune.space import Space
+from fulltilt.tune.space import Space, streams_alone
 from fulltilt.tune.template import CANNOT_FORK
 from fulltilt.tune.trial_run import Limits, run_trial
 from fulltilt.tune.trials import best_of, rate
@@ -114,12 +114,17 @@ class Study:
 
     # ------------------------------------------------------------------ trials
 
+    @property
+    def space(self) -> Space:
+        """What may be tried, by what is known of the job so far."""
+        return replace(self._space, workers_stay=streams_alone(self.record.loader))
+
     def run(self, budget_s: float, trying: Callable[[Attempt, float], None], tried: Callable[[Trial], None]) -> None:
         """Make trials until nothing is left to learn or the budget is spent. Ctrl-C is raised."""
         deadline = time.monotonic() + budget_s
         while True:
             left_s = deadline - time.monotonic()
-            attempt = next_step(self.trials, self._space, left_s)
+            attempt = next_step(self.trials, self.space, left_s)
             if attempt is None:
                 return
             limits = Limits(time_limit_s(self.trials, left_s, self._trial_limit_s), self._space.memory_bytes)

@@ -115,6 +115,17 @@ def nothing_tried_sentence(trials: Sequence[Trial], stopped: bool = False) -> st
     return "Nothing else was tried: the time was over. Give it more with --budget."
 
 
+def workers_stay_sentence(trials: Sequence[Trial]) -> str | None:
+    """Why a stream that waits for data got no workers; None where it does not wait."""
+    start = start_of(trials)
+    if start is None or (start.data_wait_share or 0.0) < WAITS:
+        return None
+    return (
+        "Other numbers of workers were not tried: each of them would give every sample of an IterableDataset, unless "
+        "that splits the work by torch.utils.data.get_worker_info(). Where it does, set num_workers=2 and tune again."
+    )
+
+
 def progress_line(number: int, trial: Trial, best: Trial | None) -> str:
     """A trial that has ended, in a line."""
     shown = trial.in_force if is_valid(trial) else None

@@ -21,7 +21,7 @@ def next_workers(trials: Sequence[Trial], space: Space) -> Attempt | None:
     """The next number of workers: half of the CPUs, then beside the best; None when the loader is fast enough."""
     start = start_of(trials)
     assert start is not None
-    if (start.data_wait_share or 0.0) < WAITS or start.in_force.num_workers is None:
+    if space.workers_stay or (start.data_wait_share or 0.0) < WAITS or start.in_force.num_workers is None:
         return None
     searched = [trial for trial in trials if trial.purpose != "verify"]
     seen = [t for t in searched if is_loader_only(t.settings) and not t.settings.prefetch_factor]
