@@ -75,7 +75,7 @@ def test_mistakes_are_told_with_file_key_and_row(tmp_path: Path) -> None:
         return text
 
     assert "does not exist" in told(UsageError, tmp_path / "nowhere")
-    assert "holds no HDF5 file" in told(UsageError)
+    assert "holds no HDF5 file" in told(DataError)
     file = write(tmp_path / "a.h5")
     text = told(UsageError, features="mfcc")
     assert f"{file} has no key 'mfcc'" in text

@@ -64,14 +64,14 @@ def look(folder: Path, options: Options) -> Found:
 
 
 def hdf5_files(folder: Path) -> list[Path]:
-    """The HDF5 files of a folder and of its folders, sorted; a file stands for itself. Raises UsageError for none."""
+    """The HDF5 files of a folder and of its folders, sorted; a file stands for itself. Raises DataError for none."""
     if folder.is_file():
         return [folder]
     if not folder.is_dir():
         raise UsageError(f"the data folder {folder} does not exist", "Give a folder of .h5 files with --data.")
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES and path.is_file())
     if not files:
-        raise UsageError(f"{folder} holds no HDF5 file", f"Their names end in {', '.join(sorted(_SUFFIXES))}.")
+        raise DataError(f"{folder} holds no HDF5 file", f"Their names end in {', '.join(sorted(_SUFFIXES))}.")
     return files
 
 

@@ -73,7 +73,7 @@ def _file(folder: Path, names: tuple[str, ...]) -> Path | None:
             if (path := there.get(f"{name}{suffix}")) is not None:
                 return path
     if names == _TRAIN:
-        raise UsageError(f"{folder} has no train file", f"It is called train, and ends in {', '.join(_SUFFIXES)}.")
+        raise DataError(f"{folder} has no train file", f"It is called train, and ends in {', '.join(_SUFFIXES)}.")
     return None
 
 
