@@ -191,11 +191,11 @@ def test_a_terminal_that_was_closed_does_not_stop_the_training(tmp_path: Path) -
     assert (tmp_path / "metrics.csv").exists()
 
 
-def test_a_terminal_without_unicode_gets_question_marks() -> None:
+def test_a_terminal_without_unicode_gets_plain_characters() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
     Terminal(stream).line("Epoch 1/2 [██··]  50%")
-    assert raw.getvalue() == b"Epoch 1/2 [????]  50%\n"
+    assert raw.getvalue() == b"Epoch 1/2 [##--]  50%\n"
 
 
 # --------------------------------------------------------------------------- trackers
