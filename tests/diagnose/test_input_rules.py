@@ -6,10 +6,11 @@ import pytest
 from fulltilt.diagnose.evidence import Evidence, gather
 from fulltilt.diagnose.rules.delivery import epoch_restart, input_handover, shm_small
 from fulltilt.diagnose.rules.input import input_cpu_bound, input_io_bound, input_serial
+from fulltilt.diagnose.rules.staffing import plan_workers
 from fulltilt.diagnose.rules.wording import Judgement
 from fulltilt.diagnose.supply import Limit
 from fulltilt.records import Abstention, Finding, HotLine, Run, StorageReading
-from tests.diagnose.examples import BATCH, gpu_rank, loader, machine, rank, run_of, spans_of, workers
+from tests.diagnose.examples import BATCH, STEPS, gpu_rank, loader, machine, rank, run_of, spans_of, workers
 
 INPUT_RULES = (input_serial, input_cpu_bound, input_io_bound, input_handover)
 
@@ -161,6 +162,18 @@ def test_one_of_several_loaders_is_not_measured_by_the_rate_of_the_job() -> None
     assert finding.predicted_speedup == (1.0, 2.63)
     assert finding.fix.startswith("Set num_workers=32 at train.py:31"), "it sleeps: four for each of 8 CPUs"
     assert "would hide it" not in finding.fix
+
+
+def test_the_workers_of_one_of_several_loaders_are_planned_from_its_own_rate() -> None:
+    """With eight samples of the others for one of its own, 164 workers were said to hide what 19 would."""
+    slow = loader(num_workers=2, wait_s=62.0, batch_size=BATCH // 8, samples=STEPS * BATCH // 8)
+    made = rank(loaders=(slow, loader(loader_id=2, num_workers=2)), workers=(workers(),))
+    several = plan_workers(gather(run_of(made, data_wait=62.0, compute=38.0)))
+    made = rank(loaders=(loader(num_workers=2),), workers=(workers(),))
+    alone = plan_workers(gather(run_of(made, data_wait=62.0, compute=38.0)))
+    assert several is not None
+    assert alone is not None
+    assert several.needed == pytest.approx(alone.needed, abs=1)
 
 
 def test_an_iterable_that_the_script_has_measured_is_no_data_loader() -> None:

@@ -33,7 +33,7 @@ def plan_workers(evidence: Evidence) -> Staffing | None:
     Nor is there a plan for the first workers of one of several training loaders: what it gives alone cannot be compared
     with the rate of the whole job.
     """
-    supply, rate = evidence.supply, evidence.delivered_samples_per_s
+    supply, rate = evidence.supply, _delivered_by_loader(evidence)
     if supply is None or not rate or (supply.workers == 0 and _several_loaders(evidence)):
         return None
     limits = evidence.thresholds
@@ -54,6 +54,14 @@ def plan_workers(evidence: Evidence) -> Staffing | None:
     least, most = min(low, cautious) * (1 - limits.rate_error), min(high, hopeful) * (1 + limits.rate_error)
     predicted = by_speeding_up(evidence.active_share(evidence.drawing_s), *gain(least, most, cap=unhindered))
     return Staffing(supply.workers, needed, allowed, advised, predicted)
+
+
+def _delivered_by_loader(evidence: Evidence) -> float | None:
+    """Samples a second that the loader in question delivers: of several, its own and not those of the others."""
+    loader = evidence.loader
+    if loader is None or not _several_loaders(evidence):
+        return evidence.delivered_samples_per_s
+    return loader.samples / evidence.drawing_s if loader.samples and evidence.drawing_s > 0 else None
 
 
 def unplanned_workers(evidence: Evidence) -> int:
