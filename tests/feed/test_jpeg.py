@@ -103,6 +103,10 @@ def test_rates_are_measured_on_the_files_themselves(files: list[Path]) -> None:
 def test_mistakes_are_told(files: list[Path], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="12 files and 1 others"):
         feed.jpeg(files, (16, 20), [1])
+    with pytest.raises(UsageError, match="has to be a list of files"):
+        feed.jpeg("pictures", (8, 8))
+    with pytest.raises(UsageError, match=r"has to be \(height, width\)"):
+        feed.jpeg(["a.jpg"], 8)
     with pytest.raises(UsageError, match="no JPEG file"):
         feed.jpeg([], (16, 20))
     with pytest.raises(UsageError, match="no GPU to decode on"):

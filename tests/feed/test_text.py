@@ -131,3 +131,27 @@ def test_a_resume_begins_at_any_batch():
     loader.begin_at(2, 4)
     assert [batch["labels"].tolist() for batch in loader] == whole[4:]
     assert [batch["labels"].tolist() for batch in loader] != whole  # the epoch after it
+
+
+@pytest.mark.parametrize("ids", [["ab", "c"], [[1.5, 2.0]], [[2**40]], [[[1]], [[2]]], [[1], None]])
+def test_what_is_no_list_of_token_ids_is_told(ids):
+    with pytest.raises(DataError, match="a text has to be a list of token ids"):
+        feed.text(ids, batch_size=2)
+
+
+@pytest.mark.parametrize("tokenizer", [lambda texts: "x", lambda texts: [[1]], lambda texts: {"input_ids": [[1]] * 3}])
+def test_a_tokenizer_that_does_not_answer_for_each_text_is_told(tokenizer):
+    with pytest.raises(DataError, match=r"the tokenizer gives .* for 2 texts"):
+        feed.tokenise(["a", "b"], tokenizer)
+
+
+def test_numbers_and_labels_that_mean_nothing_are_told():
+    for wrong in ({"tokens_per_batch": 0}, {"batch_size": 0}, {"batch_size": 2, "window": 0}):
+        with pytest.raises(UsageError, match="at least 1"):
+            feed.text([[1], [2]], **wrong)
+    with pytest.raises(DataError, match="labels are not numbers"):
+        feed.text([[1], [2]], ["a", "b"], batch_size=2)
+    with pytest.raises(UsageError, match="max_length is 0"):
+        feed.text([[1], [2]], batch_size=2, max_length=0)
+    with pytest.raises(UsageError, match="tokens already"):
+        feed.text(feed.Tokens.of([[1, 2]]), batch_size=2, max_length=1)

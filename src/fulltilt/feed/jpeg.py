@@ -80,6 +80,10 @@ def jpeg(
     """
     if not files:
         raise UsageError("no JPEG file was given")
+    if isinstance(files, str | bytes):
+        raise UsageError(f"files is {files!r}; it has to be a list of files")
+    if not isinstance(size, tuple | list) or len(size) != 2 or not all(type(s) is int and s > 0 for s in size):
+        raise UsageError(f"size is {size!r}; it has to be (height, width)")
     if others is not None and len(others) != len(files):
         raise UsageError(f"there are {len(files)} files and {len(others)} others")
     where = device_or_default(device)

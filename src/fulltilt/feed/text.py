@@ -34,13 +34,16 @@ class Tokens:
 
     @classmethod
     def of(cls, sequences: Iterable[Sequence[int]], *, max_length: int | None = None) -> Tokens:
-        """Tokens from lists of ids, each cut to ``max_length``."""
+        """Tokens from lists of ids, each cut to ``max_length``. Raises DataError for anything but whole numbers."""
         ids: list[int] = []
         offsets = [0]
-        for sequence in sequences:
-            ids.extend(sequence[:max_length] if max_length is not None else sequence)
+        for number, sequence in enumerate(sequences):
+            try:
+                ids.extend(sequence[:max_length] if max_length is not None else sequence)
+            except TypeError as error:
+                raise _no_ids(f"text {number} is {type(sequence).__name__}") from error
             offsets.append(len(ids))
-        return cls(torch.tensor(ids, dtype=torch.int32), torch.tensor(offsets, dtype=torch.int64))
+        return cls(_flat(ids), torch.tensor(offsets, dtype=torch.int64))
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -66,6 +69,24 @@ class Tokens:
             raise DataError(f"{path} does not hold tokens: {error}", "Tokenise the texts anew.") from error
 
 
+def _flat(ids: list[int]) -> torch.Tensor:
+    try:
+        flat = torch.tensor(ids) if ids else torch.empty(0, dtype=torch.int32)
+    except Exception as error:
+        raise _no_ids(" ".join(str(error).split())) from error
+    if flat.ndim != 1 or flat.is_floating_point() or flat.is_complex():
+        raise _no_ids(f"{flat.dtype} of {flat.ndim} dimensions")
+    if len(flat) and not -(2**31) <= int(flat.min()) <= int(flat.max()) < 2**31:
+        raise _no_ids(f"{int(flat.min())} to {int(flat.max())} do not fit into 32 bits")
+    return flat.to(torch.int32)
+
+
+def _no_ids(found: str) -> DataError:
+    return DataError(
+        f"a text has to be a list of token ids: {found}", "Make them with feed.tokenise(texts, tokenizer)."
+    )
+
+
 def tokenise(
     texts: Sequence[str], tokenizer: Callable[..., Any], *, max_length: int | None = None, shown: bool | None = None
 ) -> Tokens:
@@ -73,8 +94,13 @@ def tokenise(
     ids: list[list[int]] = []
     starts = range(0, len(texts), 1000)
     for start in progress(starts, len(starts), "Tokenising", shown=shown):
-        found = tokenizer(list(texts[start : start + 1000]))
-        ids += found["input_ids"] if not isinstance(found, list) else found
+        part = list(texts[start : start + 1000])
+        found = tokenizer(part)
+        made = found if isinstance(found, list) else found["input_ids"] if hasattr(found, "keys") else None
+        if made is None or len(made) != len(part):
+            got = f"{type(found).__name__}" if made is None else f"{len(made)} lists"
+            raise DataError(f"the tokenizer gives {got} for {len(part)} texts", "It has to give input_ids for each.")
+        ids += made
     return Tokens.of(ids, max_length=max_length)
 
 
@@ -96,7 +122,8 @@ class Batching:
     def __post_init__(self) -> None:
         if (self.batch_size is None) == (self.tokens_per_batch is None):
             raise UsageError("give either batch_size or tokens_per_batch")
-        if min(self.batch_size or 1, self.tokens_per_batch or 1, self.multiple, self.window or 1) < 1:
+        given = (self.batch_size, self.tokens_per_batch, self.window, self.multiple)
+        if min(number for number in given if number is not None) < 1:
             raise UsageError("batch_size, tokens_per_batch, window and multiple must be at least 1")
 
     def batches(self, lengths: torch.Tensor, epoch: int, world_size: int = 1) -> list[torch.Tensor]:
@@ -193,12 +220,21 @@ def text(
     By count (``batch_size``) or by budget (``tokens_per_batch``, padding included). ``window`` is how many shuffled
     samples are sorted together. ``loader.padding_waste`` is measured over the batches served. Raises UsageError.
     """
+    if max_length is not None and max_length < 1:
+        raise UsageError(f"max_length is {max_length}; it must be at least 1")
     if not isinstance(tokens, Tokens):
         tokens = Tokens.of(tokens, max_length=max_length)
+    elif max_length is not None:
+        raise UsageError(
+            "these are tokens already", "Cut them where they are made: feed.tokenise(..., max_length=...)."
+        )
     count = len(tokens.lengths)
     if count == 0:
         raise DataError("there is no text to train on")
-    label_tensor = None if labels is None else torch.as_tensor(labels)
+    try:
+        label_tensor = None if labels is None else torch.as_tensor(labels)
+    except Exception as error:
+        raise DataError(f"the labels are not numbers: {error}", "Give each class a number.") from error
     if label_tensor is not None and len(label_tensor) != count:
         raise DataError(f"there are {count} texts and {len(label_tensor)} labels")
     found_rank, found_world = ranks()
