@@ -152,8 +152,9 @@ def test_a_model_that_cannot_be_had_is_told(
 def test_the_guides_flags_are_the_recipes() -> None:
     guide = runpy.run_path(str(GUIDE))
     given = "--batch_size 128 --gradient_accumulation 2 --num_workers 12 --epochs 20 --lr 2e-5 --no_mixed_precision"
-    ours = " ".join(guide["translated"](given.split())[len(guide["DEFAULTS"]) :])
+    ours = " ".join(guide["translated"](given.split()))
     assert ours == "--batch-size 128 --accumulation 2 --workers 12 --epochs 20 --lr 2e-5 --precision=fp32"
     assert guide["batch_line"](given.split()) == "Using batch size: 128 (from command line)"
     assert guide["batch_line"](["--batch_size=64", "--lr=1"]) == "Using batch size: 64 (from command line)"
     assert guide["batch_line"]([]) == "Using batch size: 96 (default)"
+    assert guide["batch_line"](["--config=car.yaml"]) is None  # the file may set it, and the training says it
