@@ -11,6 +11,7 @@ import typer
 
 from fulltilt import store
 from fulltilt.errors import UsageError
+from fulltilt.records import SCHEMA_VERSION
 from fulltilt.report.screen import open_console
 from fulltilt.train.forecast import Forecast, forecast
 from fulltilt.tune.plan import view
@@ -64,7 +65,7 @@ def _outlook(target: Target, runs: list[Path]) -> Forecast:
 
 
 def _print_json(made: Plan, target: Target | None, outlook: Forecast | None) -> None:
-    plain: dict[str, Any] = dataclasses.asdict(made)
+    plain: dict[str, Any] = {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(made)}
     plain["target"] = None if target is None else dataclasses.asdict(target)
     plain["forecast"] = None if outlook is None else dataclasses.asdict(outlook)
     print(json.dumps(plain, indent=2, allow_nan=False, default=str))

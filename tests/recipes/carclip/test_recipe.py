@@ -7,6 +7,7 @@ import re
 import runpy
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,3 +159,15 @@ def test_the_guides_flags_are_the_recipes() -> None:
     assert guide["batch_line"](["--batch_size=64", "--lr=1"]) == "Using batch size: 64 (from command line)"
     assert guide["batch_line"]([]) == "Using batch size: 96 (default)"
     assert guide["batch_line"](["--config=car.yaml"]) is None  # the file may set it, and the training says it
+
+
+@pytest.mark.parametrize(("pictures", "batch", "told"), [(53, 32, "21 of 53"), (100, 32, None), (20, 32, None)])
+def test_pictures_that_fill_no_step_are_not_left_out_without_a_word(
+    pictures: int, batch: int, told: str | None
+) -> None:
+    made: Any = [SimpleNamespace(split="train")] * pictures
+    loaded: Any = SimpleNamespace(model=torch.nn.Linear(2, 2), about="small", pretrained=False, image_size=32)
+    lines = build.opening(made, [], loaded, TrainSettings(batch_size=batch))
+    found = [line for line in lines if line.startswith("Each epoch leaves out")]
+    assert bool(found) == (told is not None)
+    assert told is None or told in found[0]

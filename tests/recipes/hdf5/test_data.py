@@ -74,7 +74,7 @@ def test_mistakes_are_told_with_file_key_and_row(tmp_path: Path) -> None:
         assert len(text.splitlines()) <= 3
         return text
 
-    assert "does not exist" in told(UsageError, tmp_path / "nowhere")
+    assert "does not exist" in told(DataError, tmp_path / "nowhere")
     assert "holds no HDF5 file" in told(DataError)
     file = write(tmp_path / "a.h5")
     text = told(UsageError, features="mfcc")

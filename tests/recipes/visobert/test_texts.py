@@ -98,7 +98,7 @@ def test_mistakes_are_told_with_file_and_line(tmp_path: Path) -> None:
         assert len(str(caught.value).splitlines()) <= 3
         return str(caught.value)
 
-    assert "does not exist" in told(UsageError, tmp_path / "nowhere")
+    assert "does not exist" in told(DataError, tmp_path / "nowhere")
     assert "has no train file" in told(DataError)
     train, validation = write(tmp_path, "train.csv"), write(tmp_path, "validation.csv", [("x", "good"), ("y", "ugly")])
     assert f"{validation}, line 3: the label 'ugly' is outside the classes (bad, good)" in told(DataError)

@@ -210,7 +210,6 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused(whole: Path, data
         (("--optim", "galore_adamw"), "optim: galore_adamw cannot be had"),
         (("--model", "./no-such-folder"), "the model's folder ./no-such-folder does not exist"),
         (("--model", "."), "cannot be loaded"),
-        (("--data", "nowhere"), "does not exist"),
     ],
 )
 def test_a_mistake_ends_before_training_in_three_lines(
@@ -220,6 +219,11 @@ def test_a_mistake_ends_before_training_in_three_lines(
     shown = capsys.readouterr().err.strip().splitlines()
     assert len(shown) <= 3, shown
     assert told in "\n".join(shown)
+
+
+def test_a_folder_that_is_not_there_is_bad_data(tmp_path: Path, capsys: Any) -> None:
+    assert train("--data", "nowhere", "--out", tmp_path) == 4
+    assert "the data folder nowhere does not exist" in capsys.readouterr().err
 
 
 def test_eight_bit_adamw_on_a_gpu_without_bitsandbytes_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

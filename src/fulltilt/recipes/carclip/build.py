@@ -26,6 +26,8 @@ from fulltilt.train.settings import TrainSettings
 
 # Above it a pretrained CLIP forgets more than it learns; guide 2 uses 2e-5.
 GENTLE_LR = 1e-4
+# A larger share of the pictures is not left out without a word.
+TOLD_SHARE = 0.05
 
 
 def check_options(request: Request) -> None:
@@ -140,8 +142,11 @@ def opening(pictures: Sequence[Picture], labels: Sequence[Label], loaded: Loaded
         lines.append("For pretrained weights: --model openai/clip-vit-base-patch32, or a folder.")
     elif settings.lr > GENTLE_LR:
         lines.append(f"warning: lr {settings.lr:g} is high for pretrained weights; guide 2 uses 2e-5")
+    whole = settings.batch_size * settings.accumulation
+    if train > whole and train % whole > TOLD_SHARE * train:
+        left = f"{train % whole} of {train} pictures"
+        lines.append(f"Each epoch leaves out {left}, other ones each time: a step compares a whole batch of {whole}")
     if settings.accumulation > 1:
-        whole = settings.batch_size * settings.accumulation
         lines.append(
             f"A step compares {whole} pictures with {whole} captions, in {settings.accumulation} parts of"
             f" {settings.batch_size}: the gradient of one batch of {whole}, which plain accumulation does not give"

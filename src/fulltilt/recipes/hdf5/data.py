@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fulltilt.errors import DataError, UsageError
+from fulltilt.errors import DataError
 from fulltilt.feed.hdf5_blocks import Source, describe, require_h5py
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def hdf5_files(folder: Path) -> list[Path]:
     if folder.is_file():
         return [folder]
     if not folder.is_dir():
-        raise UsageError(f"the data folder {folder} does not exist", "Give a folder of .h5 files with --data.")
+        raise DataError(f"the data folder {folder} does not exist", "Give a folder of .h5 files with --data.")
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES and path.is_file())
     if not files:
         raise DataError(f"{folder} holds no HDF5 file", f"Their names end in {', '.join(sorted(_SUFFIXES))}.")

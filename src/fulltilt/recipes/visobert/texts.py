@@ -66,7 +66,7 @@ def _file(folder: Path, names: tuple[str, ...]) -> Path | None:
     if folder.is_file():
         return folder
     if not folder.is_dir():
-        raise UsageError(f"the data folder {folder} does not exist", "Give a folder with train.csv with --data.")
+        raise DataError(f"the data folder {folder} does not exist", "Give a folder with train.csv with --data.")
     there = {path.name.lower(): path for path in sorted(folder.iterdir()) if path.is_file()}
     for name in names:
         for suffix in _SUFFIXES:
