@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fulltilt.diagnose.rules.wording import made_for_each_pass
 from fulltilt.errors import MachineError, UsageError
 from fulltilt.records import LoaderRecord, Settings
 from fulltilt.tune.source_call import NEED_WORKERS, ONCE_THERE_ARE_WORKERS, Refused, rewrite_call
@@ -36,6 +37,9 @@ class SourceChange:
     new: bytes
     diff: str
     remarks: tuple[str, ...]
+
+
+MAKE_ONCE = "the loader is made anew for each epoch: made once before the loop, it could keep its workers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,9 @@ def propose(
     wanted = {name: value for name in names if (value := getattr(in_force, name)) is not None}
     if not in_force.num_workers:
         wanted = {name: value for name, value in wanted.items() if name not in NEED_WORKERS}
+    made_anew = loader is not None and made_for_each_pass(loader)
+    if made_anew:
+        wanted.pop("persistent_workers", None)  # workers live no longer than their loader
     if loader is not None and loader.made_by == "fulltilt":
         return WriteYourself(
             "Fulltilt makes the loader from its settings", " ".join(_train_flags(in_force, with_batch))
@@ -97,7 +104,8 @@ def propose(
     if isinstance(result, Refused):
         return WriteYourself(f"{loader.where}: {result.why}", _call("DataLoader(…", news))
     new = result.source.encode(encoding)
-    return SourceChange(path, old, new, unified_diff(file, source, result.source), result.remarks)
+    remarks = (*result.remarks, *((MAKE_ONCE,) if made_anew else ()))
+    return SourceChange(path, old, new, unified_diff(file, source, result.source), remarks)
 
 
 def _is_news(name: str, before: object, value: object) -> bool:
