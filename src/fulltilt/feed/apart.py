@@ -19,6 +19,9 @@ import torch
 from fulltilt.errors import FulltiltError, MachineError
 from fulltilt.feed.memory import start_method
 
+# Some data sets read an index of all their files first.
+PATIENCE_S = 300.0
+
 Result = TypeVar("Result")
 
 
@@ -35,6 +38,12 @@ def apart(call: Callable[[], Result], workers: int) -> Result:
     process.start()
     theirs.close()
     try:
+        if not mine.poll(PATIENCE_S):
+            process.kill()
+            raise MachineError(
+                f"the data set gave no sample in a process of its own within {PATIENCE_S:.0f} s",
+                "It may wait for a thread, which no fork copies: make pools where they are used, or have no workers.",
+            )
         kind, *answer = pickle.loads(mine.recv_bytes())
     except EOFError:
         process.join()
