@@ -21,7 +21,8 @@ class UpcomingOrder:
     def __init__(self, draw: Callable[[int], torch.Tensor], device: torch.device) -> None:
         self._draw, self._device = draw, device
         self._next: tuple[int | None, Future[torch.Tensor]] = (None, Future())
-        self._thread = ThreadPoolExecutor(1, "fulltilt-order", captures.leave_alone)
+        begin = captures.leave_alone if device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, "fulltilt-order", begin)
         self._stream: Any = None
 
     def of(self, epoch: int) -> torch.Tensor:
