@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,9 @@ def test_the_ledger_of_a_training_on_a_gpu_closes(residency: str, tmp_path: Path
     assert peak > 20 * 2**20
 
 
-def test_a_graph_that_the_job_records_itself_is_left_alone(tmp_path: Path) -> None:
-    """In torch's usual mode any question about an event, on any thread, would ruin the recording."""
-    model, images = network().cuda(), torch.randn(16, 3, 64, 64, device="cuda")
+def step_on(images: torch.Tensor) -> Callable[[], None]:
+    """A training step on a batch that lies on the GPU."""
+    model = network().cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step() -> None:
@@ -77,6 +78,13 @@ def test_a_graph_that_the_job_records_itself_is_left_alone(tmp_path: Path) -> No
         model(images).sum().backward()
         optimizer.step()
 
+    return step
+
+
+def test_a_graph_that_the_job_records_itself_is_left_alone(tmp_path: Path) -> None:
+    """In torch's usual mode any question about an event, on any thread, would ruin the recording."""
+    images = torch.randn(16, 3, 64, 64, device="cuda")
+    step = step_on(images)
     with fulltilt.record(tmp_path):
         for _ in range(200):  # events are waiting to be asked about
             step()
@@ -95,14 +103,7 @@ def test_a_graph_that_the_job_records_itself_is_left_alone(tmp_path: Path) -> No
 
 
 def test_replays_of_a_step_that_the_job_has_captured_whole_are_steps(tmp_path: Path) -> None:
-    model, images = network().cuda(), torch.randn(64, 3, 128, 128, device="cuda")
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        model(images).sum().backward()
-        optimizer.step()
-
+    step = step_on(torch.randn(64, 3, 128, 128, device="cuda"))
     with fulltilt.record(tmp_path):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
