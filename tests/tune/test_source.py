@@ -212,6 +212,10 @@ EIGHT = {"num_workers": 8}
             6,
             "n: int = 8",
         ),
+        ("DL = DataLoader\nx = DL(ds)\n", 2, "DL(ds, num_workers=8)"),
+        ("x = DataLoader[int](ds)\n", 1, "DataLoader[int](ds, num_workers=8)"),
+        ("x = DataLoader(ds, num_workers=0 if debug else 4)\n", 1, "num_workers=8 if debug else 4"),
+        ("n = 0\nprint('%d workers' % n, n)\nx = DataLoader(ds, num_workers=n)\n", 3, "n = 8"),
         ("x = DataLoader(\r\n    ds,\r\n    batch_size=8,\r\n)\r\n", 1, "8,\r\n    num_workers=8,\r\n)"),
         ("def f():\n\tDataLoader(ds,\n\t\tbatch_size=8)\n", 2, "batch_size=8,\n\t\tnum_workers=8)"),
     ],
@@ -244,11 +248,44 @@ def test_a_value_is_followed_to_where_it_is_written(source: str, line: int, chan
         ("class L(DataLoader):\n    def __init__(self, ds):\n        super().__init__(ds, 8)\nx = L(ds)\n", 4),
         ("train, val = DataLoader(a, 8), DataLoader(b, 8)\n", 1),
         ("make = partial(DataLoader, num_workers=0)\nx = make(ds)\n", 2),
+        # Bound again, but not by an assignment of its own scope.
+        ("n = 0\nfor n in options():\n    x = DataLoader(ds, num_workers=n)\n", 3),
+        ("n = 0\nwith options() as n:\n    x = DataLoader(ds, num_workers=n)\n", 3),
+        ("n = 0\nmake = lambda n: DataLoader(ds, num_workers=n)\n", 2),
+        ("n = 0\nx = [DataLoader(ds, num_workers=n) for n in options()]\n", 2),
+        ("n = 0\ndef f():\n    global n\n    n = cpus()\nf()\nx = DataLoader(ds, num_workers=n)\n", 6),
+        # The batch size would change with it.
+        ("n = 0\nx = DataLoader(ds, batch_size=n + 8, num_workers=n)\n", 2),
+        ("n = 0\nx = DataLoader(ds, n, num_workers=n)\n", 2),
+        ("size = n = 0\nbatch = size\nx = DataLoader(ds, batch, num_workers=n)\n", 3),
+        ("c = {'n': 0}\nx = DataLoader(ds, batch_size=8 * c['n'], num_workers=c['n'])\n", 2),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else None,
 )
 def test_a_value_that_may_come_from_elsewhere_is_left_alone(source: str, line: int) -> None:
     assert isinstance(rewrite_call(source, line, EIGHT, NONE_YET), Refused)
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "given", "why"),
+    [
+        ("a = ds, 8, True, None, None, 0\nx = DataLoader(*a)\n", 2, "num_workers", "not followed"),
+        ("kw = {}\nkw.setdefault('num_workers', 0)\nx = DataLoader(ds, **kw)\n", 3, "num_workers", "not followed"),
+        ("kw = dict(num_workers=0)\nkw.clear()\nx = DataLoader(ds, **kw)\n", 3, "dataset", "taken out"),
+        (
+            "class L(DataLoader):\n    def __init__(self, d, **kw):\n        super().__init__(d, num_workers=0, **kw)\n"
+            "x = L(ds)\n",
+            4,
+            "num_workers",
+            "its constructor sets it",
+        ),
+    ],
+)
+def test_what_was_seen_goes_before_what_is_read(source: str, line: int, given: str, why: str) -> None:
+    """An argument that came in a way that is not written there would be given twice, or changed to no effect."""
+    result = rewrite_call(source, line, EIGHT, NONE_YET, given=("dataset", given))
+    assert isinstance(result, Refused)
+    assert why in result.why
 
 
 def test_two_calls_of_one_line_are_told_apart_by_their_arguments() -> None:
@@ -268,6 +305,28 @@ def test_what_needs_workers_goes_where_the_workers_are() -> None:
     assert isinstance(result, Rewritten)
     assert "kwargs = {'batch_size': 8}\n" in result.source
     assert "{'num_workers': 8, 'pin_memory': True, 'persistent_workers': True, 'prefetch_factor': 4}" in result.source
+
+
+def test_a_dict_that_is_copied_keeps_out_what_needs_workers() -> None:
+    source = "kw = dict(num_workers=2)\nx = DataLoader(a, **kw)\ny = DataLoader(b, **{**kw, 'num_workers': 0})\n"
+    result = rewrite_call(source, 2, WANTED, BEFORE)
+    assert isinstance(result, Rewritten)
+    assert "kw = dict(num_workers=8)" in result.source
+    assert f"DataLoader(a, **kw, {MORE})" in result.source
+
+
+def test_what_depends_on_the_workers_already_is_left_to_do_so() -> None:
+    source = "x = DataLoader(ds, num_workers=n, persistent_workers=(n > 0), prefetch_factor=2 if n else None)\n"
+    result = rewrite_call(f"n = 0\n{source}", 2, {**WANTED, "pin_memory": False}, NONE_YET)
+    assert isinstance(result, Rewritten)
+    assert result.source == "n = 8\n" + source.replace("=2 if n", "=4 if n")
+
+
+def test_workers_that_depend_on_a_condition_are_asked_for_as_they_will_be() -> None:
+    result = rewrite_call("x = DataLoader(ds, num_workers=0 if a else 4)\n", 1, WANTED, NONE_YET)
+    assert isinstance(result, Rewritten)
+    assert "num_workers=8 if a else 4" in result.source
+    assert "persistent_workers=(8 if a else 4) > 0" in result.source
 
 
 def test_torchs_own_defaults_are_not_written() -> None:

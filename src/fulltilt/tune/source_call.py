@@ -63,7 +63,8 @@ def rewrite_call(
         import libcst
     except ImportError as error:
         raise MachineError("the diff of the source needs libcst", "Install it: pip install fulltilt[tune]") from error
-    from fulltilt.tune.source_places import Places, Unclear
+    from fulltilt.tune.source_loaders import Unclear
+    from fulltilt.tune.source_places import Places
 
     try:
         module = libcst.parse_module(source)
@@ -71,9 +72,9 @@ def rewrite_call(
         return Refused(f"the file does not parse: {error.message}")
     if module.code != source:  # a form feed before an indented line is lost
         return Refused("it holds characters that would not survive a change by machine")
-    places = Places(module)
+    places = Places(module, given)
     try:
-        return _rewrite(places, places.loader_call(line, given), wanted, in_force)
+        return _rewrite(places, places.loader_call(line), wanted, in_force)
     except Unclear as unclear:
         return Refused(str(unclear))
 
@@ -85,14 +86,16 @@ def _rewrite(
     replacements: dict[cst.CSTNode, cst.CSTNode] = {}
     added: dict[str, str] = {}
     remarks: list[str] = []
-    # The same call may make a loader without workers elsewhere, which torch then refuses to keep or to prefetch for.
-    workers = places.variable_workers(call)
-    for name, value in wanted.items():
+    for name, value in sorted(wanted.items(), key=lambda item: item[0] != "num_workers"):
         if value == in_force.get(name) or (value is None and name not in in_force):
+            continue
+        if value is True and name in NEED_WORKERS and places.comes_with_workers(call, name):
             continue
         place = places.of_argument(call, name, in_force.get(name, DEFAULTS.get(name)))
         code = repr(value)
-        if workers is not None and name in NEED_WORKERS and value:
+        # The same call may make a loader without workers elsewhere, which torch then refuses to keep or prefetch for.
+        workers = places.variable_workers(call, replacements) if name in NEED_WORKERS and value else None
+        if workers is not None and not (place is not None and place.guarded):
             code = f"{workers} > 0" if value is True else f"{code} if {workers} > 0 else None"
         if place is not None:
             replacements[place.node] = place.replacement(code)
@@ -101,8 +104,8 @@ def _rewrite(
             added[name] = code
     if not replacements and not added:
         return Refused("the call has these settings already")
-    if added and places.unpacks(call):
-        home = places.unpacked_dict(call)
+    home = places.dict_with_workers(call) if added else None
+    if home is not None:
         replacements[home.node] = home.with_entries(added, replacements)
         remarks += home.remarks
     elif added:

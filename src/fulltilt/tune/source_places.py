@@ -7,27 +7,21 @@ from typing import Any
 
 import libcst as cst
 
+from fulltilt.tune.source_bindings import Written
 from fulltilt.tune.source_layout import Replacing, appended, with_arguments
-from fulltilt.tune.source_tree import MISSING, SourceTree, is_dict, last_name, literal
-from fulltilt.tune.source_values import Values, Written
-
-# The order of DataLoader's positional arguments.
-POSITIONS = (
-    *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory"),
-    *("drop_last", "timeout", "worker_init_fn", "multiprocessing_context"),
-)
-
-
-class Unclear(Exception):  # noqa: N818 - reads as the sentence it is
-    """Why a call or an argument's value cannot be changed."""
+from fulltilt.tune.source_loaders import LoaderCalls, Unclear
+from fulltilt.tune.source_tree import MISSING, SourceTree, last_name, literal
+from fulltilt.tune.source_uses import used_otherwise
+from fulltilt.tune.source_values import Values
 
 
 class Place:
-    """A literal in the source."""
+    """A literal in the source. ``guarded``: it only counts where there are workers, as in ``2 if n > 0 else None``."""
 
-    def __init__(self, node: cst.BaseExpression, remarks: tuple[str, ...] = ()) -> None:
+    def __init__(self, node: cst.BaseExpression, remarks: tuple[str, ...] = (), guarded: bool = False) -> None:
         self.node = node
         self.remarks = remarks
+        self.guarded = guarded
 
     def replacement(self, code: str) -> cst.BaseExpression:
         """What stands there afterwards."""
@@ -56,85 +50,81 @@ class DictPlace:
 
 
 class Places:
-    """One module, with the questions that a change of a loader's arguments asks of it."""
+    """One module, with the questions that a change of a loader's arguments asks of it.
 
-    def __init__(self, module: cst.Module) -> None:
+    ``given`` are the arguments that the loader was seen with, empty where that is not known.
+    """
+
+    def __init__(self, module: cst.Module, given: Collection[str] = ()) -> None:
         self._tree = SourceTree(module)
         self._values = Values(self._tree)
-        self._loaders = {"DataLoader"} | {
-            alias.asname.name.value
-            for node in self._tree.nodes
-            if isinstance(node, cst.ImportFrom) and not isinstance(node.names, cst.ImportStar)
-            for alias in node.names
-            if alias.asname is not None and isinstance(alias.asname.name, cst.Name) and alias.name.value == "DataLoader"
-        }
+        self._given = frozenset(given)
+        self._calls = LoaderCalls(self._tree, self._given)
 
-    # ------------------------------------------------------------------ the call
-
-    def loader_call(self, line: int, given: Collection[str] = ()) -> cst.Call:
-        """The call that makes the loader at a line: of DataLoader, or of a class of this file. Raises Unclear.
-
-        ``given`` are the arguments that it was seen with; they tell several calls of one line apart.
-        """
-        begins, ends = self._tree.begins, self._tree.ends
-        around = [call for call in self._tree.calls if begins(call) <= line <= ends(call)]
-        named = [
-            call for call in around if (last_name(call.func) or "").endswith("DataLoader") or self._is_torchs(call)
-        ]
-        own = [call for call in around if begins(call) == line and last_name(call.func) in self._tree.classes]
-        found = named or own
-        if not found:
-            raise Unclear(f"no DataLoader(...) call stands at line {line}")
-        nearest = max(begins(call) for call in found)
-        found = [call for call in found if begins(call) == nearest]
-        if len(found) > 1:
-            found = [call for call in found if self._names(call) == set(given)]
-        if len(found) != 1:
-            raise Unclear(f"several loaders are made at line {line}")
-        return found[0]
+    def loader_call(self, line: int) -> cst.Call:
+        """The call that makes the loader at a line. Raises Unclear."""
+        return self._calls.at(line)
 
     def of_argument(self, call: cst.Call, name: str, value: object) -> Place | None:
         """The literal that gives an argument its value; None when the argument is not written. Raises Unclear."""
-        written = self._written(call, name)
+        written = self._calls.written(call, name)
         if written is not None and literal(written) is not MISSING:
             return Place(written)
+        is_literal = isinstance(written, cst.IfExp) and literal(written.body) is not MISSING
+        if isinstance(written, cst.IfExp) and is_literal and self._tests_workers(call, written.test):
+            return Place(written.body, guarded=True)
         if written is not None:
-            return self._literal_behind(written, name, self._values.behind(written), value)
+            return self._literal_behind(written, name, [Written(written)], value)
         for unpacked in (arg.value for arg in call.args if arg.star == "**"):
             entries = self._values.entries(unpacked, name)
             if entries == [Written(None)]:
                 raise Unclear(self._not_a_dict(unpacked))
+            if entries and self._given and name not in self._given:
+                raise Unclear(f"{name} is taken out of **{self._tree.code(unpacked)} before it comes there")
             if entries:
-                behind = [
-                    more for entry in entries if entry.node is not None for more in self._values.behind(entry.node)
-                ]
-                place = self._literal_behind(unpacked, name, behind, value)
+                place = self._literal_behind(unpacked, name, entries, value)
                 return Place(place.node, (*self._shared(unpacked, call), *place.remarks))
-        if not self._takes(call, name):
-            raise Unclear(f"{self._tree.code(call.func)}(...) does not take {name}: its constructor sets it")
+        if (why := self._calls.why_not(call, name)) is not None:
+            raise Unclear(why)
         return None
 
-    def variable_workers(self, call: cst.Call) -> str | None:
-        """The code of the call's number of workers where it may differ from one time to the next; None where not."""
-        written = self._written(call, "num_workers")
+    def variable_workers(self, call: cst.Call, replacements: Mapping[cst.CSTNode, cst.CSTNode]) -> str | None:
+        """The code of the call's number of workers, as it will be, where it may differ from one time to the next."""
+        written = self._calls.written(call, "num_workers")
         if written is None or literal(written) is not MISSING:
             return None
-        simple = isinstance(written, cst.Name | cst.Attribute | cst.Subscript | cst.Call)
-        return self._tree.code(written) if simple else f"({self._tree.code(written)})"
+        changed: Any = written.visit(Replacing(replacements))
+        code = self._tree.code(changed)
+        simple = isinstance(written, cst.Name | cst.Attribute | cst.Subscript | cst.Call) or changed.lpar
+        return code if simple else f"({code})"
 
-    def unpacks(self, call: cst.Call) -> bool:
-        """Whether a dict is unpacked into the call: a new argument might stand in it twice."""
-        return any(arg.star == "**" for arg in call.args)
+    def comes_with_workers(self, call: cst.Call, name: str) -> bool:
+        """Whether an argument is written as a question whether there are workers: ``persistent_workers=n > 0``."""
+        written = self._calls.written(call, name)
+        return written is not None and self._tests_workers(call, written)
 
-    def unpacked_dict(self, call: cst.Call) -> DictPlace:
-        """The dict that is unpacked into the call; of several parts the one with the workers. Raises Unclear."""
-        unpacked = [arg.value for arg in call.args if arg.star == "**"]
-        for each in unpacked:
-            displays = [display for display in self._values.displays(each) or () if is_dict(display)]
-            if displays:
-                with_workers = (display for display in displays if self._values.entries(display, "num_workers"))
-                return DictPlace(next(with_workers, displays[0]), self._shared(each, call))
-        raise Unclear(self._not_a_dict(unpacked[-1]))
+    def _tests_workers(self, call: cst.Call, test: cst.BaseExpression) -> bool:
+        workers = self.variable_workers(call, {})
+        if workers is None:
+            return False
+        bare = test.with_changes(lpar=[], rpar=[])
+        forms = ("{}", "{} > 0", "{} >= 1", "{} != 0", "bool({})")
+        return self._tree.code(bare) in [form.format(workers) for form in forms]
+
+    def dict_with_workers(self, call: cst.Call) -> DictPlace | None:
+        """The dict with the workers that is unpacked into the call; None where they stand elsewhere. Raises Unclear.
+
+        What needs workers is written beside them: a part that is only added with a GPU may be all that has them.
+        """
+        for each in (arg.value for arg in call.args if arg.star == "**"):
+            displays = self._values.displays(each) or []
+            for display in displays:
+                if self._values.entries(display, "num_workers"):
+                    if not self._copied(each):
+                        return DictPlace(display, self._shared(each, call))
+                    if len(displays) > 1:
+                        raise Unclear(f"{self._tree.code(each)} also goes into a dict that may have no workers")
+        return None
 
     def with_keywords(
         self, call: cst.Call, added: Mapping[str, str], replacements: Mapping[cst.CSTNode, cst.CSTNode]
@@ -147,61 +137,37 @@ class Places:
         """The source with these nodes exchanged."""
         return self._tree.replaced(replacements)
 
-    # ------------------------------------------------------------------ what a call takes
-
-    def _is_torchs(self, call: cst.Call) -> bool:
-        return last_name(call.func) in self._loaders
-
-    def _constructor(self, call: cst.Call) -> cst.FunctionDef | None:
-        """The constructor of a class of this file; None where the class inherits DataLoader's, or is DataLoader."""
-        home = None if self._is_torchs(call) else self._tree.classes.get(last_name(call.func) or "")
-        return next(
-            (
-                node
-                for node in self._tree.nodes
-                if home is not None
-                and isinstance(node, cst.FunctionDef)
-                and node.name.value == "__init__"
-                and self._tree.home(node) is home
-            ),
-            None,
-        )
-
-    def _takes(self, call: cst.Call, name: str) -> bool:
-        constructor = self._constructor(call)
-        if constructor is None or isinstance(constructor.params.star_kwarg, cst.Param):
-            return True
-        return name in _parameters(constructor)
-
-    def _written(self, call: cst.Call, name: str) -> cst.BaseExpression | None:
-        constructor = self._constructor(call)
-        positions = POSITIONS if constructor is None else _parameters(constructor)
-        plain = [arg for arg in call.args if not arg.star]
-        for index, arg in enumerate(plain):
-            if arg.keyword is not None:
-                if arg.keyword.value == name:
-                    return arg.value
-            elif index < len(positions) and positions[index] == name:
-                return arg.value
-        return None
-
-    def _names(self, call: cst.Call) -> set[str]:
-        """The arguments that are written in a call."""
-        names = [arg.keyword.value if arg.keyword is not None else None for arg in call.args if not arg.star]
-        return {name or POSITIONS[index] for index, name in enumerate(names) if name or index < len(POSITIONS)}
-
     # ------------------------------------------------------------------ what is behind an argument
 
-    def _literal_behind(self, node: cst.BaseExpression, name: str, behind: list[Written], value: object) -> Place:
+    def _literal_behind(self, shown: cst.BaseExpression, name: str, expressions: list[Written], value: object) -> Place:
+        """The one literal with this value behind the expressions that give an argument its value."""
+        known = [each.node for each in expressions if each.node is not None]
+        behind = [written for node in known for written in self._values.behind(node)]
         same = [each for each in behind if each.node is not None and literal(each.node) == value]
-        if len(same) == 1 and all(each.node is not None for each in behind):
-            (found,) = same
-            assert found.node is not None
-            return Place(found.node, (found.note,) if found.note else ())
-        raise Unclear(f"{name} is {self._tree.code(node)} there, whose value is not one literal in this file")
+        if len(same) != 1 or any(each.node is None for each in behind):
+            raise Unclear(f"{name} is {self._tree.code(shown)} there, whose value is not one literal in this file")
+        (found,) = same
+        assert found.node is not None
+        for node in known:
+            if (line := used_otherwise(self._tree, node, found.node)) is not None:
+                raise Unclear(f"{name} is {self._tree.code(node)}, with which line {line} computes something else")
+        return Place(found.node, (found.note,) if found.note else ())
 
     def _not_a_dict(self, node: cst.BaseExpression) -> str:
         return f"the arguments come from **{self._tree.code(node)}, which is not a dict written in this file"
+
+    def _copied(self, node: cst.BaseExpression) -> bool:
+        """Whether a dict also goes into another one, which may have no workers: ``{**kw, "num_workers": 0}``."""
+        copied: list[cst.BaseExpression] = []
+        for each in self._tree.nodes:
+            if isinstance(each, cst.StarredDictElement):
+                copied.append(each.value)
+            elif isinstance(each, cst.BinaryOperation) and isinstance(each.operator, cst.BitOr):
+                copied += [each.left, each.right]
+            elif isinstance(each, cst.Call) and last_name(each.func) in ("dict", "copy", "deepcopy"):
+                copied += [arg.value for arg in each.args]
+                copied += [each.func.value] if isinstance(each.func, cst.Attribute) else []
+        return self._tree.code(node) in map(self._tree.code, copied)
 
     def _shared(self, node: cst.BaseExpression, call: cst.Call) -> tuple[str, ...]:
         """A remark when the dict is unpacked into other calls as well."""
@@ -218,12 +184,6 @@ class Places:
         if not others:
             return ()
         return (f"{node.value} also goes into the call in line {', '.join(map(str, sorted(others)))}",)
-
-
-def _parameters(function: cst.FunctionDef) -> list[str]:
-    """The names of a method's parameters without self."""
-    parameters = [*function.params.posonly_params, *function.params.params, *function.params.kwonly_params]
-    return [parameter.name.value for parameter in parameters][1:]
 
 
 def _quote_of(node: cst.Dict) -> str:

@@ -5,7 +5,7 @@ Needs libcst; imported late.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import libcst as cst
 from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
@@ -53,6 +53,13 @@ class SourceTree:
             home = self.home(home)
         return home
 
+    def above(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """What a node stands in, the nearest first."""
+        parent = self._parents.get(node)
+        while parent is not None:
+            yield parent
+            parent = self._parents.get(parent)
+
     def returned(self, function: str) -> list[cst.BaseExpression | None]:
         """What the function of this name returns, one expression for each return; none if there is not one such."""
         named = [node for node in self.nodes if isinstance(node, cst.FunctionDef) and node.name.value == function]
@@ -85,10 +92,27 @@ def dotted(node: cst.BaseExpression) -> str | None:
 
 
 def last_name(node: cst.BaseExpression) -> str | None:
-    """``c`` for ``a.b.c`` and for ``f().c``."""
+    """``c`` for ``a.b.c``, for ``f().c`` and for ``c[int]``."""
+    if isinstance(node, cst.Subscript):
+        return last_name(node.value)
     if isinstance(node, cst.Attribute):
         return node.attr.value
     return node.value if isinstance(node, cst.Name) else None
+
+
+def bound_otherwise(node: cst.CSTNode) -> list[str]:
+    """The names that a node gives a value without an assignment: loops, ``with``, ``:=``, patterns, lambdas."""
+    if isinstance(node, cst.Lambda):
+        return [each.name.value for each in (*node.params.params, *node.params.kwonly_params)]
+    target: cst.CSTNode | None = None
+    if isinstance(node, cst.For | cst.CompFor | cst.NamedExpr):
+        target = node.target
+    elif isinstance(node, cst.AsName | cst.MatchAs):
+        target = node.name
+    if isinstance(target, cst.Tuple | cst.List):
+        return [name for each in target.elements if (name := dotted(each.value))]
+    name = dotted(target) if isinstance(target, cst.BaseExpression) else None
+    return [name] if name else []
 
 
 def keyword(call: cst.Call, name: str) -> cst.BaseExpression | None:

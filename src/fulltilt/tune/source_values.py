@@ -6,25 +6,13 @@ cannot be read is an unknown, and then nothing is known.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
 import libcst as cst
 
+from fulltilt.tune.source_bindings import UNKNOWN, Bindings, Written
 from fulltilt.tune.source_tree import MISSING, SourceTree, dotted, is_dict, keyword, last_name, literal
 
 # From a loader's argument over a parameter and an attribute to a default. People do not follow longer chains either.
 DEEPEST = 5
-
-
-class Written(NamedTuple):
-    """An expression that gives the value, None where it is given in a way that is not followed; a note for the diff."""
-
-    node: cst.BaseExpression | None
-    note: str = ""
-
-
-UNKNOWN = Written(None)
 
 
 class Values:
@@ -32,6 +20,7 @@ class Values:
 
     def __init__(self, tree: SourceTree) -> None:
         self._tree = tree
+        self._bindings = Bindings(tree)
 
     def behind(self, node: cst.BaseExpression, depth: int = 0) -> list[Written]:
         """Every literal or other final expression that may give ``node`` its value."""
@@ -47,15 +36,13 @@ class Values:
                 found += [Written(more.node, more.note or source.note) for more in self.behind(source.node, depth + 1)]
         return found or [UNKNOWN]
 
-    def behind_entry(self, entry: Written) -> list[Written]:
-        """The same for an entry of a dict."""
-        return [UNKNOWN] if entry.node is None else self.behind(entry.node)
-
     def _sources(self, node: cst.BaseExpression) -> list[Written]:
         if isinstance(node, cst.Name):
             return self._of_name(node)
         if isinstance(node, cst.Attribute):
             return self._of_attribute(node)
+        if isinstance(node, cst.IfExp):
+            return [Written(node.body), Written(node.orelse)]
         if isinstance(node, cst.Subscript) and len(node.slice) == 1:
             index = node.slice[0].slice
             key = literal(index.value) if isinstance(index, cst.Index) else MISSING
@@ -68,63 +55,13 @@ class Values:
         """What is assigned to a name in the innermost scope that knows it, and what callers give for a parameter."""
         home = self._tree.home(node)
         while home is not None:
-            found = [*self._assigned(node.value, home)]
+            found = [*self._bindings.assigned(node.value, home)]
             if isinstance(home, cst.FunctionDef):
-                found += self._passed(home, node.value)
+                found += self._bindings.passed(home, node.value)
             if found:
                 return found
             home = self._tree.home(home)
-        return [*self._assigned(node.value, None)]
-
-    def _assigned(self, target: str, home: cst.CSTNode | None) -> Iterator[Written]:
-        """Values given to ``target`` (dotted) in a scope."""
-        for node in self._tree.nodes:
-            if not isinstance(node, cst.Assign | cst.AnnAssign | cst.AugAssign) or self._tree.home(node) is not home:
-                continue
-            yield from self._of_assignment(node, target)
-
-    def _of_assignment(self, node: cst.Assign | cst.AnnAssign | cst.AugAssign, target: str) -> Iterator[Written]:
-        targets = [each.target for each in node.targets] if isinstance(node, cst.Assign) else [node.target]
-        for each in targets:
-            if dotted(each) == target:
-                yield UNKNOWN if node.value is None or isinstance(node, cst.AugAssign) else Written(node.value)
-            elif isinstance(each, cst.Tuple | cst.List):
-                names = [dotted(element.value) for element in each.elements]
-                if target in names:
-                    values = node.value.elements if isinstance(node.value, cst.Tuple | cst.List) else ()
-                    yield Written(values[names.index(target)].value) if len(values) == len(names) else UNKNOWN
-
-    def _passed(self, function: cst.FunctionDef, name: str) -> list[Written]:
-        """Values that callers give to a parameter, and its default where one leaves it out."""
-        parameters = [*function.params.posonly_params, *function.params.params, *function.params.kwonly_params]
-        names = [parameter.name.value for parameter in parameters]
-        if name not in names:
-            return []
-        index = names.index(name)
-        owner = self._tree.home(function)
-        called = owner.name.value if isinstance(owner, cst.ClassDef) and function.name.value == "__init__" else None
-        bound = isinstance(owner, cst.ClassDef) and names[0] in ("self", "cls")
-        found: list[Written] = []
-        defaulted = False
-        for call in self._tree.calls:
-            if last_name(call.func) != (called or function.name.value):
-                continue
-            given = keyword(call, name)
-            plain = [arg for arg in call.args if arg.keyword is None and not arg.star]
-            place = index - bound
-            if given is None and 0 <= place < len(plain):
-                given = plain[place].value
-            if given is not None:
-                found.append(Written(given))
-            elif any(arg.star for arg in call.args):
-                found.append(UNKNOWN)
-            else:
-                defaulted = True
-        default = parameters[index].default
-        if defaulted and default is not None:
-            shown = called or function.name.value
-            found.append(Written(default, f"the default of {shown}({name}=…) holds for all its callers"))
-        return found or [UNKNOWN]
+        return [*self._bindings.assigned(node.value, None)]
 
     # ------------------------------------------------------------------ attributes
 
@@ -135,18 +72,11 @@ class Values:
         around = self._tree.class_around(node)
         if base in ("self", "cls", "self.hparams") and around is not None:
             return self._of_class(around, key, hyperparameters=base.endswith("hparams"))
-        set_later = self._set_later(base, key)
+        set_later = self._bindings.set_later(base, key)
         if base in self._tree.classes:
             return [*set_later, *self._of_class(self._tree.classes[base], key)]
         made = [found for source in self._sources(node.value) for found in self._of_made(source.node, key)]
         return [*set_later, *made] or [UNKNOWN]
-
-    def _set_later(self, base: str, key: str) -> list[Written]:
-        """What is assigned to ``base.key`` anywhere."""
-        assignments = (
-            each for each in self._tree.nodes if isinstance(each, cst.Assign | cst.AnnAssign | cst.AugAssign)
-        )
-        return [written for each in assignments for written in self._of_assignment(each, f"{base}.{key}")]
 
     def _of_made(self, maker: cst.BaseExpression | None, key: str, depth: int = 0) -> list[Written]:
         """An attribute of what an expression makes: of a class of this file, or of parsed arguments."""
@@ -154,14 +84,14 @@ class Values:
             if isinstance(maker, cst.Name) and maker.value in self._tree.classes:
                 return self._of_class(self._tree.classes[maker.value], key)
             made = [found for source in self._sources(maker) for found in self._of_made(source.node, key, depth + 1)]
-            return [*self._set_later(dotted(maker) or "", key), *made]
+            return [*self._bindings.set_later(dotted(maker) or "", key), *made]
         if not isinstance(maker, cst.Call) or depth == DEEPEST:
             return [UNKNOWN]
         function = last_name(maker.func)
         if isinstance(maker.func, cst.Name) and (returned := self._tree.returned(maker.func.value)):
             return [found for node in returned for found in self._of_made(node, key, depth + 1)]
         if function in ("parse_args", "parse_known_args"):
-            return self._argparse_defaults(key) or [UNKNOWN]
+            return self._bindings.argparse_defaults(key) or [UNKNOWN]
         given = keyword(maker, key)
         if given is not None:
             return [Written(given)]
@@ -175,33 +105,17 @@ class Values:
         for node in self._tree.nodes:
             if isinstance(node, cst.Assign | cst.AnnAssign | cst.AugAssign):
                 if self._tree.home(node) is home:
-                    found += [_field(written) for written in self._of_assignment(node, key)]
+                    found += [_field(written) for written in self._bindings.of_assignment(node, key)]
                 elif self._tree.class_around(node) is home:
-                    found += self._of_assignment(node, f"self.{key}")
+                    found += self._bindings.of_assignment(node, f"self.{key}")
             elif (
                 hyperparameters
                 and isinstance(node, cst.FunctionDef)
                 and node.name.value == "__init__"
                 and self._tree.home(node) is home
             ):
-                found += self._passed(node, key)
+                found += self._bindings.passed(node, key)
         return found or [UNKNOWN]
-
-    def _argparse_defaults(self, key: str) -> list[Written]:
-        """The default in ``add_argument("--num-workers", default=4)``."""
-        found = []
-        for call in self._tree.calls:
-            if last_name(call.func) != "add_argument":
-                continue
-            named = [literal(arg.value) for arg in call.args if arg.keyword is None]
-            flags = [str(flag).lstrip("-").replace("-", "_") for flag in named if str(flag).startswith("--")]
-            destination = keyword(call, "dest")
-            name = literal(destination) if destination is not None else next(iter(flags or named), None)
-            if name == key:
-                default = keyword(call, "default")
-                note = "the flag's default changes; a value given on the command line still wins"
-                found.append(UNKNOWN if default is None else Written(default, note))
-        return found
 
     # ------------------------------------------------------------------ dicts
 

@@ -1,0 +1,112 @@
+"""Which call of a source file makes a loader, and what it takes. Needs libcst; imported late."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import libcst as cst
+
+from fulltilt.tune.source_tree import SourceTree, bound_otherwise, dotted, last_name
+
+# The order of DataLoader's positional arguments.
+POSITIONS = (
+    *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory"),
+    *("drop_last", "timeout", "worker_init_fn", "multiprocessing_context"),
+)
+
+
+class Unclear(Exception):  # noqa: N818 - reads as the sentence it is
+    """Why a call or an argument's value cannot be changed."""
+
+
+class LoaderCalls:
+    """The calls of DataLoader, and of classes of this file, in a module. ``given``: see Places."""
+
+    def __init__(self, tree: SourceTree, given: Collection[str]) -> None:
+        self._tree = tree
+        self._given = frozenset(given)
+        self._loaders = {"DataLoader", *_other_names(tree)}
+
+    def at(self, line: int) -> cst.Call:
+        """The call that makes the loader at a line: of DataLoader, or of a class of this file. Raises Unclear."""
+        begins, ends = self._tree.begins, self._tree.ends
+        around = [call for call in self._tree.calls if begins(call) <= line <= ends(call)]
+        named = [
+            call for call in around if (last_name(call.func) or "").endswith("DataLoader") or self._is_torchs(call)
+        ]
+        own = [call for call in around if begins(call) == line and last_name(call.func) in self._tree.classes]
+        found = named or own
+        if not found:
+            others = [self._tree.code(call.func) for call in around if begins(call) == line]
+            made_by = f", it is made by {others[0]}(...)" if others else ""
+            raise Unclear(f"no DataLoader(...) call stands at line {line}{made_by}")
+        nearest = max(begins(call) for call in found)
+        found = [call for call in found if begins(call) == nearest]
+        if len(found) > 1:
+            found = [call for call in found if self._names(call) == self._given]
+        if len(found) != 1:
+            raise Unclear(f"several loaders are made at line {line}")
+        return found[0]
+
+    def _is_torchs(self, call: cst.Call) -> bool:
+        return last_name(call.func) in self._loaders
+
+    def constructor(self, call: cst.Call) -> cst.FunctionDef | None:
+        """The constructor of a class of this file; None where the class inherits DataLoader's, or is DataLoader."""
+        home = None if self._is_torchs(call) else self._tree.classes.get(last_name(call.func) or "")
+        return next(
+            (
+                node
+                for node in self._tree.nodes
+                if home is not None
+                and isinstance(node, cst.FunctionDef)
+                and node.name.value == "__init__"
+                and self._tree.home(node) is home
+            ),
+            None,
+        )
+
+    def why_not(self, call: cst.Call, name: str) -> str | None:
+        """Why an argument that is not written in a call cannot be added to it; None where it can."""
+        shown = f"{self._tree.code(call.func)}(...)"
+        constructor = self.constructor(call)
+        if constructor is None:
+            return f"{name} is given to {shown} in a way that is not followed" if name in self._given else None
+        passes_on = isinstance(constructor.params.star_kwarg, cst.Param) and name not in self._given
+        if passes_on or name in parameters(constructor):
+            return None
+        return f"{shown} does not take {name}: its constructor sets it"
+
+    def written(self, call: cst.Call, name: str) -> cst.BaseExpression | None:
+        """What stands for an argument in a call, by its keyword or its position."""
+        constructor = self.constructor(call)
+        positions: Sequence[str] = POSITIONS if constructor is None else parameters(constructor)
+        for index, arg in enumerate(call.args):
+            if arg.star == "*":
+                positions = ()  # what stands behind it has no known place
+            elif arg.keyword is not None:
+                if arg.keyword.value == name:
+                    return arg.value
+            elif not arg.star and index < len(positions) and positions[index] == name:
+                return arg.value
+        return None
+
+    def _names(self, call: cst.Call) -> set[str]:
+        """The arguments that are written in a call."""
+        names = [arg.keyword.value if arg.keyword is not None else None for arg in call.args if not arg.star]
+        return {name or POSITIONS[index] for index, name in enumerate(names) if name or index < len(POSITIONS)}
+
+
+def _other_names(tree: SourceTree) -> Iterator[str]:
+    """``DL`` for ``import DataLoader as DL`` and for ``DL = DataLoader``."""
+    for node in tree.nodes:
+        if isinstance(node, cst.ImportAlias) and last_name(node.name) == "DataLoader" and node.asname is not None:
+            yield from bound_otherwise(node.asname)
+        elif isinstance(node, cst.Assign) and last_name(node.value) == "DataLoader":
+            yield from (name for each in node.targets if (name := dotted(each.target)))
+
+
+def parameters(function: cst.FunctionDef) -> list[str]:
+    """The names of a method's parameters without self."""
+    found = [*function.params.posonly_params, *function.params.params, *function.params.kwonly_params]
+    return [parameter.name.value for parameter in found][1:]
