@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -102,19 +102,58 @@ class Others:
         return self.images.other(index)
 
 
+class PerSample:
+    """Augmentation the usual way: torchvision v2 on each sample, picture and mask together, then normalised."""
+
+    def __init__(self, chain: Sequence[Any]) -> None:
+        from torchvision.transforms import v2
+
+        self.chain = v2.Compose(chain)
+        self.normalise = v2.Normalize(list(MEAN), list(STD))
+
+    def __call__(self, pixels: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        from torchvision import tv_tensors
+
+        image = tv_tensors.Image(pixels)
+        image, other = self.chain(image, tv_tensors.Mask(other) if other.ndim == 3 else other)
+        return self.normalise(image.as_subclass(torch.Tensor).float() / 255), other.as_subclass(torch.Tensor)
+
+
 class StockImages(Images):
-    """The same the usual way: flip, float and normalise per sample on the CPU."""
+    """The same, augmented in the worker that fetches it."""
+
+    def __init__(self, files: list[tuple[str, str | None]], size: int, augmented: PerSample) -> None:
+        super().__init__(files, size)
+        self.augmented = augmented
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        from torchvision.transforms.v2.functional import normalize
+        return self.augmented(*super().__getitem__(index))
 
-        pixels, other = super().__getitem__(index)
-        flip = float(torch.rand(1)) < 0.5
-        if flip:
-            pixels = pixels.flip(-1)
-        if other.ndim == 3:
-            other = other.flip(-1) if flip else other
-        return normalize(pixels.float() / 255, list(MEAN), list(STD)), other
+
+class Chain(NamedTuple):
+    """The same augmentation twice: torchvision's for each sample, the feed's for whole batches on the device."""
+
+    per_sample: Sequence[Any]
+    per_batch: Sequence[Any]
+
+
+def flips() -> Chain:
+    """Left or right."""
+    from torchvision.transforms import v2
+
+    return Chain([v2.RandomHorizontalFlip()], [augment.HorizontalFlip()])
+
+
+def cod_chain() -> Chain:
+    """What the cod recipe does to its pictures and masks."""
+    from torchvision.transforms import v2
+
+    degrees, shift, scale, jitter = 12, (0.06, 0.06), (0.85, 1.25), (0.2, 0.2, 0.2)
+    affine = v2.RandomAffine(degrees, shift, scale, interpolation=v2.InterpolationMode.BILINEAR)
+    return Chain(
+        [v2.RandomHorizontalFlip(), affine, v2.ColorJitter(*jitter)],
+        [augment.HorizontalFlip(), augment.Affine(degrees, shift, scale), augment.ColourJitter(*jitter)],
+    )
 
 
 # --------------------------------------------------------------------------- one job
@@ -123,11 +162,13 @@ class StockImages(Images):
 class ImageJob:
     """Files, model step and batch size of one row; each method measures one thing about it."""
 
-    def __init__(self, bench: Bench, name: str, files: Any, size: int, batch_size: int, step: Step) -> None:
+    def __init__(
+        self, bench: Bench, name: str, files: Any, size: int, batch_size: int, step: Step, chain: Chain
+    ) -> None:
         self.bench, self.name, self.batch_size, self.step = bench, name, batch_size, step
         # Stock loaders stand still at the end of an epoch; theirs is longer than what is measured of them.
-        self.dataset, self.stock = Images(files, size), StockImages(files * 2, size)
-        self.transforms = augment.Pipeline([augment.HorizontalFlip(), augment.Normalise(MEAN, STD)])
+        self.dataset, self.stock = Images(files, size), StockImages(files * 8, size, PerSample(chain.per_sample))
+        self.transforms = augment.Pipeline([*chain.per_batch, augment.Normalise(MEAN, STD)])
         self.options: dict[str, Any] = {
             "shuffle": True,
             "augment": self.transforms,
@@ -281,7 +322,7 @@ class Segmenter(nn.Module):
 
 
 def run_cod(bench: Bench) -> None:
-    """COD: EdgeNeXt-base, 384 px, batch 64, compiled."""
+    """COD: EdgeNeXt-base, 384 px, batch 64, compiled, augmented as the recipe does."""
     size, batch_size, count = (64, 4, 24) if bench.smoke else (384, 64, 2048)
     files = make_images(bench.folder, count, *((96, 64) if bench.smoke else (800, 600)), masks=True)
     model = Segmenter("edgenext_xx_small" if bench.smoke else "edgenext_base").to(bench.device)
@@ -294,7 +335,8 @@ def run_cod(bench: Bench) -> None:
         outputs = network(images.contiguous(memory_format=torch.channels_last))
         return nn.functional.binary_cross_entropy_with_logits(outputs.float(), (masks > 127).float())
 
-    job = ImageJob(bench, "cod", files, size, batch_size, trainer(compiled, loss_of, bench.device))
+    step = trainer(compiled, loss_of, bench.device)
+    job = ImageJob(bench, "cod", files, size, batch_size, step, flips() if bench.flips_only else cod_chain())
     job.resident()
     if "tiers" in bench.parts:
         job.tier("disk", 3.0)
@@ -334,7 +376,7 @@ def run_clip(bench: Bench) -> None:
 
     step = trainer(model, loss_of, bench.device)
     small_batch, large_batch = (
-        ImageJob(bench, f"clip_b{batch_size}", files, size, batch_size, step)
+        ImageJob(bench, f"clip_b{batch_size}", files, size, batch_size, step, flips())
         for batch_size in ((4, 8) if bench.smoke else (256, 1024))
     )
     small_batch.resident()

@@ -19,6 +19,8 @@ from fulltilt.train.replaying import Replaying
 
 # How far the host may run ahead of the GPU.
 AHEAD_S = 0.25
+WARM_UP_ROUNDS, LEAST_ROUNDS = 2, 3
+TURNS = 24
 
 Batches = Callable[[], Iterable[Any]]
 Step = Callable[[Any], None]
@@ -27,9 +29,12 @@ Step = Callable[[Any], None]
 class Bench:
     """What one job needs: the device, the sizes of a smoke run or a real one, and somewhere to note figures."""
 
-    def __init__(self, out: Path, budget_s: float, *, smoke: bool, workers: list[int], parts: list[str]) -> None:
+    def __init__(
+        self, out: Path, budget_s: float, *, smoke: bool, workers: list[int], parts: list[str], flips_only: bool
+    ) -> None:
         self.out = out
         self.smoke = smoke
+        self.flips_only = flips_only
         self.workers = workers
         self.parts = parts
         self.device = torch.device("cpu" if smoke or not torch.cuda.is_available() else "cuda")
@@ -93,7 +98,8 @@ class Bench:
         return samples / (warm - began + max(0, samples - early) / steady), steady
 
     def _warm_up(self, workers: int) -> int:
-        return workers if self.smoke else max(5, workers)
+        """Until the queue of a loader (two batches a worker) was filled by workers that all run."""
+        return workers if self.smoke else max(5, WARM_UP_ROUNDS * workers)
 
     def epoch_rate(self, step: Step, batches: Iterable[Any], size: Callable[[Any], int]) -> float:
         """Samples per second over one whole epoch, the start of workers included."""
@@ -111,19 +117,22 @@ class Bench:
 
         A step that waits for the host takes up to a third longer from one second to the next, and the clock drifts.
         """
-        turn_s, turns, warm_up = (0.05, 2, 1) if self.smoke else (0.5, 20, 10)
+        turn_s, turns, warm_up = (0.05, 2, 1) if self.smoke else (0.5, TURNS, 10)
         streams = {"compute_only": endless(ready), name: endless(fed)}
         for stream in streams.values():
             for _ in range(warm_up):
                 step(next(stream))
         rates: dict[str, list[float]] = {kind: [] for kind in streams}
         cpu = []
+        order = list(streams)
         for _ in range(turns):
-            for kind, stream in streams.items():
+            for kind in order:
+                stream = streams[kind]
                 psutil.cpu_percent()
                 rates[kind].append(self._turn(step, stream, size, turn_s))
                 if kind == name:
                     cpu.append(psutil.cpu_percent())
+            order.reverse()  # what drifts on the machine favours neither
         for stream in streams.values():
             stream.close()
         ratios = [of / alone for alone, of in zip(rates["compute_only"], rates[name], strict=True)]
@@ -144,7 +153,8 @@ class Bench:
         seconds = min(seconds, 0.2) if self.smoke else seconds
         self.drain()
         began, samples, steps, drain_at = time.perf_counter(), 0, 0, 8
-        while steps % workers or time.perf_counter() - began < seconds:
+        least = 1 if self.smoke or workers == 1 else LEAST_ROUNDS * workers
+        while steps < least or steps % workers or time.perf_counter() - began < seconds:
             batch = next(stream)
             step(batch)
             samples += size(batch)

@@ -1,4 +1,4 @@
-"""Other projects' loaders over the same files, each with the decode, flip and normalisation of the stock data set.
+"""Other projects' loaders over the same files, each with the decoding and augmentation of the stock data set.
 
 Missing here: DALI (its wheel is 190 MB, more than can be carried to a machine without a network) and FFCV (no wheel;
 its newest release compiles against OpenCV and libjpeg-turbo at installation).
@@ -64,7 +64,7 @@ def webdataset(stock: Any, batch_size: int, bench: Bench) -> Iterator[Peer]:
     dataset = (
         wds.WebDataset(shards, shardshuffle=len(shards), empty_check=False)
         .shuffle(256)
-        .map(_Decode(stock.size))
+        .map(_Decode(stock.size, stock.augmented))
         .batched(batch_size, partial=False)
     )
     loader = wds.WebLoader(
@@ -81,20 +81,19 @@ def webdataset(stock: Any, batch_size: int, bench: Bench) -> Iterator[Peer]:
 class _Decode:
     """A tar entry as the stock data set's sample."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, augmented: Any) -> None:
+        self.size, self.augmented = size, augmented
 
     def __call__(self, entry: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         from PIL import Image
-        from torchvision.transforms.v2.functional import normalize, pil_to_tensor
+        from torchvision.transforms.v2.functional import pil_to_tensor
 
         with Image.open(io.BytesIO(entry["jpg"])) as image:
             pixels = pil_to_tensor(image.convert("RGB").resize((self.size, self.size), Image.Resampling.BILINEAR))
         with Image.open(io.BytesIO(entry["png"])) as mask:
             other = pil_to_tensor(mask.resize((self.size, self.size), Image.Resampling.NEAREST))
-        if float(torch.rand(1)) < 0.5:
-            pixels, other = pixels.flip(-1), other.flip(-1)
-        return normalize(pixels.float() / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]), other
+        augmented: tuple[torch.Tensor, torch.Tensor] = self.augmented(pixels, other)
+        return augmented
 
 
 def _shards(stock: Any, folder: Path) -> list[str]:
