@@ -132,7 +132,9 @@ def test_a_killed_job_leaves_a_diagnosed_run(tmp_path: Path) -> None:
 
 
 def test_the_training_is_recorded_with_where_the_loader_is(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(TRAINS.format(epochs=3, after="pass"))
+    """Also when the script empties its environment and goes to another folder before it imports torch."""
+    elsewhere = "import os, tempfile; os.environ.clear(); os.chdir(tempfile.mkdtemp())"
+    (tmp_path / "job.py").write_text(elsewhere + TRAINS.format(epochs=3, after="pass"))
     done = run([*OBSERVED, "job.py"], tmp_path)
     assert done.returncode == 0, done.stderr
     rank = json.loads((tmp_path / "run" / "rank-0.json").read_text())

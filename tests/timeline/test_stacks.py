@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import threading
@@ -186,6 +187,15 @@ def test_what_started_our_own_trainings_is_not_named() -> None:
     view = look(Stack([step, typer], {}))
     assert view is not None
     assert view.where == "typer/main.py:1"
+
+
+def test_a_line_that_leads_into_the_loop_is_named_before_one_of_pythons_own_library() -> None:
+    """A loop under asyncio was blamed on line 468 of selectors.py."""
+    waits = (asyncio.SelectorEventLoop.run_forever.__code__, 0)
+    begins = (compile("asyncio.run(main())", "train.py", "exec"), 0)
+    view = look(Stack([waits, begins], {}), ways_in=frozenset({begins}))
+    assert view is not None
+    assert view.where == "train.py:1"
 
 
 def test_a_thread_that_has_ended_has_no_stack() -> None:

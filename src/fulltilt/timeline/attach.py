@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from fulltilt.timeline import attached
+from fulltilt.timeline import attached, owners
 
 if TYPE_CHECKING:
     from fulltilt.timeline.session import Session
@@ -34,6 +34,8 @@ ALSO = "FULLTILT_ALSO"
 FIRST = "FULLTILT_FIRST"
 
 current: Session | None = None
+# The variables of `fulltilt run` as the process began: a script may empty its environment before it imports torch.
+_told: dict[str, str] = {}
 _forks_are_followed = False
 
 
@@ -57,6 +59,8 @@ def environment(folder: Path, t0_ns: int, settings: Path | None, deep: int) -> d
 
 def when_torch_is_imported() -> None:
     """Start a session as soon as this process has imported torch."""
+    _told.update((name, value) for name, value in os.environ.items() if name.startswith("FULLTILT_"))
+    owners.began_in()  # before the script goes elsewhere
     if first := os.environ.get(FIRST):
         importlib.import_module(first).begin()
     if "torch" in sys.modules:
@@ -75,15 +79,15 @@ def start(torch: ModuleType) -> None:
 
         current = Session(
             torch,
-            folder=Path(os.environ[RUN_DIR]),
-            t0_ns=int(os.environ.get(T0_NS) or time.perf_counter_ns()),
-            settings=os.environ.get(SETTINGS),
-            deep=int(os.environ.get(DEEP) or 0),
+            folder=Path(_told[RUN_DIR]),
+            t0_ns=int(_told.get(T0_NS) or time.perf_counter_ns()),
+            settings=_told.get(SETTINGS),
+            deep=int(_told.get(DEEP) or 0),
         )
         attached.recorder = current.recorder
         current.install()
         _finish_with_process()
-        for name in filter(None, os.environ.get(ALSO, "").split(",")):
+        for name in filter(None, _told.get(ALSO, "").split(",")):
             importlib.import_module(name).attach(current)
     except Exception as error:
         if os.environ.get("FULLTILT_DEBUG"):

@@ -60,6 +60,15 @@ def _part_of_torch(inside: str) -> str:
 
 
 @cache
+def began_in() -> Path | None:
+    """The working folder when this is first asked, from which the user names files; None when it is gone by then."""
+    try:
+        return Path.cwd()
+    except OSError:
+        return None
+
+
+@cache
 def shown_path(filename: str) -> str:
     """A path as the user would write it: relative to the working folder, the script or the installed packages."""
     path = Path(filename)
@@ -68,7 +77,8 @@ def shown_path(filename: str) -> str:
     for packages in ("site-packages/", "dist-packages/"):
         if packages in filename:
             return filename.rpartition(packages)[2]
-    for base in (Path.cwd(), Path(sys.argv[0] or ".").resolve().parent):
+    here = began_in()
+    for base in (here, (here / (sys.argv[0] or ".")).resolve().parent) if here else ():
         try:
             return str(path.resolve().relative_to(base))
         except (ValueError, OSError):

@@ -104,7 +104,7 @@ def look(stack: Stack, inside: CodeType | None = None, ways_in: frozenset[Spot] 
     """What a thread with this stack was doing, and on which line of the user's.
 
     Only calls made by ``inside`` count; None when the thread has left it already. A line that is one of ``ways_in`` is
-    not named: it only led into the training loop (``trainer.train()``); the library's line says more.
+    not named where a library's line says more: it only led into the training loop (``trainer.train()``).
     """
     calls = _since_the_command(stack.calls)
     if inside is not None and not any(code is inside for code, _ in calls):
@@ -113,6 +113,7 @@ def look(stack: Stack, inside: CodeType | None = None, ways_in: frozenset[Spot] 
     top_owner = owner(top[0].co_filename)
     user: Spot | None = None
     outside: Spot | None = None
+    way_in: Spot | None = None
     in_module = in_generator = in_library_module = False
     special: str | None = None
     for spot in calls:
@@ -138,11 +139,13 @@ def look(stack: Stack, inside: CodeType | None = None, ways_in: frozenset[Spot] 
                 special = special or "checkpoint"
             outside = outside or spot
         elif who == "user":
-            if user is None and spot not in ways_in:
-                user = spot
+            if spot in ways_in:
+                way_in = way_in or spot
+            else:
+                user = user or spot
             if code.co_flags & GENERATOR and not in_module:
                 in_generator = True
-    named = user or outside or next((spot for spot in calls if owner(spot[0].co_filename) != "fulltilt"), top)
+    named = user or outside or way_in or next((spot for spot in calls if owner(spot[0].co_filename) != "fulltilt"), top)
     # The Python inside a library's model is part of what the model costs; only a model of the user's can be changed.
     kind = special or ("torch" if in_library_module else _kind(top, stack.names, top_owner, in_module))
     if kind != "torch" and special is None and in_generator and not in_module:
