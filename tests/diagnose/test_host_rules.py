@@ -30,6 +30,13 @@ def test_a_sleep_after_each_step_is_named() -> None:
     assert finding.predicted_speedup == (1.33, 2.0)
 
 
+def test_no_line_costs_more_than_all_and_one_met_by_chance_is_no_evidence() -> None:
+    """Of 1.48 s of host code, 1.52 s were said to be one line's, and 5 ms another's."""
+    lines = (HotLine("train.py:10", "main", 1.52), HotLine("<internal>:7", "cleanup", 0.005))
+    finding = found(host_code(gather(run_of(rank(host_lines=lines), host_code=1.48, compute=2.0))))
+    assert finding.evidence[1:] == ("1.48 s in main, train.py:10",)
+
+
 def test_logging_of_weights_should_be_rarer() -> None:
     lines = (HotLine("log.py:9", "dump_weights", 30.0, "json.dump(weights, file)"),)
     finding = found(host_code(gather(run_of(rank(host_lines=lines), host_code=30.0, compute=70.0))))

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,6 +44,20 @@ def fed(worker_record: object = None, *, cpus: float = 8.0, wait_s: float = 62.0
 
 
 IO_WORKERS = {"fetch_cpu_s": 10.0, "process_cpu_s": 12.0, "cpu_wait_s": 1.0}
+
+
+def test_workers_are_no_cure_for_a_slow_sampler() -> None:
+    """It runs in the training thread whatever the workers: the advice was to set num_workers, for 13 ×."""
+    lines = (HotLine("torch/utils/data/sampler.py:277", "WeightedRandomSampler.__iter__", 45.0),)
+    others = (HotLine("dataset.py:48", "decode", 15.0),)
+    run = serial()
+    for sampled, part in (((*lines, *others), "75 %"), (others, None)):
+        made = replace(run.ranks[0], workers=(workers(processes=0, lines=sampled),))
+        finding = found(input_serial(gather(replace(run, ranks=(made,)))))
+        assert ("num_workers=" in finding.fix) == (part is None)
+        if part is not None:
+            assert finding.evidence[-1].startswith(f"{part} of the fetching is the sampler")
+            assert finding.predicted_speedup == (1.3, 1.87)
 
 
 @pytest.mark.parametrize(

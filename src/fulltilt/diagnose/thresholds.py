@@ -25,6 +25,7 @@ class Thresholds:
     seldom_code_part: float = 0.8  # what few steps must hold of the host code to be called its place
     seldom_steps_share: float = 0.1  # one step in ten or fewer
     guilty_function_share: float = 0.25  # of host code; a trainer's own overhead is dozens of functions with 2 to 12 %
+    telling_line_share: float = 0.02  # of a cause; a line below was met by a look or two, by chance
     host_code_share: float = 0.05  # progress bars and schedulers stay under 3 % of a 10 ms step
     validation_share: float = 0.20  # validation is wanted work; a fifth of the job is what people still accept
     checkpoint_share: float = 0.05  # a checkpoint every few minutes costs under 2 %
@@ -36,6 +37,7 @@ class Thresholds:
     idle_workers_share: float = 0.3  # workers with nothing to do for a third of their time are not the limit
     storage_read_bytes_per_s: float = 1e6  # less than a megabyte a second keeps no disk and no network busy
     handover_share: float = 0.5  # more CPU in pickling and rebuilding than in fetching, or than in real waiting
+    sampling_share: float = 0.5  # of the fetching: what workers could take over is the smaller part
     cheap_fetch_share: float = 0.5  # of the wait for a batch: fetching it on the training thread would halve the wait
     spare_capacity: float = 2.0  # workers that could give twice what arrives are not the limit either
     behind_loader_share: float = 0.5  # of the wait: the larger part of it is what has to change

@@ -85,7 +85,8 @@ def epoch_restart(evidence: Evidence) -> Judgement:
     made_anew = made_for_each_pass(loader)
     if loader.num_workers > 0 and (made_anew or not loader.persistent_workers):
         why = f"the DataLoader is made {loader.constructed} times" if made_anew else "persistent_workers=False"
-        facts.append(f"its {count('worker', loader.num_workers)} are started anew for each pass ({why})")
+        workers = "its worker is" if loader.num_workers == 1 else f"its {loader.num_workers} workers are"
+        facts.append(f"{workers} started anew for each pass ({why})")
         call = rewritten(evidence, loader, num_workers=loader.num_workers, persistent_workers=True)
         fix = f"Keep the workers alive{at(loader.where)}: {call}."
         if loader.start_method == "spawn":

@@ -6,7 +6,7 @@ import re
 
 from fulltilt.diagnose.evidence import Evidence
 from fulltilt.diagnose.gains import amdahl, by_removing, gain, rarer, share_left
-from fulltilt.diagnose.rules.wording import Judgement, at, found, line_cost, rewritten, time_spent
+from fulltilt.diagnose.rules.wording import Judgement, at, costliest_lines, found, rewritten, time_spent
 from fulltilt.diagnose.words import count, percent, seconds
 from fulltilt.records import Abstention, HotLine, LoaderRecord
 
@@ -44,7 +44,7 @@ def host_code(evidence: Evidence) -> Judgement:
     if share < evidence.thresholds.host_code_share:
         return None
     facts = [time_spent(evidence, "code of the script's own", cost_s)]
-    facts += [line_cost(line) for line in lines[:3]]
+    facts += costliest_lines(evidence, lines, cost_s)
     if not lines:
         facts.append("no stack was sampled, so the line is not known")
     predicted = by_removing(share, evidence.thresholds.recovered_low)
@@ -137,7 +137,7 @@ def checkpoint_stall(evidence: Evidence) -> Judgement:
         return None
     lines = sorted(evidence.rank.checkpoint_lines, key=lambda line: -line.seconds) if evidence.rank else []
     facts = [time_spent(evidence, "saving", cost_s)]
-    facts += [line_cost(line) for line in lines[:3]]
+    facts += costliest_lines(evidence, lines, cost_s)
     every = rarer(share, limits.checkpoint_target_share)
     left = share_left(share, every)
     where = lines[0].where if lines else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fulltilt.diagnose.evidence import Evidence, waited_behind_loaders_s
 from fulltilt.diagnose.gains import Gain, amdahl, gain
+from fulltilt.diagnose.rules.sampling import sampling_share, slow_sampler
 from fulltilt.diagnose.rules.staffing import (
     Staffing,
     gain_without_wait,
@@ -49,6 +50,8 @@ def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
         )
     if (line := costliest_line(evidence)) and loader.wait_s > 0:
         facts.append(f"of the fetching, {line_cost(line, loader.wait_s)}")
+    if sampling_share(evidence) >= evidence.thresholds.sampling_share:
+        return slow_sampler(evidence, loader, facts)
     facts += _known(rates(evidence))
     plan = plan_workers(evidence)
     workers = plan.advised if plan else unplanned_workers(evidence)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from fulltilt.diagnose.evidence import Evidence
@@ -57,6 +59,15 @@ def line_cost(line: HotLine, whole_s: float | None = None) -> str:
     cost = percent(min(line.seconds / whole_s, 1.0)) if whole_s else seconds(line.seconds)
     call = f" ({line.call})" if line.call else ""
     return f"{cost} in {line.function}, {line.where}{call}"
+
+
+def costliest_lines(evidence: Evidence, lines: Sequence[HotLine], cost_s: float) -> list[str]:
+    """What the first three lines cost, without those that cost next to nothing of ``cost_s``.
+
+    Lines are timed by looks: so one may seem to cost a little more than all of them do.
+    """
+    telling = [line for line in lines[:3] if line.seconds >= evidence.thresholds.telling_line_share * cost_s]
+    return [line_cost(replace(line, seconds=min(line.seconds, cost_s))) for line in telling or lines[:1]]
 
 
 def costliest_line(evidence: Evidence) -> HotLine | None:
