@@ -13,7 +13,7 @@ import importlib.machinery
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -67,6 +67,11 @@ def when_torch_is_imported() -> None:
         start(sys.modules["torch"])
     else:
         sys.meta_path.insert(0, _TorchWatcher())
+
+
+def tell(variables: Mapping[str, str]) -> None:
+    """Take these for what the process was told as it began: each fork of a study's process is a trial of its own."""
+    _told.update(variables)
 
 
 def start(torch: ModuleType) -> None:

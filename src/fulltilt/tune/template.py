@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fulltilt.timeline import attach
 from fulltilt.tune import early
 from fulltilt.tune.saves import Saves
 
@@ -111,6 +112,7 @@ class Template:
             for descriptor, offset in offsets.items():
                 os.lseek(descriptor, offset, os.SEEK_SET)  # the last trial may have read on
             os.environ.update(request["environment"])
+            attach.tell(request["environment"])
             pid = os.fork()
             if pid == 0:
                 self._become_a_trial(request["output"])
