@@ -59,20 +59,3 @@ def test_as_many_batches_are_gathered_at_once_as_may_be(
     monkeypatch.setattr(Cutter, "_gathered", counted)
     list(cutter(None).batches([FEATURES, LABELS], torch.arange(ROWS), size))
     assert gathered[False] + gathered[True] == gathers
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.int64])
-@pytest.mark.parametrize("width", [1, 2, 16, 48])
-@pytest.mark.parametrize(("first", "window"), [(0, None), (1, None), (0, 3)])
-def test_what_is_gathered_in_wide_numbers_is_the_same(
-    dtype: torch.dtype, width: int, first: int, window: int | None
-) -> None:
-    rows = torch.randint(0, 2 if dtype == torch.bool else 250, (ROWS + 1, 2, width), dtype=torch.int64).to(dtype)[
-        first:
-    ]
-    source = Source(("a.h5",), (ROWS,), (Column("x", (2, width), dtype, 1, 8),), window, 1, (0,))
-    starts = torch.tensor([5, 0, 31, 5])
-    (found,) = Cutter(source, ("x",) if window else (), torch.device("cpu")).cut([rows], starts)
-    wanted = [rows[s : s + window] if window else rows[s] for s in starts.tolist()]
-    assert found.dtype == dtype
-    assert torch.equal(found, torch.stack(wanted))

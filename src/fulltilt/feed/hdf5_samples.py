@@ -12,8 +12,6 @@ from fulltilt.feed.hdf5_blocks import Column, Source
 AT_ONCE_BYTES = 128 * 1024**2
 # Compiled models copy what lies elsewhere.
 ALIGNMENT_BYTES = 16
-# The largest numbers there are: a GPU gathers them at the speed of its memory, small ones slower, each by a thread.
-WIDEST = torch.complex128
 
 
 class Cutter:
@@ -45,11 +43,7 @@ class Cutter:
             yield from torch.split(self._gathered(samples, several), size)
 
     def _gathered(self, samples: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        wide = _as_widest(samples)
-        if wide is None:
-            return samples.index_select(0, starts).to(self._device)
-        found = wide.index_select(0, starts).view(samples.dtype)
-        return found.view(len(starts), *samples.shape[1:]).to(self._device)
+        return samples.index_select(0, starts).to(self._device)
 
     def _seen_as_samples(self, column: Column, rows: torch.Tensor) -> torch.Tensor:
         """``rows`` so that the sample that begins with row r is entry r; nothing is copied."""
@@ -60,15 +54,3 @@ class Cutter:
             return rows[length - 1 :]
         shape = (max(0, len(rows) - length + 1), length, *rows.shape[1:])
         return rows.as_strided(shape, (rows.stride(0), *rows.stride()))
-
-
-def _as_widest(samples: torch.Tensor) -> torch.Tensor | None:
-    """The same bytes, each sample a row of the largest numbers there are; None where they do not divide so."""
-    each_bytes = samples[:1].numel() * samples.element_size()
-    apart_bytes = samples.stride(0) * samples.element_size()
-    whole = samples[:1].is_contiguous()  # a sample lies in one piece, though the next may begin inside it
-    if not whole or not each_bytes or each_bytes % WIDEST.itemsize or apart_bytes % WIDEST.itemsize:
-        return None
-    if samples.data_ptr() % WIDEST.itemsize or samples.storage_offset() * samples.element_size() % WIDEST.itemsize:
-        return None
-    return samples.view(len(samples), -1).view(WIDEST)

@@ -46,6 +46,7 @@ class UpcomingOrder:
         if self._stream is None:  # one for all epochs: memory that was allocated on a stream is reused on it alone
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call, unused-ignore]
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            there = indices.to(self._device)
+            # From memory that is not pinned the driver copies piece by piece, and the training cannot launch meanwhile.
+            there = indices.pin_memory().to(self._device, non_blocking=True)
             self._stream.synchronize()
         return there
