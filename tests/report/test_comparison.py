@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from fulltilt.records import Buckets, Ledger, Throughput
 from fulltilt.report.comparison import compare, told_apart
 from tests.report import examples
 
@@ -15,6 +16,23 @@ def test_the_table_has_settings_use_memory_and_speed():
     assert rows["speed against the first"].cells == ("1.00 ×", "3.05 ×")
     assert rows["num_workers"].differs
     assert not rows["batch_size"].differs
+
+
+def test_what_takes_long_in_one_of_the_runs_has_a_row():
+    """Two runs before and after a slow line was mended showed nothing of it."""
+    run, diagnosis = examples.cpu_only()
+    wall_s = diagnosis.ledger.wall_s
+    slow = dataclasses.replace(diagnosis, ledger=Ledger(wall_s, Buckets(host_code_s=wall_s)))
+    rows = {row.name: row for row in compare([(run, slow), (run, diagnosis)])}
+    assert rows["host code"].cells[0] == "100 %"
+    assert "host code" not in {row.name for row in compare([examples.healthy(), examples.healthy()])}
+
+
+def test_runs_that_do_not_know_their_samples_are_compared_by_their_steps():
+    run, diagnosis = examples.healthy()
+    slow, fast = (dataclasses.replace(diagnosis, throughput=Throughput(None, rate, 9, None)) for rate in (2.0, 5.0))
+    rows = {row.name: row for row in compare([(run, slow), (run, fast)])}
+    assert rows["speed against the first"].cells == ("1.00 ×", "2.50 ×")
 
 
 def test_what_no_run_has_is_left_out():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
 from typing import TypeAlias
 
 from fulltilt.records import Diagnosis, Run
 from fulltilt.report import wording
+from fulltilt.report.palette import BUCKET_TINTS
 
 Reported: TypeAlias = tuple[Run, Diagnosis]
 
@@ -37,13 +39,20 @@ def compare(runs: Sequence[Reported]) -> tuple[Row, ...]:
     answers = [diagnosis for _, diagnosis in runs]
     names = dict.fromkeys(name for answer in answers for name, _ in answer.settings)
     rows = [_row(name, [wording.setting(dict(answer.settings).get(name)) for answer in answers]) for name in names]
-    rows += [_row(name, [cell(answer) for answer in answers]) for name, cell in _OUTCOMES]
-    rows.append(_row("speed against the first", _against_first([a.throughput.samples_per_s for a in answers])))
+    for name, cell in (*_USE, *_shares(answers), *_SPEED):
+        rows.append(_row(name, [cell(answer) for answer in answers]))
+    rows.append(_row("speed against the first", _against_first(_speeds(answers))))
     return tuple(row for row in rows if any(cell != wording.NOT_MEASURED for cell in row.cells))
 
 
 def _row(name: str, cells: Sequence[str]) -> Row:
     return Row(name, tuple(cells), differs=len(set(cells)) > 1)
+
+
+def _speeds(answers: Sequence[Diagnosis]) -> list[float | None]:
+    """Samples a second; steps where no run knows its samples."""
+    rates = [answer.throughput.samples_per_s for answer in answers]
+    return [answer.throughput.steps_per_s for answer in answers] if not any(rates) else rates
 
 
 def _against_first(rates: Sequence[float | None]) -> list[str]:
@@ -56,20 +65,37 @@ def _fullest_gpu(answer: Diagnosis) -> str:
     return wording.size(max(peaks, default=None))
 
 
-def _share_of(bucket: str) -> Callable[[Diagnosis], str]:
-    def cell(answer: Diagnosis) -> str:
-        wall_s = answer.ledger.wall_s
-        return wording.share(getattr(answer.ledger.buckets, bucket) / wall_s) if wall_s > 0 else wording.NOT_MEASURED
+Cell: TypeAlias = Callable[[Diagnosis], str]
 
-    return cell
+# Shares that are always told, and from which share on the others are.
+_ALWAYS = ("data_wait_s", "compute_s")
+_WORTH_A_ROW = 0.05
 
 
-_OUTCOMES: tuple[tuple[str, Callable[[Diagnosis], str]], ...] = (
+def _shares(answers: Sequence[Diagnosis]) -> list[tuple[str, Cell]]:
+    """The parts of the wall time that matter in one of the runs, as rows."""
+    return [
+        (tint.label, partial(_share, bucket))
+        for bucket, tint in BUCKET_TINTS.items()
+        if bucket in _ALWAYS or any(_part(bucket, answer) >= _WORTH_A_ROW for answer in answers)
+    ]
+
+
+def _part(bucket: str, answer: Diagnosis) -> float:
+    seconds: float = getattr(answer.ledger.buckets, bucket)
+    return seconds / answer.ledger.wall_s if answer.ledger.wall_s > 0 else 0.0
+
+
+def _share(bucket: str, answer: Diagnosis) -> str:
+    return wording.share(_part(bucket, answer)) if answer.ledger.wall_s > 0 else wording.NOT_MEASURED
+
+
+_USE: tuple[tuple[str, Cell], ...] = (
     ("GPU use", lambda answer: wording.percent_range([gpu.util_pct for gpu in answer.gpu])),
     ("SM active", lambda answer: wording.percent_range([gpu.sm_active_pct for gpu in answer.gpu])),
     ("GPU memory, peak", _fullest_gpu),
-    ("data wait", _share_of("data_wait_s")),
-    ("compute", _share_of("compute_s")),
+)
+_SPEED: tuple[tuple[str, Cell], ...] = (
     ("wall time", lambda answer: wording.seconds(answer.ledger.wall_s)),
     ("steps", lambda answer: wording.count(answer.throughput.steps)),
     ("steps/s", lambda answer: wording.number(answer.throughput.steps_per_s)),
