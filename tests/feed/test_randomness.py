@@ -481,3 +481,17 @@ def test_a_profiler_that_is_on_stays_on():
     with profile:
         assert first_reason(lambda index: torch.zeros(index + 1), [0, 1], Generators()) is None
         assert sys.getprofile() is profile
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("random", 0), ("random", 2), ("cut", 0), ("augmented", 0)])
+def test_a_sample_drawn_several_times_in_an_epoch_is_augmented_anew_each_time(kind, workers):
+    """As a WeightedRandomSampler does with rare classes: copies that are all alike would teach nothing."""
+    dataset = {
+        "random": Drawn(lambda i: torch.rand(3)),
+        "cut": Transformed(v1.Compose([v1.ToTensor(), v1.Lambda(lambda image: image + torch.rand(1))])),
+        "augmented": torch.rand(6, 3, 4, 4),
+    }[kind]
+    noise = [feed.augment.GaussianNoise(0.1)] if kind == "augmented" else None
+    with feed.loader(dataset, 4, sampler=[1, 1, 1, 2, 2, 1, 1, 1], augment=noise, num_workers=workers) as loader:
+        drawn = torch.cat([_first(batch) for _ in range(2) for batch in loader]).flatten(1)
+    assert len(torch.unique(drawn, dim=0)) == len(drawn) == 16

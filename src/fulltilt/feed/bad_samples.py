@@ -9,6 +9,7 @@ import torch
 
 from fulltilt.errors import DataError
 from fulltilt.feed.readers import Failure
+from fulltilt.feed.repeats import sample_of
 
 Policy = Literal["stop", "skip"]
 
@@ -44,9 +45,9 @@ class BadSamples:
             )
         return new
 
-    def without_bad(self, indices: torch.Tensor) -> torch.Tensor:
-        """``indices`` less the bad ones."""
-        return indices[~self.bad[indices]] if self.failures else indices
+    def without_bad(self, draws: torch.Tensor) -> torch.Tensor:
+        """``draws`` less those of bad samples."""
+        return draws[~self.bad[sample_of(draws)]] if self.failures else draws
 
 
 def stopped_by(failure: Failure) -> DataError:

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import torch
 
 from fulltilt.feed.prefetch import DeviceRing, HostBatch
+from fulltilt.feed.repeats import sample_of
 from fulltilt.feed.stores import DeviceStore
 from fulltilt.feed.structure import Layout
 from fulltilt.feed.supply import Supply
 
-Leaves = tuple[list[torch.Tensor], torch.Tensor]  # the leaves of a batch, and its samples' numbers on the device
+Leaves = tuple[list[torch.Tensor], torch.Tensor]  # the leaves of a batch, and the numbers of its draws on the device
 
 
 class Delivery:
@@ -48,9 +49,12 @@ class Delivery:
     def _resident(self, store: DeviceStore, batches: list[torch.Tensor]) -> Iterator[Leaves]:
         """Batches of a complete device store: one upload of indices for the epoch, then one gather a tensor."""
         if batches:
-            every = torch.cat(batches).to(self._device)
-            for indices in torch.split(every, [len(batch) for batch in batches]):
-                yield store.gather(indices), indices
+            draws, sizes = torch.cat(batches), [len(batch) for batch in batches]
+            samples = sample_of(draws)
+            indices = torch.split(samples.to(self._device), sizes)
+            numbers = indices if torch.equal(samples, draws) else torch.split(draws.to(self._device), sizes)
+            for picked, drawn in zip(indices, numbers, strict=True):
+                yield store.gather(picked), drawn
 
     def _here(self, supply: Supply, batches: list[torch.Tensor], epoch: int) -> Iterator[Leaves]:
         host = supply.host_batches(batches, epoch)
@@ -92,5 +96,5 @@ class Delivery:
             if len(row_indices):
                 store.write(row_indices, rows)
                 store.present[batch.row_indices] = True
-            return store.gather(indices)
+            return store.gather(sample_of(indices))
         return [leaf.clone(memory_format=torch.contiguous_format) for leaf in self._layout.split(rows)]

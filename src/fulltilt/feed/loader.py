@@ -23,6 +23,7 @@ from fulltilt.feed.keeping import Keeping, Notes
 from fulltilt.feed.order import BatchOrder, GivenBatches, Order, resumed_at, step_samples
 from fulltilt.feed.places import device_or_default, home_of, ranks
 from fulltilt.feed.progress import progress
+from fulltilt.feed.repeats import numbered
 from fulltilt.feed.residency import Residence
 from fulltilt.feed.stock import StockLoader
 from fulltilt.feed.tiers import Residency, Tier, default_workers
@@ -268,7 +269,7 @@ class FeedLoader:
         keeping = self._keeping
         assert keeping is not None
         keeping.begin_epoch(epoch)
-        drawn = self.order.batches(epoch)[start:]
+        drawn = numbered(self.order.batches(epoch))[start:]
         largest = max((len(batch) for batch in drawn), default=0)
         if largest > keeping.supply.batch_size:  # a batch sampler may not say beforehand how large they get
             keeping.supply.resize(largest)

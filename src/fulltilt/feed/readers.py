@@ -15,6 +15,7 @@ import torch
 
 from fulltilt.feed.draws import sample_seed
 from fulltilt.feed.generators import Generators
+from fulltilt.feed.repeats import sample_of
 from fulltilt.feed.structure import Layout, ShapeChanged, Unstorable
 
 # Attributes under which data sets keep their files, in the order in which they are asked for a sample's name.
@@ -43,7 +44,7 @@ class Reader(Protocol):
         """Called once in a worker process before its first read."""
 
     def read(self, indices: torch.Tensor, rows: torch.Tensor, epoch: int) -> list[Failure]:
-        """Write sample ``indices[i]`` into ``rows[i]``; returns what failed."""
+        """Write the sample of draw ``indices[i]`` into ``rows[i]``; returns what failed."""
 
 
 class SampleReader:
@@ -69,11 +70,11 @@ class SampleReader:
         Generators(self.dataset).seed(os.getpid())
 
     def read(self, indices: torch.Tensor, rows: torch.Tensor, epoch: int) -> list[Failure]:
-        """Write sample ``indices[i]`` into ``rows[i]``; returns what failed."""
+        """Write the sample of draw ``indices[i]`` into ``rows[i]``; returns what failed."""
         if self._generators is None:
             if self.random:  # it may make its generators with its first sample, and each is to be seeded
                 with Generators(self.dataset).untouched(), suppress(Exception):
-                    self.dataset[int(indices[0])]
+                    self.dataset[int(sample_of(indices[0]))]
             # Found here and not before the fork: a worker has instances of its own.
             self._generators = Generators(self.dataset)
         generators = self._generators
@@ -81,6 +82,7 @@ class SampleReader:
         with nullcontext() if self._in_worker else generators.untouched():
             if self.random:
                 return self._read_seeded(indices, rows, epoch, generators)
+            indices = sample_of(indices)
             mark = generators.mark()
             failures = self._read_together(indices, rows)
             if failures is None:
@@ -90,12 +92,12 @@ class SampleReader:
             return self._read_watched(indices, rows, generators)
 
     def _read_seeded(
-        self, indices: torch.Tensor, rows: torch.Tensor, epoch: int, generators: Generators
+        self, draws: torch.Tensor, rows: torch.Tensor, epoch: int, generators: Generators
     ) -> list[Failure]:
         failures = []
-        for index, row in _pairs(indices, rows):
-            generators.seed(sample_seed(self.seed, epoch, index))
-            failures.append(read_one(self.dataset, index, self.layout, row))
+        for draw, row in _pairs(draws, rows):
+            generators.seed(sample_seed(self.seed, epoch, draw))
+            failures.append(read_one(self.dataset, sample_of(draw), self.layout, row))
         return _failed(failures)
 
     def _read_watched(self, indices: torch.Tensor, rows: torch.Tensor, generators: Generators) -> list[Failure]:

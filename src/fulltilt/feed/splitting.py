@@ -21,6 +21,7 @@ from fulltilt.feed.draws import sample_seed
 from fulltilt.feed.generators import Generators
 from fulltilt.feed.randomness import counting_reason, first_reason
 from fulltilt.feed.readers import Failure, name_of, pack_one, read_one
+from fulltilt.feed.repeats import sample_of
 from fulltilt.feed.stores import HostStore
 from fulltilt.feed.structure import Layout, Unstorable, find_identical, layout_of, leaves_of, same_sample
 
@@ -127,13 +128,14 @@ class SplitReader:
         self._in_worker = True
 
     def read(self, indices: torch.Tensor, rows: torch.Tensor, epoch: int) -> list[Failure]:
-        """Write finished sample ``indices[i]`` into ``rows[i]``; returns what failed."""
+        """Write the finished sample of draw ``indices[i]`` into ``rows[i]``; returns what failed."""
         if self._generators is None:
             self._generators = Generators(self.dataset)
         failures = []
         with nullcontext() if self._in_worker else self._generators.untouched():
-            for position, index in enumerate(indices.tolist()):
-                failure = self._read_one(index, sample_seed(self.seed, epoch, index), rows[position], self._generators)
+            for position, draw in enumerate(indices.tolist()):
+                seed = sample_seed(self.seed, epoch, draw)
+                failure = self._read_one(sample_of(draw), seed, rows[position], self._generators)
                 if failure is not None:
                     failures.append(failure)
         return failures

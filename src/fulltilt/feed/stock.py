@@ -13,6 +13,7 @@ from fulltilt.feed.bad_samples import BadSamples
 from fulltilt.feed.changes import State, state_of
 from fulltilt.feed.order import BatchOrder
 from fulltilt.feed.readers import Failure, failure_of
+from fulltilt.feed.repeats import numbered, sample_of
 
 
 class StockLoader:
@@ -35,8 +36,8 @@ class StockLoader:
         self._forked_as: State | None = None
 
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Any, torch.Tensor]]:
-        """The batches of ``epoch`` from number ``start`` on, each with its sample indices."""
-        drawn = [self._bad.without_bad(batch) for batch in self._order.batches(epoch)[start:]]
+        """The batches of ``epoch`` from number ``start`` on, each with the numbers of its draws."""
+        drawn = [self._bad.without_bad(batch) for batch in numbered(self._order.batches(epoch))[start:]]
         loader, self._loader = self._loader_for_now(), None
         batches: _EpochBatches = loader.batch_sampler  # type: ignore[assignment]
         # Drawn once: a random sampler would give others when asked again.
@@ -79,7 +80,7 @@ class _EpochBatches:
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self.drawn:
-            yield batch.tolist()
+            yield sample_of(batch).tolist()
 
     def __len__(self) -> int:
         return len(self.drawn)

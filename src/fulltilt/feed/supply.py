@@ -16,6 +16,7 @@ from fulltilt.feed.memory import HostBuffers
 from fulltilt.feed.pool import Slot, WorkerPool
 from fulltilt.feed.prefetch import HostBatch
 from fulltilt.feed.readers import Failure, Reader
+from fulltilt.feed.repeats import sample_of
 from fulltilt.feed.stores import DeviceStore, HostStore
 from fulltilt.feed.structure import Layout
 
@@ -39,7 +40,7 @@ _Read = tuple[WorkerPool, Slot]  # a slot with rows, and the pool to give it bac
 
 @dataclass
 class _Plan:
-    indices: torch.Tensor
+    draws: torch.Tensor
     wanted: torch.Tensor
     store: DeviceStore | HostStore | None
 
@@ -82,14 +83,17 @@ class Supply:
     def missing(self, batches: Iterable[torch.Tensor]) -> bool:
         """Whether any sample of ``batches`` still has to be read from the source."""
         every, store = list(batches), self.store
-        return store is None or bool(every and not store.has(self.bad.without_bad(torch.cat(every))).all())
+        return store is None or bool(every and not store.has(self._asked(every)).all())
 
     def lacking(self, batches: list[torch.Tensor]) -> torch.Tensor:
         """The samples of ``batches`` that the store does not have, each once."""
         assert self.store is not None
-        asked = self.bad.without_bad(torch.cat(batches))
+        asked = self._asked(batches)
         lacking: torch.Tensor = torch.unique(asked[~self.store.has(asked)])
         return lacking
+
+    def _asked(self, batches: list[torch.Tensor]) -> torch.Tensor:
+        return sample_of(self.bad.without_bad(torch.cat(batches)))
 
     def open_store(self, store: DeviceStore | HostStore | None) -> None:
         """Keep what is read from now on, and what was put aside until now; None keeps nothing."""
@@ -179,16 +183,17 @@ class Supply:
         underway: torch.Tensor | None = None
         for batch in batches:
             store = self.store
-            indices = self.bad.without_bad(batch)
+            draws = self.bad.without_bad(batch)
             if store is None:
-                wanted = indices
+                wanted = draws
             else:
+                indices = sample_of(draws)
                 if underway is None:
                     underway = torch.zeros(self.bad.samples, dtype=torch.bool)
                 # A sample asked for by an earlier batch will be there when this batch is assembled.
                 wanted = torch.unique(indices[~(store.has(indices) | underway[indices])])
                 underway[wanted] = True
-            plans.append(_Plan(indices, wanted, store))
+            plans.append(_Plan(draws, wanted, store))
             if len(wanted):
                 yield wanted
 
@@ -219,31 +224,32 @@ class Supply:
             raise
         read, rows = slot.indices[: slot.count].clone(), slot.rows[: slot.count]
         if self.bad.failures:
-            good = ~self.bad.bad[read]
+            good = ~self.bad.bad[sample_of(read)]
             if not bool(good.all()):
                 read, rows = read[good], rows[good]
-        indices = self._left(plan.indices)
+        draws = self._left(plan.draws)
         # A batch that was asked for before there was a store goes into the one that has come since.
         store = plan.store or self.store
         if store is None:
             if self.puts_aside and len(self._aside) < min(PUT_ASIDE, PUT_ASIDE_BYTES // max(rows.nbytes, 1)):
-                self._aside.append((read, rows.clone()))
+                self._aside.append((sample_of(read), rows.clone()))
             return HostBatch(read, rows, read, lambda: pool.release(slot))
+        read = sample_of(read)
         if isinstance(store, DeviceStore):
-            return HostBatch(indices, rows, read, lambda: pool.release(slot), store)
+            return HostBatch(draws, rows, read, lambda: pool.release(slot), store)
         if self.store is store:
             self._keep(store, read, rows)
-        batch = self._gather(store, indices, read, rows)
+        batch = self._gather(store, draws, read, rows)
         pool.release(slot)
         return batch
 
     def _from_store(self, plan: _Plan) -> HostBatch:
-        indices = self._left(plan.indices)
-        none = indices[:0]
+        draws = self._left(plan.draws)
+        none = draws[:0]
         if isinstance(plan.store, DeviceStore):
-            return HostBatch(indices, torch.empty(0, self.layout.row_bytes, dtype=torch.uint8), none, store=plan.store)
+            return HostBatch(draws, torch.empty(0, self.layout.row_bytes, dtype=torch.uint8), none, store=plan.store)
         assert plan.store is not None
-        return self._gather(plan.store, indices, none, torch.empty(0, self.layout.row_bytes, dtype=torch.uint8))
+        return self._gather(plan.store, draws, none, torch.empty(0, self.layout.row_bytes, dtype=torch.uint8))
 
     def _keep(self, store: HostStore, indices: torch.Tensor, rows: torch.Tensor) -> None:
         try:
@@ -251,10 +257,11 @@ class Supply:
         except CacheFull as full:
             self._on_full(full)
 
-    def _gather(self, store: HostStore, indices: torch.Tensor, read: torch.Tensor, rows: torch.Tensor) -> HostBatch:
+    def _gather(self, store: HostStore, draws: torch.Tensor, read: torch.Tensor, rows: torch.Tensor) -> HostBatch:
+        indices = sample_of(draws)
         there = store.has(indices)
         if store.pinned and self.layout.row_bytes >= DIRECT_ROW_BYTES and bool(there.all()):
-            return HostBatch(indices, store.rows, indices, store=store, scattered=True)
+            return HostBatch(draws, store.rows, indices, store=store, scattered=True)
         staging, release = self._free_staging()
         out = staging[: len(indices)]
         try:
@@ -265,7 +272,7 @@ class Supply:
         except BaseException:
             release()
             raise
-        return HostBatch(indices, out, indices, release)
+        return HostBatch(draws, out, indices, release)
 
     def _patch(
         self,
@@ -304,10 +311,10 @@ class Supply:
             if failure.kind == "random":
                 self._on_random(failure)
 
-    def _left(self, indices: torch.Tensor) -> torch.Tensor:
-        left = self.bad.without_bad(indices)
-        if len(indices) and not len(left):
-            first = self.bad.failures[int(indices[0])]
+    def _left(self, draws: torch.Tensor) -> torch.Tensor:
+        left = self.bad.without_bad(draws)
+        if len(draws) and not len(left):
+            first = self.bad.failures[int(sample_of(draws[0]))]
             raise DataError(f"every sample of a batch is bad; {first.where()}: {first.message}", "Repair the files.")
         return left
 

@@ -35,6 +35,7 @@ from fulltilt.feed.augment.geometry import (
 )
 from fulltilt.feed.augment.spectrogram import SpecAugment
 from fulltilt.feed.draws import as_int64, uniform
+from fulltilt.feed.repeats import sample_of
 
 __all__ = [
     "Affine",
@@ -60,7 +61,7 @@ class Augmentation(Protocol):
     """What the loader calls with each batch."""
 
     def __call__(self, batch: Any, seed: int, epoch: int, indices: torch.Tensor) -> Any:
-        """The augmented batch; ``indices`` are its samples' numbers, on the device."""
+        """The augmented batch; ``indices`` are the numbers of its draws (``repeats.py``), on the device."""
 
 
 class Pipeline:
@@ -220,7 +221,7 @@ def as_augmentation(given: Any) -> Augmentation | None:
         raise UsageError(
             f"augment is {type(given).__name__}", "Give transforms of fulltilt.feed.augment or a function."
         )
-    return given if _asks_for_samples(given) else _Function(given)
+    return _OfSamples(given) if _asks_for_samples(given) else _OfBatch(given)
 
 
 def _asks_for_samples(function: Callable[..., Any]) -> bool:
@@ -231,7 +232,17 @@ def _asks_for_samples(function: Callable[..., Any]) -> bool:
     return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) == 4
 
 
-class _Function:
+class _OfSamples:
+    """The user's function looks its samples up: it gets their numbers, not those of the draws."""
+
+    def __init__(self, function: Augmentation) -> None:
+        self.function = function
+
+    def __call__(self, batch: Any, seed: int, epoch: int, indices: torch.Tensor) -> Any:
+        return self.function(batch, seed, epoch, sample_of(indices))
+
+
+class _OfBatch:
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self.function = function
 
