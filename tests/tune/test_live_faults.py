@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
 
+from fulltilt import store
 from fulltilt.tune.live.limits import Limits
 from fulltilt.tune.live.room import Room
 from fulltilt.tune.live.window import Knobs
@@ -181,13 +182,16 @@ def test_short_passes_with_a_loader_of_their_own_count_together(tmp_path: Path) 
         assert live.record.moves
 
 
+class Scaled(Squares):
+    """Depends on something that a script may change: the epoch, a curriculum."""
+
+    scale = 1.0
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((3,), self.scale * index), index
+
+
 def test_a_data_set_changed_between_passes_is_seen_by_the_next(tmp_path: Path) -> None:
-    class Scaled(Squares):
-        scale = 1.0
-
-        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-            return torch.full((3,), self.scale * index), index
-
     data = Scaled(SIZE)
     with tuning(tmp_path, [Knobs(2, persistent=True)], [True]) as one:
         loader = one.trains(DataLoader(data, batch_size=2))
@@ -200,6 +204,23 @@ def test_a_data_set_changed_between_passes_is_seen_by_the_next(tmp_path: Path) -
         assert len(workers[0]) == 2, "it was tuned"
         assert workers[1] == workers[0], "workers live on as long as nothing has changed"
         assert workers[2] != workers[1]
+        assert one.record.settings.persistent_workers is False, "the script's own would not see the change"
+
+
+def test_a_data_set_changed_during_a_pass_is_seen_by_the_next_batch(tmp_path: Path) -> None:
+    """Before, while and after a pool of workers takes over from the training process."""
+    for change_at in (3, 8, 13):
+        data = Scaled(SIZE)
+        with tuning(store.create_folder(tmp_path / str(change_at)), [Knobs(2), Knobs(1)], [True, False]) as one:
+            loader = one.trains(DataLoader(data, batch_size=2))
+            drawn = []
+            for number, batch in enumerate(loader, start=1):
+                drawn.append(flat(batch)[0][1][0])
+                if number == change_at:
+                    data.scale = 3.0
+                time.sleep(0.02)  # workers make batches ahead
+            scales = [1.0] * change_at + [3.0] * (SIZE // 2 - change_at)
+            assert drawn == [scale * index for scale, index in zip(scales, range(1, SIZE, 2), strict=True)]
 
 
 # --------------------------------------------------------------------------- what is left alone

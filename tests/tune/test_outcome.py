@@ -41,7 +41,8 @@ workers are out of shared memory. Please try to raise your shared memory limit. 
         (Ended(-11, None, 3.0, ""), None, "crashed", "ended by SIGSEGV"),
         (Ended(7, None, 3.0, "usage\nno data\n"), None, "crashed", "ended with exit code 7: no data"),
         (Ended(-9, "time", 60.0, ""), None, "timed_out", "stopped after 60 s"),
-        (Ended(0, None, 3.0, ""), None, "crashed", "the script ended after 0 steps"),
+        (Ended(0, None, 3.0, ""), None, "crashed", "the script ended without a step of an optimizer"),
+        (DONE, Answer((), 7, (), world_size=1, complete=False), "crashed", "the script ended after 7 steps: too few"),
         (DONE, replace(ANSWER, losses=LOSSES[:7], not_finite_at=7), "diverged", "the loss of step 8 is not a finite"),
         (DONE, replace(ANSWER, losses=(9.0,) * 40), "diverged", "mean loss of steps 21 to 40: 9"),
         (DONE, replace(ANSWER, out_of_memory=2), "oom", None),
@@ -54,6 +55,12 @@ def test_the_state_of_a_trial(ended: Ended, answer: Answer | None, state: str, n
     assert trial.state == state
     assert (trial.note or "").startswith(note or "")
     assert (trial.note is None) == (note is None)
+
+
+def test_a_script_without_a_loader_has_nothing_to_tune() -> None:
+    answer = Answer((), 900, (), world_size=1, complete=True)
+    trial = conclude(ATTEMPT, DONE, answer, examples.run_of(examples.rank(loaders=())), None)
+    assert trial.note == "no DataLoader gave a batch in 900 steps: there is no loader to tune"
 
 
 def test_the_figures_of_a_trial() -> None:
@@ -82,3 +89,10 @@ def test_the_last_exception_is_named_on_one_line() -> None:
     tail = "KeyError: 'a'\n\nDuring handling …\n\nmylib.errors.BadBatchError: too odd\n[rank0] bye\n"
     assert last_exception(tail) == "mylib.errors.BadBatchError: too odd"
     assert last_exception("all is well") is None
+
+
+def test_what_a_launcher_says_of_its_ranks_is_not_why_they_failed() -> None:
+    launcher = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+    assert last_exception(f"[rank1]: x\nValueError: no data\n{launcher}") == "ValueError: no data"
+    usage = "train.py: error: unrecognized arguments: --budget 3s"
+    assert last_exception(f"usage: train.py [-h]\n{usage}\n{launcher}") == usage

@@ -84,8 +84,8 @@ class Screen:
         """A trial runs."""
         if self._bar.on:
             best = "" if self._best is None else f" · best so far {rate_words(self._best)} samples/s"
-            what = "the script as it is" if attempt.purpose == "start" else in_words(attempt.settings)
-            self._bar.show(f"fulltilt tune · {what} ({attempt.why}) · {seconds(wall_s)}{best}")
+            what = attempt.why if attempt.purpose == "start" else f"{in_words(attempt.settings)} ({attempt.why})"
+            self._bar.show(f"fulltilt tune · {what} · {seconds(wall_s)}{best}")
 
     def tried(self, trials: list[Trial], trial: Trial) -> None:
         """A trial has ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +14,10 @@ from fulltilt import store
 from fulltilt.errors import UsageError
 from fulltilt.timeline.launch import job_command, job_name
 from fulltilt.train.config import duration_s
+
+
+# Flags that no training script is likely to have; behind the script they are given to it.
+OWN_FLAGS = ("--budget", "--allow", "--apply", "--trial-limit")
 
 
 def register(app: typer.Typer) -> None:
@@ -51,6 +56,9 @@ def tune(
     from fulltilt.tune.space import parse_allow
 
     allowed = parse_allow(allow)
+    for flag in OWN_FLAGS:
+        if any(argument.partition("=")[0] == flag for argument in arguments):
+            print(f"fulltilt: {flag} goes to the script; a flag of fulltilt tune stands before it", file=sys.stderr)
     folder = store.create_folder(out or _new_folder(job_name(arguments)))
     from fulltilt.cli.studying import conduct
 

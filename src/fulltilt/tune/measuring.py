@@ -33,6 +33,9 @@ from fulltilt.tune.saves import Saves
 
 # Losses of so many first steps are compared between trials.
 MOST_LOSSES = 400
+# A training that has had no batch of a DataLoader for so long, and so many steps, will have none later either.
+NO_LOADER_S = 20.0
+NO_LOADER_STEPS = 50
 
 
 class Measuring:
@@ -49,6 +52,7 @@ class Measuring:
         self._cuda = False
         self._learning_rate: float | None = None
         self._steps = 0
+        self._first_step_s: float | None = None
         self._pace = Pace(assignment.patience.block_s, self._timed)
         self._sources: dict[int, weakref.ref[Any]] = {}
         self._company = Company()
@@ -115,7 +119,11 @@ class Measuring:
             self._advance()
 
     def _advance(self) -> None:
-        block = self._pace.stepped(self._moment())
+        now = self._moment()
+        block = self._pace.stepped(now)
+        if self._lives_without_loader(now):
+            self._answer(complete=True)
+            self._leave(0)
         if block is None:
             return
         self._pending.append(block)
@@ -123,6 +131,11 @@ class Measuring:
         if is_enough(self._blocks, self._assignment.patience):
             self._answer(complete=True)
             self._leave(0)
+
+    def _lives_without_loader(self, now: Moment) -> bool:
+        self._first_step_s = self._first_step_s or now.host_s
+        long_enough = now.host_s - self._first_step_s > NO_LOADER_S and self._steps > NO_LOADER_STEPS
+        return long_enough and not any(tap.batches for tap in self._session.taps.all)
 
     def _settle(self, wait: bool = False) -> None:
         """Turn the blocks whose end the GPU has reached into figures."""

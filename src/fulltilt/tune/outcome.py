@@ -27,6 +27,8 @@ _OUT_OF_MEMORY = re.compile(
 )
 # The last line of a traceback: the exception and its message.
 _EXCEPTION = re.compile(r"^((?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b.*)$", re.MULTILINE)
+# What argparse says of flags that a script does not take.
+_USAGE = re.compile(r"^(\S+: error: .*)$", re.MULTILINE)
 MOST_KEPT_LOSSES = 400
 
 
@@ -106,9 +108,8 @@ def _state(ended: Ended, answer: Answer | None, run: Run | None, start: Trial | 
         return "oom", "killed by the system, which does so when memory runs out"
     if failed:
         return "crashed", last_exception(ended.tail) or _how_it_ended(ended.status, ended.tail)
-    if answer is None or not answer.blocks:
-        steps = answer.steps if answer is not None else 0
-        return "crashed", f"the script ended after {steps} steps: too few to measure"
+    if answer is None or not any(block.samples for block in answer.blocks):
+        return "crashed", _nothing_measured(answer, run)
     if answer.not_finite_at is not None:
         return "diverged", f"the loss of step {answer.not_finite_at + 1} is not a finite number"
     if start is not None and is_worse(start.losses, answer.losses):
@@ -117,6 +118,16 @@ def _state(ended: Ended, answer: Answer | None, run: Run | None, start: Trial | 
     if throttled is not None:
         return "throttled", throttled
     return "ok", "; ".join(answer.remarks) or None
+
+
+def _nothing_measured(answer: Answer | None, run: Run | None) -> str:
+    steps = answer.steps if answer is not None else 0
+    if not steps:
+        return "the script ended without a step of an optimizer"
+    ranks = run.ranks if run is not None else ()
+    if ranks and not any(loader.batches and loader.made_by != "script" for rank in ranks for loader in rank.loaders):
+        return f"no DataLoader gave a batch in {steps} steps: there is no loader to tune"
+    return f"the script ended after {steps} steps: too few to measure; let it train longer"
 
 
 def _throttled(run: Run | None) -> str | None:
@@ -132,8 +143,8 @@ def _worse(start: tuple[float, ...], losses: tuple[float, ...]) -> str:
 
 
 def last_exception(tail: str) -> str | None:
-    """The last exception that a program's output names, on one line and not too long."""
-    found = _EXCEPTION.findall(tail)
+    """The last exception that a program's output names, on one line and not too long; not that of its launcher."""
+    found = [line for line in _EXCEPTION.findall(tail) if "ChildFailedError" not in line] or _USAGE.findall(tail)
     return None if not found else found[-1].strip()[:200]
 
 

@@ -143,7 +143,8 @@ class Study:
         if attempt.purpose == "start" and isinstance(starts, ForkedStarts):
             limits = replace(limits, time_s=min(limits.time_s, FIRST_FORK_S + FIRST_FORK_FACTOR * starts.opened_in_s))
         trial = self._attempt(attempt, folder, starts, limits, tick)
-        if trial.purpose == "start" and trial.state in ("crashed", "timed_out") and isinstance(starts, ForkedStarts):
+        failed = trial.state in ("crashed", "timed_out") and not _ended_by_itself(folder)
+        if trial.purpose == "start" and failed and isinstance(starts, ForkedStarts):
             # True to the script above all: perhaps it is only the fork that it does not survive.
             self._start_anew(f"the forked script failed ({trial.note or trial.state})")
             shutil.rmtree(folder, ignore_errors=True)
@@ -235,6 +236,10 @@ def _fingerprint(loader: LoaderRecord | None, arguments: Sequence[str]) -> str |
     if loader is None or loader.where is None:
         return None
     return fingerprint(source_file(loader.where, Path(), arguments))
+
+
+def _ended_by_itself(folder: Path) -> bool:
+    return store.read_record(folder / store.RUN_FILE, RunRecord).state == "done"
 
 
 def _read(path: Path) -> Answer | None:

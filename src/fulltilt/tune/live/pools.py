@@ -131,9 +131,13 @@ class Pool:
 
     def draw(self) -> Any:
         """The next batch; StopIteration when no order is left for this pool."""
-        if self.own:
-            self._joined.keep_only(getattr(self.iterator, "_task_info", ()))
+        self.forget_fulfilled()
         return next(self.iterator)
+
+    def forget_fulfilled(self) -> None:
+        """Between two draws: owe no more than what is still to come. One that fails owes what it was drawn for."""
+        if self.own or not self.knobs.workers:
+            self._joined.keep_only(getattr(self.iterator, "_task_info", ()))
 
     @property
     def ready(self) -> int:

@@ -152,6 +152,18 @@ class Relay:
         self._line.appendleft(pool)
         self._num_workers = pool.knobs.workers
 
+    def start_over(self, pool: Pool) -> None:
+        """Between two batches: put a pool in the place of all others, to make first what they still owed."""
+        owed: list[Any] = []
+        for other in self._line:
+            other.forget_fulfilled()
+            owed += other.unfulfilled()
+        self.orders.give_back(owed)
+        self._line = deque([pool])
+        pool.join(self.orders)
+        pool.open()
+        self._num_workers = pool.knobs.workers
+
     def __del__(self) -> None:
         if not self.ended:
             self._host.pass_abandoned(self)

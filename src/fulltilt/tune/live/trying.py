@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +121,9 @@ class Trying:
 
     def at_boundary(self, relay: Relay) -> None:
         """Move on, if something is due."""
-        if self.phase is Phase.WANTING and relay.is_steady and not self._awaits_witnesses():
+        if any(pool.knobs.workers for pool in self.pools()) and self._workshop.script_changed_data_set():
+            self._start_over(relay)
+        elif self.phase is Phase.WANTING and relay.is_steady and not self._awaits_witnesses():
             with self._diary.costs():
                 self._start(relay)
         elif self.phase is Phase.STARTING:
@@ -171,9 +174,20 @@ class Trying:
             self.unwatch()
             self._diary.settled(move.why)
         else:
-            self._wanted = move
+            self._wanted = replace(move, knobs=self._as_may_persist(move.knobs))
             self.phase = Phase.WANTING
-            self._diary.tries(move)
+            self._diary.tries(self._wanted)
+
+    def _as_may_persist(self, knobs: Knobs) -> Knobs:
+        return knobs._replace(persistent=knobs.persistent and self._workshop.may_persist)
+
+    def persist_no_longer(self) -> None:
+        """The data set changes from pass to pass: what is found must not tell the script to keep its workers."""
+        without = self._as_may_persist(self.in_force)
+        if without != self.in_force:
+            self.in_force = without
+            self._diary.persists(without, "its data set changes from pass to pass, which workers that live on miss")
+            self._note_in_force()
 
     def _start(self, relay: Relay) -> None:
         assert self._wanted is not None
@@ -273,6 +287,15 @@ class Trying:
             relay.replace_serving(self._standing_by() if relay.is_steady else self._workshop.make_final())
             self._decide()
         self._workshop.retire(failing, failed=True)
+
+    def _start_over(self, relay: Relay) -> None:
+        """The script has changed its data set: the batches that workers have made ahead are not those of the script."""
+        workers = [pool for pool in self.pools() if pool.own]
+        self.best = None
+        self.leave_alone("the script changes its data set during a pass, which workers would not see")
+        relay.start_over(self._workshop.make_final())
+        for pool in workers:
+            self._workshop.retire(pool)
 
     def _give_up(self, knobs: Knobs, error: Exception) -> None:
         self._failed = (*self._failed, knobs)

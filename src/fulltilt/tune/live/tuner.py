@@ -96,6 +96,8 @@ class LoaderTuner:
             on_trial = False
             self._trying.leave_alone(failure(knobs, error))
             pool = self._workshop.make_final()
+        if not self._workshop.may_persist:
+            self._trying.persist_no_longer()
         pool.join(orders)
         if on_trial:
             self._trying.candidate = pool
@@ -133,6 +135,8 @@ class LoaderTuner:
         """Workers that cost a good part of each pass to start should live on to the next."""
         user, knobs = self._workshop.user, self._trying.in_force
         if not user.workers or user.persistent or self._trying.candidate is not None or not self.tap.trains:
+            return
+        if not self._workshop.may_persist:
             return
         persistent = self._turnover.should_persist(knobs.persistent)
         if persistent != knobs.persistent and knobs[:3] == user[:3]:

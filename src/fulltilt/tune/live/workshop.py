@@ -13,6 +13,7 @@ from fulltilt.tune.live.limits import Limits
 from fulltilt.tune.live.orders import Orders
 from fulltilt.tune.live.own_generator import own_generator
 from fulltilt.tune.live.pools import Pool, begin_as_the_script_would, make_pool
+from fulltilt.tune.live.surface import surface
 from fulltilt.tune.live.window import Knobs, Seen
 
 
@@ -39,6 +40,9 @@ class Workshop:
         self._seed = 0
         self._made = 0
         self._forked_from: Anatomy | None = None
+        self._surface: tuple[Any, ...] = ()
+        # Whether the data set has stayed the same from pass to pass, so that workers may live on.
+        self.may_persist = True
 
     @property
     def loader(self) -> Any:
@@ -51,6 +55,7 @@ class Workshop:
         self.user = knobs_of(loader)
         self._first_pass = True
         self._forked_from = None
+        self.may_persist = True
 
     def can_begin_theirs(self) -> bool:
         """Whether torch's own iterator would begin a pass as in the plain run.
@@ -95,6 +100,7 @@ class Workshop:
         batch_s = max(knobs.workers, 1) / seen.batches_per_s if seen is not None else 0.0
         patience_s = max(self._limits.first_batch_s, self._limits.first_batch_times * batch_s)
         self._forked_from = self._anatomy()
+        self._surface = self._surface_now()
         return make_pool(self.loader, knobs, seed, self._taps, self._tap, patience_s)
 
     def make_final(self) -> Pool:
@@ -118,6 +124,7 @@ class Workshop:
             return None
         persists = self.user.workers > 0 and self.user.persistent
         if not persists and not self.data_set_is_the_same():
+            self.may_persist = False
             self.retire(pool)
             return None
         deadline_s = time.monotonic() + self._limits.start_s
@@ -132,6 +139,13 @@ class Workshop:
         """Whether the last pool that was made still has the data set as it is now."""
         now = self._anatomy()
         return self._forked_from is not None and now.whole and now.change_from(self._forked_from) is None
+
+    def script_changed_data_set(self) -> bool:
+        """Whether the script, which has no workers, has changed its data set since the last pool was made."""
+        return self.user.workers == 0 and self._surface_now() != self._surface
+
+    def _surface_now(self) -> tuple[Any, ...]:
+        return surface(self.loader.dataset, self.loader.collate_fn)
 
     def _anatomy(self) -> Anatomy:
         return anatomy(self.loader.dataset, self.loader.collate_fn)
