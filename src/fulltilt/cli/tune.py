@@ -15,7 +15,6 @@ from fulltilt.errors import UsageError
 from fulltilt.timeline.launch import job_command, job_name
 from fulltilt.train.config import duration_s
 
-
 # Flags that no training script is likely to have; behind the script they are given to it.
 OWN_FLAGS = ("--budget", "--allow", "--apply", "--trial-limit")
 
