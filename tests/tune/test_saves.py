@@ -1,4 +1,4 @@
-# ruff: noqa: PTH103, PTH104, PTH105, PTH107, PTH123, PTH211, SIM115 - the plain calls are what is tested
+# ruff: noqa: PTH103, PTH104, PTH105, PTH107, PTH123, PTH202, PTH211, SIM115 - the plain calls are what is tested
 """Inside a trial nothing of the user's is written, changed or deleted; what changed all the same is found."""
 
 from __future__ import annotations
@@ -80,6 +80,22 @@ def test_saves_go_aside_and_are_found_again(saves: Saves, theirs: Path) -> None:
     assert kept(theirs)
     assert [path.name for path in theirs.iterdir()] == ["model.pt"]
     assert saves.diverted == 3
+
+
+def test_what_was_saved_aside_is_there_to_the_job(saves: Saves, theirs: Path) -> None:
+    """As scripts go on with a checkpoint: its size in the log, the best one copied, the last but one deleted."""
+    for name in ("epoch-0.pt", "epoch-1.pt"):
+        torch.save({"w": torch.ones(3)}, name)
+    assert os.path.getsize("epoch-0.pt") > 100
+    assert (theirs / "epoch-1.pt").exists()
+    shutil.copy("epoch-1.pt", "best.pt")
+    shutil.copyfile("epoch-1.pt", theirs / "model.pt")
+    assert "w" in torch.load("best.pt")
+    os.remove("epoch-0.pt")
+    assert not (theirs / "epoch-0.pt").exists()
+    saves.restore()
+    assert kept(theirs)
+    assert [path.name for path in theirs.iterdir()] == ["model.pt"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,7 +77,8 @@ def _hand_over(
     settings_for = {LOADER: record.loader.where} if record.loader is not None and record.loader.where else {}
     store.write_json(folder / SETTINGS_FILE, {**rid_of_none(loader_settings(in_force)), **settings_for})
     if record.loader is None or record.loader.made_by != "fulltilt":
-        console.print(Text(f"Without a change to the script: fulltilt run --settings {folder / SETTINGS_FILE} …"))
+        again = shlex.join(["fulltilt", "run", "--settings", str(folder / SETTINGS_FILE), *record.command])
+        console.print(Text(f"Without a change to the script: {again}"), soft_wrap=True)  # to be copied as it is
     for line in by_hand(settings):
         console.print(Text(line))
     try:
@@ -102,9 +104,8 @@ def _hand_over(
         console.print(Text(f"Note: {remark}."))
     if apply:
         apply_change(change, record.source_sha256)
-        console.print(
-            Text(f"Written into {change.path}; take it back with: patch -R {change.path} {folder / DIFF_FILE}")
-        )
+        back = shlex.join(["patch", "-R", str(change.path), str(folder / DIFF_FILE)])
+        console.print(Text(f"Written into {change.path}; take it back with: {back}"), soft_wrap=True)
     else:
         console.print(Text(f"The diff is in {folder / DIFF_FILE}; --apply writes it."))
 

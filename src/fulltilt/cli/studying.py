@@ -75,6 +75,7 @@ class Screen:
         self._stream = stream
         self._bar = StatusBar(stream)
         self._best: Trial | None = None
+        self._said: set[str] = set()
 
     def say(self, text: str) -> None:
         """A line of its own."""
@@ -92,7 +93,9 @@ class Screen:
         self._best = best_of(trials)
         self.say(progress_line(len(trials), trial, self._best))
         for change in trial.changed_files:
-            self.say(f"  under the working folder: {change}")
+            if change not in self._said:  # most files change in every trial
+                self.say(f"  under the working folder: {change}")
+        self._said.update(trial.changed_files)
 
     def close(self) -> None:
         """Give the last row back."""

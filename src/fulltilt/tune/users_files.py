@@ -6,6 +6,8 @@
 | os.remove, rename, … of what was there before      | does nothing                                               |
 | os.replace of a new file over one that was there   | the new one goes to the scratch folder                     |
 | os.mkdir, symlink, link where something was removed| does nothing: to the job it is gone                        |
+| os.stat, os.remove of what this trial wrote aside  | finds it there, removes it there                           |
+| shutil.copy of what this trial wrote aside         | the copy goes aside too                                    |
 
 Other new files are written where the job wants them, and reported: a job may need them.
 """
@@ -60,6 +62,9 @@ class UsersFiles:
         yield shutil, "rmtree", self._keeping
         for name in ("rename", "replace"):
             yield os, name, self._moving
+        yield os, "stat", self._looking
+        for name in ("copy", "copy2", "copyfile"):
+            yield shutil, name, self._copying
         yield os, "mkdir", partial(self._making, 0)
         for name in ("symlink", "link"):
             yield os, name, partial(self._making, 1)
@@ -138,7 +143,7 @@ class UsersFiles:
     def _keeping(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def keep(path: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._was_there(path):
-                return original(path, *args, **kwargs)
+                return original(self._where(path), *args, **kwargs)
             self._keep(path)
             self._gone.add(_absolute(path))
             return None
@@ -161,6 +166,35 @@ class UsersFiles:
             return False
         absolute = _absolute(path)
         return any(absolute == gone or absolute.startswith(f"{gone}{os.sep}") for gone in self._gone)
+
+    def _where(self, path: Any) -> Any:
+        """Where something lies that the job may have written aside, and only there."""
+        is_aside = self.is_path(path) and not os.path.lexists(path) and self.aside(path).is_file()
+        return self.aside(path) if is_aside else path
+
+    def _looking(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def stat(path: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(path, *args, **kwargs)
+            except FileNotFoundError:
+                # Files alone: a folder that is not there must still be made before other things are written into it.
+                if kwargs.get("dir_fd") is None and self.is_path(path) and self.aside(path).is_file():
+                    return original(self.aside(path), *args, **kwargs)
+                raise
+
+        return stat
+
+    def _copying(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def copy(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.is_path(source) or not self.aside(source).is_file() or not self.is_path(target):
+                return original(source, target, *args, **kwargs)
+            aside = self.aside(target)
+            (aside if os.path.isdir(target) else aside.parent).mkdir(parents=True, exist_ok=True)  # noqa: PTH112
+            self.diverted += 1
+            original(self.aside(source), aside, *args, **kwargs)
+            return target
+
+        return copy
 
     def _moving(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def move(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
