@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from fulltilt.errors import UsageError
 from fulltilt.records import Settings, Trial
 from fulltilt.tune.course import next_step, time_limit_s
+from fulltilt.tune.epoch_changes import changes_data_set
+from fulltilt.tune.solutions import in_words, risk_of
 from fulltilt.tune.space import ALLOWABLE, Space, is_loader_only, parse_allow
 from fulltilt.tune.table import nothing_tried_sentence, verdict_sentence
 from fulltilt.tune.trials import best_of, knee_of, start_of
@@ -26,6 +28,36 @@ def test_a_job_that_computes_all_the_time_is_left_alone() -> None:
     trials = study(job, SIXTEEN)
     assert [trial.purpose for trial in trials] == ["start"]
     assert winner(trials) is None
+
+
+def test_workers_of_a_data_set_that_changes_between_epochs_are_not_kept() -> None:
+    job = Job({0: 50.0, 1: 100.0, 8: 1000.0, 32: 1000.0}, 300.0, Settings(num_workers=1, prefetch_factor=2))
+    trials = study(job, replace(SIXTEEN, may_persist=False))
+    assert winner(trials) is not None
+    assert not any(trial.settings.persistent_workers for trial in trials)
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("x = DataLoader(ds)\nfor e in range(9):\n    ds.set_epoch(e)\n", 3),
+        ("x = DataLoader(dataset=a.b)\nwhile True:\n    a.b.level += 1\n", 3),
+        ("def on_epoch_start(t):\n    t.loader.dataset.set_epoch(t.epoch)\n", 2),
+        # Before the training, not of the data set, or nothing that can be read.
+        ("ds.transform = None\nx = DataLoader(ds)\n", None),
+        ("x = DataLoader(ds, sampler=s)\nfor e in range(9):\n    s.set_epoch(e)\n    m.lr = 1\n    ds.size()\n", None),
+        ("x = DataLoader(ds\n", None),
+    ],
+)
+def test_a_data_set_that_a_script_changes_between_epochs_is_seen(source: str, line: int | None) -> None:
+    assert changes_data_set(source) == line
+
+
+def test_a_solution_says_what_it_changes() -> None:
+    trial = Trial(Settings(num_workers=4), "ok", 100.0)
+    assert risk_of(trial) == "low: the same training"
+    assert risk_of(trial, streams=True) == "low: the samples of the stream come in another order"
+    assert in_words(Settings(prefetch_factor=4)) == "prefetch 4"
 
 
 def test_search_ends_when_the_loader_is_no_longer_the_limit() -> None:

@@ -21,6 +21,7 @@ from fulltilt.tune.source_patch import WriteYourself, apply_change, propose
 from fulltilt.tune.space import loader_settings, rid_of_none, streams_alone
 from fulltilt.tune.study import StudyRecord
 from fulltilt.tune.table import (
+    changing_data_set_sentence,
     nothing_tried_sentence,
     show_arithmetic,
     show_solutions,
@@ -47,7 +48,13 @@ def end_study(record: StudyRecord, trials: Sequence[Trial], folder: Path, apply:
     found = [trial for trial in trials if is_valid(trial)]
     if not found:
         raise _nothing_measured(trials, folder)
-    rows = solutions(trials, record.optimizer, record.learning_rate, looks_deeply_supervised(record.command))
+    rows = solutions(
+        trials,
+        record.optimizer,
+        record.learning_rate,
+        looks_deeply_supervised(record.command),
+        streams=record.loader is not None and record.loader.iterable,
+    )
     show_solutions(console, rows)
     console.print()
     show_arithmetic(console, rows)
@@ -61,6 +68,9 @@ def end_study(record: StudyRecord, trials: Sequence[Trial], folder: Path, apply:
     if streams_alone(record.loader) and (sentence := workers_stay_sentence(trials)) is not None:
         verdict = sentence if nothing_tried_sentence(trials) else f"{verdict} {sentence}"
     console.print(Text(verdict))
+    if record.data_set_changes is not None and record.loader is not None:
+        file = (record.loader.where or "").rpartition(":")[0]
+        console.print(Text(changing_data_set_sentence(f"{file}:{record.data_set_changes}")))
     for name in (SETTINGS_FILE, DIFF_FILE):
         (folder / name).unlink(missing_ok=True)  # of an earlier answer
     if won is not None:

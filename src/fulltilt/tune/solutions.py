@@ -30,8 +30,9 @@ def solutions(
     optimizer: str | None = None,
     learning_rate: float | None = None,
     deep_supervision: bool = False,
+    streams: bool = False,
 ) -> tuple[Solution, ...]:
-    """The start, then at most three solutions from the safest to the fastest."""
+    """The start, then at most three solutions from the safest to the fastest. ``streams``: from an IterableDataset."""
     start = start_of(trials)
     searched = [trial for trial in trials if is_valid(trial) and trial.purpose == "search"]
     picked = [
@@ -47,13 +48,15 @@ def solutions(
     for number, trial in enumerate(chosen[:MOST_SOLUTIONS], start=1):
         scaled = _rate_for(start or trial, trial, learning_rate, optimizer, deep_supervision)
         speedup = rate(trial) / rate(start) if start is not None and rate(start) else None
-        rows.append(Solution(f"Solution {number}", trial, speedup, scaled, risk_of(trial)))
+        rows.append(Solution(f"Solution {number}", trial, speedup, scaled, risk_of(trial, streams)))
     return tuple(rows)
 
 
-def risk_of(trial: Trial) -> str:
+def risk_of(trial: Trial, streams: bool = False) -> str:
     """What a setting may cost, in a few words."""
     settings, risks = trial.settings, []
+    if streams and settings.num_workers is not None:
+        risks.append("low: the samples of the stream come in another order")
     if settings.batch_size is not None and not settings.accumulation:
         risks.append("medium: another batch size")
     if settings.accumulation is not None:
@@ -73,7 +76,7 @@ def in_words(settings: Settings, current: Settings | None = None) -> str:
     words = []
     if shown.num_workers is not None:
         words.append(f"{shown.num_workers} worker{'' if shown.num_workers == 1 else 's'}")
-    if shown.prefetch_factor is not None and shown.num_workers:
+    if shown.prefetch_factor is not None and shown.num_workers != 0:
         words.append(f"prefetch {shown.prefetch_factor}")
     words += ["pinned"] if shown.pin_memory else []
     words += ["persistent"] if shown.persistent_workers else []

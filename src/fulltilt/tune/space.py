@@ -18,13 +18,15 @@ MOST_WORKERS = 64
 class Space:
     """``memory_bytes`` is what a trial may hold in RAM, ``allow`` what the user has allowed beyond the same math.
 
-    ``workers_stay``: another number of them could change what is trained.
+    ``workers_stay``: another number of them could change what is trained. ``may_persist``: workers may live on from
+    epoch to epoch.
     """
 
     usable_cpus: float
     allow: frozenset[str] = frozenset()
     memory_bytes: int | None = None
     workers_stay: bool = False
+    may_persist: bool = True
 
     @property
     def most_workers(self) -> int:
@@ -65,13 +67,13 @@ def is_loader_only(settings: Settings) -> bool:
     return settings == loader_settings(settings)
 
 
-def with_loader(trial: Trial, workers: int, on_gpu: bool) -> Settings:
+def with_loader(trial: Trial, workers: int, on_gpu: bool, persistent: bool = True) -> Settings:
     """So many workers with the rest of the loader as it is best: kept over epochs, pinned where there is a GPU."""
     if workers == 0:
         return Settings(num_workers=0, pin_memory=True if on_gpu and not trial.in_force.pin_memory else None)
     return Settings(
         num_workers=workers,
-        persistent_workers=None if trial.in_force.persistent_workers else True,
+        persistent_workers=True if persistent and not trial.in_force.persistent_workers else None,
         pin_memory=True if on_gpu and not trial.in_force.pin_memory else None,
     )
 

@@ -20,6 +20,7 @@ from fulltilt.probes.machine import describe_machine
 from fulltilt.records import SCHEMA_VERSION, LoaderRecord, Run, RunRecord, Trial
 from fulltilt.tune.assignment import ANSWER_FILE, Answer, Assignment, TrainingLoader
 from fulltilt.tune.course import next_step, time_limit_s
+from fulltilt.tune.epoch_changes import changes_data_set
 from fulltilt.tune.folder_watch import Snapshot, differences, look
 from fulltilt.tune.interval import Patience
 from fulltilt.tune.outcome import Attempt, conclude
@@ -43,7 +44,11 @@ TRIALS_FILE = "trials.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class StudyRecord:
-    """What is studied, and what the first trial told about it. ``source_sha256`` is of the file with the loader."""
+    """What is studied, and what the first trial told about it.
+
+    ``source_sha256`` is of the file with the loader, ``data_set_changes`` the line in it that changes the data set from
+    epoch to epoch.
+    """
 
     command: tuple[str, ...]
     working_folder: str
@@ -53,6 +58,7 @@ class StudyRecord:
     source_sha256: str | None = None
     optimizer: str | None = None
     learning_rate: float | None = None
+    data_set_changes: int | None = None
     schema_version: int = SCHEMA_VERSION
 
 
@@ -117,7 +123,11 @@ class Study:
     @property
     def space(self) -> Space:
         """What may be tried, by what is known of the job so far."""
-        return replace(self._space, workers_stay=streams_alone(self.record.loader))
+        return replace(
+            self._space,
+            workers_stay=streams_alone(self.record.loader),
+            may_persist=self.record.data_set_changes is None,
+        )
 
     def run(self, budget_s: float, trying: Callable[[Attempt, float], None], tried: Callable[[Trial], None]) -> None:
         """Make trials until nothing is left to learn or the budget is spent. Ctrl-C is raised."""
@@ -200,6 +210,7 @@ class Study:
             self.record,
             loader=evidence.loader,
             source_sha256=_fingerprint(evidence.loader, self._arguments),
+            data_set_changes=_data_set_changes(evidence.loader, self._arguments),
             optimizer=rank.optimizers[0] if rank is not None and rank.optimizers else None,
             learning_rate=answer.learning_rate if answer is not None else None,
         )
@@ -236,6 +247,15 @@ def _fingerprint(loader: LoaderRecord | None, arguments: Sequence[str]) -> str |
     if loader is None or loader.where is None:
         return None
     return fingerprint(source_file(loader.where, Path(), arguments))
+
+
+def _data_set_changes(loader: LoaderRecord | None, arguments: Sequence[str]) -> int | None:
+    if loader is None or loader.where is None:
+        return None
+    try:
+        return changes_data_set(source_file(loader.where, Path(), arguments).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def _ended_by_itself(folder: Path) -> bool:

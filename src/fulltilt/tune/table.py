@@ -126,6 +126,14 @@ def workers_stay_sentence(trials: Sequence[Trial]) -> str | None:
     )
 
 
+def changing_data_set_sentence(where: str) -> str:
+    """Why workers are started anew for each epoch."""
+    return (
+        f"Workers were not kept from epoch to epoch: {where} changes the data set between epochs, and workers that "
+        "live on have it as it was when they started."
+    )
+
+
 def progress_line(number: int, trial: Trial, best: Trial | None) -> str:
     """A trial that has ended, in a line."""
     shown = trial.in_force if is_valid(trial) else None

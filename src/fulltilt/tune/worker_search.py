@@ -37,7 +37,7 @@ def next_workers(trials: Sequence[Trial], space: Space) -> Attempt | None:
         workers = Bracket(rates, most, _rate_of_one(start), _ceiling(start)).next_count() if rates else None
     if workers is None:
         return None
-    settings = with_loader(start, workers, on_gpu(start))
+    settings = with_loader(start, workers, on_gpu(start), space.may_persist)
     return None if tried(trials, settings) else Attempt(settings, "search", _why(workers, seen, space))
 
 
