@@ -385,21 +385,12 @@ def test_a_sample_that_is_random_only_now_and_then_is_caught_when_it_is():
 
 
 def test_a_data_set_that_changes_between_epochs_is_no_longer_served_from_memory():
-    """Deterministic, and yet not the same in each epoch: a curriculum."""
-
-    class Curriculum:
-        stage = 0
-
-        def __len__(self):
-            return 16
-
-        def __getitem__(self, index):
-            return torch.tensor([index, self.stage])
-
-    dataset = Curriculum()
+    """Deterministic, and yet not the same in each epoch: a curriculum, kept where nobody looks for it."""
+    stages = [0]
+    dataset = Drawn(lambda index: torch.tensor([index, stages[0]]), 16)
     with feed.loader(dataset, 4, num_workers=0) as loader:
         assert int(next(iter(list(loader)))[0, 1]) == 0
-        dataset.stage = 1
+        stages[0] = 1
         assert {int(row[1]) for batch in loader for row in batch} == {1}
         assert any("not what the data set returns now" in note for note in loader.notes)
 

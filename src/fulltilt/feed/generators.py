@@ -93,10 +93,11 @@ class Generators:
 
 def find_generators(roots: Sequence[Any]) -> Iterator[Any]:
     """Generator instances in the attributes, classes, containers, closures and used globals of ``roots``."""
-    return (item for item in _reached(roots) if _is_generator(item))
+    return (item for item in reached(roots) if _is_generator(item))
 
 
-def _reached(roots: Sequence[Any]) -> Iterator[Any]:
+def reached(roots: Sequence[Any]) -> Iterator[Any]:
+    """Every object in the attributes, classes, containers, closures and used globals of ``roots``, within bounds."""
     seen: dict[int, Any] = {}  # held, so that no other object takes an id
     level: list[Any] = list(roots)
     for _ in range(_DEPTH):
@@ -112,7 +113,7 @@ def _reached(roots: Sequence[Any]) -> Iterator[Any]:
 
 
 def _counts(roots: Sequence[Any]) -> Iterator[tuple[tuple[int, str], Any]]:
-    for item in _reached(roots):
+    for item in reached(roots):
         if isinstance(item, itertools.count):
             yield (id(item), ""), repr(item)
         elif isinstance(item, types.FunctionType):

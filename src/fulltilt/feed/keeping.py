@@ -12,7 +12,7 @@ import torch
 from fulltilt.errors import DataError
 from fulltilt.feed.bad_samples import BadSamples
 from fulltilt.feed.caches import CacheFull
-from fulltilt.feed.changes import State, state_of
+from fulltilt.feed.changes import State, Watch
 from fulltilt.feed.disk import DiskStore
 from fulltilt.feed.readers import Failure, Reader, SampleReader
 from fulltilt.feed.residency import Residence
@@ -66,6 +66,7 @@ class Keeping:
         self._epochs_served = 0
         self._epoch_began_s = self._last_epoch_s = self._check_s = 0.0
         self._found_random: Failure | None = None
+        self._watch = Watch(residence.dataset)
         self._read_as: State | None = None  # the data set when it was last read from
         self._forked_as: State | None = None
         self._nothing_to_read = False
@@ -90,7 +91,7 @@ class Keeping:
     def begin_epoch(self, epoch: int) -> None:
         """Choose the tier where that can be done already; check what is kept."""
         self._serve_random_if_found()
-        now = state_of(self.residence.dataset)
+        now = self._watch.now()
         if self._forked_as not in (None, now):
             self.supply.stop_workers()  # they have the data set as it was when they were forked
         self._forked_as = now
@@ -101,7 +102,12 @@ class Keeping:
                 self.supply.puts_aside = True
         elif self.supply.store is not None:
             self._check(epoch, now)
+        elif isinstance(self.supply.reader, SplitReader) and (name := self._changed(now)) is not None:
+            self.notes.say(f"the data set's attribute {name} was changed; what is done once is done anew")
+            self.supply.reader.forget()
         self._nothing_to_read = self.residence.complete
+        if not self._nothing_to_read:
+            self._read_as = self._watch.now()  # as the workers have it, whatever its owner does meanwhile
         self._epoch_began_s = time.monotonic()
 
     def batches_trained(self, number: int) -> None:
@@ -120,8 +126,13 @@ class Keeping:
                     self.notes.say(note)
             except CacheFull as full:  # some disks tell only when what was written has to be there
                 self._on_full(full)
-        if not self._nothing_to_read:  # reading may itself change a data set; else only its owner does
-            self._read_as = state_of(self.residence.dataset)
+
+    def leave_epoch(self) -> None:
+        """The epoch is over, or was left early."""
+        if self._nothing_to_read or self.supply.workers or self._read_as is None:
+            return
+        if self.residence.goes_by(self._read_as.set_anew(self._watch.now())) is None:
+            self._read_as = self._watch.now()  # reading in this process may itself have changed it
 
     @torch.inference_mode(False)  # what is kept outlives the evaluation that it may be made in
     def settle(self, *, model_has_run: bool) -> None:
@@ -160,6 +171,12 @@ class Keeping:
 
     # ----------------------------------------------------------------- checking and giving up
 
+    def _changed(self, now: State) -> str | None:
+        """An attribute that is another one than when the samples were read, and that they may depend on."""
+        if self._read_as is None:
+            return None
+        return self._read_as.changed(now) or self.residence.goes_by(self._read_as.set_anew(now))
+
     def _check(self, epoch: int, now: State) -> None:
         """Whether the data set was changed; and two kept samples against it, other ones each time.
 
@@ -168,7 +185,7 @@ class Keeping:
         """
         assert self.supply.store is not None
         self._epochs_served += 1
-        if self._read_as is not None and (name := self._read_as.changed(now)) is not None:
+        if (name := self._changed(now)) is not None:
             self._drop(f"the data set's attribute {name} was changed; what was kept is no longer served", fatal=False)
             return
         settings_changed = self._read_as is not None and self._read_as.settings != now.settings
@@ -181,7 +198,7 @@ class Keeping:
         if changed is not None:
             self._drop(f"sample {changed} is not what the data set returns now; what was kept is no longer served")
         elif self._read_as is not None:
-            self._read_as = state_of(self.residence.dataset)
+            self._read_as = self._watch.now()
 
     def _on_full(self, full: CacheFull) -> None:
         self._drop(f"{full}; the cache was dropped and training goes on from the source", fatal=False)

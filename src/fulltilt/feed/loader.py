@@ -231,6 +231,7 @@ class FeedLoader:
             for _ in progress(batches, len(everything), f"Decoding into {self.tier}", shown=shown):
                 pass
         keeping.end_epoch()
+        keeping.leave_epoch()
 
     def close(self) -> None:
         """End the workers and give all memory back. A complete disk cache stays for the next run."""
@@ -274,7 +275,10 @@ class FeedLoader:
         if largest > keeping.supply.batch_size:  # a batch sampler may not say beforehand how large they get
             keeping.supply.resize(largest)
         batches = self._delivery.batches(keeping.supply, drawn, epoch)
-        for number, (leaves, indices) in enumerate(batches):
-            keeping.batches_trained(number)
-            yield keeping.layout.build_batch(leaves), indices
-        keeping.end_epoch()
+        try:
+            for number, (leaves, indices) in enumerate(batches):
+                keeping.batches_trained(number)
+                yield keeping.layout.build_batch(leaves), indices
+            keeping.end_epoch()
+        finally:
+            keeping.leave_epoch()

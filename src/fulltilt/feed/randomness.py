@@ -95,6 +95,19 @@ def _is_used(name: str, ran: Iterable[CodeType]) -> bool:
     return reads > 0
 
 
+def goes_by(draw: Callable[[], Any], names: set[str], generators: Generators) -> str | None:
+    """The one of ``names`` that the code of ``draw`` looks up and never sets itself; None if there is none."""
+    with generators.untouched(), _listen() as (_, ran):
+        draw()
+    looked_up, kept_by_itself = set(), set()
+    for instruction in (instruction for code in ran for instruction in dis.get_instructions(code)):
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME"):
+            looked_up.add(instruction.argval)
+        elif instruction.opname in ("STORE_ATTR", "STORE_GLOBAL"):
+            kept_by_itself.add(instruction.argval)
+    return next(iter(sorted(names & looked_up - kept_by_itself)), None)
+
+
 @contextmanager
 def _listen() -> Iterator[tuple[list[str], set[CodeType]]]:
     """Calls into generators that no seed of ours governs, on this thread within the block; and the code that ran."""

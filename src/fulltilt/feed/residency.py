@@ -17,6 +17,7 @@ from fulltilt.feed.generators import Generators
 from fulltilt.feed.inspection import Inspection
 from fulltilt.feed.memory import pin, shared_bytes
 from fulltilt.feed.order import spread
+from fulltilt.feed.randomness import goes_by
 from fulltilt.feed.stores import DeviceStore, HostStore
 from fulltilt.feed.structure import Layout
 from fulltilt.feed.supply import Supply
@@ -124,6 +125,19 @@ class Residence:
         picked = ((epoch * 7919 + number * step) % self.samples for number in range(checks))
         # In this process: the workers have started long ago, and a fork in every epoch would cost more than it shows.
         return self._first_changed(store, picked, workers=0)
+
+    def goes_by(self, names: set[str]) -> str | None:
+        """The one of these settings that a sample is made by, as far as its code tells."""
+        if not names:
+            return None
+        generators = Generators(self.dataset)
+        with untouched(self.dataset, generators):
+            for index in spread(self.samples, CHECKS_PER_EPOCH):
+                try:
+                    return goes_by(lambda index=index: self.dataset[index], names, generators)  # type: ignore[misc]
+                except Exception:  # a bad sample tells nothing
+                    continue
+        return min(names)
 
     def drop(self) -> None:
         """Nothing is kept from now on."""

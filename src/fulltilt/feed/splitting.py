@@ -127,6 +127,10 @@ class SplitReader:
         """Called once in a worker process before its first read."""
         self._in_worker = True
 
+    def forget(self) -> None:
+        """Do the first part of every sample anew."""
+        self.store.present.zero_()
+
     def read(self, indices: torch.Tensor, rows: torch.Tensor, epoch: int) -> list[Failure]:
         """Write the finished sample of draw ``indices[i]`` into ``rows[i]``; returns what failed."""
         if self._generators is None:

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from fulltilt.errors import DataError
 from fulltilt.feed.bad_samples import BadSamples
-from fulltilt.feed.changes import State, state_of
+from fulltilt.feed.changes import State, Watch
 from fulltilt.feed.order import BatchOrder
 from fulltilt.feed.readers import Failure, failure_of
 from fulltilt.feed.repeats import numbered, sample_of
@@ -33,6 +33,7 @@ class StockLoader:
         self._order, self._workers, self._device = order, workers, device
         self._bad, self._on_bad = bad, on_bad
         self._loader: DataLoader[Any] | None = None  # None while a pass has it
+        self._watch = Watch(dataset)
         self._forked_as: State | None = None
 
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Any, torch.Tensor]]:
@@ -58,7 +59,7 @@ class StockLoader:
 
     def _loader_for_now(self) -> DataLoader[Any]:
         """One that no other pass is using, whose workers have the data set as it is now."""
-        now = state_of(self._samples.dataset)
+        now = self._watch.now()
         if self._loader is not None and self._forked_as == now:
             return self._loader
         self._forked_as = now
