@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import json
 import threading
@@ -100,14 +101,46 @@ def test_a_pure_python_loop_is_the_hosts_time() -> None:
     assert share(looks_at(work), "host") > 0.9
 
 
-def test_a_generator_of_the_users_makes_data() -> None:
-    def batches() -> Iterator[int]:
-        while True:
-            time.sleep(0.01)
-            yield 1
+def nap(number: int) -> int:
+    time.sleep(0.01)
+    return number
 
-    source = batches()
-    assert share(looks_at(lambda: next(source)), "data") > 0.8
+
+@contextlib.contextmanager
+def logged() -> Iterator[None]:
+    yield
+    nap(1)
+
+
+def enter_and_leave() -> None:
+    with logged():
+        pass
+
+
+def test_a_generator_makes_data_only_where_it_is_drawn_from() -> None:
+    """Half of a job was called waiting for data: ``sum(len(re.findall(...)) for name in names)``, a metric."""
+
+    def loop(batches: Iterator[int]) -> None:
+        for _ in batches:
+            return
+
+    def endless() -> Iterator[int]:
+        while True:
+            yield nap(1)
+
+    function, expression = endless(), (nap(n) for n in range(10**9))
+    for work in (lambda: next(function), lambda: next(expression), lambda: loop(expression)):
+        assert share(looks_at(work, 0.15), "data") > 0.8
+    for work in (lambda: sum(nap(n) for n in range(3)), lambda: max(n for n in (nap(n) for n in range(3)))):
+        assert share(looks_at(work, 0.15), "host") > 0.8
+    assert share(looks_at(enter_and_leave, 0.15), "host") > 0.8
+
+
+def test_what_a_script_does_to_save_is_saving() -> None:
+    def save_checkpoint() -> None:
+        time.sleep(0.01)  # zipping it, sending it elsewhere
+
+    assert share(looks_at(save_checkpoint, 0.15), "checkpoint") > 0.8
 
 
 def test_keeping_a_copy_of_the_weights_is_not_computation() -> None:

@@ -5,6 +5,8 @@ A look costs about 20 µs: everything that depends only on a code position is wo
 
 from __future__ import annotations
 
+import contextlib
+import opcode
 import queue
 import sys
 import threading
@@ -20,9 +22,11 @@ from fulltilt.timeline.expressions import expression_at, line_at
 from fulltilt.timeline.owners import owner, shown_path
 
 GENERATOR = 0x20  # inspect.CO_GENERATOR
+GENERATOR_EXPRESSION = "<genexpr>"
+CACHE, FOR_ITER = opcode.opmap["CACHE"], opcode.opmap["FOR_ITER"]
 DEEPEST = 100
 
-# How libraries call their writing of checkpoints: it is more than torch.save (transformers renames all weights).
+# How the writing of checkpoints is called: it is more than torch.save (transformers renames all weights, scripts zip).
 SAVING = frozenset({"save_pretrained", "save_checkpoint", "_save_checkpoint", "save_state", "save_model"})
 
 Spot = tuple[CodeType, int]  # a code object and the position in its bytecode
@@ -116,7 +120,7 @@ def look(stack: Stack, inside: CodeType | None = None, ways_in: frozenset[Spot] 
     way_in: Spot | None = None
     in_module = in_generator = in_library_module = False
     special: str | None = None
-    for spot in calls:
+    for depth, spot in enumerate(calls):
         code = spot[0]
         if code is inside:
             break
@@ -143,7 +147,9 @@ def look(stack: Stack, inside: CodeType | None = None, ways_in: frozenset[Spot] 
                 way_in = way_in or spot
             else:
                 user = user or spot
-            if code.co_flags & GENERATOR and not in_module:
+            if code.co_name in SAVING:
+                special = special or "checkpoint"
+            if code.co_flags & GENERATOR and not in_module and not _makes_no_batches(code, calls[depth + 1 :]):
                 in_generator = True
     named = user or outside or way_in or next((spot for spot in calls if owner(spot[0].co_filename) != "fulltilt"), top)
     # The Python inside a library's model is part of what the model costs; only a model of the user's can be changed.
@@ -153,6 +159,21 @@ def look(stack: Stack, inside: CodeType | None = None, ways_in: frozenset[Spot] 
     if kind == "host" and top[0].co_filename in _waiting_rooms():
         kind = "waiting"
     return _view(named, kind)
+
+
+def _makes_no_batches(code: CodeType, callers: list[Spot]) -> bool:
+    """Whether nobody draws from this generator: all of it goes into one call, ``sum(f(x) for x in xs)``, or it is a
+    context manager."""
+    if not callers:
+        return False
+    caller, position = callers[0]
+    if caller.co_filename == contextlib.__file__:
+        return True
+    while position > 0 and caller.co_code[position] == CACHE:
+        position -= 2
+    if caller.co_code[position] == FOR_ITER:
+        return caller.co_name == GENERATOR_EXPRESSION and _makes_no_batches(caller, callers[1:])
+    return code.co_name == GENERATOR_EXPRESSION and not (expression_at(*callers[0]) or "").startswith("next(")
 
 
 def _since_the_command(calls: list[Spot]) -> list[Spot]:
