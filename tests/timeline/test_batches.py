@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -12,6 +12,12 @@ import torch
 from fulltilt.timeline.batches import count_bytes, count_samples, kind_of, padding_share
 
 IMAGE = torch.zeros(3, 8, 8)
+PACKED = torch.nn.utils.rnn.pack_sequence([torch.zeros(2 + n % 3, 4) for n in range(6)], enforce_sorted=False)
+
+
+class Ragged(NamedTuple):
+    tokens: torch.Tensor
+    lengths: torch.Tensor
 
 
 @pytest.mark.parametrize(
@@ -41,6 +47,9 @@ IMAGE = torch.zeros(3, 8, 8)
         (([torch.zeros(4, 3), torch.zeros(4, 3)], torch.zeros(4)), 4, 4),  # two views of each sample
         (SimpleNamespace(x=torch.zeros(9, 2)), None, 9),
         (SimpleNamespace(num_graphs=11, x=torch.zeros(99, 2)), None, 11),
+        (SimpleNamespace(packed=PACKED, names=["a"] * 6), 12, 6),
+        ((PACKED, torch.zeros(6)), None, 6),
+        (Ragged(torch.zeros(17, 2), torch.zeros(5)), 8, 17),  # not the two fields
         (torch.tensor(3.0), None, None),
         ("text", None, None),
         (None, None, None),

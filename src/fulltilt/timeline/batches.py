@@ -45,6 +45,8 @@ def _counts(value: Any, depth: int) -> Iterator[int]:
     graphs = getattr(value, "num_graphs", None)
     if isinstance(graphs, int):
         yield graphs
+    if type(value).__name__ == "PackedSequence":
+        yield int(value.batch_sizes[0])  # how many of its sequences have a first element
     shape = getattr(value, "shape", None)
     if shape is not None and hasattr(value, "ndim"):
         if len(shape):
@@ -71,7 +73,7 @@ def _counts_of_sequence(value: list[Any] | tuple[Any, ...], depth: int) -> Itera
         yield firsts.pop()
         yield len(value)
     else:
-        if value:
+        if value and not hasattr(value, "_fields"):  # a named tuple's length is that of its type
             yield len(value)
         for counts in inner:
             yield from counts
