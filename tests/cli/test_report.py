@@ -73,6 +73,15 @@ def test_the_page_goes_where_it_is_told(report):
     assert Path("second.html").exists()
 
 
+def test_the_page_is_there_also_when_nobody_reads_on(report, monkeypatch):
+    def pipe_is_closed(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("fulltilt.report.terminal.show", pipe_is_closed)
+    report(folder("starved"))
+    assert Path("starved/report.html").exists()
+
+
 def test_no_page(report):
     code, out, _ = report(folder("starved"), "--no-page")
     assert (code, "page:" in out) == (0, False)

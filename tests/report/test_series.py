@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -62,6 +63,17 @@ def test_throughput_leaves_out_time_without_steps():
     points = series.throughput(run.spans[0], run.spans[0][-1].t1_s)
     assert [p.new_line for p in points].count(True) == 3  # three epochs, with validation between them
     assert all(50 < p.value < 200 for p in points)
+
+
+def test_a_rate_is_that_of_several_steps():
+    """Two workers gave 97 samples a second, two batches at a time; the chart went up to 10,000."""
+    ends = [0.0]
+    for _ in range(40):
+        ends += [ends[-1] + 0.159, ends[-1] + 0.16]
+    spans = [Span(t0_s, t1_s, 0, 1, 1, 8, Buckets()) for t0_s, t1_s in pairwise(ends)]
+    points = series.throughput(spans, ends[-1])
+    assert len(points) >= 8
+    assert all(point.high < 150 for point in points)
 
 
 def test_a_reading_that_was_not_taken_is_a_gap():

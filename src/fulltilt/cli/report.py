@@ -45,14 +45,18 @@ def report(
         raise UsageError("--html and --no-page contradict each other")
     folders = runs or [_newest_run()]
     shown: list[Reported] = [(run, answer(run)) for run in map(store.load, folders)]
+    # The page first: whoever reads the rest may stop reading, as `| head` does.
+    unasked = None
+    if html is not None:
+        page.write(html, shown)
+    elif not json_ and not no_page:
+        unasked = _write_page(COMPARISON_FILE if len(shown) > 1 else folders[0] / store.REPORT_FILE, shown)
     if json_:
         _print_json(shown)
     else:
         _show(shown, width)
-    if html is not None:
-        page.write(html, shown)
-    elif not json_ and not no_page:
-        _write_page(COMPARISON_FILE if len(shown) > 1 else folders[0] / store.REPORT_FILE, shown)
+    if unasked is not None:
+        print(f"\npage: {unasked}")
 
 
 def _newest_run() -> Path:
@@ -78,11 +82,11 @@ def _show(shown: Sequence[Reported], width: int | None) -> None:
     terminal.show(console, shown)
 
 
-def _write_page(path: Path, shown: Sequence[Reported]) -> None:
+def _write_page(path: Path, shown: Sequence[Reported]) -> Path | None:
     """Write the page that nobody asked for by name: a folder that may only be read is no reason to fail."""
     try:
         page.write(path, shown)
     except RunFolderError as error:
         print(f"fulltilt: no page: {error.what}. Choose a place with --html PATH.", file=sys.stderr)
-    else:
-        print(f"\npage: {path}")
+        return None
+    return path

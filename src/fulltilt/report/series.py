@@ -14,6 +14,8 @@ Reading = TypeVar("Reading")
 
 # A chart is some 700 pixels wide: more points than this cannot be seen, only downloaded.
 POINTS = 150
+# Workers hand over their batches together: one step then seems to take no time, and the next one twice its time.
+STEPS_A_RATE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +81,19 @@ def _together(group: Sequence[Stretch]) -> Stretch:
 
 
 def throughput(spans: Iterable[Span], wall_s: float) -> tuple[Point, ...]:
-    """Samples per second of one rank while it was stepping."""
-    rates = (
-        (span, span.samples / (span.t1_s - span.t0_s))
-        for span in spans
-        if span.steps > 0 and span.samples is not None and span.t1_s > span.t0_s
-    )
-    return thin([Stretch(span.t0_s, span.t1_s, rate, rate, rate) for span, rate in rates], wall_s)
+    """Samples per second of one rank while it was stepping, over several steps each: batches may come in bursts."""
+    counted = [span for span in spans if span.steps > 0 and span.samples is not None and span.t1_s > span.t0_s]
+    if not counted:
+        return ()
+    mean_step_s = sum(span.t1_s - span.t0_s for span in counted) / sum(span.steps for span in counted)
+    width_s = max(wall_s / POINTS, STEPS_A_RATE * mean_step_s)
+    slots = groupby(counted, key=lambda span: int((span.t0_s + span.t1_s) / 2 / width_s))
+    return _as_points([_rate(list(group)) for _, group in slots])
+
+
+def _rate(spans: Sequence[Span]) -> Stretch:
+    rate = sum(span.samples or 0 for span in spans) / sum(span.t1_s - span.t0_s for span in spans)
+    return Stretch(spans[0].t0_s, spans[-1].t1_s, rate, rate, rate)
 
 
 def data_wait(spans: Iterable[Span], wall_s: float) -> tuple[Point, ...]:
