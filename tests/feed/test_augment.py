@@ -308,3 +308,14 @@ def test_a_seed_steers_the_same_as_a_number_and_as_a_tensor(seed: int) -> None:
     indices = torch.arange(16) * 977
     as_tensor = torch.tensor(draws.as_int64(seed))
     assert torch.equal(draws.uniform(as_tensor, torch.tensor(3), indices, 9), draws.uniform(seed, 3, indices, 9))
+
+
+def test_the_image_is_found_behind_the_labels_and_missed_in_words():
+    flips = Pipeline([HorizontalFlip(p=1.0)], compile=False)
+    labels, images = torch.arange(2), torch.arange(2 * 3 * 4 * 4).view(2, 3, 4, 4)
+    batch = flips({"label": labels, "image": images}, 0, 0, labels)
+    assert torch.equal(batch["image"], images.flip(-1))
+    with pytest.raises(UsageError, match="no image to augment, but 0, 1"):
+        flips([labels, labels], 0, 0, labels)
+    with pytest.raises(UsageError, match=r"no 'picture'.*but 'label', 'image'"):
+        Pipeline([HorizontalFlip()], image="picture")({"label": labels, "image": images}, 0, 0, labels)

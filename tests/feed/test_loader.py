@@ -302,6 +302,20 @@ def test_samples_of_different_shapes_are_named():
         list(loader)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_of_one_may_have_any_shape_whenever_that_comes_out(workers):
+    odd = Drawn(lambda i: torch.full((3 if i == 7 else 2,), i), 20)
+    with feed.loader(odd, 1, num_workers=workers, checks=2) as loader:
+        for _ in range(2):
+            assert [int(batch[0, 0]) for batch in loader] == list(range(20))
+    by_shape = [[0, 1, 2], [7], [8, 9]]
+    with feed.loader(odd, batch_sampler=by_shape, num_workers=workers, checks=2) as loader:
+        assert [batch[:, 0].tolist() for batch in loader] == by_shape
+    mixed = feed.loader(odd, batch_sampler=[[0, 7]], num_workers=workers)
+    with mixed as loader, pytest.raises(DataError, match=r"cannot make a batch of samples \[0, 7\]"):
+        list(loader)
+
+
 def test_what_cannot_be_a_tensor_goes_through_a_stock_dataloader():
     with feed.loader(Drawn(lambda i: (torch.full((2,), i), f"name {i}"), 6), 4, num_workers=0) as loader:
         batches = list(loader)

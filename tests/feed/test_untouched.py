@@ -6,7 +6,10 @@ import multiprocessing
 import os
 import random
 import zipfile
+from collections import OrderedDict, UserDict, defaultdict
+from types import MappingProxyType
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -153,8 +156,6 @@ def test_what_is_random_before_a_cut_list_is_drawn_whole():
 
 
 def test_batches_look_as_a_dataloader_makes_them():
-    import numpy as np
-
     def draw(index):
         return (
             torch.full((2,), index),
@@ -170,6 +171,32 @@ def test_batches_look_as_a_dataloader_makes_them():
     assert torch.equal(batch[1]["flag"], expected[1]["flag"])
     assert batch[1]["at"][1].tolist() == [[2, 1, 0], [3, 2, 1], [4, 3, 2]]
     assert batch[2].tolist() == [[0, 0], [1, 1], [2, 2]]
+
+
+@pytest.mark.parametrize("with_text", [False, True])
+@pytest.mark.parametrize(
+    "mapping", [OrderedDict, UserDict, lambda items: defaultdict(list, items), MappingProxyType], ids=str
+)
+def test_a_mapping_stays_of_its_type(mapping, with_text):
+    dataset = Drawn(lambda i: mapping({"y": i, "x": torch.zeros(3, 4, 4)} | ({"name": "a"} if with_text else {})), 6)
+    expected = next(iter(DataLoader(dataset, 3)))
+    flips = [feed.augment.HorizontalFlip()]
+    with feed.loader(dataset, 3, augment=flips, num_workers=0) as loader:
+        batch = next(iter(loader))
+    assert type(batch) is type(expected)
+    assert list(batch) == list(expected)
+    assert getattr(batch, "default_factory", None) is getattr(expected, "default_factory", None)
+
+
+def test_the_order_of_keys_and_the_kind_of_a_number_are_no_part_of_a_shape():
+    def draw(index):
+        items = {"x": torch.full((2,), index), "y": np.int64(index) if index % 2 else index}
+        return items if index % 3 else dict(reversed(items.items()))
+
+    with feed.loader(Drawn(draw, 12), 4, num_workers=0) as loader:
+        for _ in range(2):
+            assert torch.cat([batch["y"] for batch in loader]).tolist() == list(range(12))
+            assert torch.cat([batch["x"][:, 0] for batch in loader]).tolist() == list(range(12))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

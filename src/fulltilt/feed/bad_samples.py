@@ -12,6 +12,11 @@ from fulltilt.feed.readers import Failure
 from fulltilt.feed.repeats import sample_of
 
 Policy = Literal["stop", "skip"]
+TO_ONE_SHAPE = "Resize, crop, pad or convert all samples to one shape and type, or give a collate_fn that does."
+
+
+class ShapesDiffer(DataError):  # noqa: N818 - as all errors of this project
+    """Samples of one data set have different shapes; the message says which."""
 
 
 class BadSamples:
@@ -53,10 +58,7 @@ class BadSamples:
 def stopped_by(failure: Failure) -> DataError:
     """The error for one bad sample, with what to do about it."""
     if failure.kind == "shape":
-        return DataError(
-            f"{failure.where()} differs from the first sample: {failure.message}",
-            "Resize, crop or pad all samples to one shape in the data set, or give a collate_fn that pads each batch.",
-        )
+        return ShapesDiffer(f"{failure.where()} differs from the first sample: {failure.message}", TO_ONE_SHAPE)
     return DataError(
         f"{failure.where()} cannot be read: {failure.message}",
         "Repair or remove it, or skip such samples with on_bad_sample='skip'.",

@@ -9,19 +9,15 @@ import torch
 
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.apart import apart
-from fulltilt.feed.bad_samples import Policy, stopped_by
+from fulltilt.feed.bad_samples import TO_ONE_SHAPE, Policy, ShapesDiffer, stopped_by
 from fulltilt.feed.generators import Generators
 from fulltilt.feed.opened import files_opened
 from fulltilt.feed.order import spread
 from fulltilt.feed.randomness import counting_reason, first_reason
 from fulltilt.feed.readers import Failure, name_of
 from fulltilt.feed.splitting import Split, find_split
-from fulltilt.feed.structure import Layout, Unstorable, layout_of
+from fulltilt.feed.structure import Layout, ShapeChanged, Unstorable, layout_of
 from fulltilt.feed.untouched import untouched
-
-
-class ShapesDiffer(DataError):  # noqa: N818 - as all errors of this project
-    """Samples of one data set have different shapes; the message says which."""
 
 
 @dataclass(frozen=True)
@@ -117,15 +113,18 @@ def _draw(dataset: Any, samples: int, checks: int, policy: Policy) -> dict[int, 
 
 def _check_shapes(dataset: Any, drawn: dict[int, Any], layout: Layout) -> None:
     first = next(iter(drawn))
+    row = torch.zeros(layout.row_bytes, dtype=torch.uint8)
     for index, sample in drawn.items():
         try:
+            layout.pack(sample, row)
+            continue
+        except ShapeChanged:
             found = layout_of(sample).describe()
         except Unstorable as error:
             found = str(error)
-        if found != layout.describe():
-            name = name_of(dataset, index)
-            raise ShapesDiffer(
-                f"samples differ in shape: sample {first} is {layout.describe()}, "
-                f"sample {index}{f' ({name})' if name else ''} is {found}",
-                "Resize, crop or pad all samples to one shape in the data set, or give a collate_fn that pads.",
-            )
+        name = name_of(dataset, index)
+        raise ShapesDiffer(
+            f"samples differ in shape: sample {first} is {layout.describe()}, "
+            f"sample {index}{f' ({name})' if name else ''} is {found}",
+            TO_ONE_SHAPE,
+        )

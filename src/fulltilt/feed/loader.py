@@ -16,9 +16,9 @@ import torch
 
 from fulltilt.errors import UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
-from fulltilt.feed.bad_samples import BadSamples, Policy
+from fulltilt.feed.bad_samples import BadSamples, Policy, ShapesDiffer
 from fulltilt.feed.delivery import Delivery
-from fulltilt.feed.inspection import Inspection, ShapesDiffer, inspect, length_of
+from fulltilt.feed.inspection import Inspection, inspect, length_of
 from fulltilt.feed.keeping import Keeping, Notes
 from fulltilt.feed.order import BatchOrder, GivenBatches, Order, resumed_at, step_samples
 from fulltilt.feed.places import device_or_default, home_of, ranks
@@ -158,11 +158,9 @@ class FeedLoader:
         self._resume_at = self._next_batch = 0
         self._stock: StockLoader | None = None
         self._keeping: Keeping | None = None
+        self._bad = bad
         if found.layout is None:
-            self._stock = StockLoader(dataset, order, collate_fn, workers, device, bad, self.notes.skipped)
-            why = found.unstorable_because or "a collate_fn was given"
-            self.notes.say(f"served by a stock DataLoader with {workers} workers: {why}")
-            residence.refuse_if_asked(why)
+            self._take_stock(found.unstorable_because or "a collate_fn was given", collate_fn)
         else:
             self._delivery = Delivery(found.layout, residence.device)
             self._keeping = Keeping(
@@ -255,7 +253,7 @@ class FeedLoader:
         epoch, start = self._next_epoch, self._resume_at
         self._next_epoch, self._resume_at = epoch + 1, 0
         self._epoch, self._next_batch = epoch, start
-        for batch, indices in self._stock.batches(epoch, start) if self._stock else self._kept(epoch, start):
+        for batch, indices in self._batches(epoch, start):
             # Counted before the batch is handed out: a checkpoint taken after its step must not see it again.
             self._next_batch += 1
             yield self._finished(batch, indices, epoch)
@@ -265,6 +263,28 @@ class FeedLoader:
         if self._finishes:
             batch, indices = self.dataset.finish_on_device(batch, self.device), indices.to(self.device)
         return batch if self._augment is None else self._augment(batch, self.order.seed, epoch, indices)
+
+    def _batches(self, epoch: int, start: int) -> Iterator[tuple[Any, torch.Tensor]]:
+        if self._stock is None:
+            try:
+                yield from self._kept(epoch, start)
+                return
+            except ShapesDiffer as differ:
+                # A batch of one, and a batch sampler that puts like with like, can do with samples of many shapes.
+                if isinstance(self.order, Order) and self.order.batch_size > 1:
+                    raise
+                self._take_stock(differ.what)
+        assert self._stock is not None
+        yield from self._stock.batches(epoch, self._next_batch)
+
+    def _take_stock(self, why: str, collate_fn: Callable[..., Any] | None = None) -> None:
+        """Serve by torch's DataLoader from now on."""
+        self._residence.refuse_if_asked(why)
+        self.close()
+        self.notes.say(f"served by a stock DataLoader with {self.workers} workers: {why}")
+        self._stock = StockLoader(
+            self.dataset, self.order, collate_fn, self.workers, self.device, self._bad, self.notes.skipped
+        )
 
     def _kept(self, epoch: int, start: int) -> Iterator[tuple[Any, torch.Tensor]]:
         keeping = self._keeping

@@ -9,11 +9,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from fulltilt.errors import DataError
-from fulltilt.feed.bad_samples import BadSamples
+from fulltilt.feed.bad_samples import BadSamples, ShapesDiffer
 from fulltilt.feed.changes import State, Watch
 from fulltilt.feed.order import BatchOrder
 from fulltilt.feed.readers import Failure, failure_of
 from fulltilt.feed.repeats import numbered, sample_of
+from fulltilt.feed.structure import mapping_like
 
 
 class StockLoader:
@@ -44,7 +45,12 @@ class StockLoader:
         # Drawn once: a random sampler would give others when asked again.
         batches.drawn = [batch for batch in drawn if len(batch)]
         try:
-            for (batch, failures), indices in zip(loader, batches.drawn, strict=True):
+            for (batch, failures, refused), indices in zip(loader, batches.drawn, strict=True):
+                if refused is not None:
+                    raise ShapesDiffer(
+                        f"torch cannot make a batch of samples {sample_of(indices).tolist()}: {refused}",
+                        "Put samples of one shape into a batch, or give a collate_fn that pads.",
+                    )
                 for failure in self._bad.note(failures):
                     self._on_bad(failure)
                 left = self._bad.without_bad(indices)
@@ -112,15 +118,20 @@ class _Samples(Dataset[Any]):
 
 
 class _Collate:
-    """A batch of the samples that could be read, and what happened to the others."""
+    """A batch of the samples that could be read, what happened to the others, and why it could not be made."""
 
     def __init__(self, collate: Callable[..., Any]) -> None:
         self.collate = collate
 
-    def __call__(self, samples: list[Any]) -> tuple[Any, list[Failure]]:
+    def __call__(self, samples: list[Any]) -> tuple[Any, list[Failure], str | None]:
         failures = [sample for sample in samples if isinstance(sample, Failure)]
         good = [sample for sample in samples if not isinstance(sample, Failure)]
-        return self.collate(good) if good else None, failures
+        try:
+            return self.collate(good) if good else None, failures, None
+        except Exception as error:
+            if self.collate is not default_collate:
+                raise  # the user's own code: its traceback tells more
+            return None, failures, " ".join(str(error).split())
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -128,7 +139,7 @@ def to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):
-        return {key: to_device(item, device) for key, item in value.items()}
+        return mapping_like(value)({key: to_device(item, device) for key, item in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(to_device(item, device) for item in value))
     if isinstance(value, list | tuple):

@@ -7,7 +7,9 @@ is assembled by one gather and its tensors are cut out of it without touching a 
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -59,9 +61,7 @@ class Layout:
 
     def pack(self, sample: Any, row: torch.Tensor) -> None:
         """Write ``sample`` into ``row`` (uint8). Raises ShapeChanged or Unstorable."""
-        values = list(_flatten(sample, ""))
-        if len(values) != len(self.leaves):
-            raise ShapeChanged(f"it has {len(values)} parts instead of {len(self.leaves)}")
+        values = self._in_order(list(_flatten(sample, "")))
         for leaf, (path, value) in zip(self.leaves, values, strict=True):
             tensor = _as_tensor(value, path)
             if path != leaf.path or tensor.shape != leaf.shape or tensor.dtype != leaf.dtype:
@@ -69,6 +69,18 @@ class Layout:
                 raise ShapeChanged(f"{found} instead of {leaf.describe()}")
             if leaf.nbytes:
                 row[leaf.offset : leaf.offset + leaf.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
+
+    def _in_order(self, values: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+        """The parts of a sample as the first one had them: the order of a dict's keys is no part of its shape."""
+        if len(values) != len(self.leaves):
+            raise ShapeChanged(f"it has {len(values)} parts instead of {len(self.leaves)}")
+        if all(path == leaf.path for leaf, (path, _) in zip(self.leaves, values, strict=True)):
+            return values
+        named = dict(values)
+        return [
+            (leaf.path, named[leaf.path]) if leaf.path in named else pair
+            for leaf, pair in zip(self.leaves, values, strict=True)
+        ]
 
     def split(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """The leaves of a batch as views into its packed ``rows``: one tensor [batch, *shape] for each leaf."""
@@ -237,7 +249,8 @@ def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def _skeleton(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _skeleton(item) for key, item in value.items()}
+        items = {key: _skeleton(item) for key, item in value.items()}
+        return items if type(value) is dict else _Mapped(mapping_like(value), items)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return _Named(type(value), tuple(_skeleton(item) for item in value))
     if isinstance(value, tuple):
@@ -253,9 +266,27 @@ class _Named:
     items: tuple[Any, ...]
 
 
+@dataclass(frozen=True)
+class _Mapped:
+    make: Callable[[dict[Any, Any]], Any]
+    items: dict[Any, Any]
+
+
+def mapping_like(value: Mapping[Any, Any]) -> Callable[[dict[Any, Any]], Any]:
+    """What makes a mapping of the type of ``value`` from a dict; a dict where that type is made otherwise."""
+    if isinstance(value, defaultdict):
+        return functools.partial(defaultdict, value.default_factory)
+    try:
+        return type(value) if isinstance(type(value)({}), Mapping) else dict  # type: ignore[call-arg]
+    except Exception:
+        return dict
+
+
 def _build(skeleton: Any, leaves: Iterator[Any], for_tuple: type = tuple) -> Any:
     if isinstance(skeleton, dict):
         return {key: _build(item, leaves, for_tuple) for key, item in skeleton.items()}
+    if isinstance(skeleton, _Mapped):
+        return skeleton.make({key: _build(item, leaves, for_tuple) for key, item in skeleton.items.items()})
     if isinstance(skeleton, _Named):
         return skeleton.cls(*(_build(item, leaves, for_tuple) for item in skeleton.items))
     if isinstance(skeleton, tuple):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -36,6 +36,7 @@ from fulltilt.feed.augment.geometry import (
 from fulltilt.feed.augment.spectrogram import SpecAugment
 from fulltilt.feed.draws import as_int64, uniform
 from fulltilt.feed.repeats import sample_of
+from fulltilt.feed.structure import mapping_like
 
 __all__ = [
     "Affine",
@@ -67,9 +68,9 @@ class Augmentation(Protocol):
 class Pipeline:
     """Transforms applied in order to the image of a batch, and those of place to its mask too.
 
-    ``image`` and ``mask`` are positions or keys in the batch; left out, the image is its first tensor and the mask
-    a second one of the same height and width. uint8 becomes float in [0, 1] where a transform needs it; ``dtype`` is
-    the type of the result. ``compile`` None: on a GPU.
+    ``image`` and ``mask`` are positions or keys in the batch; left out, the image is its first tensor that may
+    be one and the mask a second one of the same height and width. uint8 becomes float in [0, 1] where a transform needs
+    it; ``dtype`` is the type of the result. ``compile`` None: on a GPU.
     """
 
     def __init__(
@@ -187,12 +188,19 @@ class Pipeline:
     def _keys(self, batch: Any) -> tuple[Key | None, Key | None]:
         if isinstance(batch, torch.Tensor):
             return None, None
-        keys: list[Key] = list(batch) if isinstance(batch, dict) else list(range(len(batch)))
+        keys: list[Key] = list(batch) if isinstance(batch, Mapping) else list(range(len(batch)))
         tensors = [key for key in keys if isinstance(batch[key], torch.Tensor)]
-        image = self.image if self.image is not None else (tensors[0] if tensors else None)
-        if image is None:
-            raise UsageError("the batch has no tensor to augment", "Name it with Pipeline(..., image=...).")
-        if self.mask is not None or not any(isinstance(t, _GEOMETRIC) for t in self.transforms):
+        moves = any(isinstance(transform, _GEOMETRIC) for transform in self.transforms)
+        images = [key for key in tensors if batch[key].ndim >= 3]  # labels may come first
+        images = images if images or moves else tensors
+        image = self.image if self.image is not None else next(iter(images), None)
+        if image not in tensors or self.mask not in (None, *tensors):
+            sought = "image" if self.image is None else f"{self.image!r} or {self.mask!r}"
+            raise UsageError(
+                f"the batch has no {sought} to augment, but {', '.join(map(repr, tensors)) or 'no tensor at all'}",
+                "Name it with Pipeline(..., image=...).",
+            )
+        if self.mask is not None or not moves:
             return image, self.mask
         place = batch[image].shape[-2:]
         same = [k for k in tensors if k != image and batch[k].ndim in (3, 4) and batch[k].shape[-2:] == place]
@@ -260,7 +268,7 @@ def _with(batch: Any, image_key: Key | None, image: Any, mask_key: Key | None, m
     if image_key is None:
         return image
     changed = {image_key: image} if mask_key is None else {image_key: image, mask_key: mask}
-    if isinstance(batch, dict):
-        return {**batch, **changed}
+    if isinstance(batch, Mapping):
+        return mapping_like(batch)({**batch, **changed})
     items = [changed.get(position, item) for position, item in enumerate(batch)]
     return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
