@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from statistics import fmean
@@ -83,12 +83,30 @@ def _together(group: Sequence[Stretch]) -> Stretch:
 def throughput(spans: Iterable[Span], wall_s: float) -> tuple[Point, ...]:
     """Samples per second of one rank while it was stepping, over several steps each: batches may come in bursts."""
     counted = [span for span in spans if span.steps > 0 and span.samples is not None and span.t1_s > span.t0_s]
-    if not counted:
-        return ()
-    mean_step_s = sum(span.t1_s - span.t0_s for span in counted) / sum(span.steps for span in counted)
-    width_s = max(wall_s / POINTS, STEPS_A_RATE * mean_step_s)
-    slots = groupby(counted, key=lambda span: int((span.t0_s + span.t1_s) / 2 / width_s))
-    return _as_points([_rate(list(group)) for _, group in slots])
+    rates: list[Stretch] = []
+    for together in _without_gaps(counted):
+        rates += _rates(together, max(wall_s / POINTS, 1e-9))
+    return _as_points(rates)
+
+
+def _without_gaps(spans: Iterable[Span]) -> Iterator[list[Span]]:
+    """The spans, parted where so much lies between two of them that the line of a chart is broken."""
+    together: list[Span] = []
+    for span in spans:
+        if together and span.t0_s - together[-1].t1_s > (span.t1_s - span.t0_s) / 2:
+            yield together
+            together = []
+        together.append(span)
+    if together:
+        yield together
+
+
+def _rates(spans: Sequence[Span], width_s: float) -> list[Stretch]:
+    """The rates of as many equal parts as have steps enough, each about ``width_s`` long or longer."""
+    t0_s, length_s = spans[0].t0_s, spans[-1].t1_s - spans[0].t0_s
+    parts = max(min(sum(span.steps for span in spans) // STEPS_A_RATE, int(length_s / width_s)), 1)
+    slots = groupby(spans, key=lambda span: int(((span.t0_s + span.t1_s) / 2 - t0_s) / length_s * parts))
+    return [_rate(list(group)) for _, group in slots]
 
 
 def _rate(spans: Sequence[Span]) -> Stretch:
