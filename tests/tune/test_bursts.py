@@ -97,6 +97,13 @@ def test_what_queued_up_during_validation_is_not_the_pace_either() -> None:
     assert rate.mean == pytest.approx(64 * 7.5, rel=0.1)
 
 
+def test_what_comes_between_every_few_steps_is_part_of_the_pace() -> None:
+    """No block fits between two validations that are five steps apart: a trial would never come to an end."""
+    rate = rate_of(study_blocks(2, 2 / 20, 1 / 14, 0.1, validates=5))
+    assert rate is not None
+    assert rate.mean == pytest.approx(64 * 5 / (3 + 5 / 14), rel=0.2)
+
+
 def test_a_queue_that_grows_lets_the_training_set_the_pace() -> None:
     blocks: Sequence[Block] = [Block(64, 1.0, from_queue=-32.0)] * 4
     rate = rate_of(blocks)

@@ -15,7 +15,7 @@ from fulltilt.tune.course import next_step, time_limit_s
 from fulltilt.tune.epoch_changes import changes_data_set
 from fulltilt.tune.solutions import in_words, risk_of
 from fulltilt.tune.space import ALLOWABLE, Space, is_loader_only, parse_allow
-from fulltilt.tune.table import nothing_tried_sentence, verdict_sentence
+from fulltilt.tune.table import nothing_tried_sentence, rate_words, verdict_sentence
 from fulltilt.tune.trials import best_of, knee_of, start_of
 from fulltilt.tune.verify import Comparison, compare, winner
 from tests.tune.simulated import COD, GIB, Job, study
@@ -222,6 +222,17 @@ def test_little_time_is_kept_for_verifying() -> None:
     trials = study(Job(COD, 900.0), SIXTEEN, budget_s=65.0)
     assert [trial.purpose for trial in trials].count("verify") == 4
     assert winner(trials) is not None
+
+
+@pytest.mark.parametrize("high", [5000.0, float("inf"), None])
+def test_a_trial_that_is_sure_of_nothing_verifies_nothing(high: float | None) -> None:
+    """Two blocks that differ, or a single one: the interval begins at zero."""
+    start = Trial(Settings(), "ok", 700.0, 690.0, 710.0, purpose="verify")
+    other = Trial(Settings(num_workers=3), "ok", 1600.0, 0.0, high, purpose="verify")
+    comparison = compare([start, other], other.settings)
+    assert comparison is not None
+    assert not comparison.wins
+    assert "inf" not in rate_words(other)
 
 
 def test_a_study_that_tried_nothing_says_why() -> None:

@@ -166,7 +166,7 @@ class Measuring:
             batches=sum(tap.batches for tap in trained),
             samples=sum(tap.samples if tap.counted else tap.batches for tap in trained),
             wait_s=sum(tap.wait_s for tap in trained),
-            interruptions=others + self._saves.diverted,
+            interruptions=others + self._saves.saved,
             workers=sum(_workers(tap) for tap in trained),
             queue_batches=sum(_workers(tap) * int(tap.described.get("prefetch_factor") or 2) for tap in trained),
             ready=sum(ready_batches(source) for source in sources),

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from fulltilt.tune.interval import is_warm
 from fulltilt.tune.moments import Moment, waited_between
 
+# After so many interruptions without a whole block between them, they are part of the pace of this job.
+MOST_FRUITLESS = 4
 # A queue is used up within so many times its length, unless the loader is nearly as fast as the training.
 USED_UP_WITHIN = 2
 
@@ -24,12 +26,14 @@ class Pace:
         self._began: Moment | None = None
         self._cold_since: Moment | None = None
         self._has_waited = False
+        self._fruitless = 0
 
     def stepped(self, now: Moment) -> tuple[Moment, Moment] | None:
         """Where the block that ends with this step began and ended; None when none ends here."""
         last, self._last = self._last, now
-        if last is not None and now.interruptions != last.interruptions:
+        if last is not None and now.interruptions != last.interruptions and self._fruitless < MOST_FRUITLESS:
             # Validation or a save came between, in which the workers went on: not the pace of training.
+            self._fruitless += 1
             self._cold_since, self._began, self._has_waited = now, None, False
             return None
         if last is not None:
@@ -43,6 +47,8 @@ class Pace:
         if now.host_s - began.host_s < self._block_s or bursts == before:
             return None
         self._began = self._marked(now)
+        if self._fruitless < MOST_FRUITLESS:
+            self._fruitless = 0
         return began, self._began
 
     def _begin_when_warm(self, now: Moment) -> None:

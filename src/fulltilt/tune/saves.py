@@ -59,6 +59,7 @@ class Saves:
 
     def __init__(self, scratch: Path) -> None:
         self.files = UsersFiles(scratch)
+        self.saved = 0  # checkpoints, which take a moment; a line in a log does not
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -119,6 +120,7 @@ class Saves:
             if divert:
                 aside.parent.mkdir(parents=True, exist_ok=True)
                 self.files.diverted += 1
+                self.saved += 1
             elif not aside.exists():
                 return original(*args, **kwargs)
             if name in kwargs:
@@ -137,6 +139,7 @@ class Saves:
             aside = self.files.aside(folder)
             aside.mkdir(parents=True, exist_ok=True)
             self.files.diverted += 1
+            self.saved += 1
             trainer.args.output_dir = str(aside)
             try:
                 return original(trainer, *args, **kwargs)

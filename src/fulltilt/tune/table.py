@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -149,7 +150,7 @@ def rate_words(trial: Trial) -> str:
     if trial.samples_per_s is None:
         return wording.NOT_MEASURED
     low, high = trial.samples_per_s_low, trial.samples_per_s_high
-    if low is None or high is None:
+    if low is None or high is None or math.isinf(high):
         return wording.number(trial.samples_per_s)
     return f"{wording.number(trial.samples_per_s)} ± {wording.number((high - low) / 2)}"
 

@@ -12,6 +12,8 @@ WORTH = 1.02
 WAITS = 0.03
 # The knee: doubling the batch gains less than this.
 KNEE = 1.05
+# The relative error of a trial that ended after a single block, whose interval has no end.
+OF_ONE_BLOCK = 0.5
 
 
 def start_of(trials: Sequence[Trial]) -> Trial | None:

@@ -14,7 +14,7 @@ from statistics import fmean, variance
 from fulltilt.records import Settings, Trial
 from fulltilt.tune.interval import Z_95
 from fulltilt.tune.outcome import Attempt
-from fulltilt.tune.trials import WORTH, is_valid, knee_of, rate, start_of
+from fulltilt.tune.trials import OF_ONE_BLOCK, WORTH, is_valid, knee_of, rate, start_of
 
 LEAST_PAIRS = 2
 # Where the time ends after one pair: no change of a machine's pace from minute to minute explains this much.
@@ -125,6 +125,6 @@ def winner(trials: Sequence[Trial]) -> Comparison | None:
 
 def _log_variance(trial: Trial) -> float:
     low, high, mean = trial.samples_per_s_low, trial.samples_per_s_high, trial.samples_per_s
-    if not low or not high or not mean or math.isinf(high):
-        return 0.05**2
+    if low is None or high is None or not mean or math.isinf(high):
+        return OF_ONE_BLOCK**2
     return ((high - low) / (2 * Z_95) / mean) ** 2

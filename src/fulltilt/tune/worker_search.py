@@ -12,7 +12,7 @@ from fulltilt.tune.memory import ram_line
 from fulltilt.tune.outcome import Attempt
 from fulltilt.tune.scaling import Measured, fit_scaling
 from fulltilt.tune.space import Space, is_loader_only, tried, with_loader
-from fulltilt.tune.trials import WAITS, is_valid, on_gpu, rate, start_of
+from fulltilt.tune.trials import OF_ONE_BLOCK, WAITS, is_valid, on_gpu, rate, start_of
 
 MOST_WORKER_TRIALS = 7
 
@@ -79,6 +79,6 @@ def _most_workers(trials: Sequence[Trial], space: Space) -> int:
 
 def _spread(trial: Trial) -> float:
     low, high = trial.samples_per_s_low, trial.samples_per_s_high
-    if low is None or high is None or not trial.samples_per_s:
-        return 0.05
+    if low is None or high is None or math.isinf(high) or not trial.samples_per_s:
+        return OF_ONE_BLOCK
     return (high - low) / (2 * Z_95) / trial.samples_per_s
