@@ -19,6 +19,7 @@ from fulltilt.tune.ready import ready_batches
 from tests.tune.simulated_loader import draws
 
 PREFETCH = 2
+MOST_STEPS = 3000
 # Batches a second: what so many workers make, and what training could take.
 JOBS = list(itertools.product((2, 8, 16), (3.0, 7.5, 20.0), (4.0, 14.0)))
 
@@ -48,7 +49,7 @@ def study_blocks(workers: int, make_s: float, busy_s: float, first_step_s: float
     def busy(number: int) -> float:
         return first_step_s if number == 1 else busy_s + (3.0 if validates and number % validates == 0 else 0.0)
 
-    for number, drawn in enumerate(draws(workers, PREFETCH, make_s, busy), start=1):
+    for number, drawn in enumerate(itertools.islice(draws(workers, PREFETCH, make_s, busy), MOST_STEPS), start=1):
         wait_s += drawn.at_s - drawn.asked_s if number > 1 else 0.0
         interruptions += bool(validates) and number % validates == 1
         # A step ends before what comes between two steps.
@@ -63,7 +64,7 @@ def study_blocks(workers: int, make_s: float, busy_s: float, first_step_s: float
             blocks.append(block_between(*block))
             if is_enough(blocks, Patience()):
                 return blocks
-    raise AssertionError("a loader without end")
+    raise AssertionError("a trial without end")
 
 
 @pytest.mark.parametrize("head_start_s", [0.0, 2.0, 12.0])
