@@ -1,8 +1,9 @@
 """Tuning measured on the COD and CLIP jobs: live tuning against an exhaustive sweep, the study against a full grid.
 
-    python bench/tune.py --out tune.json            on a GPU; at most nine minutes on an H200 with 16 CPUs
-    python bench/tune.py --small --out tune.json    rehearsed on a CPU, tiny: does the benchmark itself work?
-    python bench/tune.py --parts study,peers …      a part alone; what --out knows of the sweep already is used
+    python bench/tune.py --parts live --out tune.json     on a GPU; nine minutes on an H200 with 16 CPUs
+    python bench/tune.py --parts study --out tune.json    nine minutes; what tune.json knows of the sweep is used
+    python bench/tune.py --parts peers --out tune.json    two minutes
+    python bench/tune.py --small --out tune.json          rehearsed on a CPU, tiny: does the benchmark itself work?
 
 For each job: the sweep (each number of workers for some seconds) and one training run from 0 workers under live tuning;
 then, for each job, a study of the script, and the settings found against the best of the sweep in turns; then the batch
@@ -21,7 +22,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from children import measured_in_child, versions
@@ -30,7 +30,7 @@ from tunebench.figures import Figures, table
 PARTS = ("live", "study", "peers")
 PEERS = ("accelerate", "lightning", "loadtune")
 # Part → the seconds that it may take, and those without which it is not begun.
-LIMITS_S = {"live": (200.0, 120.0), "study": (160.0, 100.0), "peers": (50.0, 20.0)}
+LIMITS_S = {"live": (270.0, 180.0), "study": (330.0, 120.0), "peers": (70.0, 20.0)}
 # Before a part is ended for overrunning, it prints where each of its threads stands.
 LAST_WORDS_S = 4.0
 
@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument("--jobs", default="cod,clip")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--deadline-s", type=float, default=530.0)
-    parser.add_argument("--study-s", type=float, default=75.0)
+    parser.add_argument("--study-s", type=float, default=240.0)
     parser.add_argument("--out", type=Path, default=Path("tune.json"))
     parser.add_argument("--child", nargs=3, metavar=("PART", "NAME", "FOLDER"), help=argparse.SUPPRESS)
     parser.add_argument("--known", type=Path, help=argparse.SUPPRESS)
@@ -87,7 +87,7 @@ def child(arguments: argparse.Namespace) -> int:
     import torch
     from tunebench import job as jobs
     from tunebench import live, peers, study
-    from tunebench.sweep import LONGEST_POINT_S, POINT_S, sweep, with_workers
+    from tunebench.sweep import POINT_S, sweep, with_workers
 
     small = arguments.small or not torch.cuda.is_available()
     device = torch.device("cpu" if small else "cuda")
@@ -104,17 +104,12 @@ def child(arguments: argparse.Namespace) -> int:
     if part == "live" or "best_workers" not in known:
         # A rehearsal's samples wait more than they compute: more workers than CPUs pay.
         cpus = 4 if small else len(os.sched_getaffinity(0))
-        after_s = live.LIVE_S + LONGEST_POINT_S if part == "live" and not small else 0.0
+        after_s = live.LIVE_S + live.TURN_S if part == "live" and not small else 0.0
         best = sweep(job, device, cpus, figures, 1.0 if small else POINT_S, after_s)
     else:
         best = with_workers(known["best_workers"], device, known["best_prefetch"])
     if part == "live":
-        from fulltilt.timeline.session import Session
-
-        session = Session(torch, folder, time.perf_counter_ns())
-        session.install()
-        live.measure(job, session, device, best, figures, small)
-        session.finish()
+        live.measure(job, folder, device, best, figures, small)
     else:
         budget_s = min(arguments.study_s, figures.left_s - study.AFTERWARDS_S)
         study.measure(job, home, device, best, figures, budget_s, small)

@@ -1,6 +1,7 @@
 """The exhaustive sweep: a job trained for some seconds with each number of workers, in this process.
 
-A loader with w workers gives its batches in bursts of w: the first one is not counted, and only whole ones are.
+A loader with w workers gives its batches in bursts of w: the first ones are not counted, and only whole ones are. What
+lies ready when the clock starts was made before its time, so that what the workers make is counted, not what is taken.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from fulltilt.tune.ready import ready_batches
 from tunebench.figures import Figures
 from tunebench.job import Job
 
-POINT_S = 3.0
+POINT_S = 5.0
 # A point whose bursts take long ends after the one that is under way.
 LONGEST_POINT_S = 15.0
-WARM_UP_BURSTS, LEAST_BURSTS = 1, 2
+WARM_UP_BURSTS, LEAST_BURSTS = 2, 3
 
 
 def train(job: Job, settings: dict[str, Any], device: torch.device, seconds: float) -> Iterator[float]:
@@ -50,21 +52,25 @@ def rate_of(moments: list[float], since_s: float, until_s: float = float("inf"),
 
 
 def rate(job: Job, settings: dict[str, Any], device: torch.device, seconds: float) -> float:
-    """Samples a second with these settings of the loader."""
+    """Samples a second that the loader can keep up with these settings."""
     burst = max(settings["num_workers"], 1)
-    counted_s, batches = 0.0, 0
-    for number, _ in enumerate(train(job, settings, device, float("inf")), start=1 - WARM_UP_BURSTS * burst):
-        if number % burst or number < 0:
-            continue
+    iterator = iter(DataLoader(job.data, job.batch_size, shuffle=False, **settings))
+
+    def train_burst() -> tuple[float, int]:
+        """When it was done, and how many batches lie ready behind it."""
+        for _ in range(burst):
+            job.step([part.to(device, non_blocking=True) for part in next(iterator)])
         drain(device)
-        now_s = time.perf_counter()
-        if number == 0:
-            began_s = now_s
-            continue
-        counted_s, batches = now_s - began_s, number
-        if counted_s >= LONGEST_POINT_S or (counted_s >= seconds and number >= LEAST_BURSTS * burst):
-            break
-    return job.batch_size * batches / counted_s
+        return time.perf_counter(), ready_batches(iterator)
+
+    for _ in range(WARM_UP_BURSTS):
+        began_s, ready_before = train_burst()
+    counted_s, batches = 0.0, 0
+    while counted_s < LONGEST_POINT_S and (counted_s < seconds or batches < LEAST_BURSTS * burst):
+        now_s, ready = train_burst()
+        counted_s, batches = now_s - began_s, batches + burst
+    used_up = max(ready_before - ready, 0)  # a queue that grows tells that training sets the pace
+    return job.batch_size * (batches - used_up) / counted_s
 
 
 def with_workers(workers: int, device: torch.device, prefetch: int = 2) -> dict[str, Any]:
