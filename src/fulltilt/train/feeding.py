@@ -12,8 +12,8 @@ import torch
 from fulltilt.errors import UsageError
 from fulltilt.feed import FeedLoader
 from fulltilt.feed.augment import Augmentation, as_augmentation
-from fulltilt.feed.bad_samples import BadSamples
-from fulltilt.feed.inspection import ShapesDiffer, inspect
+from fulltilt.feed.bad_samples import BadSamples, ShapesDiffer
+from fulltilt.feed.inspection import inspect
 from fulltilt.feed.places import home_of
 from fulltilt.feed.residency import Residence
 from fulltilt.train.distributed import Ranks, part_of
