@@ -186,6 +186,10 @@ def test_a_rare_flip_is_found_although_two_draws_look_alike():
     assert inspect(dataset).random_because is not None
 
 
+def _now():
+    return time.time_ns()
+
+
 RANDOM_CALLS = {
     "random": lambda i: random.random(),
     "numpy": lambda i: np.random.rand(),
@@ -204,6 +208,9 @@ RANDOM_CALLS = {
     "uuid": lambda i: uuid.uuid4(),
     "clock_python": lambda i: random.Random(time.time_ns()).random(),
     "clock_numpy": lambda i: np.random.default_rng(int(time.time() * 1e6)).random(),
+    "clock_elsewhere": lambda i: np.random.default_rng(_now()).random(),
+    "process": lambda i: np.random.default_rng(os.getpid() + i).random(),
+    "torch_seed": lambda i: np.random.default_rng(torch.initial_seed() + i).random(),
     "choice": lambda i: random.choice([1, 2]),
     "shuffle": lambda i: np.random.shuffle([1, 2]),
 }
@@ -486,3 +493,13 @@ def test_a_sample_drawn_several_times_in_an_epoch_is_augmented_anew_each_time(ki
     with feed.loader(dataset, 4, sampler=[1, 1, 1, 2, 2, 1, 1, 1], augment=noise, num_workers=workers) as loader:
         drawn = torch.cat([_first(batch) for _ in range(2) for batch in loader]).flatten(1)
     assert len(torch.unique(drawn, dim=0)) == len(drawn) == 16
+
+
+def test_a_generator_seeded_by_the_seed_of_the_worker_is_drawn_anew():
+    def draw(index):
+        generator = np.random.default_rng(torch.utils.data.get_worker_info().seed + index)
+        return torch.tensor([float(index), float(generator.random() < 1e-9)])
+
+    with feed.loader(Drawn(draw), 5, num_workers=1) as loader:
+        assert any("draws random numbers" in note for note in loader.notes)
+        assert [len(batch) for batch in loader] == [5] * 4

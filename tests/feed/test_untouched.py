@@ -19,10 +19,12 @@ from torch.utils.data import (
     SequentialSampler,
     TensorDataset,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
 from fulltilt import feed
 from fulltilt.errors import DataError, MachineError, UsageError
+from fulltilt.feed import apart
 from fulltilt.feed.inspection import inspect
 from fulltilt.feed.pool import WorkerPool
 
@@ -264,3 +266,25 @@ def test_a_dataloader_call_works_as_it_stands_and_mistakes_are_told():
         feed.loader(Pixels(8), sampler=[[1, 2]]) as loader,
     ):
         list(loader)
+
+
+def test_a_data_set_may_ask_which_worker_it_is_in():
+    dataset = Drawn(lambda i: torch.tensor([i, get_worker_info().num_workers, get_worker_info().id < 2]), 12)
+    with feed.loader(dataset, 4, num_workers=2) as loader:
+        for _ in range(3):
+            assert torch.cat(list(loader)).tolist() == [[i, 2, 1] for i in range(12)]
+        assert loader.tier == "ram"  # and the samples compared with it in this process are the same
+    assert get_worker_info() is None
+
+
+def test_a_convolution_in_a_worker_does_not_wait_for_threads_of_this_process(monkeypatch):
+    """Arm's library of them does: a DataLoader with workers waits for ever there."""
+    monkeypatch.setattr(apart, "PATIENCE_S", 20.0)
+    torch.ones(1_000_000).add(1)  # has torch's threads started
+    kernel = torch.ones(3, 1, 3, 3)
+    dataset = Drawn(lambda i: torch.nn.functional.conv2d(torch.full((1, 3, 9, 9), i + 0.5), kernel, groups=3), 8)
+    with feed.loader(dataset, 4, num_workers=1) as loader:
+        for _ in range(3):
+            assert [tuple(batch.shape) for batch in loader] == [(4, 1, 3, 7, 7)] * 2
+        assert loader.tier == "ram"
+    assert torch.backends.mkldnn.enabled == torch.backends.mkldnn.is_available()

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from multiprocessing import connection
 from typing import Any, TypeVar
 
-import torch
-
 from fulltilt.errors import FulltiltError, MachineError
+from fulltilt.feed.forked import become_worker
 from fulltilt.feed.memory import start_method
 
 # Some data sets read an index of all their files first.
@@ -25,7 +24,7 @@ PATIENCE_S = 300.0
 Result = TypeVar("Result")
 
 
-def apart(call: Callable[[], Result], workers: int) -> Result:
+def apart(call: Callable[[], Result], workers: int, dataset: Any = None) -> Result:
     """What ``call`` returns, called in a fork where workers are to run it too; raises what it raises of ours.
 
     Without workers, without fork, and for results that cannot be sent, it is called here.
@@ -34,7 +33,9 @@ def apart(call: Callable[[], Result], workers: int) -> Result:
         return call()
     context = multiprocessing.get_context("fork")
     mine, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(call, theirs), name="fulltilt-feed-look", daemon=True)
+    process = context.Process(
+        target=_answer, args=(call, theirs, workers, dataset), name="fulltilt-feed-look", daemon=True
+    )
     process.start()
     theirs.close()
     try:
@@ -64,9 +65,9 @@ def apart(call: Callable[[], Result], workers: int) -> Result:
     return answer[0] if kind == "result" else call()
 
 
-def _answer(call: Callable[[], Any], to: connection.Connection) -> None:
+def _answer(call: Callable[[], Any], to: connection.Connection, workers: int, dataset: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    torch.set_num_threads(1)
+    become_worker(0, workers, dataset)
     try:
         answer: tuple[Any, ...] = ("result", call())
     except FulltiltError as error:

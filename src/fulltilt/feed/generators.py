@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fulltilt.feed import forked
 from fulltilt.feed.own_code import names_in, own_module, used_by
 
 # Bounds of the search for generators: data sets hold lists of a million paths, and models, and modules.
@@ -41,6 +42,7 @@ class Generators:
             random.getstate(),
             _tensor_bytes(torch.default_generator.get_state()),
             _numpy_bytes(numpy) if numpy is not None else None,
+            forked.seeds_read,
             *(_mark(instance) for instance in self.instances),
         )
 
@@ -74,6 +76,7 @@ class Generators:
         torch.default_generator.manual_seed(seed)
         if numpy is not None:
             numpy.random.seed(seed)
+        forked.seed_worker(seed)
         for position, instance in enumerate(self.instances):
             _seed(instance, (seed + 0x9E3779B9 * (position + 1)) & 0xFFFFFFFF)
 

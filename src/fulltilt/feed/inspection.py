@@ -41,7 +41,7 @@ def inspect(dataset: Any, *, checks: int = 8, policy: Policy = "stop", workers: 
     ``workers``: how many will run the data set. If any, they are drawn in a process of its own too (``apart.py``).
     """
     samples = length_of(dataset)
-    found = apart(lambda: _look(dataset, samples, checks, policy), workers)
+    found = apart(lambda: _look(dataset, samples, checks, policy), workers, dataset)
     if found.split is not None:
         found.split.find_in(dataset)
     return found

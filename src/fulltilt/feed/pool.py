@@ -23,6 +23,7 @@ from typing import Any, Self
 import torch
 
 from fulltilt.errors import MachineError, UsageError
+from fulltilt.feed.forked import become_worker
 from fulltilt.feed.memory import pin, shared_bytes, start_method
 from fulltilt.feed.readers import Failure, Reader
 
@@ -163,7 +164,8 @@ class WorkerPool:
         for number in range(workers):
             mine, theirs = context.Pipe(duplex=False)
             memory = (self._memory, self._index_memory, self.rows_per_slot)
-            arguments = (self._reader, *memory, reading, lock, theirs, os.getpid(), self._on_worker_start)
+            place = (number, workers)
+            arguments = (self._reader, place, *memory, reading, lock, theirs, os.getpid(), self._on_worker_start)
             process = context.Process(  # type: ignore[attr-defined]
                 target=_work, args=arguments, name=f"fulltilt-feed-{number}", daemon=True
             )
@@ -282,6 +284,7 @@ def _index_views(memory: torch.Tensor, rows_per_slot: int) -> tuple[torch.Tensor
 
 def _work(
     reader: Reader,
+    place: tuple[int, int],
     memory: torch.Tensor,
     index_memory: torch.Tensor,
     rows_per_slot: int,
@@ -294,7 +297,7 @@ def _work(
     # Ctrl-C goes to the whole process group; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    torch.set_num_threads(1)
+    become_worker(*place, getattr(reader, "dataset", None))
     indices, wanted = _index_views(index_memory, rows_per_slot)
     rows = memory.view(len(indices), rows_per_slot, -1)
     if on_start is not None:

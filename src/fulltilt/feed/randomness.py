@@ -28,13 +28,14 @@ from typing import Any
 import torch
 
 from fulltilt.feed.generators import Generators
+from fulltilt.feed.own_code import own_module
 from fulltilt.feed.structure import same_sample
 
 _SEEDS = (0x5EED0001, 0x0DDBA11)
 _ENTROPY_CALLS = frozenset({"urandom", "getrandom", "uuid4", "uuid1"})
-# A function that asks for the time and makes or seeds a generator. Either alone is harmless.
+# The user's code asks for the time or the number of its process, and makes or seeds a generator. Either is harmless.
 _CLOCKS = frozenset(
-    {"time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "now", "utcnow"}
+    {"getpid", "time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "now", "utcnow"}
 )
 _SEEDING = frozenset({"Random", "RandomState", "default_rng", "SeedSequence", "Generator", "seed", "manual_seed"})
 
@@ -113,12 +114,16 @@ def _listen() -> Iterator[tuple[list[str], set[CodeType]]]:
     """Calls into generators that no seed of ours governs, on this thread within the block; and the code that ran."""
     heard: list[str] = []
     ran: set[CodeType] = set()
+    asked: list[str] = []
+    makes_generators = False
     seeded: dict[int, Any] = {}  # generators made in this call from a seed of its own, kept alive so ids stay theirs
     random_file = random.seed.__func__.__code__.co_filename  # type: ignore[attr-defined]
 
     def listener(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call":
+        nonlocal makes_generators
+        if event == "call" and frame.f_code not in ran:
             ran.add(frame.f_code)
+            makes_generators |= not _SEEDING.isdisjoint(frame.f_code.co_names) and _own(frame)
         if event == "call" and frame.f_code.co_filename == random_file:
             if frame.f_code.co_name == "seed" and isinstance(frame.f_locals.get("self"), random.Random):
                 if frame.f_locals.get("a") is None:
@@ -131,8 +136,10 @@ def _listen() -> Iterator[tuple[list[str], set[CodeType]]]:
                 heard.append(f"{argument.__name__}()")
             elif argument.__name__ == "seed" and isinstance(owner, torch.Generator):
                 heard.append("a generator seeded by the operating system")
-            elif argument.__name__ in _CLOCKS and not _SEEDING.isdisjoint(frame.f_code.co_names):
-                heard.append("from a generator seeded by the clock")
+            elif argument.__name__ == "initial_seed" and owner is torch.default_generator:
+                heard.append("by the seed of torch")
+            elif argument.__name__ in _CLOCKS and _own(frame):
+                asked.append(argument.__name__)
             elif isinstance(owner, random.Random) and id(owner) not in seeded and argument.__name__ != "seed":
                 heard.append(f"random.Random.{argument.__name__}")
 
@@ -146,3 +153,11 @@ def _listen() -> Iterator[tuple[list[str], set[CodeType]]]:
         else:
             sys.setprofile(None)
             previous.enable()  # cProfile's, which is no function
+        if asked and makes_generators:
+            heard.append(f"from a generator seeded by {asked[0]}()")
+
+
+def _own(frame: FrameType) -> bool:
+    """Whether the user's code runs in ``frame``: neither a library's nor this one."""
+    name = str(frame.f_globals.get("__name__"))
+    return name != __name__ and own_module(name)

@@ -13,6 +13,7 @@ from fulltilt.feed.apart import apart
 from fulltilt.feed.caches import CacheFull, default_cache_dir, default_limit_bytes
 from fulltilt.feed.disk import DiskStore, open_cache
 from fulltilt.feed.fingerprint import fingerprint
+from fulltilt.feed.forked import as_a_worker
 from fulltilt.feed.generators import Generators
 from fulltilt.feed.inspection import Inspection
 from fulltilt.feed.memory import pin, shared_bytes
@@ -131,7 +132,7 @@ class Residence:
         if not names:
             return None
         generators = Generators(self.dataset)
-        with untouched(self.dataset, generators):
+        with as_a_worker(self.workers, self.dataset), untouched(self.dataset, generators):
             for index in spread(self.samples, CHECKS_PER_EPOCH):
                 try:
                     return goes_by(lambda index=index: self.dataset[index], names, generators)  # type: ignore[misc]
@@ -207,7 +208,7 @@ class Residence:
         kept = [index for index in indices if bool(store.has(torch.tensor([index])).all())]
         if not kept:
             return None
-        fresh = apart(lambda: self._drawn(kept), workers)
+        fresh = apart(lambda: self._drawn(kept), workers, self.dataset)
         return next(
             (index for index, row in zip(kept, fresh, strict=True) if not self._is_kept(store, index, row)), None
         )
@@ -218,7 +219,7 @@ class Residence:
         assert layout is not None
         rows: list[torch.Tensor | None] = []
         generators = Generators(self.dataset)
-        with untouched(self.dataset, generators):
+        with as_a_worker(self.workers, self.dataset), untouched(self.dataset, generators):
             for index in indices:
                 row = torch.zeros(1, layout.row_bytes, dtype=torch.uint8)
                 before = generators.mark()
