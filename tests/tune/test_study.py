@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -14,14 +15,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from fulltilt.records import Trial
-from fulltilt.store import read_lines
+from fulltilt.errors import UsageError
+from fulltilt.records import Settings, Trial
+from fulltilt.store import LineWriter, create_folder, read_lines, write_json
 from fulltilt.timeline.launch import job_command
 from fulltilt.tune import early
 from fulltilt.tune.interval import Patience
+from fulltilt.tune.source_patch import fingerprint
 from fulltilt.tune.space import Space
-from fulltilt.tune.study import TRIALS_FILE, Study
+from fulltilt.tune.study import STUDY_FILE, TRIALS_FILE, Study, StudyRecord
 from fulltilt.tune.template import Template, _modules_that_start_the_gpu
+from tests.diagnose.examples import loader
 
 QUICK = Patience(wanted_error=0.2, least_blocks=3, least_s=0.15, most_s=1.0, block_s=0.05)
 
@@ -171,6 +175,24 @@ def test_a_script_that_breaks_as_it_is_says_so_without_a_traceback(tmp_path: Pat
     assert "KeyError: 'lr'" in done.stderr
     assert "Traceback" not in done.stderr
     assert time.monotonic() - began < 120
+
+
+def test_a_study_does_not_go_on_with_a_script_that_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("as it was")
+    sha256 = fingerprint(tmp_path / "train.py")
+    out = create_folder(tmp_path / "study")
+    record = StudyRecord(("train.py",), str(tmp_path), (), "today", loader(where="train.py:1"), sha256)
+    write_json(out / STUDY_FILE, record)
+    starved = Trial(Settings(), "ok", 9.0, purpose="start", in_force=Settings(num_workers=0), data_wait_share=0.9)
+    with contextlib.closing(LineWriter(out / TRIALS_FILE)) as writer:
+        writer.write([starved])
+    (tmp_path / "train.py").write_text("as it is")
+    study = Study(["train.py"], ["python", "train.py"], out, Space(2), None, print)
+    assert len(study.trials) == 1
+    with pytest.raises(UsageError, match=r"train.py has changed since the first of the 1 trials"):
+        study.run(1e6, lambda *_: None, lambda _: None)
+    study.close()
 
 
 def test_a_script_that_forks_is_forked_from_before_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,6 +132,8 @@ class Study:
     def run(self, budget_s: float, trying: Callable[[Attempt, float], None], tried: Callable[[Trial], None]) -> None:
         """Make trials until nothing is left to learn or the budget is spent. Ctrl-C is raised."""
         deadline = time.monotonic() + budget_s
+        if next_step(self.trials, self.space, budget_s) is not None:
+            self._refuse_another_script()
         while True:
             left_s = deadline - time.monotonic()
             attempt = next_step(self.trials, self.space, left_s)
@@ -142,6 +144,17 @@ class Study:
             self.trials.append(trial)
             self._writer.write([trial])
             tried(trial)
+
+    def _refuse_another_script(self) -> None:
+        """Trials of a study that was stopped cannot be compared with those of a script that has changed since."""
+        studied = self.record.source_sha256
+        if self.trials and studied is not None and _fingerprint(self.record.loader, self._arguments) != studied:
+            assert self.record.loader is not None
+            file = (self.record.loader.where or "").rpartition(":")[0]
+            raise UsageError(
+                f"{file} has changed since the first of the {len(self.trials)} trials in {self._folder} was made",
+                "Study it anew: choose another folder with --out.",
+            )
 
     def measure(self, attempt: Attempt, limits: Limits, tick: Callable[[float], None] = lambda _: None) -> Trial:
         """Run one trial, which is not kept. A forked start that fails is tried once more from the beginning."""
