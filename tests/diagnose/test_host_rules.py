@@ -50,6 +50,7 @@ def test_logging_of_weights_should_be_rarer() -> None:
         ("logger.info(loss)", "log every 50 steps"),
         ("logits = head(x)", "take it out of the step"),
         ("copy.deepcopy(model)", "copy every 50 steps"),
+        ("torch.tensor(rows)", "give it one NumPy array"),
         ("torch.cuda.empty_cache()", "drop it"),
     ],
 )

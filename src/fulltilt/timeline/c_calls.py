@@ -26,6 +26,8 @@ Names = Mapping[str, Any]
 
 # Tensor methods whose time is the host's: they bring values over to Python.
 TO_PYTHON = frozenset({"tolist", "numpy", "item", "__array__"})
+# Functions of torch's that walk through lists and numbers of Python's: slow, and no computation.
+FROM_PYTHON = frozenset({"tensor", "as_tensor", "asarray", "new_tensor", "Tensor", "FloatTensor", "LongTensor"})
 # Libraries with operators and methods like torch's.
 ARRAYS = frozenset({"numpy", "pandas", "scipy", "polars", "sklearn", "cv2", "PIL", "skimage"})
 # Where the types of Python's own values are at home.
@@ -68,6 +70,8 @@ class _Reading:
 
     def work_of(self, node: ast.AST) -> Work | None:
         """Who works when the outermost operation of an expression is carried out."""
+        if isinstance(node, ast.Call) and _name_of(node.func) in FROM_PYTHON and self._called(node.func) == "torch":
+            return "host"
         maker = self._made_by(node)
         if maker is not None:
             return "torch" if maker == "torch" else "host"
@@ -145,6 +149,10 @@ def _might_be_a_tensors(node: ast.AST) -> bool:
     if isinstance(node, ast.Call):
         return isinstance(node.func, ast.Attribute) and node.func.attr in _tensors_and_arrays_have()
     return isinstance(node, ast.BinOp | ast.UnaryOp | ast.Compare | ast.Subscript | ast.AugAssign)
+
+
+def _name_of(function: ast.expr) -> str | None:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", None)
 
 
 def _object_of(function: ast.expr) -> ast.expr:

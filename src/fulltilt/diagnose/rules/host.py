@@ -22,6 +22,7 @@ _ADVICE = (
     (r"json|dump|write|\bsave|to_csv", "write every {every} steps, or from a second thread"),
     (r"\bprint\(|logg(er|ing)\b|log_metric|add_(scalar|histogram)|wandb", "log every {every} steps"),
     (r"plot|imshow|figure", "draw once an epoch"),
+    (r"\b(as_|new_)?tensor\(", "it walks through lists; give it one NumPy array (np.stack), or keep tensors"),
     (r"deepcopy|\.clone\(", "copy every {every} steps"),
     (r"gc\.collect|empty_cache", "drop it: memory is reused without it"),
     (r"\.numpy\(|\.tolist\(|\.item\(", "keep it in tensors and read it every {every} steps"),
