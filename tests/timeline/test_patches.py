@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fulltilt.timeline.marks import Activity
 from fulltilt.timeline.patches import COLLECTIVES, READS
@@ -79,6 +80,7 @@ def test_values_and_errors_pass_through(tmp_path: Path) -> None:
         assert x.grad.tolist() == [2.0, 2.0, 2.0]
         assert torch.ones(2).to(torch.float64).dtype == torch.float64
         assert torch.tensor(4.0).item() == 4.0
+        assert isinstance(iter(torch.utils.data.DataLoader([1])), _BaseDataLoaderIter)
         with pytest.raises(RuntimeError, match="does not require grad"):
             torch.ones(1).sum().backward()
         with pytest.raises(ValueError, match="num_workers"):

@@ -28,6 +28,10 @@ class TappedIterator:
         self._first = True
         self.source = source
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # isinstance() answers as it would without us
+        return type(self.source)
+
     @property
     def workers(self) -> int:
         """How many workers the batches come from at this moment."""
