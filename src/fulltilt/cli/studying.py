@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from fulltilt.cli.statusbar import StatusBar
 from fulltilt.cli.study_ending import end_study
 from fulltilt.probes.host import cpu_capacity, memory_headroom_bytes
-from fulltilt.records import Trial
+from fulltilt.records import Settings, Trial
 from fulltilt.report.wording import seconds
 from fulltilt.tune.course import next_step
 from fulltilt.tune.outcome import Attempt
@@ -85,8 +85,9 @@ class Screen:
         """A trial runs."""
         if self._bar.on:
             best = "" if self._best is None else f" · best so far {rate_words(self._best)} samples/s"
-            what = attempt.why if attempt.purpose == "start" else f"{in_words(attempt.settings)} ({attempt.why})"
-            self._bar.show(f"fulltilt tune · {what} · {seconds(wall_s)}{best}")
+            what = "the script" if attempt.settings == Settings() else in_words(attempt.settings)
+            # The reason comes last: a narrow terminal cuts it off.
+            self._bar.show(f"fulltilt tune · {what} · {seconds(wall_s)}{best} · {attempt.why}")
 
     def tried(self, trials: list[Trial], trial: Trial) -> None:
         """A trial has ended."""
