@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 
 import pytest
@@ -132,3 +133,28 @@ def test_a_window_skips_the_beginning_and_ends_when_it_knows_enough() -> None:
     assert seen is not None
     assert seen.wait_share == pytest.approx(0.6)
     assert first >= 4 + DEFAULT.least_s / 0.5
+
+
+def seconds_until_told(rates: Sequence[float], best: float | None, busy_s: float = 0.02) -> float:
+    """How long a window looks at a pool of two workers that gives these batches a second, burst by burst."""
+    now_s = 0.0
+    window = Window(DEFAULT, clock=lambda: now_s)
+    window.begin(Knobs(2), 0, best)
+    for rate in itertools.cycle(rates):
+        for _ in range(2):
+            now_s += 1 / rate
+            if window.add(Arrival(1 / rate - busy_s, busy_s)) is not None:
+                return now_s
+    raise AssertionError("a window without end")
+
+
+@pytest.mark.parametrize("best", [1.0, 4.0, 40.0])
+def test_a_window_ends_early_where_a_trial_clearly_pays_or_does_not(best: float) -> None:
+    uneven = (8.0, 12.0, 10.0, 7.0, 13.0)
+    assert seconds_until_told(uneven, best) < DEFAULT.least_s + 1.0
+    assert seconds_until_told(uneven, 10.0) > DEFAULT.least_s + 1.0
+
+
+def test_a_window_ends_early_where_the_loader_clearly_is_the_limit() -> None:
+    uneven = (0.8, 1.3, 1.0, 0.7, 1.2)
+    assert seconds_until_told(uneven, None) < seconds_until_told(uneven, None, busy_s=0.7)

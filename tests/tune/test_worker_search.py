@@ -20,7 +20,7 @@ from tests.diagnose.examples import loader
 from tests.tune.simulated import CLIP, COD, Job, study
 
 # What watching the start and each move take on a GPU machine at worst, and what of a move is the new pool's own.
-FIRST_S, MOVE_S, SERVING_S = 6.0, 9.0, 8.0
+FIRST_S, MOVE_S, SERVING_S = 9.0, 11.0, 8.0
 MINUTE_S, FIVE_MINUTES_S = 60.0, 300.0
 
 

@@ -245,14 +245,18 @@ class Trying:
         knobs = self.candidate.knobs
         self.phase = Phase.TRYING
         self.unwatch()
-        self.window.begin(knobs, skip=knobs.workers * knobs.prefetch)
+        self.window.begin(knobs, knobs.workers * knobs.prefetch, self._to_beat.batches_per_s)
         self._tap.serving_workers = knobs.workers
+
+    @property
+    def _to_beat(self) -> Seen:
+        """What the settings in force gave when they were last looked at."""
+        return next((one for one in reversed(self._seen) if one.knobs[:3] == self.in_force[:3]), best_of(self._seen))
 
     def _end_trial(self, relay: Relay, seen: Seen) -> None:
         assert self.candidate is not None
         candidate, self.candidate = self.candidate, None
-        before = next((one for one in reversed(self._seen) if one.knobs[:3] == self.in_force[:3]), best_of(self._seen))
-        if pays(before, seen, self._limits):
+        if pays(self._to_beat, seen, self._limits):
             self._workshop.retire(self.best)
             self._workshop.trust(candidate)
             self.best, self.in_force = candidate, candidate.knobs

@@ -90,6 +90,15 @@ def _without_pauses(arrivals: Sequence[Arrival], knobs: Knobs, limits: Limits) -
     return kept
 
 
+def is_told(seen: Seen, best: float | None, limits: Limits = DEFAULT) -> bool:
+    """Whether a longer look could hardly change what is done next: a trial that clearly pays or does not, a start whose
+    loader clearly is the limit."""
+    low, high = (seen.batches_per_s * (1 + times * seen.spread) for times in (-2, 2))
+    if best is None:
+        return 1 - high * seen.busy_s >= limits.clear_wait_share
+    return low > best * (1 + limits.paid_share) or high < best
+
+
 class Window:
     """Collects the batches that come under one setting until they say enough about it."""
 
@@ -98,9 +107,13 @@ class Window:
         self._clock = clock
         self.begin(Knobs(0), limits.warm_up_batches)
 
-    def begin(self, knobs: Knobs, skip: int = 0) -> None:
-        """Begin anew. The first ``skip`` batches do not count, for as long as coming into stride may take."""
+    def begin(self, knobs: Knobs, skip: int = 0, best: float | None = None) -> None:
+        """Begin anew. The first ``skip`` batches do not count, for as long as coming into stride may take.
+
+        ``best``: batches a second of the settings that these are to beat; None for the first that are looked at.
+        """
         self._knobs = knobs
+        self._best = best
         self._skip = skip
         self._skipped = 0
         self._skip_until_s = math.inf
@@ -130,4 +143,7 @@ class Window:
             return None
         self._look_at_s = now_s + min(LOOK_EVERY_S, self._limits.least_s)
         seen = summarize(self._knobs, self._arrivals, self._limits)
-        return seen if seen is not None and (seen.spread <= self._limits.spread or now_s >= self._end_s) else None
+        if seen is None:
+            return None
+        is_enough = seen.spread <= self._limits.spread or is_told(seen, self._best, self._limits)
+        return seen if is_enough or now_s >= self._end_s else None
