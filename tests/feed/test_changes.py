@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
 from fulltilt import feed
 from fulltilt.errors import DataError, UsageError
@@ -205,14 +205,33 @@ def test_what_cannot_be_put_into_a_batch_is_told_at_once(sample):
 # --------------------------------------------------------------------------- in the middle of an epoch
 
 
+class Shuffled:
+    def __init__(self, samples):
+        self.samples, self.random = samples, random.Random(5)
+
+    def __iter__(self):
+        return iter(self.random.sample(range(self.samples), self.samples))
+
+    def __len__(self):
+        return self.samples
+
+
+class Endless(Shuffled):
+    def __iter__(self):
+        while True:
+            yield from super().__iter__()
+
+
 @pytest.mark.parametrize(
     "given",
     [
         lambda data: {"batch_size": 4, "sampler": RandomSampler(data)},
         lambda data: {"batch_size": 4, "sampler": WeightedRandomSampler([1.0] * 20, 20)},
         lambda data: {"batch_sampler": BatchSampler(RandomSampler(data), 4, drop_last=False)},
+        lambda data: {"batch_size": 4, "sampler": RandomSampler(data, generator=torch.Generator().manual_seed(1))},
+        lambda data: {"batch_sampler": BatchSampler(Shuffled(20), 4, drop_last=False)},
     ],
-    ids=["random", "weighted", "batches"],
+    ids=["random", "weighted", "batches", "its own generator", "its own in batches"],
 )
 def test_a_random_sampler_goes_on_with_the_samples_that_were_left(given):
     """It draws from the global generator, which a run that goes on has elsewhere."""
@@ -224,7 +243,7 @@ def test_a_random_sampler_goes_on_with_the_samples_that_were_left(given):
     torch.manual_seed(0)
     whole = made()
     state_before = torch.get_rng_state()
-    epochs = [[batch.tolist() for batch in whole] for _ in range(2)]
+    epochs = [[batch.tolist() for batch in whole] for _ in range(3)]
     assert epochs[0] != epochs[1]
     assert torch.equal(state_before, torch.get_rng_state())
     first = made()
@@ -234,6 +253,26 @@ def test_a_random_sampler_goes_on_with_the_samples_that_were_left(given):
     resumed = made()
     resumed.load_state_dict(first.state_dict())
     assert seen + [batch.tolist() for batch in resumed] == epochs[0]
+    for epoch in (2, 1):
+        resumed.begin_at(epoch, 3)
+        assert [batch.tolist() for batch in resumed] == epochs[epoch][3:]
+
+
+def test_a_sampler_with_a_generator_of_its_own_gives_what_it_gives_a_dataloader():
+    def sampler():
+        return RandomSampler(range(20), generator=torch.Generator().manual_seed(1))
+
+    data = Drawn(torch.tensor)
+    plain = DataLoader(data, 4, sampler=sampler())
+    with feed.loader(data, 4, sampler=sampler(), num_workers=0) as loader:
+        for _ in range(3):
+            assert torch.equal(torch.cat(list(loader)), torch.cat(list(plain)))
+
+
+def test_a_sampler_without_an_end_is_refused():
+    endless = feed.loader(Drawn(torch.tensor), 4, sampler=Endless(20), num_workers=0)
+    with endless as loader, pytest.raises(UsageError, match="does not end"):
+        next(iter(loader))
 
 
 def test_another_batch_size_or_other_ranks_go_on_after_the_same_samples():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import multiprocessing
+import pickle
 from collections import namedtuple
 
 import pytest
@@ -343,6 +346,47 @@ def test_mistakes_are_told_in_a_sentence():
         feed.loader(iter([1, 2]), 2)
     with pytest.raises(UsageError, match="sampler"):
         feed.loader(Pixels(4), 2, sampler=[1], shuffle=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"seed": "a"}, "seed is 'a'"),
+        ({"cache_dir": 5}, "cache_dir is 5"),
+        ({"cache_limit_bytes": "10G"}, "number of bytes"),
+        ({"collate_fn": 3}, "collate_fn is 3"),
+        ({"sampler": 5}, "cannot be asked"),
+        ({"batch_size": 1, "batch_sampler": [1, 2]}, "gives 1, not a list"),
+    ],
+)
+def test_an_argument_of_a_wrong_type_is_told_in_a_sentence(given, told):
+    with pytest.raises(UsageError, match=told), feed.loader(Pixels(4), **{"num_workers": 0, **given}) as loader:
+        list(loader)
+
+
+def test_a_daemon_process_goes_without_workers():
+    def train(to):
+        to.send(len(list(feed.loader(Pixels(4), 2))))
+
+    context = multiprocessing.get_context("fork")
+    mine, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=train, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    assert mine.recv() == 2
+    process.join()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
+def test_a_copy_of_a_loader_serves_the_same(copied):
+    """Also in the middle of an epoch, whose workers nobody can copy."""
+    with feed.loader(Pixels(8), 2, num_workers=1, seed=3, shuffle=True) as loader:
+        passing = iter(loader)
+        next(passing)
+        with copied(loader) as other:
+            got, expected = ([labels.tolist() for _, labels in one] for one in (other, loader))
+        assert got == expected
+        assert len(list(passing)) == 3
 
 
 def test_a_killed_worker_is_explained():

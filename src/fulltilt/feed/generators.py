@@ -96,7 +96,7 @@ class Generators:
 
 def find_generators(roots: Sequence[Any]) -> Iterator[Any]:
     """Generator instances in the attributes, classes, containers, closures and used globals of ``roots``."""
-    return (item for item in reached(roots) if _is_generator(item))
+    return (item for item in reached(roots) if is_generator(item))
 
 
 def reached(roots: Sequence[Any]) -> Iterator[Any]:
@@ -110,7 +110,7 @@ def reached(roots: Sequence[Any]) -> Iterator[Any]:
                 continue
             seen[id(item)] = item
             yield item
-            if not isinstance(item, _CLOSED) and not _is_generator(item):
+            if not isinstance(item, _CLOSED) and not is_generator(item):
                 following += _insides(item)
         level = following
 
@@ -122,12 +122,13 @@ def _counts(roots: Sequence[Any]) -> Iterator[tuple[tuple[int, str], Any]]:
         elif isinstance(item, types.FunctionType):
             named = ((name, item.__globals__.get(name)) for name in names_in(item.__code__))
             yield from (((0, name), value) for name, value in named if type(value) is int)
-        elif not _is_generator(item):
+        elif not is_generator(item):
             held = getattr(item, "__dict__", {})
             yield from (((id(item), name), value) for name, value in [*held.items()] if type(value) is int)
 
 
-def _is_generator(item: Any) -> bool:
+def is_generator(item: Any) -> bool:
+    """Whether ``item`` is a generator of random numbers other than the global ones."""
     numpy = sys.modules.get("numpy")
     if isinstance(item, random.Random) and not isinstance(item, random.SystemRandom):
         return getattr(random.random, "__self__", None) is not item  # the global one is always watched

@@ -88,7 +88,10 @@ def length_of(dataset: Any) -> int:
             f"{type(dataset).__name__} has no length or cannot be indexed",
             "feed.loader needs a map-style data set (__len__ and __getitem__); keep the DataLoader for a stream.",
         )
-    samples = len(dataset)
+    try:
+        samples = len(dataset)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"the length of {type(dataset).__name__} is not to be had: {error}") from error
     if samples == 0:
         raise DataError(f"the data set {type(dataset).__name__} is empty", "Check its path and its filters.")
     return samples

@@ -20,23 +20,17 @@ from fulltilt.feed.bad_samples import BadSamples, Policy, ShapesDiffer
 from fulltilt.feed.delivery import Delivery
 from fulltilt.feed.inspection import Inspection, inspect, length_of
 from fulltilt.feed.keeping import Keeping, Notes
+from fulltilt.feed.mistakes import refuse_mistakes, refuse_unknown
 from fulltilt.feed.order import BatchOrder, GivenBatches, Order, resumed_at, step_samples
 from fulltilt.feed.places import device_or_default, home_of, ranks
 from fulltilt.feed.progress import progress
 from fulltilt.feed.repeats import numbered
+from fulltilt.feed.replay import replayable
 from fulltilt.feed.residency import Residence
 from fulltilt.feed.stock import StockLoader
 from fulltilt.feed.tiers import Residency, Tier, default_workers
 from fulltilt.onlookers import seen
 from fulltilt.records import Settings
-
-# What a DataLoader can be told and the feed decides by itself, so that one can stand in for the other in a script.
-DECIDED_HERE = frozenset(
-    {
-        *("pin_memory", "pin_memory_device", "persistent_workers", "prefetch_factor"),
-        *("timeout", "multiprocessing_context", "in_order"),
-    }
-)
 
 
 def loader(
@@ -70,20 +64,21 @@ def loader(
     known after three steps). ``settings`` gives batch size, workers and residency where they are not given here. What
     else a DataLoader takes about workers and pinning may stay in the call. Raises UsageError, DataError, DoesNotFit.
     """
-    if unknown := sorted(set(of_a_dataloader) - DECIDED_HERE):
-        raise UsageError(
-            f"feed.loader has no {', '.join(unknown)}", "Random numbers follow from seed=..., batches from sampler=..."
-        )
+    refuse_unknown(set(of_a_dataloader))
     settings = settings or Settings()
     if settings.residency is not None and residency == "auto":
         residency = settings.residency  # type: ignore[assignment]
-    if on_bad_sample not in ("stop", "skip"):
-        raise UsageError(f"on_bad_sample is {on_bad_sample!r}", "Choose 'stop' or 'skip'.")
-    if not 0.0 <= max_bad_share <= 1.0:
-        raise UsageError(f"max_bad_share is {max_bad_share!r}; it is a share of the samples, from 0 to 1")
-    if num_workers is not None and (not isinstance(num_workers, int) or num_workers < 0):
-        raise UsageError(f"num_workers is {num_workers!r}; it must be a whole number of at least 0")
     workers = num_workers if num_workers is not None else settings.num_workers
+    refuse_mistakes(
+        seed=seed,
+        num_workers=workers,
+        collate_fn=collate_fn,
+        reserve_bytes=reserve_bytes,
+        cache_dir=cache_dir,
+        cache_limit_bytes=cache_limit_bytes,
+        on_bad_sample=on_bad_sample,
+        max_bad_share=max_bad_share,
+    )
     workers = default_workers() if workers is None else workers
     size = settings.batch_size if settings.batch_size is not None and batch_size == 1 else batch_size
     length_of(dataset)
@@ -94,7 +89,7 @@ def loader(
             raise UsageError(
                 "a batch_sampler decides on the batches itself", "Leave out batch_size, shuffle, sampler and drop_last."
             )
-        order = GivenBatches(len(dataset), batch_sampler, seed)
+        order = GivenBatches(len(dataset), replayable(batch_sampler), seed)
     else:
         found_rank, found_world = ranks()
         order = Order(
@@ -105,7 +100,7 @@ def loader(
             drop_last=drop_last,
             rank=found_rank if rank is None else rank,
             world_size=found_world if world_size is None else world_size,
-            sampler=sampler,
+            sampler=replayable(sampler),
         )
     device = device_or_default(device)
     home = home_of(dataset, device)
@@ -159,6 +154,7 @@ class FeedLoader:
         self._stock: StockLoader | None = None
         self._keeping: Keeping | None = None
         self._bad = bad
+        self._collate, self._on_worker_start, self._found = collate_fn, on_worker_start, found
         if found.layout is None:
             self._take_stock(found.unstorable_because or "a collate_fn was given", collate_fn)
         else:
@@ -243,6 +239,19 @@ class FeedLoader:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, or a loader sent to another process, begins where this one stands and keeps samples of its own."""
+        made_with = {
+            "augment": self._augment,
+            "residence": self._residence,
+            "device": self.device,
+            "workers": self.workers,
+            "collate_fn": self._collate,
+            "bad": self._bad,
+            "on_worker_start": self._on_worker_start,
+        }
+        return _made_anew, (self.dataset, self.order, self._found, made_with, self._next_epoch, self._resume_at)
+
     # ----------------------------------------------------------------- one epoch
 
     def _pass(self) -> Iterator[Any]:
@@ -302,3 +311,13 @@ class FeedLoader:
             keeping.end_epoch()
         finally:
             keeping.leave_epoch()
+
+
+def _made_anew(
+    dataset: Any, order: BatchOrder, found: Inspection, made_with: dict[str, Any], epoch: int, batch: int
+) -> FeedLoader:
+    if found.split is not None:
+        found.split.find_in(dataset)
+    made = FeedLoader(dataset, order, found, **made_with)
+    made.begin_at(epoch, batch)
+    return made

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -60,7 +61,7 @@ class Order:
     def epoch_indices(self, epoch: int) -> torch.Tensor:
         """The indices that this rank draws in ``epoch``, as int64."""
         if self.sampler is not None:
-            return _numbers(_asked(self.sampler, self.seed, epoch), self.samples)
+            return _numbers(_asked(self.sampler, self.seed, epoch, self.samples), self.samples)
         if self.shuffle:
             generator = torch.Generator().manual_seed(as_int64(self.seed + epoch))
             indices = torch.randperm(self.samples, generator=generator)
@@ -109,7 +110,14 @@ class GivenBatches:
 
     def batches(self, epoch: int) -> list[torch.Tensor]:
         """The batches of ``epoch``."""
-        return [_numbers(list(batch), self.samples) for batch in _asked(self.batch_sampler, self.seed, epoch)]
+        given = _asked(self.batch_sampler, self.seed, epoch, self.samples)
+        try:
+            return [_numbers(list(batch), self.samples) for batch in given]
+        except TypeError as error:
+            raise UsageError(
+                f"the batch sampler gives {str(given[0])[:60]}, not a list of samples",
+                "A sampler that gives one sample after the other goes in as sampler=...",
+            ) from error
 
     def batches_per_epoch(self) -> int:
         """How many batches an epoch has. Raises TypeError for a batch sampler without a length."""
@@ -131,7 +139,7 @@ def _numbers(drawn: list[Any], samples: int) -> torch.Tensor:
     return indices
 
 
-def _asked(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
+def _asked(sampler: Iterable[Any], seed: int, epoch: int, samples: int) -> list[Any]:
     """What ``sampler`` gives in ``epoch``: the same again for a run that goes on in the middle of it.
 
     Samplers draw from the global generators, which stand elsewhere by then: they are set for it, and put back.
@@ -142,7 +150,22 @@ def _asked(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
     generators = Generators()
     with generators.untouched():
         generators.seed(sample_seed(seed, epoch, 0))
-        return list(sampler)
+        return _all_of(sampler, samples)
+
+
+def _all_of(sampler: Iterable[Any], samples: int) -> list[Any]:
+    length = len(sampler) if isinstance(sampler, Sized) else 0
+    most = max(2 * length, 64 * samples + 100_000)
+    try:
+        given = list(itertools.islice(sampler, most + 1))
+    except TypeError as error:
+        raise UsageError(f"the sampler cannot be asked for samples: {error}") from error
+    if len(given) > most:
+        raise UsageError(
+            f"the sampler does not end: it has given {most} for the {samples} samples there are",
+            "Let its __iter__ end after as many as an epoch has.",
+        )
+    return given
 
 
 def step_samples(order: BatchOrder) -> int | None:

@@ -59,6 +59,10 @@ class Residence:
         # An unknown tier or one that this machine lacks is the user's mistake: say so now, not in mid-epoch.
         choose_tier(0, self._room(model_has_run=True), asked)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has kept nothing yet.
+        return {**vars(self), "tier": "none", "decided": False, "_told_complete": False}
+
     @property
     def wanted(self) -> bool:
         """Whether whole samples are to be kept: the data set is deterministic and nobody forbade it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,7 +135,10 @@ def default_workers() -> int:
     """Decoding processes for this rank: one for each physical core it may use.
 
     Decoding keeps a core's arithmetic units busy, so that a second thread on it adds little and costs memory.
+    None for a daemon process, which may have no children.
     """
+    if multiprocessing.current_process().daemon:
+        return 0
     usable = cpu_capacity().usable
     cores = psutil.cpu_count(logical=False) or int(usable)
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
