@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
-from fulltilt.timeline.worker_tap import FetchMeter, Mailbox
+from fulltilt.timeline.worker_tap import EARLY_LOOK_EVERY_S, EARLY_LOOKS, LOOK_EVERY_S, FetchMeter, Mailbox
 
 
 def test_no_fetch_is_lost_while_a_message_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,3 +32,27 @@ def test_no_fetch_is_lost_while_a_message_is_made(monkeypatch: pytest.MonkeyPatc
 
 def _torn() -> None:
     raise ValueError("a torn picture")
+
+
+class CountedWaits(threading.Event):
+    """An event that nobody waits for: how long each wait was to be."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most, self.waits = most, list[float]()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits.append(timeout or 0.0)
+        return len(self.waits) > self.most
+
+
+def test_a_worker_that_fetches_for_long_is_looked_at_less_often() -> None:
+    mailbox = Mailbox()
+    assert mailbox.address is not None
+    meter = FetchMeter(mailbox.address, 0)
+    idle, busy = CountedWaits(EARLY_LOOKS + 50), CountedWaits(EARLY_LOOKS + 50)
+    meter.observe(idle)
+    assert max(idle.waits) <= 1.5 * EARLY_LOOK_EVERY_S  # nothing was seen yet
+    meter.fetch(meter.observe, busy)
+    assert max(busy.waits[:EARLY_LOOKS]) <= 1.5 * EARLY_LOOK_EVERY_S
+    assert min(busy.waits[EARLY_LOOKS:]) >= 0.5 * LOOK_EVERY_S
