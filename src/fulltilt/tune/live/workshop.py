@@ -71,6 +71,7 @@ class Workshop:
         iterator = start()
         self._seed = iterator._base_seed
         self._first_pass = False
+        self._surface = self._surface_now()
         return iterator
 
     def begin_ours(self) -> Orders:
@@ -78,6 +79,7 @@ class Workshop:
         sampler, seed = begin_as_the_script_would(self.loader, self._first_pass)
         self._seed = self._seed + 1 if seed is None else seed
         self._first_pass = False
+        self._surface = self._surface_now()
         return Orders(sampler, self._depth, generator=own_generator(self.loader._index_sampler))
 
     def orders_of(self, iterator: Any) -> Orders:
@@ -141,7 +143,7 @@ class Workshop:
         return self._forked_from is not None and now.whole and now.change_from(self._forked_from) is None
 
     def script_changed_data_set(self) -> bool:
-        """Whether the script, which has no workers, has changed its data set since the last pool was made."""
+        """Whether the script, which has no workers, has changed its data set since this pass began."""
         return self.user.workers == 0 and self._surface_now() != self._surface
 
     def _surface_now(self) -> tuple[Any, ...]:
