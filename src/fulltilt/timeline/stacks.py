@@ -162,14 +162,16 @@ def look(stack: Stack, inside: CodeType | None = None, ways_in: frozenset[Spot] 
 
 
 def _makes_no_batches(code: CodeType, callers: list[Spot]) -> bool:
-    """Whether nobody draws from this generator: all of it goes into one call, ``sum(f(x) for x in xs)``, or it is a
-    context manager."""
+    """Whether nobody draws from this generator.
+
+    All of it goes into one call, ``sum(f(x) for x in xs)``, or it is a context manager.
+    """
     if not callers:
         return False
     caller, position = callers[0]
     if caller.co_filename == contextlib.__file__:
         return True
-    while position > 0 and caller.co_code[position] == CACHE:
+    while position > 0 and caller.co_code[position] == CACHE:  # Python 3.12 stands behind the instruction
         position -= 2
     if caller.co_code[position] == FOR_ITER:
         return caller.co_name == GENERATOR_EXPRESSION and _makes_no_batches(caller, callers[1:])
