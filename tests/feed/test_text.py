@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fulltilt import feed
-from fulltilt.errors import DataError, UsageError
+from fulltilt.errors import DataError, FulltiltError, MachineError, UsageError
 from fulltilt.feed.text import Batching, Tokens, padded_length, padding_waste, tokenise
 
 
@@ -155,3 +158,43 @@ def test_numbers_and_labels_that_mean_nothing_are_told():
         feed.text([[1], [2]], batch_size=2, max_length=0)
     with pytest.raises(UsageError, match="tokens already"):
         feed.text(feed.Tokens.of([[1, 2]]), batch_size=2, max_length=1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": "4"},
+        {"batch_size": 2.5},
+        {"batch_size": 4, "seed": "a"},
+        {"batch_size": 4, "pad_id": None},
+        {"batch_size": 4, "labels": 5},
+        {"batch_size": 4, "max_length": "a"},
+        {"batch_size": 4, "rank": 3, "world_size": 2},
+        {"batch_size": 4, "tokens": 5},
+    ],
+    ids=str,
+)
+def test_an_argument_of_a_wrong_type_is_told_in_a_sentence(options):
+    with pytest.raises(FulltiltError):
+        feed.text(**{"tokens": [[1, 2]] * 8, **options})
+
+
+def test_a_tokenizer_without_ids_is_told_and_arrays_will_do(tmp_path):
+    with pytest.raises(DataError, match="input_ids"):
+        tokenise(["a"], lambda texts: {"ids": [[1]]})
+    made = tokenise(["a", "b"], lambda texts: {"input_ids": np.ones((len(texts), 3), dtype=int)})
+    assert made.lengths.tolist() == [3, 3]
+    made.save(tmp_path / "new folder" / "tokens")
+    assert Tokens.load(tmp_path / "new folder" / "tokens").lengths.tolist() == [3, 3]
+    (tmp_path / "file").touch()
+    with pytest.raises(MachineError, match="cannot be written"):
+        made.save(tmp_path / "file" / "tokens")
+
+
+@pytest.mark.parametrize("seed", [-5, 2**63, 2**70])
+def test_a_copy_of_a_loader_serves_the_same_with_a_seed_of_any_size(seed):
+    loader = feed.text([[number] for number in range(1, 30)], batch_size=4, seed=seed)
+    list(loader)
+    other = pickle.loads(pickle.dumps(loader))
+    got, expected = ([batch["input_ids"].tolist() for batch in one] for one in (other, loader))
+    assert got == expected

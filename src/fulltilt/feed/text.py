@@ -8,100 +8,23 @@ its length out of a random window, other ones in each epoch, and hardly a token 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from fulltilt.errors import DataError, UsageError
+from fulltilt.feed.draws import as_int64
 from fulltilt.feed.places import device_or_default, ranks
-from fulltilt.feed.progress import progress
+from fulltilt.feed.tokens import Tokens, tokenise
 from fulltilt.onlookers import seen
+
+__all__ = ["Batching", "TextLoader", "Tokens", "padded_length", "padding_waste", "text", "tokenise"]
 
 # Samples in a window, in batches: large enough that lengths within a batch are nearly equal, small against the epoch.
 WINDOW_BATCHES = 64
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Token ids of all samples end to end (int32), and where each sample begins; the last offset is the end."""
-
-    flat: torch.Tensor
-    offsets: torch.Tensor
-
-    @classmethod
-    def of(cls, sequences: Iterable[Sequence[int]], *, max_length: int | None = None) -> Tokens:
-        """Tokens from lists of ids, each cut to ``max_length``. Raises DataError for anything but whole numbers."""
-        ids: list[int] = []
-        offsets = [0]
-        for number, sequence in enumerate(sequences):
-            try:
-                ids.extend(sequence[:max_length] if max_length is not None else sequence)
-            except TypeError as error:
-                raise _no_ids(f"text {number} is {type(sequence).__name__}") from error
-            offsets.append(len(ids))
-        return cls(_flat(ids), torch.tensor(offsets, dtype=torch.int64))
-
-    @property
-    def lengths(self) -> torch.Tensor:
-        """Tokens of each sample."""
-        return self.offsets.diff()
-
-    def save(self, path: str | Path) -> None:
-        """Write them to ``path``, whole or not at all."""
-        path = Path(path)
-        making = path.with_name(path.name + ".new")
-        torch.save({"flat": self.flat, "offsets": self.offsets}, making)
-        making.replace(path)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Tokens:
-        """Read what ``save`` wrote. Raises DataError."""
-        try:
-            read = torch.load(path, weights_only=True)
-            return cls(read["flat"], read["offsets"])
-        except FileNotFoundError as error:
-            raise UsageError(f"{path} does not exist") from error
-        except Exception as error:
-            raise DataError(f"{path} does not hold tokens: {error}", "Tokenise the texts anew.") from error
-
-
-def _flat(ids: list[int]) -> torch.Tensor:
-    try:
-        flat = torch.tensor(ids) if ids else torch.empty(0, dtype=torch.int32)
-    except Exception as error:
-        raise _no_ids(" ".join(str(error).split())) from error
-    if flat.ndim != 1 or flat.is_floating_point() or flat.is_complex():
-        raise _no_ids(f"{flat.dtype} of {flat.ndim} dimensions")
-    if len(flat) and not -(2**31) <= int(flat.min()) <= int(flat.max()) < 2**31:
-        raise _no_ids(f"{int(flat.min())} to {int(flat.max())} do not fit into 32 bits")
-    return flat.to(torch.int32)
-
-
-def _no_ids(found: str) -> DataError:
-    return DataError(
-        f"a text has to be a list of token ids: {found}", "Make them with feed.tokenise(texts, tokenizer)."
-    )
-
-
-def tokenise(
-    texts: Sequence[str], tokenizer: Callable[..., Any], *, max_length: int | None = None, shown: bool | None = None
-) -> Tokens:
-    """Run ``tokenizer`` (a list of texts to ``input_ids``) over all texts once, a thousand at a time."""
-    ids: list[list[int]] = []
-    starts = range(0, len(texts), 1000)
-    for start in progress(starts, len(starts), "Tokenising", shown=shown):
-        part = list(texts[start : start + 1000])
-        found = tokenizer(part)
-        made = found if isinstance(found, list) else found["input_ids"] if hasattr(found, "keys") else None
-        if made is None or len(made) != len(part):
-            got = f"{type(found).__name__}" if made is None else f"{len(made)} lists"
-            raise DataError(f"the tokenizer gives {got} for {len(part)} texts", "It has to give input_ids for each.")
-        ids += made
-    return Tokens.of(ids, max_length=max_length)
 
 
 # --------------------------------------------------------------------------- which samples go together
@@ -122,13 +45,16 @@ class Batching:
     def __post_init__(self) -> None:
         if (self.batch_size is None) == (self.tokens_per_batch is None):
             raise UsageError("give either batch_size or tokens_per_batch")
-        given = (self.batch_size, self.tokens_per_batch, self.window, self.multiple)
-        if min(number for number in given if number is not None) < 1:
-            raise UsageError("batch_size, tokens_per_batch, window and multiple must be at least 1")
+        for name in ("batch_size", "tokens_per_batch", "window", "multiple"):
+            number = getattr(self, name)
+            if number is not None and (type(number) is not int or number < 1):
+                raise UsageError(f"{name} is {number!r}; it must be a whole number of at least 1")
+        if not isinstance(self.seed, int):
+            raise UsageError(f"seed is {self.seed!r}; it must be a whole number")
 
     def batches(self, lengths: torch.Tensor, epoch: int, world_size: int = 1) -> list[torch.Tensor]:
         """The batches of ``epoch`` for all ranks: batches r, r + world_size, … are rank r's, and of like length."""
-        generator = torch.Generator().manual_seed(self.seed + epoch)
+        generator = torch.Generator().manual_seed(as_int64(self.seed + epoch))
         count = len(lengths)
         order = torch.randperm(count, generator=generator) if self.shuffle else torch.arange(count)
         window = self.window or WINDOW_BATCHES * self._typical_batch(lengths)
@@ -220,8 +146,12 @@ def text(
     By count (``batch_size``) or by budget (``tokens_per_batch``, padding included). ``window`` is how many shuffled
     samples are sorted together. ``loader.padding_waste`` is measured over the batches served. Raises UsageError.
     """
-    if max_length is not None and max_length < 1:
-        raise UsageError(f"max_length is {max_length}; it must be at least 1")
+    if max_length is not None and (type(max_length) is not int or max_length < 1):
+        raise UsageError(f"max_length is {max_length!r}; it must be a whole number of at least 1")
+    if not isinstance(pad_id, int):
+        raise UsageError(
+            f"pad_id is {pad_id!r}; it must be the number of a token", "The tokenizer knows it: pad_token_id."
+        )
     if not isinstance(tokens, Tokens):
         tokens = Tokens.of(tokens, max_length=max_length)
     elif max_length is not None:
@@ -235,17 +165,22 @@ def text(
         label_tensor = None if labels is None else torch.as_tensor(labels)
     except Exception as error:
         raise DataError(f"the labels are not numbers: {error}", "Give each class a number.") from error
-    if label_tensor is not None and len(label_tensor) != count:
-        raise DataError(f"there are {count} texts and {len(label_tensor)} labels")
+    if label_tensor is not None and (not label_tensor.ndim or len(label_tensor) != count):
+        raise DataError(
+            f"there are {count} texts and {len(label_tensor) if label_tensor.ndim else 'not a list of'} labels"
+        )
     found_rank, found_world = ranks()
+    rank, world_size = found_rank if rank is None else rank, found_world if world_size is None else world_size
+    if not 0 <= rank < world_size:
+        raise UsageError(f"rank {rank} is not below world_size {world_size}")
     return TextLoader(
         tokens,
         label_tensor,
         Batching(batch_size, tokens_per_batch, window, multiple, shuffle, seed, drop_last),
         pad_id=pad_id,
         device=device_or_default(device),
-        rank=found_rank if rank is None else rank,
-        world_size=found_world if world_size is None else world_size,
+        rank=rank,
+        world_size=world_size,
     )
 
 
@@ -276,8 +211,18 @@ class TextLoader:
         self._labels = labels.to(device) if labels is not None else None
         self._next_epoch = self._next_batch = 0
         self._real = self._padded = 0
+        self._start_planner()
+
+    def _start_planner(self) -> None:
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="fulltilt-order")
         self._planned: dict[int, Future[list[torch.Tensor]]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_planner", "_planned")}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self._start_planner()
 
     @property
     def padding_waste(self) -> float | None:
