@@ -519,3 +519,14 @@ def test_odd_folders_among_the_caches_do_no_harm(cache_dir):
     assert "Files /data/?[31m??" in listed.stdout
     assert "2 of 2 caches removed" in command("clear", "--dir", str(cache_dir)).stdout  # those with a header that reads
     assert command("list", "--dir", str(cache_dir / "file")).exit_code == 0
+
+
+def test_a_file_behind_a_link_to_a_folder_counts(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "linked").symlink_to(tmp_path / "there")
+    dataset = Drawn(torch.tensor)
+    dataset.root = str(tmp_path / "data")
+    before = fingerprint(dataset).parts["files"]
+    (tmp_path / "there" / "more.bin").write_bytes(b"1")
+    assert fingerprint(dataset).parts["files"] != before

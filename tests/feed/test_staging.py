@@ -119,3 +119,21 @@ def test_the_original_is_used_where_it_does_not_pay(data, tmp_path):
     with pytest.raises(UsageError, match="sometimes"):
         stage_dir(data, when="sometimes")
     shutil.rmtree(tmp_path / "stage", ignore_errors=True)
+
+
+def test_a_folder_behind_a_link_is_copied_and_a_circle_is_left(tmp_path):
+    """Data sets are often put together of links; without them the copy would be a smaller data set."""
+    elsewhere, data = tmp_path / "elsewhere", tmp_path / "data"
+    elsewhere.mkdir()
+    data.mkdir()
+    (elsewhere / "a.bin").write_bytes(b"a")
+    (data / "cats").symlink_to(elsewhere)
+    (elsewhere / "round").symlink_to(data)
+    with feed.stage_dir(data, tmp_path / "stage", when="always", shown=False) as staged:
+        assert (staged.path / "cats" / "a.bin").read_bytes() == b"a"
+        assert len([path for path in staged.path.rglob("*") if path.is_file()]) == 1
+
+
+def test_a_stage_within_the_data_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="within the data folder"):
+        feed.stage_dir(tmp_path, tmp_path / "stage", when="always")

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from fulltilt.feed.folders import files_below
 from fulltilt.feed.own_code import STANDARD, own_module, used_by
 from fulltilt.feed.structure import Layout, is_image
 
@@ -48,16 +49,12 @@ class Fingerprint:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def fingerprint(dataset: Any, *, first_part: Iterable[Any] = (), opened: Iterable[str] = ()) -> Fingerprint:
-    """The fingerprint of ``dataset``; of a cut transform list only ``first_part`` counts.
+def fingerprint(dataset: Any, *, opened: Iterable[str] = ()) -> Fingerprint:
+    """The fingerprint of ``dataset``.
 
     ``opened`` are files that it is known to read. If it names one of them nowhere, nobody can tell when others change.
     """
     walk = _Walk(unnamed=set(opened))
-    first_part = list(first_part)
-    if first_part:
-        walk.skip_transform_lists = True
-        walk.visit(first_part, 0)
     walk.visit(dataset, 0)
     walk.values.update(f"length {len(dataset)}".encode())
     walk.unreadable += [f"{path}, which no attribute of the data set names," for path in sorted(walk.unnamed)]
@@ -89,7 +86,6 @@ class _Walk:
     unreadable: list[str] = field(default_factory=list)
     first_path: str | None = None
     unnamed: set[str] = field(default_factory=set)
-    skip_transform_lists: bool = False
     _seen: dict[int, tuple[int, Any]] = field(default_factory=dict)
     _folders: set[str] = field(default_factory=set)
 
@@ -157,8 +153,6 @@ class _Walk:
             self._object(value, depth)
 
     def _object(self, value: Any, depth: int) -> None:
-        if self.skip_transform_lists and isinstance(getattr(value, "transforms", None), list) and callable(value):
-            return  # only its first part matters, and that was visited
         self._class(type(value), depth)
         if isinstance(value, _LOCKS):
             return
@@ -258,19 +252,15 @@ class _Walk:
             self.unreadable.append(f"the whole of {path}")
             return
         self._folders.add(path)
-        entries = 0
-        for root, folders, names in os.walk(path):
-            folders.sort()
-            for name in sorted(names):
-                entries += 1
-                if entries > _FOLDER_ENTRIES:
-                    self.unreadable.append(f"{path} with more than {_FOLDER_ENTRIES} files")
-                    return
-                try:
-                    found = os.stat(os.path.join(root, name))  # noqa: PTH116, PTH118
-                except OSError:
-                    continue
-                self._file(f"{root}/{name}", found)
+        for number, name in enumerate(files_below(path)):
+            if number >= _FOLDER_ENTRIES:
+                self.unreadable.append(f"{path} with more than {_FOLDER_ENTRIES} files")
+                return
+            try:
+                found = os.stat(name)  # noqa: PTH116
+            except OSError:
+                continue
+            self._file(name, found)
 
     def _file(self, path: str, found: os.stat_result) -> None:
         # The time of the last change of any kind as well: a copy with the old size and the old time is another file.

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from fulltilt.errors import DataError, MachineError, UsageError
 from fulltilt.feed.caches import free_disk_bytes
+from fulltilt.feed.folders import files_below
 from fulltilt.feed.progress import progress
 from fulltilt.feed.tiers import in_words
 from fulltilt.probes.storage import read_storage
@@ -84,6 +85,8 @@ def stage_dir(
     if when == "never":
         return StagedFolder(source, None, "not asked for")
     stage_path = Path(stage)
+    if stage_path.resolve().is_relative_to(source.resolve()):
+        raise UsageError(f"the stage {stage_path} lies within the data folder {source}", "Choose one outside of it.")
     free = free_disk_bytes(stage_path)
     if when == "auto":
         verdict = staging_pays(read_storage(source), epochs, free)
@@ -131,13 +134,11 @@ _File = tuple[str, int, int]  # path relative to the folder, size, modification 
 
 def _files_of(folder: Path) -> list[_File]:
     found = []
-    for root, folders, names in os.walk(folder):
-        folders.sort()
-        for name in sorted(names):
-            path = Path(root, name)
-            with contextlib.suppress(OSError):  # a dangling link is not data
-                status = path.stat()
-                found.append((str(path.relative_to(folder)), status.st_size, status.st_mtime_ns))
+    for name in files_below(str(folder)):
+        path = Path(name)
+        with contextlib.suppress(OSError):  # a dangling link is not data
+            status = path.stat()
+            found.append((str(path.relative_to(folder)), status.st_size, status.st_mtime_ns))
     return found
 
 
