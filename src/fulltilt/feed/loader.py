@@ -21,10 +21,9 @@ from fulltilt.feed.delivery import Delivery
 from fulltilt.feed.inspection import Inspection, inspect, length_of
 from fulltilt.feed.keeping import Keeping, Notes
 from fulltilt.feed.mistakes import refuse_mistakes, refuse_unknown
-from fulltilt.feed.order import BatchOrder, GivenBatches, Order, resumed_at, step_samples
+from fulltilt.feed.order import BatchOrder, GivenBatches, Order, draws_of, resumed_at, step_samples
 from fulltilt.feed.places import device_or_default, home_of, ranks
 from fulltilt.feed.progress import progress
-from fulltilt.feed.repeats import numbered
 from fulltilt.feed.replay import replayable
 from fulltilt.feed.residency import Residence
 from fulltilt.feed.stock import StockLoader
@@ -299,7 +298,7 @@ class FeedLoader:
         keeping = self._keeping
         assert keeping is not None
         keeping.begin_epoch(epoch)
-        drawn = numbered(self.order.batches(epoch))[start:]
+        drawn = draws_of(self.order, epoch)[start:]
         largest = max((len(batch) for batch in drawn), default=0)
         if largest > keeping.supply.batch_size:  # a batch sampler may not say beforehand how large they get
             keeping.supply.resize(largest)

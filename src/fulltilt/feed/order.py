@@ -13,6 +13,7 @@ import torch
 from fulltilt.errors import UsageError
 from fulltilt.feed.draws import as_int64, sample_seed
 from fulltilt.feed.generators import Generators
+from fulltilt.feed.repeats import numbered
 
 
 class BatchOrder(Protocol):
@@ -122,6 +123,12 @@ class GivenBatches:
     def batches_per_epoch(self) -> int:
         """How many batches an epoch has. Raises TypeError for a batch sampler without a length."""
         return len(self.batch_sampler)  # type: ignore[arg-type]
+
+
+def draws_of(order: BatchOrder, epoch: int) -> list[torch.Tensor]:
+    """The batches of ``epoch`` as draws (``repeats.py``); only a sampler can repeat samples, others cost nothing."""
+    batches = order.batches(epoch)
+    return batches if isinstance(order, Order) and order.sampler is None else numbered(batches)
 
 
 def _numbers(drawn: list[Any], samples: int) -> torch.Tensor:

@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from fulltilt.errors import DataError
 from fulltilt.feed.bad_samples import BadSamples, ShapesDiffer
 from fulltilt.feed.changes import State, Watch
-from fulltilt.feed.order import BatchOrder
+from fulltilt.feed.order import BatchOrder, draws_of
 from fulltilt.feed.readers import Failure, failure_of
-from fulltilt.feed.repeats import numbered, sample_of
+from fulltilt.feed.repeats import sample_of
 from fulltilt.feed.structure import mapping_like
 
 
@@ -39,7 +39,7 @@ class StockLoader:
 
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Any, torch.Tensor]]:
         """The batches of ``epoch`` from number ``start`` on, each with the numbers of its draws."""
-        drawn = [self._bad.without_bad(batch) for batch in numbered(self._order.batches(epoch))[start:]]
+        drawn = [self._bad.without_bad(batch) for batch in draws_of(self._order, epoch)[start:]]
         loader, self._loader = self._loader_for_now(), None
         batches: _EpochBatches = loader.batch_sampler  # type: ignore[assignment]
         # Drawn once: a random sampler would give others when asked again.
