@@ -177,7 +177,9 @@ def test_batches_look_as_a_dataloader_makes_them():
 
 @pytest.mark.parametrize("with_text", [False, True])
 @pytest.mark.parametrize(
-    "mapping", [OrderedDict, UserDict, lambda items: defaultdict(list, items), MappingProxyType], ids=str
+    "mapping",
+    [OrderedDict, UserDict, lambda items: defaultdict(list, items), MappingProxyType],
+    ids=["OrderedDict", "UserDict", "defaultdict", "MappingProxyType"],  # a lambda's address differs between processes
 )
 def test_a_mapping_stays_of_its_type(mapping, with_text):
     dataset = Drawn(lambda i: mapping({"y": i, "x": torch.zeros(3, 4, 4)} | ({"name": "a"} if with_text else {})), 6)
