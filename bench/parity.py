@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 import torch
+from feedbench.images import MEAN, STD, PerSample, cod_chain
 
 from fulltilt.feed import augment
 from fulltilt.recipes.cod import model as network
@@ -34,43 +35,25 @@ from fulltilt.recipes.made.folder import make_folder
 from fulltilt.train import Job, TrainSettings, train
 from fulltilt.train.progress import Screen
 
-DEGREES, SHIFT, SCALE, JITTER = 12, (0.06, 0.06), (0.85, 1.25), 0.2
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
 
 class AugmentedHere(torch.utils.data.Dataset[Any]):
     """The usual way: torchvision v2 on each sample, in the worker that fetches it."""
 
     def __init__(self, pictures: Pictures) -> None:
-        from torchvision.transforms import v2
-
         self.pictures = pictures
-        self.transform = v2.Compose(
-            [
-                v2.RandomHorizontalFlip(),
-                v2.RandomAffine(DEGREES, SHIFT, SCALE, interpolation=v2.InterpolationMode.BILINEAR),
-                v2.ColorJitter(JITTER, JITTER, JITTER),
-            ]
-        )
-        self.normalise = v2.Normalize(list(MEAN), list(STD))
+        self.augmented = PerSample(cod_chain().per_sample)
 
     def __len__(self) -> int:
         return len(self.pictures)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        from torchvision import tv_tensors
-
-        image, mask = self.pictures[index]
-        image, mask = self.transform(tv_tensors.Image(image), tv_tensors.Mask(mask))
-        return self.normalise(image.as_subclass(torch.Tensor).float() / 255), mask.as_subclass(torch.Tensor)
+        return self.augmented(*self.pictures[index])
 
 
 def on_device() -> augment.Pipeline:
     """The same chain for whole batches."""
-    jitter = augment.ColourJitter(JITTER, JITTER, JITTER)
-    affine = augment.Affine(DEGREES, SHIFT, SCALE)
     # Not compiled: it computes the same, and six runs would spend a minute on it.
-    return augment.Pipeline([augment.HorizontalFlip(), affine, jitter, augment.Normalise(MEAN, STD)], compile=False)
+    return augment.Pipeline([*cod_chain().per_batch, augment.Normalise(MEAN, STD)], compile=False)
 
 
 def only_normalised() -> augment.Pipeline:
