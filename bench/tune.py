@@ -1,7 +1,7 @@
 """Tuning measured on the COD and CLIP jobs: live tuning against an exhaustive sweep, the study against a full grid.
 
     python bench/tune.py --parts live --out tune.json     on a GPU; nine minutes on an H200 with 16 CPUs
-    python bench/tune.py --parts study --out tune.json    nine minutes; what tune.json knows of the sweep is used
+    python bench/tune.py --parts study --out tune.json    nine minutes
     python bench/tune.py --parts peers --out tune.json    two minutes
     python bench/tune.py --small --out tune.json          rehearsed on a CPU, tiny: does the benchmark itself work?
 
@@ -101,7 +101,7 @@ def child(arguments: argparse.Namespace) -> int:
     job = jobs.make(name, home / "pictures", device, small)
     figures.note(name, batch_size=job.batch_size)
     known = figures.all[name]
-    if part == "live" or "best_workers" not in known:
+    if "best_workers" not in known:
         # A rehearsal's samples wait more than they compute: more workers than CPUs pay.
         cpus = 4 if small else len(os.sched_getaffinity(0))
         after_s = live.LIVE_S + live.TURN_S if part == "live" and not small else 0.0

@@ -98,7 +98,9 @@ def _next_workers(situation: Situation, most: int, ceiling: float, limits: Limit
     """The number of workers to try next: first a leap to where it may be enough, then beside the best so far."""
     start = situation.seen[0]
     one = _rate_of_one(start) if start.knobs.workers == 0 else None
-    rates = {seen.knobs.workers: seen.batches_per_s for seen in situation.seen if seen.knobs.workers}
+    # The best of each number: a deeper queue may have been slower, and its rate would make other numbers promising.
+    by_rate = sorted(situation.seen, key=lambda seen: seen.batches_per_s)
+    rates = {seen.knobs.workers: seen.batches_per_s for seen in by_rate if seen.knobs.workers}
     rates.update({knobs.workers: 0.0 for knobs in situation.failed if knobs.workers not in rates})
     if most < 1:
         return None
