@@ -9,7 +9,8 @@ For each job: the sweep (each number of workers for some seconds) and one traini
 then, for each job, a study of the script, and the settings found against the best of the sweep in turns; then the batch
 finders of Lightning and accelerate and the peer loadtune, where they can be imported. Each of these runs in a process
 of its own, which says where it stands and is ended with all its children when it overruns. Every figure is on disk as
-soon as it is known, in OUT.<part>.json and then in OUT; what there is no time for is left out, and said to be.
+soon as it is known, in OUT.<part>.json and then in OUT; what there is no time for is left out, and said to be. What OUT
+knows of the sweep is used.
 """
 
 from __future__ import annotations
