@@ -1,21 +1,25 @@
-# ruff: noqa: PTH103, PTH104, PTH105, PTH107, PTH123, PTH202, PTH211, SIM115 - the plain calls are what is tested
+# ruff: noqa: PTH101, PTH102, PTH103, PTH104, PTH105, PTH107, PTH123, PTH202, PTH207, PTH208, PTH211, SIM115
+# The plain calls are what is tested.
 """Inside a trial nothing of the user's is written, changed or deleted; what changed all the same is found."""
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import shutil
 import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import h5py
 import pytest
 import torch
 
-from fulltilt.tune.folder_watch import differences, look
+from fulltilt.tune.folder_watch import differences, look, taken_away
+from fulltilt.tune.made import clear_up
 from fulltilt.tune.saves import Saves
 
 
@@ -42,13 +46,13 @@ def kept(folder: Path) -> bool:
 
 
 def test_every_entry_point_is_put_back(tmp_path: Path) -> None:
-    before = (torch.save, open, os.remove, os.replace, shutil.rmtree, os.open, os.mkdir, sqlite3.connect)
     guard = Saves(tmp_path)
+    homes = [torch, sqlite3, *dict.fromkeys(home for home, _, _ in guard.files.guards())]
+    before = [dict(vars(home)) for home in homes]
     guard.install()
-    assert torch.save is not before[0]
+    assert [dict(vars(home)) for home in homes] != before
     guard.restore()
-    after = (torch.save, open, os.remove, os.replace, shutil.rmtree, os.open, os.mkdir, sqlite3.connect)
-    assert after == before
+    assert [dict(vars(home)) for home in homes] == before
 
 
 def test_a_fork_goes_on_with_the_guards_that_the_script_has_imported_by_name(tmp_path: Path, theirs: Path) -> None:
@@ -98,6 +102,90 @@ def test_what_was_saved_aside_is_there_to_the_job(saves: Saves, theirs: Path) ->
     assert [path.name for path in theirs.iterdir()] == ["model.pt"]
 
 
+def test_checkpoints_are_found_by_looking_into_their_folder(saves: Saves, theirs: Path) -> None:
+    """The newest by a glob, all but the last two deleted, a link to the best, a copy of the whole folder."""
+    for step in (10, 20, 30):
+        folder = Path("ckpt") / f"step{step}"
+        folder.mkdir(parents=True)
+        torch.save({"step": step}, folder / "model.pt")
+        (folder / "meta.json").write_text("{}")
+        (folder / "model.pt").chmod(0o600)
+    found = glob.glob("ckpt/*/model.pt")
+    assert sorted(found) == [f"ckpt/step{step}/model.pt" for step in (10, 20, 30)]
+    assert max(found, key=os.path.getmtime) in found
+    shutil.rmtree("ckpt/step10")
+    assert sorted(path.name for path in Path("ckpt").iterdir()) == ["step20", "step30"]
+    assert not Path("ckpt/step10/model.pt").exists()
+    os.symlink("ckpt/step30/model.pt", "best.pt")
+    assert torch.load("best.pt") == {"step": 30}
+    shutil.copytree("ckpt/step30", "export")
+    assert sorted(os.listdir("export")) == ["meta.json", "model.pt"]
+    assert [entry.name for entry in os.scandir() if entry.is_file()] == ["model.pt", "best.pt"]
+    assert [sorted(files) for _, _, files in os.walk("ckpt") if files] == [["meta.json", "model.pt"]] * 2
+    saves.restore()
+    assert not list(theirs.rglob("step*/model.pt"))
+    assert kept(theirs)
+
+
+def test_rights_and_times_of_what_was_there_stay(saves: Saves, theirs: Path) -> None:
+    before = (theirs / "model.pt").stat()
+    torch.save({"w": 1}, "model.pt")
+    os.chmod("model.pt", 0o400)
+    os.utime("model.pt", (1, 1))
+    Path("model.pt").touch()
+    shutil.copy(shutil.__file__, "model.pt")
+    saves.restore()
+    after = (theirs / "model.pt").stat()
+    assert (after.st_mode, after.st_mtime_ns) == (before.st_mode, before.st_mtime_ns)
+
+
+def test_what_a_trial_leaves_behind_is_taken_away(tmp_path: Path, theirs: Path) -> None:
+    """Its lock would keep others from training; half a checkpoint would be taken for a whole one."""
+    study, trial = tmp_path / "study", tmp_path / "study" / "trial-1"
+    guard = Saves(trial / "scratch", study)
+    guard.install()
+    try:
+        os.makedirs("data")
+        Path("data/prepared.npy").write_text("made once, before training")
+        open("train.lock", "x").close()
+        os.close(os.open("raw.lock", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        guard.files.trains = True
+        os.makedirs("runs/first")
+        torch.save({}, "runs/first/model.pt")
+        Path("runs/first/meta.json").write_text("{}")
+        Path("runs/state.tmp").write_text("{}")
+        os.replace("runs/state.tmp", "runs/state.json")
+        Path("runs/theirs.txt").write_text("{}")
+    finally:
+        guard.restore()
+    (theirs / "other").write_text("by somebody else meanwhile")
+    (theirs / "other").replace(theirs / "runs" / "theirs.txt")
+    gone = clear_up(trial, study)
+    names = ("train.lock", "raw.lock", "runs/first/meta.json", "runs/state.json")
+    assert taken_away(gone, theirs) == (
+        "new raw.lock, runs/first/meta.json, runs/state.json and 1 more; taken away again",
+    )
+    assert not any((theirs / name).exists() for name in names)
+    left = sorted(str(path.relative_to(theirs)) for path in theirs.rglob("*") if path.is_file())
+    assert left == ["data/prepared.npy", "model.pt", "runs/theirs.txt"]
+
+
+def test_a_later_trial_makes_the_folders_of_an_earlier_one_again(tmp_path: Path, theirs: Path) -> None:
+    study = tmp_path / "study"
+    (theirs / "old").mkdir()
+    for trial in (study / "trial-1", study / "trial-2"):
+        guard = Saves(trial / "scratch", study)
+        guard.install()
+        try:
+            os.makedirs("runs/first")
+            with pytest.raises(FileExistsError):
+                os.mkdir("old")
+        finally:
+            guard.restore()
+        clear_up(trial, study)
+    assert (theirs / "runs" / "first").is_dir()
+
+
 @pytest.mark.parametrize(
     "harm",
     [
@@ -145,6 +233,24 @@ def test_what_a_job_deletes_is_gone_to_it(saves: Saves, theirs: Path) -> None:
     saves.restore()
     assert kept(theirs)
     assert (theirs / "latest").readlink() == Path("model.pt")
+
+
+@pytest.mark.parametrize(
+    "remove", [lambda: shutil.rmtree("ckpt"), lambda: os.rename("ckpt", "elsewhere")], ids=["rmtree", "rename"]
+)
+def test_a_folder_stays_the_users_when_a_trial_writes_into_it(theirs: Path, tmp_path: Path, remove: Any) -> None:
+    (theirs / "ckpt" / "old").mkdir(parents=True)
+    (theirs / "ckpt" / "old" / "epoch-9.pt").write_text("a week's work")
+    time.sleep(0.02)
+    guard = Saves(tmp_path / "scratch")
+    guard.install()
+    try:
+        Path("ckpt/old/started.txt").write_text("x")
+        Path("ckpt/started.txt").write_text("x")
+        remove()
+    finally:
+        guard.restore()
+    assert (theirs / "ckpt" / "old" / "epoch-9.pt").read_text() == "a week's work"
 
 
 def test_written_beside_and_renamed_over_it_stays_too(saves: Saves, theirs: Path) -> None:

@@ -16,8 +16,8 @@ _guard: Saves | None = None
 def begin() -> None:
     """Called by the timeline as the process starts."""
     global _guard
-    assigned = os.environ.get(ASSIGNMENT)
-    _guard = Saves(Path(assigned).parent / "scratch" if assigned else Path(os.environ[SCRATCH]))
+    assigned, of_study = os.environ.get(ASSIGNMENT), Path(os.environ[SCRATCH])
+    _guard = Saves(Path(assigned).parent / "scratch" if assigned else of_study, of_study.parent)
     _guard.install()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ LEFT_OUT = frozenset({".git", "__pycache__", ".venv", "node_modules", ".mypy_cac
 # A data set of millions of files may lie there: what cannot be looked at in this time is not watched.
 LOOK_LIMIT_S = 1.0
 MOST_NAMED = 12
+MOST_TAKEN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +79,10 @@ def differences(before: Snapshot, after: Snapshot) -> tuple[str, ...]:
     if len(found) > MOST_NAMED:
         return (*found[:MOST_NAMED], f"and {len(found) - MOST_NAMED} more")
     return tuple(found)
+
+
+def taken_away(paths: Sequence[str], folder: Path) -> tuple[str, ...]:
+    """``new a, b; taken away again``: files under ``folder`` that a trial has made and that are gone since."""
+    names = sorted(os.path.relpath(path, folder) for path in paths if Path(path).is_relative_to(folder))
+    more = f" and {len(names) - MOST_TAKEN} more" if len(names) > MOST_TAKEN else ""
+    return (f"new {', '.join(names[:MOST_TAKEN])}{more}; taken away again",) if names else ()

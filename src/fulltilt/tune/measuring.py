@@ -110,6 +110,7 @@ class Measuring:
         if id(optimizer) != self._optimizer:
             return
         self._steps += 1
+        self._saves.files.trains = True
         if len(self._losses) < MOST_LOSSES and self._loss is not None:
             self._losses.append(self._loss)
             self._loss = None

@@ -57,8 +57,8 @@ LOADERS = {
 class Saves:
     """Keeps what a trial writes away from the user's files, from ``install`` to the end of the process."""
 
-    def __init__(self, scratch: Path) -> None:
-        self.files = UsersFiles(scratch)
+    def __init__(self, scratch: Path, study: Path | None = None) -> None:
+        self.files = UsersFiles(scratch, study)
         self.saved = 0  # checkpoints, which take a moment; a line in a log does not
         self._undo: list[Callable[[], None]] = []
 

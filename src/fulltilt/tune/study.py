@@ -21,8 +21,9 @@ from fulltilt.records import SCHEMA_VERSION, LoaderRecord, Run, RunRecord, Trial
 from fulltilt.tune.assignment import ANSWER_FILE, Answer, Assignment, TrainingLoader
 from fulltilt.tune.course import next_step, time_limit_s
 from fulltilt.tune.epoch_changes import changes_data_set
-from fulltilt.tune.folder_watch import Snapshot, differences, look
+from fulltilt.tune.folder_watch import Snapshot, differences, look, taken_away
 from fulltilt.tune.interval import Patience
+from fulltilt.tune.made import clear_up
 from fulltilt.tune.outcome import Attempt, conclude
 from fulltilt.tune.processes import AnewStarts, ForkedStarts, RecipeStarts, Starts
 from fulltilt.tune.source_patch import fingerprint, source_file
@@ -85,6 +86,7 @@ class Study:
         self._gpus = Gpus.open()
         self._starts: Starts | None = None
         self._files: Snapshot | None = None
+        self._taken_away: list[str] = []
         self.record = self._open()
         self.trials: list[Trial] = list(store.read_lines(folder / TRIALS_FILE, Trial))
         self._writer = store.LineWriter(folder / TRIALS_FILE)
@@ -116,6 +118,7 @@ class Study:
             self._starts.close()
             self._starts = None
         self._writer.close()
+        clear_up(self._folder, self._folder)
         shutil.rmtree(self._folder / "scratch", ignore_errors=True)
 
     # ------------------------------------------------------------------ trials
@@ -160,7 +163,7 @@ class Study:
         """Run one trial, which is not kept. A forked start that fails is tried once more from the beginning."""
         folder = self._folder / "trials" / f"trial-{len(self.trials) + 1:03d}"
         shutil.rmtree(folder, ignore_errors=True)  # one that was cut off
-        asked = limits
+        asked, self._taken_away = limits, []
         before = self._files or look(Path.cwd(), self._folder)
         starts = self._ready()
         if attempt.purpose == "start" and isinstance(starts, ForkedStarts):
@@ -176,7 +179,7 @@ class Study:
         self._files = look(Path.cwd(), self._folder)
         return replace(
             trial,
-            changed_files=differences(before, self._files),
+            changed_files=(*differences(before, self._files), *taken_away(self._taken_away, Path.cwd())),
             folder=str(folder.relative_to(self._folder)),
         )
 
@@ -198,7 +201,10 @@ class Study:
             fulltilt=__version__,
             asked=attempt.settings,
         )
-        ended = run_trial(starts, assignment, record, limits, self._gpus, tick)
+        try:
+            ended = run_trial(starts, assignment, record, limits, self._gpus, tick)
+        finally:
+            self._taken_away += clear_up(folder, self._folder)
         if ended.status == CANNOT_FORK and isinstance(starts, ForkedStarts):
             self._start_anew("the GPU was touched before the fork")
             shutil.rmtree(folder, ignore_errors=True)
@@ -247,6 +253,7 @@ class Study:
     def _start_anew(self, why: str) -> None:
         if self._starts is not None:
             self._starts.close()
+        clear_up(self._folder, self._folder)  # what the script made up to its first loader, it will make again
         self._starts = AnewStarts(self._command, self._folder / "scratch")
         self._tell(f"each trial starts the script anew: {why}")
 

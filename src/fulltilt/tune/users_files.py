@@ -6,10 +6,11 @@
 | os.remove, rename, … of what was there before      | does nothing                                               |
 | os.replace of a new file over one that was there   | the new one goes to the scratch folder                     |
 | os.mkdir, symlink, link where something was removed| does nothing: to the job it is gone                        |
-| os.stat, os.remove of what this trial wrote aside  | finds it there, removes it there                           |
-| shutil.copy of what this trial wrote aside         | the copy goes aside too                                    |
+| os.remove of what this trial wrote aside           | removes it there                                           |
 
-Other new files are written where the job wants them, and reported: a job may need them.
+What it wrote aside is there to the job in other ways too (`aside_views.py`). Other new files are written where the job
+wants them, and reported: a job may need them. Those that it writes while it trains, and what is only made where there
+is none yet (locks, links), are noted, and taken away after the trial (`made.py`).
 """
 
 from __future__ import annotations
@@ -18,15 +19,20 @@ import builtins
 import io
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
+
+from fulltilt.tune.aside_views import AsideViews
+from fulltilt.tune.made import Made
 
 # Copying a larger file to append to it would take longer than the trial.
 LARGEST_COPY_BYTES = 256 << 20
 MOST_NAMES = 20
+# As they are before they show what lies aside.
+_lstat, _scandir = os.lstat, os.scandir
 
 # Makes the guarded call out of the original one.
 Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -35,15 +41,20 @@ Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
 class UsersFiles:
     """The files that were there when the trial began. ``diverted`` counts what was written elsewhere instead."""
 
-    def __init__(self, scratch: Path) -> None:
+    def __init__(self, scratch: Path, study: Path | None = None) -> None:
         self._gone: set[str] = set()
         self.kept: list[str] = []
+        self.trains = False  # from the first step on
+        self._study = study or scratch.parent
+        self._records = f"{self._study.absolute()}{os.sep}"
+        self._working_folder = f"{os.getcwd()}{os.sep}"  # noqa: PTH109
         self._begin(scratch)
 
     def _begin(self, scratch: Path) -> None:
         self._scratch = scratch
-        self._began = _now_on_disk(scratch)
+        self._made = Made(scratch.parent, self._study)
         self._free = tuple(f"{place}{os.sep}" for place in (scratch.absolute(), "/dev", "/proc", "/sys"))
+        self._began = _now_on_disk(scratch)
         self.diverted = 0
 
     def go_on_in(self, scratch: Path) -> None:
@@ -59,15 +70,13 @@ class UsersFiles:
         yield os, "open", self._opening_raw
         for name in ("remove", "unlink", "rmdir", "truncate"):
             yield os, name, self._keeping
-        yield shutil, "rmtree", self._keeping
+        yield shutil, "rmtree", self._removing_tree
         for name in ("rename", "replace"):
             yield os, name, self._moving
-        yield os, "stat", self._looking
-        for name in ("copy", "copy2", "copyfile"):
-            yield shutil, name, self._copying
-        yield os, "mkdir", partial(self._making, 0)
+        yield from AsideViews(self).guards()
+        yield os, "mkdir", self._making_folder
         for name in ("symlink", "link"):
-            yield os, name, partial(self._making, 1)
+            yield os, name, self._making_link
 
     # ------------------------------------------------------------------ where things go
 
@@ -83,12 +92,19 @@ class UsersFiles:
         """Whether this is a place of nobody's: the scratch folder itself, devices."""
         return _absolute(path).startswith(self._free)
 
-    def _was_there(self, path: Any, follow: bool = False) -> bool:
-        """Whether a path, or what it leads to, is the user's: it exists and was not changed since this trial began."""
+    def was_there(self, path: Any, follow: bool = False) -> bool:
+        """Whether a path, or what it leads to, is the user's: it exists and was not changed since this trial began.
+
+        A folder changes with what is put into it, and is the user's as long as something in it is.
+        """
         if not self.is_path(path):
             return False
         try:
-            return os.stat(path, follow_symlinks=follow).st_ctime < self._began  # noqa: PTH116
+            found = os.stat(path, follow_symlinks=follow)  # noqa: PTH116
+            if found.st_ctime < self._began or not stat.S_ISDIR(found.st_mode):
+                return found.st_ctime < self._began
+            with _scandir(path) as entries:
+                return any(self.was_there(entry.path) for entry in entries)
         except (OSError, ValueError):
             return False
 
@@ -96,6 +112,12 @@ class UsersFiles:
         name = os.fsdecode(path)
         if name not in self.kept and len(self.kept) < MOST_NAMES:
             self.kept.append(name)
+
+    def _note(self, path: Any, stays: bool = True) -> None:
+        """Something new was made. What is written under the working folder while the job trains never stays."""
+        absolute = _absolute(path) if self.is_path(path) else None
+        if absolute is not None and not absolute.startswith(self._records):
+            self._made.note(absolute, stays and not (self.trains and absolute.startswith(self._working_folder)))
 
     # ------------------------------------------------------------------ the guards
 
@@ -110,7 +132,11 @@ class UsersFiles:
                 mode = mode.replace("x", "w")
             if "x" not in mode:
                 file = self.copy_to_write(file, starts_empty="w" in mode)
-            return original(file, mode, *args, **kwargs)
+            is_new = not _is_there(file)
+            opened_file = original(file, mode, *args, **kwargs)
+            if is_new:
+                self._note(file, stays="x" not in mode)
+            return opened_file
 
         return opened
 
@@ -120,13 +146,17 @@ class UsersFiles:
             if writes and self.is_path(path):
                 path = self.copy_to_write(path, starts_empty=bool(flags & os.O_TRUNC))
                 flags |= os.O_CREAT
-            return original(path, flags, *args, **kwargs)
+            is_new = bool(flags & os.O_CREAT) and kwargs.get("dir_fd") is None and not _is_there(path)
+            descriptor = original(path, flags, *args, **kwargs)
+            if is_new:
+                self._note(path, stays=not flags & os.O_EXCL)
+            return descriptor
 
         return opened
 
     def copy_to_write(self, file: Any, starts_empty: bool) -> Any:
         """The path to write to: a copy in the scratch folder of a file that was there, any other as it is."""
-        if not self._was_there(file, follow=True) or not os.path.isfile(file):  # noqa: PTH113
+        if not self.was_there(file, follow=True) or not os.path.isfile(file):  # noqa: PTH113
             return file
         aside = self.aside(file)
         if not starts_empty and os.path.getsize(file) > LARGEST_COPY_BYTES:  # noqa: PTH202
@@ -142,23 +172,56 @@ class UsersFiles:
 
     def _keeping(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def keep(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._was_there(path):
-                return original(self._where(path), *args, **kwargs)
+            if kwargs.get("dir_fd") is not None:  # part of an rmtree
+                return original(path, *args, **kwargs)
+            if not self.was_there(path):
+                return original(self.where(path), *args, **kwargs)
             self._keep(path)
             self._gone.add(_absolute(path))
             return None
 
         return keep
 
-    def _making(self, place: int, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What is made where the job has deleted something of the user's is there already, and stays what it was."""
+    def _removing_tree(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        keep = self._keeping(original)
 
-        def make(*args: Any, **kwargs: Any) -> Any:
-            if len(args) > place and self._is_gone(args[place]) and os.path.lexists(args[place]):
-                return None
-            return original(*args, **kwargs)
+        def rmtree(path: Any, *args: Any, **kwargs: Any) -> None:
+            keep(path, *args, **kwargs)
+            if self.is_path(path) and self.aside(path).is_dir():
+                original(self.aside(path), ignore_errors=True)
 
-        return make
+        return rmtree
+
+    def _making_folder(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A folder that an earlier trial has made may be made once more, as in a training of its own."""
+
+        def mkdir(path: Any, *args: Any, **kwargs: Any) -> None:
+            is_users = kwargs.get("dir_fd") is None and self.is_path(path)
+            if is_users and self._stays(path):
+                return
+            try:
+                original(path, *args, **kwargs)
+            except FileExistsError:
+                if not is_users or not self._made.is_folder_of_a_trial(_absolute(path)):
+                    raise
+            else:
+                if is_users:
+                    self._note(path)
+
+        return mkdir
+
+    def _making_link(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def link(source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
+            if self._stays(target):
+                return
+            original(source, target, *args, **kwargs)
+            self._note(target, stays=False)
+
+        return link
+
+    def _stays(self, path: Any) -> bool:
+        """Whether the job has deleted something of the user's here: it is there still, and stays what it was."""
+        return self._is_gone(path) and _is_there(path)
 
     def _is_gone(self, path: Any) -> bool:
         """Whether the job believes that it has deleted this, or a folder around it."""
@@ -167,34 +230,10 @@ class UsersFiles:
         absolute = _absolute(path)
         return any(absolute == gone or absolute.startswith(f"{gone}{os.sep}") for gone in self._gone)
 
-    def _where(self, path: Any) -> Any:
+    def where(self, path: Any) -> Any:
         """Where something lies that the job may have written aside, and only there."""
-        is_aside = self.is_path(path) and not os.path.lexists(path) and self.aside(path).is_file()
+        is_aside = self.is_path(path) and not _is_there(path) and self.aside(path).is_file()
         return self.aside(path) if is_aside else path
-
-    def _looking(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def stat(path: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return original(path, *args, **kwargs)
-            except FileNotFoundError:
-                # Files alone: a folder that is not there must still be made before other things are written into it.
-                if kwargs.get("dir_fd") is None and self.is_path(path) and self.aside(path).is_file():
-                    return original(self.aside(path), *args, **kwargs)
-                raise
-
-        return stat
-
-    def _copying(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def copy(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.is_path(source) or not self.aside(source).is_file() or not self.is_path(target):
-                return original(source, target, *args, **kwargs)
-            aside = self.aside(target)
-            (aside if os.path.isdir(target) else aside.parent).mkdir(parents=True, exist_ok=True)  # noqa: PTH112
-            self.diverted += 1
-            original(self.aside(source), aside, *args, **kwargs)
-            return target
-
-        return copy
 
     def _moving(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def move(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
@@ -203,12 +242,14 @@ class UsersFiles:
                 moved = self.aside(target)
                 moved.parent.mkdir(parents=True, exist_ok=True)
                 return original(self.aside(source), moved, *args, **kwargs)
-            if self._was_there(source):
+            if self.was_there(source):
                 self._keep(source)
                 self._gone.add(_absolute(source))
                 return None
-            if not self._was_there(target):
-                return original(source, target, *args, **kwargs)
+            if not self.was_there(target):
+                moved = original(source, target, *args, **kwargs)
+                self._note(target)
+                return moved
             # Written by this trial and put over a file of the user's.
             self._keep(target)
             moved = self.aside(target)
@@ -220,6 +261,14 @@ class UsersFiles:
                 return os.unlink(source)  # noqa: PTH108
 
         return move
+
+
+def _is_there(path: Any) -> bool:
+    try:
+        _lstat(path)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _absolute(path: Any) -> str:
