@@ -134,7 +134,7 @@ def _in_parts(index: Path) -> dict[str, torch.Tensor]:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         files = [index.parent / Path(name).name for name in names]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{index} cannot be read: {_reason(error)}") from error
+        raise UsageError(f"{index} cannot be read: {reason(error)}") from error
     return {name: tensor for file in files for name, tensor in _weights_in(_content(file), file)[0].items()}
 
 
@@ -149,14 +149,14 @@ def _content(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise UsageError(
-            f"{path} is refused: it holds more than weights, and loading it could run code ({_reason(error)})",
+            f"{path} is refused: it holds more than weights, and loading it could run code ({reason(error)})",
             "Export its weights with safetensors, or torch.save(model.state_dict()).",
         ) from error
     except (OSError, ValueError, EOFError, RuntimeError, KeyError, AttributeError, TypeError, IndexError) as error:
-        raise UsageError(f"{path} cannot be read: {_reason(error)}") from error
+        raise UsageError(f"{path} cannot be read: {reason(error)}") from error
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """The part of an error of torch's or safetensors' that says what is wrong, without its advice."""
     refused = re.search(r"GLOBAL (\S+)", str(error))
     first = (str(error).splitlines() or [type(error).__name__])[0]

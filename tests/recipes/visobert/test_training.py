@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import shutil
 import signal
 import traceback
 from collections.abc import Callable
@@ -12,16 +14,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from fulltilt.cli import main as command
-from fulltilt.errors import UsageError
+from fulltilt.errors import MachineError, UsageError
 from fulltilt.feed.text import Batching
 from fulltilt.recipes.made import make_folder
 from fulltilt.recipes.visobert import Options, arguments
 from fulltilt.recipes.visobert.batches import BucketSampler, Picks, resident
+from fulltilt.recipes.visobert.disk import refusals_told
 from fulltilt.recipes.visobert.trainer import ClassLoss, TextTrainer
-from fulltilt.train import checkpoint
+from fulltilt.train import checkpoint, durable
 
 SMALL = (
     *("--epochs", "2", "--batch-size", "8", "--accumulation", "2", "--vocab-size", "200", "--max-length", "16"),
@@ -199,6 +203,61 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused(whole: Path, data
     ):
         assert train("--data", data, "--out", whole, "--epochs", "3", *given) == 2
         assert told in capsys.readouterr().err
+
+
+def test_row_7_a_checkpoint_that_would_run_code_is_refused(
+    whole: Path, data: Path, tmp_path: Path, capsys: Any
+) -> None:
+    class Payload:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path / "ran",)
+
+    shutil.copytree(checkpoint.folders(whole / "checkpoints")[0], tmp_path / "given")
+    (tmp_path / "given" / "manifest.json").unlink()
+    torch.save(Payload(), tmp_path / "given" / "optimizer.pt")
+    asked = ("--data", data, "--out", tmp_path / "out", "--epochs", "3", "--resume-from", tmp_path / "given")
+    assert train(*asked) == 2
+    told = capsys.readouterr().err
+    assert "given is refused" in told
+    assert "weights_only" not in told, "torch's own advice is to load it all the same"
+    assert not (tmp_path / "ran").exists()
+
+
+def test_rows_2_and_3_a_disk_too_small_is_told_before_the_first_step(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(durable, "free_bytes", lambda folder: 1234)
+    assert train("--data", data, "--out", tmp_path) == 7
+    shown = capsys.readouterr()
+    assert "1,234 bytes free; 3 kept checkpoints and one being written need" in shown.err
+    assert "Batch size" not in shown.out
+
+
+@pytest.mark.parametrize(
+    ("error", "free", "told"),
+    [
+        (
+            RuntimeError("[enforce fail at inline_container.cc:671] . unexpected pos 576 vs 534"),
+            10,
+            "100 bytes needed, 10",
+        ),
+        (SafetensorError("Error while serializing: I/O error: No space left on device"), 10, "100 bytes needed, 10"),
+        (SafetensorError("Error while serializing: I/O error: Disk quota exceeded"), 1000, "Disk quota exceeded"),
+        (OSError(errno.ENOSPC, "No space left on device", "config.json"), 10, "cannot write config.json"),
+    ],
+)
+def test_row_2_what_torch_and_safetensors_say_of_a_full_disk(
+    error: Exception, free: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable, "free_bytes", lambda folder: free)
+    with pytest.raises(MachineError, match=told), refusals_told(tmp_path, 100):
+        raise error
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("shapes differ")])
+def test_other_errors_of_a_save_stay_what_they_are(error: RuntimeError, tmp_path: Path) -> None:
+    with pytest.raises(type(error), match=str(error)), refusals_told(tmp_path, 100):
+        raise error
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,13 @@ from transformers import Trainer
 from fulltilt.recipes.visobert import masks, structure
 from fulltilt.recipes.visobert.arguments import optimizer_name
 from fulltilt.recipes.visobert.batches import BucketSampler, ResidentTexts, loader, sorted_batches
+from fulltilt.recipes.visobert.disk import expected_bytes, refusals_told
 from fulltilt.recipes.visobert.folder import OPTIMIZER_FILE
 from fulltilt.train import checkpoint
 from fulltilt.train.keep import KeepPolicy
 from fulltilt.train.replaying import Replaying
+from fulltilt.train.setup import SLOW_DISK_BYTES_PER_S
+from fulltilt.train.writer import check_space
 
 
 class ClassLoss:
@@ -70,7 +73,6 @@ class TextTrainer(Trainer):  # type: ignore[misc]
     ) -> None:
         self.sampler = sampler
         self.root, self.policy, self.monitor = root, policy, monitor
-        self.longest_save_s = 0.0
         self._waited, self._before_saving = waited, before_saving
         self._writing_to: Path | None = None
         super().__init__(**hugging_face)
@@ -82,6 +84,8 @@ class TextTrainer(Trainer):  # type: ignore[misc]
         if replays is not None:
             Replaying(self.model, self.model, replays)
         self._dense_parameters = self.model.num_parameters(exclude_embeddings=True)
+        self.checkpoint_bytes = expected_bytes(self.model, optimizer_name(self.args))
+        self.longest_save_s = self.checkpoint_bytes / SLOW_DISK_BYTES_PER_S  # until one has been measured
 
     # ----------------------------------------------------------------------- batches
 
@@ -126,6 +130,11 @@ class TextTrainer(Trainer):  # type: ignore[misc]
 
     # ----------------------------------------------------------------------- checkpoints
 
+    def check_space(self) -> None:
+        """Raise MachineError unless the checkpoints that are kept will fit."""
+        if self.is_world_process_zero():
+            check_space(self.root, self.checkpoint_bytes, self.policy)
+
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._writing_to or super()._get_output_dir(trial))
 
@@ -135,7 +144,8 @@ class TextTrainer(Trainer):  # type: ignore[misc]
         began = time.monotonic()
         step = self.state.global_step
         with self._partial(step) as partial:
-            super()._save_checkpoint(model, trial)
+            with refusals_told(partial, self.checkpoint_bytes):
+                super()._save_checkpoint(model, trial)
             self._barrier()
             if self.is_world_process_zero():
                 kind = json.dumps({"optim": optimizer_name(self.args)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import pickle
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 
-from fulltilt.errors import DoesNotFit, StoppedEarly
+from fulltilt.errors import DoesNotFit, RunFolderError, StoppedEarly, UsageError
 from fulltilt.feed.text import Batching, Tokens, tokenise
 from fulltilt.integrations.huggingface import FulltiltCallback
 from fulltilt.recipes.recipe import Request
@@ -21,6 +22,7 @@ from fulltilt.recipes.visobert import Options
 from fulltilt.recipes.visobert.arguments import optimizer_name, per_rank, total_steps, training_arguments, try_optimizer
 from fulltilt.recipes.visobert.batches import WIDTH_MULTIPLE, BucketSampler, TokenisedTexts, resident
 from fulltilt.recipes.visobert.callbacks import Figures, StopAndSave
+from fulltilt.recipes.visobert.disk import expected_bytes, refusals_told
 from fulltilt.recipes.visobert.folder import STATE_FILE, best, refuse_other, starting_point, steps_of, take_folder
 from fulltilt.recipes.visobert.metrics import classification
 from fulltilt.recipes.visobert.model import load_model, load_tokenizer
@@ -29,6 +31,7 @@ from fulltilt.recipes.visobert.trainer import ClassLoss, TextTrainer
 from fulltilt.records import Sample
 from fulltilt.train import rng
 from fulltilt.train.distributed import Group, detect, device_of
+from fulltilt.train.foreign import reason
 from fulltilt.train.idle_gpu import IdleGpu
 from fulltilt.train.keep import KeepPolicy
 from fulltilt.train.progress import Screen
@@ -100,14 +103,21 @@ class Fitting:
         settings = self.request.settings
         used = min(detect().world, torch.cuda.device_count()) if self.trainer.args.device.type == "cuda" else 0
         gpus = [torch.cuda.get_device_name(number) for number in range(used)]
+        self.trainer.check_space()
         self.screen.open(math.ceil(self.total_steps / self.per_epoch), settings.batch_size, gpus)
         try:
             self.trainer.train(resume_from_checkpoint=None if begin is None else str(begin))
         except BaseException as error:
             if self.recorder is not None:
-                self.recorder.recording.stop(error=error)
+                with contextlib.suppress(RunFolderError):  # what ended the training is to be told, not what followed
+                    self.recorder.recording.stop(error=error)
             if is_out_of_memory(error):
                 raise _does_not_fit(settings.batch_size) from error
+            if isinstance(error, pickle.UnpicklingError) and begin is not None:
+                raise UsageError(
+                    f"{begin} is refused: it holds more than tensors, and loading it could run code ({reason(error)})",
+                    "To begin with its weights alone, give the folder as model.",
+                ) from error
             raise
         if self.stopper.ended_early:
             step = self.trainer.state.global_step
@@ -194,13 +204,13 @@ class Fitting:
             return
         final, making = self.request.out / "model", self.request.out / "model.new"
         shutil.rmtree(making, ignore_errors=True)
-        self.trainer.save_model(str(making))
         chosen = best(self.root, self.request.settings.monitor_mode) if self.options.load_best_model_at_end else None
-        if chosen is not None:
-            for weights in chosen.glob("model*.safetensors*"):
+        with refusals_told(making, expected_bytes(self.trainer.model)):
+            self.trainer.save_model(str(making))
+            for weights in chosen.glob("model*.safetensors*") if chosen is not None else ():
                 shutil.copyfile(weights, making / weights.name)
-        shutil.rmtree(final, ignore_errors=True)
-        making.rename(final)
+            shutil.rmtree(final, ignore_errors=True)
+            making.rename(final)
         self.screen.say(f"The {'best' if chosen else 'last'} model is in {final}")
 
 
