@@ -20,7 +20,10 @@ GIB = 1 << 30
 
 @dataclass
 class Job:
-    """A job whose loader gives ``workers[w]`` samples/s and whose GPU takes at most ``ceiling``."""
+    """A job whose loader gives ``workers[w]`` samples/s and whose GPU takes at most ``ceiling``.
+
+    From memory that is not pinned it may take fewer: ``unpinned_ceiling``.
+    """
 
     workers: Mapping[int, float]
     ceiling: float
@@ -32,6 +35,7 @@ class Job:
     vram_each: float = 0.1 * GIB
     vram_total: float = 40.0 * GIB
     batch_gain: float = 0.0
+    unpinned_ceiling: float | None = None
     broken: Mapping[Settings, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -63,7 +67,7 @@ class Job:
         if state != "ok":
             return Trial(attempt.settings, state, purpose=attempt.purpose, in_force=now, wall_s=self.wall_s)  # type: ignore[arg-type]
         rate = self.rate(attempt.settings) * math.exp(self._random.gauss(0.0, self.noise))
-        compute = self.ceiling
+        compute = self.ceiling if now.pin_memory else self.unpinned_ceiling or self.ceiling
         return Trial(
             attempt.settings,
             "ok",

@@ -34,7 +34,7 @@ def next_workers(trials: Sequence[Trial], space: Space) -> Attempt | None:
     if len(seen) == 1 and half not in rates:
         workers: int | None = half
     else:
-        workers = Bracket(rates, most, _rate_of_one(start), _ceiling(start)).next_count() if rates else None
+        workers = Bracket(rates, most, _rate_of_one(start), _ceiling(seen)).next_count() if rates else None
     if workers is None:
         return None
     settings = with_loader(start, workers, on_gpu(start), space.may_persist)
@@ -52,9 +52,13 @@ def _rate_of_one(start: Trial) -> float | None:
     return rate(start) / wait if start.in_force.num_workers == 0 and wait else None
 
 
-def _ceiling(start: Trial) -> float:
-    """Samples a second that training could take if it never waited."""
-    return rate(start) / max(1 - (start.data_wait_share or 0.0), 1e-9) or math.inf
+def _ceiling(seen: Sequence[Trial]) -> float:
+    """Samples a second that training could take if it never waited, by the trial in which a step took it least.
+
+    The start alone would tell too little: without pinned memory its copies take the training's time, not the loader's.
+    """
+    takes = [rate(trial) / max(1 - (trial.data_wait_share or 0.0), 1e-9) for trial in seen if is_valid(trial)]
+    return max(takes) or math.inf
 
 
 def _why(workers: int, seen: Sequence[Trial], space: Space) -> str:
