@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
+import mmap
 import multiprocessing
 import pickle
 from collections import namedtuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -297,6 +299,71 @@ def test_corrupt_samples_are_skipped_up_to_a_share(residency, caplog, cache_dir)
         list(loader)
 
 
+def sometimes(index):
+    if index in (5, 6):
+        raise OSError("image file is truncated")
+    return torch.full((3,), index)
+
+
+@pytest.mark.parametrize("kind", ["ram", "none", "random", "texts"])
+def test_a_batch_of_bad_samples_is_passed_over_and_counted_in_a_resume(kind):
+    def draw(index):
+        sample = sometimes(index)
+        if kind == "random":
+            return sample + 0 * torch.rand(3)
+        return (sample, str(index)) if kind == "texts" else sample
+
+    def made(world_size=1):
+        where = kind if kind == "ram" else "auto" if kind == "texts" else "none"
+        policy = {"on_bad_sample": "skip", "max_bad_share": 0.1, "checks": 2}
+        return feed.loader(
+            Drawn(draw, 20), 2, residency=where, num_workers=0, sampler=[*range(1, 20)], world_size=world_size, **policy
+        )
+
+    def numbers(batch):
+        return (batch[0] if kind == "texts" else batch)[:, 0].int().tolist()
+
+    with made() as loader, made() as resumed:
+        expected = [[1, 2], [3, 4], *([i, i + 1] for i in range(7, 19, 2)), [19]]
+        for _ in range(3):
+            assert [numbers(batch) for batch in loader] == expected
+        for epoch in range(2):  # in the first one it is not known yet which samples are bad
+            loader.set_epoch(epoch)
+            passing = iter(loader)
+            assert [numbers(next(passing)) for _ in range(3)] == expected[:3]
+            resumed.load_state_dict(loader.state_dict())
+            assert [numbers(batch) for batch in resumed] == expected[3:]
+    with made(world_size=2) as loader, pytest.raises(DataError, match="the other ranks would wait"):
+        list(loader)
+
+
+def test_parts_of_a_sample_that_share_a_name_are_not_taken_for_each_other():
+    def draw(index):
+        parts = {1: torch.tensor(index), "1": torch.tensor(-index), "a.b": index, "a": {"b": 2 * index}}
+        return parts if index % 2 else dict(reversed(parts.items()))
+
+    with feed.loader(Drawn(draw, 6), 3, num_workers=0) as loader:
+        for _ in range(2):
+            assert [batch[1].tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_workers_and_memory_that_the_system_refuses_are_told(monkeypatch):
+    def refused(*_):
+        raise OSError(24, "Too many open files")
+
+    with feed.loader(Pixels(8), 4, num_workers=2) as loader, monkeypatch.context() as patch:
+        patch.setattr(multiprocessing.get_context("fork").Process, "start", refused)
+        with pytest.raises(MachineError, match="2 loader workers cannot be started: Too many open files"):
+            list(loader)
+        with pytest.raises(MachineError, match="2 loader workers cannot be started: Too many open files"):
+            feed.loader(Pixels(8), 4, num_workers=2)
+        patch.setattr(mmap, "mmap", refused)
+        with feed.loader(Pixels(8), 4, num_workers=0) as other:
+            other.fill()
+            assert other.tier == "none"
+            assert "the system gives no" in other.notes[0]
+
+
 def test_samples_of_different_shapes_are_named():
     with pytest.raises(DataError, match=r"sample 0 is .*\[3, 4\].*sample \d+ is .*\[3, 5\]"):
         feed.loader(Drawn(lambda i: torch.zeros(3, 4 if i < 10 else 5), 20), 4)
@@ -324,6 +391,9 @@ def test_what_cannot_be_a_tensor_goes_through_a_stock_dataloader():
         batches = list(loader)
         assert "stock DataLoader" in loader.notes[0]
     assert list(batches[0][1]) == ["name 0", "name 1", "name 2", "name 3"]
+    with pytest.raises(UsageError) as refused:
+        feed.loader(Drawn(lambda i: f"name {i}", 6), 4, residency="ram", num_workers=0)
+    assert "random" not in str(refused.value.remedy)
     ragged = Drawn(lambda i: torch.arange(i + 1), 6)
 
     def pad(samples):
@@ -356,12 +426,27 @@ def test_mistakes_are_told_in_a_sentence():
         ({"cache_limit_bytes": "10G"}, "number of bytes"),
         ({"collate_fn": 3}, "collate_fn is 3"),
         ({"sampler": 5}, "cannot be asked"),
+        ({"checks": "all"}, "checks is 'all'"),
+        ({"rank": "0", "world_size": 2}, "rank '0'"),
+        ({"batch_size": True}, "batch_size is True"),
         ({"batch_size": 1, "batch_sampler": [1, 2]}, "gives 1, not a list"),
     ],
 )
 def test_an_argument_of_a_wrong_type_is_told_in_a_sentence(given, told):
     with pytest.raises(UsageError, match=told), feed.loader(Pixels(4), **{"num_workers": 0, **given}) as loader:
         list(loader)
+
+
+@pytest.mark.parametrize("batch", [-1, 1.5, "2", None])
+def test_a_position_that_is_none_is_told(batch):
+    with feed.loader(Pixels(4), np.int64(2), num_workers=0) as loader:
+        assert len(list(loader)) == 2  # NumPy's whole numbers will do
+        with pytest.raises(UsageError, match="whole numbers"):
+            loader.begin_at(0, batch)
+        with pytest.raises(UsageError, match="whole numbers"):
+            loader.load_state_dict({"epoch": 0, "batch": batch})
+        with pytest.raises(UsageError, match="not the state of a loader"):
+            loader.load_state_dict(None)
 
 
 def test_a_daemon_process_goes_without_workers():

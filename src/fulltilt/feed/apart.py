@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from fulltilt.errors import FulltiltError, MachineError
 from fulltilt.feed.forked import become_worker
 from fulltilt.feed.memory import start_method
+from fulltilt.feed.pool import no_processes
 
 # Some data sets read an index of all their files first.
 PATIENCE_S = 300.0
@@ -32,11 +33,14 @@ def apart(call: Callable[[], Result], workers: int, dataset: Any = None) -> Resu
     if not workers or start_method() != "fork":
         return call()
     context = multiprocessing.get_context("fork")
-    mine, theirs = context.Pipe(duplex=False)
-    process = context.Process(
-        target=_answer, args=(call, theirs, workers, dataset), name="fulltilt-feed-look", daemon=True
-    )
-    process.start()
+    try:
+        mine, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_answer, args=(call, theirs, workers, dataset), name="fulltilt-feed-look", daemon=True
+        )
+        process.start()
+    except OSError as refused:
+        raise no_processes(workers, refused) from refused
     theirs.close()
     try:
         if not mine.poll(PATIENCE_S):

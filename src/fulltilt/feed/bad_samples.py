@@ -55,6 +55,15 @@ class BadSamples:
         return draws[~self.bad[sample_of(draws)]] if self.failures else draws
 
 
+def pass_over(number: int, epoch: int, world_size: int) -> None:
+    """A batch of which no sample is left is not served. Raises DataError where other ranks would wait for it."""
+    if world_size > 1:
+        raise DataError(
+            f"every sample of batch {number} of epoch {epoch} is bad, and the other ranks would wait for it",
+            "Repair the samples that were skipped (loader.notes names them), or use larger batches.",
+        )
+
+
 def stopped_by(failure: Failure) -> DataError:
     """The error for one bad sample, with what to do about it."""
     if failure.kind == "shape":

@@ -37,7 +37,11 @@ class State:
 
     def set_anew(self, now: State) -> set[str]:
         """The names of settings that have another value since."""
-        return {place[1] for place, value in now.settings.items() if self.settings.get(place, value) != value}
+        return {place[1] for place, value in now.settings.items() if _differ(self.settings.get(place, value), value)}
+
+
+def _differ(before: Any, value: Any) -> bool:
+    return before is not value and before != value and not (before != before and value != value)  # NaN stays NaN
 
 
 class Watch:

@@ -16,12 +16,12 @@ import torch
 
 from fulltilt.errors import UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
-from fulltilt.feed.bad_samples import BadSamples, Policy, ShapesDiffer
+from fulltilt.feed.bad_samples import BadSamples, Policy, ShapesDiffer, pass_over
 from fulltilt.feed.delivery import Delivery
 from fulltilt.feed.inspection import Inspection, inspect, length_of
 from fulltilt.feed.keeping import Keeping, Notes
 from fulltilt.feed.mistakes import refuse_mistakes, refuse_unknown
-from fulltilt.feed.order import BatchOrder, GivenBatches, Order, draws_of, resumed_at, step_samples
+from fulltilt.feed.order import BatchOrder, GivenBatches, Order, draws_of, position, resumed_at, step_samples
 from fulltilt.feed.places import device_or_default, home_of, ranks
 from fulltilt.feed.progress import progress
 from fulltilt.feed.replay import replayable
@@ -77,6 +77,7 @@ def loader(
         cache_limit_bytes=cache_limit_bytes,
         on_bad_sample=on_bad_sample,
         max_bad_share=max_bad_share,
+        checks=checks,
     )
     workers = default_workers() if workers is None else workers
     size = settings.batch_size if settings.batch_size is not None and batch_size == 1 else batch_size
@@ -90,15 +91,15 @@ def loader(
             )
         order = GivenBatches(len(dataset), replayable(batch_sampler), seed)
     else:
-        found_rank, found_world = ranks()
+        rank, world_size = ranks(rank, world_size)
         order = Order(
             samples=len(dataset),
             batch_size=size,
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
-            rank=found_rank if rank is None else rank,
-            world_size=found_world if world_size is None else world_size,
+            rank=rank,
+            world_size=world_size,
             sampler=replayable(sampler),
         )
     device = device_or_default(device)
@@ -189,8 +190,8 @@ class FeedLoader:
         self.begin_at(epoch, 0)
 
     def begin_at(self, epoch: int, batch: int) -> None:
-        """Let the next iteration begin with batch number ``batch`` of ``epoch``."""
-        self._next_epoch, self._resume_at = epoch, batch
+        """Let the next iteration begin with batch number ``batch`` of ``epoch``. Raises UsageError."""
+        self._next_epoch, self._resume_at = position(epoch, batch)
 
     def regroup(self, order: BatchOrder) -> None:
         """Draw the same samples in the batches of another order from the next iteration on. What is kept stays."""
@@ -264,7 +265,10 @@ class FeedLoader:
         for batch, indices in self._batches(epoch, start):
             # Counted before the batch is handed out: a checkpoint taken after its step must not see it again.
             self._next_batch += 1
-            yield self._finished(batch, indices, epoch)
+            if len(indices):
+                yield self._finished(batch, indices, epoch)
+            else:
+                pass_over(self._next_batch - 1, epoch, max(getattr(self.order, "world_size", 1), ranks()[1]))
         self._epoch, self._next_batch = epoch + 1, 0
 
     def _finished(self, batch: Any, indices: torch.Tensor, epoch: int) -> Any:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from fulltilt.errors import MachineError
+
 
 def start_method() -> str:
     """How worker processes are started here: fork where the platform has it, as torch's DataLoader does."""
@@ -23,9 +25,16 @@ def shared_bytes(size: int) -> torch.Tensor:
     """Zeroed bytes that forked and spawned workers see too.
 
     With fork they are anonymous pages, which the size of /dev/shm does not limit (a container often has 64 MB of it).
+    Raises MachineError.
     """
     if start_method() == "fork":
-        return torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)[:size]
+        try:
+            return torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)[:size]
+        except OSError as error:
+            raise MachineError(
+                f"the system gives no {size} bytes of memory: {error.strerror or error}",
+                "Use smaller batches, or allow the job more memory (ulimit -v).",
+            ) from error
     memory: torch.Tensor = torch.zeros(size, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
     return memory
 

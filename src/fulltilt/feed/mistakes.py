@@ -35,6 +35,7 @@ def refuse_mistakes(
     cache_limit_bytes: Any,
     on_bad_sample: Any,
     max_bad_share: Any,
+    checks: Any,
 ) -> None:
     """Raise UsageError for the first argument that is not what it has to be."""
     if on_bad_sample not in ("stop", "skip"):
@@ -47,6 +48,8 @@ def refuse_mistakes(
         raise UsageError(
             f"num_workers is {num_workers}, and this process is a daemon, which may start none", "Use num_workers=0."
         )
+    if not isinstance(checks, int) or checks < 0:
+        raise UsageError(f"checks is {checks!r}; it must be a number of samples")
     if not isinstance(seed, int):
         raise UsageError(f"seed is {seed!r}; it must be a whole number")
     for name, count in (("reserve_bytes", reserve_bytes), ("cache_limit_bytes", cache_limit_bytes)):

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Protocol
 
 import torch
@@ -52,8 +53,9 @@ class Order:
     sampler: Iterable[int] | None = None
 
     def __post_init__(self) -> None:
-        if type(self.batch_size) is not int or self.batch_size < 1:
+        if not is_whole(self.batch_size, at_least=1):
             raise UsageError(f"batch_size is {self.batch_size!r}; it must be a whole number of at least 1")
+        object.__setattr__(self, "batch_size", int(self.batch_size))
         if not 0 <= self.rank < self.world_size:
             raise UsageError(f"rank {self.rank} is not below world_size {self.world_size}")
         if self.sampler is not None and self.shuffle:
@@ -180,11 +182,23 @@ def step_samples(order: BatchOrder) -> int | None:
     return order.batch_size * order.world_size if isinstance(order, Order) and order.sampler is None else None
 
 
+def position(epoch: int, batch: int) -> tuple[int, int]:
+    """Both as they are, where a pass can begin. Raises UsageError: from -1 on it would be the last batch alone."""
+    if not (is_whole(epoch) and is_whole(batch)):
+        raise UsageError(f"batch {batch!r} of epoch {epoch!r}: both must be whole numbers of at least 0")
+    return int(epoch), int(batch)
+
+
+def is_whole(number: Any, at_least: int = 0) -> bool:
+    """Whether it is a whole number (NumPy has some of its own) of ``at_least`` so many."""
+    return type(number) is not bool and isinstance(number, Integral) and int(number) >= at_least
+
+
 def resumed_at(state: Mapping[str, Any], order: BatchOrder) -> tuple[int, int]:
     """Epoch and number of the next batch of ``order`` after a loader's ``state``. Raises UsageError if it has none."""
-    epoch, batch = state.get("epoch"), state.get("batch")
-    if not isinstance(epoch, int) or not isinstance(batch, int):
+    if not isinstance(state, Mapping) or not {"epoch", "batch"} <= state.keys():
         raise UsageError("this is not the state of a loader: it has no epoch and batch")
+    epoch, batch = position(state["epoch"], state["batch"])
     if (seed := state.get("seed", order.seed)) != order.seed:
         raise UsageError(f"the saved loader had seed {seed}, this one has {order.seed}")
     saved, mine = state.get("step_samples"), step_samples(order)

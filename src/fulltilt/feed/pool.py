@@ -79,7 +79,11 @@ class WorkerPool:
         self._results: list[connection.Connection] = []
         self._tasks: connection.Connection | None = None
         if workers:
-            self._start(workers)
+            try:
+                self._start(workers)
+            except OSError as error:
+                self.close()
+                raise no_processes(workers, error) from error
         self.pinned = pin(self._memory, device, self)
 
     # ----------------------------------------------------------------- the parent's side
@@ -270,6 +274,14 @@ class WorkerPool:
             f"a loader worker died: pid {process.pid} {how}",
             "The data set's own code ended it; run once without workers to see where.",
         )
+
+
+def no_processes(workers: int, error: OSError) -> MachineError:
+    """The error for workers that the system does not let start."""
+    return MachineError(
+        f"{workers} loader workers cannot be started: {error.strerror or error}",
+        "Use a smaller num_workers, or allow more open files (ulimit -n) and processes (ulimit -u).",
+    )
 
 
 def _index_views(memory: torch.Tensor, rows_per_slot: int) -> tuple[torch.Tensor, torch.Tensor]:

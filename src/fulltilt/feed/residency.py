@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fulltilt.errors import UsageError
+from fulltilt.errors import FulltiltError, UsageError
 from fulltilt.feed.apart import apart
 from fulltilt.feed.caches import CacheFull, default_cache_dir, default_limit_bytes
 from fulltilt.feed.disk import DiskStore, open_cache
@@ -151,10 +151,9 @@ class Residence:
     def refuse_if_asked(self, why: str) -> None:
         """Raise UsageError if a tier was asked for by name that ``why`` rules out."""
         if self.asked not in ("auto", "none"):
-            raise UsageError(
-                f"the data set cannot be kept in {self.asked}: {why}",
-                "Use residency='auto', or take the random part out of the data set and give it as augment=...",
-            )
+            random = self.found.random_because is not None
+            remedy = ", or take the random part out of the data set and give it as augment=..." if random else "."
+            raise UsageError(f"the data set cannot be kept in {self.asked}: {why}", f"Use residency='auto'{remedy}")
 
     # ----------------------------------------------------------------- opening
 
@@ -171,7 +170,7 @@ class Residence:
             store, how = self._make(choice.tier, layout)
         except CacheFull as full:
             choice, store, how = Choice("none", str(full)), None, "training goes on from the source"
-        except UsageError as refused:  # a cache folder that cannot be written; nobody asked for it by name
+        except FulltiltError as refused:  # by a folder, a disk or the system; nobody asked for it by name
             if self.asked != "auto":
                 raise
             choice, store, how = Choice("none", refused.what), None, "training goes on from the source"

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from fulltilt.errors import DataError
 from fulltilt.feed.bad_samples import BadSamples, ShapesDiffer
 from fulltilt.feed.changes import State, Watch
 from fulltilt.feed.order import BatchOrder, draws_of
@@ -45,7 +44,9 @@ class StockLoader:
         # Drawn once: a random sampler would give others when asked again.
         batches.drawn = [batch for batch in drawn if len(batch)]
         try:
-            for (batch, failures, refused), indices in zip(loader, batches.drawn, strict=True):
+            made = iter(loader)
+            for indices in drawn:
+                batch, failures, refused = next(made) if len(indices) else (None, [], None)
                 if refused is not None:
                     raise ShapesDiffer(
                         f"torch cannot make a batch of samples {sample_of(indices).tolist()}: {refused}",
@@ -54,11 +55,6 @@ class StockLoader:
                 for failure in self._bad.note(failures):
                     self._on_bad(failure)
                 left = self._bad.without_bad(indices)
-                if not len(left):
-                    first = failures[0]
-                    raise DataError(
-                        f"every sample of a batch is bad; {first.where()}: {first.message}", "Repair the files."
-                    )
                 yield to_device(batch, self._device), left.to(self._device, non_blocking=True)
         finally:
             self._loader = loader

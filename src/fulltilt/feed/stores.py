@@ -36,7 +36,7 @@ class DeviceStore:
         for words, leaf in zip(self._words, self.layout.leaves, strict=True):
             picked = words.index_select(0, indices)
             if leaf.nbytes:
-                picked = picked.view(leaf.dtype).view(-1, *leaf.shape)
+                picked = picked.view(leaf.dtype).view(len(indices), *leaf.shape)
             batch.append(picked)
         return batch
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -123,6 +123,9 @@ def layout_of(sample: Any) -> Layout:
         offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
     if not leaves:
         raise Unstorable(f"a sample is {type(sample).__name__} without any tensor in it")
+    names = Counter(leaf.path for leaf in leaves)
+    if len(names) < len(leaves):  # the keys 1 and "1", say: nobody could tell them apart when they change places
+        raise Unstorable(f"two parts of a sample are called {names.most_common(1)[0][0]}")
     return Layout(_skeleton(sample), tuple(leaves), max(offset, ALIGNMENT))
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from fulltilt.errors import DataError
 from fulltilt.feed.bad_samples import BadSamples
 from fulltilt.feed.caches import CacheFull
 from fulltilt.feed.memory import HostBuffers
@@ -227,7 +226,7 @@ class Supply:
             good = ~self.bad.bad[sample_of(read)]
             if not bool(good.all()):
                 read, rows = read[good], rows[good]
-        draws = self._left(plan.draws)
+        draws = self.bad.without_bad(plan.draws)
         # A batch that was asked for before there was a store goes into the one that has come since.
         store = plan.store or self.store
         if store is None:
@@ -244,12 +243,11 @@ class Supply:
         return batch
 
     def _from_store(self, plan: _Plan) -> HostBatch:
-        draws = self._left(plan.draws)
-        none = draws[:0]
-        if isinstance(plan.store, DeviceStore):
-            return HostBatch(draws, torch.empty(0, self.layout.row_bytes, dtype=torch.uint8), none, store=plan.store)
-        assert plan.store is not None
-        return self._gather(plan.store, draws, none, torch.empty(0, self.layout.row_bytes, dtype=torch.uint8))
+        draws = self.bad.without_bad(plan.draws)
+        none, no_rows = draws[:0], torch.empty(0, self.layout.row_bytes, dtype=torch.uint8)
+        if plan.store is None or isinstance(plan.store, DeviceStore):  # None: every sample of it is known to be bad
+            return HostBatch(draws, no_rows, none, store=plan.store)
+        return self._gather(plan.store, draws, none, no_rows)
 
     def _keep(self, store: HostStore, indices: torch.Tensor, rows: torch.Tensor) -> None:
         try:
@@ -310,13 +308,6 @@ class Supply:
         for failure in failures:
             if failure.kind == "random":
                 self._on_random(failure)
-
-    def _left(self, draws: torch.Tensor) -> torch.Tensor:
-        left = self.bad.without_bad(draws)
-        if len(draws) and not len(left):
-            first = self.bad.failures[int(sample_of(draws[0]))]
-            raise DataError(f"every sample of a batch is bad; {first.where()}: {first.message}", "Repair the files.")
-        return left
 
 
 def _nothing() -> None:

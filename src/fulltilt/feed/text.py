@@ -169,10 +169,7 @@ def text(
         raise DataError(
             f"there are {count} texts and {len(label_tensor) if label_tensor.ndim else 'not a list of'} labels"
         )
-    found_rank, found_world = ranks()
-    rank, world_size = found_rank if rank is None else rank, found_world if world_size is None else world_size
-    if not 0 <= rank < world_size:
-        raise UsageError(f"rank {rank} is not below world_size {world_size}")
+    rank, world_size = ranks(rank, world_size)
     return TextLoader(
         tokens,
         label_tensor,
