@@ -16,7 +16,8 @@ import typer
 
 from fulltilt import __version__, store
 from fulltilt.cli.child import Child
-from fulltilt.errors import RunFolderError, UsageError
+from fulltilt.cli.own_flags import USAGE_ERROR, given_to_script, hint
+from fulltilt.errors import UsageError
 from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.machine import describe_machine
 from fulltilt.records import RunRecord, Settings
@@ -26,6 +27,9 @@ from fulltilt.timeline.overrides import read_settings
 
 # Each process of the job imports it once torch is there; this one need not.
 LIVE_TUNING = "fulltilt.tune.live"
+# Behind the script they are the script's. Hardly any has the first; the others are told of where it does not know them.
+RARE_FLAGS = ("--auto",)
+OTHER_FLAGS = ("--out", "--deep", "--settings")
 
 
 def register(app: typer.Typer) -> None:
@@ -56,11 +60,15 @@ def run(
     asked = read_settings(settings) if settings is not None else Settings()
     name = job_name(arguments)
     folder = run_folder(out, name)
+    for flag in given_to_script(RARE_FLAGS, arguments):
+        print(f"fulltilt: {hint('run', flag)}", file=sys.stderr)
     with alone_in(folder):
         aside = store.set_aside(folder)
         if aside is not None:
             print(f"fulltilt: {folder} held a run already; it is now in {aside}", file=sys.stderr)
         code = Job(arguments, resolved, name, folder, settings, asked, deep, auto).run()
+    for flag in given_to_script(OTHER_FLAGS, arguments) if code == USAGE_ERROR else ():
+        print(f"fulltilt: {hint('run', flag)}", file=sys.stderr)
     raise typer.Exit(code)
 
 
@@ -74,7 +82,7 @@ def run_folder(out: Path | None, name: str) -> Path:
                 break
             out = out.with_name(f"{stem}-{number}")
     if out.exists() and not out.is_dir():
-        raise RunFolderError(f"--out {out} is a file, not a folder", "Choose another folder with --out.")
+        raise UsageError(f"--out {out} is a file, not a folder", "Choose another folder with --out.")
     return store.create_folder(out)
 
 

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from fulltilt import store
+from fulltilt.cli.own_flags import given_to_script, hint
 from fulltilt.errors import UsageError
 from fulltilt.timeline.launch import job_command, job_name
 from fulltilt.train.config import duration_s
@@ -55,9 +56,8 @@ def tune(
     from fulltilt.tune.space import parse_allow
 
     allowed = parse_allow(allow)
-    for flag in OWN_FLAGS:
-        if any(argument.partition("=")[0] == flag for argument in arguments):
-            print(f"fulltilt: {flag} goes to the script; a flag of fulltilt tune stands before it", file=sys.stderr)
+    for flag in given_to_script(OWN_FLAGS, arguments):
+        print(f"fulltilt: {hint('tune', flag)}", file=sys.stderr)
     folder = store.create_folder(out or _new_folder(job_name(arguments)))
     from fulltilt.cli.studying import conduct
 

@@ -1,0 +1,34 @@
+"""A flag of Fulltilt's behind the script is the script's, and the user is told where it belongs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fulltilt.cli.own_flags import given_to_script
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        (["train.py", "--auto"], ["--auto"]),
+        (["train.py", "--deep=3", "--auto"], ["--auto", "--deep"]),
+        (["-m", "package.train", "--deep", "3"], ["--deep"]),
+        (["train.py", "--automatic", "auto", "-auto"], []),
+        ([], []),
+    ],
+)
+def test_flags_behind_the_script_are_found(arguments: list[str], given: list[str]) -> None:
+    assert given_to_script(("--auto", "--deep"), arguments) == given
+
+
+def test_the_script_gets_them_and_the_user_is_told(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("import sys\nprint(sys.argv[1:])\nsys.exit(2)\n")
+    command = [sys.executable, "-m", "fulltilt", "run", "job.py", "--auto", "--deep", "3"]
+    ended = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (2, "['--auto', '--deep', '3']\n")
+    told = [line for line in ended.stderr.splitlines() if "stands before it" in line]
+    assert [line.split()[1] for line in told] == ["--auto", "--deep"]
