@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fulltilt.train import find
+from fulltilt.train import exit_code_of, find
 from fulltilt.train.outcome import StepEnd
-from fulltilt.train.stop import StopRequest
+from fulltilt.train.stop import BEGAN, StopRequest, limits_count_from_here
 from tests.faults import ranks, victim
 from tests.faults.victim import Order
 
@@ -150,6 +150,27 @@ def test_row_11_time_limit(tmp_path: Path) -> None:
     found = find.newest_complete(tmp_path / "checkpoints").checkpoint
     assert found is not None
     assert found.step == max(victim.chain(tmp_path))
+
+
+def test_row_11_the_limit_is_that_of_the_whole_command() -> None:
+    """Seen to fail: `--max-time 10s` took 18 s, because imports and the making of data were not counted."""
+    with limits_count_from_here():
+        began = float(os.environ[BEGAN])
+        with limits_count_from_here():  # a rank, started later
+            assert float(os.environ[BEGAN]) == began
+        assert not StopRequest(100.0, clock=lambda: began + 99).wanted(0.0)
+        assert StopRequest(100.0, clock=lambda: began + 101).wanted(0.0)
+    assert not StopRequest(100.0, clock=lambda: began + 101).wanted(0.0), "in a notebook it counts from the call"
+
+
+def test_an_interrupt_before_training_is_not_called_the_second(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    assert exit_code_of(interrupted, tmp_path) == 130
+    assert "before or after training; no step is lost" in capsys.readouterr().err
 
 
 def test_the_time_for_a_save_is_kept_in_reserve() -> None:

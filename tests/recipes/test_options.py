@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from fulltilt.cli import main as command
 from fulltilt.errors import DataError, UsageError
 from fulltilt.recipes import options
 from fulltilt.recipes.recipe import Recipe, Request, option
+from fulltilt.train.stop import BEGAN
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,18 @@ def test_a_repeated_flag_takes_the_last(installed: list[Request], tmp_path: Path
     code = run("cod", "--workers", "4", "--out", str(tmp_path), "--data", "d", "--workers", "12", "--no-compile")
     assert code == 0
     assert (installed[0].settings.workers, installed[0].data, installed[0].out) == (12, Path("d"), tmp_path)
+
+
+def test_row_11_a_time_limit_counts_from_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not from the first step: what comes before it, such as making the data, takes time as well."""
+    began: list[float] = []
+    module = types.ModuleType("fulltilt.recipes.cod")
+    module.RECIPE = recipe(run=lambda request: began.append(float(os.environ[BEGAN])) or {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fulltilt.recipes.cod", module)
+    before = time.monotonic()
+    assert run("cod", "--out", str(tmp_path), "--data", "d") == 0
+    assert before <= began[0] <= time.monotonic()
+    assert BEGAN not in os.environ
 
 
 def test_help_shows_shared_and_own_flags(installed: list[Request], capsys: pytest.CaptureFixture[str]) -> None:

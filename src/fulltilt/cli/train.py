@@ -16,6 +16,7 @@ from fulltilt.recipes import RECIPES, find, kept_loading
 from fulltilt.recipes import options as flagged
 from fulltilt.recipes.memory import changes, taken_back_when_refused
 from fulltilt.recipes.recipe import Recipe
+from fulltilt.train.stop import limits_count_from_here
 
 RUNS = Path("fulltilt-runs")
 
@@ -35,7 +36,8 @@ def train(arguments: Annotated[list[str] | None, typer.Argument(metavar="NAME [O
         return
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command()(command_of(find(name)))
-    raise typer.Exit(app(args=rest, prog_name=f"fulltilt train {name}", standalone_mode=False) or 0)
+    with limits_count_from_here():
+        raise typer.Exit(app(args=rest, prog_name=f"fulltilt train {name}", standalone_mode=False) or 0)
 
 
 def run_recipe(recipe: Recipe, given: dict[str, Any], config: Path | None = None) -> int:

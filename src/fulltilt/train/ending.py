@@ -40,8 +40,12 @@ def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = 
         # What was refused before the run had a folder leaves none behind: the lines say all of it.
         if not isinstance(error, StoppedEarly) and out.is_dir():
             _log_traceback([out])
-    except KeyboardInterrupt:
-        lines, code = ["interrupted a second time; the last step was not saved"], INTERRUPTED
+    except KeyboardInterrupt as error:
+        # The first one while it trains is a request to stop, which saves; only the second comes here, with a word.
+        when = (
+            "a second time; the last step was not saved" if error.args else "before or after training; no step is lost"
+        )
+        lines, code = [f"interrupted {when}"], INTERRUPTED
     except Exception as error:  # the user's own code, or a bug of ours: the log has the details
         said = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
         log = _log_traceback([out, Path(tempfile.gettempdir()) / "fulltilt"])

@@ -14,6 +14,25 @@ from types import FrameType
 # when the terminal or the connection that it was started from is closed.
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
 
+# When the command began, on the monotonic clock, for the ranks that it starts and starts again.
+BEGAN = "FULLTILT_BEGAN_S"
+
+
+@contextlib.contextmanager
+def limits_count_from_here() -> Iterator[None]:
+    """Within it, a time limit counts from now on, also in processes that are started; an outer call goes first.
+
+    Who gives a command an hour means all of it: imports, data that is made or staged, a model that is downloaded.
+    """
+    if BEGAN in os.environ:
+        yield
+        return
+    os.environ[BEGAN] = str(time.monotonic())
+    try:
+        yield
+    finally:
+        del os.environ[BEGAN]
+
 
 class StopRequest:
     """Why the run should stop at the next step, or None. A second Ctrl-C stops at once."""
@@ -26,7 +45,7 @@ class StopRequest:
         self.reason: str | None = None
         self.max_time_s = max_time_s
         self._clock = clock
-        self._began_s = clock()
+        self._began_s = float(os.environ.get(BEGAN) or clock())
         self._step_began_s = clock()
         self._longest_step_s = 0.0
         # torchrun's agent is our parent. If it is killed, nobody is left to end us.
@@ -47,7 +66,7 @@ class StopRequest:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self.reason is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt("a second time")
         self.reason = f"received {signal.Signals(number).name}"
 
     def step_done(self, longest_save_s: float) -> None:
