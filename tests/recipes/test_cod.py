@@ -208,6 +208,12 @@ def test_without_progressive_unfreezing_stage_2_moves_everything_and_stage_1_can
     assert trainable(names, only, 0) == set(names)
 
 
+@pytest.mark.parametrize(("epochs", "lengths"), [(1, [1]), (2, [2]), (8, [2, 6]), (120, [30, 90]), (140, [30, 110])])
+def test_a_short_training_has_both_stages_without_being_told_their_lengths(epochs: int, lengths: list[int]) -> None:
+    """Seen to fail: `fulltilt train cod --epochs 8` was refused, because stage 1 alone had 30."""
+    assert [stage.epochs for stage in stages(CodOptions(), epochs, [("backbone.*",)])] == lengths
+
+
 # --------------------------------------------------------------------------- data
 
 

@@ -13,7 +13,7 @@ from fulltilt.recipes.cod import model as network
 from fulltilt.recipes.cod.backbone import blocks as blocks_of
 from fulltilt.recipes.cod.loss import deep_loss, structure_loss
 from fulltilt.recipes.cod.metrics import measure
-from fulltilt.recipes.cod.options import CodOptions
+from fulltilt.recipes.cod.options import CodOptions, first_stage
 from fulltilt.recipes.cod.pictures import Pictures, pairs
 from fulltilt.recipes.recipe import Request
 from fulltilt.train.job import Job
@@ -60,7 +60,8 @@ def build(request: Request) -> Job:
 
 def stages(options: CodOptions, epochs: int, blocks: list[tuple[str, ...]]) -> tuple[Stage, ...]:
     """The decoder alone on a frozen backbone, then everything; ``blocks`` of the backbone come the deepest first."""
-    length = epochs - options.stage1_epochs
+    first = first_stage(options, epochs)
+    length = epochs - first
     thaw = UNFROZEN_AFTER * length / len(blocks) if options.progressive_unfreeze else 0.0
     whole = Stage(
         "stage 2",
@@ -70,9 +71,9 @@ def stages(options: CodOptions, epochs: int, blocks: list[tuple[str, ...]]) -> t
         frozen=("backbone.*",),
         unfreeze=tuple((int(thaw * place), pattern) for place, group in enumerate(blocks) for pattern in group),
     )
-    if options.skip_stage1 or not options.stage1_epochs:
+    if options.skip_stage1 or not first:
         return (whole,)
-    return Stage("stage 1", options.stage1_epochs, frozen=("backbone.*",)), whole
+    return Stage("stage 1", first, frozen=("backbone.*",)), whole
 
 
 def loss(options: CodOptions, model: torch.nn.Module, batch: Any) -> torch.Tensor:

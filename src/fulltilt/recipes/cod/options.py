@@ -16,7 +16,9 @@ class CodOptions:
     weights: str = option("none", "Backbone weights: none, pretrained (timm's hub), or a file.")
     num_experts: int = option(7, "Experts of each mixture in the decoder.", least=1, most=64)
     decoder_width: int = option(64, "Channels of the decoder.", least=8, most=1024)
-    stage1_epochs: int = option(30, "Epochs, of all, that train the decoder on a frozen backbone.", least=0)
+    stage1_epochs: int | None = option(
+        None, "Epochs, of all, that train the decoder on a frozen backbone [default: a quarter, at most 30]", least=0
+    )
     skip_stage1: bool = option(False, "Begin with stage 2; its epochs stay as many.")
     stage2_lr: float | None = option(2.4e-4, "The highest learning rate of stage 2.", above=0)
     stage2_batch_size: int | None = option(None, "Batch size of stage 2, over all GPUs.", least=1)
@@ -28,6 +30,11 @@ class CodOptions:
     def problems(self) -> list[str]:
         """What is wrong between fields that are each right alone; ``epochs`` is the engine's."""
         epochs = getattr(self, "epochs", None)
-        if epochs is not None and self.stage1_epochs >= epochs:
+        if epochs is not None and self.stage1_epochs is not None and self.stage1_epochs >= epochs:
             return [f"stage1_epochs ({self.stage1_epochs}) leaves stage 2 none of the {epochs} epochs"]
         return []
+
+
+def first_stage(options: CodOptions, epochs: int) -> int:
+    """How many of the epochs stage 1 has. The guides give it 30 of 120 and of 140; a short trial gets its quarter."""
+    return min(epochs // 4, 30) if options.stage1_epochs is None else options.stage1_epochs
