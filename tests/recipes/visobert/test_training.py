@@ -21,7 +21,7 @@ from fulltilt.cli import main as command
 from fulltilt.errors import MachineError, UsageError
 from fulltilt.feed.text import Batching
 from fulltilt.recipes.made import make_folder
-from fulltilt.recipes.visobert import Options, arguments
+from fulltilt.recipes.visobert import Options, arguments, texts
 from fulltilt.recipes.visobert.batches import BucketSampler, Picks, resident
 from fulltilt.recipes.visobert.disk import refusals_told
 from fulltilt.recipes.visobert.trainer import ClassLoss, TextTrainer
@@ -186,11 +186,13 @@ def test_what_a_run_shows_and_leaves(whole: Path, data: Path, tmp_path: Path, ca
     assert all(metric is not None for metric in rated)
 
 
-def test_a_model_folder_goes_on_with_a_stock_loader_and_other_classes(whole: Path, tmp_path: Path) -> None:
+def test_a_model_folder_goes_on_with_a_stock_loader_and_other_classes(whole: Path, tmp_path: Path, capsys: Any) -> None:
     rows = "\n".join(f'{{"text": "phim {word} quá", "label": {n % 2}}}' for n, word in enumerate(["hay", "chán"] * 12))
     (tmp_path / "train.jsonl").write_text(rows)
-    given = ("--model", whole / "model", "--residency", "none", "--workers", "0", "--epochs", "1")
+    given = ("--model", whole / "model", "--residency", "none", "--workers", "0", "--epochs", "1", "--batch-size", "96")
     assert train("--data", tmp_path, "--out", tmp_path / "out", *given) == 0
+    held_out = len(texts.read_texts(tmp_path, Options(), 0).validation.texts)
+    assert f"Batch size: {24 - held_out} (expected: 96)" in capsys.readouterr().out, "there are no more texts"
     config = json.loads((tmp_path / "out" / "model" / "config.json").read_text())
     assert config["label2id"] == {"0": 0, "1": 1}
 

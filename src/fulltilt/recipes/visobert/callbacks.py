@@ -25,9 +25,16 @@ class Figures(TrainerCallback):  # type: ignore[misc]
     """Puts the engine's lines on the screen, from figures that leave the GPU some steps later."""
 
     def __init__(
-        self, screen: Screen, loss: ClassLoss, sampler: BucketSampler | None, per_epoch: int, device: torch.device
+        self,
+        screen: Screen,
+        loss: ClassLoss,
+        sampler: BucketSampler | None,
+        texts: int,
+        per_epoch: int,
+        device: torch.device,
     ) -> None:
-        self.screen, self.loss, self.sampler, self.per_epoch = screen, loss, sampler, per_epoch
+        self.screen, self.loss, self.sampler = screen, loss, sampler
+        self.texts, self.per_epoch = texts, per_epoch
         self.readout: Readout[tuple[int, int]] = Readout(device)
         self._served = 0
         self._bad = 0
@@ -43,9 +50,11 @@ class Figures(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """See TrainerCallback."""
-        samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        # A whole batch, which the first one need not be: the rest of the data may come at any place.
+        rows = min(args.train_batch_size * args.world_size, self.texts)
+        samples = rows * args.gradient_accumulation_steps
         if self.sampler is None or self.sampler.batching.tokens_per_batch is None:
-            self.screen.stepped(samples, args.gradient_accumulation_steps)  # whole batches, not the last one's rest
+            self.screen.stepped(samples, args.gradient_accumulation_steps)
         if self.sampler is not None:
             samples, self._served = (self.sampler.served - self._served) * args.world_size, self.sampler.served
         self.readout.push((state.global_step, samples), self.loss.taken().reshape(1))

@@ -143,7 +143,7 @@ class Fitting:
         arguments = training_arguments(self.request, self.per_epoch, self.screen.say)
         try_optimizer(arguments, model)
         self.recorder = self._recorder(device) if detect().rank == 0 else None
-        figures = Figures(self.screen, loss, self.sampler, self.per_epoch, device)
+        figures = Figures(self.screen, loss, self.sampler, len(texts.train.texts), self.per_epoch, device)
         self.stopper = StopAndSave(self.stop, settings.save_every, self.per_epoch, self.recorder)
         replays = wanted(settings, device, alone=detect().world == 1) and not settings.compile
         self.trainer = self.stopper.trainer = TextTrainer(
