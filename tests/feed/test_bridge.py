@@ -222,6 +222,17 @@ def test_a_stream_with_a_length_is_no_data_set() -> None:
         fed(Stream(), plan_of(), "auto")
 
 
+def test_a_step_never_loses_its_place_to_a_batch_of_bad_samples() -> None:
+    class Broken(Fixed):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            if index == 3:
+                raise OSError("cut short")
+            return super().__getitem__(index)
+
+    with pytest.raises(DataError, match="every sample of batch 3 of epoch 0 is bad"):
+        drain(fed(Broken(8), plan_of(batch_size=1, shuffle=False), on_bad_sample="skip"))
+
+
 def test_closing_in_mid_epoch_does_not_wait_for_the_iterator() -> None:
     """Seen to hang for ever: the iterator that is closed last waited for workers that had been ended."""
     kept = fed(Fixed(64), plan_of(batch_size=4), workers=1)

@@ -55,11 +55,11 @@ class BadSamples:
         return draws[~self.bad[sample_of(draws)]] if self.failures else draws
 
 
-def pass_over(number: int, epoch: int, world_size: int) -> None:
-    """A batch of which no sample is left is not served. Raises DataError where other ranks would wait for it."""
-    if world_size > 1:
+def pass_over(number: int, epoch: int, *, awaited: bool) -> None:
+    """A batch of which no sample is left is not served. Raises DataError where that would be waited for."""
+    if awaited:
         raise DataError(
-            f"every sample of batch {number} of epoch {epoch} is bad, and the other ranks would wait for it",
+            f"every sample of batch {number} of epoch {epoch} is bad, and the other ranks or the trainer count on it",
             "Repair the samples that were skipped (loader.notes names them), or use larger batches.",
         )
 

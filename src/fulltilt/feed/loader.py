@@ -21,7 +21,16 @@ from fulltilt.feed.delivery import Delivery
 from fulltilt.feed.inspection import Inspection, inspect, length_of
 from fulltilt.feed.keeping import Keeping, Notes
 from fulltilt.feed.mistakes import refuse_mistakes, refuse_unknown
-from fulltilt.feed.order import BatchOrder, GivenBatches, Order, draws_of, position, resumed_at, step_samples
+from fulltilt.feed.order import (
+    BatchOrder,
+    GivenBatches,
+    Order,
+    draws_of,
+    every_batch_counts,
+    position,
+    resumed_at,
+    step_samples,
+)
 from fulltilt.feed.places import device_or_default, home_of, ranks
 from fulltilt.feed.progress import progress
 from fulltilt.feed.replay import replayable
@@ -268,7 +277,7 @@ class FeedLoader:
             if len(indices):
                 yield self._finished(batch, indices, epoch)
             else:
-                pass_over(self._next_batch - 1, epoch, max(getattr(self.order, "world_size", 1), ranks()[1]))
+                pass_over(self._next_batch - 1, epoch, awaited=every_batch_counts(self.order))
         self._epoch, self._next_batch = epoch + 1, 0
 
     def _finished(self, batch: Any, indices: torch.Tensor, epoch: int) -> Any:

@@ -14,6 +14,7 @@ import torch
 from fulltilt.errors import UsageError
 from fulltilt.feed.draws import as_int64, sample_seed
 from fulltilt.feed.generators import Generators
+from fulltilt.feed.places import ranks
 from fulltilt.feed.repeats import numbered
 
 
@@ -192,6 +193,13 @@ def position(epoch: int, batch: int) -> tuple[int, int]:
 def is_whole(number: Any, at_least: int = 0) -> bool:
     """Whether it is a whole number (NumPy has some of its own) of ``at_least`` so many."""
     return type(number) is not bool and isinstance(number, Integral) and int(number) >= at_least
+
+
+def every_batch_counts(order: BatchOrder) -> bool:
+    """Whether somebody waits for each batch: other ranks, or a trainer that made the order itself."""
+    if isinstance(order, Order):
+        return order.world_size > 1
+    return not isinstance(order, GivenBatches) or ranks()[1] > 1
 
 
 def resumed_at(state: Mapping[str, Any], order: BatchOrder) -> tuple[int, int]:
