@@ -172,6 +172,15 @@ def test_a_run_keeps_others_out_of_its_folder(tmp_path: Path, capfd: pytest.Capt
         pass  # it is free again
 
 
+def test_a_file_for_a_run_folder_is_bad_usage(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "job.py"
+    script.write_text("print('ran')")
+    with pytest.raises(SystemExit) as refused:
+        main(["run", "--out", str(script), str(script)])
+    assert refused.value.code == 2
+    assert "is a file, not a folder" in capfd.readouterr().err
+
+
 def test_the_users_own_sitecustomize_still_runs(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.mkdir()

@@ -9,6 +9,7 @@ import pytest
 
 from fulltilt.cli.main import main
 from fulltilt.report.plain_text import encodable
+from fulltilt.report.screen import open_console
 
 
 @pytest.mark.parametrize(
@@ -32,3 +33,15 @@ def test_what_fulltilt_says_is_printed_plainly(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(SystemExit):
         main(["report", "5 × 5 …"])
     assert b"5 x 5 ..." in taken.getvalue()
+
+
+def test_a_reader_that_has_gone_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: `fulltilt report RUN | head -1` ended with 1, which rich gives, in place of 141."""
+
+    class Gone(io.StringIO):
+        def write(self, _text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    with pytest.raises(BrokenPipeError):
+        open_console().print("verdict")

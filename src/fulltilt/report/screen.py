@@ -10,6 +10,12 @@ from rich.console import Console
 from fulltilt.report.plain_text import let_print
 
 
+class _Piped(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to the command line, which ends as other programs do; rich would end with 1, a failure."""
+        raise BrokenPipeError
+
+
 def open_console(*, follows_window: bool = False) -> Console:
     """Standard output as a console. What its encoding lacks is printed plainly, never as a traceback.
 
@@ -18,4 +24,4 @@ def open_console(*, follows_window: bool = False) -> Console:
     let_print(sys.stdout)
     fixed = ("COLUMNS", "LINES") if follows_window else ()
     environ = {name: value for name, value in os.environ.items() if name not in fixed}
-    return Console(highlight=False, emoji=False, markup=False, _environ=environ)
+    return _Piped(highlight=False, emoji=False, markup=False, _environ=environ)
