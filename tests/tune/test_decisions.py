@@ -15,7 +15,7 @@ from fulltilt.tune.course import next_step, time_limit_s
 from fulltilt.tune.epoch_changes import changes_data_set
 from fulltilt.tune.solutions import in_words, risk_of
 from fulltilt.tune.space import ALLOWABLE, Space, is_loader_only, parse_allow
-from fulltilt.tune.table import nothing_tried_sentence, rate_words, verdict_sentence
+from fulltilt.tune.table import nothing_tried_sentence, nothing_worked_sentence, rate_words, verdict_sentence
 from fulltilt.tune.trials import best_of, knee_of, start_of
 from fulltilt.tune.verify import Comparison, compare, winner
 from tests.tune.simulated import COD, GIB, Job, study
@@ -240,7 +240,14 @@ def test_a_study_that_tried_nothing_says_why() -> None:
     assert "--budget" in (nothing_tried_sentence([starved]) or "")
     assert "was stopped" in (nothing_tried_sentence([starved], stopped=True) or "")
     assert "waits for data 1.0 %" in (nothing_tried_sentence([replace(starved, data_wait_share=0.01)]) or "")
-    assert nothing_tried_sentence([starved, Trial(Settings(num_workers=1), "crashed")]) is None
+    failed = Trial(Settings(num_workers=1), "crashed", note="address already in use")
+    assert nothing_tried_sentence([starved, failed]) is None
+    assert "only trial with others failed (crashed: address already in use)" in (
+        nothing_worked_sentence([starved, failed]) or ""
+    )
+    assert "each of the 2 trials" in (nothing_worked_sentence([starved, failed, failed]) or "")
+    assert nothing_worked_sentence([starved]) is None
+    assert nothing_worked_sentence([starved, failed, replace(starved, purpose="search")]) is None
 
 
 def test_the_settings_of_a_loader_change_nothing_else() -> None:

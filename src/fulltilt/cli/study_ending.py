@@ -23,6 +23,7 @@ from fulltilt.tune.study import StudyRecord
 from fulltilt.tune.table import (
     changing_data_set_sentence,
     nothing_tried_sentence,
+    nothing_worked_sentence,
     show_arithmetic,
     show_solutions,
     show_trials,
@@ -64,7 +65,8 @@ def end_study(record: StudyRecord, trials: Sequence[Trial], folder: Path, apply:
     tested = [comparison for candidate in candidates(trials) if (comparison := compare(trials, candidate))]
     looked_faster = next(iter(candidates(trials)), None)
     best = won or (tested[0] if tested else None)
-    verdict = nothing_tried_sentence(trials, stopped) or verdict_sentence(best, looked_faster, stopped)
+    nothing_else = nothing_tried_sentence(trials, stopped) or nothing_worked_sentence(trials)
+    verdict = nothing_else or verdict_sentence(best, looked_faster, stopped)
     if streams_alone(record.loader) and (sentence := workers_stay_sentence(trials)) is not None:
         verdict = sentence if nothing_tried_sentence(trials) else f"{verdict} {sentence}"
     console.print(Text(verdict))

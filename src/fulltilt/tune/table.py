@@ -116,6 +116,17 @@ def nothing_tried_sentence(trials: Sequence[Trial], stopped: bool = False) -> st
     return "Nothing else was tried: the time was over. Give it more with --budget."
 
 
+def nothing_worked_sentence(trials: Sequence[Trial]) -> str | None:
+    """That all other settings failed, and the last reason; None when some were measured, or none were tried."""
+    searched = [trial for trial in trials if trial.purpose == "search"]
+    if not searched or any(is_valid(trial) for trial in searched):
+        return None
+    which = "the only trial with others" if len(searched) == 1 else f"each of the {len(searched)} trials with others"
+    last = searched[-1]
+    why = f"{STATES[last.state]}{f': {last.note}' if last.note else ''}"
+    return f"No other settings could be measured: {which} failed ({why}). So nothing is known about them."
+
+
 def workers_stay_sentence(trials: Sequence[Trial]) -> str | None:
     """Why a stream that waits for data got no workers; None where it does not wait."""
     start = start_of(trials)
