@@ -447,6 +447,8 @@ def test_a_position_that_is_none_is_told(batch):
             loader.load_state_dict({"epoch": 0, "batch": batch})
         with pytest.raises(UsageError, match="not the state of a loader"):
             loader.load_state_dict(None)
+        loader.begin_at(3, 1)
+        assert (loader.state_dict()["epoch"], loader.state_dict()["batch"]) == (3, 1)
 
 
 def test_a_daemon_process_goes_without_workers():

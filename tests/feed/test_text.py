@@ -136,6 +136,33 @@ def test_a_resume_begins_at_any_batch():
     assert [batch["labels"].tolist() for batch in loader] != whole  # the epoch after it
 
 
+def test_a_saved_state_goes_on_with_the_very_next_batch():
+    def made(**changes):
+        return feed.text(sequences(), labels=list(range(500)), **{"tokens_per_batch": 512, **changes})
+
+    def labels(loader):
+        return [batch["labels"].tolist() for batch in loader]
+
+    loader, other = made(), made()
+    labels(loader)
+    whole, states = [], [loader.state_dict()]
+    for batch in loader:
+        whole.append(batch["labels"].tolist())
+        states.append(loader.state_dict())
+    following = labels(loader)
+    for done in (0, 3, len(whole)):
+        other.load_state_dict(pickle.loads(pickle.dumps(states[done])))
+        assert other.state_dict() == states[done]
+        assert labels(other) == (whole[done:])
+        assert labels(other) == following
+    for changes in ({"seed": 1}, {"tokens_per_batch": 256}, {"world_size": 2, "rank": 0}, {"window": 64}):
+        with pytest.raises(UsageError, match="makes other batches"):
+            made(**changes).load_state_dict(states[3])
+    for wrong in (None, {}, {"epoch": 0, "batch": -1}):
+        with pytest.raises(UsageError):
+            other.load_state_dict(wrong)
+
+
 @pytest.mark.parametrize("ids", [["ab", "c"], [[1.5, 2.0]], [[2**40]], [[[1]], [[2]]], [[1], None]])
 def test_what_is_no_list_of_token_ids_is_told(ids):
     with pytest.raises(DataError, match="a text has to be a list of token ids"):
@@ -146,6 +173,16 @@ def test_what_is_no_list_of_token_ids_is_told(ids):
 def test_a_tokenizer_that_does_not_answer_for_each_text_is_told(tokenizer):
     with pytest.raises(DataError, match=r"the tokenizer gives .* for 2 texts"):
         feed.tokenise(["a", "b"], tokenizer)
+
+
+@pytest.mark.parametrize("texts", ["abc", None, {"text": ["abc"]}, ["abc", None], ["abc", float("nan")]], ids=str)
+def test_what_is_no_list_of_texts_is_told(texts):
+    def letters(texts):
+        return [[ord(letter) for letter in text] for text in texts]
+
+    with pytest.raises((UsageError, DataError), match=r"^(the texts are|text 1 is)"):
+        feed.tokenise(texts, letters)
+    assert feed.tokenise(iter(["ab", "c"]), letters).lengths.tolist() == [2, 1]
 
 
 def test_numbers_and_labels_that_mean_nothing_are_told():
@@ -170,6 +207,7 @@ def test_numbers_and_labels_that_mean_nothing_are_told():
         {"batch_size": 4, "labels": 5},
         {"batch_size": 4, "max_length": "a"},
         {"batch_size": 4, "rank": 3, "world_size": 2},
+        {"batch_size": 4, "rank": "0", "world_size": 2},
         {"batch_size": 4, "tokens": 5},
     ],
     ids=str,

@@ -200,7 +200,7 @@ class FeedLoader:
 
     def begin_at(self, epoch: int, batch: int) -> None:
         """Let the next iteration begin with batch number ``batch`` of ``epoch``. Raises UsageError."""
-        self._next_epoch, self._resume_at = position(epoch, batch)
+        self._next_epoch, self._resume_at = self._epoch, self._next_batch = position(epoch, batch)
 
     def regroup(self, order: BatchOrder) -> None:
         """Draw the same samples in the batches of another order from the next iteration on. What is kept stays."""
@@ -216,8 +216,7 @@ class FeedLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``, with other ranks or batches too. Raises UsageError where that is not possible."""
-        self._epoch, self._next_batch = resumed_at(state, self.order)
-        self.begin_at(self._epoch, self._next_batch)
+        self.begin_at(*resumed_at(state, self.order))
 
     def __iter__(self) -> Iterator[Any]:
         return seen(self, self._pass())
@@ -271,13 +270,13 @@ class FeedLoader:
         epoch, start = self._next_epoch, self._resume_at
         self._next_epoch, self._resume_at = epoch + 1, 0
         self._epoch, self._next_batch = epoch, start
-        for batch, indices in self._batches(epoch, start):
+        for number, (batch, indices) in enumerate(self._batches(epoch, start), start):
             # Counted before the batch is handed out: a checkpoint taken after its step must not see it again.
-            self._next_batch += 1
+            self._epoch, self._next_batch = epoch, number + 1
             if len(indices):
                 yield self._finished(batch, indices, epoch)
             else:
-                pass_over(self._next_batch - 1, epoch, awaited=every_batch_counts(self.order))
+                pass_over(number, epoch, awaited=every_batch_counts(self.order))
         self._epoch, self._next_batch = epoch + 1, 0
 
     def _finished(self, batch: Any, indices: torch.Tensor, epoch: int) -> Any:
@@ -288,7 +287,9 @@ class FeedLoader:
     def _batches(self, epoch: int, start: int) -> Iterator[tuple[Any, torch.Tensor]]:
         if self._stock is None:
             try:
-                yield from self._kept(epoch, start)
+                for served in self._kept(epoch, start):
+                    start += 1
+                    yield served
                 return
             except ShapesDiffer as differ:
                 # A batch of one, and a batch sampler that puts like with like, can do with samples of many shapes.
@@ -296,7 +297,7 @@ class FeedLoader:
                     raise
                 self._take_stock(differ.what)
         assert self._stock is not None
-        yield from self._stock.batches(epoch, self._next_batch)
+        yield from self._stock.batches(epoch, start)
 
     def _take_stock(self, why: str, collate_fn: Callable[..., Any] | None = None) -> None:
         """Serve by torch's DataLoader from now on."""

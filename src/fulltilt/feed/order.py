@@ -195,6 +195,13 @@ def is_whole(number: Any, at_least: int = 0) -> bool:
     return type(number) is not bool and isinstance(number, Integral) and int(number) >= at_least
 
 
+def saved_position(state: Mapping[str, Any]) -> tuple[int, int]:
+    """Epoch and number of the next batch in a loader's ``state``. Raises UsageError if it is none."""
+    if not isinstance(state, Mapping) or not {"epoch", "batch"} <= state.keys():
+        raise UsageError("this is not the state of a loader: it has no epoch and batch")
+    return position(state["epoch"], state["batch"])
+
+
 def every_batch_counts(order: BatchOrder) -> bool:
     """Whether somebody waits for each batch: other ranks, or a trainer that made the order itself."""
     if isinstance(order, Order):
@@ -204,9 +211,7 @@ def every_batch_counts(order: BatchOrder) -> bool:
 
 def resumed_at(state: Mapping[str, Any], order: BatchOrder) -> tuple[int, int]:
     """Epoch and number of the next batch of ``order`` after a loader's ``state``. Raises UsageError if it has none."""
-    if not isinstance(state, Mapping) or not {"epoch", "batch"} <= state.keys():
-        raise UsageError("this is not the state of a loader: it has no epoch and batch")
-    epoch, batch = position(state["epoch"], state["batch"])
+    epoch, batch = saved_position(state)
     if (seed := state.get("seed", order.seed)) != order.seed:
         raise UsageError(f"the saved loader had seed {seed}, this one has {order.seed}")
     saved, mine = state.get("step_samples"), step_samples(order)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.draws import as_int64
+from fulltilt.feed.order import position, saved_position
 from fulltilt.feed.places import device_or_default, ranks
 from fulltilt.feed.tokens import Tokens, tokenise
 from fulltilt.onlookers import seen
@@ -81,11 +82,11 @@ class Batching:
             return list(torch.split(part, self.batch_size))
         assert self.tokens_per_batch is not None
         cut, start, longest = [], 0, 0
-        for position, length in enumerate(lengths[part].tolist()):
+        for place, length in enumerate(lengths[part].tolist()):
             longest_then = max(longest, padded_length(length, self.multiple))
-            if position > start and longest_then * (position - start + 1) > self.tokens_per_batch:
-                cut.append(part[start:position])
-                start, longest_then = position, padded_length(length, self.multiple)
+            if place > start and longest_then * (place - start + 1) > self.tokens_per_batch:
+                cut.append(part[start:place])
+                start, longest_then = place, padded_length(length, self.multiple)
             longest = longest_then
         return [*cut, part[start:]]
 
@@ -207,6 +208,7 @@ class TextLoader:
         self._steps = torch.arange(0, device=device)
         self._labels = labels.to(device) if labels is not None else None
         self._next_epoch = self._next_batch = 0
+        self._stands_at = 0, 0
         self._real = self._padded = 0
         self._start_planner()
 
@@ -235,28 +237,47 @@ class TextLoader:
         self.begin_at(epoch, 0)
 
     def begin_at(self, epoch: int, batch: int) -> None:
-        """Let the next iteration begin with batch number ``batch`` of ``epoch``."""
-        self._next_epoch, self._next_batch = epoch, batch
+        """Let the next iteration begin with batch number ``batch`` of ``epoch``. Raises UsageError."""
+        self._stands_at = self._next_epoch, self._next_batch = position(epoch, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the iteration stands: after a load, the next batch is the one that would have come now."""
+        epoch, batch = self._stands_at
+        return {"epoch": epoch, "batch": batch, "world_size": self.world_size, **asdict(self.batching)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``. Raises UsageError if it is none, or that of a loader with other batches."""
+        found = saved_position(state)
+        for name, mine in self.state_dict().items():
+            if name not in ("epoch", "batch") and (saved := state.get(name, mine)) != mine:
+                raise UsageError(
+                    f"the saved loader had {name} {saved}, this one has {mine}, which makes other batches",
+                    "Go on with what it had, or begin the epoch anew with set_epoch.",
+                )
+        self.begin_at(*found)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         return seen(self, self._pass())
 
     def _pass(self) -> Iterator[dict[str, torch.Tensor]]:
         epoch, first = self._next_epoch, self._next_batch
-        self.begin_at(epoch + 1, 0)
+        self._next_epoch, self._next_batch = epoch + 1, 0
         batches = self._plan(epoch)[first:]
         self._planned = {epoch + 1: self._planner.submit(self._make_plan, epoch + 1)}
         if not batches:
+            self._stands_at = epoch + 1, 0
             return
         # What the host has to know of each batch, and the indices of all of them, in one step each.
         longest = [int(self.lengths[batch].max()) for batch in batches]
         real = [int(self.lengths[batch].sum()) for batch in batches]
         every = torch.split(torch.cat(batches).to(self.device), [len(batch) for batch in batches])
-        for picks, most, tokens in zip(every, longest, real, strict=True):
+        for number, (picks, most, tokens) in enumerate(zip(every, longest, real, strict=True), first + 1):
             width = padded_length(most, self.batching.multiple)
             self._real += tokens
             self._padded += width * len(picks)
+            self._stands_at = epoch, number  # before it is handed out, as in FeedLoader
             yield self.assemble(picks, width)
+        self._stands_at = epoch + 1, 0
 
     def assemble(
         self, picks: torch.Tensor, width: int, mask_type: torch.dtype = torch.int64

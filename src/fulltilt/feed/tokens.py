@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,14 +82,30 @@ def _no_ids(found: str) -> DataError:
     )
 
 
+def _refuse_what_is_no_text(texts: list[Any], first: int) -> None:
+    """Nothing (None, NaN of an empty cell) among them: a tokenizer would end in a traceback that names none."""
+    for number, text in enumerate(texts, first):
+        if text is None or text != text:
+            raise DataError(f"text {number} is {text}", "Leave out the rows that have no text, or fill them with ''.")
+
+
 def tokenise(
-    texts: Sequence[str], tokenizer: Callable[..., Any], *, max_length: int | None = None, shown: bool | None = None
+    texts: Iterable[str], tokenizer: Callable[..., Any], *, max_length: int | None = None, shown: bool | None = None
 ) -> Tokens:
-    """Run ``tokenizer`` (a list of texts to ``input_ids``) over all texts once, a thousand at a time."""
+    """Run ``tokenizer`` (a list of texts to ``input_ids``) over all texts once, a thousand at a time.
+
+    Raises UsageError and DataError.
+    """
+    if isinstance(texts, str | Mapping) or not isinstance(texts, Iterable):
+        raise UsageError(f"the texts are {type(texts).__name__}, not a list of texts")
+    if max_length is not None and (type(max_length) is not int or max_length < 1):
+        raise UsageError(f"max_length is {max_length!r}; it must be a whole number of at least 1")
+    every = list(texts)
     ids: list[list[int]] = []
-    starts = range(0, len(texts), 1000)
+    starts = range(0, len(every), 1000)
     for start in progress(starts, len(starts), "Tokenising", shown=shown):
-        part = list(texts[start : start + 1000])
+        part = every[start : start + 1000]
+        _refuse_what_is_no_text(part, start)
         found = tokenizer(part)
         named = hasattr(found, "keys") and "input_ids" in found.keys()  # noqa: SIM118 - any object with keys
         made = found["input_ids"] if named else found if isinstance(found, list) else None
