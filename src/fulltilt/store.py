@@ -204,12 +204,12 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, _to_json(value, indent=1) + "\n")
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, encoding: str = "utf-8") -> None:
     """Write ``text`` atomically: a temporary file beside it, flushed to disk, then renamed over it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         # A file name that is not UTF-8 reaches us with surrogates, which UTF-8 cannot hold.
-        with temporary.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
+        with temporary.open("w", encoding=encoding, errors="backslashreplace", newline="\n") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

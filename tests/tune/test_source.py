@@ -376,8 +376,10 @@ def test_a_diff_is_one_that_patch_takes_whatever_the_encoding(tmp_path: Path, so
     assert change.new == source.replace(
         b"batch_size=8", b"batch_size=8, num_workers=8, pin_memory=True, persistent_workers=True"
     )
-    body = change.diff.splitlines(keepends=True)[3:] if b"\x0c" not in source else change.diff.split("\n")[3:-1]
+    body = [f"{part}\n" for part in change.diff.split("\n")[3:-1]]
     assert all(part[:1] in " +-" for part in body)
+    before = "".join(part[1:] for part in body if part[:1] in " -")
+    assert before.encode(change.encoding) == source, "patch compares bytes"
 
 
 def test_what_the_parser_would_not_give_back_is_not_changed(tmp_path: Path) -> None:

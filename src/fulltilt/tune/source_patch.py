@@ -30,12 +30,13 @@ _TRAINING_ARGUMENTS = {
 
 @dataclass(frozen=True, slots=True)
 class SourceChange:
-    """A change of one file. ``old`` and ``new`` are its whole text, byte for byte."""
+    """A change of one file. ``old`` and ``new`` are its whole text, byte for byte; the diff is in its ``encoding``."""
 
     path: Path
     old: bytes
     new: bytes
     diff: str
+    encoding: str
     remarks: tuple[str, ...]
 
 
@@ -105,7 +106,10 @@ def propose(
         return WriteYourself(f"{loader.where}: {result.why}", _call("DataLoader(…", news))
     new = result.source.encode(encoding)
     remarks = (*result.remarks, *((MAKE_ONCE,) if made_anew else ()))
-    return SourceChange(path, old, new, unified_diff(file, source, result.source), remarks)
+    # A mark at the beginning of the file is part of its first line to patch and git.
+    encoding = "utf-8" if encoding == "utf-8-sig" else encoding
+    diff = unified_diff(file, old.decode(encoding), new.decode(encoding))
+    return SourceChange(path, old, new, diff, encoding, remarks)
 
 
 def _is_news(name: str, before: object, value: object) -> bool:

@@ -138,7 +138,8 @@ def failure(knobs: Knobs, error: Exception) -> str:
     """A sentence for the user: what failed, and what is done about it."""
     if isinstance(error, Differs):
         return str(error)
-    return f"{words(knobs)} failed ({short(error)}): back to the script's own settings"
+    what = words(knobs) if knobs.workers else "fetching in the training process"
+    return f"{what} failed ({short(error)}): back to the script's own settings"
 
 
 def short(error: Exception) -> str:
