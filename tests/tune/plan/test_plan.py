@@ -119,6 +119,8 @@ def test_history_is_read_over_a_new_header_and_from_hugging_face(tmp_path: Path)
     log = [{"epoch": 1.0, "eval_f1": 0.4}, {"epoch": 2.0, "eval_f1": 0.5, "note": "x"}]
     (theirs / "trainer_state.json").write_text(json.dumps({"log_history": log}))
     assert read_history([tmp_path / "hf"], "eval_f1").points == ((1.0, 0.4), (2.0, 0.5))
+    (tmp_path / "hf" / "metrics.csv").write_text("accuracy,epoch,step,train_loss\n,0,9,1.2\n0.7,0,9,\n0.8,1,19,\n")
+    assert read_history([tmp_path / "hf"], "accuracy").points == ((0.0, 0.7), (1.0, 0.8))
     with pytest.raises(UsageError, match="no history of auc") as caught:
         read_history([tmp_path], "auc")
     assert "iou, mae" in str(caught.value)

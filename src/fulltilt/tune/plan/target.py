@@ -71,7 +71,7 @@ def _csv_rows(path: Path) -> list[dict[str, float]]:
     try:
         with path.open(newline="", encoding="utf-8") as file:
             for line in csv.reader(file):
-                if line[:1] == ["epoch"]:
+                if "epoch" in line:  # Lightning sorts its columns: accuracy comes first
                     header = line
                 else:
                     rows.append(_numbers(zip(header, line, strict=False)))
