@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 import sqlite3
 import tarfile
 import zipfile
@@ -101,6 +102,11 @@ class Scaled(Holding):
         return torch.tensor(index * SCALE)
 
 
+class Staged(Holding):
+    def __getitem__(self, index: int) -> float:
+        return index * float(os.environ.get("STAGE", "1"))
+
+
 class Normalised(Holding):
     """Divides a large picture by its mean, as many do."""
 
@@ -192,6 +198,11 @@ def test_a_global_that_the_data_set_uses_is_part_of_it(monkeypatch: pytest.Monke
     assert anatomy(data).change_from(before) is None
     monkeypatch.setattr(f"{__name__}.SCALE", 2.0)
     assert anatomy(data).change_from(before) == "SCALE"
+    staged = Staged(None)
+    earlier = anatomy(staged), anatomy(data)
+    monkeypatch.setenv("STAGE", "2")
+    assert anatomy(staged).change_from(earlier[0]) == "os.environ"
+    assert anatomy(data).change_from(earlier[1]) is None, "it does not ask for any"
 
 
 def test_a_data_set_that_fails_to_be_looked_at_is_left_alone_and_its_job_goes_on() -> None:

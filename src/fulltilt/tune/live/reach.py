@@ -6,6 +6,7 @@ A worker has all of it as it was at the fork, as it has the data set's attribute
 from __future__ import annotations
 
 import dis
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from typing import Any
 
 from fulltilt.timeline.owners import owner
 
+# How code asks for environment variables, which a worker has as they were at its start.
+ENVIRONMENT = frozenset({"environ", "getenv"})
 # These run when nothing is fetched.
 NOT_FETCHING = frozenset({"__init__", "__new__", "__repr__", "__str__"})
 
@@ -23,6 +26,8 @@ def used_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     if owner(function.__code__.co_filename) != "user":
         return
     global_names, attributes = _names(function.__code__)
+    if not ENVIRONMENT.isdisjoint(global_names | attributes):
+        yield "os.environ", hash(frozenset(os.environ.items()))
     for name in sorted(global_names & function.__globals__.keys()):
         value = function.__globals__[name]
         yield name, value
