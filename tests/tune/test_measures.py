@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fulltilt.records import Settings, Trial
 from fulltilt.tune import learning_rate
 from fulltilt.tune.company import Company
+from fulltilt.tune.drought import Drought
 from fulltilt.tune.interval import Block, Patience, is_enough, rate_of
 from fulltilt.tune.losses import compared_steps, is_worse, mean_loss
 from fulltilt.tune.memory import fit_line, vram_line
@@ -168,3 +169,15 @@ def test_a_loader_that_is_drawn_from_beside_the_one_that_trains_does_not_interru
         validation.batches += 5 if step % 10 == 9 else 0
         found = company.after_step([labelled, unlabelled, validation])
     assert found == [labelled, unlabelled]
+
+
+def test_a_job_that_draws_no_more_batches_is_not_waited_for() -> None:
+    """itertools.cycle keeps the batches of the first pass; validation and slow steps are no drought."""
+    never, cycles, slow = Drought(), Drought(), Drought()
+    assert not any(never.lasts(0.1 * step, step, 0) for step in range(150))
+    assert never.lasts(21.0, 210, 0)
+    assert not any(cycles.lasts(0.01 * step, step, step) for step in range(1000))
+    assert not cycles.lasts(14.0, 1400, 999)
+    assert cycles.lasts(15.5, 1550, 999)
+    assert not cycles.lasts(15.6, 1560, 1000)
+    assert not any(slow.lasts(10.0 * step, step, 7) for step in range(40))

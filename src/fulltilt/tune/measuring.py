@@ -25,6 +25,7 @@ from fulltilt.tune import early
 from fulltilt.tune.assignment import ANSWER_FILE, Answer, Assignment
 from fulltilt.tune.changes import Changes
 from fulltilt.tune.company import Company
+from fulltilt.tune.drought import Drought
 from fulltilt.tune.interval import Block, is_enough
 from fulltilt.tune.moments import Moment, block_between
 from fulltilt.tune.pace import Pace
@@ -33,9 +34,6 @@ from fulltilt.tune.saves import Saves
 
 # Losses of so many first steps are compared between trials.
 MOST_LOSSES = 400
-# A training that has had no batch of a DataLoader for so long, and so many steps, will have none later either.
-NO_LOADER_S = 20.0
-NO_LOADER_STEPS = 50
 
 
 class Measuring:
@@ -52,7 +50,7 @@ class Measuring:
         self._cuda = False
         self._learning_rate: float | None = None
         self._steps = 0
-        self._first_step_s: float | None = None
+        self._drought = Drought()
         self._pace = Pace(assignment.patience.block_s, self._timed)
         self._sources: dict[int, weakref.ref[Any]] = {}
         self._company = Company()
@@ -122,7 +120,7 @@ class Measuring:
     def _advance(self) -> None:
         now = self._moment()
         block = self._pace.stepped(now)
-        if self._lives_without_loader(now):
+        if self._drought.lasts(now.host_s, now.steps, sum(tap.batches for tap in self._session.taps.all)):
             self._answer(complete=True)
             self._leave(0)
         if block is None:
@@ -132,11 +130,6 @@ class Measuring:
         if is_enough(self._blocks, self._assignment.patience):
             self._answer(complete=True)
             self._leave(0)
-
-    def _lives_without_loader(self, now: Moment) -> bool:
-        self._first_step_s = self._first_step_s or now.host_s
-        long_enough = now.host_s - self._first_step_s > NO_LOADER_S and self._steps > NO_LOADER_STEPS
-        return long_enough and not any(tap.batches for tap in self._session.taps.all)
 
     def _settle(self, wait: bool = False) -> None:
         """Turn the blocks whose end the GPU has reached into figures."""
