@@ -10,7 +10,7 @@ from fulltilt.tune.outcome import Attempt
 from fulltilt.tune.search import next_attempt
 from fulltilt.tune.space import Space
 from fulltilt.tune.trials import is_valid, start_of
-from fulltilt.tune.verify import LEAST_PAIRS, candidates, next_verification, rivals_of
+from fulltilt.tune.verify import LEAST_PAIRS, next_verification, pairs_to_keep, rivals_of
 
 # How much longer than the start a trial may take: others start more workers, compile, or load larger batches.
 LIMIT_FACTOR = 3.0
@@ -23,7 +23,7 @@ def next_step(trials: Sequence[Trial], space: Space, left_s: float) -> Attempt |
     if start_of(trials) is None:
         return next_attempt(trials, space)  # without it nothing can be said, so it is tried whatever the time
     typical_s = fmean(trial.wall_s or 0.0 for trial in trials if is_valid(trial))
-    to_verify_s = 2 * LEAST_PAIRS * typical_s if candidates(trials) else 0.0
+    to_verify_s = 2 * pairs_to_keep(trials) * typical_s
     attempt = next_attempt(trials, space) if left_s >= to_verify_s + typical_s else None
     if attempt is None and left_s >= typical_s:
         made = sum(is_valid(trial) for trial in trials if trial.purpose == "verify")

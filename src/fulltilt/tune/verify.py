@@ -19,6 +19,8 @@ from fulltilt.tune.trials import OF_ONE_BLOCK, WORTH, is_valid, knee_of, rate, s
 LEAST_PAIRS = 2
 # Where the time ends after one pair: no change of a machine's pace from minute to minute explains this much.
 CLEAR_OF_ONE_PAIR = 1.5
+# By the search: one pair will surely show as much as that.
+FAR_AHEAD = 2.0
 MOST_PAIRS = 4
 # After so many candidates that did not win, the start is as good as any.
 MOST_CANDIDATES = 2
@@ -91,6 +93,15 @@ def rivals_of(trials: Sequence[Trial]) -> list[Settings]:
     found = candidates(trials)
     seen = {trial.settings: trial for trial in trials if trial.purpose == "search" and is_valid(trial)}
     return [one for one in found if (seen[one].samples_per_s_high or 0.0) >= (seen[found[0]].samples_per_s_low or 0.0)]
+
+
+def pairs_to_keep(trials: Sequence[Trial]) -> int:
+    """How many pairs of trials must still find time when the search ends: one where the best is far ahead."""
+    start, found = start_of(trials), candidates(trials)
+    if start is None or not found:
+        return 0
+    best = max(rate(trial) for trial in trials if trial.settings == found[0] and is_valid(trial))
+    return 1 if best >= FAR_AHEAD * rate(start) else LEAST_PAIRS
 
 
 def next_verification(trials: Sequence[Trial], together: bool = True) -> Attempt | None:
