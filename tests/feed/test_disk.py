@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import types
+import zlib
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from typer.testing import CliRunner
 from fulltilt import feed
 from fulltilt.errors import DoesNotFit, UsageError
 from fulltilt.feed import residency
-from fulltilt.feed.caches import PARTIAL, ROWS, CacheFull, default_cache_dir, list_caches, make_room
+from fulltilt.feed.caches import MARKS, PARTIAL, ROWS, CacheFull, default_cache_dir, list_caches, make_room
 from fulltilt.feed.disk import open_cache
 from fulltilt.feed.fingerprint import fingerprint
 from fulltilt.feed.structure import layout_of
@@ -221,12 +222,57 @@ def test_a_file_exchanged_for_one_of_the_same_size_and_time_is_noticed(files):
     assert fingerprint(Files(files)).parts["files"] != before["files"]
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        lambda index: f"named-in-code/{index}.bin",
+        "named-in-code/{}.bin".format,
+        lambda index: "named-in-code/%d.bin" % index,  # noqa: UP031 - as older code has it
+        lambda index: os.path.join("named-in-code", f"{index}.bin"),  # noqa: PTH118
+        lambda index: next(folder for folder in ("named-in-code", ".")) + f"/{index}.bin",
+    ],
+    ids=["f-string", "format", "%", "join", "tuple"],
+)
+def test_files_that_only_the_code_names_and_c_libraries_open_count(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("named-in-code").mkdir()
+    for index in range(4):
+        Path(f"named-in-code/{index}.bin").write_bytes(b"1234")
+
+    def draw(index):
+        file = os.open(path(index), os.O_RDONLY)  # as torchvision.io, OpenCV and SQLite do: not by Python's open
+        try:
+            return torch.frombuffer(bytearray(os.read(file, 4)), dtype=torch.uint8)
+        finally:
+            os.close(file)
+
+    before = fingerprint(Drawn(draw, 4))
+    Path("another").touch()  # nothing that the code names
+    assert fingerprint(Drawn(draw, 4)) == before
+    Path("named-in-code/2.bin").write_bytes(b"4321")
+    assert fingerprint(Drawn(draw, 4)).parts["files"] != before.parts["files"]
+
+
+def test_a_damaged_row_of_a_complete_cache_is_not_served(files, cache_dir):
+    """A bit that has turned on the disk, in a row that is not among those drawn anew for comparison."""
+    run(Files(files), cache_dir, checks=2)
+    (entry,) = list_caches(cache_dir)
+    with (entry.folder / ROWS).open("r+b") as rows:
+        rows.seek(3 * 512)
+        rows.write(b"\xff")
+    served, loader = run(Files(files), cache_dir, checks=2)
+    assert "the one there was damaged in its sample 3" in opened(loader)
+    assert torch.equal(torch.cat(served), torch.stack([Files(files)[i] for i in range(len(Files(files)))]))
+    assert "found" in opened(run(Files(files), cache_dir, checks=2)[1])
+
+
 def test_a_cache_that_lies_is_refused(files, cache_dir):
     """Same files and code as far as anybody can see, and yet other rows: compared with the data set itself."""
     run(Files(files), cache_dir)
     (entry,) = list_caches(cache_dir)
-    with (entry.folder / ROWS).open("r+b") as rows:
-        rows.write(b"\xff" * 16)
+    with (entry.folder / ROWS).open("r+b") as rows, (entry.folder / MARKS).open("r+b") as marks:
+        rows.write(b"\xff" * 512)
+        marks.write(zlib.crc32(b"\xff" * 512).to_bytes(4, "little"))
     served, loader = run(Files(files), cache_dir)
     assert any("the cache was refused: its sample 0" in note for note in loader.notes)
     assert served[0][0, 0] == 0
@@ -253,7 +299,10 @@ def test_a_cache_of_files_that_no_attribute_names_lives_for_one_run(files, cache
     monkeypatch.setenv("WHERE_THE_DATA_LIES", str(files))
     with feed.loader(Drawn(draw, len(names)), 4, num_workers=workers, residency="disk", cache_dir=cache_dir) as loader:
         list(loader)
-        assert any(f"{names[0]}, which no attribute of the data set names, cannot" in note for note in loader.notes)
+        assert any(
+            f"{names[0]}, which neither attributes nor code of the data set name, cannot" in note
+            for note in loader.notes
+        )
     assert not list_caches(cache_dir)
     assert builtins.open is io.open is original
 

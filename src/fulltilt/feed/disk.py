@@ -47,10 +47,13 @@ from fulltilt.feed.caches import (
     sweep,
 )
 from fulltilt.feed.fingerprint import Fingerprint
+from fulltilt.feed.order import spread
 from fulltilt.feed.stores import HostStore
 from fulltilt.feed.structure import Layout
 
 FORMAT = 1
+# Of a complete cache so much is compared with its checksums: a quarter of a second, and all of a small one.
+CHECKED_BYTES = 256 * 1024**2
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -140,6 +143,7 @@ def open_cache(
         cache_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"the cache folder {cache_dir} cannot be made: {error.strerror}", "Set cache_dir.") from error
+    found_damaged = None
     for folder, complete in ((final, True), (partial, False)):
         lock = lock_shared(folder)
         if lock is None:
@@ -151,8 +155,12 @@ def open_cache(
                 raise _as_full(error, folder) from error
             with contextlib.suppress(OSError):  # somebody else's: then it is not for us to say when it was used
                 os.utime(folder / HEADER)
-            if complete:
+            if complete and (damaged := _first_damaged(store)) is None:
                 return store, "found"
+            if complete:
+                store.discard()
+                found_damaged = f"new; the one there was damaged in its sample {damaged}"
+                continue
             dropped = _drop_torn_rows(store)
             there = int((store._marks != 0).sum())
             return store, f"taken up again at {there} of {samples} samples" + (f" ({dropped} torn)" if dropped else "")
@@ -166,7 +174,9 @@ def open_cache(
     _create(folder, fingerprint, layout, samples)
     lock = lock_shared(folder)
     assert lock is not None
-    return DiskStore(folder, samples, layout.row_bytes, lock, keep=keep, complete=False), stale or "new"
+    return DiskStore(
+        folder, samples, layout.row_bytes, lock, keep=keep, complete=False
+    ), found_damaged or stale or "new"
 
 
 # --------------------------------------------------------------------------- folders
@@ -211,10 +221,21 @@ def _fits(folder: Path, samples: int, layout: Layout) -> bool:
     return header.get("samples") == samples and lengths == (samples * layout.row_bytes, samples * 4)
 
 
+def _first_damaged(store: DiskStore) -> int | None:
+    """A row of a complete cache that is not what was written, among as many as can be read in a moment."""
+    samples = len(store.rows)
+    looked_at = spread(samples, max(1, CHECKED_BYTES // store.rows.shape[1]))
+    return next((index for index in looked_at if not _is_whole(store, index)), None)
+
+
+def _is_whole(store: DiskStore, index: int) -> bool:
+    return int(store._marks[index]) & 0xFFFFFFFF == _mark(_bytes_of(store.rows[index]))
+
+
 def _drop_torn_rows(store: DiskStore) -> int:
     dropped = 0
     for index in (store._marks != 0).nonzero().flatten().tolist():
-        if int(store._marks[index]) & 0xFFFFFFFF != _mark(_bytes_of(store.rows[index])):
+        if not _is_whole(store, index):
             _write_fully(store._marks_fd, bytes(4), index * 4)
             dropped += 1
     return dropped

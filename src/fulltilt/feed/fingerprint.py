@@ -12,6 +12,7 @@ import hashlib
 import importlib.metadata
 import os
 import pickle
+import re
 import sys
 import threading
 import types
@@ -57,7 +58,9 @@ def fingerprint(dataset: Any, *, opened: Iterable[str] = ()) -> Fingerprint:
     walk = _Walk(unnamed=set(opened))
     walk.visit(dataset, 0)
     walk.values.update(f"length {len(dataset)}".encode())
-    walk.unreadable += [f"{path}, which no attribute of the data set names," for path in sorted(walk.unnamed)]
+    walk.unreadable += [
+        f"{path}, which neither attributes nor code of the data set name," for path in sorted(walk.unnamed)
+    ]
     versions = [f"python {sys.version_info.major}.{sys.version_info.minor}"]
     for library in _LIBRARIES:
         try:
@@ -222,6 +225,10 @@ class _Walk:
                 self._code(constant)
             else:
                 self.code.update(_stable(constant).encode())
+                for text in constant if isinstance(constant, tuple) else (constant,):
+                    # C libraries open files that Python never hears of. Separators alone mean no folder by themselves.
+                    if isinstance(text, str) and text.strip("/\\.~ "):
+                        self._path(_folder_of_pattern(text) or text)
 
     def _array(self, array: Any, depth: int) -> None:
         self._value(f"array {array.dtype} {array.shape}")
@@ -232,18 +239,23 @@ class _Walk:
 
     def _text(self, text: str) -> None:
         self._value(text)
-        if len(text) > 4096 or "\0" in text:
-            return
+        path = self._path(text) or self._path(_folder_of_pattern(text))
+        self.first_path = self.first_path or path
+
+    def _path(self, text: str) -> str | None:
+        """Take in the file or folder that ``text`` names, if it does; returns where it is."""
+        if not 0 < len(text) <= 4096 or "\0" in text:
+            return None
         try:
             found = os.stat(text)  # noqa: PTH116 - a million files: Path would cost seconds
         except (OSError, ValueError):
-            return
+            return None
         path = os.path.abspath(text)  # noqa: PTH100
-        self.first_path = self.first_path or path
         if os.path.isdir(path):  # noqa: PTH112
             self._folder(path)
         else:
             self._file(path, found)
+        return path
 
     def _folder(self, path: str) -> None:
         if path in self._folders:
@@ -277,6 +289,12 @@ class _Walk:
     def _value(self, text: str) -> None:
         self.values.update(text.encode("utf-8", "surrogateescape"))
         self.values.update(b"\0")
+
+
+def _folder_of_pattern(text: str) -> str:
+    """The folder that a pattern of names begins with: ``a`` for ``a/{:04}.png`` and ``a/*.png``; "" for other texts."""
+    stem = re.split(r"[%{*]", text, maxsplit=1)[0]
+    return "" if stem == text else os.path.dirname(stem)  # noqa: PTH120 - a million texts
 
 
 def _stable(constant: Any) -> str:
