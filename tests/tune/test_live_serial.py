@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TextIO
 from unittest.mock import patch
 
@@ -20,10 +21,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from fulltilt.tune.live.anatomy import anatomy
 from fulltilt.tune.live.serial import LOOK_CLOSELY_FIRST, FetchWatch
+from fulltilt.tune.live.surface import surface
 
 # Outside of the data sets: what their code uses counts as well.
 READ: list[TextIO] = []
@@ -203,6 +205,28 @@ def test_a_global_that_the_data_set_uses_is_part_of_it(monkeypatch: pytest.Monke
     monkeypatch.setenv("STAGE", "2")
     assert anatomy(staged).change_from(earlier[0]) == "os.environ"
     assert anatomy(data).change_from(earlier[1]) is None, "it does not ask for any"
+
+
+@pytest.mark.parametrize("change", ["a global", "an entry of a global", "an array", "a function's global", "deep"])
+def test_what_a_script_may_change_in_the_middle_of_a_pass_is_seen(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without workers the next batch has it."""
+    noise = np.zeros(3)
+    makers = Scaled(noise), RememberingElsewhere(None), lambda batch: [one * SCALE for one in batch]
+    flip = SimpleNamespace(p=0.5)
+    subset = Subset(Holding(SimpleNamespace(transforms=[flip])), range(1))
+    others = {"a function's global": makers[2:], "an entry of a global": makers[1:2], "deep": (subset,)}
+    seen = others.get(change, makers[:1])
+    before = surface(*seen)
+    assert surface(*seen) == before
+    if change == "an array":
+        noise[1] = 0.5
+    elif change == "deep":
+        flip.p = 0.0
+    elif change == "an entry of a global":
+        monkeypatch.setitem(KNOWN, 9, 1.0)
+    else:
+        monkeypatch.setattr(f"{__name__}.SCALE", 2.0)
+    assert surface(*seen) != before
 
 
 def test_a_data_set_that_fails_to_be_looked_at_is_left_alone_and_its_job_goes_on() -> None:

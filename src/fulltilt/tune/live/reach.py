@@ -43,6 +43,23 @@ def used_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             continue
 
 
+def globals_of(code: types.FunctionType | type) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where the globals stand, and their names, that a function or the methods of a class of the user's own read."""
+    if isinstance(code, type):
+        for _, method in methods_of(code):
+            if isinstance(method, types.FunctionType):
+                yield from globals_of(method)
+        return
+    if owner(code.__code__.co_filename) != "user":
+        return
+    global_names, attributes = _names(code.__code__)
+    for name in sorted(global_names & code.__globals__.keys()):
+        yield code.__globals__, name
+        value = code.__globals__[name]
+        if isinstance(value, types.ModuleType) and is_users(value):
+            yield from ((vars(value), attribute) for attribute in sorted(attributes & vars(value).keys()))
+
+
 def methods_of(kind: type) -> Iterator[tuple[str, Any]]:
     """Name and value of what the user's own classes behind an object define: methods, and state that all share."""
     for cls in kind.__mro__:
