@@ -14,8 +14,9 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from fulltilt.report.loaders import fetching_title
+from fulltilt.report.step import Lane, Part, StepPicture
 from fulltilt.report.terminal import show, verdict_lines
-from fulltilt.report.terminal_bars import split_cells
+from fulltilt.report.terminal_bars import Ink, split_cells, step_lines
 from tests.report import examples
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -62,6 +63,15 @@ def test_colour_changes_nothing_but_colours_and_patterns(name):
     assert "\x1b[" in coloured
     assert "\x1b" not in plain
     assert re.sub("[░▒▓]", "█", plain) == re.sub("[░▒▓]", "█", ANSI.sub("", coloured))
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_a_part_of_the_step_too_small_for_a_share_stays_on_its_line(width):
+    """Seen to fail: the "%" of "< 0.1 %" stood on a line of its own."""
+    parts = (Part("wait", 0.0, 0.7), Part("queue", 0.7, 1e-4), Part("forward", 0.7001, 2e-4))
+    lines = step_lines(StepPicture(0.7003, 20, (Lane("Host", parts),)), width, Ink(colour=False, blocks=True))
+    assert {line.cell_len for line in lines[1:]} == {width - 1}
+    assert lines[2].plain.endswith("0.10 ms  < 0.1 %")
 
 
 def test_a_pipe_gets_plain_text():

@@ -84,16 +84,39 @@ def ledger_bar(parts: Sequence[tuple[Tint, float]], width: int, ink: Ink) -> Tex
 def step_lines(picture: StepPicture, width: int, ink: Ink) -> list[Text]:
     """One step as a picture: each part on a line of its own, at its place and to scale, with its length."""
     name_width = max(len(PHASE_TINTS[part.kind].label) for lane in picture.lanes for part in lane.parts)
-    time_width = len(f"{wording.seconds(picture.scale_s)}  100 %")
-    bar_width = max(width - name_width - time_width - 6, 10)
+    figures = _Figures.of(picture)
+    bar_width = max(width - name_width - figures.width - 6, 3)
     lines = []
     for lane in picture.lanes:
         lines.append(Text(lane.name, "bold", no_wrap=True, overflow="ellipsis"))
-        lines += _lane_lines(lane, picture.scale_s, name_width, bar_width, time_width, ink)
+        lines += _lane_lines(lane, picture.scale_s, name_width, bar_width, figures, ink)
     return lines
 
 
-def _lane_lines(lane: Lane, scale_s: float, name_width: int, bar_width: int, time_width: int, ink: Ink) -> list[Text]:
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    """The columns of the lengths and of their shares of the whole width."""
+
+    seconds_width: int
+    share_width: int
+
+    @classmethod
+    def of(cls, picture: StepPicture) -> _Figures:
+        lengths = [part.length_s for lane in picture.lanes for part in lane.parts]
+        return cls(
+            max(len(wording.seconds(length)) for length in [picture.scale_s, *lengths]),
+            max(len(wording.share(length / picture.scale_s)) for length in [picture.scale_s, *lengths]),
+        )
+
+    @property
+    def width(self) -> int:
+        return self.seconds_width + 2 + self.share_width
+
+    def row(self, length_s: float, share: float) -> str:
+        return f"{wording.seconds(length_s):>{self.seconds_width}}  {wording.share(share):>{self.share_width}}"
+
+
+def _lane_lines(lane: Lane, scale_s: float, name_width: int, bar_width: int, figures: _Figures, ink: Ink) -> list[Text]:
     lines = []
     for part in lane.parts:
         tint = PHASE_TINTS[part.kind]
@@ -108,8 +131,8 @@ def _lane_lines(lane: Lane, scale_s: float, name_width: int, bar_width: int, tim
         else:
             line.append(("█" if ink.blocks else "#") * (end - start), tint.colour if ink.colour else "")
         line.append(" " * (bar_width - end))
-        figure = f"{wording.seconds(part.length_s)}  {wording.share(part.length_s / scale_s):>5}"
-        lines.append(line.append(" " + figure.rjust(time_width + 1), "dim" if part.kind == IDLE else ""))
+        figure = figures.row(part.length_s, part.length_s / scale_s)
+        lines.append(line.append(f"  {figure}", "dim" if part.kind == IDLE else ""))
     return lines
 
 
