@@ -7,6 +7,7 @@ import logging
 import mmap
 import multiprocessing
 import pickle
+import re
 from collections import namedtuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from fulltilt import feed
 from fulltilt.errors import DataError, MachineError, UsageError
+from fulltilt.feed.fingerprint import fingerprint
 
 from .conftest import Drawn, Pixels
 
@@ -156,6 +158,23 @@ def test_structures_keep_their_shape():
     assert first["list"][0].dtype == torch.bool
 
 
+def test_conjugates_and_negatives_are_served_as_the_numbers_they_stand_for():
+    """torch keeps ``x.conj()`` and its imaginary part as marks on ``x``, as Fourier transforms leave them."""
+    dataset = Drawn(lambda i: (torch.tensor([1 + 2j * i, 3 - 1j]).conj(), torch.tensor([1 + 2j * i]).conj().imag), 6)
+    with feed.loader(dataset, 3, num_workers=0) as loader:
+        for _ in range(2):
+            for got, expected in zip(loader, DataLoader(dataset, 3), strict=True):
+                assert all(map(torch.equal, got, expected))
+
+
+def test_one_element_out_of_a_wider_tensor_is_served():
+    dataset = Drawn(lambda i: torch.arange(40)[::2][i : i + 1], 20)
+    dataset.weight = torch.arange(4)[::2][:1]
+    assert fingerprint(dataset).reusable
+    with feed.loader(dataset, 20, num_workers=0) as loader:
+        assert [batch.flatten().tolist() for batch in loader] == [list(range(0, 40, 2))]
+
+
 def test_a_kept_batch_belongs_to_the_caller():
     with feed.loader(Pixels(20), 4, num_workers=2) as loader:
         first = [image.clone() for image, _ in loader]
@@ -272,9 +291,14 @@ def test_a_corrupt_sample_stops_the_job_and_is_named(workers):
     dataset.files = [f"/data/{i}.jpg" for i in range(20)]
     with (
         feed.loader(dataset, 4, num_workers=workers, checks=2) as loader,
-        pytest.raises(DataError, match=r"sample 5 \(/data/5.jpg\) cannot be read: OSError: image file is truncated"),
+        pytest.raises(
+            DataError, match=r"sample 5 \(/data/5.jpg\) cannot be read: OSError: image file is truncated"
+        ) as stop,
     ):
         list(loader)
+    assert re.search(r"truncated \(test_loader\.py, line \d+, in corrupt\)\n", str(stop.value))
+    with pytest.raises(DataError, match=r"sample 0 cannot be read: NameError: .*, line \d+, in <lambda>\)"):
+        feed.loader(Drawn(lambda index: misspelled + index, 4), 2, num_workers=workers)  # noqa: F821
 
 
 @pytest.mark.parametrize("residency", ["ram", "disk", "none"])

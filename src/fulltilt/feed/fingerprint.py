@@ -24,7 +24,7 @@ import torch
 
 from fulltilt.feed.folders import files_below
 from fulltilt.feed.own_code import STANDARD, own_module, used_by
-from fulltilt.feed.structure import Layout, is_image
+from fulltilt.feed.structure import Layout, bytes_of, is_image
 
 # Libraries that decode or transform: another version may give other pixels.
 _LIBRARIES = ("torch", "torchvision", "pillow", "numpy", "opencv-python", "albumentations", "h5py")
@@ -283,7 +283,7 @@ class _Walk:
     def _tensor(self, tensor: torch.Tensor) -> None:
         self._value(f"tensor {tensor.dtype} {tuple(tensor.shape)}")
         if tensor.numel():
-            data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            data = bytes_of(tensor.detach().cpu())
             self.values.update((ctypes.c_ubyte * data.numel()).from_address(data.data_ptr()))
 
     def _value(self, text: str) -> None:

@@ -14,7 +14,7 @@ from fulltilt.feed.generators import Generators
 from fulltilt.feed.opened import files_opened
 from fulltilt.feed.order import spread
 from fulltilt.feed.randomness import counting_reason, first_reason
-from fulltilt.feed.readers import Failure, name_of
+from fulltilt.feed.readers import Failure, failure_of, name_of
 from fulltilt.feed.splitting import Split, find_split
 from fulltilt.feed.structure import Layout, ShapeChanged, Unstorable, layout_of
 from fulltilt.feed.untouched import untouched
@@ -104,8 +104,7 @@ def _draw(dataset: Any, samples: int, checks: int, policy: Policy) -> dict[int, 
         try:
             drawn[index] = dataset[index]
         except Exception as error:
-            text = " ".join(str(error).split())
-            last = Failure(index, "corrupt", f"{type(error).__name__}: {text}", name_of(dataset, index))
+            last = failure_of(dataset, index, error)
             if policy == "stop":
                 raise stopped_by(last) from error
     if not drawn:

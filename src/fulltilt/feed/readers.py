@@ -15,6 +15,7 @@ import torch
 
 from fulltilt.feed.draws import sample_seed
 from fulltilt.feed.generators import Generators
+from fulltilt.feed.own_code import own_module
 from fulltilt.feed.repeats import sample_of
 from fulltilt.feed.structure import Layout, ShapeChanged, Unstorable
 
@@ -31,6 +32,7 @@ class Failure:
     message: str
     name: str | None = None
     trace: str | None = None
+    line: str | None = None  # of the user's code that raised it
 
     def where(self) -> str:
         """The sample's number and its file, where the data set tells it."""
@@ -148,7 +150,17 @@ def read_one(dataset: Any, index: int, layout: Layout, row: torch.Tensor) -> Fai
 def failure_of(dataset: Any, index: int, error: Exception) -> Failure:
     """What is told of ``error``, which sample ``index`` raised."""
     name = name_of(dataset, index) or getattr(error, "filename", None)
-    return Failure(index, "corrupt", _one_line(error), name and str(name), traceback.format_exc(limit=-6))
+    trace = traceback.format_exc(limit=-6)
+    return Failure(index, "corrupt", _one_line(error), name and str(name), trace, _users_line(error))
+
+
+def _users_line(error: Exception) -> str | None:
+    """The innermost line of the user's own code on the way to ``error``."""
+    for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
+        module = str(frame.f_globals.get("__name__"))
+        if own_module(module) and module.partition(".")[0] != __name__.partition(".")[0]:
+            return f"{Path(frame.f_code.co_filename).name}, line {number}, in {frame.f_code.co_name}"
+    return None
 
 
 def pack_one(dataset: Any, index: int, sample: Any, layout: Layout, row: torch.Tensor) -> Failure | None:

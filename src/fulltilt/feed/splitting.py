@@ -20,7 +20,7 @@ import torch
 from fulltilt.feed.draws import sample_seed
 from fulltilt.feed.generators import Generators
 from fulltilt.feed.randomness import counting_reason, first_reason
-from fulltilt.feed.readers import Failure, name_of, pack_one, read_one
+from fulltilt.feed.readers import Failure, failure_of, pack_one, read_one
 from fulltilt.feed.repeats import sample_of
 from fulltilt.feed.stores import HostStore
 from fulltilt.feed.structure import Layout, Unstorable, find_identical, layout_of, leaves_of, same_sample
@@ -160,7 +160,7 @@ class SplitReader:
         try:
             finished = self.split.finish(leaves)
         except Exception as error:
-            return Failure(index, "corrupt", f"{type(error).__name__}: {error}", name_of(self.dataset, index))
+            return failure_of(self.dataset, index, error)
         return pack_one(self.dataset, index, self.finished.build(finished), self.finished, row)
 
     def _keep(self, index: int, generators: Generators) -> Failure | None:

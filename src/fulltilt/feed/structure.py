@@ -68,7 +68,7 @@ class Layout:
                 found = f"{path or 'sample'} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
                 raise ShapeChanged(f"{found} instead of {leaf.describe()}")
             if leaf.nbytes:
-                row[leaf.offset : leaf.offset + leaf.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
+                row[leaf.offset : leaf.offset + leaf.nbytes].copy_(bytes_of(tensor))
 
     def _in_order(self, values: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
         """The parts of a sample as the first one had them: the order of a dict's keys is no part of its shape."""
@@ -139,6 +139,13 @@ def same_sample(left: Any, right: Any) -> bool:
     except ShapeChanged:
         return False
     return torch.equal(first, second)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a dense tensor of the host, one after the other."""
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    # Not a view: torch calls one element contiguous whatever its stride is, and then refuses to see it as bytes.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def find_identical(sample: Any, wanted: Any) -> list[int]:
