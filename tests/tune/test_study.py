@@ -195,6 +195,20 @@ def test_a_study_does_not_go_on_with_a_script_that_has_changed(tmp_path: Path, m
     study.close()
 
 
+def test_a_study_in_which_nothing_worked_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user has installed what was missing: the old failure is no news."""
+    monkeypatch.chdir(tmp_path)
+    told: list[str] = []
+    for _ in range(2):
+        study = Study(
+            ["train.py"], ["python", "train.py"], create_folder(tmp_path / "study"), Space(2), None, told.append
+        )
+        assert not study.trials
+        study._writer.write([Trial(Settings(), "crashed", purpose="start", note="No module named 'timm'")])
+        study.close()
+    assert [line.partition(";")[2] for line in told] == [" the study begins anew"]
+
+
 def test_a_script_that_forks_is_forked_from_before_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fork", lambda: 7)
     monkeypatch.setattr("fulltilt.tune.template.importlib.import_module", lambda _: None)

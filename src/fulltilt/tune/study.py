@@ -30,7 +30,7 @@ from fulltilt.tune.source_patch import fingerprint, source_file
 from fulltilt.tune.space import Space, streams_alone
 from fulltilt.tune.template import CANNOT_FORK
 from fulltilt.tune.trial_run import Limits, run_trial
-from fulltilt.tune.trials import best_of, rate
+from fulltilt.tune.trials import best_of, is_valid, rate
 
 # A search trial that is surely below this share of the best need not be measured more exactly.
 OUT_OF_THE_RACE = 0.9
@@ -89,6 +89,11 @@ class Study:
         self._taken_away: list[str] = []
         self.record = self._open()
         self.trials: list[Trial] = list(store.read_lines(folder / TRIALS_FILE, Trial))
+        if self.trials and not any(map(is_valid, self.trials)):
+            # The user has mended what made them fail, or would like to know whether it still does.
+            tell(f"nothing could be measured in {folder} so far; the study begins anew")
+            self.trials = []
+            (folder / TRIALS_FILE).unlink()
         self._writer = store.LineWriter(folder / TRIALS_FILE)
 
     # ------------------------------------------------------------------ the folder
