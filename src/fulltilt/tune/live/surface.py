@@ -16,7 +16,7 @@ import torch
 
 from fulltilt.tune.live.reach import globals_of
 
-DEEPEST = 6  # a subset's data set's transform's list of transforms' probability
+DEEPEST = 8  # a subset's data set's transform's list of lists of transforms' probability
 MOST_MARKS = 64
 SHORT = 16
 SMALL_BYTES = 1024
