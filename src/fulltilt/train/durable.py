@@ -100,6 +100,13 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
+def refused_write(error: BaseException, out: Path) -> MachineError | None:
+    """The error for a disk that took no more of what goes to ``out``; None for any other error."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return None
+    return cannot_write(Path(os.fsdecode(error.filename)) if isinstance(error.filename, (str, bytes)) else out, error)
+
+
 def cannot_write(path: Path, error: OSError, needed_bytes: int | None = None) -> MachineError:
     """The error for a refused write: the cause, the file, and what to change."""
     cause = error.strerror or str(error)
@@ -109,7 +116,7 @@ def cannot_write(path: Path, error: OSError, needed_bytes: int | None = None) ->
             "Raise it with `ulimit -f unlimited`, or choose another folder with --out.",
         )
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        free = free_bytes(path.parent)
+        free = free_bytes(path if path.is_dir() else path.parent)
         needed = f"{needed_bytes:,} bytes needed, " if needed_bytes else ""
         return MachineError(
             f"cannot write {path}: {cause} ({needed}{free:,} free)",

@@ -15,7 +15,7 @@ from typing import TextIO
 import torch.distributed as dist
 
 from fulltilt.errors import Diverged, DoesNotFit, FulltiltError, MachineError, StoppedEarly, UsageError, refused_path
-from fulltilt.train import checkpoint
+from fulltilt.train import checkpoint, durable
 from fulltilt.train.distributed import Ranks, detect, lost_contact
 from fulltilt.train.step import RankDoesNotFit
 
@@ -50,7 +50,7 @@ def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = 
         said = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
         log = _log_traceback([out, Path(tempfile.gettempdir()) / "fulltilt"])
         lines, code = [f"{said} (in {_place(error)}; all of it is in {log})"], 1
-        if (refusal := refused_path(error)) is not None:
+        if (refusal := refused_path(error) or durable.refused_write(error, out)) is not None:
             lines, code = [refusal.what, refusal.remedy or ""], refusal.exit_code
         if ranks.world > 1 and lost_contact(error):
             lines, code = ["lost contact with another rank", f"Look for what that one said. Ours is in {log}."], LOST

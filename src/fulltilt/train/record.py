@@ -93,7 +93,8 @@ class TrainingRecord(LoopMarks):
             _wait_for_the_others(self._rig.out)
             _, diagnosis = explain(self._rig.out)
         except Exception as problem:
-            self._rig.screen.warn(f"this run has no report: {problem}")
+            why = problem.what if isinstance(problem, FulltiltError) else problem
+            self._rig.screen.warn(f"this run has no report: {why}")
             return
         for line in verdict_lines(diagnosis, self._rig.out):
             self._rig.screen.say(line)
