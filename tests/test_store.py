@@ -403,6 +403,18 @@ def test_a_damaged_run_file_gives_a_clear_error(tmp_path: Path, content: bytes, 
     assert str(tmp_path / store.RUN_FILE) in str(caught.value)
 
 
+def test_a_read_only_file_system_is_a_run_folder_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: deleting the temporary file raised first, and `fulltilt report` of a run there showed nothing."""
+
+    def refuse(self: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(RunFolderError, match="cannot write .*report.html: Read-only file system"):
+        store.write_text(tmp_path / "report.html", "page")
+
+
 def test_what_is_no_run_folder_is_called_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()

@@ -14,6 +14,7 @@ A file that is damaged anywhere else is an error that names the file and the lin
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import functools
@@ -215,7 +216,8 @@ def write_text(path: Path, text: str, encoding: str = "utf-8") -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where nothing may be written, nothing may be deleted either
+            temporary.unlink()
         raise _cannot_write(path, error) from error
 
 
