@@ -411,7 +411,7 @@ def test_a_read_only_file_system_is_a_run_folder_error(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(Path, "open", refuse)
     monkeypatch.setattr(Path, "unlink", refuse)
-    with pytest.raises(RunFolderError, match="cannot write .*report.html: Read-only file system"):
+    with pytest.raises(RunFolderError, match=r"cannot write .*report\.html: Read-only file system"):
         store.write_text(tmp_path / "report.html", "page")
 
 
