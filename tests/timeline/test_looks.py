@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fulltilt.timeline.attribution import Seen
+from fulltilt.timeline.behind_steps import BehindSteps
 from fulltilt.timeline.looks import EARLY_LOOK_EVERY_S, LOOK_AT_REST_EVERY, LOOK_EVERY_S, Looks
 from fulltilt.timeline.marks import Activity
 from fulltilt.timeline.rest import LONG_STEP_NS, Rest
@@ -55,6 +56,7 @@ class FakeRecorder:
     previous_step_ns: int = 0
     training: bool = True
     eval_mode: bool = False
+    behind_steps: BehindSteps = field(default_factory=BehindSteps)
 
 
 @pytest.fixture
@@ -170,3 +172,29 @@ def test_a_late_look_at_what_began_after_it_weighs_nothing(recorder: FakeRecorde
     recorder.activity, recorder.last_switch_ns = Activity.USER, time.perf_counter_ns() + 10**9
     looks.take(time.perf_counter_ns())
     assert [weight for _, _, weight in recorder.notes.lines] == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("next_come", "in_model", "kind"),
+    [
+        (Activity.NEXT, False, "host"),
+        (Activity.NEXT, True, "torch"),
+        (Activity.BACKWARD, False, "torch"),
+        (Activity.SAVE, False, "torch"),
+    ],
+    ids=["a batch next", "in a model", "backward next", "nothing known"],
+)
+def test_torchs_work_behind_a_step_is_the_scripts_own_where_a_batch_is_drawn_next(
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, next_come: Activity, in_model: bool, kind: str
+) -> None:
+    view = StackView("torch", "train.py:7", "follow", "kept.mul_(0.9)", of_training=in_model)
+    monkeypatch.setattr("fulltilt.timeline.looks.look", lambda *_: view)
+    looks = Looks(recorder)
+    recorder.activity, recorder.left, recorder.step_ns = Activity.USER, Activity.OPTIMIZER, 1
+    for _ in range(3):
+        looks.take(time.perf_counter_ns())
+    recorder.behind_steps.ended(1e6, next_come)  # it shows only now
+    recorder.previous_step_ns, recorder.step_ns = 1, 2
+    usual, _ = looks.splits()
+    assert list(usual[Activity.OPTIMIZER]) == [kind]
+    assert [seen for seen, _, _ in recorder.notes.lines] == [kind] * 3

@@ -73,6 +73,7 @@ CATALOGUE = (
     Specimen("sleep_in_forward.py", "host_code", measured=("host_code",)),
     Specimen("json_weights.py", "host_code", measured=("host_code",)),
     Specimen("python_metric.py", "host_code", measured=("host_code",)),
+    Specimen("averaged_weights.py", "host_code", measured=("host_code",)),
     Specimen("train_in_thread.py", "host_code", measured=("host_code",)),
     Specimen("packaged/train.py", "host_code", measured=("host_code",), launch="module", marked_in="packaged/pause.py"),
     Specimen("validate_often.py", "validation_heavy", measured=("validation",)),

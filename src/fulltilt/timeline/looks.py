@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
 
 from fulltilt.timeline.attribution import Seen
+from fulltilt.timeline.behind_steps import BehindSteps
 from fulltilt.timeline.clock import CudaClock
 from fulltilt.timeline.loader_tap import TappedIterator
 from fulltilt.timeline.marks import Activity
@@ -43,6 +44,20 @@ class Watched(Protocol):
     previous_step_ns: int
     training: bool
     eval_mode: bool
+
+    @property
+    def behind_steps(self) -> BehindSteps:
+        """What the marks so far tell of the stretches behind steps."""
+        ...
+
+
+class Look(NamedTuple):
+    """A look at the step under way; ``view`` where it shows later whose work it was."""
+
+    after: Activity
+    kind: str
+    weight_s: float
+    view: StackView | None = None
 
 
 @dataclass
@@ -115,8 +130,11 @@ class Looks:
         self._taken = 0
         # The looks at the step under way: whether it takes long shows later.
         self._step_ns = 0
-        self._in_step: list[tuple[Activity, str, float]] = []
+        self._in_step: list[Look] = []
         self._takes_long = False
+        # Looks of which it shows later whose work they saw, and the bags that they belong in.
+        self._undecided: list[tuple[Bags, Look, StackView]] = []
+        self._behind_steps_s = self._behind_steps_in_model_s = 0.0
 
     @property
     def every_s(self) -> float:
@@ -157,11 +175,21 @@ class Looks:
         on_time = since_look_ns < 2e9 * every_s
         weight_s = every_s if on_time else max(min(since_look_ns, since_switch_ns), 0) * NS
         view = recorder.notes.understood(view)
-        recorder.notes.looked(activity, view, weight_s)
+        undecided = activity is Activity.USER and self._is_undecided(after, view, weight_s)
+        if not undecided:
+            recorder.notes.looked(activity, view, weight_s)
         if activity is Activity.USER:
-            self._add(after, view.kind, weight_s, recorder.step_ns, now_ns)
+            self._add(Look(after, view.kind, weight_s, view if undecided else None), recorder.step_ns, now_ns)
             if now_ns - due_ns > LATE_NS:
                 self._late[view.kind] = self._late.get(view.kind, 0.0) + weight_s
+
+    def _is_undecided(self, after: Activity, view: StackView, weight_s: float) -> bool:
+        """Whether it shows later if torch worked for the script itself here. On a GPU its work there is the GPU's."""
+        if after is not Activity.OPTIMIZER or self._recorder.clock is not None:
+            return False
+        self._behind_steps_s += weight_s
+        self._behind_steps_in_model_s += weight_s * view.of_training
+        return view.kind == "torch" and not view.of_training
 
     def _take_in_backward(self) -> None:
         """Most of backward is torch's; a hook, or a function with a backward of its own, may hold it up.
@@ -209,14 +237,14 @@ class Looks:
         if theirs is not None and not takes_long:
             self._add_in_backward(view if theirs else None, weight_s)
         elif takes_long or not in_backward_or_optimizer(stack):
-            self._add(Activity.REST, view.kind, weight_s, began_ns, now_ns)
+            self._add(Look(Activity.REST, view.kind, weight_s), began_ns, now_ns)
         recorder.notes.looked(Activity.USER, view, weight_s)
 
-    def _add(self, after: Activity, kind: str, weight_s: float, step_ns: int, now_ns: int) -> None:
+    def _add(self, taken: Look, step_ns: int, now_ns: int) -> None:
         if step_ns != self._step_ns:
             self._settle()
             self._step_ns = step_ns
-        self._in_step.append((after, kind, weight_s))
+        self._in_step.append(taken)
         self._takes_long = now_ns - step_ns > LONG_STEP_NS
 
     def _settle(self) -> None:
@@ -226,10 +254,25 @@ class Looks:
             self._takes_long = recorder.step_ns - self._step_ns > LONG_STEP_NS
         # On a GPU no step is booked apart: it is the GPU's time that is divided.
         bags = self.apart if self._takes_long and recorder.clock is None else self.usual
-        for after, kind, weight_s in self._in_step:
-            bags.add(after, kind, weight_s)
+        for taken in self._in_step:
+            if taken.view is None:
+                bags.add(taken.after, taken.kind, taken.weight_s)
+            else:
+                self._undecided.append((bags, taken, taken.view))
         self._in_step.clear()
         self._takes_long = False
+
+    def _decide(self) -> None:
+        """Say of each look behind a step whose work it saw: the marks since then tell what came next."""
+        if not self._undecided:
+            return
+        in_model_share = self._behind_steps_in_model_s / self._behind_steps_s
+        own = self._recorder.behind_steps.is_the_scripts_own(in_model_share)
+        for bags, taken, view in self._undecided:
+            kind = "host" if own else taken.kind
+            self._recorder.notes.looked(Activity.USER, replace(view, kind=kind), taken.weight_s)
+            bags.add(taken.after, kind, taken.weight_s)
+        self._undecided.clear()
 
     def _missed(self, now_ns: int) -> None:
         """A look that was due in the user's own code came when that had ended: the interpreter lock was held.
@@ -238,19 +281,21 @@ class Looks:
         """
         total = sum(self._late.values())
         for kind, weight in self._late.items():
-            self._add(self._recorder.left_after, kind, self.every_s * weight / total, self._recorder.step_ns, now_ns)
+            missed = Look(self._recorder.left_after, kind, self.every_s * weight / total)
+            self._add(missed, self._recorder.step_ns, now_ns)
 
     def splits(self) -> tuple[Seen, Seen]:
         """How the user's own time divides in most steps, and in what takes long."""
         if self._takes_long or self._step_ns != self._recorder.step_ns:
             self._settle()
+        self._decide()
         usual, apart = self.usual.split(), self.apart.split()
         return usual, apart or usual
 
     @property
     def none_yet(self) -> bool:
         """Whether the user's own time was never looked at."""
-        return not (self._in_step or self.usual.seen or self.apart.seen)
+        return not (self._in_step or self._undecided or self.usual.seen or self.apart.seen)
 
     def begin_window(self) -> None:
         """The looks so far have been used."""

@@ -19,6 +19,7 @@ from typing import Any
 from fulltilt import captures
 from fulltilt.records import Span
 from fulltilt.timeline.attribution import attribute
+from fulltilt.timeline.behind_steps import BehindSteps
 from fulltilt.timeline.clock import CudaClock
 from fulltilt.timeline.looks import Looks
 from fulltilt.timeline.marks import Activity, BookedApart, Finished, Point, Rested
@@ -217,6 +218,11 @@ class Recorder:
             flushed.wait()
 
     # ------------------------------------------------------------------ on the observer thread
+
+    @property
+    def behind_steps(self) -> BehindSteps:
+        """What the marks so far tell of the stretches behind steps."""
+        return self._builder.behind_steps
 
     def _observe(self) -> None:
         began = time.monotonic()

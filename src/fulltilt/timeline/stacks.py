@@ -25,6 +25,8 @@ GENERATOR = 0x20  # inspect.CO_GENERATOR
 GENERATOR_EXPRESSION = "<genexpr>"
 CACHE, FOR_ITER = opcode.opmap["CACHE"], opcode.opmap["FOR_ITER"]
 DEEPEST = 100
+# The function of torch's through which every module is called.
+MODEL_CALL = "_call_impl"
 
 # How the writing of checkpoints is called: it is more than torch.save (transformers renames all weights, scripts zip).
 SAVING = frozenset({"save_pretrained", "save_checkpoint", "_save_checkpoint", "save_state", "save_model"})
@@ -41,12 +43,16 @@ class Stack(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StackView:
-    """One look at a thread: the kind of its work, the user's line that caused it, and the expression there."""
+    """One look at a thread: the kind of its work, the user's line that caused it, and the expression there.
+
+    ``of_training``: a model or an optimizer was called, and not some function of torch's alone.
+    """
 
     kind: str
     where: str
     function: str
     call: str | None
+    of_training: bool = False
 
 
 def stack_of(thread_id: int) -> Stack | None:
@@ -118,7 +124,7 @@ def look(stack: Stack, inside: CodeType | None = None, ways_in: frozenset[Spot] 
     user: Spot | None = None
     outside: Spot | None = None
     way_in: Spot | None = None
-    in_module = in_generator = in_library_module = False
+    in_module = in_generator = in_library_module = of_training = False
     special: str | None = None
     for depth, spot in enumerate(calls):
         code = spot[0]
@@ -128,6 +134,7 @@ def look(stack: Stack, inside: CodeType | None = None, ways_in: frozenset[Spot] 
         if who == "torch_module":
             in_library_module = in_library_module or (not in_module and user is None and outside is not None)
             in_module = True
+            of_training = of_training or code.co_name == MODEL_CALL
         elif who == "torch_compile":
             special = special or "compile"
         elif who == "torch_save":
@@ -142,6 +149,8 @@ def look(stack: Stack, inside: CodeType | None = None, ways_in: frozenset[Spot] 
             if "/safetensors/" in code.co_filename or code.co_name in SAVING:
                 special = special or "checkpoint"
             outside = outside or spot
+        elif who == "torch":
+            of_training = of_training or "/torch/optim/" in code.co_filename.replace("\\", "/")
         elif who == "user":
             if spot in ways_in:
                 way_in = way_in or spot
@@ -158,7 +167,7 @@ def look(stack: Stack, inside: CodeType | None = None, ways_in: frozenset[Spot] 
         kind = "data"
     if kind == "host" and top[0].co_filename in _waiting_rooms():
         kind = "waiting"
-    return _view(named, kind)
+    return _view(named, kind, of_training)
 
 
 def _makes_no_batches(code: CodeType, callers: list[Spot]) -> bool:
@@ -197,10 +206,10 @@ def _waiting_rooms() -> frozenset[str]:
     return frozenset({threading.__file__, queue.__file__})
 
 
-def _view(spot: Spot, kind: str) -> StackView:
+def _view(spot: Spot, kind: str, of_training: bool) -> StackView:
     code, position = spot
     where = f"{shown_path(code.co_filename)}:{line_at(code, position)}"
-    return StackView(kind, where, code.co_qualname, expression_at(code, position))
+    return StackView(kind, where, code.co_qualname, expression_at(code, position), of_training)
 
 
 def _kind(top: Spot, names: Mapping[str, Any], top_owner: str, in_module: bool) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from fulltilt.timeline.behind_steps import BehindSteps
 from fulltilt.timeline.gpu_time import GpuTime
 from fulltilt.timeline.marks import (
     Activity,
@@ -36,7 +37,8 @@ ONE_BY_ONE = 100
 SHORTEST_NS = 50e6
 RESOLUTION = 2000
 
-NEXT, SAVE, SYNC, USER = Activity.NEXT, Activity.SAVE, Activity.SYNC, Activity.USER
+NEXT, OPTIMIZER, SAVE, SYNC = Activity.NEXT, Activity.OPTIMIZER, Activity.SAVE, Activity.SYNC
+USER = Activity.USER
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +76,11 @@ class TileBuilder:
         self.epoch = 0
         self.validating = False
         self.gpu: GpuTime | None = None
+        self.behind_steps = BehindSteps()
         self._t0_ns = t0_ns
         self._now: float = t0_ns
         self._activity = self._after = Activity.USER
+        self._since: float = t0_ns
         self._started = False
         self._preparing = True
         self._eval_mode = False
@@ -129,7 +133,9 @@ class TileBuilder:
         if fact is not None:
             self._meaning[type(fact)](fact)
         if activity is not None and activity is not self._activity:
-            self._after, self._activity = self._activity, activity
+            if self._after is OPTIMIZER and self._activity is USER and not self.validating:
+                self.behind_steps.ended(self._now - self._since, activity)
+            self._after, self._activity, self._since = self._activity, activity, self._now
 
     def _spend(self, t_ns: int) -> None:
         """Book the host time since the last mark on the shelf it was spent on."""
