@@ -175,26 +175,33 @@ def test_a_late_look_at_what_began_after_it_weighs_nothing(recorder: FakeRecorde
 
 
 @pytest.mark.parametrize(
-    ("next_come", "in_model", "kind"),
+    ("seen", "in_model", "comes_next", "kind"),
     [
-        (Activity.NEXT, False, "host"),
-        (Activity.NEXT, True, "torch"),
-        (Activity.BACKWARD, False, "torch"),
-        (Activity.SAVE, False, "torch"),
+        ("torch", False, Activity.NEXT, "host"),
+        ("torch", True, Activity.NEXT, "torch"),
+        ("torch", False, Activity.BACKWARD, "torch"),
+        ("torch", False, Activity.SAVE, "torch"),
+        ("data", False, Activity.NEXT, "host"),
+        ("data", False, Activity.BACKWARD, "data"),
     ],
-    ids=["a batch next", "in a model", "backward next", "nothing known"],
+    ids=["a batch next", "in a model", "backward next", "nothing known", "a generator", "a generator of batches"],
 )
-def test_torchs_work_behind_a_step_is_the_scripts_own_where_a_batch_is_drawn_next(
-    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, next_come: Activity, in_model: bool, kind: str
+def test_what_is_done_behind_a_step_is_the_scripts_own_where_a_batch_is_drawn_next(
+    recorder: FakeRecorder,
+    monkeypatch: pytest.MonkeyPatch,
+    seen: str,
+    in_model: bool,
+    comes_next: Activity,
+    kind: str,
 ) -> None:
-    view = StackView("torch", "train.py:7", "follow", "kept.mul_(0.9)", of_training=in_model)
+    view = StackView(seen, "train.py:7", "follow", "kept.mul_(0.9)", of_training=in_model)
     monkeypatch.setattr("fulltilt.timeline.looks.look", lambda *_: view)
     looks = Looks(recorder)
     recorder.activity, recorder.left, recorder.step_ns = Activity.USER, Activity.OPTIMIZER, 1
     for _ in range(3):
         looks.take(time.perf_counter_ns())
-    recorder.behind_steps.ended(1e6, next_come)  # it shows only now
+    recorder.behind_steps.ended(1e6, comes_next)  # it shows only now
     recorder.previous_step_ns, recorder.step_ns = 1, 2
     usual, _ = looks.splits()
     assert list(usual[Activity.OPTIMIZER]) == [kind]
-    assert [seen for seen, _, _ in recorder.notes.lines] == [kind] * 3
+    assert [told for told, _, _ in recorder.notes.lines] == [kind] * 3

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from fulltilt.timeline.attribution import Seen
+from fulltilt.timeline.bags import ENOUGH_LOOKS, Bag, Bags
 from fulltilt.timeline.behind_steps import BehindSteps
 from fulltilt.timeline.clock import CudaClock
 from fulltilt.timeline.loader_tap import TappedIterator
@@ -23,8 +24,6 @@ EARLY_LOOKS, EARLY_LOOK_EVERY_S = 400, 0.005
 LOOK_AT_REST_EVERY = 4
 # A look is late when it had to wait for the interpreter lock.
 LATE_NS = 300_000
-# A window needs this many looks before its own split is trusted over that of the whole run.
-ENOUGH_LOOKS = 20
 NS = 1e-9
 
 
@@ -58,62 +57,6 @@ class Look(NamedTuple):
     kind: str
     weight_s: float
     view: StackView | None = None
-
-
-@dataclass
-class Bag:
-    """Looks at one sort of the user's own time, by kind: those of the present window, and all of them."""
-
-    enough: int
-    window: dict[str, float] = field(default_factory=dict)
-    in_window: int = 0
-    overall: dict[str, float] = field(default_factory=dict)
-
-    def add(self, kind: str, weight_s: float) -> None:
-        """Put a look in."""
-        self.window[kind] = self.window.get(kind, 0.0) + weight_s
-        self.in_window += 1
-
-    def split(self) -> dict[str, float]:
-        """How this time divides, by the looks of the window, or of the whole run when they are few."""
-        for kind, weight in self.window.items():
-            self.overall[kind] = self.overall.get(kind, 0.0) + weight
-        return dict(self.window if self.in_window >= self.enough else self.overall)
-
-    def empty(self) -> None:
-        """The looks of the window have been used."""
-        self.window.clear()
-        self.in_window = 0
-
-
-class Bags:
-    """Looks at the user's own time, in a bag for each activity that it came after."""
-
-    def __init__(self) -> None:
-        self._after: dict[Activity, Bag] = {}
-
-    def add(self, after: Activity, kind: str, weight_s: float) -> None:
-        """Put a look in."""
-        self._after.setdefault(after, Bag(ENOUGH_LOOKS)).add(kind, weight_s)
-
-    def split(self) -> Seen:
-        """How this time divides."""
-        return {after: bag.split() for after, bag in self._after.items()}
-
-    @property
-    def in_window(self) -> int:
-        """How many looks there were in the present window."""
-        return sum(bag.in_window for bag in self._after.values())
-
-    @property
-    def seen(self) -> bool:
-        """Whether there ever was a look."""
-        return bool(self._after)
-
-    def empty(self) -> None:
-        """The looks of the window have been used."""
-        for bag in self._after.values():
-            bag.empty()
 
 
 class Looks:
@@ -184,12 +127,15 @@ class Looks:
                 self._late[view.kind] = self._late.get(view.kind, 0.0) + weight_s
 
     def _is_undecided(self, after: Activity, view: StackView, weight_s: float) -> bool:
-        """Whether it shows later if torch worked for the script itself here. On a GPU its work there is the GPU's."""
-        if after is not Activity.OPTIMIZER or self._recorder.clock is not None:
+        """Whether it shows later what this was for: torch's work for a forward pass, or a generator's for a batch.
+
+        What torch does on a GPU is the GPU's time.
+        """
+        if after is not Activity.OPTIMIZER:
             return False
         self._behind_steps_s += weight_s
         self._behind_steps_in_model_s += weight_s * view.of_training
-        return view.kind == "torch" and not view.of_training
+        return not view.of_training and (view.kind == "data" or (view.kind == "torch" and self._recorder.clock is None))
 
     def _take_in_backward(self) -> None:
         """Most of backward is torch's; a hook, or a function with a backward of its own, may hold it up.
