@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -60,8 +61,18 @@ def _model(name: str) -> str:
 
 def _outlook(target: Target, runs: list[Path]) -> Forecast:
     beside = [folder for run in runs for folder in (run, *run.resolve().parents[:2])]
-    history: History = read_history(beside, target.metric)
+    history = _history(beside, target.metric)
     return forecast(history.points, target.value, history.epoch_s, target.mode)
+
+
+def _history(folders: list[Path], metric: str) -> History:
+    """The history of the metric; ``iou`` stands for ``eval_iou``, as everywhere in a training."""
+    try:
+        return read_history(folders, metric)
+    except UsageError:
+        with contextlib.suppress(UsageError):
+            return read_history(folders, f"eval_{metric}")
+        raise
 
 
 def _print_json(made: Plan, target: Target | None, outlook: Forecast | None) -> None:
