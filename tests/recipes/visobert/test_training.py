@@ -25,6 +25,7 @@ from fulltilt.recipes.visobert import Options, arguments, texts
 from fulltilt.recipes.visobert.batches import BucketSampler, Picks, resident
 from fulltilt.recipes.visobert.disk import refusals_told
 from fulltilt.recipes.visobert.trainer import ClassLoss, TextTrainer
+from fulltilt.timeline.explicit import Recording
 from fulltilt.train import checkpoint, durable
 
 SMALL = (
@@ -137,6 +138,25 @@ def test_a_stop_by_sigterm_changes_nothing(
     assert same(weights(tmp_path / "model"), weights(whole / "model"))
 
 
+def noting_checkpoints(monkeypatch: pytest.MonkeyPatch, steps: list[int]) -> None:
+    """Note the steps at which the recorder knows that a save is being written."""
+    saved, writing = TextTrainer._save_checkpoint, False
+    mark = Recording.mark_checkpoint
+
+    def marked(self: Recording, begins: bool) -> None:
+        nonlocal writing
+        writing = begins
+        mark(self, begins)
+
+    def noted(self: TextTrainer, *given: Any) -> None:
+        if writing:
+            steps.append(self.state.global_step)
+        saved(self, *given)
+
+    monkeypatch.setattr(Recording, "mark_checkpoint", marked)
+    monkeypatch.setattr(TextTrainer, "_save_checkpoint", noted)
+
+
 def test_a_damaged_checkpoint_is_refused_and_a_killed_save_is_swept(
     whole: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -147,7 +167,10 @@ def test_a_damaged_checkpoint_is_refused_and_a_killed_save_is_swept(
     assert train("--data", data, "--out", tmp_path, "--max-steps", "2", "--save-every", "1") == 9
     monkeypatch.undo()
     assert not checkpoint.folders(tmp_path / "checkpoints")
+    marked: list[int] = []
+    noting_checkpoints(monkeypatch, marked)
     assert train("--data", data, "--out", tmp_path, "--save-every", "3") == 0
+    assert marked == [3, 4, 6, 8], "the time of every save is a checkpoint's on the ledger"
     assert same(weights(tmp_path / "model"), weights(whole / "model"))
     newest, *older = checkpoint.folders(tmp_path / "checkpoints")
     (newest / "optimizer.pt").write_bytes(b"damaged")

@@ -164,7 +164,8 @@ class Fitting:
             compute_metrics=lambda found: classification(
                 torch.as_tensor(found.predictions).argmax(-1), torch.as_tensor(found.label_ids), classes
             ),
-            callbacks=[callback for callback in (self.recorder, figures, self.stopper) if callback is not None],
+            # The recorder last: it looks whether the others have asked for a save, whose time is then a checkpoint's.
+            callbacks=[callback for callback in (figures, self.stopper, self.recorder) if callback is not None],
         )
         self.trainer.remove_callback(transformers.PrinterCallback)
         self.screen.say(
