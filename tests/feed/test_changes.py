@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from fulltilt import feed
 from fulltilt.errors import DataError, UsageError
@@ -278,6 +278,47 @@ def test_a_sampler_with_a_generator_of_its_own_gives_what_it_gives_a_dataloader(
     with feed.loader(data, 4, sampler=sampler(), num_workers=0) as loader:
         for _ in range(3):
             assert torch.equal(torch.cat(list(loader)), torch.cat(list(plain)))
+
+
+@pytest.mark.parametrize("made", ["in each epoch", "once"])
+def test_the_epoch_that_the_sampler_was_told_is_drawn(made):
+    """As scripts for several GPUs do, also when they go on in the sixth epoch: it began with the first one's order."""
+    dataset = Drawn(lambda i: torch.tensor([i]), 21)
+    sampler, reference = (DistributedSampler(dataset, 2, 1, shuffle=True) for _ in range(2))
+
+    def loader():
+        return feed.loader(dataset, 4, sampler=sampler, num_workers=0)
+
+    kept = loader()
+    for epoch in (5, 6, 8):
+        sampler.set_epoch(epoch)
+        reference.set_epoch(epoch)
+        loading = kept if made == "once" else loader()
+        batches = list(loading)
+        expected = DataLoader(dataset, 4, sampler=reference)
+        assert [b.flatten().tolist() for b in batches] == [b.flatten().tolist() for b in expected]
+        assert loading.state_dict()["epoch"] == epoch + 1
+        assert loading.sampler is sampler
+    kept.set_epoch(5)  # told itself, a loader heeds that
+    sampler.set_epoch(8)
+    reference.set_epoch(5)
+    assert [b.flatten().tolist() for b in kept] == [
+        b.flatten().tolist() for b in DataLoader(dataset, 4, sampler=reference)
+    ]
+
+
+def test_a_loader_made_in_each_epoch_is_told(caplog):
+    class OnlyHere(Drawn):
+        pass
+
+    def epoch(**options):
+        with feed.loader(OnlyHere(lambda i: i, 11), 4, num_workers=0, **options) as loader:
+            list(loader)
+        return [note for note in loader.notes if "keep one loader for all epochs" in note]
+
+    assert [len(epoch()) for _ in range(3)] == [0, 0, 0]  # every epoch is the same anyway
+    assert [len(epoch(shuffle=True)) for _ in range(4)] == [0, 1, 0, 0]
+    assert caplog.text.count("keep one loader") == 1
 
 
 def test_a_sampler_without_an_end_is_refused():

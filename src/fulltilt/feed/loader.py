@@ -21,20 +21,12 @@ from fulltilt.feed.delivery import Delivery
 from fulltilt.feed.inspection import Inspection, inspect, length_of
 from fulltilt.feed.keeping import Keeping, Notes
 from fulltilt.feed.mistakes import refuse_mistakes, refuse_unknown
-from fulltilt.feed.order import (
-    BatchOrder,
-    GivenBatches,
-    Order,
-    draws_of,
-    every_batch_counts,
-    position,
-    resumed_at,
-    step_samples,
-)
+from fulltilt.feed.order import BatchOrder, GivenBatches, Order, draws_of, every_batch_counts, sampler_of, step_samples
 from fulltilt.feed.places import device_or_default, home_of, ranks
 from fulltilt.feed.progress import progress
 from fulltilt.feed.replay import replayable
 from fulltilt.feed.residency import Residence
+from fulltilt.feed.standing import AGAIN, Standing, begins_again, is_shuffled, resumed_at, told_epoch
 from fulltilt.feed.stock import StockLoader
 from fulltilt.feed.tiers import Residency, Tier, default_workers
 from fulltilt.onlookers import seen
@@ -158,8 +150,7 @@ class FeedLoader:
         self._augment = augment
         self._residence = residence
         self._finishes = bool(getattr(dataset, "finishes_on_device", False))
-        self._next_epoch = self._epoch = 0
-        self._resume_at = self._next_batch = 0
+        self._standing = Standing()
         self._stock: StockLoader | None = None
         self._keeping: Keeping | None = None
         self._bad = bad
@@ -187,6 +178,11 @@ class FeedLoader:
         return self._residence.tier
 
     @property
+    def sampler(self) -> Any:
+        """The sampler or batch sampler that was given; None without one. Its ``set_epoch`` is heeded."""
+        return sampler_of(self.order)
+
+    @property
     def batch_size(self) -> int:
         """Samples in a full batch on this rank."""
         return self.order.batch_size
@@ -200,7 +196,7 @@ class FeedLoader:
 
     def begin_at(self, epoch: int, batch: int) -> None:
         """Let the next iteration begin with batch number ``batch`` of ``epoch``. Raises UsageError."""
-        self._next_epoch, self._resume_at = self._epoch, self._next_batch = position(epoch, batch)
+        self._standing.begin_at(epoch, batch)
 
     def regroup(self, order: BatchOrder) -> None:
         """Draw the same samples in the batches of another order from the next iteration on. What is kept stays."""
@@ -211,8 +207,8 @@ class FeedLoader:
 
     def state_dict(self) -> dict[str, int | None]:
         """Where the iteration stands: after a load, the next batch is the one that would have come now."""
-        standing = {"epoch": self._epoch, "batch": self._next_batch, "seed": self.order.seed}
-        return {**standing, "step_samples": step_samples(self.order)}
+        standing = {"epoch": self._standing.epoch, "batch": self._standing.batch}
+        return {**standing, "seed": self.order.seed, "step_samples": step_samples(self.order)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``, with other ranks or batches too. Raises UsageError where that is not possible."""
@@ -258,7 +254,7 @@ class FeedLoader:
             "bad": self._bad,
             "on_worker_start": self._on_worker_start,
         }
-        return _made_anew, (self.dataset, self.order, self._found, made_with, self._next_epoch, self._resume_at)
+        return _made_anew, (self.dataset, self.order, self._found, made_with, *self._standing.next)
 
     # ----------------------------------------------------------------- one epoch
 
@@ -267,17 +263,21 @@ class FeedLoader:
             raise UsageError(
                 f"the data set had {self._residence.samples} samples and has {now} now", "Make another loader for it."
             )
-        epoch, start = self._next_epoch, self._resume_at
-        self._next_epoch, self._resume_at = epoch + 1, 0
-        self._epoch, self._next_batch = epoch, start
+        self._tell_if_made_in_each_epoch()
+        epoch, start = self._standing.begin(self.order)
         for number, (batch, indices) in enumerate(self._batches(epoch, start), start):
-            # Counted before the batch is handed out: a checkpoint taken after its step must not see it again.
-            self._epoch, self._next_batch = epoch, number + 1
+            self._standing.handed_out(epoch, number)
             if len(indices):
                 yield self._finished(batch, indices, epoch)
             else:
                 pass_over(number, epoch, awaited=every_batch_counts(self.order))
-        self._epoch, self._next_batch = epoch + 1, 0
+        self._standing.ended(epoch)
+
+    def _tell_if_made_in_each_epoch(self) -> None:
+        random = is_shuffled(self.order) or self._augment is not None or self._found.random_because is not None
+        by_itself = self._standing.counts_by_itself and told_epoch(self.order) is None
+        if random and by_itself and begins_again(self.order, type(self.dataset), self._residence.samples):
+            self.notes.warn(AGAIN)
 
     def _finished(self, batch: Any, indices: torch.Tensor, epoch: int) -> Any:
         if self._finishes:

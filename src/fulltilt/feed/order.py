@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Protocol
@@ -183,23 +183,15 @@ def step_samples(order: BatchOrder) -> int | None:
     return order.batch_size * order.world_size if isinstance(order, Order) and order.sampler is None else None
 
 
-def position(epoch: int, batch: int) -> tuple[int, int]:
-    """Both as they are, where a pass can begin. Raises UsageError: from -1 on it would be the last batch alone."""
-    if not (is_whole(epoch) and is_whole(batch)):
-        raise UsageError(f"batch {batch!r} of epoch {epoch!r}: both must be whole numbers of at least 0")
-    return int(epoch), int(batch)
-
-
 def is_whole(number: Any, at_least: int = 0) -> bool:
     """Whether it is a whole number (NumPy has some of its own) of ``at_least`` so many."""
     return type(number) is not bool and isinstance(number, Integral) and int(number) >= at_least
 
 
-def saved_position(state: Mapping[str, Any]) -> tuple[int, int]:
-    """Epoch and number of the next batch in a loader's ``state``. Raises UsageError if it is none."""
-    if not isinstance(state, Mapping) or not {"epoch", "batch"} <= state.keys():
-        raise UsageError("this is not the state of a loader: it has no epoch and batch")
-    return position(state["epoch"], state["batch"])
+def sampler_of(order: BatchOrder) -> Any:
+    """What the user has given to decide on the samples or batches; None without one."""
+    sampler = getattr(order, "sampler", None)
+    return getattr(order, "batch_sampler", None) if sampler is None else sampler
 
 
 def every_batch_counts(order: BatchOrder) -> bool:
@@ -207,22 +199,6 @@ def every_batch_counts(order: BatchOrder) -> bool:
     if isinstance(order, Order):
         return order.world_size > 1
     return not isinstance(order, GivenBatches) or ranks()[1] > 1
-
-
-def resumed_at(state: Mapping[str, Any], order: BatchOrder) -> tuple[int, int]:
-    """Epoch and number of the next batch of ``order`` after a loader's ``state``. Raises UsageError if it has none."""
-    epoch, batch = saved_position(state)
-    if (seed := state.get("seed", order.seed)) != order.seed:
-        raise UsageError(f"the saved loader had seed {seed}, this one has {order.seed}")
-    saved, mine = state.get("step_samples"), step_samples(order)
-    if not saved or not mine or saved == mine:
-        return epoch, batch
-    if batch * saved % mine:
-        raise UsageError(
-            f"the saved loader stands after {batch * saved} samples, in the middle of a batch of {mine}",
-            "Go on with the batch size and ranks that it had, or begin the epoch anew with set_epoch.",
-        )
-    return epoch, batch * saved // mine
 
 
 def spread(samples: int, count: int) -> Iterator[int]:

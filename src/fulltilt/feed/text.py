@@ -17,8 +17,8 @@ import torch
 
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.draws import as_int64
-from fulltilt.feed.order import position, saved_position
 from fulltilt.feed.places import device_or_default, ranks
+from fulltilt.feed.standing import Standing, saved_position
 from fulltilt.feed.tokens import Tokens, tokenise
 from fulltilt.onlookers import seen
 
@@ -207,8 +207,7 @@ class TextLoader:
         self._flat = tokens.flat.to(device)
         self._steps = torch.arange(0, device=device)
         self._labels = labels.to(device) if labels is not None else None
-        self._next_epoch = self._next_batch = 0
-        self._stands_at = 0, 0
+        self._standing = Standing()
         self._real = self._padded = 0
         self._start_planner()
 
@@ -230,7 +229,7 @@ class TextLoader:
 
     def __len__(self) -> int:
         """Batches of the epoch that comes next; with a token budget it may differ by a few between epochs."""
-        return len(self._plan(self._next_epoch))
+        return len(self._plan(self._standing.next[0]))
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch that the next iteration draws."""
@@ -238,12 +237,12 @@ class TextLoader:
 
     def begin_at(self, epoch: int, batch: int) -> None:
         """Let the next iteration begin with batch number ``batch`` of ``epoch``. Raises UsageError."""
-        self._stands_at = self._next_epoch, self._next_batch = position(epoch, batch)
+        self._standing.begin_at(epoch, batch)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration stands: after a load, the next batch is the one that would have come now."""
-        epoch, batch = self._stands_at
-        return {"epoch": epoch, "batch": batch, "world_size": self.world_size, **asdict(self.batching)}
+        standing = {"epoch": self._standing.epoch, "batch": self._standing.batch}
+        return {**standing, "world_size": self.world_size, **asdict(self.batching)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``. Raises UsageError if it is none, or that of a loader with other batches."""
@@ -260,24 +259,23 @@ class TextLoader:
         return seen(self, self._pass())
 
     def _pass(self) -> Iterator[dict[str, torch.Tensor]]:
-        epoch, first = self._next_epoch, self._next_batch
-        self._next_epoch, self._next_batch = epoch + 1, 0
+        epoch, first = self._standing.begin()
         batches = self._plan(epoch)[first:]
         self._planned = {epoch + 1: self._planner.submit(self._make_plan, epoch + 1)}
         if not batches:
-            self._stands_at = epoch + 1, 0
+            self._standing.ended(epoch)
             return
         # What the host has to know of each batch, and the indices of all of them, in one step each.
         longest = [int(self.lengths[batch].max()) for batch in batches]
         real = [int(self.lengths[batch].sum()) for batch in batches]
         every = torch.split(torch.cat(batches).to(self.device), [len(batch) for batch in batches])
-        for number, (picks, most, tokens) in enumerate(zip(every, longest, real, strict=True), first + 1):
+        for number, (picks, most, tokens) in enumerate(zip(every, longest, real, strict=True), first):
             width = padded_length(most, self.batching.multiple)
             self._real += tokens
             self._padded += width * len(picks)
-            self._stands_at = epoch, number  # before it is handed out, as in FeedLoader
+            self._standing.handed_out(epoch, number)
             yield self.assemble(picks, width)
-        self._stands_at = epoch + 1, 0
+        self._standing.ended(epoch)
 
     def assemble(
         self, picks: torch.Tensor, width: int, mask_type: torch.dtype = torch.int64
