@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fulltilt import feed
@@ -127,6 +127,7 @@ def test_a_feed_loader_as_data_resumes_by_its_position(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------- the source alone
 
 
+@settings(max_examples=40)  # each makes up to four loaders
 @given(
     samples=st.integers(1, 40),
     batch_size=st.integers(1, 9),

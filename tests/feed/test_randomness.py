@@ -153,8 +153,8 @@ def test_a_first_part_of_another_shape_is_drawn_whole(workers):
 
 def test_a_cut_serves_what_the_data_set_would_return_with_the_same_seed():
     transform = v2.Compose([v2.Resize((12, 12)), v2.ToImage(), v2.RandomHorizontalFlip(), v2.RandomErasing(p=0.5)])
-    cut, _ = epochs(Transformed(transform), seed=9)
-    whole, _ = epochs(Transformed(transform), seed=9, residency="none")
+    cut, _ = epochs(Transformed(transform), 2, seed=9)
+    whole, _ = epochs(Transformed(transform), 2, seed=9, residency="none")
     assert all(torch.equal(a, b) for a, b in zip(cut, whole, strict=True))
 
 
