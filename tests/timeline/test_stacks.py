@@ -70,6 +70,25 @@ def test_a_module_is_torchs_work_and_sleep_inside_it_is_not() -> None:
     assert {view.call for view in views if view.kind == "host"} >= {"time.sleep(0.01)"}
 
 
+def test_a_model_and_its_optimizer_are_of_the_training_and_averaged_weights_are_not() -> None:
+    model = torch.nn.Linear(600, 600)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    x, weights = torch.randn(200, 600), [parameter.detach() for parameter in model.parameters()]
+
+    def follow() -> None:
+        for kept, now in zip(average.parameters(), weights, strict=True):
+            kept.detach().mul_(0.9).add_(now, alpha=0.1)
+
+    def of_training(work: Callable[[], Any]) -> float:
+        views = looks_at(work, 0.15)
+        return sum(view.of_training for view in views) / len(views)
+
+    model(x).sum().backward()
+    assert min(of_training(lambda: model(x)), of_training(optimizer.step)) > 0.7
+    assert max(of_training(follow), of_training(lambda: average.update_parameters(model))) < 0.2
+
+
 def test_json_of_weights_is_the_users_line() -> None:
     weights = [float(i) for i in range(50_000)]
 

@@ -150,7 +150,7 @@ def look(stack: Stack, inside: CodeType | None = None, ways_in: frozenset[Spot] 
                 special = special or "checkpoint"
             outside = outside or spot
         elif who == "torch":
-            of_training = of_training or "/torch/optim/" in code.co_filename.replace("\\", "/")
+            of_training = of_training or _is_an_optimizers(code.co_filename)
         elif who == "user":
             if spot in ways_in:
                 way_in = way_in or spot
@@ -193,6 +193,12 @@ def _since_the_command(calls: list[Spot]) -> list[Spot]:
         if depth and _is_command_line(code.co_filename):
             return calls[:depth]
     return calls
+
+
+@cache
+def _is_an_optimizers(filename: str) -> bool:
+    path = filename.replace("\\", "/")
+    return "/torch/optim/" in path and not path.endswith("/swa_utils.py")  # averaged weights are not the optimizer's
 
 
 @cache
