@@ -307,6 +307,17 @@ def test_the_epoch_that_the_sampler_was_told_is_drawn(made):
     ]
 
 
+def test_ranks_draw_other_samples_from_a_sampler_that_knows_of_none():
+    def drawn(rank):
+        sampler = WeightedRandomSampler([1.0] * 50, 50)
+        with feed.loader(Drawn(lambda i: i, 50), 50, num_workers=0, sampler=sampler, rank=rank, world_size=2) as loader:
+            return [batch.tolist() for _ in range(2) for batch in loader]
+
+    first, second = drawn(0), drawn(1)
+    assert first == drawn(0)
+    assert all(mine != others for mine, others in zip(first, second, strict=True))
+
+
 def test_a_loader_made_in_each_epoch_is_told(caplog):
     class OnlyHere(Drawn):
         pass

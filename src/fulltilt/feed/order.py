@@ -10,12 +10,15 @@ from numbers import Integral
 from typing import Any, Protocol
 
 import torch
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from fulltilt.errors import UsageError
 from fulltilt.feed.draws import as_int64, sample_seed
 from fulltilt.feed.generators import Generators
 from fulltilt.feed.places import ranks
 from fulltilt.feed.repeats import numbered
+
+RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class BatchOrder(Protocol):
@@ -65,7 +68,9 @@ class Order:
     def epoch_indices(self, epoch: int) -> torch.Tensor:
         """The indices that this rank draws in ``epoch``, as int64."""
         if self.sampler is not None:
-            return _numbers(_asked(self.sampler, self.seed, epoch, self.samples), self.samples)
+            # Those of torch know of no ranks: from one seed, all ranks would draw the same samples.
+            apart = self.rank if type(self.sampler) in RANDOM_SAMPLERS else 0
+            return _numbers(_asked(self.sampler, self.seed, epoch, self.samples, apart), self.samples)
         if self.shuffle:
             generator = torch.Generator().manual_seed(as_int64(self.seed + epoch))
             indices = torch.randperm(self.samples, generator=generator)
@@ -149,7 +154,7 @@ def _numbers(drawn: list[Any], samples: int) -> torch.Tensor:
     return indices
 
 
-def _asked(sampler: Iterable[Any], seed: int, epoch: int, samples: int) -> list[Any]:
+def _asked(sampler: Iterable[Any], seed: int, epoch: int, samples: int, apart: int = 0) -> list[Any]:
     """What ``sampler`` gives in ``epoch``: the same again for a run that goes on in the middle of it.
 
     Samplers draw from the global generators, which stand elsewhere by then: they are set for it, and put back.
@@ -159,7 +164,7 @@ def _asked(sampler: Iterable[Any], seed: int, epoch: int, samples: int) -> list[
         tell(epoch)
     generators = Generators()
     with generators.untouched():
-        generators.seed(sample_seed(seed, epoch, 0))
+        generators.seed(sample_seed(seed, epoch, apart))
         return _all_of(sampler, samples)
 
 

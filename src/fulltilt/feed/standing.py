@@ -6,10 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
-
 from fulltilt.errors import UsageError
-from fulltilt.feed.order import BatchOrder, is_whole, sampler_of, step_samples
+from fulltilt.feed.order import RANDOM_SAMPLERS, BatchOrder, is_whole, sampler_of, step_samples
 
 AGAIN = (
     "a loader for such a data set has begun with epoch 0 before, and this one draws the same order and augmentation "
@@ -70,7 +68,7 @@ def begins_again(order: BatchOrder, *data: Any) -> bool:
 
 def is_shuffled(order: BatchOrder) -> bool:
     """Whether epochs differ in their order."""
-    random = isinstance(sampler_of(order), RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
+    random = isinstance(sampler_of(order), RANDOM_SAMPLERS)
     return random or bool(getattr(order, "shuffle", False))
 
 
