@@ -10,10 +10,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from fulltilt.errors import UsageError
 from fulltilt.records import Settings, Trial
@@ -209,22 +212,45 @@ def test_a_study_in_which_nothing_worked_begins_anew(tmp_path: Path, monkeypatch
     assert [line.partition(";")[2] for line in told] == [" the study begins anew"]
 
 
-def test_a_script_that_forks_is_forked_from_before_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """A template is in place in this very process; how often it has served instead of forking."""
     monkeypatch.setattr(os, "fork", lambda: 7)
     monkeypatch.setattr("fulltilt.tune.template.importlib.import_module", lambda _: None)
-    threads = torch.get_num_threads()
-    reading, writing = os.pipe()
-    template = Template(torch, reading, writing, tmp_path)
-    served = []
-    monkeypatch.setattr(template, "_serve", lambda: served.append(True))
+    threads, init = torch.get_num_threads(), DataLoader.__init__
+    template = Template(torch, *os.pipe(), tmp_path)
+    times: list[bool] = []
+    monkeypatch.setattr(template, "_serve", lambda: times.append(True))
     template.install()
-    try:
-        assert [os.fork(), os.fork()] == [7, 7]
-    finally:
-        guards = early.taken_over()
-        assert guards is not None
-        guards.restore()
-        torch.set_num_threads(threads)
+    yield times
+    guards = early.taken_over()
+    assert guards is not None
+    guards.restore()
+    torch.set_num_threads(threads)
+    DataLoader.__init__ = init  # type: ignore[method-assign]
+
+
+def test_a_script_that_forks_is_forked_from_before_it_does(served: list[bool]) -> None:
+    assert [os.fork(), os.fork()] == [7, 7]
+    assert served == [True]
+
+
+def test_a_library_that_wraps_loaders_for_a_while_may_put_back_what_it_found(served: list[bool]) -> None:
+    """As Lightning does around each of its hooks: the stop before the fork came back, and called itself for ever."""
+    kept = []
+    for _ in range(2):
+        found = DataLoader.__init__
+
+        def wrapper(loader: Any, *args: Any, init: Any = found) -> None:
+            kept.append(args)
+            init(loader, *args)
+
+        DataLoader.__init__ = wrapper  # type: ignore[method-assign]
+        try:
+            assert len(DataLoader([1, 2, 3], 2)) == 2  # type: ignore[arg-type]
+        finally:
+            DataLoader.__init__ = found  # type: ignore[method-assign]
+    assert len(kept) == 2
     assert served == [True]
 
 

@@ -38,6 +38,8 @@ class Template:
         self._replies = os.fdopen(replies, "w", encoding="utf-8")
         self._saves = early.taken_over() or Saves(scratch)
         self._undo: list[Callable[[], None]] = []
+        self._stops: list[tuple[Any, str]] = []
+        self._behind: dict[tuple[Any, str], Callable[..., Any]] = {}
         self._touched = False
         self._torch_threads = int(torch.get_num_threads())
 
@@ -83,10 +85,10 @@ class Template:
         @functools.wraps(original)
         def stop(*args: Any, **kwargs: Any) -> Any:
             self._serve_once()
-            # Looked up again: in the fork the recorder has put a new guard in its place.
-            return getattr(home, name)(*args, **kwargs)
+            return self._behind.get((home, name), original)(*args, **kwargs)
 
         setattr(home, name, stop)
+        self._stops.append((home, name))
         self._undo.append(lambda: setattr(home, name, original))
 
     def _serve_once(self) -> None:
@@ -99,6 +101,9 @@ class Template:
         with contextlib.suppress(ImportError):
             importlib.import_module("torch._dynamo")  # as any optimizer does when it is made, for seconds
         self._serve()
+        # In the fork the recorder has put new guards in place. Only now: Lightning wraps DataLoader's for a while, and
+        # puts back what it found, so that a stop that is over is called again.
+        self._behind = {(home, name): getattr(home, name) for home, name in self._stops}
 
     # ------------------------------------------------------------------ serving
 
