@@ -107,6 +107,19 @@ def test_an_epoch_on_a_gpu_reads_as_the_guides_write_it(
     ]
 
 
+def test_what_is_left_of_an_epoch_is_not_taken_for_the_batch_size(tmp_path: Path) -> None:
+    """Seen to fail: a run resumed at the last step of an epoch told `Batch size: 4 (expected: 8)` of 20 samples."""
+    stream = io.StringIO()
+    screen = Screen(tmp_path, stream=stream)
+    screen.open(2, 8, [])
+    screen.epoch_begins(0, 3, done=2)
+    screen.stepped(4)
+    assert stream.getvalue() == ""
+    screen.epoch_begins(1, 3, done=0)
+    screen.stepped(8)
+    assert stream.getvalue() == "Batch size: 8 (expected: 8)\n"
+
+
 def test_the_forecast_stands_below_each_epoch(tmp_path: Path) -> None:
     told = run(tmp_path, epochs=6, lr=0.003, monitor="loss", monitor_mode="min", target=0.01)
     lines = [line for line in told.splitlines() if line.startswith("Forecast: ")]

@@ -131,7 +131,9 @@ class Screen:
         """A step of so many batches has been queued. The first one, and the first of another size, is told."""
         self._queued += 1
         self._batches += max(batches, 1)
-        if self._asked is not None and self._asked != self._batch_told:
+        # The last step of several may be what is left of the data: after a resume just there, the next one tells.
+        rest = self._steps is not None and 1 < self._steps == self._resumed_at + self._queued
+        if self._asked is not None and self._asked != self._batch_told and not rest:
             self._batch_told = self._asked
             self.say(wording.batch_size(-(-samples // max(batches, 1)), self._asked))
             self._say_memory()
