@@ -184,6 +184,8 @@ def test_a_later_trial_makes_the_folders_of_an_earlier_one_again(tmp_path: Path,
             guard.restore()
         clear_up(trial, study)
     assert (theirs / "runs" / "first").is_dir()
+    clear_up(study, study)
+    assert sorted(path.name for path in theirs.iterdir()) == ["model.pt", "old"], "folders that stayed empty"
 
 
 @pytest.mark.parametrize(

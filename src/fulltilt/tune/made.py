@@ -61,16 +61,16 @@ class Made:
 def clear_up(folder: Path, study: Path) -> list[str]:
     """After a trial: take away what does not stay, and let the study know the folders that do.
 
-    Returns the files that were taken away.
+    At its end (``folder`` is that of the study) folders that stayed empty go too. Returns the files that were taken.
     """
     taken_away = []
-    # Folders come after what is in them.
-    for entry in reversed([entry for entry in _read(folder / LEDGER) if entry.is_unchanged()]):
+    unchanged = [entry for entry in _read(folder / LEDGER) if entry.is_unchanged()]
+    for entry in sorted(unchanged, key=lambda entry: len(entry.path), reverse=True):  # folders after what is in them
         with contextlib.suppress(OSError):
             if not entry.stays and not entry.is_folder:
                 Path(entry.path).unlink()
                 taken_away.append(entry.path)
-            elif not entry.stays and not os.listdir(entry.path):  # noqa: PTH208
+            elif entry.is_folder and (not entry.stays or folder == study) and not os.listdir(entry.path):  # noqa: PTH208
                 Path(entry.path).rmdir()
             elif entry.is_folder and folder != study:
                 _append(study / LEDGER, entry)
