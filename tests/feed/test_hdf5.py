@@ -180,6 +180,12 @@ def test_ranks_take_equally_many_batches_and_no_sample_twice(files, small_blocks
         assert len(seen) - len(set(seen)) <= 2
 
 
+@pytest.mark.parametrize("seed", [None, "a", 1.5])
+def test_a_seed_that_is_none_is_told(files, seed):
+    with pytest.raises(UsageError, match="seed is"):
+        feed.hdf5(files, ["x"], 16, seed=seed)
+
+
 def test_blocks_begin_at_chunk_boundaries(files):
     source = describe(files, ["x", "y"], None, 1)
     blocks = source.blocks(28 * 70)

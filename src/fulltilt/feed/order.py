@@ -60,6 +60,8 @@ class Order:
         if not is_whole(self.batch_size, at_least=1):
             raise UsageError(f"batch_size is {self.batch_size!r}; it must be a whole number of at least 1")
         object.__setattr__(self, "batch_size", int(self.batch_size))
+        if not isinstance(self.seed, int):
+            raise UsageError(f"seed is {self.seed!r}; it must be a whole number")
         if not 0 <= self.rank < self.world_size:
             raise UsageError(f"rank {self.rank} is not below world_size {self.world_size}")
         if self.sampler is not None and self.shuffle:
@@ -82,7 +84,7 @@ class Order:
         """The batches of ``epoch``: slices of its indices."""
         indices = self.epoch_indices(epoch)
         stop = len(indices) // self.batch_size * self.batch_size if self.drop_last else len(indices)
-        return [indices[start : min(start + self.batch_size, stop)] for start in range(0, stop, self.batch_size)]
+        return list(torch.split(indices[:stop], self.batch_size)) if stop else []
 
     def batches_per_epoch(self) -> int:
         """How many batches an epoch has on this rank. Raises TypeError for a sampler without a length."""
