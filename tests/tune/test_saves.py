@@ -9,6 +9,7 @@ import glob
 import os
 import shutil
 import sqlite3
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -255,12 +256,15 @@ def test_a_folder_stays_the_users_when_a_trial_writes_into_it(theirs: Path, tmp_
     assert (theirs / "ckpt" / "old" / "epoch-9.pt").read_text() == "a week's work"
 
 
-def test_written_beside_and_renamed_over_it_stays_too(saves: Saves, theirs: Path) -> None:
-    torch.save({"epoch": 2}, "model.pt.tmp")
-    os.replace("model.pt.tmp", "model.pt")
+@pytest.mark.parametrize("makes_it_first", [False, True])
+def test_written_beside_and_renamed_over_it_stays_too(saves: Saves, theirs: Path, makes_it_first: bool) -> None:
+    name = tempfile.mkstemp(dir=theirs)[1] if makes_it_first else "model.pt.tmp"
+    torch.save({"epoch": 2}, name)
+    os.replace(name, "model.pt")
     assert torch.load("model.pt") == {"epoch": 2}
     saves.restore()
     assert kept(theirs)
+    assert [path.name for path in theirs.iterdir()] == ["model.pt"]
 
 
 def test_a_trial_may_do_as_it_likes_with_its_own_files(saves: Saves, theirs: Path) -> None:

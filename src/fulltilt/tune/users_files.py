@@ -241,7 +241,10 @@ class UsersFiles:
                 # Saved by this trial, as in "write a temporary file, then rename it over the checkpoint".
                 moved = self.aside(target)
                 moved.parent.mkdir(parents=True, exist_ok=True)
-                return original(self.aside(source), moved, *args, **kwargs)
+                original(self.aside(source), moved, *args, **kwargs)
+                if _is_there(source) and not self.was_there(source):
+                    os.unlink(source)  # noqa: PTH108 - an empty one of mkstemp, into which it was saved
+                return None
             if self.was_there(source):
                 self._keep(source)
                 self._gone.add(_absolute(source))
