@@ -150,7 +150,7 @@ def test_ctrl_c_keeps_what_was_learned_and_the_study_goes_on(tmp_path: Path) -> 
     learned = (tmp_path / "study" / TRIALS_FILE).read_text().count("\n")
     done = tuned(tmp_path, "--budget", "90s", "--allow", "batch")
     assert done.returncode == 0
-    assert f"has {learned} trials already" in done.stderr
+    assert f"has {learned} trial" in done.stderr
     assert "trial 1:" not in done.stderr
 
 

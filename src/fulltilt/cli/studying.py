@@ -42,7 +42,8 @@ def conduct(
     screen = Screen(sys.stderr)
     study = Study(arguments, command, folder, space, trial_limit_s, screen.say)
     if study.trials:
-        screen.say(f"{folder} has {len(study.trials)} trials already; the study goes on from there")
+        trials = "1 trial" if len(study.trials) == 1 else f"{len(study.trials)} trials"
+        screen.say(f"{folder} has {trials} already; the study goes on from there")
     stopped = False
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _like_ctrl_c)
