@@ -57,6 +57,14 @@ def test_a_wrapped_loader_that_draws_one_batch_ahead(tmp_path: Path) -> None:
     assert seen.bucket("validation_s") > 0
 
 
+def test_a_job_that_never_calls_backward(tmp_path: Path) -> None:
+    seen = observe(STRUCTURES / "without_backward.py", tmp_path)
+    trained_s = seen.answer["ledger"]["wall_s"] - seen.bucket("startup_s")
+    assert seen.bucket("compute_s") > 0.6 * trained_s
+    # It was all start-up up to the end.
+    assert trained_s > 0.5 * seen.truth["steps"] / seen.answer["throughput"]["steps_per_s"]
+
+
 def test_a_loader_that_never_ends_behind_a_generator(tmp_path: Path) -> None:
     seen = observe(STRUCTURES / "never_ending_loader.py", tmp_path)
     assert seen.loader("train")["passes"] == 1

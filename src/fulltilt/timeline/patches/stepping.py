@@ -46,6 +46,7 @@ class SteppingPatches:
         self._stepping: list[int] = []
         self._steps_count: set[int] = set()
         self._depth_of_train = 0
+        self._calls_backward = False
         self._trained: set[int] = set()
         self._known: list[weakref.ref[Any]] = []
         self.capture: Captured | None = None  # while the training thread captures a CUDA graph
@@ -88,9 +89,8 @@ class SteppingPatches:
                     return original(*args, **kwargs)
                 recorder.adopt()
             recorder.ensure_started()
-            recorder.training = True
-            recorder.eval_mode = self._taps.was_evaluating = False
-            self._taps.trained()
+            self._calls_backward = True
+            self._trains()
             before = recorder.switch(Activity.BACKWARD, BackwardBegan(), Point.BACKWARD)
             recorder.calibrate_if_asked(Point.BACKWARD)
             try:
@@ -99,6 +99,17 @@ class SteppingPatches:
                 recorder.switch(before, BackwardEnded())
 
         return backward
+
+    def _trains(self) -> None:
+        self._recorder.training = True
+        self._recorder.eval_mode = self._taps.was_evaluating = False
+        self._taps.trained()
+
+    def _stand_in_for_backward(self) -> None:
+        """Gradients that backward() has not made (torch.autograd.grad, torch.func, none at all) train as well."""
+        self._trains()
+        self._recorder.switch(self._recorder.activity, BackwardBegan())
+        self._recorder.switch(self._recorder.activity, BackwardEnded())
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recorder = self._recorder
@@ -135,6 +146,11 @@ class SteppingPatches:
             pass
         if self._stepping:
             return  # an optimizer inside another one: the outer one's step is the step
+        if not self._calls_backward:
+            if not _has_gradients(optimizer):
+                recorder.switch(Activity.USER)  # it changes nothing: some scripts please a scheduler's check with it
+                return
+            self._stand_in_for_backward()
         self._stepped(id(optimizer), skipped=False)
 
     def _stepped(self, key: int, skipped: bool) -> None:
@@ -229,6 +245,10 @@ class SteppingPatches:
     def _is_trained(self, module: Any) -> bool:
         parameter = next((p for p in module.parameters() if p.requires_grad), None)
         return parameter is not None and id(parameter) in self._trained
+
+
+def _has_gradients(optimizer: Any) -> bool:
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _number(value: Any) -> float | None:
