@@ -53,7 +53,7 @@ from fulltilt.feed.structure import Layout
 
 FORMAT = 1
 # Of a complete cache so much is compared with its checksums: a quarter of a second, and all of a small one.
-CHECKED_BYTES = 256 * 1024**2
+CHECKED_BYTES, CHECKED_ROWS = 256 * 1024**2, 10_000
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -174,9 +174,8 @@ def open_cache(
     _create(folder, fingerprint, layout, samples)
     lock = lock_shared(folder)
     assert lock is not None
-    return DiskStore(
-        folder, samples, layout.row_bytes, lock, keep=keep, complete=False
-    ), found_damaged or stale or "new"
+    store = DiskStore(folder, samples, layout.row_bytes, lock, keep=keep, complete=False)
+    return store, found_damaged or stale or "new"
 
 
 # --------------------------------------------------------------------------- folders
@@ -223,8 +222,8 @@ def _fits(folder: Path, samples: int, layout: Layout) -> bool:
 
 def _first_damaged(store: DiskStore) -> int | None:
     """A row of a complete cache that is not what was written, among as many as can be read in a moment."""
-    samples = len(store.rows)
-    looked_at = spread(samples, max(1, CHECKED_BYTES // store.rows.shape[1]))
+    samples, row_bytes = store.rows.shape
+    looked_at = spread(samples, max(1, min(CHECKED_ROWS, CHECKED_BYTES // row_bytes)))
     return next((index for index in looked_at if not _is_whole(store, index)), None)
 
 
