@@ -184,6 +184,29 @@ def test_ranks_take_equally_many_batches_and_no_sample_twice(files, small_blocks
 def test_a_seed_that_is_none_is_told(files, seed):
     with pytest.raises(UsageError, match="seed is"):
         feed.hdf5(files, ["x"], 16, seed=seed)
+    with feed.hdf5(files, ["x"], 16, num_workers=0) as loader, pytest.raises(UsageError, match="whole numbers"):
+        loader.begin_at(0, -1)
+
+
+def test_ranks_above_memory_share_blocks_of_any_size(tmp_path):
+    """With fewer blocks than ranks no rank had a batch; with a long and many short files most rows were left out."""
+    names = [str(tmp_path / f"{number}.h5") for number in range(3)]
+    for number, (name, rows) in enumerate(zip(names, (400, 7, 1), strict=True)):
+        with h5py.File(name, "w") as file:
+            file["x"] = np.arange(rows) + 1000 * number
+    for shuffle, world in ((True, 4), (False, 4), (True, 2)):
+        options = {"residency": "none", "shuffle": shuffle, "world_size": world, "num_workers": 0}
+        for epoch in range(2):
+            seen = []
+            for rank in range(world):
+                with feed.hdf5(names, "x", 16, rank=rank, **options) as loader:
+                    loader.set_epoch(epoch)
+                    batches = [batch.tolist() for batch in loader]
+                    assert len(batches) == len(loader) == -(-(408 // world) // 16)
+                    seen += itertools.chain.from_iterable(batches)
+                    loader.begin_at(epoch, 3)
+                    assert [batch.tolist() for batch in loader] == batches[3:]
+            assert len(seen) == len(set(seen)) == 408
 
 
 def test_blocks_begin_at_chunk_boundaries(files):

@@ -26,6 +26,7 @@ from fulltilt.feed.hdf5_stream import BlockStream, Rows
 from fulltilt.feed.order import Order
 from fulltilt.feed.places import device_or_default, ranks
 from fulltilt.feed.progress import progress
+from fulltilt.feed.standing import position
 from fulltilt.feed.tiers import choose_tier, default_workers, measure_room
 from fulltilt.feed.upcoming import UpcomingOrder
 from fulltilt.onlookers import seen
@@ -138,20 +139,17 @@ class Hdf5Loader:
         self.arrival_mixing = sum(largest[:at_once])
 
     def __len__(self) -> int:
-        size, world = self.order.batch_size, self.order.world_size
-        if self.tier != "none" or world == 1:
+        if self.tier != "none":
             return self.order.batches_per_epoch()
-        # Ranks draw whole blocks, other ones in each epoch; this many samples every rank always has.
-        fewest = sum(sorted(block.samples for block in self._blocks)[: len(self._blocks) // world])
-        return fewest // size
+        return self._stream.batches_per_epoch(self.order)
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch that the next iteration draws."""
         self.begin_at(epoch, 0)
 
     def begin_at(self, epoch: int, batch: int) -> None:
-        """Let the next iteration begin with batch number ``batch`` of ``epoch``, as a resume does."""
-        self._next_epoch, self._next_batch = epoch, batch
+        """Let the next iteration begin with batch number ``batch`` of ``epoch``. Raises UsageError."""
+        self._next_epoch, self._next_batch = position(epoch, batch)
 
     def __iter__(self) -> Iterator[Any]:
         return seen(self, self._pass())

@@ -47,10 +47,23 @@ Piece = tuple[Rows, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class _Group:
-    """Blocks that are mixed with each other, the seed of their mixing, and how many picks an earlier run has used."""
+class _Part:
+    """Samples ``first`` up to ``end`` of block number ``block``, counted within it: two ranks may share one."""
 
-    blocks: list[int]
+    block: int
+    first: int
+    end: int
+
+    @property
+    def samples(self) -> int:
+        return self.end - self.first
+
+
+@dataclass(frozen=True)
+class _Group:
+    """What is mixed with each other, the seed of the mixing, and how many picks an earlier run has used."""
+
+    parts: list[_Part]
     seed: int | None
     used: int = 0
 
@@ -96,6 +109,11 @@ class BlockStream:
         finally:
             reading.stop()
 
+    def batches_per_epoch(self, order: Order) -> int:
+        """How many batches every rank has in every epoch."""
+        share = self.source.samples // order.world_size
+        return share // order.batch_size if order.drop_last else -(-share // order.batch_size)
+
     def close(self) -> None:
         """End the reading and give the memory back."""
         self._closed = True
@@ -118,15 +136,28 @@ class BlockStream:
         count, seed = len(self.blocks), mix(order.seed, epoch)
         generator = torch.Generator().manual_seed(seed)
         chosen = torch.randperm(count, generator=generator) if order.shuffle else torch.arange(count)
-        mine = chosen[order.rank :: order.world_size].tolist()
+        mine = self._share(chosen.tolist(), order)
         used, groups = first * order.batch_size, []
         for start in range(0, len(mine), self._per_group):
             group = mine[start : start + self._per_group]
-            samples = sum(self.blocks[number].samples for number in group)
+            samples = sum(part.samples for part in group)
             if used < samples:
                 groups.append(_Group(group, mix(seed, start) if order.shuffle else None, used))
             used = max(0, used - samples)
         return groups
+
+    def _share(self, chosen: list[int], order: Order) -> list[_Part]:
+        """This rank's run of the ``chosen`` blocks. Every rank has equally many samples, whatever the blocks' sizes."""
+        share = self.source.samples // order.world_size
+        begin, end = order.rank * share, (order.rank + 1) * share
+        mine, before = [], 0
+        for number in chosen:
+            samples = self.blocks[number].samples
+            part = _Part(number, max(0, begin - before), min(samples, end - before))
+            if part.samples > 0:
+                mine.append(part)
+            before += samples
+        return mine
 
     def _reading(self, order: Order, epoch: int, first: int) -> _Reading:
         """The thread that reads this epoch: the one that has begun already, or a new one."""
@@ -162,10 +193,10 @@ class BlockStream:
 
     def _read(self, groups: list[_Group], reader: BlockReader, pool: BlockPool) -> Iterator[Rows]:
         """The groups on the device, one after the other out of one stream of blocks."""
-        numbers = (torch.tensor([number]) for group in groups for number in group.blocks)
+        numbers = (torch.tensor([part.block]) for group in groups for part in group.parts)
         with contextlib.closing(pool.stream(numbers, 0)) as slots, self._side_stream() as stream:
             for group in groups:
-                blocks = [self.blocks[number] for number in group.blocks]
+                blocks = [self.blocks[part.block] for part in group.parts]
                 total = sum(block.rows for block in blocks)
                 # Fresh memory for each group: three are alive at a time, and the allocator reuses the one before.
                 columns = [
@@ -190,11 +221,12 @@ class BlockStream:
     def _picks(self, group: _Group, blocks: list[Block]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Where each sample begins in the rows of ``blocks`` end to end, its number in the whole, and the order."""
         first, numbers, before = [], [], 0
-        for block in blocks:
-            first.append(before + torch.arange(block.samples) * self.source.stride)
-            numbers.append(block.first_sample + torch.arange(block.samples))
+        for block, part in zip(blocks, group.parts, strict=True):
+            inside = torch.arange(part.first, part.end)
+            first.append(before + inside * self.source.stride)
+            numbers.append(block.first_sample + inside)
             before += block.rows
-        samples = sum(block.samples for block in blocks)
+        samples = sum(part.samples for part in group.parts)
         order = torch.arange(samples)
         if group.seed is not None:
             order = torch.randperm(samples, generator=torch.Generator().manual_seed(group.seed))
