@@ -101,15 +101,17 @@ def read(recipe: Recipe, given: Mapping[str, Any], file: Path | None = None, def
 
     A run that goes on in its ``out``, or in ``default_out``, loads as it was told before, unless it is told now.
     """
-    from_file = {} if file is None else recipe.translate(config.read(file))
+    from_file = recipe.translate({} if file is None else config.read(file))
     # The flag is --max-time; the setting carries its unit.
-    from_file = {"max_time_s" if key == "max_time" else key: value for key, value in from_file.items()}
-    said = {**from_file, **given}
+    values = {"max_time_s" if key == "max_time" else key: value for key, value in from_file.values.items()}
+    names = {"max_time_s": "max_time", **{key: name for key, name in from_file.names.items() if key not in given}}
+    said = {**values, **given}
     out = Path(said["out"]) if isinstance(said.get("out"), str) else default_out
     before = {} if out is None or said.get("fresh") else kept_loading.of_the_last_run(out)
     values = {**_defaults(recipe), **before, **said}
     union: Any = _union(recipe.options)  # type: ignore[arg-type, unused-ignore]
-    whole = config.parse(values, union, "the command line" if file is None else f"{file} and the command line")
+    source = "the command line" if file is None else f"{file} and the command line"
+    whole = config.parse(values, union, source, problems=from_file.problems, names=names)
     loading = {name: getattr(whole, name) for name in kept_loading.KEPT if name in said or name in before}
     taken_over = {name: value for name, value in before.items() if name not in said}
     return Asked(_part(whole, recipe.options), _part(whole, TrainSettings), _part(whole, Place), loading, taken_over)

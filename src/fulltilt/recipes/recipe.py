@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,15 @@ class Request:
     out: Path
     resume_from: Path | None = None
     fresh: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Translated:
+    """A config file in the words that all recipes share, what is wrong with it, and how it names a key itself."""
+
+    values: Mapping[str, Any]
+    problems: Sequence[str] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 Run = Callable[[Request], Mapping[str, float]]
@@ -52,7 +61,7 @@ class Recipe:
     made: str
     made_size: int
     settings: Mapping[str, Any] = field(default_factory=dict)
-    translate: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    translate: Callable[[Mapping[str, Any]], Translated] = Translated
     check_options: Callable[[Request], None] = _accept
 
 

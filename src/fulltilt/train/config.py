@@ -10,7 +10,7 @@ import math
 import re
 import tomllib
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import ge, gt, le
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -56,25 +56,35 @@ def read(path: Path) -> dict[str, Any]:
     return content
 
 
-def parse(given: Mapping[str, Any], record: type[Record], source: str = "settings") -> Record:
-    """A frozen record from plain values. No unknown key is accepted; durations may be written as ``11h``."""
+def parse(
+    given: Mapping[str, Any],
+    record: type[Record],
+    source: str = "settings",
+    *,
+    problems: Sequence[str] = (),
+    names: Mapping[str, str] | None = None,
+) -> Record:
+    """A frozen record from plain values. No unknown key is accepted; durations may be written as ``11h``.
+
+    ``problems`` that are known already are told with the others; ``names`` has what the user calls a key, if not so.
+    """
     fields = {field.name: field for field in dataclasses.fields(record)}  # type: ignore[arg-type]
     kinds = _hints(record)  # type: ignore[arg-type, unused-ignore]
-    problems, values = [], {}
+    found, values = [*problems], {}
     for key, value in given.items():
         if key not in fields:
-            problems.append(f"{_short(key)}: there is no such setting{_suggestion(key, fields)}")
+            found.append(f"{_short(key)}: there is no such setting{_suggestion(key, fields)}")
             continue
         problem, values[key] = _converted(kinds[key], value, key, fields[key].metadata)
         if problem:
-            problems.append(f"{key}: {problem}")
-    if not problems:
+            found.append(f"{(names or {}).get(key, key)}: {problem}")
+    if not found:
         made = record(**values)
-        problems = made.problems() if hasattr(made, "problems") else []
-        if not problems:
+        found = made.problems() if hasattr(made, "problems") else []
+        if not found:
             return made
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    raise UsageError("\n".join([f"{count} in {source}:", *problems]))
+    count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
+    raise UsageError("\n".join([f"{count} in {source}:", *found]))
 
 
 def checked(made: Record) -> Record:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from fulltilt.errors import UsageError
+from fulltilt.recipes.recipe import Translated
 
 _SAME_THING = {
     "num_train_epochs": "epochs",
@@ -50,9 +50,10 @@ _DONE_ANYWAY = {
 }
 
 
-def translate(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe's keys for a config that may use Hugging Face's. Raises UsageError listing all that is wrong."""
+def translate(given: Mapping[str, Any]) -> Translated:
+    """The recipe's keys for a config that may use Hugging Face's."""
     values: dict[str, Any] = {}
+    names: dict[str, str] = {}
     problems: list[str] = []
     for key, value in given.items():
         if key in ("fp16", "bf16") and type(value) is not bool:
@@ -65,17 +66,15 @@ def translate(given: Mapping[str, Any]) -> dict[str, Any]:
         name = _SAME_THING.get(key, key)
         if name in values:
             problems.append(f"{key} says again what another key says; give only one of them (here it is {name})")
-        values[name] = _converted(key, value)
+        values[name], names[name] = _converted(key, value), key
     if "fp16" in given or "bf16" in given:
         if "precision" in values or (given.get("fp16") and given.get("bf16")):
             problems.append("fp16, bf16 and precision exclude each other; give only one of them")
         values["precision"] = "fp16" if given.get("fp16") else "bf16" if given.get("bf16") else "fp32"
-    if problems:
-        raise UsageError("\n".join(problems))
     unused = [key for key in given if key in _DONE_ANYWAY]
     if unused:
         print(f"Not needed here: {', '.join(unused)} (logging, evaluating and saving are done anyway)", file=sys.stderr)
-    return values
+    return Translated(values, problems, names)
 
 
 def _converted(key: str, value: Any) -> Any:
