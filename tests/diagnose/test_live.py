@@ -119,3 +119,10 @@ def test_a_first_trial_that_never_ended_mixes_the_figures_of_the_workers() -> No
     failed = replace(first, state="settled", moves=(LiveMove(SIX, 5.0, "failed", why="it broke"),))
     assert "only begun" not in judged(failed).findings[0].fix
     assert finding.predicted_speedup == (1.31, 1.89)  # half of the waiting, or all of it
+
+
+def test_what_made_live_tuning_leave_a_loader_alone_comes_before_the_advice() -> None:
+    alone = LiveRecord(1, "left_alone", "the script changes its data set during a pass", before=FOUR, settings=FOUR)
+    fix = judged(alone).findings[0].fix
+    assert fix.startswith("Live tuning left this loader alone: the script changes its data set during a pass. Once that")
+    assert "num_workers=" in fix

@@ -30,6 +30,9 @@ def as_measured(evidence: Evidence, judgement: Judgement) -> Judgement:
     if judgement.code not in _OF_THE_LOADER:
         return judgement
     if not changes(live) and not _judged(live):
+        if live.state == "left_alone":
+            first = f"Live tuning left this loader alone: {live.why}. Once that is mended, or where it does not matter: "
+            return replace(judgement, fix=first + judgement.fix)
         trial = on_trial(live)
         return judgement if trial is None or not live.before.num_workers else _cut_off(evidence, judgement, live, trial)
     serial = live.before.num_workers == 0 and judgement.code in _INPUT
