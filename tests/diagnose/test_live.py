@@ -124,5 +124,5 @@ def test_a_first_trial_that_never_ended_mixes_the_figures_of_the_workers() -> No
 def test_what_made_live_tuning_leave_a_loader_alone_comes_before_the_advice() -> None:
     alone = LiveRecord(1, "left_alone", "the script changes its data set during a pass", before=FOUR, settings=FOUR)
     fix = judged(alone).findings[0].fix
-    assert fix.startswith("Live tuning left this loader alone: the script changes its data set during a pass. Once that")
+    assert fix.startswith("Live tuning left this loader alone: the script changes its data set during a pass. Once")
     assert "num_workers=" in fix

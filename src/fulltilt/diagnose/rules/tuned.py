@@ -31,7 +31,7 @@ def as_measured(evidence: Evidence, judgement: Judgement) -> Judgement:
         return judgement
     if not changes(live) and not _judged(live):
         if live.state == "left_alone":
-            first = f"Live tuning left this loader alone: {live.why}. Once that is mended, or where it does not matter: "
+            first = f"Live tuning left this loader alone: {live.why}. Once that is mended, or if it does not matter: "
             return replace(judgement, fix=first + judgement.fix)
         trial = on_trial(live)
         return judgement if trial is None or not live.before.num_workers else _cut_off(evidence, judgement, live, trial)
