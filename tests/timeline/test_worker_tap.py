@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -28,6 +29,27 @@ def test_no_fetch_is_lost_while_a_message_is_made(monkeypatch: pytest.MonkeyPatc
     messages = list(mailbox.receive())
     assert [message["batches"] for message in messages] == [2, 1]
     assert all(message["loader"] == 7 and message["fetch_s"] > 0 for message in messages)
+
+
+def test_a_fetch_that_does_not_end_is_told_and_counted_once() -> None:
+    mailbox = Mailbox()
+    assert mailbox.address is not None
+    meter = FetchMeter(mailbox.address, 0)
+
+    def long() -> None:
+        for _ in range(3):
+            time.sleep(0.02)
+            meter.send()
+
+    began = time.perf_counter()
+    meter.fetch(long)
+    took_s = time.perf_counter() - began
+    meter.send()
+    messages = list(mailbox.receive())
+    assert [message["batches"] for message in messages] == [0, 0, 0, 1]
+    assert all(message["fetch_s"] >= 0.02 and message["idle_s"] < 0.02 for message in messages[:3])
+    assert sum(message["fetch_s"] for message in messages) == pytest.approx(took_s, abs=0.005)
+    assert sum(message["fetch_cpu_s"] for message in messages) < took_s
 
 
 def _torn() -> None:

@@ -76,6 +76,14 @@ class Fetched(NamedTuple):
     cpu_wait_s: float = 0.0
 
 
+class Clocks(NamedTuple):
+    """Where the clocks of the fetching thread stand: on the wall, its CPU time, and its time in the CPU's queue."""
+
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    delay_s: float | None = None
+
+
 class FetchMeter:
     """Adds up what this worker's fetches cost and sends it off now and then."""
 
@@ -89,15 +97,18 @@ class FetchMeter:
         self._process_cpu = time.process_time()
         self._last_look = time.perf_counter()
         self.thread_id = threading.get_ident()
+        # Where there is none (macOS), other threads cannot tell what a fetch under way has cost.
+        self._cpu_clock = time.pthread_getcpuclockid(self.thread_id) if hasattr(time, "pthread_getcpuclockid") else None
         self._thread_native = threading.get_native_id()
         self.fetching = False
         self._sent = 0
         self._counting = threading.Lock()  # fetches go on while a message is made
+        self._since = Clocks()
         self._fetched = Fetched()
 
     def fetch(self, original: Callable[..., Any], *args: Any) -> Any:
         """One fetch, measured."""
-        wall, cpu, delay = time.perf_counter(), time.thread_time(), self._run_delay_s()
+        self._since = self._clocks()
         self.fetching = True
         batches = 0
         try:
@@ -105,20 +116,28 @@ class FetchMeter:
             batches = 1
             return batch
         finally:
-            self.fetching = False
-            after = self._run_delay_s()
-            waited = after - delay if delay is not None and after is not None else 0.0
             with self._counting:
-                so_far = self._fetched
-                self._fetched = Fetched(
-                    so_far.batches + batches,
-                    so_far.fetch_s + time.perf_counter() - wall,
-                    so_far.fetch_cpu_s + time.thread_time() - cpu,
-                    so_far.cpu_wait_s + waited,
-                )
+                self.fetching = False
+                self._book(batches)
+
+    def _book(self, batches: int) -> None:
+        """Count the fetch under way up to now. One that never ends is told of all the same."""
+        since, self._since = self._since, self._clocks()
+        so_far, now = self._fetched, self._since
+        waited = 0.0 if since.delay_s is None or now.delay_s is None else now.delay_s - since.delay_s
+        self._fetched = Fetched(
+            so_far.batches + batches,
+            so_far.fetch_s + now.wall_s - since.wall_s,
+            so_far.fetch_cpu_s + now.cpu_s - since.cpu_s,
+            so_far.cpu_wait_s + waited,
+        )
+
+    def _clocks(self) -> Clocks:
+        cpu_s = time.thread_time() if self._cpu_clock is None else time.clock_gettime(self._cpu_clock)
+        return Clocks(time.perf_counter(), cpu_s, self._run_delay_s())
 
     def _run_delay_s(self) -> float | None:
-        """Seconds this thread was ready to run and waited for a CPU; None where the kernel does not say."""
+        """Seconds the fetching thread was ready to run and waited for a CPU; None where the kernel does not say."""
         try:
             with open(f"/proc/self/task/{self._thread_native}/schedstat", "rb") as file:  # noqa: PTH123 - hot
                 return int(file.read().split()[1]) * 1e-9
@@ -156,6 +175,8 @@ class FetchMeter:
         """Tell the recorder what happened since the last message."""
         pss_bytes, read_bytes, lines = self._pss_bytes(), _read_bytes(), store.encode(self._lines.take())
         with self._counting:
+            if self.fetching and self._cpu_clock is not None:
+                self._book(batches=0)
             fetched, self._fetched = self._fetched, Fetched()
             now, cpu = time.perf_counter(), time.process_time()
             alive, self._began = now - self._began, now

@@ -76,6 +76,9 @@ class TappedIterator:
             )
             raise
         except BaseException:
+            # Often Ctrl-C, because nothing comes any more: that wait is the loader's, too, and costs no CPU time.
+            cpu_s = time.thread_time() - cpu if timed else 0.0
+            self._note_wait(first and workers > 0, time.perf_counter() - began, cpu_s)
             recorder.switch(before)
             raise
         waited = time.perf_counter() - began
@@ -101,15 +104,21 @@ class TappedIterator:
             recorder.switch(recorder.activity, PassEnded(tap.loader_id, False, self.workers))
             raise
         except BaseException:
+            tap.timed_wait_s += self._waited_at_rest(began)  # as in __next__
             recorder.wake()
             raise
-        ended = time.perf_counter_ns()
-        tap.wait_s += (ended - began) * 1e-9
-        if ended - began > LONG_WAIT_NS:
-            recorder.waited_at_rest(began, ended)
+        self._waited_at_rest(began)
         rest.batches += 1
         rest.samples += self._count(batch) or 0
         return batch
+
+    def _waited_at_rest(self, began_ns: int) -> float:
+        ended_ns = time.perf_counter_ns()
+        wait_s = (ended_ns - began_ns) * 1e-9
+        self._tap.wait_s += wait_s
+        if ended_ns - began_ns > LONG_WAIT_NS:
+            self._taps.recorder.waited_at_rest(began_ns, ended_ns)
+        return wait_s
 
     def _note_wait(self, first: bool, wait_s: float, cpu_s: float | None) -> None:
         tap = self._tap
