@@ -6,7 +6,7 @@ import re
 
 from fulltilt.diagnose.evidence import Evidence
 from fulltilt.diagnose.words import number, percent
-from fulltilt.records import CheckLine
+from fulltilt.records import CheckLine, LoaderRecord
 
 # How the batch size is called on command lines: --batch_size 128, --batch-size=128, per_device_train_batch_size=128.
 _BATCH_FLAG = re.compile(r"-{0,2}(?:per[-_]device[-_])?(?:train[-_])?batch[-_]?size|-b|--bs")
@@ -110,12 +110,17 @@ def _epoch_time(evidence: Evidence, rate: float) -> str:
     loader = evidence.loader
     batch = loader.samples / loader.batches if loader and loader.samples and loader.batches else None
     rates = f"{number(rate)} samples/sec" + (f", {number(rate / batch)} batches/sec" if batch else "")
-    items = loader.dataset_len if loader else None
-    if loader and items and rate > 0:
-        # Without a batch size each item of the data set is a whole batch.
-        samples = items if loader.batch_size is not None else items * (batch or 1.0)
-        return f"Epoch time: {number(samples / rate)}s ({rates})"
-    return rates
+    samples = _samples_of_a_pass(loader, batch) if loader else None
+    return f"Epoch time: {number(samples / rate)}s ({rates})" if samples and rate > 0 else rates
+
+
+def _samples_of_a_pass(loader: LoaderRecord, batch: float | None) -> float | None:
+    """Without a batch size an item of the data set may be a whole batch, or the script's own sampler makes batches."""
+    if loader.dataset_len is None or loader.batch_size is not None:
+        return loader.dataset_len
+    if loader.samples and loader.passes > 1:
+        return loader.samples / loader.passes
+    return loader.dataset_len if "batch_sampler" in loader.given else loader.dataset_len * (batch or 1.0)
 
 
 def _loading(evidence: Evidence) -> CheckLine:
