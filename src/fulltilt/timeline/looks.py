@@ -118,7 +118,11 @@ class Looks:
         on_time = since_look_ns < 2e9 * every_s
         weight_s = every_s if on_time else max(min(since_look_ns, since_switch_ns), 0) * NS
         view = recorder.notes.understood(view)
-        undecided = activity is Activity.USER and self._is_undecided(after, view, weight_s)
+        behind_step = activity is Activity.USER and after is Activity.OPTIMIZER
+        if behind_step:
+            self._behind_steps_s += weight_s
+            self._behind_steps_in_model_s += weight_s * view.of_training
+        undecided = behind_step and self._is_undecided(view)
         if not undecided:
             recorder.notes.looked(activity, view, weight_s)
         if activity is Activity.USER:
@@ -126,15 +130,11 @@ class Looks:
             if now_ns - due_ns > LATE_NS:
                 self._late[view.kind] = self._late.get(view.kind, 0.0) + weight_s
 
-    def _is_undecided(self, after: Activity, view: StackView, weight_s: float) -> bool:
+    def _is_undecided(self, view: StackView) -> bool:
         """Whether it shows later what this was for: torch's work for a forward pass, or a generator's for a batch.
 
         What torch does on a GPU is the GPU's time.
         """
-        if after is not Activity.OPTIMIZER:
-            return False
-        self._behind_steps_s += weight_s
-        self._behind_steps_in_model_s += weight_s * view.of_training
         return not view.of_training and (view.kind == "data" or (view.kind == "torch" and self._recorder.clock is None))
 
     def _take_in_backward(self) -> None:
