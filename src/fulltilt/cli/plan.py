@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -61,18 +60,8 @@ def _model(name: str) -> str:
 
 def _outlook(target: Target, runs: list[Path]) -> Forecast:
     beside = [folder for run in runs for folder in (run, *run.resolve().parents[:2])]
-    history = _history(beside, target.metric)
+    history: History = read_history(beside, target.metric)
     return forecast(history.points, target.value, history.epoch_s, target.mode)
-
-
-def _history(folders: list[Path], metric: str) -> History:
-    """The history of the metric; ``iou`` stands for ``eval_iou``, as everywhere in a training."""
-    try:
-        return read_history(folders, metric)
-    except UsageError:
-        with contextlib.suppress(UsageError):
-            return read_history(folders, f"eval_{metric}")
-        raise
 
 
 def _print_json(made: Plan, target: Target | None, outlook: Forecast | None) -> None:

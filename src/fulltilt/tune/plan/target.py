@@ -48,12 +48,15 @@ def parse_target(text: str) -> Target:
 
 
 def read_history(folders: Iterable[Path], metric: str) -> History:
-    """The metric's history from the first folder that has one. Raises UsageError that names what there is."""
+    """The metric's history from the first folder that has one. Raises UsageError that names what there is.
+
+    ``iou`` stands for ``eval_iou`` too, as everywhere in a training.
+    """
     known: set[str] = set()
     for folder in folders:
         for rows in (_csv_rows(folder / METRICS_FILE), _hugging_face_rows(folder)):
             known.update(name for row in rows for name in row if name not in ("epoch", "seconds"))
-            points = tuple((row["epoch"], row[metric]) for row in rows if metric in row and "epoch" in row)
+            points = _points(rows, metric) or _points(rows, f"eval_{metric}")
             if points:
                 seconds = [row["seconds"] for row in rows if "seconds" in row]
                 return History(points, sum(seconds) / len(seconds) if seconds else None)
@@ -62,6 +65,10 @@ def read_history(folders: Iterable[Path], metric: str) -> History:
     raise UsageError(
         f"--target: no history of {metric}", f"It is read from {METRICS_FILE} or {HUGGING_FACE_FILE} beside the run."
     )
+
+
+def _points(rows: list[dict[str, float]], column: str) -> tuple[tuple[float, float], ...]:
+    return tuple((row["epoch"], row[column]) for row in rows if column in row and "epoch" in row)
 
 
 def _csv_rows(path: Path) -> list[dict[str, float]]:
