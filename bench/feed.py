@@ -38,7 +38,7 @@ from fulltilt.feed.tiers import default_workers
 
 RUN = {"cod": run_cod, "hdf5": run_hdf5, "clip": run_clip, "text": run_text, "decode": run_decode}
 # Seconds a job may take at most, compilation included; all together they end before --budget-s.
-BUDGET_S = {"cod": 265, "hdf5": 100, "clip": 200, "text": 80, "decode": 40}
+BUDGET_S = {"cod": 265, "hdf5": 150, "clip": 200, "text": 80, "decode": 40}
 # Imported once for all forks, before any of them touches the GPU.
 IMPORTED = {
     "cod": ("timm",),

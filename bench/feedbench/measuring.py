@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import statistics
 import tempfile
@@ -20,7 +21,10 @@ from fulltilt.train.replaying import Replaying
 # How far the host may run ahead of the GPU.
 AHEAD_S = 0.25
 WARM_UP_ROUNDS, LEAST_ROUNDS = 2, 3
-TURNS = 24
+# Turns go on until their median is known to so much, or time is up.
+TURNS, MOST_TURNS, WANTED_ERROR = 24, 96, 0.01
+# What other figures of the job then need.
+AFTER_TURNS_S = 60
 
 Batches = Callable[[], Iterable[Any]]
 Step = Callable[[Any], None]
@@ -125,7 +129,8 @@ class Bench:
         rates: dict[str, list[float]] = {kind: [] for kind in streams}
         cpu = []
         order = list(streams)
-        for _ in range(turns):
+        ratios: list[float] = []
+        while len(ratios) < turns or (not self.smoke and not _settled(ratios) and self.has_time_for(AFTER_TURNS_S)):
             for kind in order:
                 stream = streams[kind]
                 psutil.cpu_percent()
@@ -133,13 +138,14 @@ class Bench:
                 if kind == name:
                     cpu.append(psutil.cpu_percent())
             order.reverse()  # what drifts on the machine favours neither
+            ratios.append(rates[name][-1] / rates["compute_only"][-1])
         for stream in streams.values():
             stream.close()
-        ratios = [of / alone for alone, of in zip(rates["compute_only"], rates[name], strict=True)]
         for kind, figures in rates.items():
             self.note(job, kind, statistics.median(figures))
         self.note(job, f"{name}_host_cpu_pct", statistics.fmean(cpu))
         self.note(job, "fed_over_compute", statistics.median(ratios))
+        self.note(job, "fed_over_compute_error", median_error(ratios))
         self.note(job, "fed_over_compute_turns", [round(ratio, 4) for ratio in ratios])
         return statistics.median(rates["compute_only"])
 
@@ -169,6 +175,17 @@ class Bench:
         """Remove the files."""
         shutil.rmtree(self.folder, ignore_errors=True)
         shutil.rmtree(self.cache_dir, ignore_errors=True)
+
+
+def median_error(figures: list[float]) -> float:
+    """The standard error of their median, from their distances to it, which outliers do not move."""
+    middle = statistics.median(figures)
+    spread = 1.4826 * statistics.median(abs(figure - middle) for figure in figures)
+    return 1.2533 * spread / math.sqrt(len(figures))
+
+
+def _settled(ratios: list[float]) -> bool:
+    return len(ratios) >= MOST_TURNS or median_error(ratios) < WANTED_ERROR
 
 
 def endless(batches: Batches) -> Generator[Any, None, None]:

@@ -34,7 +34,7 @@ def _guarded(peer: Callable[[Path, bool], dict[str, Any]], folder: Path, small: 
     began_s = time.monotonic()
     try:
         found = peer(folder, small)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
     return {**found, "seconds": time.monotonic() - began_s}
 
@@ -74,7 +74,7 @@ def _lightning(_: Path, small: bool) -> dict[str, Any]:
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.batch_size = 4 if small else 64
+            self.batch_size = 1  # set by the finder
             self.model: nn.Module = jobs.network("cod", small)
 
         def training_step(self, batch: Any, _index: int) -> torch.Tensor:
@@ -90,8 +90,8 @@ def _lightning(_: Path, small: bool) -> dict[str, Any]:
 
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = lightning.Trainer(default_root_dir=tempfile.mkdtemp(), max_epochs=1, precision="bf16-mixed", **quiet)
-    trials = 2 if small else MOST_DOUBLINGS
-    found = Tuner(trainer).scale_batch_size(Module(), mode="power", steps_per_trial=2, max_trials=trials)
+    trials, first = (2, 4) if small else (MOST_DOUBLINGS, 64)
+    found = Tuner(trainer).scale_batch_size(Module(), steps_per_trial=2, max_trials=trials, init_val=first)
     return {"batch": found, "version": importlib.metadata.version("lightning")}
 
 
@@ -101,12 +101,15 @@ def _loadtune(folder: Path, small: bool) -> dict[str, Any]:
 
     from loadtune.cli import main
 
-    os.environ["TUNEBENCH_PICTURES"] = str(folder / "cod" / "pictures")
+    pictures = folder / "cod" / "pictures"
+    pictures.mkdir(parents=True, exist_ok=True)
+    os.environ["TUNEBENCH_PICTURES"] = str(pictures)
     os.environ["TUNEBENCH_SMALL"] = "1" if small else ""
     steps = ["--steps", "20" if small else "60", "--warmup", "4"]
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         report = folder / "loadtune.md"
-        main(["tune", str(WORKLOAD), "--brain", "heuristic", "--fast", "--no-plots", "--out", str(report), *steps])
+        main(["tune", str(WORKLOAD), "--fast", "--no-plots", "--out", str(report), *steps])
     best = re.findall(r"best overall: (.+)", said.getvalue())
-    return {"found": best[-1] if best else said.getvalue()[-300:]}
+    found = best[-1] if best else said.getvalue()[-300:]
+    return {"found": found, "version": importlib.metadata.version("loadtune")}

@@ -191,7 +191,7 @@ class Hdf5Loader:
 
     # ----------------------------------------------------------------- resident
 
-    def _resident(self, epoch: int, first: int) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
+    def _resident(self, epoch: int, first: int) -> Iterator[tuple[Sequence[torch.Tensor], torch.Tensor]]:
         size, world = self.order.batch_size, self.order.world_size
         groups = self._arrival.groups
         arriving = epoch == 0 or not self.order.shuffle
@@ -202,14 +202,13 @@ class Hdf5Loader:
         if self.order.drop_last:
             indices = indices[: len(indices) // size * size]
         indices = indices[first * size :]
-        numbers = torch.split(indices, size)
         if not arriving:
             rows.wait_for(range(len(self._blocks)))
         if rows.complete:
             cut = self._cutter.batches(rows.columns, rows.first_rows[indices], size)
-            yield from zip(cut, (picks.to(self.device) for picks in numbers), strict=True)
+            yield from zip(cut, torch.split(indices.to(self.device), size), strict=True)
             return
-        for number, picks in enumerate(numbers, start=first + 1):
+        for number, picks in enumerate(torch.split(indices, size), start=first + 1):
             if not rows.complete:
                 last = self._arrival.group_at(min(number * size * world, self.source.samples) - 1)
                 rows.wait_for(block for part in groups[group : last + 1] for block in part)
@@ -224,7 +223,7 @@ class Hdf5Loader:
 
     # ----------------------------------------------------------------- above memory
 
-    def _streamed(self, epoch: int, first: int) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
+    def _streamed(self, epoch: int, first: int) -> Iterator[tuple[Sequence[torch.Tensor], torch.Tensor]]:
         for pieces in self._stream.batches(self.order, epoch, first, len(self)):
             cut = [self._cut(rows, picks) for rows, picks in pieces]
             parts = cut[0] if len(cut) == 1 else [torch.cat(several) for several in zip(*cut, strict=True)]
