@@ -138,7 +138,7 @@ def test_what_else_is_concerned_is_said() -> None:
     assert "command line still wins" in default.remarks[0]
     shared = rewrite_call(SHARED_DICT, 5, WANTED, BEFORE)
     assert isinstance(shared, Rewritten)
-    assert shared.remarks == ("kw also goes into the call in line 6",)
+    assert shared.remarks == ("the change also reaches the loader made in line 6",)
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def _rewrite(
     home = places.dict_with_workers(call) if added else None
     if home is not None:
         replacements[home.node] = home.with_entries(added, replacements)
-        remarks += home.remarks
     elif added:
         replacements[call] = places.with_keywords(call, added, replacements)
+    remarks += places.reach(call, replacements)
     return Rewritten(places.replaced(replacements), tuple(dict.fromkeys(remarks)))

@@ -14,6 +14,9 @@ POSITIONS = (
     *("drop_last", "timeout", "worker_init_fn", "multiprocessing_context"),
 )
 
+# What a change of the source may write.
+SETTINGS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "batch_size")
+
 
 class Unclear(Exception):  # noqa: N818 - reads as the sentence it is
     """Why a call or an argument's value cannot be changed."""
@@ -31,9 +34,7 @@ class LoaderCalls:
         """The call that makes the loader at a line: of DataLoader, or of a class of this file. Raises Unclear."""
         begins, ends = self._tree.begins, self._tree.ends
         around = [call for call in self._tree.calls if begins(call) <= line <= ends(call)]
-        named = [
-            call for call in around if (last_name(call.func) or "").endswith("DataLoader") or self._is_torchs(call)
-        ]
+        named = [call for call in around if self.is_loader(call)]
         own = [call for call in around if begins(call) == line and last_name(call.func) in self._tree.classes]
         found = named or own
         if not found:
@@ -47,6 +48,10 @@ class LoaderCalls:
         if len(found) != 1:
             raise Unclear(f"several loaders are made at line {line}")
         return found[0]
+
+    def is_loader(self, call: cst.Call) -> bool:
+        """Whether a call names DataLoader, or a class that is called so."""
+        return (last_name(call.func) or "").endswith("DataLoader") or self._is_torchs(call)
 
     def _is_torchs(self, call: cst.Call) -> bool:
         return last_name(call.func) in self._loaders

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import libcst as cst
@@ -10,6 +10,7 @@ import libcst as cst
 from fulltilt.tune.source_bindings import Written
 from fulltilt.tune.source_layout import Replacing, appended, with_arguments
 from fulltilt.tune.source_loaders import LoaderCalls, Unclear
+from fulltilt.tune.source_reach import Reach
 from fulltilt.tune.source_tree import MISSING, SourceTree, last_name, literal
 from fulltilt.tune.source_uses import used_otherwise
 from fulltilt.tune.source_values import Values
@@ -31,9 +32,8 @@ class Place:
 class DictPlace:
     """A dict display or a dict(...) call that is unpacked into the loader's call."""
 
-    def __init__(self, node: cst.Dict | cst.Call, remarks: tuple[str, ...]) -> None:
+    def __init__(self, node: cst.Dict | cst.Call) -> None:
         self.node = node
-        self.remarks = remarks
 
     def with_entries(self, entries: Mapping[str, str], replacements: Mapping[cst.CSTNode, cst.CSTNode]) -> cst.CSTNode:
         """The dict with more entries, written as its last one is."""
@@ -82,8 +82,7 @@ class Places:
             if entries and self._given and name not in self._given:
                 raise Unclear(f"{name} is taken out of **{self._tree.code(unpacked)} before it comes there")
             if entries:
-                place = self._literal_behind(unpacked, name, entries, value)
-                return Place(place.node, (*self._shared(unpacked, call), *place.remarks))
+                return self._literal_behind(unpacked, name, entries, value)
         if (why := self._calls.why_not(call, name)) is not None:
             raise Unclear(why)
         return None
@@ -121,7 +120,7 @@ class Places:
             for display in displays:
                 if self._values.entries(display, "num_workers"):
                     if not self._copied(each):
-                        return DictPlace(display, self._shared(each, call))
+                        return DictPlace(display)
                     if len(displays) > 1:
                         raise Unclear(f"{self._tree.code(each)} also goes into a dict that may have no workers")
         return None
@@ -133,6 +132,10 @@ class Places:
         node: Any = call.visit(Replacing(replacements))
         return with_arguments(node, added)
 
+    def reach(self, call: cst.Call, changed: Collection[cst.CSTNode]) -> tuple[str, ...]:
+        """What else a change of these nodes reaches, for the reader of the diff."""
+        return tuple(Reach(self._tree, self._values, self._calls).remarks(call, changed))
+
     def replaced(self, replacements: Mapping[cst.CSTNode, cst.CSTNode]) -> str:
         """The source with these nodes exchanged."""
         return self._tree.replaced(replacements)
@@ -142,7 +145,7 @@ class Places:
     def _literal_behind(self, shown: cst.BaseExpression, name: str, expressions: list[Written], value: object) -> Place:
         """The one literal with this value behind the expressions that give an argument its value."""
         known = [each.node for each in expressions if each.node is not None]
-        behind = [written for node in known for written in self._values.behind(node)]
+        behind = _once(written for node in known for written in self._values.behind(node))
         same = [each for each in behind if each.node is not None and literal(each.node) == value]
         if len(same) != 1 or any(each.node is None for each in behind):
             raise Unclear(f"{name} is {self._tree.code(shown)} there, whose value is not one literal in this file")
@@ -169,21 +172,10 @@ class Places:
                 copied += [each.func.value] if isinstance(each.func, cst.Attribute) else []
         return self._tree.code(node) in map(self._tree.code, copied)
 
-    def _shared(self, node: cst.BaseExpression, call: cst.Call) -> tuple[str, ...]:
-        """A remark when the dict is unpacked into other calls as well."""
-        if not isinstance(node, cst.Name):
-            return ()
-        others = [
-            self._tree.begins(other)
-            for other in self._tree.calls
-            if other is not call
-            and any(
-                a.star == "**" and isinstance(a.value, cst.Name) and a.value.value == node.value for a in other.args
-            )
-        ]
-        if not others:
-            return ()
-        return (f"{node.value} also goes into the call in line {', '.join(map(str, sorted(others)))}",)
+
+def _once(found: Iterable[Written]) -> list[Written]:
+    """Several callers may give the same constant."""
+    return list({id(each.node): each for each in found}.values())
 
 
 def _quote_of(node: cst.Dict) -> str:

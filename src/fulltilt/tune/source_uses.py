@@ -11,9 +11,10 @@ from fulltilt.tune.source_tree import SourceTree, last_name, literal
 
 
 def used_otherwise(tree: SourceTree, argument: cst.BaseExpression, value: cst.BaseExpression) -> int | None:
-    """The line that also computes, or sizes a batch, with what ``argument`` names; None where none is seen.
+    """The line that also computes, counts or sizes a batch with what ``argument`` names; None where none is seen.
 
-    ``value`` is the literal behind it. Comparisons and calls do not count: ``if n > 0``, ``print(n)``, ``make(ds, n)``.
+    ``value`` is the literal behind it. Comparisons and calls do not count: ``if n > 0``, ``print(n)``, ``make(ds, n)``;
+    ``range(n)`` and ``items[n]`` do.
     """
     names = {_key(argument), *_assigned_names(tree, value)} - {None}
     for node in tree.nodes:
@@ -39,19 +40,26 @@ def _assigned_names(tree: SourceTree, value: cst.BaseExpression) -> list[str | N
 
 
 def _counts(tree: SourceTree, name: cst.CSTNode) -> bool:
-    """Whether a name stands in a sum or a product, or gives a batch its size."""
+    """Whether a name stands in a sum or a product, counts or picks something, or gives a batch its size."""
     below = name
     for node in tree.above(name):
         if isinstance(node, cst.BinaryOperation):
             return not isinstance(node.left, cst.BaseString)  # "%d workers" % n
+        if isinstance(node, cst.Index | cst.Slice) and isinstance(name, cst.Name):
+            return True  # a key, as in cfg["n"], picks nothing
         if isinstance(node, cst.Arg):
-            return below is node.value and _sizes_a_batch(tree, node)
+            return below is node.value and (_sizes_a_batch(tree, node) or _counts_off(tree, node))
         if isinstance(node, cst.Assign):
             return below is node.value and any("batch" in (last_name(each.target) or "") for each in node.targets)
         if isinstance(node, cst.BaseStatement | cst.Comparison):
             return False
         below = node
     return False
+
+
+def _counts_off(tree: SourceTree, argument: cst.Arg) -> bool:
+    call = next(tree.above(argument))
+    return isinstance(call, cst.Call) and last_name(call.func) in ("range", "islice")
 
 
 def _sizes_a_batch(tree: SourceTree, argument: cst.Arg) -> bool:
