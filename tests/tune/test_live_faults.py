@@ -356,3 +356,33 @@ def test_batches_that_come_out_different_in_a_worker_are_made_by_none(tmp_path: 
             assert time.monotonic() < deadline_s, one.record
             assert slowly(itertools.islice(loader, most)) == plain()[:most]
         assert "come out different in a worker" in one.record.why
+
+
+START_S = [0.0]
+
+
+def starts_slowly(_: int) -> None:
+    time.sleep(START_S[0])
+
+
+def test_a_pool_that_starts_slowly_holds_no_pass_up(tmp_path: Path) -> None:
+    """Spawned workers import torch first. Meanwhile the script's own go on, over any number of passes."""
+    with tuning(tmp_path, [Knobs(2)]) as one:
+        own = DataLoader(
+            Squares(SIZE), batch_size=2, num_workers=1, persistent_workers=True, worker_init_fn=starts_slowly
+        )
+        loader = one.trains(own)
+        START_S[0] = 3.0
+        try:
+            longest_s, deadline_s = 0.0, time.monotonic() + 120
+            assert slowly(loader) == plain()
+            while one.record.state != "settled":
+                assert time.monotonic() < deadline_s, one.record
+                began_s = time.monotonic()
+                assert slowly(loader) == plain()
+                longest_s = max(longest_s, time.monotonic() - began_s)
+        finally:
+            START_S[0] = 0.0
+        assert longest_s < 2.0
+        assert one.record.moves[0].outcome == "kept"
+        assert slowly(loader) == plain()

@@ -70,8 +70,13 @@ class Trying:
 
     @property
     def may_begin(self) -> bool:
-        """Whether a pool on trial may begin a pass: the first one beside no workers starts up while others go on."""
-        return self.candidate is not None and (self.phase is not Phase.STARTING or not self._is_serial)
+        """Whether a pool on trial may begin a pass. One that still starts up does so while the best goes on."""
+        if self.candidate is None or self.phase is not Phase.STARTING:
+            return self.candidate is not None
+        try:
+            return not self._is_serial and self.candidate.is_warm()  # beside no workers it has to prove itself first
+        except Exception:
+            return False  # the next batch will tell
 
     @property
     def _is_serial(self) -> bool:
@@ -227,17 +232,18 @@ class Trying:
             self._decide()
             return
         self._proven = True
-        if (
-            self._is_serial
-            and not self.candidate.has_joined(relay.orders)
-            and not self._workshop.data_set_is_the_same()
-        ):
-            self._workshop.retire(self.candidate)  # it was made in an earlier pass
-            self.candidate = None
-            self.phase = Phase.WANTING
+        is_of_this_pass = self.candidate.has_joined(relay.orders)
+        if not (is_of_this_pass or self._workshop.user_persists or self._workshop.data_set_is_the_same()):
+            self.start_anew()
             return
         relay.hand_over(self.candidate)
         self.begin_trial()
+
+    def start_anew(self) -> None:
+        """The pool that starts up has the data set of an earlier pass: another takes its place."""
+        self._workshop.retire(self.candidate)
+        self.candidate = None
+        self.phase = Phase.WANTING
 
     def begin_trial(self) -> None:
         """The candidate serves from now on."""

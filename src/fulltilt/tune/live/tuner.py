@@ -84,12 +84,16 @@ class LoaderTuner:
     def _begin_ours(self, loader: Any) -> Relay:
         """A pass served by a pool of ours: the one that lives, or a new one if the data set has changed since."""
         orders = self._workshop.begin_ours()
-        on_trial = self._trying.candidate is not None
-        knobs = self._trying.candidate.knobs if self._trying.candidate is not None else self._trying.in_force
+        candidate = self._trying.candidate if self._trying.may_begin else None
+        on_trial = candidate is not None
+        knobs = candidate.knobs if candidate is not None else self._trying.in_force
         if on_trial:
             self._trying.drop_best()
         try:
-            pool = self._workshop.renew(self._trying.candidate or self._trying.best) or self._workshop.make(knobs)
+            renewed = self._workshop.renew(candidate or self._trying.best)
+            if renewed is None and not on_trial and self._trying.candidate is not None:
+                self._trying.start_anew()
+            pool = renewed or self._workshop.make(knobs)
         except Exception as error:
             for pool in self.pools():
                 self._workshop.retire(pool, failed=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -57,14 +56,18 @@ class Workshop:
         self._forked_from = None
         self.may_persist = True
 
+    @property
+    def user_persists(self) -> bool:
+        """Whether the script's own workers live on, with the data set as it was when they started."""
+        return self.user.workers > 0 and self.user.persistent
+
     def can_begin_theirs(self) -> bool:
         """Whether torch's own iterator would begin a pass as in the plain run.
 
         Workers that persist are seeded once. Where the script's own have been retired, new ones of torch's would draw
         a seed that the plain run does not draw.
         """
-        persists = self.user.workers > 0 and self.user.persistent
-        return not persists or self._first_pass or self.loader._iterator is not None
+        return not self.user_persists or self._first_pass or self.loader._iterator is not None
 
     def begin_theirs(self, start: Callable[[], Any]) -> Any:
         """torch's own iterator for a new pass."""
@@ -124,16 +127,10 @@ class Workshop:
         """
         if pool is None or not pool.own:
             return None
-        persists = self.user.workers > 0 and self.user.persistent
-        if not persists and not self.data_set_is_the_same():
+        if not self.user_persists and not self.data_set_is_the_same():
             self.may_persist = False
             self.retire(pool)
             return None
-        deadline_s = time.monotonic() + self._limits.start_s
-        while not pool.is_warm():
-            if time.monotonic() > deadline_s:
-                raise TimeoutError("its workers did not start")
-            time.sleep(0.01)
         pool.next_pass(self.loader)
         return pool
 
