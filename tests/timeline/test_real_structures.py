@@ -115,6 +115,18 @@ def test_a_stream_over_workers(tmp_path: Path) -> None:
     assert seen.ranks[0]["workers"][0]["batches"] == seen.truth["steps"]  # the end of a stream is no batch
 
 
+@pytest.mark.quiet
+def test_short_stretches_of_python_between_calls_of_torch_are_the_scripts_own(tmp_path: Path) -> None:
+    seen = observe(STRUCTURES / "rollouts.py", tmp_path)
+    true = json.loads((tmp_path / "seconds.json").read_text())
+    # Half of it was taken for the torch calls behind them.
+    assert seen.bucket("host_code_s") / true["training"] == pytest.approx(
+        true["environment"] / true["training"], abs=0.12
+    )
+    (place,) = {finding["where"] for finding in seen.answer["findings"] if finding["code"] == "host_code"}
+    assert place in ("rollouts.py:20", "rollouts.py:21")
+
+
 def test_a_script_draws_the_same_random_numbers_as_without(tmp_path: Path) -> None:
     script = str(STRUCTURES / "random_numbers.py")
     plain, observed = (

@@ -21,6 +21,7 @@ from fulltilt.records import Span
 from fulltilt.timeline.attribution import attribute
 from fulltilt.timeline.behind_steps import BehindSteps
 from fulltilt.timeline.clock import CudaClock
+from fulltilt.timeline.interpreter_lock import share_lock, wake_on_time
 from fulltilt.timeline.looks import Looks
 from fulltilt.timeline.marks import Activity, BookedApart, Finished, Point, Rested
 from fulltilt.timeline.notes import RankNotes
@@ -35,9 +36,6 @@ DRAIN_EVERY_S = 0.2
 WRITE_EVERY_S = 1.0
 # A killed process loses what it has not written: a second, or this part of what was seen where that is less.
 LOST_SHARE = 0.1
-# The observer asks for the interpreter lock; main code that holds it gives it up after this long. Python's 5 ms would
-# let samples slip from short stretches of Python code into the torch call behind them.
-SWITCH_INTERVAL_S = 0.0001
 # A calibrating delay is queued at this step and then each time there are four times as many, if the GPU is not behind.
 # Each costs about a step's worth of host work, so that a run of 100 steps loses 2 % and one of 1,000 a third of that.
 # Until one has taught how long the GPU works, they come at twice as many.
@@ -91,7 +89,7 @@ class Recorder:
         """Begin to observe. Processes that never train are never observed."""
         if self._thread.ident is not None or not self.active:
             return
-        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
+        share_lock()
         os.register_at_fork(after_in_child=self._disown)
         self._thread.start()
 
@@ -225,6 +223,7 @@ class Recorder:
         return self._builder.behind_steps
 
     def _observe(self) -> None:
+        wake_on_time()
         began = time.monotonic()
         next_drain = next_write = next_record = began + DRAIN_EVERY_S
         jitter = Random()  # our own: the job's random numbers are the job's
@@ -242,6 +241,7 @@ class Recorder:
                 now = time.monotonic()
                 if now >= next_drain:
                     next_drain = now + DRAIN_EVERY_S
+                    share_lock()
                     self._drain()
                     self.notes.poll()
                 if now >= next_write:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from fulltilt import store
 from fulltilt.records import HotLine
 from fulltilt.timeline import attached
+from fulltilt.timeline.interpreter_lock import share_lock, wake_on_time
 from fulltilt.timeline.lines import LineTimes
 from fulltilt.timeline.stacks import look, stack_of
 
@@ -146,6 +147,8 @@ class FetchMeter:
 
     def observe(self, stop: threading.Event) -> None:
         """The sampler beside the loop, on a thread of its own."""
+        wake_on_time()
+        share_lock()
         next_send = time.perf_counter() + SEND_EVERY_S
         jitter = Random()  # our own: the job's random numbers are the job's
         looks, every_s = 0, EARLY_LOOK_EVERY_S
@@ -160,6 +163,7 @@ class FetchMeter:
                 every_s = EARLY_LOOK_EVERY_S if looks < EARLY_LOOKS else LOOK_EVERY_S
             if now >= next_send:
                 next_send = now + SEND_EVERY_S
+                share_lock()
                 self.send()
 
     def _pss_bytes(self) -> int | None:
