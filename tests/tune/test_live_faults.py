@@ -386,3 +386,16 @@ def test_a_pool_that_starts_slowly_holds_no_pass_up(tmp_path: Path) -> None:
         assert longest_s < 2.0
         assert one.record.moves[0].outcome == "kept"
         assert slowly(loader) == plain()
+
+
+def test_the_batches_of_a_pass_are_counted_over_all_pools(tmp_path: Path) -> None:
+    """Loaders that can be resumed read torch's own count."""
+    with tuning(tmp_path, [Knobs(2), Knobs(1)]) as one:
+        loader = one.trains(DataLoader(Squares(400), batch_size=2))
+        passing: Any = iter(loader)
+        counts = []
+        for _ in passing:
+            counts.append(passing._num_yielded)
+            time.sleep(0.005)
+        assert counts == list(range(1, 201))
+        assert [move.outcome for move in one.record.moves] == ["kept", "kept"]

@@ -59,6 +59,7 @@ class Relay:
         self._conductor = conductor
         self._loader = loader  # scripts loop over loaders that nobody else holds
         self._num_workers = first.knobs.workers
+        self._num_yielded = 0  # torch's name: loaders that can be resumed read it, and pools count from their own first
         self._left_s: float | None = None
         self._ready = 0
 
@@ -79,6 +80,7 @@ class Relay:
         self._let_conduct(self._conductor.at_boundary)
         began_s = time.perf_counter()
         batch = self._draw()
+        self._num_yielded += 1
         self.orders.given()
         wait_s = time.perf_counter() - began_s
         before, self._ready = self._ready, self._line[0].ready
