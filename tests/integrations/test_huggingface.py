@@ -54,6 +54,8 @@ def test_a_trainers_run_is_recorded(tmp_path: Path) -> None:
     assert result.ledger.buckets.validation_s > 0
     assert result.ledger.buckets.checkpoint_s > 0
     assert result.ledger.buckets.total_s == pytest.approx(result.ledger.wall_s, rel=1e-6)
+    assert (result.checklist[0].state, result.checklist[0].figure) == ("ok", "Batch size: 4 (expected: 4)")
+    assert (run.run.asked.accumulation, run.run.asked.precision) == (2, "fp32")
     assert (tmp_path / "run" / "report.html").exists()
     assert torch.save.__module__ == "torch.serialization"
     assert not hasattr(torch.save, "__wrapped__")  # every patch is out again

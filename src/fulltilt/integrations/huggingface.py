@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fulltilt.errors import UsageError
-from fulltilt.records import Sample
+from fulltilt.records import Sample, Settings
 from fulltilt.timeline.explicit import Recording
 
 try:
@@ -21,18 +21,23 @@ except ImportError as error:
 class FulltiltCallback(TrainerCallback):  # type: ignore[misc]
     """Records from the start of training to its end; marks epochs, evaluations and checkpoints.
 
-    ``on_sample`` is told, from another thread, what the machine does about once a second.
+    ``on_sample`` is told, from another thread, what the machine does about once a second. ``asked`` are the settings
+    that the job was told, for a trainer whose arguments say something else.
     """
 
     def __init__(
-        self, folder: str | Path = "fulltilt-runs/trainer", on_sample: Callable[[Sample], None] | None = None
+        self,
+        folder: str | Path = "fulltilt-runs/trainer",
+        on_sample: Callable[[Sample], None] | None = None,
+        asked: Settings | None = None,
     ) -> None:
         self.recording = Recording(folder, on_sample=on_sample)
+        self.asked = asked
         self.interrupted = False  # for a callback that ends training early because it was told to
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Training starts."""
-        self.recording.start()
+        self.recording.start(self.asked or asked_of(args))
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """An epoch starts."""
@@ -68,3 +73,17 @@ class FulltiltCallback(TrainerCallback):  # type: ignore[misc]
     def _before_saving(self, control: Any) -> None:
         if control.should_save and not control.should_evaluate:
             self.recording.mark_checkpoint(True)
+
+
+def asked_of(args: Any) -> Settings:
+    """What TrainingArguments ask for; the batch size is that of a whole batch, over all ranks."""
+    return Settings(
+        num_workers=args.dataloader_num_workers,
+        prefetch_factor=args.dataloader_prefetch_factor,
+        pin_memory=args.dataloader_pin_memory,
+        persistent_workers=args.dataloader_persistent_workers,
+        batch_size=args.train_batch_size * args.world_size,
+        accumulation=args.gradient_accumulation_steps,
+        precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        compile=args.torch_compile,
+    )

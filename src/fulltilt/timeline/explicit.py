@@ -18,7 +18,7 @@ from fulltilt import store
 from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.host import HostProbe
 from fulltilt.probes.sampler import Sampler
-from fulltilt.records import Sample
+from fulltilt.records import Sample, Settings
 from fulltilt.timeline import attach
 from fulltilt.timeline.loop_marks import LoopMarks
 from fulltilt.timeline.run_files import Ended, RunFiles, ending_of, job_root
@@ -44,8 +44,11 @@ class Recording(LoopMarks):
 
     # ------------------------------------------------------------------ from start to stop
 
-    def start(self) -> Recording:
-        """Begin to record. Under `fulltilt run` the job is recorded already: then this joins that run."""
+    def start(self, asked: Settings | None = None) -> Recording:
+        """Begin to record. Under `fulltilt run` the job is recorded already: then this joins that run.
+
+        ``asked``: the settings that the job was told, where the command line does not show them.
+        """
         import torch
 
         if attach.current is not None:
@@ -54,7 +57,7 @@ class Recording(LoopMarks):
             return self
         t0_ns = time.perf_counter_ns()
         gpus = Gpus.open(root_pid=job_root())
-        self._files = RunFiles(self.folder, self._name, t0_ns, gpus)
+        self._files = RunFiles(self.folder, self._name, t0_ns, gpus, asked)
         if self._files.aside is not None:
             print(f"fulltilt: {self.folder} held a run already; it is now in {self._files.aside}", file=sys.stderr)
         self._sampler = Sampler(self._take, gpus=gpus, host=HostProbe(os.getpid()), t0=t0_ns * 1e-9)

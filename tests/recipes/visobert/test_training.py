@@ -17,7 +17,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+import fulltilt
 from fulltilt.cli import main as command
+from fulltilt.diagnose import answer
 from fulltilt.errors import MachineError, UsageError
 from fulltilt.feed.text import Batching
 from fulltilt.recipes.made import make_folder
@@ -136,6 +138,12 @@ def test_a_stop_by_sigterm_changes_nothing(
     assert train("--data", data, "--out", tmp_path) == 0
     assert "Resuming from" in capsys.readouterr().out
     assert same(weights(tmp_path / "model"), weights(whole / "model"))
+    assert batch_check(tmp_path) == ("ok", "Batch size: 8 (expected: 8)")
+
+
+def batch_check(out: Path) -> tuple[str, str]:
+    line = answer(fulltilt.load(out)).checklist[0]
+    return line.state, line.figure
 
 
 def noting_checkpoints(monkeypatch: pytest.MonkeyPatch, steps: list[int]) -> None:
@@ -191,7 +199,9 @@ def test_what_a_run_shows_and_leaves(whole: Path, data: Path, tmp_path: Path, ca
     )
     assert train("--data", data, "--out", tmp_path / "out", "--config", config, "--tokens-per-batch", "96") == 0
     shown = capsys.readouterr().out
+    parameters = sum(weight.numel() for weight in weights(tmp_path / "out" / "model").values())
     for line in (
+        f"3 classes; {parameters:,} parameters",
         "No GPU here: fp16 and TF32 switched off",
         "No GPU here: adamw_bnb_8bit switched off",
         "Epoch 1/2 [█",
@@ -207,6 +217,8 @@ def test_what_a_run_shows_and_leaves(whole: Path, data: Path, tmp_path: Path, ca
     rated = [checkpoint.verify(folder).metric for folder in checkpoint.folders(whole / "checkpoints")]
     assert rated
     assert all(metric is not None for metric in rated)
+    assert batch_check(whole) == ("ok", "Batch size: 8 (expected: 8)")
+    assert batch_check(tmp_path / "out")[0] == "skip"  # a budget of tokens has no batch size
 
 
 def test_a_model_folder_goes_on_with_a_stock_loader_and_other_classes(whole: Path, tmp_path: Path, capsys: Any) -> None:

@@ -57,6 +57,11 @@ class BucketSampler:
         self._plan = self._planned(0)
         self._length = len(self._plan)
 
+    @property
+    def batch_size(self) -> int | None:
+        """Texts of a whole batch, as torch's samplers tell it; None with a budget of tokens."""
+        return self.batching.batch_size
+
     def __len__(self) -> int:
         return self._length
 

@@ -8,6 +8,7 @@ import math
 import pickle
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import transformers
 
 from fulltilt.errors import DoesNotFit, RunFolderError, StoppedEarly, UsageError
 from fulltilt.feed.text import Batching, Tokens, tokenise
-from fulltilt.integrations.huggingface import FulltiltCallback
+from fulltilt.integrations.huggingface import FulltiltCallback, asked_of
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.visobert import Options
 from fulltilt.recipes.visobert.arguments import optimizer_name, per_rank, total_steps, training_arguments, try_optimizer
@@ -28,7 +29,7 @@ from fulltilt.recipes.visobert.metrics import classification
 from fulltilt.recipes.visobert.model import load_model, load_tokenizer
 from fulltilt.recipes.visobert.texts import Split, Texts, read_texts
 from fulltilt.recipes.visobert.trainer import ClassLoss, TextTrainer
-from fulltilt.records import Sample
+from fulltilt.records import Sample, Settings
 from fulltilt.train import rng
 from fulltilt.train.distributed import Group, detect, device_of
 from fulltilt.train.foreign import reason
@@ -142,7 +143,7 @@ class Fitting:
         model = load_model(options, self.tokenizer, texts.classes)
         arguments = training_arguments(self.request, self.per_epoch, self.screen.say)
         try_optimizer(arguments, model)
-        self.recorder = self._recorder(device) if detect().rank == 0 else None
+        self.recorder = self._recorder(device, arguments) if detect().rank == 0 else None
         figures = Figures(self.screen, loss, self.sampler, len(texts.train.texts), self.per_epoch, device)
         self.stopper = StopAndSave(self.stop, settings.save_every, self.per_epoch, self.recorder)
         replays = wanted(settings, device, alone=detect().world == 1) and not settings.compile
@@ -170,10 +171,10 @@ class Fitting:
         self.trainer.remove_callback(transformers.PrinterCallback)
         self.screen.say(
             f"{len(texts.train.texts):,} training and {len(texts.validation.texts):,} validation texts, "
-            f"{classes} classes; {sum(p.numel() for p in self.trainer.model.parameters()) / 1e6:.1f} M parameters"
+            f"{classes} classes; {_millions(sum(p.numel() for p in model.parameters()))} parameters"
         )
 
-    def _recorder(self, device: torch.device) -> FulltiltCallback:
+    def _recorder(self, device: torch.device, arguments: Any) -> FulltiltCallback:
         out, screen = self.request.out, self.screen
         idle = IdleGpu(self.request.settings, screen, out) if device.type == "cuda" else None
 
@@ -182,7 +183,18 @@ class Fitting:
             if idle is not None:
                 idle(sample)
 
-        return FulltiltCallback(out, on_sample=sampled)
+        return FulltiltCallback(out, on_sample=sampled, asked=self._asked(arguments))
+
+    def _asked(self, arguments: Any) -> Settings:
+        """What the run was told. The Trainer's arguments do not know the budget of tokens, nor where the data lives."""
+        settings = self.request.settings
+        return replace(
+            asked_of(arguments),
+            num_workers=settings.workers,
+            prefetch_factor=settings.prefetch,
+            batch_size=None if self.options.tokens_per_batch else settings.batch_size,
+            residency=settings.residency,
+        )
 
     def _tokens(self, split: Split) -> Tokens:
         def cut(texts: list[str]) -> Any:
@@ -213,6 +225,10 @@ class Fitting:
             shutil.rmtree(final, ignore_errors=True)
             making.rename(final)
         self.screen.say(f"The {'best' if chosen else 'last'} model is in {final}")
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:.1f} M" if count >= 1e6 else f"{count:,}"
 
 
 def _last_metrics(history: list[dict[str, float]]) -> dict[str, float]:
