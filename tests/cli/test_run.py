@@ -131,6 +131,19 @@ def test_a_killed_job_leaves_a_diagnosed_run(tmp_path: Path) -> None:
     assert state(tmp_path)["state"] == "killed"
 
 
+def test_a_job_whose_process_the_kernel_killed_for_memory_says_so(tmp_path: Path) -> None:
+    command = (
+        "from fulltilt.cli import main, run\n"
+        "counts = iter((3, 4))\n"
+        "run.oom_kills = lambda: next(counts)\n"
+        "main.main(['run', '--out', 'run', '--', '-c', 'raise SystemExit(1)'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", command], cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "exit code 1 before its first training step, and the kernel killed 1 process for lack" in done.stderr
+    assert state(tmp_path)["oom_kills"] == 1
+
+
 def test_the_training_is_recorded_with_where_the_loader_is(tmp_path: Path) -> None:
     """Also when the script empties its environment and goes to another folder before it imports torch."""
     elsewhere = "import os, tempfile; os.environ.clear(); os.chdir(tempfile.mkdtemp())"

@@ -131,6 +131,19 @@ def test_an_ordinary_validation_is_left_alone() -> None:
     assert validation_heavy(gather(run_of(rank(), validation=19.0, compute=81.0))) is None
 
 
+def test_validation_on_the_training_loader_names_it() -> None:
+    shared = loader(num_workers=0, passes=10, batches=500, eval_batches=400)
+    finding = found(validation_heavy(gather(run_of(rank(loaders=(shared,)), validation=40.0, compute=60.0))))
+    assert finding.where == shared.where
+    assert finding.evidence == ("validation takes 40 % of the time after start-up: 40 s, 40 ms a step",)
+    assert f"Its loader at {shared.where} has no workers" in finding.fix
+    apart = loader(loader_id=1, role="eval", where="train.py:99", batches=3)
+    run = run_of(rank(loaders=(shared, apart)), validation=40.0, compute=60.0)
+    assert found(validation_heavy(gather(run))).where == "train.py:99"
+    only_trains = run_of(rank(loaders=(loader(),)), validation=40.0, compute=60.0)
+    assert found(validation_heavy(gather(only_trains))).where is None
+
+
 # --------------------------------------------------------------------------- checkpoint_stall
 
 
@@ -145,6 +158,16 @@ def test_saving_says_how_much_rarer_or_beside_the_training() -> None:
 
 def test_rare_saves_are_left_alone() -> None:
     assert checkpoint_stall(gather(run_of(rank(), checkpoint=4.0, compute=96.0))) is None
+
+
+def test_a_trainer_of_ours_is_not_told_to_do_what_it_does() -> None:
+    ours = rank(loaders=(loader(made_by="fulltilt"),))
+    finding = found(checkpoint_stall(gather(run_of(ours, checkpoint=30.0, compute=70.0))))
+    assert finding.fix == "Save every 21st time (save_every in the settings): its share falls from 30 % to 2.0 %."
+    theirs = found(checkpoint_stall(gather(run_of(rank(), checkpoint=30.0, compute=70.0))))
+    assert finding.predicted_speedup is not None
+    assert theirs.predicted_speedup is not None
+    assert finding.predicted_speedup[0] < theirs.predicted_speedup[0]
 
 
 def test_doing_it_rarer_brings_its_share_to_the_target() -> None:

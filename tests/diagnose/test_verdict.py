@@ -146,6 +146,18 @@ def starved_by_workers() -> tuple[LoaderRecord, ...]:
             "it was killed by SIGKILL after at least 1000 steps, and what it did last was not recorded.",
         ),
         (
+            run_of(rank(finished=False, t1_s=110.0), compute=96.0, host_code=4.0, run={**KILLED, "oom_kills": 1}),
+            "compute_bound",
+            "Full tilt: 96 % of the time is compute; 320 samples/s, 96 % of the compute ceiling; it was killed by the "
+            "kernel for lack of memory (SIGKILL) after at least 1000 steps, and what it did last was not recorded.",
+        ),
+        (
+            run_of(rank(), compute=96.0, host_code=4.0, run={"state": "crashed", "exit_code": 1, "oom_kills": 2}),
+            "compute_bound",
+            "Full tilt: 96 % of the time is compute; 320 samples/s, 96 % of the compute ceiling; the script ended with "
+            "exit code 1 after 1000 steps, and the kernel killed 2 processes for lack of memory.",
+        ),
+        (
             run_of(rank(finished=False, t1_s=110.0), compute=96.0, host_code=4.0),
             "compute_bound",
             "Full tilt: 96 % of the time is compute; 320 samples/s, 96 % of the compute ceiling; "

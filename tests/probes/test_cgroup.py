@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fulltilt.probes.cgroup import MemoryGroup, cpu_quota
+from fulltilt.probes.cgroup import MemoryGroup, cpu_quota, oom_kills
 from fulltilt.probes.host import cpu_capacity, memory_headroom_bytes, memory_limit_bytes
 from fulltilt.testing import GroupLimits, write_cgroups
 
@@ -134,3 +134,24 @@ def test_in_a_real_group_with_half_a_cpu_a_process_says_half(half_a_cpu):
     script = f"import os; open({str(half_a_cpu / 'cgroup.procs')!r}, 'w').write(str(os.getpid())); {SAY_USABLE}"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "0.5", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "file", "told"),
+    [
+        ("v2", "job/memory.events", "low 0\nhigh 0\nmax 812\noom 4\noom_kill 3\noom_group_kill 0\n"),
+        ("v1", "memory/job/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n"),
+    ],
+)
+def test_kills_for_lack_of_memory_are_those_of_our_own_group(tmp_path, version, file, told):
+    root = write_cgroups(tmp_path, version, {"/": GroupLimits(), "/job": GroupLimits(memory_bytes=GIB)})
+    (root / "proc/vmstat").write_text("nr_free_pages 812\noom_kill 7\n")
+    (root / "sys/fs/cgroup" / file).write_text(told)
+    assert oom_kills(root) == 3
+
+
+def test_kills_for_lack_of_memory_are_the_machines_where_no_group_counts_them(tmp_path):
+    root = write_cgroups(tmp_path, "v2", {"/": GroupLimits(), "/job": GroupLimits()})
+    assert oom_kills(root) is None
+    (root / "proc/vmstat").write_text("nr_free_pages 812\noom_kill 7\npgalloc 3\n")
+    assert oom_kills(root) == 7

@@ -80,7 +80,8 @@ def test_a_trainer_that_skips_batches_and_draws_before_it_leaves_evaluation(tmp_
 
 def test_a_validation_before_training_and_modes_put_back_by_hand(tmp_path: Path) -> None:
     seen = observe(STRUCTURES / "sanity_check.py", tmp_path)
-    assert seen.loader("eval")["batches"] == 3 + 9 * 5
+    assert seen.loader("eval")["batches"] == seen.loader("eval")["eval_batches"] == 3 + 9 * 5
+    assert "eval_batches" not in seen.loader("train")
     assert 0 < seen.bucket("validation_s") < seen.bucket("compute_s")
 
 

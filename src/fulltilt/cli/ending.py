@@ -22,10 +22,10 @@ FATAL = frozenset(
 )
 
 
-def end_run(folder: Path, record: RunRecord, wall_s: float, status: int) -> None:
+def end_run(folder: Path, record: RunRecord, wall_s: float, status: int, oom_kills: int = 0) -> None:
     """Write what is left to write and print the verdict. A problem here never changes how the job ended."""
     try:
-        ended = replace(record, state=state_of(status), wall_s=wall_s, exit_code=status)
+        ended = replace(record, state=state_of(status), wall_s=wall_s, exit_code=status, oom_kills=oom_kills)
         store.write_json(folder / store.RUN_FILE, ended)
         _, diagnosis = explain(folder)
         print(file=sys.stderr)  # the job's own last line may have no end: progress bars leave it open

@@ -18,6 +18,7 @@ from fulltilt import __version__, store
 from fulltilt.cli.child import Child
 from fulltilt.cli.own_flags import USAGE_ERROR, given_to_script, hint
 from fulltilt.errors import UsageError
+from fulltilt.probes.cgroup import oom_kills
 from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.machine import describe_machine
 from fulltilt.records import RunRecord, Settings
@@ -141,6 +142,7 @@ class Job:
     def run(self) -> int:
         """Start the job, watch it, explain it. Returns the job's own exit code, or ends by the job's own signal."""
         store.write_json(self._folder / store.RUN_FILE, self._record)
+        killed_before = oom_kills()
         t0_ns = time.perf_counter_ns()
         variables = attach.environment(self._folder, t0_ns, self._settings, self._deep)
         environment = {**os.environ, **variables, **({attach.ALSO: LIVE_TUNING} if self._auto else {})}
@@ -154,5 +156,7 @@ class Job:
             status = child.wait(watching.tick)
         from fulltilt.cli.ending import end_run
 
-        end_run(self._folder, self._record, (time.perf_counter_ns() - t0_ns) * 1e-9, status)
+        wall_s = (time.perf_counter_ns() - t0_ns) * 1e-9
+        killed = max((oom_kills() or 0) - killed_before, 0) if killed_before is not None else 0
+        end_run(self._folder, self._record, wall_s, status, killed)
         return child.leave(status)

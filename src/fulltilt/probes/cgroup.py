@@ -53,6 +53,17 @@ class MemoryGroup:
         return max(0, int(words[0]) - cache)
 
 
+def oom_kills(root: Path = Path("/")) -> int | None:
+    """Processes that the kernel has killed so far for lack of memory: of our own group, else of the whole machine."""
+    for folder in _groups("memory", root):
+        for file in ("memory.events", "memory.oom_control"):  # version 2 and 1
+            words = _words(folder / file)
+            if "oom_kill" in words[:-1]:
+                return int(words[words.index("oom_kill") + 1])
+    words = _words(root / "proc/vmstat")
+    return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words[:-1] else None
+
+
 def _memory_limit_of(group: Path) -> int | None:
     words = _words(group / "memory.max") or _words(group / "memory.limit_in_bytes")
     limit = int(words[0]) if words and words[0].isdigit() else _NO_LIMIT_BYTES  # "max" is no limit

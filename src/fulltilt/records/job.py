@@ -15,7 +15,8 @@ class LoaderRecord:
 
     ``where`` is the user's line; ``made_by`` is the library that this line calls to construct the loader, or None
     when the line constructs it itself. What the script draws batches from without any DataLoader is made by "script".
-    A line that constructs one again for each pass is one loader, ``constructed`` as many times.
+    A line that constructs one again for each pass is one loader, ``constructed`` as many times. ``eval_batches`` of its
+    batches were drawn to evaluate.
     """
 
     loader_id: int
@@ -47,6 +48,7 @@ class LoaderRecord:
     first_wait_s: float = 0.0
     restart_s: float = 0.0
     padding_share: float | None = None
+    eval_batches: int = 0
 
 
 @dataclass(frozen=True, slots=True)

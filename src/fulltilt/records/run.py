@@ -18,6 +18,7 @@ class RunRecord:
     """One execution of a job. ``state`` says how it ended; ``exit_code`` is the script's own, or minus its signal.
 
     ``ended_by`` names the exception that ended a run recorded from within, where there is no exit code to tell.
+    ``oom_kills`` counts the processes that the kernel killed meanwhile for lack of memory.
     """
 
     name: str
@@ -31,6 +32,7 @@ class RunRecord:
     asked: Settings = field(default_factory=Settings)
     data: StorageReading | None = None
     ended_by: str | None = None
+    oom_kills: int = 0
     schema_version: int = SCHEMA_VERSION
 
 

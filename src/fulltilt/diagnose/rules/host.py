@@ -105,7 +105,7 @@ def validation_heavy(evidence: Evidence) -> Judgement:
         return None
     loader = _validation_loader(evidence)
     facts = [time_spent(evidence, "validation", cost_s)]
-    if loader and loader.passes:
+    if loader and loader.passes and loader.role == "eval":
         facts.append(f"{count('pass', loader.passes)} over {loader.dataset}, {seconds(cost_s / loader.passes)} each")
     every = rarer(share, limits.validation_target_share)
     left = share_left(share, every)
@@ -122,8 +122,12 @@ def validation_heavy(evidence: Evidence) -> Judgement:
 
 
 def _validation_loader(evidence: Evidence) -> LoaderRecord | None:
-    loaders = [loader for loader in evidence.rank.loaders if loader.role == "eval"] if evidence.rank else []
-    return max(loaders, key=lambda loader: loader.batches, default=None)
+    """The loader that validation draws most from; it may be one that trains as well."""
+    loaders = evidence.rank.loaders if evidence.rank else ()
+    only_evaluate = [loader for loader in loaders if loader.role == "eval"]
+    also_evaluate = [loader for loader in loaders if loader.role == "train" and loader.eval_batches]
+    own = max(only_evaluate, key=lambda loader: loader.batches, default=None)
+    return own or max(also_evaluate, key=lambda loader: loader.eval_batches, default=None)
 
 
 # --------------------------------------------------------------------------- checkpoints
@@ -142,15 +146,24 @@ def checkpoint_stall(evidence: Evidence) -> Judgement:
     every = rarer(share, limits.checkpoint_target_share)
     left = share_left(share, every)
     where = lines[0].where if lines else None
-    fix = (
-        f"Save every {_ordinal(every)} time{at(where)}: its share falls from {percent(share)} to {percent(left)}. "
-        "Or save beside the training: copy the state to host memory and let a thread write it "
-        "(torch.distributed.checkpoint.async_save does both)."
-    )
+    engine = _engine_trains(evidence)
+    rarer_by = f"every {_ordinal(every)} time{' (save_every in the settings)' if engine else at(where)}"
+    fix = f"Save {rarer_by}: its share falls from {percent(share)} to {percent(left)}."
     # Rarer saves leave a part of them, asynchronous ones the copying: either may win more.
     rarely, beside = amdahl(share * (1 - 1 / every)), amdahl(share * (1 - limits.async_checkpoint_part))
+    if engine:  # it writes beside the training already
+        beside = 1 + (rarely - 1) * limits.recovered_low
+    else:
+        fix += (
+            " Or save beside the training: copy the state to host memory and let a thread write it "
+            "(torch.distributed.checkpoint.async_save does both)."
+        )
     predicted = gain(min(rarely, beside), max(rarely, beside))
     return found(evidence, "checkpoint_stall", cost_s, facts, fix, where, predicted)
+
+
+def _engine_trains(evidence: Evidence) -> bool:
+    return any(loader.made_by == "fulltilt" for loader in (evidence.rank.loaders if evidence.rank else ()))
 
 
 def _ordinal(k: int) -> str:

@@ -87,7 +87,9 @@ class TappedIterator:
         doubtful = evaluating and taps.gradients()
         fact = BatchArrived(tap.loader_id, samples, evaluating, first, workers, doubtful)
         recorder.switch(before, fact, Point.NONE if evaluating else Point.BATCH)
-        if not evaluating:
+        if evaluating:
+            tap.eval_batches += 1
+        else:
             taps.feeding = tap
             recorder.calibrate_if_asked(Point.BATCH)
         return batch

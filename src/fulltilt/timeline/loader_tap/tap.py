@@ -88,6 +88,7 @@ class LoaderTap:
             constructed=max(self.constructed, 1),  # none where it was made before anybody looked
             passes=self.passes,
             batches=self.batches,
+            eval_batches=self.eval_batches,
             samples=self.samples if self.counted else None,
             batch_bytes=self.batch_bytes,
             batch_kind=self.batch_kind,
