@@ -11,6 +11,7 @@ import torch
 from fulltilt import feed
 from fulltilt.errors import DataError
 from fulltilt.feed import residency
+from fulltilt.feed.buffers import HostBuffers
 from fulltilt.feed.prefetch import DeviceRing, HostBatch
 from fulltilt.feed.stores import DeviceStore
 from fulltilt.feed.structure import layout_of
@@ -30,6 +31,7 @@ def as_on_a_gpu(monkeypatch):
     def make(*args, **options):
         loader = feed.loader(*args, **options)
         loader._delivery.copies_ahead = True
+        loader._keeping.supply.staging.copies_from = True
         return loader
 
     return make
@@ -56,13 +58,29 @@ def test_every_tier_serves_the_data_set_through_the_ring(as_on_a_gpu, tier, work
     assert not threads()
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("tier", ["pinned", "ram", "disk", "none"])
+@pytest.mark.parametrize("passes_put_aside", [1, 3])
+def test_an_iterator_that_is_put_aside_does_not_hold_up_the_next(as_on_a_gpu, tier, passes_put_aside, cache_dir):
+    dataset = Pixels(60)
+    with as_on_a_gpu(dataset, 4, shuffle=True, residency=tier, num_workers=2, cache_dir=cache_dir) as loader:
+        for _ in range(2):  # while samples arrive, and when they are kept
+            aside = [iter(loader) for _ in range(passes_put_aside)]
+            for pass_ in aside:
+                next(pass_)
+            time.sleep(0.2)  # each reads ahead as far as it can
+            assert sorted(number for _, numbers in loader for number in numbers.tolist()) == list(range(60))
+            for pass_ in aside:
+                assert len(list(pass_)) == 14
+
+
 def test_long_rows_go_from_pinned_memory_straight_to_the_device(as_on_a_gpu, monkeypatch):
     monkeypatch.setattr("fulltilt.feed.supply.DIRECT_ROW_BYTES", 64)
     dataset = Pixels(23)
     with as_on_a_gpu(dataset, 5, shuffle=True, residency="pinned", num_workers=2) as loader:
         list(loader)
         loader._keeping.supply.store.pinned = True  # as it would be with a GPU
-        monkeypatch.setattr(loader._keeping.supply, "_free_staging", None)
+        monkeypatch.setattr(HostBuffers, "take", None)
         for images, numbers in loader:
             for image, number in zip(images, numbers, strict=True):
                 assert torch.equal(image, dataset[int(number)][0])

@@ -6,7 +6,6 @@ import contextlib
 import mmap
 import multiprocessing
 import os
-import queue
 import warnings
 import weakref
 from typing import Any
@@ -59,26 +58,6 @@ def pin(memory: torch.Tensor, device: torch.device, owner: object) -> bool:
             return False
     weakref.finalize(owner, _unpin, address, os.getpid())
     return True
-
-
-class HostBuffers:
-    """A few host buffers [rows, row_bytes] that are handed out in turn, pinned as long as this object lives."""
-
-    @torch.inference_mode(False)  # made in an evaluation, they have to be of use to the feeding thread
-    def __init__(self, count: int, rows: int, row_bytes: int, device: torch.device) -> None:
-        self._memory = shared_bytes(count * rows * row_bytes)
-        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-        for buffer in self._memory.view(count, rows, row_bytes):
-            self._free.put(buffer)
-        pin(self._memory, device, self)
-
-    def take(self) -> torch.Tensor:
-        """A free buffer; waits for one."""
-        return self._free.get()
-
-    def give(self, buffer: torch.Tensor) -> None:
-        """``buffer`` was copied away."""
-        self._free.put(buffer)
 
 
 def _unpin(address: int, pid: int) -> None:

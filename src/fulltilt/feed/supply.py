@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from fulltilt.feed.bad_samples import BadSamples
+from fulltilt.feed.buffers import Buffer, Staging
 from fulltilt.feed.caches import CacheFull
-from fulltilt.feed.memory import HostBuffers
 from fulltilt.feed.pool import Slot, WorkerPool
 from fulltilt.feed.prefetch import HostBatch
 from fulltilt.feed.readers import Failure, Reader
@@ -23,8 +23,6 @@ from fulltilt.feed.structure import Layout
 SLOTS = 4
 # Above this, two batches have to do: one being read while the other is copied.
 SLOT_BYTES = 2 * 1024**3
-# Host buffers for batches gathered from a host store: one being filled, one being copied, one ready.
-STAGING = 3
 # Batches put aside while it is not known yet whether and where there is room: those that the model is watched with, and
 # those that are on their way to the device meanwhile. Fewer where they are large.
 PUT_ASIDE = 8
@@ -77,7 +75,7 @@ class Supply:
         self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.puts_aside = False
         self._pool: WorkerPool | None = None
-        self._staging: HostBuffers | None = None
+        self.staging = Staging(batch_size, layout.row_bytes, device)
 
     def missing(self, batches: Iterable[torch.Tensor]) -> bool:
         """Whether any sample of ``batches`` still has to be read from the source."""
@@ -109,7 +107,7 @@ class Supply:
     def resize(self, batch_size: int) -> None:
         """Serve batches of up to ``batch_size`` from now on; what is kept stays."""
         self.stop_workers()
-        self.batch_size, self._staging = batch_size, None
+        self.batch_size, self.staging = batch_size, Staging(batch_size, self.layout.row_bytes, self.device)
 
     def start_workers(self) -> None:
         """Start the workers; call it on the main thread, where forking is safest.
@@ -150,30 +148,31 @@ class Supply:
         if self.store is not None:
             self.store.close()
             self.store = None
-        self._staging = None
+        self.staging = Staging(self.batch_size, self.layout.row_bytes, self.device)
 
     def host_batches(self, batches: Iterable[torch.Tensor], epoch: int) -> Generator[HostBatch, None, None]:
         """One HostBatch for each batch, in order. For a device store it holds only the rows that are missing there."""
         plans: deque[_Plan] = deque()
         slots = self._stream(self._plan(batches, plans), epoch)
         slot: _Read | None = None
-        try:
-            while True:
-                if not plans or (len(plans[0].wanted) and slot is None):
-                    slot = next(slots, None)
-                    if not plans:
-                        return
-                plan = plans.popleft()
-                if not len(plan.wanted):
-                    yield self._from_store(plan)
-                else:
-                    assert slot is not None
-                    mine, slot = slot, None
-                    yield self._from_slot(plan, mine)
-        finally:
-            if slot is not None:
-                slot[0].release(slot[1])
-            slots.close()
+        with self.staging.for_a_pass() as free_buffer:
+            try:
+                while True:
+                    if not plans or (len(plans[0].wanted) and slot is None):
+                        slot = next(slots, None)
+                        if not plans:
+                            return
+                    plan = plans.popleft()
+                    if not len(plan.wanted):
+                        yield self._from_store(plan, free_buffer)
+                    else:
+                        assert slot is not None
+                        mine, slot = slot, None
+                        yield self._from_slot(plan, mine, free_buffer)
+            finally:
+                if slot is not None:
+                    slot[0].release(slot[1])
+                slots.close()
 
     # ----------------------------------------------------------------- planning
 
@@ -214,7 +213,7 @@ class Supply:
 
     # ----------------------------------------------------------------- assembling
 
-    def _from_slot(self, plan: _Plan, read_slot: _Read) -> HostBatch:
+    def _from_slot(self, plan: _Plan, read_slot: _Read, free_buffer: Callable[[], Buffer]) -> HostBatch:
         pool, slot = read_slot
         try:
             self._judge(slot.failures or [])
@@ -238,16 +237,16 @@ class Supply:
             return HostBatch(draws, rows, read, lambda: pool.release(slot), store)
         if self.store is store:
             self._keep(store, read, rows)
-        batch = self._gather(store, draws, read, rows)
+        batch = self._gather(store, draws, read, rows, free_buffer)
         pool.release(slot)
         return batch
 
-    def _from_store(self, plan: _Plan) -> HostBatch:
+    def _from_store(self, plan: _Plan, free_buffer: Callable[[], Buffer]) -> HostBatch:
         draws = self.bad.without_bad(plan.draws)
         none, no_rows = draws[:0], torch.empty(0, self.layout.row_bytes, dtype=torch.uint8)
         if plan.store is None or isinstance(plan.store, DeviceStore):  # None: every sample of it is known to be bad
             return HostBatch(draws, no_rows, none, store=plan.store)
-        return self._gather(plan.store, draws, none, no_rows)
+        return self._gather(plan.store, draws, none, no_rows, free_buffer)
 
     def _keep(self, store: HostStore, indices: torch.Tensor, rows: torch.Tensor) -> None:
         try:
@@ -255,13 +254,20 @@ class Supply:
         except CacheFull as full:
             self._on_full(full)
 
-    def _gather(self, store: HostStore, draws: torch.Tensor, read: torch.Tensor, rows: torch.Tensor) -> HostBatch:
+    def _gather(
+        self,
+        store: HostStore,
+        draws: torch.Tensor,
+        read: torch.Tensor,
+        rows: torch.Tensor,
+        free_buffer: Callable[[], Buffer],
+    ) -> HostBatch:
         indices = sample_of(draws)
         there = store.has(indices)
         if store.pinned and self.layout.row_bytes >= DIRECT_ROW_BYTES and bool(there.all()):
             return HostBatch(draws, store.rows, indices, store=store, scattered=True)
-        staging, release = self._free_staging()
-        out = staging[: len(indices)]
+        buffer, release = free_buffer()
+        out = buffer[: len(indices)]
         try:
             if bool(there.all()):
                 store.gather(indices, out)
@@ -291,15 +297,6 @@ class Supply:
             else:
                 self._judge(self.reader.read(indices[position : position + 1], out[position : position + 1], 0))
 
-    def _free_staging(self) -> tuple[torch.Tensor, Callable[[], None]]:
-        """A host buffer for a batch, and how to give it back."""
-        if self.device.type != "cuda":
-            return torch.empty(self.batch_size, self.layout.row_bytes, dtype=torch.uint8), _nothing
-        if self._staging is None:
-            self._staging = HostBuffers(STAGING, self.batch_size, self.layout.row_bytes, self.device)
-        buffers, buffer = self._staging, self._staging.take()
-        return buffer, lambda: buffers.give(buffer)
-
     # ----------------------------------------------------------------- what went wrong
 
     def _judge(self, failures: list[Failure]) -> None:
@@ -308,7 +305,3 @@ class Supply:
         for failure in failures:
             if failure.kind == "random":
                 self._on_random(failure)
-
-
-def _nothing() -> None:
-    return None
