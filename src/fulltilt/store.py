@@ -39,6 +39,8 @@ SAMPLES_FILE = "samples.jsonl"
 FINDINGS_FILE = "findings.json"
 REPORT_FILE = "report.html"
 SETTINGS_FILE = "settings.json"
+# Seconds are stored with nine digits.
+ROUNDING_S = 1e-8
 
 
 def steps_file(rank: int) -> str:
@@ -403,11 +405,23 @@ def load(folder: str | Path) -> Run:
     numbers = sorted(int(match[1]) for name in names if (match := re.fullmatch(r"rank-(0|[1-9][0-9]*)\.json", name)))
     known = {steps_file(n) for n in numbers}
     orphans = [name for name in names if re.fullmatch(r"steps(\.rank-[0-9]+)?\.jsonl", name) and name not in known]
+    ranks = tuple(read_record(folder / rank_file(n), RankRecord) for n in numbers)
     return Run(
         folder=str(folder),
         run=run,
-        ranks=tuple(read_record(folder / rank_file(n), RankRecord) for n in numbers),
-        spans=tuple(tuple(read_lines(folder / steps_file(n), Span)) for n in numbers),
+        ranks=ranks,
+        spans=tuple(
+            _to_the_end(rank, tuple(read_lines(folder / steps_file(n), Span)))
+            for n, rank in zip(numbers, ranks, strict=True)
+        ),
         samples=tuple(read_lines(folder / SAMPLES_FILE, Sample)),
         warnings=tuple(f"{name} is left out: its rank's own record is not there" for name in orphans),
     )
+
+
+def _to_the_end(rank: RankRecord, spans: tuple[Span, ...]) -> tuple[Span, ...]:
+    """The spans of a rank with what it was at when it was last heard of, unless it has stepped since."""
+    last = rank.under_way
+    if rank.finished or last is None or not spans or last.t0_s < spans[-1].t1_s - ROUNDING_S:
+        return spans
+    return (*spans, last)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fulltilt.records.spans import HotLine
+from fulltilt.records.spans import HotLine, Span
 from fulltilt.records.tuning import LiveRecord
 
 
@@ -138,7 +138,10 @@ class DeepRecord:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What one rank's recorder knows besides its spans. Rewritten atomically while the job runs."""
+    """What one rank's recorder knows besides its spans. Rewritten atomically while the job runs.
+
+    ``under_way`` is what has passed since the last step: the last that is known of a job that hangs and is killed.
+    """
 
     rank: int
     world_size: int
@@ -177,3 +180,4 @@ class RankRecord:
     observer_s: float | None = None
     notes: tuple[str, ...] = ()
     live: tuple[LiveRecord, ...] = ()
+    under_way: Span | None = None

@@ -13,7 +13,7 @@ ENOUGH_LOOKS = 20
 
 @dataclass
 class Bag:
-    """Looks at one sort of the user's own time, by kind: those of the present window, and all of them."""
+    """Looks at one sort of the user's own time, by kind: those of the present window, and those before it."""
 
     enough: int
     window: dict[str, float] = field(default_factory=dict)
@@ -27,12 +27,15 @@ class Bag:
 
     def split(self) -> dict[str, float]:
         """How this time divides, by the looks of the window, or of the whole run when they are few."""
-        for kind, weight in self.window.items():
-            self.overall[kind] = self.overall.get(kind, 0.0) + weight
-        return dict(self.window if self.in_window >= self.enough else self.overall)
+        return dict(self.window) if self.in_window >= self.enough else self._all()
+
+    def _all(self) -> dict[str, float]:
+        kinds = self.overall.keys() | self.window.keys()
+        return {kind: self.overall.get(kind, 0.0) + self.window.get(kind, 0.0) for kind in kinds}
 
     def empty(self) -> None:
         """The looks of the window have been used."""
+        self.overall = self._all()
         self.window.clear()
         self.in_window = 0
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -362,4 +363,14 @@ class Recorder:
         now_s = (time.perf_counter_ns() - self._t0_ns) * NS
         on_gpu = self.clock is not None
         stretch = self.rest.not_stood_for
-        self._out.write_record(self.notes.record(self._out.stream, now_s, final, self._builder, on_gpu, stretch))
+        record = self.notes.record(self._out.stream, now_s, final, self._builder, on_gpu, stretch)
+        self._out.write_record(record if final else replace(record, under_way=self._under_way()))
+
+    def _under_way(self) -> Span | None:
+        tile = self._builder.under_way(time.perf_counter_ns())
+        if tile is None:
+            return None
+        _, seen_apart = self._looks.splits()
+        buckets = attribute(tile, seen_apart, seen_apart, Usual(), 0.0, self._looks.backward.split()).buckets
+        t0_s, t1_s = ((ns - self._t0_ns) * NS for ns in (tile.t0_ns, tile.t1_ns))
+        return Span(t0_s, t1_s, self._builder.steps, 0, 0, None, buckets, tile.epoch)

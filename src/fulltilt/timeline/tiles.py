@@ -141,13 +141,8 @@ class TileBuilder:
         """Book the host time since the last mark on the shelf it was spent on."""
         began, self._now = self._now, float(t_ns)
         spent, activity = self._now - began, self._activity
-        shelf = SHELF[activity]
-        if self._preparing:
-            shelf = "startup"
-        elif self.validating:
-            if activity is not SAVE:
-                shelf = "validation"
-        else:
+        shelf = self._shelf()
+        if not self._preparing and not self.validating:
             if activity is NEXT:
                 self._wait += spent
             elif activity is SYNC:
@@ -161,6 +156,11 @@ class TileBuilder:
             time[shelf] = time.get(shelf, 0.0) + spent
         else:
             self.gpu.held.append((began, self._now, shelf))
+
+    def _shelf(self) -> str:
+        if self._preparing:
+            return "startup"
+        return "validation" if self.validating and self._activity is not SAVE else SHELF[self._activity]
 
     # ------------------------------------------------------------------ what facts mean
 
@@ -327,6 +327,22 @@ class TileBuilder:
         )
         self._tiles += 1
         self._begin_tile(position)
+
+    def under_way(self, now_ns: float) -> Tile | None:
+        """What has passed since the last step, up to now: all that will be known of it if the job is killed.
+
+        None before the first step, and at rest, where nobody knows what is waited for.
+        """
+        if not self.steps or self._activity is Activity.REST or now_ns <= self._step_end:
+            return None
+        shelves = self._shelves.beyond(self._at_step_end)
+        for began, ended, shelf in self.gpu.held if self.gpu is not None else ():
+            shelves.put(shelf, ended - began)
+        shelves.put(self._shelf(), now_ns - self._now)
+        if self._shelf() == SHELF[USER]:
+            shelves.user(self._after, now_ns - self._now)
+        gpu = self.gpu is not None
+        return Tile(self._step_end, now_ns, 0, 0, 0, None, self.epoch, shelves, 0.0, 0.0, 0.0, gpu)
 
     def _finish(self, _: Finished) -> None:
         self.counter.settle()
