@@ -7,8 +7,9 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,73 @@ def test_a_data_set_changed_during_a_pass_is_seen_by_the_next_batch(tmp_path: Pa
                 time.sleep(0.02)  # workers make batches ahead
             scales = [1.0] * change_at + [3.0] * (SIZE // 2 - change_at)
             assert drawn == [scale * index for scale, index in zip(scales, range(1, SIZE, 2), strict=True)]
+
+
+FACTORS = {"all": {"scale": 1.0}}
+
+
+def by_the_global(value: torch.Tensor) -> torch.Tensor:
+    return value * FACTORS["all"]["scale"]
+
+
+class Factor:
+    of_all = 1.0
+
+    def __init__(self) -> None:
+        self.own = 1.0
+
+    def times(self, value: torch.Tensor) -> torch.Tensor:
+        return value * self.own
+
+    @staticmethod
+    def by_the_global(value: torch.Tensor) -> torch.Tensor:
+        return by_the_global(value)
+
+    def twice_removed(self, value: torch.Tensor) -> torch.Tensor:
+        return Factor.by_the_global(value)
+
+    def times_of_all(self, value: torch.Tensor) -> torch.Tensor:
+        return value * Factor.of_all
+
+
+def times(value: torch.Tensor, by: dict[str, float]) -> torch.Tensor:
+    return value * by["scale"]
+
+
+class Transformed(Squares):
+    def __init__(self, transform: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(SIZE)
+        self.transform = transform
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.transform(torch.tensor(float(index))), index
+
+
+def closure_over(by: list[float]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda value: value * by[0]
+
+
+@pytest.mark.parametrize("how", ["global of a function", "attribute of a class", "closure", "partial", "method"])
+def test_a_change_is_seen_wherever_the_data_set_has_it_from(how: str, tmp_path: Path) -> None:
+    factor, cell, entries = Factor(), [1.0], {"scale": 1.0}
+    FACTORS["all"]["scale"] = Factor.of_all = 1.0
+    transform, change = {
+        "global of a function": (Factor().twice_removed, lambda: FACTORS["all"].update(scale=3.0)),
+        "attribute of a class": (factor.times_of_all, lambda: setattr(Factor, "of_all", 3.0)),
+        "closure": (closure_over(cell), lambda: cell.__setitem__(0, 3.0)),
+        "partial": (partial(times, by=entries), lambda: entries.update(scale=3.0)),
+        "method": (factor.times, lambda: setattr(factor, "own", 3.0)),
+    }[how]
+    with tuning(tmp_path, [Knobs(2)]) as one:
+        loader = one.trains(DataLoader(Transformed(transform), batch_size=2))
+        drawn = []
+        for number, batch in enumerate(loader, start=1):
+            drawn.append(flat(batch)[0][1])
+            if number == 10:
+                change()
+            time.sleep(0.05)  # workers make batches ahead
+        scales = [1.0] * 10 + [3.0] * (SIZE // 2 - 10)
+        assert drawn == [scale * index for scale, index in zip(scales, range(1, SIZE, 2), strict=True)]
 
 
 # --------------------------------------------------------------------------- what is left alone

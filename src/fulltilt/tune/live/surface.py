@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from fulltilt.tune.live.reach import globals_of
+from fulltilt.tune.live.reach import contents, globals_of
 
 DEEPEST = 8  # a subset's data set's transform's list of lists of transforms' probability
 MOST_MARKS = 64
@@ -27,7 +28,7 @@ SIZED = frozenset((list, tuple, dict, set))
 DEFINED = frozenset((types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type))
 CLOSED = DEFINED | {torch.Tensor}
 # Where the globals of code stand. A function may hold on to much that its script is done with, a class hardly.
-Homes = tuple[tuple[dict[str, Any], str], ...]
+Homes = tuple[tuple[Mapping[str, Any], str], ...]
 _of_functions: WeakKeyDictionary[types.FunctionType, Homes] = WeakKeyDictionary()
 _of_classes: dict[type, Homes] = {}
 
@@ -64,7 +65,11 @@ def _parts(item: Any) -> Iterable[Any]:
             return ()
         return item.values() if kind is dict else item  # type: ignore[no-any-return]
     if kind is types.FunctionType:
-        return _globals(item)
+        return (*_globals(item), *contents(item)) if item.__closure__ else _globals(item)
+    if kind is types.MethodType:
+        return item.__self__, item.__func__
+    if kind is partial:
+        return item.func, item.args, item.keywords
     if kind in CLOSED:
         return ()
     own, read = getattr(item, "__dict__", {}).values(), _globals(kind)
