@@ -57,6 +57,16 @@ def test_the_state_of_a_trial(ended: Ended, answer: Answer | None, state: str, n
     assert (trial.note is None) == (note is None)
 
 
+def test_a_loss_that_the_start_did_not_come_to_speaks_against_no_loader() -> None:
+    """A faster trial makes more steps, and meets the step at which the script itself diverges."""
+    answer = replace(ANSWER, losses=(*LOSSES, 1.0), not_finite_at=41)
+    trial = conclude(ATTEMPT, DONE, answer, examples.run_of(), START)
+    assert (trial.state, trial.note) == ("ok", "the loss of step 42 is not a finite number")
+    for attempt in (Attempt(Settings(precision="bf16"), "search"), Attempt(Settings(batch_size=8), "search")):
+        assert conclude(attempt, DONE, answer, examples.run_of(), START).state == "diverged"
+    assert conclude(Attempt(Settings(), "start"), DONE, answer, examples.run_of(), None).state == "diverged"
+
+
 def test_a_script_without_a_loader_has_nothing_to_tune() -> None:
     answer = Answer((), 900, (), world_size=1, complete=True)
     trial = conclude(ATTEMPT, DONE, answer, examples.run_of(examples.rank(loaders=())), None)

@@ -15,6 +15,7 @@ from fulltilt.records import Run, Settings, Trial
 from fulltilt.tune.assignment import Answer
 from fulltilt.tune.interval import rate_of, wait_share_of
 from fulltilt.tune.losses import compared_steps, is_worse, mean_loss
+from fulltilt.tune.space import is_loader_only
 from fulltilt.tune.trial_run import Ended
 
 State = Literal["ok", "oom", "crashed", "timed_out", "diverged", "throttled"]
@@ -43,7 +44,7 @@ class Attempt:
 
 def conclude(attempt: Attempt, ended: Ended, answer: Answer | None, run: Run | None, start: Trial | None) -> Trial:
     """The record of a trial. ``run`` is its run folder as read, ``start`` the trial of the settings as they are."""
-    state, note = _state(ended, answer, run, start)
+    state, note = _state(attempt, ended, answer, run, start)
     evidence = gather(run, DEFAULT) if run is not None else None
     rate = rate_of(answer.blocks) if answer is not None else None
     ranks = answer.world_size if answer is not None else 1
@@ -95,7 +96,9 @@ def in_force(evidence: Evidence | None, asked: Settings) -> Settings:
     )
 
 
-def _state(ended: Ended, answer: Answer | None, run: Run | None, start: Trial | None) -> tuple[State, str | None]:
+def _state(
+    attempt: Attempt, ended: Ended, answer: Answer | None, run: Run | None, start: Trial | None
+) -> tuple[State, str | None]:
     memory = _OUT_OF_MEMORY.search(ended.tail) is not None
     if ended.stopped_for == "time":
         return "timed_out", f"stopped after {ended.wall_s:.0f} s"
@@ -110,14 +113,19 @@ def _state(ended: Ended, answer: Answer | None, run: Run | None, start: Trial | 
         return "crashed", last_exception(ended.tail) or _how_it_ended(ended.status, ended.tail)
     if answer is None or not any(block.samples for block in answer.blocks):
         return "crashed", _nothing_measured(answer, run)
+    not_finite = None
     if answer.not_finite_at is not None:
-        return "diverged", f"the loss of step {answer.not_finite_at + 1} is not a finite number"
+        not_finite = f"the loss of step {answer.not_finite_at + 1} is not a finite number"
+        # A faster loader comes further in a trial. With the same training, the start would have met it there too.
+        is_further = start is not None and answer.not_finite_at >= len(start.losses)
+        if not (is_further and is_loader_only(attempt.settings)):
+            return "diverged", not_finite
     if start is not None and is_worse(start.losses, answer.losses):
         return "diverged", _worse(start.losses, answer.losses)
     throttled = _throttled(run)
     if throttled is not None:
         return "throttled", throttled
-    return "ok", "; ".join(answer.remarks) or None
+    return "ok", "; ".join((*([not_finite] if not_finite else ()), *answer.remarks)) or None
 
 
 def _nothing_measured(answer: Answer | None, run: Run | None) -> str:
