@@ -139,6 +139,8 @@ def test_the_folder_of_another_recipe_is_left_alone(
     (tmp_path / "recipe.json").write_text('{"recipe": "hdf5"}')
     assert run("cod", "--out", str(tmp_path), "--data", "d") == 2
     assert "holds a run of the recipe hdf5" in capsys.readouterr().err
+    assert run("cod", "--out", str(tmp_path)) == 2  # with made data, which would have been made there first
+    assert [path.name for path in tmp_path.iterdir() if path.name != "error.log"] == ["recipe.json"]
     assert run("cod", "--out", str(tmp_path), "--data", "d", "--fresh") == 0
 
 

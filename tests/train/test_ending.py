@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fulltilt.train import checkpoint
+from fulltilt.train import checkpoint, find
 from fulltilt.train.ending import exit_code_of
 from fulltilt.train.sources import BatchSource
 
@@ -28,6 +28,24 @@ def test_a_path_that_may_not_be_looked_at_is_named(tmp_path: Path, monkeypatch: 
         f"fulltilt: cannot use {closed}: Permission denied",
         "  Give another path, or permission to use it.",
     ]
+
+
+def test_no_resume_is_promised_behind_a_checkpoint_of_a_newer_fulltilt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen to fail: "the same command resumes there" stood below the words that had just refused it."""
+    root = tmp_path / "checkpoints"
+    root.mkdir()
+    older = checkpoint.write(root, checkpoint.Snapshot(1, 0, None, {}, {}, {}))
+    monkeypatch.setattr(checkpoint, "SCHEMA_VERSION", checkpoint.SCHEMA_VERSION + 1)
+    checkpoint.write(root, checkpoint.Snapshot(2, 0, None, {}, {}, {}))
+    monkeypatch.undo()
+    told = io.StringIO()
+    assert exit_code_of(lambda: find.newest_complete(root), tmp_path, told) == 7
+    first, remedy, newest = told.getvalue().splitlines()
+    assert "newer Fulltilt" in first
+    assert "Update" in remedy
+    assert newest == f"  Newest checkpoint: {older.folder}."
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

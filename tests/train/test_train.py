@@ -120,7 +120,7 @@ def test_a_second_call_goes_on_and_a_longer_one_trains_on(tmp_path: Path) -> Non
     first, _ = run(tmp_path, epochs=1, batch_size=8)
     again, told = run(tmp_path, epochs=1, batch_size=8)
     assert (first.steps, again.steps) == (6, 6)
-    assert f"Resuming from {tmp_path}/checkpoints/step-00000006 (step 6, epoch 2)" in told
+    assert f"Resuming from {tmp_path}/checkpoints/step-00000006 (step 6, after epoch 1)" in told
     more, told = run(tmp_path, epochs=2, batch_size=4)
     assert more.steps == 6 + 11
     assert "Changed since: epochs 1 → 2, batch_size 8 → 4" in told
@@ -150,6 +150,8 @@ def test_fresh_sets_the_old_checkpoints_aside(tmp_path: Path) -> None:
     train(victim.make_job(), TrainSettings(device="cpu", epochs=1, record=False), tmp_path, screen=screen, fresh=True)
     assert "Resuming" not in stream.getvalue()
     assert checkpoint.folders(tmp_path / "checkpoints.old-1")
+    for name in ("metrics.csv", "metrics.old-1.csv"):  # neither run is in the other's history, each with its header
+        assert [line.split(",")[0] for line in (tmp_path / name).read_text().splitlines()] == ["epoch", "1"]
 
 
 def test_the_best_checkpoint_stays(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import typer
 
 from fulltilt.recipes import RECIPES, find, kept_loading
 from fulltilt.recipes import options as flagged
-from fulltilt.recipes.memory import changes, taken_back_when_refused
+from fulltilt.recipes.memory import changes, refuse_foreign, taken_back_when_refused
 from fulltilt.recipes.recipe import Recipe
 from fulltilt.train.stop import limits_count_from_here
 
@@ -54,6 +54,7 @@ def run_recipe(recipe: Recipe, given: dict[str, Any], config: Path | None = None
         nonlocal of_ranks
         made = asked.place.data == "synthetic"
         request = asked.request(out / "synthetic" if made else Path(asked.place.data), out)
+        refuse_foreign(recipe, request)
         recipe.check_options(request)
         if made:
             _make(recipe, request.data)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from fulltilt import store
 from fulltilt.errors import MachineError, UsageError
@@ -17,11 +18,20 @@ FILE = "recipe.json"
 ANOTHER_OUT = "Choose another folder with --out."
 
 
+def refuse_foreign(recipe: Recipe, request: Request) -> None:
+    """Raise UsageError for a file, or for the folder of another recipe: nothing is to be made in that one."""
+    if request.out.is_file():
+        raise UsageError(f"--out {request.out} is a file, not a folder", "Give a folder.")
+    other = _noted(request.out).get("recipe", recipe.name)
+    if other != recipe.name and not request.fresh:
+        raise UsageError(f"{request.out} holds a run of the recipe {other}", f"{ANOTHER_OUT[:-1]}, or use --fresh.")
+
+
 def changes(recipe: Recipe, request: Request) -> list[str]:
     """Note the recipe's options in the run's folder; a line when they were others before and the run goes on.
 
-    The engine says the same of its own settings. Only the first rank notes and tells. Raises UsageError for the folder
-    of another recipe, MachineError for one that cannot be written.
+    The engine says the same of its own settings. Only the first rank notes and tells. Raises MachineError for a folder
+    that cannot be written.
     """
     from fulltilt.train.distributed import detect
 
@@ -29,15 +39,7 @@ def changes(recipe: Recipe, request: Request) -> list[str]:
         return []
     path = request.out / FILE
     now = {"recipe": recipe.name, "data": str(request.data), **asdict(request.options)}
-    try:
-        before = json.loads(path.read_text())
-    except (OSError, ValueError):
-        before = {}
-    other = before.get("recipe", recipe.name)
-    if other != recipe.name and not request.fresh:
-        raise UsageError(f"{request.out} holds a run of the recipe {other}", f"{ANOTHER_OUT[:-1]}, or use --fresh.")
-    if request.out.is_file():
-        raise UsageError(f"--out {request.out} is a file, not a folder", "Give a folder.")
+    before = _noted(request.out)
     try:
         request.out.mkdir(parents=True, exist_ok=True)
         store.write_json(path, now)
@@ -63,6 +65,14 @@ def taken_back_when_refused(out: Path) -> Iterator[None]:
                 elif content != _content(path):
                     path.write_bytes(content)
         raise
+
+
+def _noted(out: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((out / FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _content(path: Path) -> bytes | None:

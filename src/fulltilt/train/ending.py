@@ -15,7 +15,7 @@ from typing import TextIO
 import torch.distributed as dist
 
 from fulltilt.errors import Diverged, DoesNotFit, FulltiltError, MachineError, StoppedEarly, UsageError, refused_path
-from fulltilt.train import checkpoint, durable
+from fulltilt.train import checkpoint, durable, find
 from fulltilt.train.distributed import Ranks, detect, lost_contact
 from fulltilt.train.step import RankDoesNotFit
 
@@ -62,10 +62,10 @@ def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = 
     told = [line.replace(":\n", ": ").replace("\n", "; ") for line in lines if line]
     if ranks.rank:
         told[0] = f"rank {ranks.rank}: {told[0]}"
-    resumable = _newest(out)
+    resumable, goes_on = _newest(out)
     if resumable is not None:
         # After a refusal the same command would be refused again.
-        again = "" if code == UsageError.exit_code else "; the same command resumes there"
+        again = "; the same command resumes there" if goes_on and code != UsageError.exit_code else ""
         told.append(f"Newest checkpoint: {resumable}{again}.")
     print(f"fulltilt: {told[0]}", *(f"  {line}" for line in told[1:]), sep="\n", file=stream or sys.stderr, flush=True)
     if ranks.world > 1 and dist.is_initialized():
@@ -82,14 +82,21 @@ def _told_by_another(error: FulltiltError, ranks: Ranks) -> bool:
     return isinstance(error, _SHARED) and not isinstance(error, RankDoesNotFit) and ranks.rank > 0
 
 
-def _newest(out: Path) -> Path | None:
+def _newest(out: Path) -> tuple[Path | None, bool]:
+    """The newest checkpoint that is whole, and whether a run that goes on takes it.
+
+    It does not where a later one needs a newer Fulltilt: that is refused, not passed over.
+    """
+    root = out / "checkpoints"
     with contextlib.suppress(OSError):  # what keeps us out of the folder has been told
-        for folder in checkpoint.folders(out / "checkpoints"):
-            try:
-                return checkpoint.verify(folder).folder
-            except FulltiltError:
-                continue
-    return None
+        try:
+            found = find.newest_complete(root).checkpoint
+            return (None if found is None else found.folder), True
+        except FulltiltError:
+            for folder in checkpoint.folders(root):
+                with contextlib.suppress(FulltiltError):
+                    return checkpoint.verify(folder).folder, False
+    return None, False
 
 
 def _log_traceback(folders: list[Path]) -> Path | None:

@@ -7,17 +7,21 @@ from pathlib import Path
 
 from fulltilt.train import durable
 
+METRICS_FILE = "metrics.csv"
+
 
 class MetricLog:
     """Appends a line an epoch to ``OUT/metrics.csv``. A new column starts a new header line."""
 
     def __init__(self, out: Path) -> None:
-        self.path = out / "metrics.csv"
-        self._columns = _last_header(self.path)
+        self.path = out / METRICS_FILE
+        self._columns: list[str] | None = None
 
     def write(self, epoch: int, metrics: dict[str, float], seconds: float) -> None:
         """Log one epoch. Raises MachineError when the disk refuses."""
         row = {"epoch": epoch, "seconds": round(seconds, 3), **metrics}
+        if self._columns is None:  # not before: a fresh run has put the file of the run before aside by now
+            self._columns = _last_header(self.path)
         try:
             with self.path.open("a", newline="", encoding="utf-8") as file:
                 writer = csv.DictWriter(file, fieldnames=list(row))

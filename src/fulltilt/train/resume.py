@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fulltilt.errors import MachineError
 from fulltilt.train import checkpoint, durable, find, foreign, state
+from fulltilt.train.logs import METRICS_FILE
 from fulltilt.train.rig import Rig
 from fulltilt.train.staging import enter_stage, last_trained_epoch
 
@@ -60,7 +61,9 @@ def _restore(rig: Rig, folder: Path) -> None:
     state.restore(folder, rig.model, parts)
     for group, wishes in zip(rig.stepper.optimizer.param_groups, asked, strict=True):
         group.update({name: value for name, value in wishes.items() if name in rig.kept_settings.changed})
-    rig.screen.say(f"Resuming from {folder} (step {rig.progress.step}, epoch {rig.progress.epoch + 1})")
+    epoch, within = rig.progress.epoch, rig.progress.consumed > 0
+    where = f"in epoch {epoch + 1}" if within or not epoch else f"after epoch {epoch}"
+    rig.screen.say(f"Resuming from {folder} (step {rig.progress.step}, {where})")
     if average_begins:
         _average_from_here(rig)
         rig.screen.say("The average of the weights begins here: the checkpoint has none")
@@ -74,7 +77,10 @@ def _average_from_here(rig: Rig) -> None:
 
 
 def set_aside(root: Path) -> Path | None:
-    """Give old checkpoints another name, so that a fresh run is not taken for theirs; None when there are none."""
+    """Give old checkpoints and their metrics other names, so that a fresh run is not taken for theirs.
+
+    Returns the checkpoints' new place; None when there are none.
+    """
     if not checkpoint.folders(root):
         return None
     number = 1
@@ -82,4 +88,7 @@ def set_aside(root: Path) -> Path | None:
         number += 1
     durable.rename(root, aside)
     checkpoint.prepare(root)
+    # Its epochs are no part of the fresh run's history, which forecasts are made from.
+    if (log := root.with_name(METRICS_FILE)).is_file():
+        durable.rename(log, log.with_stem(f"{log.stem}.old-{number}"))
     return aside
