@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from fulltilt.cli.studying import conduct
 from fulltilt.errors import UsageError
 from fulltilt.records import Settings, Trial
 from fulltilt.store import LineWriter, create_folder, read_lines, write_json
@@ -180,20 +182,26 @@ def test_a_script_that_breaks_as_it_is_says_so_without_a_traceback(tmp_path: Pat
     assert time.monotonic() - began < 120
 
 
-def test_a_study_does_not_go_on_with_a_script_that_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("changed", ["train.py", "data.py"])
+def test_a_study_does_not_go_on_with_a_script_that_has_changed(
+    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the script itself nor the file in which it makes its loader."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("as it was")
-    sha256 = fingerprint(tmp_path / "train.py")
+    for name in ("train.py", "data.py"):
+        (tmp_path / name).write_text("as it was")
     out = create_folder(tmp_path / "study")
-    record = StudyRecord(("train.py",), str(tmp_path), (), "today", loader(where="train.py:1"), sha256)
+    source, script = fingerprint(tmp_path / "data.py"), fingerprint(tmp_path / "train.py")
+    record = StudyRecord(("train.py",), str(tmp_path), (), "today", loader(where="data.py:1"), source)
+    record = replace(record, script_sha256=script)
     write_json(out / STUDY_FILE, record)
     starved = Trial(Settings(), "ok", 9.0, purpose="start", in_force=Settings(num_workers=0), data_wait_share=0.9)
     with contextlib.closing(LineWriter(out / TRIALS_FILE)) as writer:
         writer.write([starved])
-    (tmp_path / "train.py").write_text("as it is")
+    (tmp_path / changed).write_text("as it is")
     study = Study(["train.py"], ["python", "train.py"], out, Space(2), None, print)
     assert len(study.trials) == 1
-    with pytest.raises(UsageError, match=r"train.py has changed since the first of the 1 trials"):
+    with pytest.raises(UsageError, match=f"{changed} has changed since the first of the 1 trials"):
         study.run(1e6, lambda *_: None, lambda _: None)
     study.close()
 
@@ -257,3 +265,23 @@ def test_a_library_that_wraps_loaders_for_a_while_may_put_back_what_it_found(ser
 def test_every_way_to_start_the_gpu_is_guarded() -> None:
     """torch.cuda.memory and torch.cuda.random hold the function by a name of their own."""
     assert {torch.cuda, torch.cuda.memory, torch.cuda.random} <= set(_modules_that_start_the_gpu(torch))
+
+
+def test_a_study_stopped_before_its_first_trial_claims_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Study, "run", stopped)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        folder = create_folder(tmp_path / "study")
+        code = conduct(["train.py"], ["python", "train.py"], folder, frozenset(), 60.0, None, apply=False)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert code == 3
+    said = capsys.readouterr().err
+    assert "stopped; no trial has ended yet. Go on with: fulltilt tune" in said
+    assert "learned" not in said

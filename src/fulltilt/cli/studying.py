@@ -58,7 +58,8 @@ def conduct(
         why = "stopped" if stopped else "the time was over before everything was tried"
         allowed = ["--allow", ",".join(sorted(allow))] if allow else []
         again = shlex.join(["fulltilt", "tune", "--out", str(folder), *allowed, *arguments])
-        screen.say(f"{why}; what was learned is kept. Go on with: {again}")
+        kept = "what was learned is kept" if study.trials else "no trial has ended yet"
+        screen.say(f"{why}; {kept}. Go on with: {again}")
     if stopped and not study.trials:
         return STOPPED_EARLY
     end_study(study.record, study.trials, folder, apply, stopped)

@@ -47,8 +47,8 @@ TRIALS_FILE = "trials.jsonl"
 class StudyRecord:
     """What is studied, and what the first trial told about it.
 
-    ``source_sha256`` is of the file with the loader, ``data_set_changes`` the line in it that changes the data set from
-    epoch to epoch.
+    ``source_sha256`` is of the file with the loader, ``script_sha256`` of the script that the command names,
+    ``data_set_changes`` the line beside the loader that changes the data set from epoch to epoch.
     """
 
     command: tuple[str, ...]
@@ -60,6 +60,7 @@ class StudyRecord:
     optimizer: str | None = None
     learning_rate: float | None = None
     data_set_changes: int | None = None
+    script_sha256: str | None = None
     schema_version: int = SCHEMA_VERSION
 
 
@@ -155,14 +156,17 @@ class Study:
 
     def _refuse_another_script(self) -> None:
         """Trials of a study that was stopped cannot be compared with those of a script that has changed since."""
-        studied = self.record.source_sha256
-        if self.trials and studied is not None and _fingerprint(self.record.loader, self._arguments) != studied:
-            assert self.record.loader is not None
-            file = (self.record.loader.where or "").rpartition(":")[0]
-            raise UsageError(
-                f"{file} has changed since the first of the {len(self.trials)} trials in {self._folder} was made",
-                "Study it anew: choose another folder with --out.",
-            )
+        where = self.record.loader.where if self.record.loader is not None else None
+        script = _script(self._arguments)
+        for file, then, now in (
+            ((where or "").rpartition(":")[0], self.record.source_sha256, _fingerprint(where, self._arguments)),
+            (script, self.record.script_sha256, fingerprint(Path(script))),
+        ):
+            if self.trials and then is not None and now != then:
+                raise UsageError(
+                    f"{file} has changed since the first of the {len(self.trials)} trials in {self._folder} was made",
+                    "Study it anew: choose another folder with --out.",
+                )
 
     def measure(self, attempt: Attempt, limits: Limits, tick: Callable[[float], None] = lambda _: None) -> Trial:
         """Run one trial, which is not kept. A forked start that fails is tried once more from the beginning."""
@@ -233,7 +237,8 @@ class Study:
         self.record = replace(
             self.record,
             loader=evidence.loader,
-            source_sha256=_fingerprint(evidence.loader, self._arguments),
+            source_sha256=_fingerprint(evidence.loader.where if evidence.loader else None, self._arguments),
+            script_sha256=fingerprint(Path(_script(self._arguments))),
             data_set_changes=_data_set_changes(evidence.loader, self._arguments),
             optimizer=rank.optimizers[0] if rank is not None and rank.optimizers else None,
             learning_rate=answer.learning_rate if answer is not None else None,
@@ -267,11 +272,14 @@ def _identity(loader: LoaderRecord | None) -> TrainingLoader | None:
     return None if loader is None else TrainingLoader(loader.where, loader.dataset_len)
 
 
-def _fingerprint(loader: LoaderRecord | None, arguments: Sequence[str]) -> str | None:
+def _fingerprint(where: str | None, arguments: Sequence[str]) -> str | None:
     """Of the file in which the loader is made: a diff is only applied to the text that was studied."""
-    if loader is None or loader.where is None:
-        return None
-    return fingerprint(source_file(loader.where, Path(), arguments))
+    return None if where is None else fingerprint(source_file(where, Path(), arguments))
+
+
+def _script(arguments: Sequence[str]) -> str:
+    """The script that a command names; empty where it names none."""
+    return next((argument for argument in arguments if argument.endswith(".py")), "")
 
 
 def _data_set_changes(loader: LoaderRecord | None, arguments: Sequence[str]) -> int | None:
