@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -157,7 +158,31 @@ def test_keys_say_one_thing_once_and_count_per_device(
         (problem,) = translate(twice).problems
         assert "one of them" in problem
     assert translate({"eval_strategy": "steps", "report_to": "none"}).values == {}
-    assert "eval_strategy, report_to" in capsys.readouterr().err
+    for best, larger, expected in (
+        ("eval_loss", None, {"monitor": "loss", "monitor_mode": "min"}),
+        ("f1_macro", True, {"monitor": "macro_f1", "monitor_mode": "max"}),
+        ("accuracy", None, {"monitor": "accuracy", "monitor_mode": "max"}),
+        ("bleu", True, {}),
+    ):
+        assert translate({"metric_for_best_model": best, "greater_is_better": larger}).values == expected
+    told = capsys.readouterr().err
+    assert "eval_strategy, report_to" in told
+    assert "bleu is not measured; there are loss, macro_f1, accuracy" in told
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"tokens_per_batch": 500, "residency": "none"}, "tokens_per_batch"),
+        ({"lr_scheduler_type": "linear", "schedule": "constant"}, "schedule and lr_scheduler_type"),
+        ({"lr_scheduler_type": "linear", "min_lr": 1e-6}, "min_lr and lr_scheduler_type"),
+        ({"warmup_ratio": 0.1, "warmup_epochs": 1.0}, "warmup_ratio and warmup_epochs"),
+        ({"monitor": "f2"}, "monitor: 'f2' is not measured"),
+    ],
+)
+def test_of_two_settings_that_exclude_each_other_none_is_silently_ignored(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        options.read(RECIPE, given)
 
 
 def test_row_24_every_problem_of_a_hugging_face_config_at_once_under_its_own_names(tmp_path: Path) -> None:

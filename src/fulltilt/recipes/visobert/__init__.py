@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from fulltilt.recipes.recipe import Recipe, Request, option
-from fulltilt.recipes.visobert.keys import translate
+from fulltilt.recipes.visobert.keys import MEASURED, translate
 
 __all__ = ["RECIPE", "Options"]
 
@@ -44,7 +44,25 @@ class Options:
             names = [name.strip() for name in self.classes.split(",")]
             if len(names) < 2 or len(set(names)) < len(names) or not all(names):
                 found.append(f"classes: {self.classes!r} should name two or more, each once")
-        return found
+        return found + _contradictions(self)
+
+
+def _contradictions(asked: Any) -> list[str]:
+    """Settings of which one would be silently ignored beside another; some of them are the engine's."""
+    found = []
+    if asked.tokens_per_batch and getattr(asked, "residency", None) == "none":
+        found.append("tokens_per_batch: residency none has the Trainer's own loader, which has batch_size only")
+    if asked.lr_scheduler_type is not None:
+        said = [
+            name for name, unsaid in (("schedule", "cosine"), ("min_lr", 0)) if getattr(asked, name, unsaid) != unsaid
+        ]
+        found += [f"{name} and lr_scheduler_type exclude each other; give only one of them" for name in said]
+    if asked.warmup_ratio and getattr(asked, "warmup_epochs", 0):
+        found.append("warmup_ratio and warmup_epochs exclude each other; give only one of them")
+    monitor = getattr(asked, "monitor", None)
+    if monitor is not None and monitor.removeprefix("eval_") not in MEASURED:
+        found.append(f"monitor: {monitor!r} is not measured; there are {', '.join(MEASURED)}")
+    return found
 
 
 def _check_options(request: Request) -> None:
