@@ -116,6 +116,15 @@ def test_a_stream_over_workers(tmp_path: Path) -> None:
     assert seen.ranks[0]["workers"][0]["batches"] == seen.truth["steps"]  # the end of a stream is no batch
 
 
+@pytest.mark.parametrize("where", ["here", "thread"])
+def test_optimizers_that_step_inside_backward(tmp_path: Path, where: str) -> None:
+    seen = observe(STRUCTURES / "steps_in_backward.py", tmp_path, where)
+    assert seen.ranks[0]["optimizer_calls"] > 4 * 300
+    assert seen.loader("train")["batches"] == seen.truth["steps"]
+    trained_s = seen.answer["ledger"]["wall_s"] - seen.bucket("startup_s")
+    assert seen.bucket("compute_s") > (0.6 if where == "here" else 0.3) * trained_s  # a thread takes long to start
+
+
 @pytest.mark.quiet
 def test_short_stretches_of_python_between_calls_of_torch_are_the_scripts_own(tmp_path: Path) -> None:
     seen = observe(STRUCTURES / "rollouts.py", tmp_path)

@@ -84,6 +84,7 @@ class TileBuilder:
         self._started = False
         self._preparing = True
         self._eval_mode = False
+        self._in_backward = False
         self._wait = 0.0
         self._hand_steps = 0
         self._before_pass: dict[int, dict[str, float]] = {}
@@ -234,12 +235,15 @@ class TileBuilder:
     def _backward_began(self, _: BackwardBegan) -> None:
         self._started = True
         self._preparing = self.validating = self._eval_mode = False
+        self._in_backward = True
         if self._undeclared:
             self._undeclared = {}
             self.epoch += 1
 
     def _backward_ended(self, _: BackwardEnded) -> None:
-        self.counter.backward()
+        if self._in_backward:
+            self._in_backward = False
+            self.counter.backward()
         if not self.counter.optimizer_seen:
             self._hand_steps += 1
             if self.counter.updates_by_hand():
@@ -249,6 +253,9 @@ class TileBuilder:
     def _stepped(self, fact: OptimizerStepped) -> None:
         self._hand_steps = 0
         self.calls += 1
+        if self._in_backward:  # a hook steps as soon as its parameter's gradient is there
+            self._in_backward = False
+            self.counter.backward()
         new = self.counter.begins_new_step(fact.optimizer_id)
         self.counter.optimizer_stepped(fact.optimizer_id)
         if new:

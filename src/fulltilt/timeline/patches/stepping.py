@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ class SteppingPatches:
         self._steps_count: set[int] = set()
         self._depth_of_train = 0
         self._calls_backward = False
+        self._around_steps = Activity.USER  # backward, where its hooks step
         self._trained: set[int] = set()
         self._known: list[weakref.ref[Any]] = []
         self.capture: Captured | None = None  # while the training thread captures a CUDA graph
@@ -82,8 +84,10 @@ class SteppingPatches:
             if self.capture is not None and recorder.mine():
                 self.capture.backwards += 1
                 return original(*args, **kwargs)
-            if not recorder.active or recorder.activity is Activity.BACKWARD or recorder.rest.on:
+            if not recorder.active or self._around_steps is Activity.BACKWARD:
                 return original(*args, **kwargs)
+            if recorder.rest.on:
+                return self._at_rest(original, *args, **kwargs) if recorder.mine() else original(*args, **kwargs)
             if not recorder.mine():
                 if recorder.notes.steps:
                     return original(*args, **kwargs)
@@ -93,12 +97,36 @@ class SteppingPatches:
             self._trains()
             before = recorder.switch(Activity.BACKWARD, BackwardBegan(), Point.BACKWARD)
             recorder.calibrate_if_asked(Point.BACKWARD)
+            self._around_steps = Activity.BACKWARD
             try:
                 return original(*args, **kwargs)
             finally:
-                recorder.switch(before, BackwardEnded())
+                self._around_steps = Activity.USER
+                if not recorder.rest.on:  # it may have begun with a step inside
+                    recorder.switch(before, BackwardEnded())
 
         return backward
+
+    def _at_rest(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._around_steps = Activity.BACKWARD
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._around_steps = Activity.USER
+            if not self._recorder.rest.on:  # a step inside has ended it
+                self._recorder.switch(Activity.USER)
+
+    def _trains_here(self) -> bool:
+        """Whether this thread trains: the one that calls backward, or one of autograd's that runs it with its hooks.
+
+        Such a thread is none of Python's, and the training thread waits for it.
+        """
+        recorder = self._recorder
+        if recorder.mine():
+            return True
+        if not recorder.active or self._around_steps is not Activity.BACKWARD:
+            return False
+        return threading.get_ident() not in {thread.ident for thread in threading.enumerate()}
 
     def _trains(self) -> None:
         self._recorder.training = True
@@ -118,7 +146,7 @@ class SteppingPatches:
             return
         if not recorder.active or recorder.rest.on or self._torch.compiler.is_compiling():
             return
-        if not recorder.mine():
+        if not self._trains_here():
             if recorder.notes.steps:
                 return
             recorder.adopt()
@@ -136,11 +164,11 @@ class SteppingPatches:
         recorder = self._recorder
         if self.capture is not None:
             return
-        if recorder.rest.on and recorder.mine():
+        if recorder.rest.on and self._trains_here():
             if id(optimizer) in self._steps_count:
                 recorder.stepped_at_rest()
             return
-        if not recorder.mine() or id(optimizer) not in self._stepping or self._torch.compiler.is_compiling():
+        if not self._trains_here() or id(optimizer) not in self._stepping or self._torch.compiler.is_compiling():
             return
         while self._stepping and self._stepping.pop() != id(optimizer):
             pass
@@ -158,7 +186,7 @@ class SteppingPatches:
         self._notes.optimizer_calls += 1
         self._steps_count.add(key)
         recorder.calibrating = False
-        recorder.switch(Activity.USER, OptimizerStepped(key, skipped), Point.STEP)
+        recorder.switch(self._around_steps, OptimizerStepped(key, skipped), Point.STEP)
         if not recorder.notes.taps or not recorder.notes.taps.all:
             recorder.calibrate_if_asked(Point.BATCH)
         if self._notes.replicas and self._notes.optimizer_calls % ASK_REPLICAS_EVERY == 0:
