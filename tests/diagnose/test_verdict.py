@@ -6,7 +6,7 @@ from fulltilt.diagnose import Thresholds, answer, diagnose
 from fulltilt.diagnose.gains import expected
 from fulltilt.diagnose.rules import RULES, code_of
 from fulltilt.diagnose.verdict import ordered
-from fulltilt.records import Finding, FindingCode, HotLine, LoaderRecord, Settings
+from fulltilt.records import Buckets, Finding, FindingCode, HotLine, LoaderRecord, Settings, Span
 from tests.diagnose.examples import gpu, gpu_rank, host, loader, rank, run_of, sampled, spans_of, workers
 
 STOPPED = {"state": "crashed", "exit_code": None, "ended_by": "StoppedEarly"}
@@ -141,6 +141,28 @@ def starved_by_workers() -> tuple[LoaderRecord, ...]:
         ),
         (
             run_of(rank(finished=False, t1_s=110.0), compute=96.0, host_code=4.0, run=KILLED),
+            "compute_bound",
+            "Full tilt: 96 % of the time is compute; 320 samples/s, 96 % of the compute ceiling; "
+            "it was killed by SIGKILL after at least 1000 steps, and what it did last was not recorded.",
+        ),
+        (
+            run_of(
+                rank(finished=False, t1_s=150.0, under_way=Span(110, 150, 0, 0, 0, None, Buckets(data_wait_s=40))),
+                compute=96.0,
+                host_code=4.0,
+                run=KILLED,
+            ),
+            "compute_bound",
+            "Full tilt: 96 % of the time is compute; 320 samples/s, 96 % of the compute ceiling; it was killed by "
+            "SIGKILL after at least 1000 steps; for the last 40 s before that it made none: it waited for data.",
+        ),
+        (
+            run_of(
+                rank(finished=False, t1_s=110.9, under_way=Span(110, 110.9, 0, 0, 0, None, Buckets(data_wait_s=0.9))),
+                compute=96.0,
+                host_code=4.0,
+                run=KILLED,
+            ),
             "compute_bound",
             "Full tilt: 96 % of the time is compute; 320 samples/s, 96 % of the compute ceiling; "
             "it was killed by SIGKILL after at least 1000 steps, and what it did last was not recorded.",

@@ -51,6 +51,10 @@ def test_a_job_that_hangs_and_is_killed_tells_where_it_hung(tmp_path: Path, in_l
     assert buckets[bucket] == pytest.approx(2.9, abs=0.9)  # of 3.5 s all but the last second
     assert buckets["unattributed_s"] < 1.6
     assert sum(buckets.values()) == pytest.approx(answer["ledger"]["wall_s"])
+    assert answer["findings"][0]["code"] == ("input_serial" if in_loader else "host_code")
+    # Nobody is told to move work into a loader that is hanging.
+    (loader,) = json.loads((tmp_path / "run" / "rank-0.json").read_text())["loaders"]
+    assert loader["wait_s"] == pytest.approx(buckets["data_wait_s"], abs=0.1)
 
 
 def builder_after_a_step() -> TileBuilder:

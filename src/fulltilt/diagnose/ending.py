@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import signal
 
-from fulltilt.diagnose.words import count
-from fulltilt.records import Run, RunRecord
+from fulltilt.diagnose.words import count, seconds
+from fulltilt.records import BUCKETS, Run, RunRecord
+
+# A job that was killed this long after its last step hung, and so many times as long as a step takes.
+HUNG_S, HUNG_STEPS = 10.0, 20
+MEANWHILE = {
+    "data_wait_s": "it waited for data",
+    "compute_s": "it computed",
+    "sync_s": "it waited for the GPU",
+    "host_code_s": "it ran code of the script's own",
+    "validation_s": "it validated",
+    "checkpoint_s": "it saved",
+    "epoch_turnover_s": "it started a pass over the data",
+    "communication_s": "it waited for other ranks",
+}
 
 
 def end_is_missing(run: Run) -> bool:
@@ -23,8 +36,23 @@ def ending(run: Run, steps: int) -> str:
             return f"; the script ended with exit code {record.exit_code} {after}{_for_memory(record)}{unseen}"
         return f"; stopped {after} by {record.ended_by or 'an exception'}{unseen}"
     if record.state in ("killed", "interrupted"):
-        return f"; it was {record.state}{_by_signal(record)} {after}{unseen}"
+        return f"; it was {record.state}{_by_signal(record)} {after}{_hung(run) or unseen}"
     return "; its end was not recorded" if missing else ""
+
+
+def _hung(run: Run) -> str:
+    """What a job did all the time since its last step, if that is long ago; of the rank that is longest at it."""
+    stretches = [rank.under_way for rank in run.ranks if rank.under_way is not None and not rank.finished]
+    last = max(stretches, key=lambda span: span.t1_s - span.t0_s, default=None)
+    if last is None:
+        return ""
+    trained = [span for spans in run.spans for span in spans if span.steps]
+    usual_s = sum(span.t1_s - span.t0_s for span in trained) / max(sum(span.steps for span in trained), 1)
+    long_s = last.t1_s - last.t0_s
+    most = max(BUCKETS, key=lambda name: float(getattr(last.buckets, name)))
+    if long_s < max(HUNG_S, HUNG_STEPS * usual_s) or most not in MEANWHILE:
+        return ""
+    return f"; for the last {seconds(long_s)} before that it made none: {MEANWHILE[most]}"
 
 
 def ended_before_training(record: RunRecord) -> str | None:

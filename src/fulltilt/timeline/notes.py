@@ -219,7 +219,7 @@ class RankNotes:
                         loader_id=tap.loader_id,
                         processes=0,
                         batches=tap.batches,
-                        fetch_s=tap.wait_s,
+                        fetch_s=tap.waited_s,
                         fetch_cpu_s=tap.wait_cpu_s,
                         cpu_wait_s=None,
                         idle_s=0.0,

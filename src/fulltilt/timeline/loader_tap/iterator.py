@@ -64,10 +64,11 @@ class TappedIterator:
         workers = self.workers
         timed = first or tap.batches < TIME_CPU_FIRST or tap.batches % TIME_CPU_EVERY == 0
         cpu = time.thread_time() if timed else 0.0
-        began = time.perf_counter()
+        began = tap.waiting_since_s = time.perf_counter()
         try:
             batch = self.source.__next__()
         except StopIteration:
+            tap.waiting_since_s = None
             tap.restart_s += time.perf_counter() - began
             tap.in_pass = False
             taps.was_evaluating = recorder.eval_mode
@@ -124,6 +125,7 @@ class TappedIterator:
 
     def _note_wait(self, first: bool, wait_s: float, cpu_s: float | None) -> None:
         tap = self._tap
+        tap.waiting_since_s = None
         if first and tap.passes == 1:
             tap.first_wait_s += wait_s
         elif first:

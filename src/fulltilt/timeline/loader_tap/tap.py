@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,7 @@ class LoaderTap:
     samples: int = 0
     counted: bool = False
     wait_s: float = 0.0
+    waiting_since_s: float | None = None
     timed_wait_s: float = 0.0
     timed_cpu_s: float = 0.0
     first_wait_s: float = 0.0
@@ -56,6 +58,12 @@ class LoaderTap:
         """Whether the training thread fetches its batches itself."""
         serving = self.serving_workers
         return (self.described.get("num_workers") if serving is None else serving) == 0
+
+    @property
+    def waited_s(self) -> float:
+        """The waits so far, with the one under way: a loader that hangs never ends it."""
+        since_s = self.waiting_since_s
+        return self.wait_s + (time.perf_counter() - since_s if since_s is not None else 0.0)
 
     @property
     def wait_cpu_s(self) -> float:
@@ -92,7 +100,7 @@ class LoaderTap:
             samples=self.samples if self.counted else None,
             batch_bytes=self.batch_bytes,
             batch_kind=self.batch_kind,
-            wait_s=self.wait_s,
+            wait_s=self.waited_s,
             wait_cpu_s=self.wait_cpu_s,
             first_wait_s=self.first_wait_s,
             restart_s=self.restart_s,
