@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
+from fulltilt.diagnose import answer
 from fulltilt.diagnose.evidence import Evidence, gather
+from fulltilt.diagnose.loader_lines import one_loader_a_line
 from fulltilt.diagnose.rules.delivery import epoch_restart, input_handover, shm_small
 from fulltilt.diagnose.rules.input import input_cpu_bound, input_io_bound, input_serial
 from fulltilt.diagnose.rules.staffing import plan_workers
@@ -319,6 +321,46 @@ def test_respawned_workers_should_persist() -> None:
         "Keep the workers alive at train.py:31: DataLoader(..., num_workers=2, persistent_workers=True)."
     )
     assert finding.predicted_speedup == (1.25, 1.67)
+
+
+def curriculum(stages: int, **changes: Any) -> Any:
+    """A rank whose script makes a loader for each epoch, each over more data."""
+    loaders = [
+        loader(loader_id=n, num_workers=2, passes=1, dataset_len=100 + n, first_wait_s=2.0, **changes)
+        for n in range(stages)
+    ]
+    return rank(loaders=tuple(loaders), workers=tuple(workers(loader_id=n) for n in range(stages)))
+
+
+def test_loaders_that_one_line_makes_of_a_changing_data_set_are_one() -> None:
+    run = run_of(curriculum(8), epoch_turnover=60.0, compute=40.0)
+    finding = found(epoch_restart(gather(run)))
+    assert "8 passes, 8.57 s for each new one" in finding.evidence
+    assert "its 2 workers are started anew for each pass (the DataLoader is made 8 times)" in finding.evidence
+    assert finding.fix.endswith("persistent_workers=True), made once before the loop over epochs.")
+    assert answer(run).verdict.sentence.startswith("Restarting: 60 % of the time goes into starting 8 passes")
+
+
+def test_joined_loaders_keep_what_they_and_their_workers_did() -> None:
+    plain = curriculum(5)
+    joined = one_loader_a_line(plain)
+    ((one,), (did,)) = joined.loaders, joined.workers
+    assert (one.loader_id, one.passes, one.constructed, one.first_wait_s) == (0, 5, 5, 2.0)
+    assert one.restart_s == pytest.approx(sum(each.restart_s for each in plain.loaders) + 4 * 2.0)
+    for name in ("batches", "samples", "wait_s"):
+        assert getattr(one, name) == sum(getattr(each, name) for each in plain.loaders)
+    for name in ("batches", "fetch_s", "fetch_cpu_s", "idle_s"):
+        assert getattr(did, name) == pytest.approx(sum(getattr(each, name) for each in plain.workers))
+    assert sum(line.seconds for line in did.lines) == pytest.approx(
+        sum(line.seconds for each in plain.workers for line in each.lines)
+    )
+
+
+@pytest.mark.parametrize("apart", [curriculum(2), curriculum(5, role="eval"), curriculum(5, made_by="transformers")])
+def test_two_loaders_side_by_side_and_those_of_others_stay_apart(apart: Any) -> None:
+    assert one_loader_a_line(apart) == apart
+    long = replace(apart, loaders=tuple(replace(each, passes=9, role="train") for each in apart.loaders))
+    assert one_loader_a_line(long) == long
 
 
 @pytest.mark.parametrize("persistent", [False, True])

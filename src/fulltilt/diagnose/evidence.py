@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fulltilt.diagnose import ledger as ledgers
 from fulltilt.diagnose.gpus import HostSummary, summarise_gpus, summarise_host
+from fulltilt.diagnose.loader_lines import one_loader_a_line
 from fulltilt.diagnose.supply import Limit, Supply, find_limit, loader_ceiling, measure_supply
 from fulltilt.diagnose.thresholds import DEFAULT, Thresholds
 from fulltilt.records import (
@@ -116,6 +117,7 @@ class Evidence:
 
 def gather(run: Run, thresholds: Thresholds = DEFAULT) -> Evidence:
     """Everything the rules look at, from the records of a run."""
+    run = replace(run, ranks=tuple(one_loader_a_line(rank) for rank in run.ranks))
     ledger = ledgers.make_ledger(run)
     throughput = ledgers.measure_throughput(run)
     ranks = ledgers.compare_ranks(run)
