@@ -60,6 +60,23 @@ def test_a_mask_means_the_same_however_it_is_stored(kind: str, tmp_path: Path) -
     assert (found == inside).mean() > 0.99
 
 
+@pytest.mark.parametrize("stored", ["RGBA", "LA", "P"])
+@pytest.mark.parametrize("colour", [0, 255])
+def test_a_mask_of_one_colour_is_what_is_not_transparent(stored: str, colour: int, tmp_path: Path) -> None:
+    """Seen to fail: all of a white picture was the object, and nothing of a black one."""
+    alpha = np.zeros((60, 80), np.uint8)
+    alpha[20:40, 20:50] = 255
+    if stored == "P":
+        mask = Image.fromarray(alpha // 255)
+        mask.putpalette([colour] * 6)
+        mask.save(tmp_path / "a.png", transparency=0)
+    else:
+        grey = Image.new("L", (80, 60), colour)
+        Image.merge(stored, [grey] * (len(stored) - 1) + [Image.fromarray(alpha)]).save(tmp_path / "a.png")
+    with Image.open(tmp_path / "a.png") as opened:
+        assert ((np.asarray(as_mask(opened)) > 127) == (alpha > 0)).all()
+
+
 def test_a_mask_without_anything_stays_empty(tmp_path: Path) -> None:
     for name in ("a.png", "a.jpg"):
         with Image.open(saved(tmp_path, np.full((16, 16), 3 if name == "a.jpg" else 0, np.uint8), name)) as opened:

@@ -25,11 +25,15 @@ def as_rgb(opened: Any) -> Image.Image:
 def as_mask(opened: Any) -> Image.Image:
     """A mask of 0 to 255. One in colours, or without a bright pixel, tells classes or objects: any but black is inside.
 
-    Not so in a JPEG, whose black is never quite black.
+    Not so in a JPEG, whose black is never quite black. Of one colour throughout, it is told by what is transparent.
     """
     mask: Image.Image = opened.convert("L")
     if opened.format == "JPEG":
         return mask
+    if opened.has_transparency_data and _of_one_value(opened.convert("RGB")):
+        alpha: Image.Image = opened.convert("RGBA").getchannel("A")
+        if not _of_one_value(alpha):
+            return alpha
     if opened.mode not in ("1", "L", "LA") and not opened.mode.startswith("I"):
         colours = np.asarray(opened.convert("RGB"))
         if (colours != colours[..., :1]).any():
@@ -37,3 +41,7 @@ def as_mask(opened: Any) -> Image.Image:
     if mask.getextrema()[1] < 128:
         mask = mask.point(lambda value: 255 * (value > 0))
     return mask
+
+
+def _of_one_value(image: Image.Image) -> bool:
+    return all(low == high for low, high in (band.getextrema() for band in image.split()))
