@@ -45,6 +45,13 @@ def test_two_batch_sizes_tell_activations_from_workspace() -> None:
     assert budget.needed_bytes(64) == pytest.approx(PARTS.resident_bytes + WORKSPACE + 64 * EACH, rel=0.01)
 
 
+def test_runs_of_two_models_are_not_one_line() -> None:
+    other = observed(32)
+    grown = replace(other.ranks[0], memory=replace(PARTS, parameters=7))
+    with pytest.raises(UsageError, match=r"b trained another model than a: 7 parameters against 26,214,400"):
+        make_plan([replace(observed(8), folder="a"), replace(other, folder="b", ranks=(grown,))])
+
+
 def test_one_batch_size_never_promises_too_much() -> None:
     one, two = vram_budget([observed(8)]), vram_budget([observed(8), observed(32)])
     assert one is not None
@@ -124,6 +131,19 @@ def test_history_is_read_over_a_new_header_and_from_hugging_face(tmp_path: Path)
     with pytest.raises(UsageError, match="no history of auc") as caught:
         read_history([tmp_path], "auc")
     assert "iou, mae" in str(caught.value)
+
+
+def test_a_history_with_gaps_is_read_all_the_same(tmp_path: Path) -> None:
+    """Excel's mark at the beginning, epochs that diverged, and what is no history at all."""
+    written = "\ufeffepoch,seconds,iou\n1,60,0.5\n2,nan,nan\n3,60,inf\n4,60,0.6\n"
+    (tmp_path / "metrics.csv").write_text(written, encoding="utf-8")
+    history = read_history([tmp_path], "iou")
+    assert history.points == ((1.0, 0.5), (4.0, 0.6))
+    assert history.epoch_s == 60.0
+    (tmp_path / "metrics.csv").unlink()
+    (tmp_path / "trainer_state.json").write_text('{"log_history": 5}')
+    with pytest.raises(UsageError, match="no history of iou"):
+        read_history([tmp_path], "iou")
 
 
 @pytest.mark.parametrize("text", ["iou", "=0.5", "iou=", "iou=high", "iou=nan"])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fulltilt.diagnose import answer
+from fulltilt.errors import UsageError
 from fulltilt.records import Diagnosis, GpuReading, Run
 from fulltilt.tune.learning_rate import Scaled, looks_deeply_supervised, scale
 from fulltilt.tune.memory import fit_line
@@ -60,7 +61,8 @@ class Plan:
 
 
 def make_plan(runs: Sequence[Run]) -> Plan:
-    """The plan from runs of one job; the first is the one that is planned for."""
+    """The plan from runs of one job; the first is the one that is planned for. Raises UsageError for other models."""
+    _refuse_another_model(runs)
     run, diagnosis = runs[0], answer(runs[0])
     rank, batch = first_rank(run), batch_size(run)
     reading = _gpu_of(run)
@@ -83,6 +85,18 @@ def make_plan(runs: Sequence[Run]) -> Plan:
         loading=() if rank is None else loader_memory(run, rank, compute or diagnosis.throughput.samples_per_s),
         lacks=tuple(_lacks(run, budget, reading, here, batch)),
     )
+
+
+def _refuse_another_model(runs: Sequence[Run]) -> None:
+    """A line through the memory of two models says nothing about either."""
+    counts = {run.folder: rank.memory.parameters for run in runs if (rank := first_rank(run)) and rank.memory}
+    (folder, count), *others = counts.items() or [("", 0)]
+    for other, parameters in others:
+        if parameters != count:
+            raise UsageError(
+                f"{other} trained another model than {folder}: {parameters:,} parameters against {count:,}",
+                "Give runs of one job at other batch sizes.",
+            )
 
 
 def with_target(plan: Plan, hours: Hours, reached_at: float) -> Plan:

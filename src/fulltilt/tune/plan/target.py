@@ -76,7 +76,7 @@ def _csv_rows(path: Path) -> list[dict[str, float]]:
     rows: list[dict[str, float]] = []
     header: list[str] = []
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             for line in csv.reader(file):
                 if "epoch" in line:  # Lightning sorts its columns: accuracy comes first
                     header = line
@@ -95,16 +95,19 @@ def _hugging_face_rows(folder: Path) -> list[dict[str, float]]:
             written = json.loads(path.read_text(encoding="utf-8"))["log_history"]
         except (OSError, ValueError, KeyError, TypeError):
             continue
-        if len(written) > len(rows):
+        if isinstance(written, list) and len(written) > len(rows):
             rows = [_numbers(entry.items()) for entry in written if isinstance(entry, dict)]
     return rows
 
 
 def _numbers(items: Iterable[tuple[str, Any]]) -> dict[str, float]:
+    """What is a number; a metric that diverged for an epoch (nan) is none."""
     found: dict[str, float] = {}
     for name, value in items:
         try:
-            found[name] = float(value)
-        except (TypeError, ValueError):
+            number = float(value)
+        except (TypeError, ValueError, OverflowError):
             continue
+        if math.isfinite(number):
+            found[name] = number
     return found
