@@ -131,6 +131,28 @@ def test_a_killed_job_leaves_a_diagnosed_run(tmp_path: Path) -> None:
     assert state(tmp_path)["state"] == "killed"
 
 
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        ("cli.ending.explain", "this run could not be explained, by a mistake of Fulltilt's own (ZeroDivisionError"),
+        ("cli.watching.Following.read", "The script ended with exit code 5 before its first training step"),
+    ],
+)
+def test_a_mistake_of_ours_changes_neither_the_job_nor_its_exit_code(tmp_path: Path, broken: str, told: str) -> None:
+    module, _, name = broken.partition("g.")
+    command = (
+        f"import fulltilt.{module}g as module\n"
+        f"module.{name} = lambda *given: 1 / 0\n"
+        "from fulltilt.cli.main import main\n"
+        "main(['run', '--out', 'run', '--', '-c', 'import time; time.sleep(1.5); print(1); raise SystemExit(5)'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", command], cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (5, "1\n")
+    assert "Traceback" not in done.stderr
+    assert told in done.stderr
+    assert state(tmp_path)["exit_code"] == 5
+
+
 def test_a_job_whose_process_the_kernel_killed_for_memory_says_so(tmp_path: Path) -> None:
     command = (
         "from fulltilt.cli import main, run\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Mapping
@@ -37,6 +38,12 @@ def end_run(folder: Path, record: RunRecord, wall_s: float, status: int, oom_kil
             print(f"  settings found: {folder / store.SETTINGS_FILE} (for fulltilt run --settings)", file=sys.stderr)
     except FulltiltError as error:
         print(f"fulltilt: {error}", file=sys.stderr)
+    except Exception as error:  # a mistake of ours is no failure of the job's
+        if os.environ.get("FULLTILT_DEBUG"):
+            raise
+        what = f"{type(error).__name__}: {error}"
+        print(f"fulltilt: this run could not be explained, by a mistake of Fulltilt's own ({what})", file=sys.stderr)
+        print(f"  what was recorded of it: {folder}", file=sys.stderr)
 
 
 def settings_not_in_force(settings: Mapping[str, object]) -> str | None:

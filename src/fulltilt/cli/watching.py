@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections import deque
@@ -11,7 +12,6 @@ from types import TracebackType
 from fulltilt import store
 from fulltilt.cli.statusbar import StatusBar
 from fulltilt.diagnose import low_gpu_warning
-from fulltilt.errors import FulltiltError
 from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.host import HostProbe, cpu_capacity
 from fulltilt.probes.sampler import Sampler
@@ -57,13 +57,11 @@ class Watching:
         if now < self._next_look:
             return
         self._next_look = now + LOOK_EVERY_S
-        try:
+        with contextlib.suppress(Exception):  # the job comes first; a damaged folder is told at the end
             self._progress.read()
-        except FulltiltError:
-            return  # the job comes first; a damaged folder is told at the end
-        self._warn_once()
-        if self._bar.on and self._samples:
-            self._bar.show(f"fulltilt · {self._progress.words()} · {status_line(self._samples[-1])}")
+            self._warn_once()
+            if self._bar.on and self._samples:
+                self._bar.show(f"fulltilt · {self._progress.words()} · {status_line(self._samples[-1])}")
 
     def _warn_once(self) -> None:
         """Row E2: little GPU use, said while the job runs."""
