@@ -9,6 +9,8 @@ from types import CodeType
 
 # Of a statement with a body (the loop itself), the first line says enough.
 BODY = re.compile(r"(async |for |while |with |if |try:|def |class )")
+# A quotation mark behind the # may end a string that it stands in.
+COMMENT = re.compile(r"\s+#[^'\"]*$")
 LONGEST = 200
 MOST_LINES = 20
 # A script that compiles code as it goes must not fill the memory.
@@ -37,6 +39,15 @@ def expression_at(code: CodeType, position: int) -> str | None:
         text = lines[0].strip().rstrip(":") if BODY.match(lines[0]) else " ".join(part.strip() for part in lines)
     text = " ".join(text.split())
     return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
+
+
+@lru_cache(REMEMBERED)
+def shown_at(code: CodeType, position: int) -> str | None:
+    """The source text that tells a reader what happens at a position: a name alone (one stored to) tells nothing."""
+    text = expression_at(code, position)
+    if text is not None and text.isidentifier():
+        text = linecache.getline(code.co_filename, line_at(code, position)).strip()[:LONGEST]
+    return COMMENT.sub("", text).rstrip(":") if text is not None else None
 
 
 def line_at(code: CodeType, position: int) -> int:

@@ -18,7 +18,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from fulltilt.timeline.c_calls import work_at
-from fulltilt.timeline.expressions import expression_at, line_at
+from fulltilt.timeline.expressions import expression_at, line_at, shown_at
 from fulltilt.timeline.owners import owner, shown_path
 
 GENERATOR = 0x20  # inspect.CO_GENERATOR
@@ -215,7 +215,7 @@ def _waiting_rooms() -> frozenset[str]:
 def _view(spot: Spot, kind: str, of_training: bool) -> StackView:
     code, position = spot
     where = f"{shown_path(code.co_filename)}:{line_at(code, position)}"
-    return StackView(kind, where, code.co_qualname, expression_at(code, position), of_training)
+    return StackView(kind, where, code.co_qualname, shown_at(code, position), of_training)
 
 
 def _kind(top: Spot, names: Mapping[str, Any], top_owner: str, in_module: bool) -> str:
