@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import signal
@@ -19,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
 
 from fulltilt import store
+from fulltilt.records import Settings
 from fulltilt.tune.live.limits import Limits
 from fulltilt.tune.live.room import Room
 from fulltilt.tune.live.window import Knobs
@@ -467,3 +469,22 @@ def test_the_batches_of_a_pass_are_counted_over_all_pools(tmp_path: Path) -> Non
             time.sleep(0.005)
         assert counts == list(range(1, 201))
         assert [move.outcome for move in one.record.moves] == ["kept", "kept"]
+
+
+@pytest.mark.parametrize("overlap_at", [2, 100])
+def test_passes_that_overlap_keep_workers_from_living_on(overlap_at: int, tmp_path: Path) -> None:
+    """torch has one iterator for all passes of a loader whose workers persist: a peek would begin the pass anew."""
+    with tuning(tmp_path, [Knobs(2, persistent=True)]) as one:
+        loader = one.trains(DataLoader(Squares(400), batch_size=2))
+        drawn = []
+        for number, batch in enumerate(loader):
+            drawn.append(flat(batch))
+            if number == overlap_at:
+                assert flat(next(iter(loader))) == plain()[0]
+            time.sleep(0.01)
+        assert drawn == plain(400)
+        assert one.record.moves[0].outcome == "kept"
+        assert one.record.settings == Settings(
+            num_workers=2, prefetch_factor=2, pin_memory=False, persistent_workers=False
+        )
+        assert not json.loads((tmp_path / store.SETTINGS_FILE).read_text())["persistent_workers"]

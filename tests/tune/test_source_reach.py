@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from fulltilt.records import Settings
 from fulltilt.tune.source_call import Refused, Rewritten, rewrite_call
+from fulltilt.tune.source_patch import OTHER_SHUFFLES, SourceChange, propose
+from tests.diagnose import examples
 
 BEFORE = {"num_workers": 0, "prefetch_factor": None, "pin_memory": False, "persistent_workers": False}
 WANTED = {"num_workers": 4, "persistent_workers": True}
@@ -72,3 +79,25 @@ def test_a_constant_that_counts_or_picks_something_else_is_left_alone(use: str) 
     result = rewrite_call(f"N = 0\ntrain = DataLoader(a, num_workers=N)\n{use}\n", 2, WANTED, BEFORE)
     assert isinstance(result, Refused)
     assert "line 3 computes something else" in result.why
+
+
+def test_persistent_workers_are_told_to_change_later_shuffles(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("loader = DataLoader(ds, shuffle=True)\n")
+    in_force = Settings(num_workers=4, persistent_workers=True)
+    for shuffle, told in ((True, (OTHER_SHUFFLES,)), (False, ())):
+        change = propose(examples.loader(where="train.py:1", shuffle=shuffle), in_force, tmp_path)
+        assert isinstance(change, SourceChange)
+        assert change.remarks == told
+
+
+def test_persistent_workers_do_change_later_shuffles() -> None:
+    """As torch has it today; if it ever seeds them anew, the remark is to go."""
+
+    def orders(**more: bool) -> list[list[int]]:
+        torch.manual_seed(0)
+        loader = DataLoader(range(50), shuffle=True, batch_size=None, num_workers=1, **more)  # type: ignore[arg-type, call-overload, var-annotated]
+        return [list(loader) for _ in range(2)]
+
+    plain, persistent = orders(), orders(persistent_workers=True)
+    assert plain[0] == persistent[0]
+    assert plain[1] != persistent[1]

@@ -21,6 +21,7 @@ from fulltilt.tune.source_patch import WriteYourself, apply_change, propose
 from fulltilt.tune.space import loader_settings, rid_of_none, streams_alone
 from fulltilt.tune.study import StudyRecord
 from fulltilt.tune.table import (
+    OVERLAPPING_PASSES,
     changing_data_set_sentence,
     nothing_tried_sentence,
     nothing_worked_sentence,
@@ -73,6 +74,8 @@ def end_study(record: StudyRecord, trials: Sequence[Trial], folder: Path, apply:
     if record.data_set_changes is not None and record.loader is not None:
         file = (record.loader.where or "").rpartition(":")[0]
         console.print(Text(changing_data_set_sentence(f"{file}:{record.data_set_changes}")))
+    elif record.passes_overlap:
+        console.print(Text(OVERLAPPING_PASSES))
     for name in (SETTINGS_FILE, DIFF_FILE):
         (folder / name).unlink(missing_ok=True)  # of an earlier answer
     if won is not None:

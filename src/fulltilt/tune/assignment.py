@@ -36,6 +36,7 @@ class Answer:
     """What a trial measured. ``complete``: it stopped because it knew enough, not because the script ended.
 
     ``losses`` go up to the first that is not finite, which is that of step ``not_finite_at``.
+    ``passes_overlap``: a pass over a loader went on after another had begun.
     ``learning_rate`` is the one that the optimizer was made with: a schedule may have begun below it.
     """
 
@@ -49,3 +50,4 @@ class Answer:
     out_of_memory: int = 0
     remarks: tuple[str, ...] = ()
     diverts: int = 0
+    passes_overlap: bool = False

@@ -28,6 +28,7 @@ from fulltilt.tune.company import Company
 from fulltilt.tune.drought import Drought
 from fulltilt.tune.interval import Block, is_enough
 from fulltilt.tune.moments import Moment, block_between
+from fulltilt.tune.overlap import Overlap
 from fulltilt.tune.pace import Pace
 from fulltilt.tune.ready import ready_batches
 from fulltilt.tune.saves import Saves
@@ -54,6 +55,7 @@ class Measuring:
         self._pace = Pace(assignment.patience.block_s, self._timed)
         self._sources: dict[int, weakref.ref[Any]] = {}
         self._company = Company()
+        self._overlap = Overlap()
         self._pending: list[tuple[Moment, Moment]] = []
         self._blocks: list[Block] = []
         self._loss: Any = None
@@ -145,6 +147,7 @@ class Measuring:
     def _begin_pass(self, _loader: Any, tap: LoaderTap, start: Callable[[], Any]) -> Any:
         """Stands where live tuning would: a pass begins with torch's own iterator, which can be asked for its queue."""
         source = start()
+        self._overlap.began(tap.loader_id, source)
         if hasattr(source, "_task_info"):
             self._sources[tap.loader_id] = weakref.ref(source)
         return source
@@ -212,6 +215,7 @@ class Measuring:
             out_of_memory=int(statistics.get("num_ooms", 0)),
             remarks=self._remarks(),
             diverts=self._saves.diverted,
+            passes_overlap=self._overlap.seen,
         )
         store.write_json(Path(self._assignment.folder) / ANSWER_FILE, answer)
 

@@ -40,6 +40,10 @@ class SourceChange:
     remarks: tuple[str, ...]
 
 
+# torch draws a seed whenever workers start, from the generator that shuffles too.
+OTHER_SHUFFLES = (
+    "workers that persist are seeded once, so that shuffles from the second epoch on come in another order than before"
+)
 MAKE_ONCE = "the loader is made anew for each epoch: made once before the loop, it could keep its workers"
 
 
@@ -105,7 +109,8 @@ def propose(
     if isinstance(result, Refused):
         return WriteYourself(f"{loader.where}: {result.why}", _call("DataLoader(…", news))
     new = result.source.encode(encoding)
-    remarks = (*result.remarks, *((MAKE_ONCE,) if made_anew else ()))
+    shuffles_anew = bool(loader.shuffle) and news.get("persistent_workers") is True
+    remarks = (*result.remarks, *((OTHER_SHUFFLES,) if shuffles_anew else ()), *((MAKE_ONCE,) if made_anew else ()))
     # A mark at the beginning of the file is part of its first line to patch and git.
     encoding = "utf-8" if encoding == "utf-8-sig" else encoding
     diff = unified_diff(file, old.decode(encoding), new.decode(encoding))

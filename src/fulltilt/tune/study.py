@@ -61,6 +61,7 @@ class StudyRecord:
     learning_rate: float | None = None
     data_set_changes: int | None = None
     script_sha256: str | None = None
+    passes_overlap: bool = False
     schema_version: int = SCHEMA_VERSION
 
 
@@ -135,7 +136,7 @@ class Study:
         return replace(
             self._space,
             workers_stay=streams_alone(self.record.loader),
-            may_persist=self.record.data_set_changes is None,
+            may_persist=self.record.data_set_changes is None and not self.record.passes_overlap,
         )
 
     def run(self, budget_s: float, trying: Callable[[Attempt, float], None], tried: Callable[[Trial], None]) -> None:
@@ -242,6 +243,7 @@ class Study:
             data_set_changes=_data_set_changes(evidence.loader, self._arguments),
             optimizer=rank.optimizers[0] if rank is not None and rank.optimizers else None,
             learning_rate=answer.learning_rate if answer is not None else None,
+            passes_overlap=answer is not None and answer.passes_overlap,
         )
         store.write_json(self._folder / STUDY_FILE, self.record)
 

@@ -146,6 +146,12 @@ def changing_data_set_sentence(where: str) -> str:
     )
 
 
+OVERLAPPING_PASSES = (
+    "Workers were not kept from epoch to epoch: the script begins a pass over its loader while another goes on, and "
+    "workers that live on would begin anew for both."
+)
+
+
 def progress_line(number: int, trial: Trial, best: Trial | None) -> str:
     """A trial that has ended, in a line."""
     shown = trial.in_force if is_valid(trial) else None

@@ -44,6 +44,9 @@ class Host(Protocol):
     def pass_abandoned(self, relay: Relay) -> None:
         """A pass was left early, and its iterator is gone."""
 
+    def passes_overlap(self) -> None:
+        """A pass goes on although another one has begun since."""
+
 
 class Relay:
     """Hands out the batches of the pools in its line, the first one's to the last, so that none is lost or overtaken.
@@ -55,6 +58,7 @@ class Relay:
         self.orders = orders
         self._line: deque[Pool] = deque([first])
         self.ended = False
+        self.overtaken = False  # another pass over this loader has begun since
         self._host = host
         self._conductor = conductor
         self._loader = loader  # scripts loop over loaders that nobody else holds
@@ -74,6 +78,9 @@ class Relay:
 
     def __next__(self) -> Any:
         asked_s = time.perf_counter()
+        if self.overtaken:
+            self.overtaken = False
+            self._host.passes_overlap()
         if self._left_s is None:
             self._line[0].open()
         self.orders.asked()

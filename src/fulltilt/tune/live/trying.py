@@ -187,11 +187,11 @@ class Trying:
         return knobs._replace(persistent=knobs.persistent and self._workshop.may_persist)
 
     def persist_no_longer(self) -> None:
-        """The data set changes from pass to pass: what is found must not tell the script to keep its workers."""
+        """What is found must not tell the script to keep its workers, where something speaks against it."""
         without = self._as_may_persist(self.in_force)
         if without != self.in_force:
             self.in_force = without
-            self._diary.persists(without, "its data set changes from pass to pass, which workers that live on miss")
+            self._diary.persists(without, self._workshop.against_persistence or "")
             self._note_in_force()
 
     def _start(self, relay: Relay) -> None:
@@ -267,6 +267,7 @@ class Trying:
             self._workshop.trust(candidate)
             self.best, self.in_force = candidate, candidate.knobs
             self._diary.kept(seen)
+            self.persist_no_longer()
         else:
             relay.hand_over(self._standing_by())
             self._diary.returned(seen)

@@ -19,7 +19,7 @@ from fulltilt.tune.live.room import Room
 from fulltilt.tune.live.safety import reason_against
 from fulltilt.tune.live.trying import Phase, Trying
 from fulltilt.tune.live.turnover import Turnover
-from fulltilt.tune.live.workshop import Workshop, knobs_of
+from fulltilt.tune.live.workshop import PASSES_OVERLAP, Workshop, knobs_of
 
 
 class LoaderTuner:
@@ -50,6 +50,7 @@ class LoaderTuner:
         """The source of a new pass: torch's own iterator or a pool of ours, behind a relay."""
         before = self._relay()
         if before is not None and not before.ended:
+            before.overtaken = True
             return start()  # two loops that draw from one loader at once have torch's own each
         if self._workshop.loader is not loader:
             self._trying.adopt(knobs_of(loader))
@@ -100,8 +101,7 @@ class LoaderTuner:
             on_trial = False
             self._trying.leave_alone(failure(knobs, error))
             pool = self._workshop.make_final()
-        if not self._workshop.may_persist:
-            self._trying.persist_no_longer()
+        self._trying.persist_no_longer()
         pool.join(orders)
         if on_trial:
             self._trying.candidate = pool
@@ -130,6 +130,12 @@ class LoaderTuner:
             self._trying.drop_best()
         elif not served.own:
             self._trying.best = None
+
+    def passes_overlap(self) -> None:
+        """A pass goes on although another one has begun since."""
+        if not self._workshop.user_persists:
+            self._workshop.against_persistence = PASSES_OVERLAP
+            self._trying.persist_no_longer()
 
     def first_arrived(self, wait_s: float) -> None:
         """The first batch of a pass came."""

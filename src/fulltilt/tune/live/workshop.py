@@ -15,6 +15,9 @@ from fulltilt.tune.live.pools import Pool, begin_as_the_script_would, make_pool
 from fulltilt.tune.live.surface import surface
 from fulltilt.tune.live.window import Knobs, Seen
 
+DATA_SET_CHANGES = "its data set changes from pass to pass, which workers that live on miss"
+PASSES_OVERLAP = "one pass over it begins while another goes on, and workers that live on would begin anew for both"
+
 
 def knobs_of(loader: Any) -> Knobs:
     """The settings that the script gave its loader."""
@@ -40,8 +43,13 @@ class Workshop:
         self._made = 0
         self._forked_from: Anatomy | None = None
         self._surface: tuple[Any, ...] = ()
-        # Whether the data set has stayed the same from pass to pass, so that workers may live on.
-        self.may_persist = True
+        # Why workers must not live on from pass to pass, as far as seen.
+        self.against_persistence: str | None = None
+
+    @property
+    def may_persist(self) -> bool:
+        """Whether workers may live on from pass to pass."""
+        return self.against_persistence is None
 
     @property
     def loader(self) -> Any:
@@ -54,7 +62,7 @@ class Workshop:
         self.user = knobs_of(loader)
         self._first_pass = True
         self._forked_from = None
-        self.may_persist = True
+        self.against_persistence = None
 
     @property
     def user_persists(self) -> bool:
@@ -128,7 +136,7 @@ class Workshop:
         if pool is None or not pool.own:
             return None
         if not self.user_persists and not self.data_set_is_the_same():
-            self.may_persist = False
+            self.against_persistence = DATA_SET_CHANGES
             self.retire(pool)
             return None
         pool.next_pass(self.loader)
