@@ -120,6 +120,36 @@ def test_what_is_left_of_an_epoch_is_not_taken_for_the_batch_size(tmp_path: Path
     assert stream.getvalue() == "Batch size: 8 (expected: 8)\n"
 
 
+def test_a_run_that_ends_within_an_epoch_counts_down_to_its_own_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen to fail: with max_steps 3 of an epoch of 100 steps, the first minute promised 99 more."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    stream = io.StringIO()
+    screen = Screen(tmp_path, stream=stream)
+    screen.epoch_begins(0, 100, 0, left=3)
+    for step in range(3):
+        now[0] += 60.0
+        screen.step(StepFigures(step + 1, 0.5, 1.0, bad=False), 8)
+    assert re.findall(r" (\d+)% .* ETA (\S+)", stream.getvalue()) == [("1", "2m00s"), ("2", "1m00s"), ("3", "0s")]
+
+
+def test_the_screen_knows_how_many_steps_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int | None] = []
+    begins = Screen.epoch_begins
+
+    def noting(self: Screen, *given: Any) -> None:
+        told.append(given[-1])
+        begins(self, *given)
+
+    monkeypatch.setattr(Screen, "epoch_begins", noting)
+    run(tmp_path, epochs=1, max_steps=2)
+    run(tmp_path, epochs=1, max_steps=5)
+    run(tmp_path, epochs=1)
+    assert told == [2, 3, None]
+
+
 def test_the_forecast_stands_below_each_epoch(tmp_path: Path) -> None:
     told = run(tmp_path, epochs=6, lr=0.003, monitor="loss", monitor_mode="min", target=0.01)
     lines = [line for line in told.splitlines() if line.startswith("Forecast: ")]

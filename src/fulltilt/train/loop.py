@@ -118,7 +118,9 @@ class Loop:
         rig.model.train()
         asked = rig.stages[rig.stage_index].batch_size or rig.settings.batch_size
         done = rig.source.steps_done(progress.consumed)
-        rig.screen.epoch_begins(progress.epoch, rig.source.steps_per_epoch(), done, asked)
+        most = rig.settings.max_steps
+        left = None if most is None else most - progress.step
+        rig.screen.epoch_begins(progress.epoch, rig.source.steps_per_epoch(), done, asked, left)
         self.record.mark_epoch(progress.epoch)
         steps = self.record.steps(rig.source.steps(progress.epoch, progress.consumed))
         begins = progress.consumed == 0

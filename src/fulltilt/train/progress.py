@@ -59,6 +59,7 @@ class Screen:
         self._batch_told: int | None = None
         self._epoch = self._epochs = self._global_step = 0
         self._steps: int | None = None
+        self._last: int | None = None  # the step of the epoch that training gets to
         self._done = self._shown_at = self._resumed_at = 0
         self._samples = self._batches = self._queued = 0
         self._waited_s = 0.0
@@ -109,9 +110,15 @@ class Screen:
         for line in device_lines(gpu_names):
             self.say(line)
 
-    def epoch_begins(self, epoch: int, steps: int | None, done: int, batch_size: int | None = None) -> None:
-        """A new epoch, ``done`` of its ``steps`` already behind us after a resume, in batches of ``batch_size``."""
+    def epoch_begins(
+        self, epoch: int, steps: int | None, done: int, batch_size: int | None = None, left: int | None = None
+    ) -> None:
+        """A new epoch, ``done`` of its ``steps`` already behind us after a resume, in batches of ``batch_size``.
+
+        ``left``: how many steps the whole run may still make, where it ends by their number.
+        """
         self._epoch, self._steps, self._done, self._shown_at = epoch, steps, done, done
+        self._last = steps if steps is None or left is None else min(steps, done + left)
         self._resumed_at = done
         self._asked = batch_size or self._asked
         self._samples = self._batches = self._queued = 0
@@ -207,8 +214,8 @@ class Screen:
         rate = self._samples / max(now - self._began_s, 1e-9)
         parts = [f"Epoch {self._epoch + 1}/{self._epochs} {wording.bar(self._done, self._steps)}"]
         parts.append(f"{wording.rate(rate)} samples/s")
-        if self._steps and self._done > self._resumed_at:
-            left = (self._steps - self._done) * (now - self._began_s) / (self._done - self._resumed_at)
+        if self._last and self._done > self._resumed_at:
+            left = (self._last - self._done) * (now - self._began_s) / (self._done - self._resumed_at)
             parts.append(f"ETA {wording.duration(left)}")
         parts.append(f"loss {figures.loss:.4g}")
         watched = wording.watched_metric(self._metrics, self._watched)

@@ -46,7 +46,7 @@ class Figures(TrainerCallback):  # type: ignore[misc]
         self._losses = []
         self._allowed = MOST_SKIPPED_STEPS if args.fp16 else 0
         epoch, done = divmod(state.global_step, self.per_epoch)
-        self.screen.epoch_begins(epoch, self.per_epoch, done)
+        self.screen.epoch_begins(epoch, self.per_epoch, done, left=state.max_steps - state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """See TrainerCallback."""
