@@ -131,6 +131,8 @@ def test_side_by_side_the_first_loader_counts() -> None:
         counter.backward()
     assert counter.take_counts() == (6, 48)
     assert counter.train_loaders == {0, 1}
+    assert counter.drawn_at_rest({1: (5, 160), 0: (5, 40)}) == (5, 40)
+    assert counter.drawn_at_rest({2: (5, 20)}) == (5, 20)
 
 
 def test_in_nested_loops_the_inner_loader_counts() -> None:

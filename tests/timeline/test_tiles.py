@@ -263,7 +263,7 @@ def test_time_at_rest_is_kept_apart_and_its_steps_count() -> None:
     loop.mark(Activity.NEXT)  # a long wait is booked even then
     loop.spend(30)
     loop.mark(Activity.REST)
-    loop.mark(Activity.USER, Rested(calls=25, batches=25, samples=200))
+    loop.mark(Activity.USER, Rested(calls=25, drawn={0: (25, 200)}))
     train(loop, 20)
     assert closes(loop.finish())
     assert (loop.steps, loop.samples) == (65, 520)
@@ -323,7 +323,7 @@ def rest(loop: Loop, steps: int, wait: float, other: float, apart: Activity | No
             loop.spend(ms)
             booked = BookedApart(SHELF[activity], int(ms * MS)) if activity is apart else None
             loop.mark(Activity.REST, booked)
-    loop.mark(Activity.USER, Rested(calls=steps, batches=steps, samples=8 * steps))
+    loop.mark(Activity.USER, Rested(calls=steps, drawn={0: (steps, 8 * steps)}))
 
 
 def test_waits_that_are_booked_at_rest_are_not_divided_into_it_again() -> None:
@@ -505,7 +505,7 @@ def test_time_that_looks_miss_counts_by_what_it_came_after() -> None:
                     EvalMode(False),
                     WaitBegan(True),
                     WaitBegan(False),
-                    Rested(3, 3, 12),
+                    Rested(3, {0: (3, 12)}),
                 ]
             ),
             st.sampled_from(list(Point)),

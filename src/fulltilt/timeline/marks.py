@@ -5,6 +5,7 @@ The training thread only appends marks. Everything else (pairing, attribution, f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -102,11 +103,10 @@ class OptimizerStepped(NamedTuple):
 
 
 class Rested(NamedTuple):
-    """The recorder has rested for so many optimizer calls, batches and samples."""
+    """The recorder has rested for so many optimizer calls; ``drawn`` are batches and samples meanwhile, by loader."""
 
     calls: int
-    batches: int
-    samples: int
+    drawn: Mapping[int, tuple[int, int]]
 
 
 class BookedApart(NamedTuple):

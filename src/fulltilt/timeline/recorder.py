@@ -144,7 +144,7 @@ class Recorder:
         if rest.on:
             self._passed_at_rest(time.perf_counter_ns())
             rest.end()
-            self.switch(Activity.USER, Rested(rest.calls, rest.batches, rest.samples), Point.STEP)
+            self.switch(Activity.USER, Rested(rest.calls, rest.drawn), Point.STEP)
 
     def waited_at_rest(self, began_ns: int, ended_ns: int) -> None:
         """Book a long wait for data as it is."""

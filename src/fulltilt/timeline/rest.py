@@ -47,8 +47,7 @@ class Rest:
     on: bool = False
     awake_calls: int = 0
     calls: int = 0
-    batches: int = 0
-    samples: int = 0
+    drawn: dict[int, tuple[int, int]] = field(default_factory=dict)  # batches and samples, by loader
     stands_for: float = 1.0
     booked_ns: int = 0  # up to here the time at rest has been looked into
     _burst: int = 0
@@ -58,9 +57,14 @@ class Rest:
     def begin(self, now_ns: int) -> None:
         """Count from nothing."""
         self.on = True
-        self.calls = self.batches = self.samples = 0
+        self.calls, self.drawn = 0, {}
         self.booked_ns = now_ns
         self._burst = self.plan.measured_calls if self.plan is not None else 1
+
+    def draw(self, loader_id: int, samples: int) -> None:
+        """A batch was drawn."""
+        batches, before = self.drawn.get(loader_id, (0, 0))
+        self.drawn[loader_id] = (batches + 1, before + samples)
 
     def end(self) -> None:
         """Measure again."""

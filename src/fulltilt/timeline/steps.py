@@ -8,6 +8,7 @@ on (a sloppy validation loop, a batch drawn ahead of an early break) are not cou
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 # A job that calls backward this often and never an optimizer updates its weights by hand.
@@ -174,6 +175,12 @@ class StepCounter:
             inner = bool(self._fresh) and feeding[0] not in self._fresh
             self._counting[feeding] = feeding[-1] if inner else feeding[0]
             self._count(used[self._counting[feeding]])
+
+    def drawn_at_rest(self, drawn: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
+        """The batches and samples of a rest: of several loaders, those of the one that counts."""
+        counting = self._counting.get(tuple(self._feeding), -1)
+        counted = [drawn[counting]] if counting in drawn else list(drawn.values())
+        return sum(batches for batches, _ in counted), sum(samples for _, samples in counted)
 
     def _count(self, batches: list[int | None]) -> None:
         self._batches += len(batches)

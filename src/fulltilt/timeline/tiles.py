@@ -286,9 +286,10 @@ class TileBuilder:
 
     def _rested(self, fact: Rested) -> None:
         steps = fact.calls * self.steps // self.calls if self.calls else 0
-        self._batches += fact.batches
-        if fact.samples:
-            self._samples = (self._samples or 0) + fact.samples
+        batches, samples = self.counter.drawn_at_rest(fact.drawn)
+        self._batches += batches
+        if samples:
+            self._samples = (self._samples or 0) + samples
         self.calls += fact.calls
         if steps:
             self._end_step(steps)

@@ -111,8 +111,7 @@ class TappedIterator:
             recorder.wake()
             raise
         self._waited_at_rest(began)
-        rest.batches += 1
-        rest.samples += self._count(batch) or 0
+        rest.draw(tap.loader_id, self._count(batch) or 0)
         return batch
 
     def _waited_at_rest(self, began_ns: int) -> float:
