@@ -143,6 +143,26 @@ def test_another_batch_size_in_the_middle_of_an_epoch_uses_each_sample_once(tmp_
     assert sorted(index for ids in used.values() for index in ids) == list(range(44))
 
 
+def test_a_resume_says_that_the_data_has_changed(tmp_path: Path) -> None:
+    """Seen to fail: a picture was taken out, and the run went on within its epoch without a word."""
+
+    def told(samples: int, **asked: int) -> str:
+        stream = io.StringIO()
+        screen = Screen(tmp_path, stream=stream, sampled=False)
+        settings = TrainSettings(device="cpu", batch_size=8, record=False, **asked)  # type: ignore[arg-type]
+        train(victim.make_job(data=victim.NoisySamples(samples)), settings, tmp_path, screen=screen)
+        return stream.getvalue()
+
+    told(40, epochs=1, max_steps=2)
+    within = told(39, epochs=1)
+    assert "samples 40 → 39" in within
+    assert "the rest of epoch 1 is drawn from the changed data" in within
+    after = told(44, epochs=2)
+    assert "samples 39 → 44" in after
+    assert "changed data" not in after
+    assert "samples" not in told(44, epochs=3).partition("Epoch")[0]
+
+
 def test_fresh_sets_the_old_checkpoints_aside(tmp_path: Path) -> None:
     run(tmp_path, epochs=1)
     stream = io.StringIO()

@@ -56,3 +56,17 @@ class Job:
     splittable: bool = True
     joint: bool = False
     name: str = "training"
+
+
+def samples_in(data: Any) -> int | None:
+    """How many samples there are, where that is known.
+
+    What gives whole batches has as many as its length; of those only the feed's tell their samples.
+    """
+    if hasattr(data, "__getitem__"):
+        try:
+            return len(data)
+        except Exception:  # the user's own code, which may have no length to tell
+            return None
+    samples = getattr(getattr(data, "source", None), "samples", None)
+    return samples if isinstance(samples, int) else None

@@ -32,6 +32,7 @@ from fulltilt.timeline.session import Session
 from fulltilt.timeline.tapped import described, tap_on
 from fulltilt.train import batches
 from fulltilt.train.idle_gpu import IdleGpu
+from fulltilt.train.job import samples_in
 from fulltilt.train.machine import MachineWatch
 from fulltilt.train.rig import Rig
 from fulltilt.train.sources import BatchSource, MapSource, StepData
@@ -137,20 +138,12 @@ def _describe(rig: Rig) -> dict[str, Any]:
     settings = rig.settings
     return described(
         data,
-        dataset_len=_samples_in(data),
+        dataset_len=samples_in(data),
         iterable=not hasattr(data, "__getitem__"),
         batch_size=settings.batch_size,
         num_workers=settings.workers,
         persistent_workers=settings.workers > 0,
     )
-
-
-def _samples_in(data: Any) -> int | None:
-    """What gives whole batches has as many as its length; of those only the feed's tell their samples."""
-    if hasattr(data, "__getitem__"):
-        return len(data) if hasattr(data, "__len__") else None
-    samples = getattr(getattr(data, "source", None), "samples", None)
-    return samples if isinstance(samples, int) else None
 
 
 def _asked(rig: Rig) -> Settings:

@@ -69,6 +69,10 @@ def _restore(rig: Rig, folder: Path) -> None:
         rig.screen.say("The average of the weights begins here: the checkpoint has none")
     if rig.kept_settings.changed:
         rig.screen.say(f"Changed since: {', '.join(rig.kept_settings.changes)}")
+    if within and "samples" in rig.kept_settings.changed:
+        rig.screen.warn(
+            f"the rest of epoch {epoch + 1} is drawn from the changed data: a sample may come twice, or not"
+        )
 
 
 def _average_from_here(rig: Rig) -> None:

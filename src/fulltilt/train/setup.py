@@ -15,7 +15,7 @@ from fulltilt.train.distributed import Group, detect, device_of, divided
 from fulltilt.train.ema import Ema
 from fulltilt.train.feeding import source
 from fulltilt.train.guard import Guard, Limits
-from fulltilt.train.job import Job
+from fulltilt.train.job import Job, samples_in
 from fulltilt.train.keep import KeepPolicy
 from fulltilt.train.lock import FolderLock
 from fulltilt.train.placement import LossModule, OneProcess, Placement
@@ -161,7 +161,7 @@ def _built(job: Job, settings: TrainSettings, out: Path, screen: Screen | None, 
         guard=Guard(_limits(settings)),
         history=MetricHistory(settings.monitor_mode),
         progress=Progress(),
-        kept_settings=KeptSettings(settings),
+        kept_settings=KeptSettings(settings, samples_in(job.data)),
         writer=Writer(root, policy),
         screen=shown,
         lock=lock,

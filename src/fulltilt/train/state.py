@@ -76,10 +76,10 @@ class MetricHistory:
 
 
 class KeptSettings:
-    """The settings a checkpoint was made with, so that a resume can tell what is different now."""
+    """The settings and the number of samples a checkpoint was made with: a resume tells what is different now."""
 
-    def __init__(self, settings: TrainSettings) -> None:
-        self.now = asdict(settings)
+    def __init__(self, settings: TrainSettings, samples: int | None) -> None:
+        self.now = asdict(settings) | ({} if samples is None else {"samples": samples})
         self.before: dict[str, Any] = {}
 
     @property
