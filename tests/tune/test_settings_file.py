@@ -45,6 +45,16 @@ def test_the_file_names_its_loader_and_still_refuses_what_it_does_not_know(tmp_p
         read_settings(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_workers", -1), ("num_workers", 100_000), ("prefetch_factor", 0), ("torch_threads", 10**9)]
+)
+def test_numbers_that_no_machine_can_use_are_refused(tmp_path: Path, name: str, value: int) -> None:
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps({name: value}))
+    with pytest.raises(UsageError, match=rf"{name} should be from \d to 1024, not {value}"):
+        read_settings(path)
+
+
 def test_live_tuning_names_its_loader_too(tmp_path: Path) -> None:
     with tuning(tmp_path, [Knobs(1)], [True]) as one:
         loader = one.trains(DataLoader(Squares(40), batch_size=2))

@@ -18,6 +18,9 @@ from fulltilt.timeline.loader_tap import call_sites
 
 SAME_MATH = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "torch_threads", "start_method")
 
+# Far more of anything than pays on any machine; torch would start ten thousand workers and never come back.
+MOST = 1024
+
 # Beside the settings: the line (file:line) of the loader that they are for. `fulltilt tune` writes it.
 LOADER = "loader"
 
@@ -58,9 +61,9 @@ def read_settings(path: Path) -> Settings:
 
 def _check(path: Path, settings: Settings) -> None:
     problems = [
-        f"{name} should be at least {least}, not {value}"
+        f"{name} should be from {least} to {MOST}, not {value}"
         for name, least in (("num_workers", 0), ("prefetch_factor", 1), ("torch_threads", 1))
-        if (value := getattr(settings, name)) is not None and value < least
+        if (value := getattr(settings, name)) is not None and not least <= value <= MOST
     ]
     if settings.start_method not in (None, "fork", "spawn", "forkserver"):
         problems.append(f"start_method should be fork, spawn or forkserver, not {settings.start_method!r}")
