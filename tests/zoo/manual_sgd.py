@@ -7,8 +7,8 @@ from torch.utils.data import DataLoader, TensorDataset
 torch.set_num_threads(1)
 watch = Stopwatch()
 loader = DataLoader(TensorDataset(torch.randn(16000, 512), torch.randint(4, (16000,))), batch_size=16)
-inner = (torch.randn(512, 2048) / 23).requires_grad_()
-outer = (torch.randn(2048, 4) / 45).requires_grad_()
+inner = (torch.randn(512, 6144) / 23).requires_grad_()
+outer = (torch.randn(6144, 4) / 78).requires_grad_()
 
 for inputs, labels in loader:
     loss = torch.nn.functional.cross_entropy(torch.relu(inputs @ inner) @ outer, labels)

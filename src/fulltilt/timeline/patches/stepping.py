@@ -189,7 +189,7 @@ class SteppingPatches:
         recorder.switch(self._around_steps, OptimizerStepped(key, skipped), Point.STEP)
         if not recorder.notes.taps or not recorder.notes.taps.all:
             recorder.calibrate_if_asked(Point.BATCH)
-        if self._notes.replicas and self._notes.optimizer_calls % ASK_REPLICAS_EVERY == 0:
+        if self._notes.replicas and _asks_replicas(self._notes.optimizer_calls):
             self._notes.read_communication()
         if self._notes.memory is None and self._notes.optimizer_calls >= ASK_MEMORY_AT:
             self._weigh()
@@ -284,3 +284,8 @@ def _number(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError):
         return None
+
+
+def _asks_replicas(calls: int) -> bool:
+    """Early too: what is known from the second step on is known of nearly all of a short run."""
+    return calls % ASK_REPLICAS_EVERY == 0 or (1 < calls < ASK_REPLICAS_EVERY and calls & (calls - 1) == 0)
