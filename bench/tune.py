@@ -2,7 +2,7 @@
 
     python bench/tune.py --parts live --out tune.json     on a GPU; nine minutes on an H200 with 16 CPUs
     python bench/tune.py --parts study --out tune.json    nine minutes
-    python bench/tune.py --parts peers --out tune.json    two minutes
+    python bench/tune.py --parts peers --out tune.json    six minutes at most
     python bench/tune.py --small --out tune.json          rehearsed on a CPU, tiny: does the benchmark itself work?
 
 For each job: the sweep (each number of workers for some seconds) and one training run from 0 workers under live tuning;
