@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from fulltilt.timeline.interpreter_lock import ALONE_S, IN_COMPANY_S, share_lock, wake_on_time
+from fulltilt.timeline.interpreter_lock import ALONE_S, IN_COMPANY_S, PATIENT_S, LockTurns, wake_on_time
 
 PR_GET_TIMERSLACK = 30
 
@@ -28,21 +29,80 @@ def test_turns_are_longer_where_other_threads_share_the_lock(
     monkeypatch: pytest.MonkeyPatch, threads: int, turn_s: float
 ) -> None:
     monkeypatch.setattr(threading, "active_count", lambda: threads)
-    share_lock()
+    LockTurns().share()
     assert sys.getswitchinterval() == pytest.approx(turn_s)
 
 
 def test_turns_follow_threads_that_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = LockTurns()
     for threads, turn_s in ((2, ALONE_S), (5, IN_COMPANY_S), (1, ALONE_S)):
         monkeypatch.setattr(threading, "active_count", lambda threads=threads: threads)
-        share_lock()
+        turns.share()
         assert sys.getswitchinterval() == pytest.approx(turn_s)
 
 
 def test_shorter_turns_of_the_scripts_own_stay() -> None:
     sys.setswitchinterval(0.00001)
-    share_lock()
+    LockTurns().share()
     assert sys.getswitchinterval() == pytest.approx(0.00001)
+
+
+def test_a_forked_process_takes_over_what_its_parent_put_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "active_count", lambda: 2)
+    LockTurns().share()
+    monkeypatch.setattr(threading, "active_count", lambda: 3)
+    LockTurns().share()
+    assert sys.getswitchinterval() == pytest.approx(IN_COMPANY_S)
+
+
+@pytest.mark.parametrize(
+    ("cost_s", "patient_s"),
+    [(0.015, 0.0), (0.03, 2.0), (0.3, 56.0)],
+    ids=["once and short", "once and long", "once and very long"],
+)
+def test_turns_are_long_until_a_costly_wait_is_paid_for(
+    monkeypatch: pytest.MonkeyPatch, cost_s: float, patient_s: float
+) -> None:
+    monkeypatch.setattr(threading, "active_count", lambda: 2)
+    now_s = worked_s = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(time, "thread_time", lambda: worked_s)
+    turns = LockTurns()
+    turns.share()
+    long_s = 0.0
+    for look in range(1000):
+        turns.begin_wait()
+        worked_s += 0.00002 if look else cost_s
+        now_s += 0.1
+        turns.end_wait()
+        long_s += 0.1 * (sys.getswitchinterval() == pytest.approx(PATIENT_S))
+    assert long_s == pytest.approx(patient_s, abs=0.5)
+    assert sys.getswitchinterval() == pytest.approx(ALONE_S)
+
+
+def test_waiting_for_a_call_that_keeps_the_lock_takes_little_of_the_cpu() -> None:
+    """``sorted`` never gives the lock up, so that whoever waits for it asks in vain after every turn."""
+    strings = [str(number * 7919 % 1000003) for number in range(200_000)]
+    worked_s: list[float] = []
+    done = threading.Event()
+
+    def observe() -> None:
+        turns = LockTurns()
+        turns.share()
+        while not done.is_set():
+            turns.begin_wait()
+            time.sleep(0.005)
+            turns.end_wait()
+        worked_s.append(time.thread_time())
+
+    observer = threading.Thread(target=observe)
+    observer.start()
+    began_s = time.perf_counter()
+    while time.perf_counter() - began_s < 1.5:
+        sorted(strings)
+    done.set()
+    observer.join()
+    assert worked_s[0] < 0.1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no timer slack")

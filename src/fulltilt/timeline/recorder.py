@@ -22,7 +22,7 @@ from fulltilt.records import Span
 from fulltilt.timeline.attribution import attribute
 from fulltilt.timeline.behind_steps import BehindSteps
 from fulltilt.timeline.clock import CudaClock
-from fulltilt.timeline.interpreter_lock import share_lock, wake_on_time
+from fulltilt.timeline.interpreter_lock import LockTurns, wake_on_time
 from fulltilt.timeline.looks import Looks
 from fulltilt.timeline.marks import Activity, BookedApart, Finished, Point, Rested
 from fulltilt.timeline.notes import RankNotes
@@ -78,6 +78,7 @@ class Recorder:
         self._calibrate_from = Point.NONE
         self._delay_s = 0.0
         self._again_delay_s = 0.0
+        self._lock_turns = LockTurns()
         self._stop = threading.Event()
         self._flush: threading.Event | None = None
         self.pid = os.getpid()
@@ -90,7 +91,7 @@ class Recorder:
         """Begin to observe. Processes that never train are never observed."""
         if self._thread.ident is not None or not self.active:
             return
-        share_lock()
+        self._lock_turns.share()
         os.register_at_fork(after_in_child=self._disown)
         self._thread.start()
 
@@ -232,8 +233,10 @@ class Recorder:
         while True:
             # Never in step with the job: looks at a fixed interval would always meet a 10 ms step at the same place.
             pause_s = self._looks.every_s * (0.5 + jitter.random())
+            self._lock_turns.begin_wait()
             due_ns = time.perf_counter_ns() + int(pause_s * 1e9)
             time.sleep(pause_s)  # waiting for an Event with a time limit takes the interpreter lock twice as long
+            self._lock_turns.end_wait()
             if self._stop.is_set() or os.getpid() != self.pid:
                 return
             try:
@@ -242,7 +245,7 @@ class Recorder:
                 now = time.monotonic()
                 if now >= next_drain:
                     next_drain = now + DRAIN_EVERY_S
-                    share_lock()
+                    self._lock_turns.share()
                     self._drain()
                     self.notes.poll()
                 if now >= next_write:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from fulltilt import store
 from fulltilt.records import HotLine
 from fulltilt.timeline import attached
-from fulltilt.timeline.interpreter_lock import share_lock, wake_on_time
+from fulltilt.timeline.interpreter_lock import LockTurns, wake_on_time
 from fulltilt.timeline.lines import LineTimes
 from fulltilt.timeline.stacks import look, stack_of
 
@@ -148,11 +148,14 @@ class FetchMeter:
     def observe(self, stop: threading.Event) -> None:
         """The sampler beside the loop, on a thread of its own."""
         wake_on_time()
-        share_lock()
+        lock_turns = LockTurns()
+        lock_turns.share()
+        lock_turns.begin_wait()
         next_send = time.perf_counter() + SEND_EVERY_S
         jitter = Random()  # our own: the job's random numbers are the job's
         looks, every_s = 0, EARLY_LOOK_EVERY_S
         while not stop.wait(every_s * (0.5 + jitter.random())):
+            lock_turns.end_wait()
             now = time.perf_counter()
             since, self._last_look = now - self._last_look, now
             if self.fetching and (stack := stack_of(self.thread_id)) is not None:
@@ -163,8 +166,9 @@ class FetchMeter:
                 every_s = EARLY_LOOK_EVERY_S if looks < EARLY_LOOKS else LOOK_EVERY_S
             if now >= next_send:
                 next_send = now + SEND_EVERY_S
-                share_lock()
+                lock_turns.share()
                 self.send()
+            lock_turns.begin_wait()
 
     def _pss_bytes(self) -> int | None:
         """Memory of this worker, asked for at every doubling of its messages: the kernel walks all pages for it."""
