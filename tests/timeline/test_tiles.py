@@ -29,7 +29,8 @@ from fulltilt.timeline.marks import (
 )
 from fulltilt.timeline.rest import Rest, RestPlan, Usual
 from fulltilt.timeline.shelves import SHELF, Shelves
-from fulltilt.timeline.tiles import Tile, TileBuilder
+from fulltilt.timeline.tile import Tile
+from fulltilt.timeline.tiles import TileBuilder
 
 MS = 1_000_000
 

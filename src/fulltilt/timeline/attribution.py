@@ -10,7 +10,7 @@ from typing import Any
 from fulltilt.records import BUCKETS, Buckets, Phases
 from fulltilt.timeline.marks import Activity
 from fulltilt.timeline.rest import Usual
-from fulltilt.timeline.tiles import Tile
+from fulltilt.timeline.tile import Tile
 
 NS = 1e-9
 NOTHING: Mapping[str, float] = MappingProxyType({})

@@ -18,18 +18,17 @@ from random import Random
 from typing import Any
 
 from fulltilt import captures
-from fulltilt.records import Span
-from fulltilt.timeline.attribution import attribute
 from fulltilt.timeline.behind_steps import BehindSteps
+from fulltilt.timeline.booking import Booking
+from fulltilt.timeline.calibration import Calibration
 from fulltilt.timeline.clock import CudaClock
 from fulltilt.timeline.interpreter_lock import LockTurns, wake_on_time
 from fulltilt.timeline.looks import Looks
 from fulltilt.timeline.marks import Activity, BookedApart, Finished, Point, Rested
 from fulltilt.timeline.notes import RankNotes
 from fulltilt.timeline.rank_files import RankFiles
-from fulltilt.timeline.rest import LONG_STEP_NS, Rest, Usual, plan
+from fulltilt.timeline.rest import LONG_STEP_NS, Rest, plan
 from fulltilt.timeline.shelves import SHELF
-from fulltilt.timeline.spans import WarmUp
 from fulltilt.timeline.tiles import TileBuilder
 from fulltilt.timeline.way_in import WayIn
 
@@ -37,13 +36,6 @@ DRAIN_EVERY_S = 0.2
 WRITE_EVERY_S = 1.0
 # A killed process loses what it has not written: a second, or this part of what was seen where that is less.
 LOST_SHARE = 0.1
-# A calibrating delay is queued at this step and then each time there are four times as many, if the GPU is not behind.
-# Each costs about a step's worth of host work, so that a run of 100 steps loses 2 % and one of 1,000 a third of that.
-# Until one has taught how long the GPU works, they come at twice as many.
-FIRST_CALIBRATION = 12
-CALIBRATE_AGAIN, CALIBRATE_UNTIL_KNOWN = 4, 2
-LEAD = 1.3
-LONGEST_DELAY_S = 0.2
 NS = 1e-9
 
 
@@ -59,25 +51,18 @@ class Recorder:
         self.training = False
         self.eval_mode = False
         self.clock: CudaClock | None = None
-        self.calibrating = False
+        self.calibration = Calibration()
         self.profiling = False
         self.rest = Rest()
         self.way_in = WayIn()
         self._t0_ns = t0_ns
         self._marks: deque[tuple[Any, ...]] = deque()
         self._builder = TileBuilder(t0_ns)
-        self._warm_up = WarmUp()
-        self._usual = Usual()
         self._looks = Looks(self)
+        self._booking = Booking(t0_ns, notes, self._looks)
         self.left = self.left_after = Activity.USER
         self._out: RankFiles | None = None
-        self._ready: list[Span] = []
         self.last_switch_ns = self.step_ns = self.previous_step_ns = time.perf_counter_ns()
-        self._calibrate_at = FIRST_CALIBRATION
-        self._calibrate = False
-        self._calibrate_from = Point.NONE
-        self._delay_s = 0.0
-        self._again_delay_s = 0.0
         self._lock_turns = LockTurns()
         self._stop = threading.Event()
         self._flush: threading.Event | None = None
@@ -127,7 +112,7 @@ class Recorder:
         rest = self.rest
         rest.measured()
         if rest.plan is not None and rest.awake_calls >= rest.plan.measured_calls:
-            if self.profiling or self.calibrating or self._calibrate:
+            if self.profiling or self.calibration.under_way or self.calibration.asked:
                 return
             self.switch(Activity.REST)
             rest.begin(self.last_switch_ns)
@@ -179,15 +164,15 @@ class Recorder:
     def calibrate_if_asked(self, point: Point) -> None:
         """Give the host a lead at this point of a step when the observer has asked for it."""
         if point is Point.BATCH:
-            self.calibrating = False
-        if self._calibrate and self._calibrate_from is point and self.clock is not None and not self.profiling:
-            self._calibrate = False
-            self.calibrating = True
-            self._delay(self._delay_s)
+            self.calibration.under_way = False
+        if self.clock is not None and not self.profiling:
+            delay_s = self.calibration.begin(point)
+            if delay_s is not None:
+                self._delay(delay_s)
 
     def lost_its_lead(self) -> None:
         """A blocking call used up the lead while calibrating: restore it."""
-        self._delay(self._again_delay_s)
+        self._delay(self.calibration.again_delay_s)
 
     def _delay(self, seconds: float) -> None:
         assert self.clock is not None
@@ -296,84 +281,29 @@ class Recorder:
             self.rest.plan = plan(builder.steps, builder.calls, step_s, self.notes.scaler)
 
     def _plan_calibration(self) -> None:
-        gpu, tiles = self._builder.gpu, self._builder.closed
-        if gpu is None or self._calibrate or self.notes.steps < self._calibrate_at or not tiles:
+        gpu, tiles, steps = self._builder.gpu, self._builder.closed, self.notes.steps
+        if gpu is None or not tiles or "rest" in tiles[-1].shelves.time or not self.calibration.due(steps):
             return
-        if "rest" in tiles[-1].shelves.time:
-            return
-        self._calibrate_at = self.notes.steps * (CALIBRATE_AGAIN if gpu.work.knows_a_step else CALIBRATE_UNTIL_KNOWN)
-        queueing_s = tiles[-1].queueing_ns * NS
-        behind_s = gpu.lag_ns * NS
-        if behind_s < queueing_s < LONGEST_DELAY_S / LEAD:
-            # The driver's queue holds about a thousand kernels: every other time the lead is given for backward alone.
-            self._calibrate_from = Point.BATCH if self._calibrate_from is not Point.BATCH else Point.BACKWARD
-            self._delay_s = LEAD * queueing_s
-            # Each blocking call of a step takes the lead away. Between two of them there is less to queue. Behind the
-            # last one comes the optimizer, which may need a longer lead: that leaves some doubt (see gpu_time).
-            self._again_delay_s = 2 * LEAD * queueing_s / (1 + self.notes.syncs // self.notes.steps)
-            self._calibrate = True
-
-    def _attribute(self) -> None:
-        tiles = self._builder.closed
-        if not tiles:
-            return
-        seen, seen_apart = self._looks.splits()
-        in_backward = self._looks.backward.split()
-        exposed_s = self.notes.exposed_communication_s()
-        for tile in tiles:
-            # What follows the last step is no step: it divides as what takes long.
-            here = seen if tile.steps else seen_apart
-            attributed = attribute(tile, here, seen_apart, self._usual, exposed_s, in_backward)
-            self.notes.launch_s += attributed.launch_s
-            if tile.gpu and tile.steps:
-                self.notes.gpu_busy_s += attributed.buckets.compute_s
-                self.notes.gpu_steps += tile.steps
-            span = Span(
-                t0_s=(tile.t0_ns - self._t0_ns) * NS,
-                t1_s=(tile.t1_ns - self._t0_ns) * NS,
-                first_step=self.notes.steps_attributed,
-                steps=tile.steps,
-                batches=tile.batches,
-                samples=tile.samples,
-                buckets=attributed.buckets,
-                epoch=tile.epoch,
-                skipped_steps=tile.skipped,
-                step_max_s=tile.step_max_ns * NS if tile.steps else None,
-                data_wait_max_s=tile.data_wait_max_ns * NS,
-                phases=attributed.phases if tile.steps else None,
-            )
-            self.notes.steps_attributed += tile.steps
-            self._ready.extend(self._warm_up.add(span))
-        tiles.clear()
-        self._looks.begin_window()
+        queueing_s, behind_s = tiles[-1].queueing_ns * NS, gpu.lag_ns * NS
+        self.calibration.ask(steps, queueing_s, behind_s, self.notes.syncs, gpu.work.knows_a_step)
 
     def _write_spans(self, final: bool = False) -> None:
-        self._attribute()
+        self._booking.book(self._builder.closed)
         if not self.notes.trained(self._builder):
             return
-        if final:
-            self._ready.extend(self._warm_up.release())
         if self._out is None:
             self.notes.learn_rank()
             self._out = RankFiles.claim(self.folder, self.notes.rank)
             self._write_record(final=False)  # first: spans without their rank's record cannot be read
-        ready, self._ready = self._ready, []
-        self._out.write(ready)
+        self._out.write(self._booking.take(final))
 
     def _write_record(self, final: bool) -> None:
         if self._out is None:
             return
-        now_s = (time.perf_counter_ns() - self._t0_ns) * NS
-        on_gpu = self.clock is not None
-        stretch = self.rest.not_stood_for
-        record = self.notes.record(self._out.stream, now_s, final, self._builder, on_gpu, stretch)
-        self._out.write_record(record if final else replace(record, under_way=self._under_way()))
-
-    def _under_way(self) -> Span | None:
-        tile = self._builder.under_way(time.perf_counter_ns())
-        if tile is None:
-            return None
-        _, seen_apart = self._looks.splits()
-        buckets = attribute(tile, seen_apart, seen_apart, Usual(), 0.0, self._looks.backward.split()).buckets
-        t0_s, t1_s = ((ns - self._t0_ns) * NS for ns in (tile.t0_ns, tile.t1_ns))
-        return Span(t0_s, t1_s, self._builder.steps, 0, 0, None, buckets, tile.epoch)
+        now_ns = time.perf_counter_ns()
+        now_s, on_gpu = (now_ns - self._t0_ns) * NS, self.clock is not None
+        record = self.notes.record(self._out.stream, now_s, final, self._builder, on_gpu, self.rest.not_stood_for)
+        tile = None if final else self._builder.under_way(now_ns)
+        if tile is not None:
+            record = replace(record, under_way=self._booking.under_way(tile, self._builder.steps))
+        self._out.write_record(record)

@@ -8,7 +8,6 @@ ones as many as pass in a twentieth of a second or in 1/2000 of the run, so that
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from fulltilt.timeline.behind_steps import BehindSteps
@@ -30,8 +29,9 @@ from fulltilt.timeline.marks import (
     WaitBegan,
 )
 from fulltilt.timeline.rest import LONG_STEP_NS, LONG_WAIT_NS
-from fulltilt.timeline.shelves import PHASE, PHASE_OF_SHELF, SHELF, Shelves
+from fulltilt.timeline.shelves import PHASE, SHELF
 from fulltilt.timeline.steps import StepCounter
+from fulltilt.timeline.tile import OpenTile, Tile
 
 ONE_BY_ONE = 100
 SHORTEST_NS = 50e6
@@ -39,32 +39,6 @@ RESOLUTION = 2000
 
 NEXT, OPTIMIZER, SAVE, SYNC = Activity.NEXT, Activity.OPTIMIZER, Activity.SAVE, Activity.SYNC
 USER = Activity.USER
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """A stretch of the job's time with ``steps`` steps in it. ``shelves`` add up to ``t1_ns - t0_ns``."""
-
-    t0_ns: float
-    t1_ns: float
-    steps: int
-    skipped: int
-    batches: int
-    samples: int | None
-    epoch: int
-    shelves: Shelves
-    step_max_ns: float
-    data_wait_max_ns: float
-    sync_blocked_ns: float
-    gpu: bool
-    # What of it was not spent as in most steps: at rest it would be booked by itself.
-    unusual: Shelves = field(default_factory=Shelves)
-
-    @property
-    def queueing_ns(self) -> float:
-        """Host time a step that may queue work for a GPU."""
-        busy = sum(self.shelves.phases.get(phase, 0.0) for phase in ("user", "backward", "optimizer"))
-        return busy / max(self.steps, 1)
 
 
 class TileBuilder:
@@ -93,7 +67,7 @@ class TileBuilder:
         self.calls = 0
         self._tiles = 0
         self._step_end: float = t0_ns
-        self._begin_tile(t0_ns)
+        self._tile = OpenTile(t0_ns)
         self._meaning: dict[type, Callable[[Any], None]] = {
             BatchArrived: self._batch,
             BackwardBegan: self._backward_began,
@@ -109,15 +83,6 @@ class TileBuilder:
             Finished: self._finish,
         }
 
-    def _begin_tile(self, t0_ns: float) -> None:
-        self._tile_t0 = t0_ns
-        self._shelves = Shelves()
-        self._unusual = Shelves()
-        self._at_step_end = Shelves()
-        self._steps = self._skipped = self._batches = 0
-        self._samples: int | None = None
-        self._step_max = self._wait_max = self._blocked = 0.0
-
     # ------------------------------------------------------------------ marks in
 
     def feed(self, mark: Mark | tuple[Any, ...], gpu_ns: float | None = None) -> None:
@@ -130,7 +95,7 @@ class TileBuilder:
                 # The first event: the queue was drained for it, so that host and GPU stand at the same moment.
                 self.gpu = GpuTime(self._now, point)
             else:
-                self.gpu.advance(float(t_ns), gpu_ns, point, self._shelves)
+                self.gpu.advance(float(t_ns), gpu_ns, point, self._tile.shelves)
         if fact is not None:
             self._meaning[type(fact)](fact)
         if activity is not None and activity is not self._activity:
@@ -147,13 +112,13 @@ class TileBuilder:
             if activity is NEXT:
                 self._wait += spent
             elif activity is SYNC:
-                self._blocked += spent
+                self._tile.blocked_ns += spent
             elif activity is USER:
-                self._shelves.user(self._after, spent)
-            phases, phase = self._shelves.phases, PHASE.get(activity, "other")
+                self._tile.shelves.user(self._after, spent)
+            phases, phase = self._tile.shelves.phases, PHASE.get(activity, "other")
             phases[phase] = phases.get(phase, 0.0) + spent
         if self.gpu is None:
-            time = self._shelves.time
+            time = self._tile.shelves.time
             time[shelf] = time.get(shelf, 0.0) + spent
         else:
             self.gpu.held.append((began, self._now, shelf))
@@ -172,30 +137,30 @@ class TileBuilder:
         self.counter.batch(fact.loader_id, fact.samples, fact.evaluating, fact.doubtful)
         if not self._started:
             # Whatever came before the batch of the first backward was preparation.
-            self._shelves.time = {"startup": sum(self._shelves.time.values())}
-            self._shelves.phases.clear()
-            self._shelves.user_after.clear()
+            self._tile.shelves.time = {"startup": sum(self._tile.shelves.time.values())}
+            self._tile.shelves.phases.clear()
+            self._tile.shelves.user_after.clear()
             self._preparing = False
         elif fact.evaluating:
             self._relabel_wait("validation")
         elif fact.first and fact.workers:
             self._relabel_wait("turnover")
         else:
-            self._wait_max = max(self._wait_max, self._wait)
+            self._tile.wait_max_ns = max(self._tile.wait_max_ns, self._wait)
             if self._wait > LONG_WAIT_NS:
-                self._set_apart("data_wait", self._wait)
+                self._tile.set_apart("data_wait", self._wait)
         self._wait = 0.0
 
     def _relabel_wait(self, shelf: str) -> None:
         """The wait that just ended was not the usual one."""
         if self.gpu is None:
-            self._shelves.move("data_wait", shelf, self._wait)
+            self._tile.shelves.move("data_wait", shelf, self._wait)
         elif self.gpu.held and self.gpu.held[-1][2] == "data_wait":
             began, ended, _ = self.gpu.held[-1]
             self.gpu.held[-1] = (began, ended, shelf)
 
     def _pass_began(self, fact: PassBegan) -> None:
-        self._before_pass[fact.loader_id] = dict(self._shelves.time)
+        self._before_pass[fact.loader_id] = dict(self._tile.shelves.time)
         if not fact.evaluating:
             self.counter.pass_began(fact.loader_id)
         self._evaluate(fact.evaluating)
@@ -213,13 +178,13 @@ class TileBuilder:
         elif self.gpu is None and self._started:
             # A whole pass with gradients on and no backward in it: an evaluation that nobody declared, unless
             # backward comes next (then it was drawn ahead, to be accumulated).
-            self._undeclared = {shelf: ns - before.get(shelf, 0.0) for shelf, ns in self._shelves.time.items()}
+            self._undeclared = {shelf: ns - before.get(shelf, 0.0) for shelf, ns in self._tile.shelves.time.items()}
         self._wait = 0.0
 
     def _settle_undeclared(self) -> None:
         for shelf, ns in self._undeclared.items():
             if shelf != "checkpoint":
-                self._shelves.move(shelf, "validation", ns)
+                self._tile.shelves.move(shelf, "validation", ns)
         self._undeclared = {}
 
     def _evaluate(self, on: bool) -> None:
@@ -259,37 +224,22 @@ class TileBuilder:
         new = self.counter.begins_new_step(fact.optimizer_id)
         self.counter.optimizer_stepped(fact.optimizer_id)
         if new:
-            self._skipped += fact.skipped
+            self._tile.skipped += fact.skipped
             if self.gpu is None and self._now - self._step_end > LONG_STEP_NS:
-                self._set_step_apart()
+                self._tile.set_step_apart()
             self._end_step(1)
 
-    def _set_step_apart(self) -> None:
-        """The step that just ended took long: it did something that most steps do not. Its long waits are apart."""
-        for shelf, ns in self._shelves.time.items():
-            if shelf != "data_wait":
-                self._set_apart(shelf, max(0.0, ns - self._at_step_end.time.get(shelf, 0.0)))
-        for after, ns in self._shelves.beyond(self._at_step_end).user_after.items():
-            self._unusual.user(after, ns)
-
     def _booked_apart(self, fact: BookedApart) -> None:
-        self._set_apart(fact.shelf, fact.ns)
+        self._tile.set_apart(fact.shelf, fact.ns)
         if fact.shelf == SHELF[USER]:
-            self._unusual.user(Activity.REST, fact.ns)
-        self._wait_max = max(self._wait_max, self._wait)
+            self._tile.unusual.user(Activity.REST, fact.ns)
+        self._tile.wait_max_ns = max(self._tile.wait_max_ns, self._wait)
         self._wait = 0.0
-
-    def _set_apart(self, shelf: str, ns: float) -> None:
-        self._unusual.put(shelf, ns)
-        if shelf in PHASE_OF_SHELF:
-            self._unusual.phase(PHASE_OF_SHELF[shelf], ns)
 
     def _rested(self, fact: Rested) -> None:
         steps = fact.calls * self.steps // self.calls if self.calls else 0
         batches, samples = self.counter.drawn_at_rest(fact.drawn)
-        self._batches += batches
-        if samples:
-            self._samples = (self._samples or 0) + samples
+        self._tile.count(batches, samples or None)
         self.calls += fact.calls
         if steps:
             self._end_step(steps)
@@ -302,39 +252,20 @@ class TileBuilder:
 
     def _end_step(self, steps: int) -> None:
         position = self._position()
-        self._steps += steps
+        self._tile.steps += steps
         self.steps += steps
-        self._step_max = max(self._step_max, (position - self._step_end) / steps)
+        self._tile.step_max_ns = max(self._tile.step_max_ns, (position - self._step_end) / steps)
         self._step_end = position
-        batches, samples = self.counter.take_counts()
-        self._batches += batches
-        if samples is not None:
-            self._samples = (self._samples or 0) + samples
+        self._tile.count(*self.counter.take_counts())
         long_enough = max(SHORTEST_NS, (position - self._t0_ns) / RESOLUTION)
-        if self._tiles < ONE_BY_ONE or position - self._tile_t0 >= long_enough:
+        if self._tiles < ONE_BY_ONE or position - self._tile.t0_ns >= long_enough:
             self._close(position)
-        self._at_step_end = self._shelves.copy()
+        self._tile.at_step_end = self._tile.shelves.copy()
 
     def _close(self, position: float) -> None:
-        self.closed.append(
-            Tile(
-                t0_ns=self._tile_t0,
-                t1_ns=position,
-                steps=self._steps,
-                skipped=self._skipped,
-                batches=self._batches,
-                samples=self._samples,
-                epoch=self.epoch,
-                shelves=self._shelves,
-                step_max_ns=self._step_max,
-                data_wait_max_ns=self._wait_max,
-                sync_blocked_ns=self._blocked,
-                gpu=self.gpu is not None,
-                unusual=self._unusual,
-            )
-        )
+        self.closed.append(self._tile.close(position, self.epoch, self.gpu is not None))
         self._tiles += 1
-        self._begin_tile(position)
+        self._tile = OpenTile(position)
 
     def under_way(self, now_ns: float) -> Tile | None:
         """What has passed since the last step, up to now: all that will be known of it if the job is killed.
@@ -343,7 +274,7 @@ class TileBuilder:
         """
         if not self.steps or self._activity is Activity.REST or now_ns <= self._step_end:
             return None
-        shelves = self._shelves.beyond(self._at_step_end)
+        shelves = self._tile.since_step()
         for began, ended, shelf in self.gpu.held if self.gpu is not None else ():
             shelves.put(shelf, ended - began)
         shelves.put(self._shelf(), now_ns - self._now)
@@ -358,15 +289,15 @@ class TileBuilder:
         if self._hand_steps:
             self._end_step(self._hand_steps)
         if self.gpu is not None:
-            self.gpu.drain(self._now, self._shelves)
-        if self._steps and self._position() > self._step_end:
+            self.gpu.drain(self._now, self._tile.shelves)
+        if self._tile.steps and self._position() > self._step_end:
             self._close_behind_last_step()
-        if self._position() > self._tile_t0 or self._steps:
+        if self._position() > self._tile.t0_ns or self._tile.steps:
             self._close(self._position())
 
     def _close_behind_last_step(self) -> None:
         """What follows the last step is no part of the training: it gets a tile of its own."""
-        later = self._shelves.beyond(self._at_step_end)
-        self._shelves = self._at_step_end
+        later = self._tile.since_step()
+        self._tile.shelves = self._tile.at_step_end
         self._close(self._step_end)
-        self._shelves = later
+        self._tile.shelves = later

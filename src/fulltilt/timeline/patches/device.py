@@ -96,7 +96,7 @@ class DevicePatches:
                         copies.pageable += not tensor.is_pinned()
                     if worth_an_event:
                         copies.lines.charge(*users_line(recorder.way_in.spots), took)
-                    if recorder.calibrating and took > BLOCKED_S:
+                    if recorder.calibration.under_way and took > BLOCKED_S:
                         recorder.lost_its_lead()
 
         return copy
@@ -128,7 +128,7 @@ class DevicePatches:
         recorder, notes = self._recorder, self._notes
         if recorder.activity is Activity.SYNC:
             return original(*args, **kwargs)
-        before = recorder.switch(Activity.SYNC, None, Point.SYNCED if recorder.calibrating else Point.NONE)
+        before = recorder.switch(Activity.SYNC, None, Point.SYNCED if recorder.calibration.under_way else Point.NONE)
         began = time.perf_counter()
         try:
             return original(*args, **kwargs)
@@ -138,5 +138,5 @@ class DevicePatches:
             if before is not Activity.SAVE:
                 line = users_line(recorder.way_in.spots)
                 notes.waited_for_gpu(*line, call, took, recorder.rest.stands_for)
-            if recorder.calibrating:
+            if recorder.calibration.under_way:
                 recorder.lost_its_lead()

@@ -185,7 +185,7 @@ class SteppingPatches:
         recorder = self._recorder
         self._notes.optimizer_calls += 1
         self._steps_count.add(key)
-        recorder.calibrating = False
+        recorder.calibration.under_way = False
         recorder.switch(self._around_steps, OptimizerStepped(key, skipped), Point.STEP)
         if not recorder.notes.taps or not recorder.notes.taps.all:
             recorder.calibrate_if_asked(Point.BATCH)
