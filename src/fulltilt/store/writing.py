@@ -1,0 +1,159 @@
+"""Writing a run folder: lines appended whole, files replaced whole, and a full disk told as what it is."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fulltilt.errors import RunFolderError
+from fulltilt.store.codec import encode
+from fulltilt.store.names import RUN_FILE, RUN_FILES
+
+
+def create_folder(folder: Path) -> Path:
+    """Make ``folder`` and check that files can be written into it. Raises RunFolderError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise RunFolderError(
+            f"cannot write into {folder}: {error.strerror or error}", "Choose another folder with --out."
+        ) from error
+    return folder
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Move an earlier run in ``folder`` into a folder of its own inside it; None when there was none."""
+    if not (folder / RUN_FILE).exists():
+        return None
+    number = 1
+    while (folder / f"before-{number}").exists():
+        number += 1
+    aside = folder / f"before-{number}"
+    try:
+        aside.mkdir()
+        for path in [path for pattern in RUN_FILES for path in folder.glob(pattern)]:
+            path.rename(aside / path.name)
+    except OSError as error:
+        raise RunFolderError(f"cannot move the earlier run in {folder} aside: {error}") from error
+    return aside
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a record or plain value so that ``path`` holds either the old content or the whole new one."""
+    write_text(path, _to_json(value, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str, encoding: str = "utf-8") -> None:
+    """Write ``text`` atomically: a temporary file beside it, flushed to disk, then renamed over it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        # A file name that is not UTF-8 reaches us with surrogates, which UTF-8 cannot hold.
+        with temporary.open("w", encoding=encoding, errors="backslashreplace", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # where nothing may be written, nothing may be deleted either
+            temporary.unlink()
+        raise _cannot_write(path, error) from error
+
+
+class LineWriter:
+    """Appends one JSON object a line to a file of which it is the only writer.
+
+    Each batch of lines goes out in one write call, so that a reader beside it sees whole lines or a torn last one.
+    A batch that the disk has no room for is taken back whole, so that writing may go on once there is room again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd: int | None = None
+        try:
+            # Windows would turn each newline into two characters without O_BINARY.
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
+            self._fd = os.open(path, flags, 0o644)
+            _mend_end(self._fd, path)
+        except OSError as error:
+            self.close()
+            raise _cannot_write(path, error) from error
+        except RunFolderError:
+            self.close()
+            raise
+
+    def write(self, values: Iterable[Any]) -> None:
+        """Append records or plain values, one line each: all of them or, with a RunFolderError, none."""
+        data = "".join(_to_json(value) + "\n" for value in values).encode()
+        if not data or self._fd is None:
+            return
+        end = os.fstat(self._fd).st_size
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except OSError as error:
+            self._take_back(end)
+            raise _cannot_write(self.path, error) from error
+
+    def close(self) -> None:
+        """Close the file. Writing afterwards does nothing."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _take_back(self, end: int) -> None:
+        assert self._fd is not None
+        try:
+            os.ftruncate(self._fd, end)
+        except OSError:
+            self.close()  # the next line would be glued to the torn one
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    # ASCII only: a path that is not UTF-8 comes with surrogates, which JSON can escape and UTF-8 cannot hold.
+    separators = (",", ":") if indent is None else None
+    return json.dumps(encode(value), allow_nan=False, indent=indent, separators=separators)
+
+
+def _mend_end(fd: int, path: Path) -> None:
+    """Drop the torn last line of a killed writer, which would swallow the next one.
+
+    The file is searched from its end, so that a long one costs no more than a short one.
+    """
+    size = end = os.fstat(fd).st_size
+    if size == 0:
+        return
+    if _read_at(fd, 0, 1) != b"{":
+        raise RunFolderError(f"{path} exists and was not written by Fulltilt", "Choose another file with --out.")
+    newline = -1
+    while newline < 0 and end > 0:
+        start = max(0, end - 65536)
+        newline = _read_at(fd, start, end - start).rfind(b"\n")
+        end = start
+    whole = 0 if newline < 0 else start + newline + 1
+    if whole == size:
+        return
+    try:
+        json.loads(_read_at(fd, whole, size - whole))
+    except (ValueError, RecursionError):
+        os.ftruncate(fd, whole)
+    else:
+        os.write(fd, b"\n")  # only the newline was missing
+
+
+def _read_at(fd: int, start: int, length: int) -> bytes:
+    os.lseek(fd, start, os.SEEK_SET)  # appending is not disturbed: O_APPEND writes at the end wherever we read
+    return os.read(fd, length)
+
+
+def _cannot_write(path: Path, error: OSError) -> RunFolderError:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = "Free some space or choose another folder with --out." if full else None
+    return RunFolderError(f"cannot write {path}: {error.strerror or error}", remedy)
