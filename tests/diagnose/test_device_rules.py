@@ -7,7 +7,7 @@ from fulltilt.diagnose import answer
 from fulltilt.diagnose.evidence import gather
 from fulltilt.diagnose.rules.arithmetic import batch_too_small, compute_bound, padding_waste, precision_unused
 from fulltilt.diagnose.rules.gpu import instead_of, launch_bound, sync_point, transfer_blocking
-from fulltilt.records import Abstention, DeepRecord, Finding, HotLine, PrecisionRecord, Run, TransferRecord
+from fulltilt.records import Abstention, DeepRecord, Finding, HotLine, PrecisionRecord, Run, Settings, TransferRecord
 from tests.diagnose.examples import gpu, gpu_rank, loader, rank, run_of, sampled, spans_of
 
 FP32 = PrecisionRecord(None, "float32", False, False, False)
@@ -211,6 +211,23 @@ def test_padding_is_counted_in_compute() -> None:
     assert finding.evidence[0] == "60 % of what the batches hold is padding"
     assert "batch_sampler" in finding.fix
     assert finding.predicted_speedup == (1.37, 2.17)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "residency", "told"),
+    [
+        ("ResidentTexts", "auto", "share a batch already"),
+        ("TextLoader", None, "share a batch already"),
+        ("TokenisedTexts", "none", "Leave out residency: none."),
+        ("Comments", "none", "batch_sampler"),
+    ],
+)
+def test_a_trainer_of_ours_is_not_told_to_group_by_length(dataset: str, residency: str | None, told: str) -> None:
+    padded = (loader(num_workers=2, padding_share=0.6, dataset=dataset),)
+    run = run_of(gpu_rank(loaders=padded), run={"asked": Settings(residency=residency)}, compute=100.0)
+    finding = found(padding_waste(gather(run)))
+    assert told in finding.fix
+    assert ("group_by_length" in finding.fix) == (dataset == "Comments")
 
 
 def test_a_little_padding_is_left_alone_and_none_counted_is_not_judged() -> None:

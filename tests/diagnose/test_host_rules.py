@@ -1,10 +1,12 @@
+from typing import Any
+
 import pytest
 
 from fulltilt.diagnose import answer
 from fulltilt.diagnose.evidence import gather
 from fulltilt.diagnose.gains import rarer, share_left
 from fulltilt.diagnose.rules.host import checkpoint_stall, host_code, validation_heavy
-from fulltilt.records import Abstention, Buckets, Finding, HotLine, Span
+from fulltilt.records import Abstention, Buckets, Finding, HotLine, Settings, Span
 from tests.diagnose.examples import BATCH, gpu_rank, loader, rank, run_of, spans_of
 
 
@@ -125,6 +127,19 @@ def test_a_recipes_validation_is_changed_in_its_settings() -> None:
     finding = found(validation_heavy(gather(run_of(rank(loaders=(loader(), checking)), validation=50.0, compute=50.0))))
     assert finding.where is None
     assert "eval_every in the settings" in finding.fix
+
+
+def test_what_lies_in_memory_is_not_advised_workers() -> None:
+    checking = loader(loader_id=2, role="eval", where=None, made_by="fulltilt")
+    ranks = rank(loaders=(loader(), checking))
+
+    def advice(**asked: Any) -> str:
+        run = run_of(ranks, run={"asked": Settings(**asked)}, validation=50.0, compute=50.0)
+        return found(validation_heavy(gather(run))).fix
+
+    assert "workers" not in advice(num_workers=2, residency="auto")
+    assert "workers" not in advice(num_workers=0, residency="auto")
+    assert "workers: 2 in the training's settings" in advice(num_workers=0, residency="none")
 
 
 def test_an_ordinary_validation_is_left_alone() -> None:

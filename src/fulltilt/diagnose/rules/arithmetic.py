@@ -106,6 +106,11 @@ def precision_unused(evidence: Evidence) -> Judgement:
     return found(evidence, "precision_unused", compute_s * (1 - 1 / speed[0]), facts, fix, None, predicted)
 
 
+# Their batches hold texts of like length already. And what visobert has without residency.
+_OF_LIKE_LENGTH = ("TextLoader", "ResidentTexts")
+_WITHOUT_RESIDENCY = "TokenisedTexts"
+
+
 def padding_waste(evidence: Evidence) -> Judgement:
     """Batches of texts are filled up to their longest, and the GPU computes on the filling."""
     if evidence.loader is None or evidence.loader.padding_share is None:
@@ -119,12 +124,22 @@ def padding_waste(evidence: Evidence) -> Judgement:
         f"{percent(padding)} of what the batches hold is padding",
         time_spent(evidence, "compute on padding", cost_s),
     ]
+    if evidence.loader.dataset in _OF_LIKE_LENGTH:
+        fix = (
+            "Texts of like length share a batch already, but the lengths within one still differ: give a budget of "
+            "tokens in place of the batch size (tokens_per_batch), which makes batches of long texts smaller, or a "
+            "smaller batch size. Both change what is trained."
+        )
+        return found(evidence, "padding_waste", cost_s, facts, fix, evidence.loader.where, None)
+    predicted = by_removing(evidence.active_share(cost_s), limits.recovered_low)
+    if evidence.loader.dataset == _WITHOUT_RESIDENCY and evidence.run.run.asked.residency == "none":
+        fix = "Leave out residency: none. Then texts of like length share a batch."
+        return found(evidence, "padding_waste", cost_s, facts, fix, evidence.loader.where, predicted)
     fix = (
         f"Put texts of like length into one batch{at(evidence.loader.where)}: sort chunks of some hundred batches by "
         "length, shuffle the batches (a batch_sampler), and pad to the longest of each batch, not to a fixed length. "
         "With Hugging Face: group_by_length=True and DataCollatorWithPadding."
     )
-    predicted = by_removing(evidence.active_share(cost_s), limits.recovered_low)
     return found(evidence, "padding_waste", cost_s, facts, fix, evidence.loader.where, predicted)
 
 

@@ -112,7 +112,9 @@ def validation_heavy(evidence: Evidence) -> Judgement:
     engine = loader is not None and loader.made_by == "fulltilt"
     rarely = f"every {_ordinal(every)} time{' (eval_every in the settings)' if engine else ''}"
     fix = f"Validate {rarely}: its share falls from {percent(share)} to {percent(left)}."
-    if loader and loader.num_workers == 0:
+    asked = evidence.run.run.asked
+    in_memory = engine and (asked.residency != "none" or asked.num_workers)  # nothing is left to do for workers
+    if loader and loader.num_workers == 0 and not in_memory:
         call = rewritten(evidence, loader, num_workers=2, persistent_workers=True)
         fix += f" Its loader{at(loader.where)} has no workers: {call}."
     fix += f" A larger {'eval_batch_size' if engine else 'batch'} makes each one faster and changes no result."

@@ -29,9 +29,18 @@ _ENGINE_ONLY = (
     "momentum",
     "channels_last",
     "deterministic",
-    "eval_every",
-    "on_spike",
     "drop_last",
+    "sharding",
+    "on_bad_sample",
+    "max_bad_share",
+    "bad_steps_in_a_row",
+    "rollbacks",
+    "spike_factor",
+    "on_spike",
+    "loss_scale_floor",
+    "drift_every",
+    "record",
+    "profile_steps",
 )
 
 

@@ -15,6 +15,7 @@ from fulltilt.recipes.visobert.trainer import ClassLoss, TextTrainer
 from fulltilt.train.guard import StepFigures
 from fulltilt.train.progress import Screen
 from fulltilt.train.readout import Readout
+from fulltilt.train.settings import TrainSettings
 from fulltilt.train.stop import StopRequest
 
 # fp16 skips steps while it seeks its loss scale; this many in a row are no search. Any other step moves the weights.
@@ -27,13 +28,14 @@ class Figures(TrainerCallback):  # type: ignore[misc]
     def __init__(
         self,
         screen: Screen,
+        settings: TrainSettings,
         loss: ClassLoss,
         sampler: BucketSampler | None,
         texts: int,
         per_epoch: int,
         device: torch.device,
     ) -> None:
-        self.screen, self.loss, self.sampler = screen, loss, sampler
+        self.screen, self.settings, self.loss, self.sampler = screen, settings, loss, sampler
         self.texts, self.per_epoch = texts, per_epoch
         self.readout: Readout[tuple[int, int]] = Readout(device)
         self._served = 0
@@ -64,11 +66,20 @@ class Figures(TrainerCallback):  # type: ignore[misc]
         """See TrainerCallback."""
         self.settle()
         self.screen.epoch_trained()
+        if not control.should_evaluate and _epoch_is_over(state, self.per_epoch):
+            self._summarise(state, {})
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
         """See TrainerCallback. Evaluations come at the end of an epoch."""
         wanted = ("eval_loss", "eval_macro_f1", "eval_accuracy")
-        shown = {name: metrics[name] for name in wanted if name in metrics}
+        self._summarise(state, {name: metrics[name] for name in wanted if name in metrics})
+        target, monitor = self.settings.target, self.settings.monitor
+        if target is not None and monitor is not None:
+            name = f"eval_{monitor.removeprefix('eval_')}"
+            history = [(entry["step"] / self.per_epoch, entry[name]) for entry in state.log_history if name in entry]
+            self.screen.outlook(history, target, self.settings.monitor_mode)
+
+    def _summarise(self, state: Any, shown: dict[str, float]) -> None:
         if self._losses:
             shown = {"train_loss": sum(self._losses) / len(self._losses), **shown}
         self.screen.epoch_ends((state.global_step - 1) // self.per_epoch, shown)
@@ -92,6 +103,18 @@ class Figures(TrainerCallback):  # type: ignore[misc]
             self.screen.step(StepFigures(step, loss, math.nan, bool(self._bad)), samples)
 
 
+class EvaluateEvery(TrainerCallback):  # type: ignore[misc]
+    """Lets the Trainer evaluate after every so many epochs only, and after the last step in any case."""
+
+    def __init__(self, epochs: int, per_epoch: int) -> None:
+        self.epochs, self.per_epoch = epochs, per_epoch
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """See TrainerCallback."""
+        if state.global_step < state.max_steps and state.global_step // self.per_epoch % self.epochs:
+            control.should_evaluate = False
+
+
 class StopAndSave(TrainerCallback):  # type: ignore[misc]
     """Saves and stops at the step after a signal, or before the time is over; saves every ``save_every`` steps."""
 
@@ -107,7 +130,7 @@ class StopAndSave(TrainerCallback):  # type: ignore[misc]
         """See TrainerCallback. The last step of an epoch is left to the end of the epoch, which saves anyway."""
         assert self.trainer is not None
         self.stop.step_done(self.trainer.longest_save_s)
-        if state.global_step % self.per_epoch == 0 or state.global_step >= state.max_steps:
+        if _epoch_is_over(state, self.per_epoch):
             return
         if self.save_every and state.global_step % self.save_every == 0:
             control.should_save = True
@@ -136,3 +159,7 @@ class StopAndSave(TrainerCallback):  # type: ignore[misc]
         control.should_training_stop = self.ended_early = True
         if self.recorder is not None:
             self.recorder.interrupted = True
+
+
+def _epoch_is_over(state: Any, per_epoch: int) -> bool:
+    return bool(state.global_step % per_epoch == 0 or state.global_step >= state.max_steps)

@@ -22,7 +22,7 @@ from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.visobert import Options
 from fulltilt.recipes.visobert.arguments import optimizer_name, per_rank, total_steps, training_arguments, try_optimizer
 from fulltilt.recipes.visobert.batches import WIDTH_MULTIPLE, BucketSampler, TokenisedTexts, resident
-from fulltilt.recipes.visobert.callbacks import Figures, StopAndSave
+from fulltilt.recipes.visobert.callbacks import EvaluateEvery, Figures, StopAndSave
 from fulltilt.recipes.visobert.disk import expected_bytes, refusals_told
 from fulltilt.recipes.visobert.folder import STATE_FILE, best, refuse_other, starting_point, steps_of, take_folder
 from fulltilt.recipes.visobert.metrics import classification
@@ -105,7 +105,8 @@ class Fitting:
         used = min(detect().world, torch.cuda.device_count()) if self.trainer.args.device.type == "cuda" else 0
         gpus = [torch.cuda.get_device_name(number) for number in range(used)]
         self.trainer.check_space()
-        self.screen.open(math.ceil(self.total_steps / self.per_epoch), settings.batch_size, gpus)
+        arithmetic = asked_of(self.trainer.args).precision or "fp32"
+        self.screen.begin("visobert", settings, arithmetic, math.ceil(self.total_steps / self.per_epoch), gpus)
         try:
             self.trainer.train(resume_from_checkpoint=None if begin is None else str(begin))
         except BaseException as error:
@@ -144,7 +145,7 @@ class Fitting:
         arguments = training_arguments(self.request, self.per_epoch, self.screen.say)
         try_optimizer(arguments, model)
         self.recorder = self._recorder(device, arguments) if detect().rank == 0 else None
-        figures = Figures(self.screen, loss, self.sampler, len(texts.train.texts), self.per_epoch, device)
+        figures = Figures(self.screen, settings, loss, self.sampler, len(texts.train.texts), self.per_epoch, device)
         self.stopper = StopAndSave(self.stop, settings.save_every, self.per_epoch, self.recorder)
         replays = wanted(settings, device, alone=detect().world == 1) and not settings.compile
         self.trainer = self.stopper.trainer = TextTrainer(
@@ -166,7 +167,12 @@ class Fitting:
                 torch.as_tensor(found.predictions).argmax(-1), torch.as_tensor(found.label_ids), classes
             ),
             # The recorder last: it looks whether the others have asked for a save, whose time is then a checkpoint's.
-            callbacks=[callback for callback in (figures, self.stopper, self.recorder) if callback is not None],
+            callbacks=[
+                EvaluateEvery(settings.eval_every, self.per_epoch),
+                figures,
+                self.stopper,
+                *([] if self.recorder is None else [self.recorder]),
+            ],
         )
         self.trainer.remove_callback(transformers.PrinterCallback)
         self.screen.say(
