@@ -58,6 +58,7 @@ def test_a_loss_goes_down() -> None:
 def test_reached_and_unknown() -> None:
     assert forecast([(1, 0.5), (2, 0.95), (3, 0.9)], 0.9).state == "reached"
     assert forecast([(1, 0.5)], 0.9).sentence == "2 more epochs are needed for a forecast"
+    assert forecast([(1, 0.5), (2, 0.6)], 0.9).sentence == "1 more epoch is needed for a forecast"
     assert forecast([], 0.9).state == "unknown"
 
 
@@ -78,3 +79,15 @@ def test_any_history_gives_an_answer(values: list[float], target: float, mode: s
     assert found.sentence
     if found.epochs is not None:
         assert 0 <= found.epochs[0] <= found.epochs[1]
+
+
+@pytest.mark.parametrize(
+    ("target", "epoch_s", "told"),
+    [
+        (0.785, 600.0, "the target 0.785 in 1 epoch, 5.0 minutes"),
+        (0.85, 600.0, "the target 0.85 in 7 epochs, 1.2 hours"),
+        (0.85, None, "the target 0.85 in 7 epochs"),
+    ],
+)
+def test_the_sentence_counts_as_people_do(target: float, epoch_s: float | None, told: str) -> None:
+    assert forecast([(e, 0.70 + 0.01 * e) for e in range(9)], target, epoch_s=epoch_s).sentence.endswith(told)

@@ -8,6 +8,7 @@ import json
 import logging
 import re
 import sys
+import time
 import types
 from collections.abc import Iterator
 from functools import cache
@@ -23,6 +24,7 @@ from fulltilt.testing import FakeClock, FakeNvml, h200
 from fulltilt.train import progress
 from fulltilt.train.guard import StepFigures
 from fulltilt.train.idle_gpu import IdleGpu
+from fulltilt.train.logs import MetricLog
 from fulltilt.train.loop import train
 from fulltilt.train.progress import Screen
 from fulltilt.train.settings import TrainSettings
@@ -322,6 +324,75 @@ def test_a_resumed_run_goes_on_in_the_same_table(tmp_path: Path) -> None:
     run(tmp_path, epochs=3)
     lines = (tmp_path / "metrics.csv").read_text().splitlines()
     assert [line.split(",")[0] for line in lines] == ["epoch", "1", "2", "3"]
+
+
+def epochs_in(out: Path) -> list[str]:
+    return [line.split(",")[0] for line in (out / "metrics.csv").read_text().splitlines()]
+
+
+def test_an_epoch_that_is_trained_once_more_has_one_row(tmp_path: Path) -> None:
+    """Seen to fail: with appending alone, the epochs after the refused checkpoint stood there twice."""
+    run(tmp_path, epochs=3)
+    newest = max((tmp_path / "checkpoints").iterdir())
+    (newest / "model.safetensors").write_bytes(b"damaged")
+    first = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert "Falling back" in run(tmp_path, epochs=3)
+    assert epochs_in(tmp_path) == ["epoch", "1", "2", "3"]
+    again = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert again[:3] == first[:3], "the rows before stay as they were"
+    assert again[3].split(",")[2:] == first[3].split(",")[2:], "a resume repeats the epoch"
+
+
+def test_an_epoch_cut_short_is_told_whole_in_the_end(tmp_path: Path) -> None:
+    run(tmp_path, epochs=2, max_steps=2)
+    short = (tmp_path / "metrics.csv").read_text().splitlines()[1]
+    run(tmp_path, epochs=2)
+    assert epochs_in(tmp_path) == ["epoch", "1", "2"]
+    assert (tmp_path / "metrics.csv").read_text().splitlines()[1].split(",")[2] != short.split(",")[2]
+
+
+def test_epochs_without_an_evaluation_share_the_table(tmp_path: Path) -> None:
+    run(tmp_path, epochs=3, eval_every=2)
+    lines = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in lines] == ["epoch", "1", "2", "3"], "one header"
+    assert len({line.count(",") for line in lines}) == 1
+    assert [bool(line.split(",")[-1]) for line in lines] == [True, False, True, True], "the last is always evaluated"
+
+
+@pytest.mark.parametrize(
+    "text", ["epoch,seconds,loss\r\n1,2.0,0.5\r\n2,2", "epoch,seconds\r\n1,2.0\r\nepoch,loss\r\n2,3\r\n"]
+)
+def test_what_a_kill_left_of_a_table_is_no_row(text: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_bytes(text.encode())
+    MetricLog(tmp_path).write(2, {"loss": 0.25}, 1.0)
+    assert epochs_in(tmp_path) == ["epoch", "1", "2"]
+
+
+def test_a_table_that_is_not_ours_keeps_every_line(tmp_path: Path) -> None:
+    theirs = "fold,epoch,note\na,1,good\n"
+    (tmp_path / "metrics.csv").write_text(theirs)
+    log = MetricLog(tmp_path)
+    for epoch in (1, 2):
+        log.write(epoch, {"loss": 0.25}, 1.0)
+    assert (tmp_path / "metrics.csv").read_text().startswith(theirs)
+    assert epochs_in(tmp_path)[2:] == ["epoch", "1", "2"]
+
+
+# --------------------------------------------------------------------------- the load of the CPU
+
+
+def test_the_first_reading_has_a_load_too(tmp_path: Path) -> None:
+    """Seen to fail: a sampler's first reading has nothing to compare with, and for a second the line said n/a."""
+    screen = Screen(tmp_path, stream=io.StringIO())
+    until = time.monotonic() + 0.1
+    while time.monotonic() < until:  # CPU time is counted in steps of 10 ms
+        pass
+    screen.note(Sample(t_s=0.0, host=HostReading(mem_used_bytes=GIB, mem_total_bytes=2 * GIB), gpus=()))
+    assert screen.latest is not None
+    assert screen.latest.host.cpu_pct is not None
+    assert screen.latest.host.cpu_pct > 0
+    screen.note(reading(85, 12.3, 45.2, 18.43))
+    assert screen.latest.host.cpu_pct == 45.2
 
 
 # --------------------------------------------------------------------------- the profile

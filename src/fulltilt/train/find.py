@@ -30,7 +30,7 @@ def newest_complete(root: Path) -> Found:
         return Found(found, tuple(_warning(path, why, found) for path, why in refused))
     if refused:
         raise MachineError(
-            f"none of the {len(refused)} checkpoints in {root} is intact; the newest: {refused[0][1]}",
+            f"none of the checkpoints in {root} ({len(refused)}) is intact; the newest: {refused[0][1]}",
             "Start again from nothing with --fresh, or give another one with --resume-from.",
         )
     return Found(None)
@@ -38,4 +38,5 @@ def newest_complete(root: Path) -> Found:
 
 def _warning(refused: Path, why: str, taken: Checkpoint) -> str:
     lost = int(refused.name.removeprefix("step-")) - taken.step
-    return f"{refused.name} is refused: {why}. Falling back to {taken.folder.name}: {lost} steps are lost."
+    told = "1 step is" if lost == 1 else f"{lost} steps are"
+    return f"{refused.name} is refused: {why}. Falling back to {taken.folder.name}: {told} lost."

@@ -41,8 +41,9 @@ def forecast(
     if points and max(value for _, value in points) >= goal:
         return Forecast("reached", None, None, (0.0, 0.0), (0.0, 0.0), f"the target {target:g} is reached")
     if len(points) < LEAST_HISTORY or points[-1][0] <= points[0][0]:
-        needed = LEAST_HISTORY - len(points)
-        return Forecast("unknown", None, None, None, None, f"{max(needed, 1)} more epochs are needed for a forecast")
+        needed = max(LEAST_HISTORY - len(points), 1)
+        more = "1 more epoch is" if needed == 1 else f"{needed} more epochs are"
+        return Forecast("unknown", None, None, None, None, f"{more} needed for a forecast")
     rate, level, error = _line(points)
     limit = _limit(points)
     shown = f"{sign * rate:+.3g} per epoch"
@@ -60,12 +61,27 @@ def forecast(
     if limit is not None:
         latest = max(latest, _epochs_to(goal, level, *limit))
     hours = None if epoch_s is None else (soonest * epoch_s / 3600.0, latest * epoch_s / 3600.0)
-    sentence = f"{shown}: the target {target:g} in {soonest:.0f} to {latest:.0f} epochs"
+    sentence = f"{shown}: the target {target:g} in {_epochs(soonest, latest)}"
     if hours is not None:
-        sentence += f", {hours[0]:.1f} to {hours[1]:.1f} hours"
+        sentence += f", {_hours(*hours)}"
     return Forecast(
         "ahead", sign * rate, None if limit is None else sign * limit[0], (soonest, latest), hours, sentence
     )
+
+
+def _epochs(soonest: float, latest: float) -> str:
+    """``3 to 7 epochs``; a part of an epoch is one, since a metric is known at its end."""
+    ends = [1 if count <= 1 else round(count) if math.isfinite(count) else count for count in (soonest, latest)]
+    if ends[0] != ends[1]:
+        return f"{ends[0]:.0f} to {ends[1]:.0f} epochs"
+    return "1 epoch" if ends[0] == 1 else f"{ends[0]:.0f} epochs"
+
+
+def _hours(soonest: float, latest: float) -> str:
+    """``2.5 to 4.0 hours``; of a short run its minutes."""
+    count, unit = (1, "hours") if latest >= 1 else (60, "minutes")
+    ends = [f"{count * end:.1f}" for end in (soonest, latest)]
+    return f"{' to '.join(dict.fromkeys(ends))} {unit}"
 
 
 def _line(points: list[tuple[float, float]]) -> tuple[float, float, float]:

@@ -179,7 +179,9 @@ class Loop:
         rig.screen.epoch_trained()
         self.metrics = {f"train_{name}": value for name, value in rig.totals.means(rig.group).items()}
         metric = None
-        if rig.eval_source is not None and (cut_short or (progress.epoch + 1) % rig.settings.eval_every == 0):
+        number = progress.epoch + 1
+        due = cut_short or number == rig.epochs or number % rig.settings.eval_every == 0
+        if rig.eval_source is not None and due:
             found = self._evaluate()
             self.metrics.update({f"eval_{name}": value for name, value in found.items()})
             metric = watched(rig, found)

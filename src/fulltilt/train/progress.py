@@ -14,6 +14,7 @@ from typing import Literal, TextIO
 import torch
 
 from fulltilt.errors import MachineError
+from fulltilt.probes.counters import rates_between, read_counters
 from fulltilt.records import Buckets, Sample
 from fulltilt.report.status import memory_line, status_line
 from fulltilt.train import wording
@@ -45,6 +46,8 @@ class Screen:
             "fulltilt"
         ).isEnabledFor(logging.DEBUG)
         self.latest: Sample | None = None
+        # The first reading of a sampler has no time before it over which a load could be measured: this is its start.
+        self._before_sampling = read_counters(time.monotonic()) if self.sampled else None
         self.waits_s: list[float] = []
         self._terminal = Terminal(self.stream)
         self._log = MetricLog(out) if speaks else None
@@ -205,6 +208,9 @@ class Screen:
 
     def note(self, sample: Sample) -> None:
         """What the machine does now; called from the sampler's thread."""
+        if sample.host.cpu_pct is None and self._before_sampling is not None:
+            so_far = rates_between(self._before_sampling, read_counters(time.monotonic()))
+            sample = dataclasses.replace(sample, host=dataclasses.replace(sample.host, cpu_pct=so_far.cpu_pct))
         self.latest = sample
         self._peak = higher(self._peak, sample)
 
