@@ -150,7 +150,7 @@ def describe(
         if len(set(lengths.values())) > 1:
             raise DataError(f"{name}: its keys differ in length: {lengths}", "Each row needs a value under every key.")
         if columns is not None and [(c.shape, c.dtype) for c in here] != [(c.shape, c.dtype) for c in columns]:
-            raise DataError(f"{name}: its rows differ in shape or dtype from those of {names[0]}")
+            raise _other_rows(str(name), here, str(names[0]), columns)
         columns = columns or here
         rows.append(next(iter(lengths.values())))
     assert columns is not None
@@ -170,17 +170,50 @@ def _column(file: Any, name: str, key: str) -> Column:
     if key not in file:
         raise UsageError(f"{name} has no key {key!r}", f"It has: {', '.join(sorted(file)) or 'none'}.")
     data = file[key]
-    if not getattr(data, "shape", None):  # a group, a single value, or nothing at all
-        raise UsageError(f"{name}: {key!r} is not an array of rows")
+    if hasattr(data, "keys"):
+        inside = ", ".join(f"{key}/{inner}" for inner in sorted(data)) or "nothing"
+        raise UsageError(f"{name}: {key!r} is not an array of rows, but a group", f"It holds: {inside}.")
+    if not getattr(data, "shape", None):  # a single value, a type, or nothing at all
+        raise UsageError(f"{name}: {key!r} is not an array of rows, but a single value", "Give another key.")
     import numpy
 
     try:
         # Whatever the byte order of the file, rows are read in that of the machine.
         dtype = torch.from_numpy(numpy.empty(0, dtype=data.dtype.newbyteorder("="))).dtype
     except TypeError as error:
-        raise UsageError(f"{name}: {key!r} holds {data.dtype}, which torch does not have") from error
+        kind, remedy = _no_numbers(data.dtype)
+        raise DataError(f"{name}: {key!r} holds {kind}, not numbers of one kind", remedy) from error
     shape = tuple(int(size) for size in data.shape[1:])
     row_bytes = int(data.dtype.itemsize)
     for size in shape:
         row_bytes *= size
     return Column(key, shape, dtype, row_bytes, int(data.chunks[0]) if data.chunks else 1)
+
+
+def _no_numbers(dtype: Any) -> tuple[str, str]:
+    """What an array that torch cannot have holds, and what to do about it."""
+    import h5py
+
+    if h5py.check_string_dtype(dtype) is not None:
+        return "strings", "Store numbers in their place, such as 0 and 1 for two labels, or give another key."
+    if h5py.check_vlen_dtype(dtype) is not None:
+        return "rows of differing length", "Pad them to one length, or give another key."
+    if dtype.names:
+        named = f"records of {', '.join(dtype.names)}"
+        return named, "Store each of these as an array of its own, or give another key."
+    return str(dtype), "Store it as integers or floating-point numbers, or give another key."
+
+
+def _other_rows(name: str, here: tuple[Column, ...], first: str, columns: tuple[Column, ...]) -> DataError:
+    key, own, other = next(
+        (mine.key, _row(mine), _row(theirs))
+        for mine, theirs in zip(here, columns, strict=True)
+        if _row(mine) != _row(theirs)
+    )
+    what = f"{name}: rows of {key!r} are {own}, but {other} in {first}"
+    return DataError(what, "Store them alike in every file, or leave that file out.")
+
+
+def _row(column: Column) -> str:
+    kind = str(column.dtype).removeprefix("torch.")
+    return f"{kind}[{', '.join(map(str, column.shape))}]" if column.shape else kind

@@ -134,3 +134,38 @@ def test_a_limit_on_the_size_of_files_is_told_and_leaves_nothing(tmp_path: Path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("labels", "told"),
+    [
+        (np.array(["yes", "no"] * 20, dtype=h5py.string_dtype()), "'labels' holds strings"),
+        (np.array([b"0", b"1"] * 20), "'labels' holds strings"),
+        (np.zeros(40, dtype=[("left", "f4"), ("right", "f4")]), "'labels' holds records of left, right"),
+    ],
+)
+def test_what_is_no_number_is_named_with_what_to_do(labels: object, told: str, tmp_path: Path) -> None:
+    """Seen to fail: "holds object, which torch does not have", and no remedy."""
+    path = write(tmp_path / "a.h5", labels=labels)
+    with pytest.raises(DataError, match=told) as raised:
+        look(tmp_path, Options())
+    assert str(path) in raised.value.what
+    assert raised.value.remedy
+
+
+def test_rows_of_differing_length_and_groups_are_named(tmp_path: Path) -> None:
+    with h5py.File(write(tmp_path / "a.h5"), "a") as file:
+        file.create_dataset("ragged", (40,), dtype=h5py.vlen_dtype(np.float32))
+        file["all/x"] = np.zeros((40, 8, 3))
+    with pytest.raises(DataError, match="'ragged' holds rows of differing length"):
+        look(tmp_path, Options(features="ragged"))
+    with pytest.raises(UsageError, match="'all' is not an array of rows, but a group") as raised:
+        look(tmp_path, Options(features="all"))
+    assert raised.value.remedy == "It holds: all/x."
+
+
+def test_files_that_differ_are_told_apart(tmp_path: Path) -> None:
+    write(tmp_path / "a.h5")
+    write(tmp_path / "b.h5", features=np.zeros((40, 8, 3), "f8"))
+    with pytest.raises(DataError, match=r"rows of 'features' are float64\[8, 3\], but float32\[8, 3\] in .*a\.h5"):
+        look(tmp_path, Options())

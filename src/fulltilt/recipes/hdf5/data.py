@@ -98,7 +98,8 @@ def _feature_count(source: Source, keys: list[str], options: Options) -> int:
     file = source.files[0]
     label = source.columns[-1]
     if label.shape not in ((), (1,)):
-        raise DataError(f"{file}: {label.key!r} has rows of shape {label.shape}, not one label a row")
+        what = f"{file}: {label.key!r} has rows of shape {label.shape}, not one label a row"
+        raise DataError(what, "Store the one that is to be told apart under a key of its own, and name it with labels.")
     wanted = 1 if options.window else 2
     for column in source.columns[:-1]:
         if column.dtype.is_complex:
