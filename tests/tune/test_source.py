@@ -247,7 +247,7 @@ def test_a_value_is_followed_to_where_it_is_written(source: str, line: int, chan
         # Not DataLoader's own arguments, or not known which of two calls it was.
         ("class L(DataLoader):\n    def __init__(self, ds):\n        super().__init__(ds, 8)\nx = L(ds)\n", 4),
         ("train, val = DataLoader(a, 8), DataLoader(b, 8)\n", 1),
-        ("make = partial(DataLoader, num_workers=0)\nx = make(ds)\n", 2),
+        ("make = partial(DataLoader, ds, num_workers=0)\nx = make()\n", 2),
         # Bound again, but not by an assignment of its own scope.
         ("n = 0\nfor n in options():\n    x = DataLoader(ds, num_workers=n)\n", 3),
         ("n = 0\nwith options() as n:\n    x = DataLoader(ds, num_workers=n)\n", 3),

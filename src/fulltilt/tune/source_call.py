@@ -104,7 +104,7 @@ def _rewrite(
             added[name] = code
     if not replacements and not added:
         return Refused("the call has these settings already")
-    home = places.dict_with_workers(call) if added else None
+    home = places.dict_with_workers(call, replacements.keys()) if added else None
     if home is not None:
         replacements[home.node] = home.with_entries(added, replacements)
     elif added:

@@ -6,13 +6,16 @@ from collections.abc import Collection, Iterator, Sequence
 
 import libcst as cst
 
-from fulltilt.tune.source_tree import SourceTree, bound_otherwise, dotted, last_name
+from fulltilt.tune.source_tree import SourceTree, bound_otherwise, dotted, keyword, last_name
 
 # The order of DataLoader's positional arguments.
 POSITIONS = (
     *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory"),
     *("drop_last", "timeout", "worker_init_fn", "multiprocessing_context"),
 )
+
+# A class over a class of the same file; nobody builds more floors.
+_DEEPEST = 5
 
 # What a change of the source may write.
 SETTINGS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "batch_size")
@@ -28,18 +31,19 @@ class LoaderCalls:
     def __init__(self, tree: SourceTree, given: Collection[str]) -> None:
         self._tree = tree
         self._given = frozenset(given)
-        self._loaders = {"DataLoader", *_other_names(tree)}
+        self._partials = dict(_partials(tree))
+        self._loaders = {"DataLoader", *_other_names(tree), *self._partials}
 
     def at(self, line: int) -> cst.Call:
         """The call that makes the loader at a line: of DataLoader, or of a class of this file. Raises Unclear."""
         begins, ends = self._tree.begins, self._tree.ends
         around = [call for call in self._tree.calls if begins(call) <= line <= ends(call)]
         named = [call for call in around if self.is_loader(call)]
-        own = [call for call in around if begins(call) == line and last_name(call.func) in self._tree.classes]
+        own = [call for call in around if begins(call) == line and self._is_own_loader(last_name(call.func))]
         found = named or own
         if not found:
             others = [self._tree.code(call.func) for call in around if begins(call) == line]
-            made_by = f", it is made by {others[0]}(...)" if others else ""
+            made_by = f", it is made by {others[0]}(...)" if len(others) == 1 else ""
             raise Unclear(f"no DataLoader(...) call stands at line {line}{made_by}")
         nearest = max(begins(call) for call in found)
         found = [call for call in found if begins(call) == nearest]
@@ -52,6 +56,15 @@ class LoaderCalls:
     def is_loader(self, call: cst.Call) -> bool:
         """Whether a call names DataLoader, or a class that is called so."""
         return (last_name(call.func) or "").endswith("DataLoader") or self._is_torchs(call)
+
+    def _is_own_loader(self, name: str | None, depth: int = 0) -> bool:
+        """Whether a class of this file makes loaders: a data set that is made in the same line does not."""
+        home = self._tree.classes.get(name or "")
+        if home is None or depth == _DEEPEST:
+            return False
+        bases = [last_name(base.value) for base in home.bases]
+        named = any((each or "").endswith("Loader") or each in self._loaders for each in (name, *bases))
+        return named or any(self._is_own_loader(base, depth + 1) for base in bases)
 
     def _is_torchs(self, call: cst.Call) -> bool:
         return last_name(call.func) in self._loaders
@@ -94,7 +107,8 @@ class LoaderCalls:
                     return arg.value
             elif not arg.star and index < len(positions) and positions[index] == name:
                 return arg.value
-        return None
+        made_from = self._partials.get(dotted(call.func) or "")
+        return None if made_from is None else keyword(made_from, name)
 
     def _names(self, call: cst.Call) -> set[str]:
         """The arguments that are written in a call."""
@@ -109,6 +123,24 @@ def _other_names(tree: SourceTree) -> Iterator[str]:
             yield from bound_otherwise(node.asname)
         elif isinstance(node, cst.Assign) and last_name(node.value) == "DataLoader":
             yield from (name for each in node.targets if (name := dotted(each.target)))
+
+
+def _partials(tree: SourceTree) -> Iterator[tuple[str, cst.Call]]:
+    """``make`` for ``make = partial(DataLoader, num_workers=4)``, where nothing else is called so."""
+    assigned = [
+        (name, node.value)
+        for node in tree.nodes
+        if isinstance(node, cst.Assign)
+        for each in node.targets
+        if (name := dotted(each.target))
+    ]
+    for name, value in assigned:
+        if not isinstance(value, cst.Call) or last_name(value.func) != "partial" or not value.args:
+            continue
+        loader, *others = value.args
+        by_keyword = all(arg.keyword is not None for arg in others)
+        if by_keyword and last_name(loader.value) == "DataLoader" and [each for each, _ in assigned].count(name) == 1:
+            yield name, value
 
 
 def parameters(function: cst.FunctionDef) -> list[str]:

@@ -110,20 +110,27 @@ class Places:
         forms = ("{}", "{} > 0", "{} >= 1", "{} != 0", "bool({})")
         return self._tree.code(bare) in [form.format(workers) for form in forms]
 
-    def dict_with_workers(self, call: cst.Call) -> DictPlace | None:
+    def dict_with_workers(self, call: cst.Call, replaced: Collection[cst.CSTNode]) -> DictPlace | None:
         """The dict with the workers that is unpacked into the call; None where they stand elsewhere. Raises Unclear.
 
-        What needs workers is written beside them: a part that is only added with a GPU may be all that has them.
+        What needs workers is written beside them: a part that is only added with a GPU may be all that has them. Of
+        several, beside those that were seen in force and are ``replaced``.
         """
         for each in (arg.value for arg in call.args if arg.star == "**"):
             displays = self._values.displays(each) or []
-            for display in displays:
-                if self._values.entries(display, "num_workers"):
-                    if not self._copied(each):
-                        return DictPlace(display)
-                    if len(displays) > 1:
-                        raise Unclear(f"{self._tree.code(each)} also goes into a dict that may have no workers")
+            with_workers = [display for display in displays if self._values.in_display(display, "num_workers")]
+            if len(self._values.entries(each, "num_workers")) > 1:
+                with_workers = [display for display in with_workers if self._holds(display, replaced)]
+                if not with_workers:
+                    raise Unclear(f"num_workers stands in several places of **{self._tree.code(each)}")
+            if with_workers and not self._copied(each):
+                return DictPlace(with_workers[0])
+            if with_workers and len(displays) > 1:
+                raise Unclear(f"{self._tree.code(each)} also goes into a dict that may have no workers")
         return None
+
+    def _holds(self, display: cst.Dict | cst.Call, replaced: Collection[cst.CSTNode]) -> bool:
+        return any(written.node in replaced for written in self._values.in_display(display, "num_workers"))
 
     def with_keywords(
         self, call: cst.Call, added: Mapping[str, str], replacements: Mapping[cst.CSTNode, cst.CSTNode]

@@ -146,7 +146,7 @@ class Values:
         displays = self.displays(node) if depth < DEEPEST else None
         if displays is None:
             return [UNKNOWN]
-        found = [written for display in displays for written in self._in_display(display, key, depth)]
+        found = [written for display in displays for written in self.in_display(display, key, depth)]
         name = dotted(node)
         for each in self._tree.nodes:
             if name is not None and isinstance(each, cst.Assign):
@@ -155,7 +155,8 @@ class Values:
                         found.append(Written(each.value))
         return found
 
-    def _in_display(self, display: cst.Dict | cst.Call, key: str, depth: int) -> list[Written]:
+    def in_display(self, display: cst.Dict | cst.Call, key: str, depth: int = 0) -> list[Written]:
+        """What stands for a key in one of ``displays``: a dict as written, or a call that updates it."""
         if isinstance(display, cst.Call):
             given = keyword(display, key)
             others = [arg.value for arg in display.args if arg.keyword is None]
