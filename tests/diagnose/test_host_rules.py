@@ -61,6 +61,23 @@ def test_each_kind_of_line_has_its_own_cure(call: str, part: str) -> None:
     assert part in found(host_code(gather(run_of(rank(host_lines=lines), host_code=30.0, compute=70.0)))).fix
 
 
+def test_what_a_line_says_is_not_what_it_does() -> None:
+    """`subprocess.run([python, "-c", "time.sleep(1)"])` was said to wait on purpose."""
+    for call, told in (
+        ('call("sleep(1)")', "take it out of the step"),
+        ('call(f"{sleep(1)}")', "it waits on purpose"),
+        ("call('a', 'print(b)', sleep(1))", "it waits on purpose"),
+    ):
+        lines = (HotLine("train.py:9", "main", 30.0, call),)
+        assert told in found(host_code(gather(run_of(rank(host_lines=lines), host_code=30.0, compute=70.0)))).fix
+
+
+def test_a_line_that_waits_is_not_told_to_use_a_second_thread() -> None:
+    lines = (HotLine("train.py:9", "main", 30.0, "subprocess.run(check)", waits=True),)
+    fix = found(host_code(gather(run_of(rank(host_lines=lines), host_code=30.0, compute=70.0)))).fix
+    assert fix.startswith("subprocess.run(check) at train.py:9: it waits for another thread or process;")
+
+
 def test_code_between_epochs_is_not_to_be_done_every_so_many_steps() -> None:
     """It came every 400 steps, and the advice was every 50."""
     made = rank(host_lines=(HotLine("train.py:12", "main", 30.0, "pool.map(feature, files)"),))

@@ -49,17 +49,18 @@ IO_WORKERS = {"fetch_cpu_s": 10.0, "process_cpu_s": 12.0, "cpu_wait_s": 1.0}
 
 
 def test_workers_are_no_cure_for_a_slow_sampler() -> None:
-    """It runs in the training thread whatever the workers: the advice was to set num_workers, for 13 ×."""
-    lines = (HotLine("torch/utils/data/sampler.py:277", "WeightedRandomSampler.__iter__", 45.0),)
-    others = (HotLine("dataset.py:48", "decode", 15.0),)
-    run = serial()
-    for sampled, part in (((*lines, *others), "75 %"), (others, None)):
-        made = replace(run.ranks[0], workers=(workers(processes=0, lines=sampled),))
-        finding = found(input_serial(gather(replace(run, ranks=(made,)))))
-        assert ("num_workers=" in finding.fix) == (part is None)
-        if part is not None:
-            assert finding.evidence[-1].startswith(f"{part} of the fetching is the sampler")
-            assert finding.predicted_speedup == (1.3, 1.87)
+    """It runs in the training thread whatever the workers: the advice was to set num_workers, for 13 ×, or to 0."""
+    idle = workers(fetch_s=20.0, fetch_cpu_s=19.0, process_cpu_s=60.0, idle_s=120.0)
+    for own, where in (("torch/utils/data/sampler.py:277", "train.py:31"), ("train.py:12", "train.py:12")):
+        lines = (HotLine(own, "Weighted.__iter__", 46.5),)
+        for run in (serial(sampler_lines=lines), fed(idle, sampler_lines=lines)):
+            (finding,) = (found(judged) for rule in INPUT_RULES if (judged := rule(gather(run))) is not None)
+            assert finding.evidence[1].startswith("75 % of it is the sampler")
+            assert "num_workers=" not in finding.fix
+            assert (finding.code, finding.where, finding.predicted_speedup) == ("input_serial", where, (1.3, 1.87))
+    lines = (HotLine("train.py:12", "Weighted.__iter__", 15.0),)
+    assert "num_workers=" in found(input_serial(gather(serial(sampler_lines=lines)))).fix
+    assert input_serial(gather(fed(idle, sampler_lines=lines))) is None
 
 
 @pytest.mark.parametrize(
@@ -139,6 +140,15 @@ def test_a_compute_heavy_cpu_job_leaves_the_loader_little() -> None:
 
 def test_an_iterable_data_set_must_split_its_work() -> None:
     assert "get_worker_info" in found(input_serial(gather(serial(iterable=True)))).fix
+
+
+def test_batches_that_are_made_elsewhere_name_the_line_that_waits() -> None:
+    """A queue's get() was code of the script's own, to be left to a second thread."""
+    lines = (HotLine("train.py:9", "main", 60.0, "ready.get()", waits=True),)
+    finding = found(input_serial(gather(run_of(rank(loaders=(), host_lines=lines), data_wait=60.0, compute=40.0))))
+    assert finding.where == "train.py:9"
+    assert finding.fix.startswith("ready.get() at train.py:9 waits for batches that the script makes elsewhere")
+    assert finding.predicted_speedup == (1.43, 2.5)
 
 
 def test_batches_made_by_a_generator_name_its_line() -> None:

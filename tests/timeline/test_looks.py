@@ -13,7 +13,7 @@ import torch
 
 from fulltilt.timeline.attribution import Seen
 from fulltilt.timeline.behind_steps import BehindSteps
-from fulltilt.timeline.looks import EARLY_LOOK_EVERY_S, LOOK_AT_REST_EVERY, LOOK_EVERY_S, Looks
+from fulltilt.timeline.looks import EARLY_LOOK_EVERY_S, LATE_NS, LOOK_AT_REST_EVERY, LOOK_EVERY_S, Looks
 from fulltilt.timeline.marks import Activity
 from fulltilt.timeline.rest import LONG_STEP_NS, Rest
 from fulltilt.timeline.stacks import StackView
@@ -172,6 +172,17 @@ def test_a_late_look_at_what_began_after_it_weighs_nothing(recorder: FakeRecorde
     recorder.activity, recorder.last_switch_ns = Activity.USER, time.perf_counter_ns() + 10**9
     looks.take(time.perf_counter_ns())
     assert [weight for _, _, weight in recorder.notes.lines] == [0.0]
+
+
+def test_a_look_that_was_missed_stands_for_nothing_where_late_looks_weigh_nothing(recorder: FakeRecorder) -> None:
+    """It was a division by zero, and all that the observer had to do then was left out."""
+    looks = Looks(recorder)
+    looks._last_ns -= 10**9
+    recorder.activity, recorder.last_switch_ns = Activity.USER, time.perf_counter_ns() + 10**9
+    looks.take(time.perf_counter_ns() - LATE_NS)
+    recorder.activity, recorder.left = Activity.OPTIMIZER, Activity.USER
+    looks.take(time.perf_counter_ns())
+    assert weight_of(looks.splits()[0]) == 0.0
 
 
 @pytest.mark.parametrize(

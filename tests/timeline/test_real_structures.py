@@ -130,6 +130,24 @@ def test_optimizers_that_step_inside_backward(tmp_path: Path, where: str) -> Non
     assert seen.bucket("compute_s") > (0.6 if where == "here" else 0.3) * trained_s  # a thread takes long to start
 
 
+def test_batches_through_a_queue_beside_an_evaluating_thread(tmp_path: Path) -> None:
+    """The wait was the script's own code, and most of the training was called validation."""
+    seen = observe(STRUCTURES / "own_threads.py", tmp_path)
+    assert seen.bucket("validation_s") == 0
+    waited_s = json.loads((tmp_path / "seconds.json").read_text())["waited"]
+    assert seen.bucket("data_wait_s") == pytest.approx(waited_s, rel=0.2)
+    finding = seen.answer["findings"][0]
+    assert (finding["code"], finding["where"]) == ("input_serial", "own_threads.py:41")
+
+
+def test_a_slow_sampler_is_named_whatever_the_workers(tmp_path: Path) -> None:
+    """The advice was to fetch without workers, where the sampler takes as long."""
+    seen = observe(STRUCTURES / "slow_sampler.py", tmp_path)
+    finding = seen.answer["findings"][0]
+    assert (finding["code"], finding["where"]) == ("input_serial", "slow_sampler.py:18")
+    assert "workers would not take it over" in finding["fix"]
+
+
 @pytest.mark.quiet
 def test_short_stretches_of_python_between_calls_of_torch_are_the_scripts_own(tmp_path: Path) -> None:
     seen = observe(STRUCTURES / "rollouts.py", tmp_path)

@@ -6,13 +6,18 @@ import asyncio
 import contextlib
 import copy
 import json
+import multiprocessing
+import queue
+import subprocess
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
+import pytest
 import torch
 
 import fulltilt
@@ -21,7 +26,9 @@ from fulltilt.timeline.owners import owner
 from fulltilt.timeline.stacks import Stack, StackView, look, stack_of, user_code_in_backward, users_line
 
 
-def looks_at(work: Callable[[], Any], seconds: float = 0.25) -> list[StackView]:
+def looks_at(
+    work: Callable[[], Any], seconds: float = 0.25, holding: frozenset[CodeType] = frozenset()
+) -> list[StackView]:
     """Looks at a thread that does ``work`` over and over."""
     going = [True]
 
@@ -36,7 +43,7 @@ def looks_at(work: Callable[[], Any], seconds: float = 0.25) -> list[StackView]:
     while time.monotonic() < deadline:
         time.sleep(0.005)
         stack = stack_of(thread.ident or 0)
-        if stack is not None and (view := look(stack)) is not None:
+        if stack is not None and (view := look(stack, loop=holding)) is not None:
             views.append(view)
     going[0] = False
     thread.join()
@@ -153,6 +160,79 @@ def test_a_generator_makes_data_only_where_it_is_drawn_from() -> None:
     for work in (lambda: sum(nap(n) for n in range(3)), lambda: max(n for n in (nap(n) for n in range(3)))):
         assert share(looks_at(work, 0.15), "host") > 0.8
     assert share(looks_at(enter_and_leave, 0.15), "host") > 0.8
+
+
+class Reader:
+    """An iterator that is no generator."""
+
+    def __iter__(self) -> Reader:
+        return self
+
+    def __next__(self) -> int:
+        return sum(range(20_000))
+
+
+def test_an_iterator_of_the_users_own_makes_data() -> None:
+    read = iter(Reader())
+    assert share(looks_at(lambda: next(read)), "data") > 0.7
+
+
+def test_a_generator_that_holds_the_training_loop_makes_no_data() -> None:
+    def train() -> Iterator[int]:
+        yield sum(i * i for i in range(100_000))
+
+    def spin() -> None:
+        for _ in train():
+            pass
+
+    holds = {code for code in train.__code__.co_consts if isinstance(code, CodeType)} | {train.__code__}
+    kinds = {loop: {view.kind for view in looks_at(spin, holding=loop)} for loop in (frozenset(), frozenset(holds))}
+    assert ["data" in seen for seen in kinds.values()] == [True, False]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_who_waits_for_a_thread_or_a_process_may_wait_for_a_batch_but_not_at_its_end(ends: bool) -> None:
+    ready: queue.Queue[int] = queue.Queue()
+    sent: multiprocessing.Queue[int] = multiprocessing.Queue()
+
+    def short() -> None:
+        time.sleep(0.02)
+
+    def joins() -> None:
+        thread = threading.Thread(target=short)
+        thread.start()
+        thread.join()
+
+    async def served() -> None:
+        await asyncio.sleep(0.02)
+
+    def gets(waiting: Any) -> Callable[[], None]:
+        def work() -> None:
+            with contextlib.suppress(queue.Empty):
+                waiting.get(timeout=0.02)
+
+        return work
+
+    batches = (gets(ready), gets(sent), lambda: asyncio.run(served()))
+    endings = (joins, lambda: subprocess.run(["sleep", "0.05"], check=True))
+    for work in endings if ends else batches:
+        waits = [view for view in looks_at(work) if view.waits and view.call != "thread.start()"]
+        assert len(waits) > 5
+        assert {view.kind for view in waits} == {"host" if ends else "waiting"}
+
+
+def test_a_sampler_is_seen_with_workers_as_without() -> None:
+    class Slow(torch.utils.data.Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            while True:
+                time.sleep(0.005)
+                yield 0
+
+    for num_workers in (0, 1):
+        loader = torch.utils.data.DataLoader([1.0], sampler=Slow(), num_workers=num_workers)
+        batches = iter(loader)
+        assert sum(view.sampling for view in looks_at(lambda batches=batches: next(batches))) > 5  # type: ignore[misc]
+    assert not any(view.sampling for view in looks_at(lambda: time.sleep(0.005)))
 
 
 def test_what_a_script_does_to_save_is_saving() -> None:

@@ -6,7 +6,7 @@ here their roles are known.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -63,6 +63,7 @@ def _joined_loaders(same: list[LoaderRecord]) -> LoaderRecord:
         first_wait_s=first.first_wait_s,
         # The first wait of each later one is that for another pass.
         restart_s=sum(loader.restart_s for loader in same) + sum(loader.first_wait_s for loader in same[1:]),
+        sampler_lines=_joined_lines(line for loader in same for line in loader.sampler_lines),
     )
 
 
@@ -77,14 +78,14 @@ def _joined_workers(loader_id: int, records: list[WorkerRecord]) -> WorkerRecord
         idle_s=sum(record.idle_s for record in records),
         process_cpu_s=sum(record.process_cpu_s for record in records),
         read_bytes=_sum_of_known([record.read_bytes for record in records]),
-        lines=_joined_lines(records),
+        lines=_joined_lines(line for record in records for line in record.lines),
         pss_bytes=max((record.pss_bytes for record in records if record.pss_bytes is not None), default=None),
     )
 
 
-def _joined_lines(records: list[WorkerRecord]) -> tuple[HotLine, ...]:
+def _joined_lines(lines: Iterable[HotLine]) -> tuple[HotLine, ...]:
     total: dict[tuple[str, str, str | None], HotLine] = {}
-    for line in (line for record in records for line in record.lines):
+    for line in lines:
         key = (line.where, line.function, line.call)
         known = total.get(key)
         total[key] = line if known is None else replace(known, seconds=known.seconds + line.seconds)

@@ -17,7 +17,7 @@ class Limit(Enum):
     """What sets the rate of the input."""
 
     NOTHING = "the input keeps up"
-    SERIAL = "the training thread fetches by itself"
+    SERIAL = "the training thread fetches by itself, or its sampler is slow"
     BEHIND = "what the script does to the batches behind the loader"
     CROWDED = "more processes than CPUs"
     HANDOVER = "the way from the workers to the training thread"
@@ -53,6 +53,12 @@ class Supply:
     def worker_samples_per_s(self) -> float:
         """What one worker (the training thread at 0 workers) can give."""
         return self.samples_per_batch / self.batch_s
+
+
+def sampling_share(loader: LoaderRecord) -> float:
+    """How much of the wait for a loader's batches is its sampler, as looks at the training thread saw it."""
+    seen_s = sum(line.seconds for line in loader.sampler_lines)
+    return min(seen_s / loader.wait_s, 1.0) if loader.wait_s > 0 else 0.0
 
 
 def measure_supply(loader: LoaderRecord, workers: WorkerRecord | None, paused_s: float = 0.0) -> Supply | None:
@@ -156,7 +162,7 @@ def find_limit(
         return Limit.NOTHING
     if behind_share > thresholds.behind_loader_share:
         return Limit.BEHIND
-    if loader is None or loader.num_workers == 0:
+    if loader is None or loader.num_workers == 0 or sampling_share(loader) >= thresholds.sampling_share:
         return Limit.SERIAL
     if supply is None:
         return Limit.UNKNOWN

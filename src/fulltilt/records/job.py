@@ -16,7 +16,8 @@ class LoaderRecord:
     ``where`` is the user's line; ``made_by`` is the library that this line calls to construct the loader, or None
     when the line constructs it itself. What the script draws batches from without any DataLoader is made by "script".
     A line that constructs one again for each pass is one loader, ``constructed`` as many times. ``eval_batches`` of its
-    batches were drawn to evaluate.
+    batches were drawn to evaluate. ``sampler_lines`` are those of its sampler, which the training thread runs itself,
+    with workers as without.
     """
 
     loader_id: int
@@ -49,6 +50,7 @@ class LoaderRecord:
     restart_s: float = 0.0
     padding_share: float | None = None
     eval_batches: int = 0
+    sampler_lines: tuple[HotLine, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,3 +81,4 @@ class HotLine:
     function: str
     seconds: float
     call: str | None = None
+    waits: bool = False  # for another thread or process

@@ -16,37 +16,41 @@ class LineTimes:
     def __init__(self) -> None:
         self._seconds: dict[tuple[str, str], float] = {}
         self._calls: dict[tuple[str, str], str | None] = {}
+        self._waits: set[tuple[str, str]] = set()
 
     def add(self, view: StackView, seconds: float) -> None:
         """Charge a line with some seconds."""
-        self.charge(view.where, view.function, seconds, view.call)
+        self.charge(view.where, view.function, seconds, view.call, view.waits)
 
-    def charge(self, where: str, function: str, seconds: float, call: str | None = None) -> None:
+    def charge(self, where: str, function: str, seconds: float, call: str | None = None, waits: bool = False) -> None:
         """Charge a line, given by its parts."""
         key = (where, function)
         if key not in self._seconds and len(self._seconds) >= MOST_LINES:
             kept = sorted(self._seconds.items(), key=lambda item: -item[1])[: MOST_LINES // 2]
             self._seconds = dict(kept)
             self._calls = {kept_key: self._calls.get(kept_key) for kept_key, _ in kept}
+            self._waits.intersection_update(self._calls)
         self._seconds[key] = self._seconds.get(key, 0.0) + seconds
         self._calls[key] = call or self._calls.get(key)
+        if waits:
+            self._waits.add(key)
 
     def merge(self, lines: Iterable[HotLine]) -> None:
         """Add lines that another process measured."""
         for line in lines:
-            self.charge(line.where, line.function, line.seconds, line.call)
+            self.charge(line.where, line.function, line.seconds, line.call, line.waits)
 
     def take(self) -> tuple[HotLine, ...]:
         """The costliest lines so far; starts again from nothing."""
         top = self.top(20)
         self._seconds.clear()
         self._calls.clear()
+        self._waits.clear()
         return top
 
     def top(self, most: int = 12, stretch: float = 1.0) -> tuple[HotLine, ...]:
         """The costliest lines, first the costliest, their seconds times ``stretch``."""
         ranked = sorted(self._seconds.items(), key=lambda item: (-item[1], item[0]))[:most]
         return tuple(
-            HotLine(where, function, seconds * stretch, self._calls.get((where, function)))
-            for (where, function), seconds in ranked
+            HotLine(*key, seconds * stretch, self._calls.get(key), key in self._waits) for key, seconds in ranked
         )

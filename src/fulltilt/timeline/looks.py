@@ -109,7 +109,7 @@ class Looks:
         if stack is None or activity is not recorder.activity:
             return
         fetching = TappedIterator.__next__.__code__ if activity is Activity.NEXT else None
-        view = look(stack, fetching, recorder.way_in.spots)
+        view = look(stack, fetching, recorder.way_in.spots, recorder.way_in.loop)
         if view is None:
             return
         # A look that came late (the interpreter lock was held) stands for all of that time, but not for time
@@ -172,7 +172,7 @@ class Looks:
             if recorder.notes.wants_lines(Activity.NEXT):
                 recorder.notes.looked(Activity.NEXT, view, weight_s)
             return
-        view = look(stack, None, recorder.way_in.spots)
+        view = look(stack, None, recorder.way_in.spots, recorder.way_in.loop)
         if view is None:
             return
         view = recorder.notes.understood(view)
@@ -212,7 +212,7 @@ class Looks:
         """Say of each look behind a step whose work it saw: the marks since then tell what came next."""
         if not self._undecided:
             return
-        in_model_share = self._behind_steps_in_model_s / self._behind_steps_s
+        in_model_share = self._behind_steps_in_model_s / (self._behind_steps_s or 1.0)
         own = self._recorder.behind_steps.is_the_scripts_own(in_model_share)
         for bags, taken, view in self._undecided:
             kind = "host" if own else taken.kind
@@ -226,7 +226,7 @@ class Looks:
         It stands for such code as other late looks did see.
         """
         total = sum(self._late.values())
-        for kind, weight in self._late.items():
+        for kind, weight in self._late.items() if total else ():
             missed = Look(self._recorder.left_after, kind, self.every_s * weight / total)
             self._add(missed, self._recorder.step_ns, now_ns)
 

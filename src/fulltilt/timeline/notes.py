@@ -77,23 +77,29 @@ class RankNotes:
             self.remarks.append(text)
 
     def wants_lines(self, activity: Activity) -> bool:
-        """Whether a look at the stack during this activity names lines of use: loading on the training thread does."""
-        waiting = self.taps.waiting_for if self.taps is not None else None
-        return activity is Activity.NEXT and waiting is not None and waiting.serial
+        """Whether a look at the stack during this activity may name lines of use.
+
+        Without workers the training thread fetches in next(); with them it still runs the sampler there.
+        """
+        return activity is Activity.NEXT and self.taps is not None and self.taps.waiting_for is not None
 
     def understood(self, view: StackView) -> StackView:
-        """A view with its meaning in this job: who waits for a thread that draws batches waits for data."""
+        """A view with its meaning in this job: who waits for others waits for data unless loaders bring it."""
         if view.kind != "waiting":
             return view
-        return replace(view, kind="data" if self.taps is not None and self.taps.drawn_elsewhere else "host")
+        taps = self.taps
+        fed = taps is not None and not taps.drawn_elsewhere and any(tap.trains for tap in taps.all)
+        return replace(view, kind="host" if fed else "data")
 
     def looked(self, activity: Activity, view: StackView, weight_s: float) -> None:
         """A look at the training thread."""
         self.looks += 1
         if activity is Activity.NEXT:
-            assert self.taps is not None
-            if self.taps.waiting_for is not None:
-                self.load_lines.setdefault(self.taps.waiting_for.loader_id, LineTimes()).add(view, weight_s)
+            waiting = self.taps.waiting_for if self.taps is not None else None
+            if waiting is not None and waiting.serial:
+                self.load_lines.setdefault(waiting.loader_id, LineTimes()).add(view, weight_s)
+            if waiting is not None and view.sampling:
+                waiting.sampler_lines.add(view, weight_s)
         elif view.kind in ("host", "data"):
             self.host_lines.add(view, weight_s)
         elif view.kind == "checkpoint":

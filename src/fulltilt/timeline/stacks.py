@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import opcode
-import queue
 import sys
-import threading
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from typing import Any, NamedTuple
 from fulltilt.timeline.c_calls import work_at
 from fulltilt.timeline.expressions import expression_at, line_at, shown_at
 from fulltilt.timeline.owners import owner, shown_path
+from fulltilt.timeline.waiting import may_bring_a_batch, waits_for_others
 
 GENERATOR = 0x20  # inspect.CO_GENERATOR
 GENERATOR_EXPRESSION = "<genexpr>"
@@ -27,6 +26,9 @@ CACHE, FOR_ITER = opcode.opmap["CACHE"], opcode.opmap["FOR_ITER"]
 DEEPEST = 100
 # The function of torch's through which every module is called.
 MODEL_CALL = "_call_impl"
+
+# The method of torch's loaders that asks the sampler: the training thread does that, with workers as without.
+ASKS_THE_SAMPLER = "_next_index"
 
 # How the writing of checkpoints is called: it is more than torch.save (transformers renames all weights, scripts zip).
 SAVING = frozenset({"save_pretrained", "save_checkpoint", "_save_checkpoint", "save_state", "save_model"})
@@ -45,7 +47,8 @@ class Stack(NamedTuple):
 class StackView:
     """One look at a thread: the kind of its work, the user's line that caused it, and the expression there.
 
-    ``of_training``: a model or an optimizer was called, and not some function of torch's alone.
+    ``of_training``: a model or an optimizer was called, and not some function of torch's alone. ``sampling``: a
+    loader's sampler was at work. ``waits``: for another thread or process.
     """
 
     kind: str
@@ -53,6 +56,8 @@ class StackView:
     function: str
     call: str | None
     of_training: bool = False
+    sampling: bool = False
+    waits: bool = False
 
 
 def stack_of(thread_id: int) -> Stack | None:
@@ -110,11 +115,17 @@ def spots(frame: FrameType | None) -> frozenset[Spot]:
     return frozenset(found)
 
 
-def look(stack: Stack, inside: CodeType | None = None, ways_in: frozenset[Spot] = frozenset()) -> StackView | None:
+def look(
+    stack: Stack,
+    inside: CodeType | None = None,
+    ways_in: frozenset[Spot] = frozenset(),
+    loop: frozenset[CodeType] = frozenset(),
+) -> StackView | None:
     """What a thread with this stack was doing, and on which line of the user's.
 
     Only calls made by ``inside`` count; None when the thread has left it already. A line that is one of ``ways_in`` is
-    not named where a library's line says more: it only led into the training loop (``trainer.train()``).
+    not named where a library's line says more: it only led into the training loop (``trainer.train()``). A generator
+    that is one of ``loop`` makes no batches: it yields what training brings.
     """
     calls = _since_the_command(stack.calls)
     if inside is not None and not any(code is inside for code, _ in calls):
@@ -124,7 +135,7 @@ def look(stack: Stack, inside: CodeType | None = None, ways_in: frozenset[Spot] 
     user: Spot | None = None
     outside: Spot | None = None
     way_in: Spot | None = None
-    in_module = in_generator = in_library_module = of_training = False
+    in_module = in_generator = in_library_module = of_training = sampling = False
     special: str | None = None
     for depth, spot in enumerate(calls):
         code = spot[0]
@@ -139,8 +150,10 @@ def look(stack: Stack, inside: CodeType | None = None, ways_in: frozenset[Spot] 
             special = special or "compile"
         elif who == "torch_save":
             special = special or "checkpoint"
-        elif who == "torch_data" and code.co_name == "_shutdown_workers":
-            special = "turnover"
+        elif who == "torch_data":
+            sampling = sampling or code.co_name == ASKS_THE_SAMPLER
+            if code.co_name == "_shutdown_workers":
+                special = "turnover"
         elif code is deepcopy.__code__:
             special = special or "host"  # weights kept aside: torch's work, but no part of the step
         elif who == "torch_distributed" and top_owner == who:
@@ -158,16 +171,22 @@ def look(stack: Stack, inside: CodeType | None = None, ways_in: frozenset[Spot] 
                 user = user or spot
             if code.co_name in SAVING:
                 special = special or "checkpoint"
-            if code.co_flags & GENERATOR and not in_module and not _makes_no_batches(code, calls[depth + 1 :]):
+            if not in_module and _is_drawn_from(code, calls[depth + 1 :]) and code not in loop:
                 in_generator = True
     named = user or outside or way_in or next((spot for spot in calls if owner(spot[0].co_filename) != "fulltilt"), top)
     # The Python inside a library's model is part of what the model costs; only a model of the user's can be changed.
     kind = special or ("torch" if in_library_module else _kind(top, stack.names, top_owner, in_module))
     if kind != "torch" and special is None and in_generator and not in_module:
         kind = "data"
-    if kind == "host" and top[0].co_filename in _waiting_rooms():
+    waits = kind in ("host", "data") and waits_for_others(top[0])
+    if kind == "host" and waits and may_bring_a_batch([code for code, _ in calls]):
         kind = "waiting"
-    return _view(named, kind, of_training)
+    return _view(named, kind, of_training, sampling, waits)
+
+
+def _is_drawn_from(code: CodeType, callers: list[Spot]) -> bool:
+    """Whether this function makes batches: a generator, or the iterator of a class of the user's."""
+    return code.co_name == "__next__" or bool(code.co_flags & GENERATOR and not _makes_no_batches(code, callers))
 
 
 def _makes_no_batches(code: CodeType, callers: list[Spot]) -> bool:
@@ -206,16 +225,10 @@ def _is_command_line(filename: str) -> bool:
     return owner(filename) == "fulltilt" and "/fulltilt/cli/" in filename.replace("\\", "/")
 
 
-@cache
-def _waiting_rooms() -> frozenset[str]:
-    """The files in which a thread waits for another one."""
-    return frozenset({threading.__file__, queue.__file__})
-
-
-def _view(spot: Spot, kind: str, of_training: bool) -> StackView:
+def _view(spot: Spot, kind: str, of_training: bool, sampling: bool, waits: bool) -> StackView:
     code, position = spot
     where = f"{shown_path(code.co_filename)}:{line_at(code, position)}"
-    return StackView(kind, where, code.co_qualname, shown_at(code, position), of_training)
+    return StackView(kind, where, code.co_qualname, shown_at(code, position), of_training, sampling, waits)
 
 
 def _kind(top: Spot, names: Mapping[str, Any], top_owner: str, in_module: bool) -> str:

@@ -6,7 +6,7 @@ nothing. Such lines are on the stack at backward, in the optimizer and at next()
 
 from __future__ import annotations
 
-from types import FrameType
+from types import CodeType, FrameType
 
 from fulltilt.timeline.marks import Activity
 from fulltilt.timeline.stacks import Spot, spots
@@ -17,12 +17,17 @@ LOOKS_AT_EACH = 3
 
 
 class WayIn:
-    """Learns in the first steps, on the training thread, which calls lead into the loop."""
+    """Learns in the first steps, on the training thread, which calls lead into the loop.
+
+    ``loop`` are the functions that hold it, and those that called them: whatever they are, they make no batches.
+    """
 
     def __init__(self) -> None:
         self.spots: frozenset[Spot] = frozenset()
+        self.loop: frozenset[CodeType] = frozenset()
         self.learning = True
         self._common: frozenset[Spot] | None = None
+        self._holding: frozenset[CodeType] | None = None
         self._looks: dict[Activity, int] = {}
 
     def see(self, activity: Activity, frame: FrameType) -> None:
@@ -30,8 +35,10 @@ class WayIn:
         if activity not in PARTS_OF_A_STEP or self._looks.get(activity, 0) == LOOKS_AT_EACH:
             return
         here = spots(frame)
+        functions = frozenset(code for code, _ in here)
         self._common = here if self._common is None else self._common & here
+        self._holding = functions if self._holding is None else self._holding & functions
         self._looks[activity] = self._looks.get(activity, 0) + 1
         if len(self._looks) > 1:
-            self.spots = self._common
+            self.spots, self.loop = self._common, self._holding
         self.learning = any(self._looks.get(part, 0) < LOOKS_AT_EACH for part in EVERY_STEP_HAS)

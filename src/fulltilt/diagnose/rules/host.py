@@ -12,13 +12,11 @@ from fulltilt.records import Abstention, HotLine, LoaderRecord
 
 # --------------------------------------------------------------------------- the user's own code
 
+_FOR_OTHERS = "it waits for another thread or process; make that one faster, or wait later"
 # What the line or its function looks like, and what to do about it.
 _ADVICE = (
     (r"\bsleep\(", "it waits on purpose; remove it"),
-    (
-        r"\.(join|result|wait|acquire)\(\)",
-        "it waits for another thread or process; make that one faster, or wait later",
-    ),
+    (r"\.(join|result|wait|acquire)\(\)", _FOR_OTHERS),
     (r"json|dump|write|\bsave|to_csv", "write every {every} steps, or from a second thread"),
     (r"\bprint\(|logg(er|ing)\b|log_metric|add_(scalar|histogram)|wandb", "log every {every} steps"),
     (r"plot|imshow|figure", "draw once an epoch"),
@@ -27,6 +25,8 @@ _ADVICE = (
     (r"gc\.collect|empty_cache", "drop it: memory is reused without it"),
     (r"\.numpy\(|\.tolist\(|\.item\(", "keep it in tensors and read it every {every} steps"),
 )
+# What a line says is not what it does; what stands inside an f-string is done.
+_QUOTED = re.compile(r"(f?)(\"[^\"]*\"|'[^']*')")
 _OTHERWISE = "take it out of the step, do it every {every} steps, or let a second thread do it"
 _SELDOM = (
     "most steps are free of it, and it takes long when it comes: do it once before the training, more seldom still, "
@@ -85,8 +85,10 @@ def _is_seldom(evidence: Evidence) -> bool:
 
 
 def _speed_up_line(line: HotLine, share: float, seldom: bool) -> str:
-    text = f"{line.call or ''} {line.function}".lower()
+    text = _QUOTED.sub(lambda quoted: quoted[0] if quoted[1] else '""', f"{line.call or ''} {line.function}".lower())
     advice = next((advice for pattern, advice in _ADVICE if re.search(pattern, text)), _OTHERWISE)
+    if line.waits:
+        advice = _FOR_OTHERS
     if seldom and "{every}" in advice:
         advice = _SELDOM
     every = next((n for n in (10, 20, 50) if share / n <= 0.01), 100)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from fulltilt.diagnose.evidence import Evidence, waited_behind_loaders_s
+from fulltilt.diagnose.evidence import Evidence
 from fulltilt.diagnose.gains import Gain, amdahl, gain
-from fulltilt.diagnose.rules.sampling import sampling_share, slow_sampler
+from fulltilt.diagnose.rules.handmade import made_behind_loader, made_by_hand
+from fulltilt.diagnose.rules.sampling import slow_sampler
 from fulltilt.diagnose.rules.staffing import (
     Staffing,
     gain_without_wait,
@@ -22,7 +23,7 @@ from fulltilt.diagnose.rules.wording import (
     rewritten,
     time_spent,
 )
-from fulltilt.diagnose.supply import Limit, Supply
+from fulltilt.diagnose.supply import Limit, Supply, sampling_share
 from fulltilt.diagnose.words import count, number, percent, seconds, size
 from fulltilt.records import Finding, FindingCode, HotLine, LoaderRecord
 
@@ -30,13 +31,15 @@ from fulltilt.records import Finding, FindingCode, HotLine, LoaderRecord
 
 
 def input_serial(evidence: Evidence) -> Judgement:
-    """The training thread makes its batches itself: a DataLoader without workers, or no DataLoader at all."""
+    """The training thread makes its batches itself: a DataLoader without workers, or none, or its sampler is slow."""
     if evidence.limit is Limit.BEHIND and evidence.loader is not None:
-        return _made_behind_loader(evidence, evidence.loader)
+        return made_behind_loader(evidence, evidence.loader)
     if evidence.limit is not Limit.SERIAL:
         return None
     if evidence.loader is None or evidence.loader.made_by == "script":
-        return _generated_by_hand(evidence)
+        return made_by_hand(evidence)
+    if sampling_share(evidence.loader) >= evidence.thresholds.sampling_share:
+        return slow_sampler(evidence, evidence.loader)
     return _no_workers(evidence, evidence.loader)
 
 
@@ -50,8 +53,6 @@ def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
         )
     if (line := costliest_line(evidence)) and loader.wait_s > 0:
         facts.append(f"of the fetching, {line_cost(line, loader.wait_s)}")
-    if sampling_share(evidence) >= evidence.thresholds.sampling_share:
-        return slow_sampler(evidence, loader, facts)
     facts += _known(rates(evidence))
     plan = plan_workers(evidence)
     workers = plan.advised if plan else unplanned_workers(evidence)
@@ -71,53 +72,6 @@ def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
         )
     predicted = plan.gain if plan else gain_without_wait(evidence)
     return found(evidence, "input_serial", wait_s, facts, fix, loader.where, predicted)
-
-
-def _generated_by_hand(evidence: Evidence) -> Finding:
-    wait_s = evidence.buckets.data_wait_s
-    share = evidence.active_share(wait_s)
-    line = costliest_line(evidence) if evidence.loader else next(iter(evidence.host_lines), None)
-    facts = [
-        time_spent(evidence, "making batches", wait_s),
-        "no DataLoader was seen: the training thread makes each batch itself",
-    ]
-    if line:
-        facts.append(line_cost(line))
-    fix = (
-        f"Make the next batch while this one trains: put the code{at(line.where if line else None)} into a "
-        "torch.utils.data.IterableDataset that yields whole batches, and draw them from "
-        "DataLoader(dataset, batch_size=None, num_workers=1); one worker keeps their order."
-    )
-    predicted = _gain_beside_training(evidence, share)
-    return found(evidence, "input_serial", wait_s, facts, fix, line.where if line else None, predicted)
-
-
-def _made_behind_loader(evidence: Evidence, loader: LoaderRecord) -> Finding:
-    wait_s = evidence.buckets.data_wait_s
-    behind_s = waited_behind_loaders_s(evidence.rank, wait_s)
-    line = next(iter(evidence.host_lines), None)
-    facts = [
-        time_spent(evidence, "waiting for batches", wait_s),
-        f"{percent(behind_s / wait_s)} of it is not the loader{at(loader.where)}: the script's own generator works on "
-        "what it draws from there, in the training thread",
-    ]
-    if line:
-        facts.append(line_cost(line))
-    workers = max(loader.num_workers, 1)
-    fix = (
-        f"Let workers do what the code{at(line.where if line else None)} does to each batch: put it into the data set "
-        f"or the collate_fn of the loader, {rewritten(evidence, loader, num_workers=workers, persistent_workers=True)}"
-        f"{at(loader.where)}."
-    )
-    predicted = _gain_beside_training(evidence, evidence.active_share(behind_s))
-    return found(evidence, "input_serial", wait_s, facts, fix, line.where if line else None, predicted)
-
-
-def _gain_beside_training(evidence: Evidence, share: float) -> Gain:
-    """One worker hides the shorter of making batches and training on them; more workers divide what one needs."""
-    helpers = max(int(evidence.usable_cpus) - 1, 1)
-    one, several = 1 / max(share, 1 - share), 1 / max(share / helpers, 1 - share)
-    return gain(1 + (one - 1) * evidence.thresholds.recovered_low, several)
 
 
 # --------------------------------------------------------------------------- workers at their limit

@@ -150,13 +150,17 @@ class TappedIterator:
         return samples
 
     def _from_another_thread(self, recorder: Any) -> Any:
-        """A prefetching thread of the user's draws: count the batch, but the training thread did not wait for it."""
+        """A prefetching thread of the user's draws: count the batch, but the training thread did not wait for it.
+
+        One that evaluates beside the training takes none of its time.
+        """
         batch = self.source.__next__()
         if recorder.active:
             samples = self._count(batch)
-            evaluating = self._taps.evaluating(self._tap)
-            if not evaluating:
+            if self._taps.evaluating(self._tap):
+                self._tap.eval_batches += 1
+            else:
                 self._taps.feeding = self._tap
                 self._taps.drawn_elsewhere = True
-            recorder.note(BatchArrived(self._tap.loader_id, samples, evaluating, False, 1))
+                recorder.note(BatchArrived(self._tap.loader_id, samples, False, False, 1))
         return batch

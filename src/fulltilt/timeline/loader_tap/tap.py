@@ -9,6 +9,7 @@ from typing import Any
 
 from fulltilt.records import LoaderRecord
 from fulltilt.timeline.batches import count_bytes, kind_of, padding_share
+from fulltilt.timeline.lines import LineTimes
 
 # A batch's size and padding are measured on the first few batches and then on every so many.
 INSPECT_FIRST = 4
@@ -45,6 +46,7 @@ class LoaderTap:
     batch_kind: str | None = None
     padding: float = 0.0
     padding_seen: int = 0
+    sampler_lines: LineTimes = field(default_factory=LineTimes)
     # What live tuning has put in force instead of the loader's own arguments.
     in_force: dict[str, Any] = field(default_factory=dict)
     serving_workers: int | None = None  # of the pool that serves now, on trial or in force
@@ -105,6 +107,7 @@ class LoaderTap:
             first_wait_s=self.first_wait_s,
             restart_s=self.restart_s,
             padding_share=self.padding / self.padding_seen if self.padding_seen else None,
+            sampler_lines=self.sampler_lines.top(),
             **{**self.described, **self.in_force},
         )
 
