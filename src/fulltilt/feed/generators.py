@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fulltilt.feed import forked
+from fulltilt.feed import entropy, forked
 from fulltilt.feed.own_code import names_in, own_module, used_by
 
 # Bounds of the search for generators: data sets hold lists of a million paths, and models, and modules.
@@ -43,6 +43,7 @@ class Generators:
             _tensor_bytes(torch.default_generator.get_state()),
             _numpy_bytes(numpy) if numpy is not None else None,
             forked.seeds_read,
+            entropy.asked(),
             *(_mark(instance) for instance in self.instances),
         )
 

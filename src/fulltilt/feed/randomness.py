@@ -6,13 +6,14 @@ Independent witnesses, because a flip with probability 0.1 looks deterministic i
  3. the samples themselves, drawn twice under different seeds;
 and a fourth, because not all that changes is random: numbers that count the draws, and that the code goes by.
 
-While a cache fills, the first witness is heard again for every single sample (``readers.py``), so that a sample that
-draws only now and then is caught when it does, before it is served a second time.
+While a cache fills, the first witness is heard again for every single sample (``readers.py``), and so is what it asks
+of the operating system (``entropy.py``): a sample that draws only now and then is caught when it does, before it is
+served a second time.
 
 Not detected: randomness that comes from none of Python's, numpy's or torch's generators (a C library's own, such as
-cv2.setRNGSeed; the clock itself; another process), unless the two draws of a checked sample happen to differ. Nor a
-generator seeded in mid-call by the operating system in samples other than those checked here. Every doubt means random:
-such a data set is served as it is, which is slower and never wrong.
+cv2.setRNGSeed; the clock itself; another process), unless the two draws of a checked sample happen to differ. Nor, in
+samples other than those checked here, a generator seeded in mid-call by the clock or by ``torch.Generator().seed()``.
+Every doubt means random: such a data set is served as it is, which is slower and never wrong.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fulltilt.errors import FulltiltError, UsageError
+from fulltilt.feed import entropy
 from fulltilt.feed.apart import apart
 from fulltilt.feed.caches import CacheFull, default_cache_dir, default_limit_bytes
 from fulltilt.feed.disk import DiskStore, open_cache
@@ -222,7 +223,7 @@ class Residence:
         assert layout is not None
         rows: list[torch.Tensor | None] = []
         generators = Generators(self.dataset)
-        with as_a_worker(self.workers, self.dataset), untouched(self.dataset, generators):
+        with as_a_worker(self.workers, self.dataset), untouched(self.dataset, generators), entropy.listened():
             for index in indices:
                 row = torch.zeros(1, layout.row_bytes, dtype=torch.uint8)
                 before = generators.mark()

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fulltilt.feed import entropy
 from fulltilt.feed.draws import sample_seed
 from fulltilt.feed.generators import Generators
 from fulltilt.feed.randomness import counting_reason, first_reason
@@ -165,7 +166,7 @@ class SplitReader:
 
     def _keep(self, index: int, generators: Generators) -> Failure | None:
         before = generators.mark()
-        with self.split.first_part_only():
+        with self.split.first_part_only(), entropy.listened():
             failure = read_one(self.dataset, index, self.kept, self.store.rows[index])
         if failure is None and before != generators.mark():
             failure = Failure(index, "random", "it draws random numbers before its first random transform")
