@@ -64,7 +64,9 @@ def apart(call: Callable[[], Result], workers: int, dataset: Any = None) -> Resu
         process.join()
     if kind == "error":
         error: FulltiltError = answer[0].__new__(answer[0])
-        FulltiltError.__init__(error, *answer[1:])
+        FulltiltError.__init__(error, *answer[1:3])
+        for note in answer[3]:
+            error.add_note(note)
         raise error
     return answer[0] if kind == "result" else call()
 
@@ -75,7 +77,7 @@ def _answer(call: Callable[[], Any], to: connection.Connection, workers: int, da
     try:
         answer: tuple[Any, ...] = ("result", call())
     except FulltiltError as error:
-        answer = ("error", type(error), error.what, error.remedy)
+        answer = ("error", type(error), error.what, error.remedy, getattr(error, "__notes__", []))
     except Exception:
         answer = ("unsent",)  # raised again where it is called once more
     try:

@@ -69,7 +69,10 @@ def stopped_by(failure: Failure) -> DataError:
     if failure.kind == "shape":
         return ShapesDiffer(f"{failure.where()} differs from the first sample: {failure.message}", TO_ONE_SHAPE)
     raised_in = f" ({failure.line})" if failure.line else ""
-    return DataError(
+    error = DataError(
         f"{failure.where()} cannot be read: {failure.message}{raised_in}",
         "Repair or remove it, or skip such samples with on_bad_sample='skip'.",
     )
+    if failure.trace:
+        error.add_note(f"In the data set:\n{failure.trace.rstrip()}")
+    return error

@@ -106,7 +106,7 @@ def _draw(dataset: Any, samples: int, checks: int, policy: Policy) -> dict[int, 
         except Exception as error:
             last = failure_of(dataset, index, error)
             if policy == "stop":
-                raise stopped_by(last) from error
+                raise stopped_by(last) from None  # its own traceback stands in the error
     if not drawn:
         assert last is not None
         raise stopped_by(last)

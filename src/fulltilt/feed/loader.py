@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from fulltilt.errors import UsageError
+from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
 from fulltilt.feed.bad_samples import BadSamples, Policy, ShapesDiffer, pass_over
 from fulltilt.feed.delivery import Delivery
+from fulltilt.feed.handles import workers_without_sharing
 from fulltilt.feed.inspection import Inspection, inspect, length_of
 from fulltilt.feed.keeping import Keeping, Notes
 from fulltilt.feed.mistakes import refuse_mistakes, refuse_unknown
@@ -83,6 +84,7 @@ def loader(
     workers = default_workers() if workers is None else workers
     size = settings.batch_size if settings.batch_size is not None and batch_size == 1 else batch_size
     length_of(dataset)
+    workers, shared = workers_without_sharing(dataset, workers)
     found = _inspected(dataset, size, checks, on_bad_sample, workers) if collate_fn is None else Inspection(None)
     order: BatchOrder
     if batch_sampler is not None:
@@ -105,7 +107,7 @@ def loader(
         )
     device = device_or_default(device)
     home = home_of(dataset, device)
-    return FeedLoader(
+    made = FeedLoader(
         dataset,
         order,
         found,
@@ -116,6 +118,9 @@ def loader(
         collate_fn=collate_fn,
         bad=BadSamples(len(dataset), on_bad_sample, max_bad_share),
     )
+    if shared is not None:
+        made.notes.warn(shared)
+    return made
 
 
 def _inspected(dataset: Any, batch_size: int, checks: int, policy: Policy, workers: int) -> Inspection:
@@ -125,6 +130,9 @@ def _inspected(dataset: Any, batch_size: int, checks: int, policy: Policy, worke
         if batch_size != 1:
             raise
         return Inspection(None, unstorable_because=str(differ))  # one sample a batch: nothing has to fit together
+    except DataError as error:
+        error.__traceback__ = None
+        raise
 
 
 class FeedLoader:
@@ -265,12 +273,16 @@ class FeedLoader:
             )
         self._tell_if_made_in_each_epoch()
         epoch, start = self._standing.begin(self.order)
-        for number, (batch, indices) in enumerate(self._batches(epoch, start), start):
-            self._standing.handed_out(epoch, number)
-            if len(indices):
-                yield self._finished(batch, indices, epoch)
-            else:
-                pass_over(number, epoch, awaited=every_batch_counts(self.order))
+        try:
+            for number, (batch, indices) in enumerate(self._batches(epoch, start), start):
+                self._standing.handed_out(epoch, number)
+                if len(indices):
+                    yield self._finished(batch, indices, epoch)
+                else:
+                    pass_over(number, epoch, awaited=every_batch_counts(self.order))
+        except DataError as error:
+            error.__traceback__ = None  # where in here it was noticed tells its owner nothing
+            raise
         self._standing.ended(epoch)
 
     def _tell_if_made_in_each_epoch(self) -> None:

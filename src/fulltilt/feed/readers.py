@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import os
 import traceback
+import types
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from fulltilt.feed import entropy
 from fulltilt.feed.draws import sample_seed
 from fulltilt.feed.generators import Generators
 from fulltilt.feed.own_code import own_module
@@ -84,14 +86,17 @@ class SampleReader:
         with nullcontext() if self._in_worker else generators.untouched():
             if self.random:
                 return self._read_seeded(indices, rows, epoch, generators)
-            indices = sample_of(indices)
-            mark = generators.mark()
-            failures = self._read_together(indices, rows)
-            if failures is None:
-                failures = _failed(read_one(self.dataset, i, self.layout, row) for i, row in _pairs(indices, rows))
-            if mark == generators.mark():
-                return failures
-            return self._read_watched(indices, rows, generators)
+            with entropy.listened():
+                return self._read_unseeded(sample_of(indices), rows, generators)
+
+    def _read_unseeded(self, indices: torch.Tensor, rows: torch.Tensor, generators: Generators) -> list[Failure]:
+        mark = generators.mark()
+        failures = self._read_together(indices, rows)
+        if failures is None:
+            failures = _failed(read_one(self.dataset, i, self.layout, row) for i, row in _pairs(indices, rows))
+        if mark == generators.mark():
+            return failures
+        return self._read_watched(indices, rows, generators)
 
     def _read_seeded(
         self, draws: torch.Tensor, rows: torch.Tensor, epoch: int, generators: Generators
@@ -150,15 +155,26 @@ def read_one(dataset: Any, index: int, layout: Layout, row: torch.Tensor) -> Fai
 def failure_of(dataset: Any, index: int, error: Exception) -> Failure:
     """What is told of ``error``, which sample ``index`` raised."""
     name = name_of(dataset, index) or getattr(error, "filename", None)
-    trace = traceback.format_exc(limit=-6)
+    trace = "".join(traceback.format_exception(type(error), error, _below_ours(error)))
     return Failure(index, "corrupt", _one_line(error), name and str(name), trace, _users_line(error))
+
+
+def _below_ours(error: Exception) -> types.TracebackType | None:
+    """The way to ``error`` from where the data set was asked: how it came to be asked tells its owner nothing."""
+    way = error.__traceback__
+    while way is not None and way.tb_next is not None and _is_ours(way.tb_frame):
+        way = way.tb_next
+    return way
+
+
+def _is_ours(frame: types.FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == __name__.partition(".")[0]
 
 
 def _users_line(error: Exception) -> str | None:
     """The innermost line of the user's own code on the way to ``error``."""
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
-        module = str(frame.f_globals.get("__name__"))
-        if own_module(module) and module.partition(".")[0] != __name__.partition(".")[0]:
+        if own_module(str(frame.f_globals.get("__name__"))) and not _is_ours(frame):
             return f"{Path(frame.f_code.co_filename).name}, line {number}, in {frame.f_code.co_name}"
     return None
 

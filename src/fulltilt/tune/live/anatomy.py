@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fulltilt.tune.live.handles import is_crew, is_open_handle
+from fulltilt.feed.handles import is_crew, is_open_handle
 from fulltilt.tune.live.reach import is_users, methods_of, used_by
 
 DEEPEST = 8

@@ -5,10 +5,15 @@ from __future__ import annotations
 import io
 import sys
 import threading
+import types
 from collections.abc import Callable
 from concurrent.futures import Executor
 from multiprocessing.pool import Pool
 from typing import Any
+
+from fulltilt.feed.generators import reached
+from fulltilt.feed.memory import start_method
+from fulltilt.feed.own_code import names_in, own_module
 
 # Libraries whose open handles must not be shared: readers in two processes would share a position or a lock.
 HANDLES_OF = frozenset({"h5py", "lmdb", "sqlite3", "tables", "netCDF4", "tarfile", "zipfile", "socket"})
@@ -22,6 +27,33 @@ IS_CLOSED: dict[str, Callable[[Any], bool]] = {
     "zipfile": lambda item: getattr(item, "fp", item) is None,
     "socket": lambda item: hasattr(item, "fileno") and item.fileno() < 0,
 }
+
+# Code that asks in which process it runs opens its files there.
+_KNOWS_ITS_PROCESS = frozenset({"getpid", "get_worker_info"})
+
+
+def workers_without_sharing(dataset: Any, workers: int) -> tuple[int, str | None]:
+    """How many of ``workers`` may read ``dataset``, and why not all of them: forked ones share an open file's position.
+
+    What they would read through it is now and then somebody else's sample, and no error.
+    """
+    if not workers or start_method() != "fork":
+        return workers, None
+    parts = list(reached([dataset]))
+    handle = next((item for item in parts if is_open_handle(item)), None)
+    if handle is None or any(_knows_its_process(item) for item in parts):
+        return workers, None
+    name = getattr(handle, "filename", None) or getattr(handle, "name", None)
+    held = f"{type(handle).__name__}{f' of {name}' if isinstance(name, str) else ''}"
+    return 0, (
+        f"read in this process alone: the data set holds an open {held}, which {workers} workers would share; "
+        "open it in the first __getitem__ for workers"
+    )
+
+
+def _knows_its_process(item: Any) -> bool:
+    is_users = isinstance(item, types.FunctionType) and own_module(item.__module__)
+    return is_users and not _KNOWS_ITS_PROCESS.isdisjoint(names_in(item.__code__))
 
 
 def is_open_handle(item: Any) -> bool:

@@ -1,0 +1,102 @@
+"""A file that the data set has open before there are workers is read in one process: forked ones share its position."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from fulltilt import feed
+from fulltilt.feed.handles import workers_without_sharing
+
+SAMPLES, NUMBERS = 400, 64
+
+
+class Opened:
+    """Numbers in a file that is opened where the data set is made, as many are."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("rb")
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.file.seek(index * NUMBERS * 8)
+        return torch.frombuffer(bytearray(self.file.read(NUMBERS * 8)), dtype=torch.int64)
+
+
+class OpenedInEach(Opened):
+    """Opens its file anew wherever it finds itself in another process."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.path, self.process = path, os.getpid()
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.process != os.getpid():
+            self.file, self.process = self.path.open("rb"), os.getpid()
+        return super().__getitem__(index)
+
+
+class Archived:
+    def __init__(self, path: Path) -> None:
+        self.path, self.archive = path, None
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.archive = self.archive or zipfile.ZipFile(self.path)
+        return torch.frombuffer(bytearray(self.archive.read(str(index))), dtype=torch.int64)
+
+
+@pytest.fixture
+def numbers() -> torch.Tensor:
+    return torch.arange(SAMPLES * NUMBERS).view(SAMPLES, NUMBERS)
+
+
+@pytest.fixture
+def file(tmp_path, numbers):
+    path = tmp_path / "numbers.bin"
+    path.write_bytes(numbers.numpy().tobytes())
+    return path
+
+
+@pytest.mark.parametrize("workers", [None, 2])
+@pytest.mark.parametrize("collate", [None, torch.stack])
+def test_workers_do_not_share_an_open_file(file, numbers, workers, collate):
+    dataset = Opened(file)
+    with feed.loader(dataset, batch_size=16, num_workers=workers, collate_fn=collate) as loader:
+        assert loader.workers == 0
+        assert any("holds an open BufferedReader of" in note and "numbers.bin" in note for note in loader.notes)
+        for _ in range(2):
+            assert torch.equal(torch.cat(list(loader)), numbers)
+    dataset.file.close()
+
+
+def test_nor_an_archive_that_was_read_from_before(tmp_path, numbers):
+    with zipfile.ZipFile(tmp_path / "numbers.zip", "w") as archive:
+        for index, row in enumerate(numbers):
+            archive.writestr(str(index), row.numpy().tobytes())
+    dataset = Archived(tmp_path / "numbers.zip")
+    assert workers_without_sharing(dataset, 2) == (2, None)
+    dataset[0]
+    workers, why = workers_without_sharing(dataset, 2)
+    assert workers == 0
+    assert why is not None
+    assert "ZipFile" in why
+    with feed.loader(dataset, batch_size=16, num_workers=2) as loader:
+        assert torch.equal(torch.cat(list(loader)), numbers)
+    dataset.archive.close()
+
+
+def test_code_that_opens_its_file_in_each_process_keeps_its_workers(file, numbers):
+    dataset = OpenedInEach(file)
+    with feed.loader(dataset, batch_size=16, num_workers=2) as loader:
+        assert loader.workers == 2
+        assert torch.equal(torch.cat(list(loader)), numbers)
+    dataset.file.close()
