@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import shelve
 import zipfile
 from collections import OrderedDict, UserDict, defaultdict
 from types import MappingProxyType
@@ -290,3 +291,44 @@ def test_a_convolution_in_a_worker_does_not_wait_for_threads_of_this_process(mon
             assert [tuple(batch.shape) for batch in loader] == [(4, 1, 3, 7, 7)] * 2
         assert loader.tier == "ram"
     assert torch.backends.mkldnn.enabled == torch.backends.mkldnn.is_available()
+
+
+class Shelved:
+    """Opened at the first sample; its file is a mapping whose values are read when they are asked for."""
+
+    def __init__(self, path, opens):
+        self.path, self.opens, self.file = path, opens, None
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        if self.file is None:
+            self.file = self.opens(self.path)
+        return torch.as_tensor(self.file[f"{index}"][()] if self.opens is not shelve.open else self.file[f"{index}"])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_file_that_is_a_mapping_is_not_walked_through(tmp_path, workers):
+    """Each look into an h5py.File makes new objects: they were taken for another content in every epoch."""
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for index in range(20):
+            file[f"{index}"] = [float(index)]
+    dataset = Shelved(tmp_path / "a.h5", h5py.File)
+    dataset[0]  # as a look at a sample in a script leaves it
+    with feed.loader(dataset, 5, num_workers=workers) as loader:
+        for _ in range(4):
+            assert torch.cat(list(loader)).flatten().tolist() == list(range(20))
+        assert loader.tier == "ram"
+    dataset.file.close()
+
+
+def test_a_mapping_that_is_a_file_is_let_go_of(tmp_path):
+    """A shelf of numbers is no plain data: workers would share its one position."""
+    path = str(tmp_path / "shelf")
+    with shelve.open(path) as shelf:
+        shelf.update({f"{index}": index for index in range(20)})
+    dataset = Shelved(path, shelve.open)
+    inspect(dataset)
+    assert dataset.file is None

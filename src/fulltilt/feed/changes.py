@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +87,7 @@ def _of_class(cls: type) -> Iterator[tuple[str, Any]]:
 
 def _as_plain(value: Any) -> Any:
     """A dict of settings, or a number that processes share, as something to compare; None for anything else."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict | types.MappingProxyType):  # others may read what they are asked for from a file
         small = len(value) <= _LIST_ENTRIES and all(isinstance(item, _PLAIN) for item in value.values())
         return tuple(value.items()) if small else None
     if type(value).__module__ == "multiprocessing.sharedctypes":

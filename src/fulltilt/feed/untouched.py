@@ -7,8 +7,9 @@ before the workers are forked would open them here, and all workers would inheri
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def _is_data(value: Any, depth: int = 3) -> bool:
     """Whether ``value`` is plain data, which workers may well inherit. Whatever else it is may hold a handle."""
     if isinstance(value, _DATA) or is_image(value) or type(value).__module__.partition(".")[0] in _DATA_MODULES:
         return True
-    if depth and isinstance(value, Mapping):
+    if depth and isinstance(value, dict | MappingProxyType):  # others may be files: of h5py, of shelve
         return all(_is_data(item, depth - 1) for item in itertools.islice(value.values(), _WIDEST))
     if depth and isinstance(value, list | tuple | set | frozenset):
         return all(_is_data(item, depth - 1) for item in itertools.islice(value, _WIDEST))
@@ -72,7 +73,7 @@ def objects_in(dataset: Any) -> Iterator[Any]:
             if id(item) in seen or isinstance(item, type):
                 continue
             seen.add(id(item))
-            if isinstance(item, Mapping):
+            if isinstance(item, dict | MappingProxyType):
                 following += itertools.islice(item.values(), _WIDEST)
             elif isinstance(item, list | tuple):
                 following += itertools.islice(item, _WIDEST)
