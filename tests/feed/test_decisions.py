@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from fulltilt.errors import DoesNotFit, UsageError
 from fulltilt.feed import tiers
 from fulltilt.feed.order import Order, spread
+from fulltilt.feed.repeats import SAMPLE_BITS, numbered
 from fulltilt.feed.structure import ShapeChanged, Unstorable, layout_of, same_sample
 from fulltilt.feed.tiers import Room, choose_tier, measure_room
 from fulltilt.records import CpuCapacity
@@ -150,3 +152,18 @@ def test_checks_are_spread_over_the_whole_data_set():
     assert list(spread(100, 5)) == [0, 24, 49, 74, 99]
     assert list(spread(2, 8)) == [0, 1]
     assert list(spread(1, 8)) == [0]
+
+
+def test_samples_drawn_once_are_not_sorted(monkeypatch):
+    """With a sampler of a hundred million samples the first batch waited for it; a repeated one is still numbered."""
+    batches = list(torch.split(torch.randperm(100), 8))
+    repeated = [*batches, torch.tensor([int(batches[0][0])])]
+    assert int(numbered(repeated)[-1][0]) == int(batches[0][0]) + (1 << SAMPLE_BITS)
+    monkeypatch.setattr(torch, "sort", None)
+    assert numbered(batches) is batches
+
+
+@pytest.mark.parametrize("as_given", [int, float, np.int32, torch.tensor, str], ids=lambda kind: kind.__name__)
+def test_a_sampler_may_give_numbers_of_any_kind(as_given):
+    order = Order(samples=10, batch_size=4, sampler=[as_given(number) for number in (3, 1, 2, 9, 9)])
+    assert [batch.tolist() for batch in order.batches(0)] == [[3, 1, 2, 9], [9]]
