@@ -59,6 +59,23 @@ def test_settings_that_contradict_each_other() -> None:
     assert "give warmup_steps or warmup_epochs, not both" in told
 
 
+def test_row_24_more_than_any_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: 100,000 workers were started one by one until the memory was gone; a batch of 10²¹ overflowed."""
+    told = problems({"batch_size": 10**21, "max_steps": 2**31, "prefetch": 10**6})
+    assert told.count("should be at most") == 3
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert "workers: should be at most 1,024, not 100,000" in problems({"workers": 100_000})
+    assert config.parse({"workers": 1024, "batch_size": 2**31 - 1}, TrainSettings).workers == 1024
+    monkeypatch.setenv("WORLD_SIZE", "128")  # their workers are counted together
+    assert config.parse({"workers": 100_000}, TrainSettings).workers == 100_000
+
+
+def test_a_key_that_is_no_name(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("epochs: 1\n1: 2\n")
+    with pytest.raises(UsageError, match=r"run\.yaml: 1 is no name of a setting"):
+        config.read(tmp_path / "run.yaml")
+
+
 def test_a_list_of_names() -> None:
     assert config.parse({"trackers": ["wandb", "trackio"]}, TrainSettings).trackers == ("wandb", "trackio")
     assert config.parse({"trackers": []}, TrainSettings).trackers == ()

@@ -21,6 +21,8 @@ Record = TypeVar("Record")
 
 # A config is written by hand. More than this is a mistake or an attack, and YAML takes long over it.
 MOST_CONFIG_BYTES = 256 * 1024
+# Whole numbers without a bound of their own. No job has more of anything, and what counts for torch and files holds it.
+MOST_OF_ANYTHING = 2**31 - 1
 _SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -51,8 +53,11 @@ def read(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is not a valid config: {first[0][:200]}") from error
     if content is None:
         return {}
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+    if not isinstance(content, dict):
         raise UsageError(f"{path} should hold names and values, not {type(content).__name__}")
+    for key in content:
+        if not isinstance(key, str):
+            raise UsageError(f"{path}: {_short(key)} is no name of a setting")
     return content
 
 
@@ -141,10 +146,16 @@ def _converted(kind: Any, value: Any, key: str, bounds: Mapping[str, Any]) -> tu
 def _out_of_bounds(value: Any, bounds: Mapping[str, Any]) -> str | None:
     if isinstance(value, float) and not math.isfinite(value):
         return f"should be a finite number, not {value}"
-    for name, words, holds in (("least", "at least", ge), ("above", "above", gt), ("most", "at most", le)):
-        bound = bounds.get(name)
+    own_most = bounds.get("most")
+    most = MOST_OF_ANYTHING if own_most is None and type(value) is int else own_most
+    for bound, words, holds in (
+        (bounds.get("least"), "at least", ge),
+        (bounds.get("above"), "above", gt),
+        (most, "at most", le),
+    ):
         if bound is not None and not holds(value, bound):
-            return f"should be {words} {bound:g}, not {_short(value)}"
+            told = f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
+            return f"should be {words} {told}, not {_short(value)}"
     return None
 
 

@@ -31,7 +31,7 @@ class CodOptions:
         """What is wrong between fields that are each right alone; ``epochs`` is the engine's."""
         epochs = getattr(self, "epochs", None)
         if epochs is not None and self.stage1_epochs is not None and self.stage1_epochs >= epochs:
-            return [f"stage1_epochs ({self.stage1_epochs}) leaves stage 2 none of the {epochs} epochs"]
+            return [f"stage1_epochs ({self.stage1_epochs}) leaves stage 2 no epoch: there are {epochs} in all (epochs)"]
         return []
 
 
