@@ -144,6 +144,12 @@ def test_a_stop_by_sigterm_changes_nothing(
     assert "Resuming from" in capsys.readouterr().out
     assert same(weights(tmp_path / "model"), weights(whole / "model"))
     assert batch_check(tmp_path) == ("ok", "Batch size: 8 (expected: 8)")
+    assert told_metrics(tmp_path) == told_metrics(whole), "also the mean loss of the epoch that was cut in two"
+
+
+def told_metrics(out: Path) -> list[dict[str, str]]:
+    with (out / "metrics.csv").open() as file:
+        return [{name: value for name, value in row.items() if name != "seconds"} for row in csv.DictReader(file)]
 
 
 def batch_check(out: Path) -> tuple[str, str]:

@@ -42,10 +42,11 @@ class Figures(TrainerCallback):  # type: ignore[misc]
         self._bad = 0
         self._allowed = 0
         self._losses: list[float] = []
+        self.losses_before: list[float] = []  # of the epoch that a resume goes on in
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """See TrainerCallback."""
-        self._losses = []
+        self._losses, self.losses_before = self.losses_before, []
         self._allowed = MOST_SKIPPED_STEPS if args.fp16 else 0
         epoch, done = divmod(state.global_step, self.per_epoch)
         self.screen.epoch_begins(epoch, self.per_epoch, done, left=state.max_steps - state.global_step)
@@ -83,6 +84,11 @@ class Figures(TrainerCallback):  # type: ignore[misc]
         if self._losses:
             shown = {"train_loss": sum(self._losses) / len(self._losses), **shown}
         self.screen.epoch_ends((state.global_step - 1) // self.per_epoch, shown)
+
+    def losses_so_far(self) -> list[float]:
+        """The losses of the epoch up to here, for a checkpoint. Raises Diverged."""
+        self.settle()
+        return self._losses
 
     def settle(self) -> None:
         """Look at every figure that is still on its way. Raises Diverged."""

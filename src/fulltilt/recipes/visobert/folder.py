@@ -19,6 +19,7 @@ from fulltilt.train.resume import set_aside
 
 STATE_FILE = "trainer_state.json"  # Hugging Face's own
 OPTIMIZER_FILE = "optim.json"  # which optimizer the state is of
+LOSSES_FILE = "losses.json"  # of the epoch so far, whose mean is told at its end
 
 
 def take_folder(request: Request, root: Path, screen: Screen, cleanup: contextlib.ExitStack) -> None:
@@ -83,6 +84,15 @@ def _family(optimizer: str) -> str:
 def steps_of(folder: Path) -> int:
     """The step at which a checkpoint was taken."""
     return int(json.loads((folder / STATE_FILE).read_text())["global_step"])
+
+
+def losses_of(folder: Path, per_epoch: int) -> list[float]:
+    """The losses of the epoch that a checkpoint was taken in; none where it ended there, or nobody wrote them down."""
+    if steps_of(folder) % per_epoch == 0:
+        return []
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return [float(loss) for loss in json.loads((folder / LOSSES_FILE).read_text())]
+    return []
 
 
 def best(root: Path, mode: str) -> Path | None:

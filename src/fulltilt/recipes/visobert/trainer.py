@@ -18,7 +18,7 @@ from fulltilt.recipes.visobert import masks, structure
 from fulltilt.recipes.visobert.arguments import optimizer_name
 from fulltilt.recipes.visobert.batches import BucketSampler, ResidentTexts, loader, sorted_batches
 from fulltilt.recipes.visobert.disk import expected_bytes, refusals_told
-from fulltilt.recipes.visobert.folder import OPTIMIZER_FILE
+from fulltilt.recipes.visobert.folder import LOSSES_FILE, OPTIMIZER_FILE
 from fulltilt.train import checkpoint
 from fulltilt.train.keep import KeepPolicy
 from fulltilt.train.replaying import Replaying
@@ -67,13 +67,13 @@ class TextTrainer(Trainer):  # type: ignore[misc]
         policy: KeepPolicy,
         monitor: str | None,
         waited: Callable[[float, int], None],
-        before_saving: Callable[[], None],
+        losses_so_far: Callable[[], list[float]],
         replays: Callable[[str], None] | None,
         **hugging_face: Any,
     ) -> None:
         self.sampler = sampler
         self.root, self.policy, self.monitor = root, policy, monitor
-        self._waited, self._before_saving = waited, before_saving
+        self._waited, self._losses_so_far = waited, losses_so_far
         self._writing_to: Path | None = None
         super().__init__(**hugging_face)
         structure.remember(self.model)
@@ -140,7 +140,7 @@ class TextTrainer(Trainer):  # type: ignore[misc]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write what the Trainer writes, but into a folder that appears under its name when it is whole."""
-        self._before_saving()
+        losses = self._losses_so_far()
         began = time.monotonic()
         step = self.state.global_step
         with self._partial(step) as partial:
@@ -148,9 +148,11 @@ class TextTrainer(Trainer):  # type: ignore[misc]
                 super()._save_checkpoint(model, trial)
             self._barrier()
             if self.is_world_process_zero():
-                kind = json.dumps({"optim": optimizer_name(self.args)})
-                (partial / f"checkpoint-{step}" / OPTIMIZER_FILE).write_text(kind + "\n")
-                checkpoint.adopt(self.root, partial / f"checkpoint-{step}", step, int(self.state.epoch), self._metric())
+                made = partial / f"checkpoint-{step}"
+                with refusals_told(partial, self.checkpoint_bytes):
+                    (made / OPTIMIZER_FILE).write_text(json.dumps({"optim": optimizer_name(self.args)}) + "\n")
+                    (made / LOSSES_FILE).write_text(json.dumps(losses) + "\n")
+                checkpoint.adopt(self.root, made, step, int(self.state.epoch), self._metric())
                 checkpoint.delete_old(self.root, self.policy)
             self._barrier()
         self.longest_save_s = max(self.longest_save_s, time.monotonic() - began)

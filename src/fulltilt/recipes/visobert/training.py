@@ -24,7 +24,15 @@ from fulltilt.recipes.visobert.arguments import optimizer_name, per_rank, total_
 from fulltilt.recipes.visobert.batches import WIDTH_MULTIPLE, BucketSampler, TokenisedTexts, resident
 from fulltilt.recipes.visobert.callbacks import EvaluateEvery, Figures, StopAndSave
 from fulltilt.recipes.visobert.disk import expected_bytes, refusals_told
-from fulltilt.recipes.visobert.folder import STATE_FILE, best, refuse_other, starting_point, steps_of, take_folder
+from fulltilt.recipes.visobert.folder import (
+    STATE_FILE,
+    best,
+    losses_of,
+    refuse_other,
+    starting_point,
+    steps_of,
+    take_folder,
+)
 from fulltilt.recipes.visobert.metrics import classification
 from fulltilt.recipes.visobert.model import load_model, load_tokenizer
 from fulltilt.recipes.visobert.texts import Split, Texts, read_texts
@@ -105,6 +113,8 @@ class Fitting:
         used = min(detect().world, torch.cuda.device_count()) if self.trainer.args.device.type == "cuda" else 0
         gpus = [torch.cuda.get_device_name(number) for number in range(used)]
         self.trainer.check_space()
+        if begin is not None:
+            self.figures.losses_before = losses_of(begin, self.per_epoch)
         arithmetic = asked_of(self.trainer.args).precision or "fp32"
         self.screen.begin("visobert", settings, arithmetic, math.ceil(self.total_steps / self.per_epoch), gpus)
         try:
@@ -145,7 +155,9 @@ class Fitting:
         arguments = training_arguments(self.request, self.per_epoch, self.screen.say)
         try_optimizer(arguments, model)
         self.recorder = self._recorder(device, arguments) if detect().rank == 0 else None
-        figures = Figures(self.screen, settings, loss, self.sampler, len(texts.train.texts), self.per_epoch, device)
+        self.figures = Figures(
+            self.screen, settings, loss, self.sampler, len(texts.train.texts), self.per_epoch, device
+        )
         self.stopper = StopAndSave(self.stop, settings.save_every, self.per_epoch, self.recorder)
         replays = wanted(settings, device, alone=detect().world == 1) and not settings.compile
         self.trainer = self.stopper.trainer = TextTrainer(
@@ -154,7 +166,7 @@ class Fitting:
             policy=KeepPolicy(settings.keep_last, settings.keep_best, settings.monitor_mode),
             monitor=settings.monitor,
             waited=self.screen.loaded,
-            before_saving=figures.settle,
+            losses_so_far=self.figures.losses_so_far,
             replays=self.screen.warn if replays else None,
             model=model,
             args=arguments,
@@ -169,7 +181,7 @@ class Fitting:
             # The recorder last: it looks whether the others have asked for a save, whose time is then a checkpoint's.
             callbacks=[
                 EvaluateEvery(settings.eval_every, self.per_epoch),
-                figures,
+                self.figures,
                 self.stopper,
                 *([] if self.recorder is None else [self.recorder]),
             ],
