@@ -72,3 +72,15 @@ def test_a_disk_that_is_full_for_anything_else_than_a_checkpoint_ends_with_7(num
 def test_batches_are_named_as_the_progress_bar_counts(accumulation: int, names: list[str]) -> None:
     steps = BatchSource([torch.zeros(2, 3)] * 4, accumulation, world=1).steps(epoch=0, consumed=1)
     assert [step.names() for step in steps] == names
+
+
+def test_a_last_batch_of_one_sample_is_told_with_what_to_change(tmp_path: Path) -> None:
+    """Seen to fail: torch's ValueError with code 1, after a whole epoch."""
+    told = io.StringIO()
+    norm = torch.nn.BatchNorm2d(3)
+    assert exit_code_of(lambda: norm(torch.zeros(1, 3, 1, 1)), tmp_path, told) == 2
+    first, remedy = told.getvalue().splitlines()
+    assert "has a single sample" in first
+    assert "drop_last: true" in remedy
+    other = io.StringIO()
+    assert exit_code_of(lambda: int("x"), tmp_path, other) == 1, "other ValueErrors are bugs"
