@@ -8,13 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fulltilt import feed
 from fulltilt.errors import DoesNotFit, UsageError
 from fulltilt.feed import tiers
+from fulltilt.feed.bad_samples import ShapesDiffer
 from fulltilt.feed.order import Order, spread
 from fulltilt.feed.repeats import SAMPLE_BITS, numbered
 from fulltilt.feed.structure import ShapeChanged, Unstorable, layout_of, same_sample
 from fulltilt.feed.tiers import Room, choose_tier, measure_room
 from fulltilt.records import CpuCapacity
+
+from .conftest import Drawn
 
 GIB = 1024**3
 ROOM = Room(vram_bytes=10 * GIB, pinned_bytes=20 * GIB, ram_bytes=40 * GIB, disk_bytes=100 * GIB)
@@ -167,3 +171,20 @@ def test_samples_drawn_once_are_not_sorted(monkeypatch):
 def test_a_sampler_may_give_numbers_of_any_kind(as_given):
     order = Order(samples=10, batch_size=4, sampler=[as_given(number) for number in (3, 1, 2, 9, 9)])
     assert [batch.tolist() for batch in order.batches(0)] == [[3, 1, 2, 9], [9]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("none", [0, 2, 12], ids=["the first", "looked at", "not looked at"])
+def test_none_for_a_bad_sample_is_skipped_wherever_it_stands(none, workers):
+    """Data sets return None for a file that cannot be read; among the samples looked at first, it ended the job."""
+    dataset = Drawn(lambda index: None if index == none else torch.tensor(index), samples=20)
+    with feed.loader(dataset, 5, num_workers=workers, on_bad_sample="skip", max_bad_share=0.1) as loader:
+        for _ in range(2):
+            assert sorted(torch.cat(list(loader)).tolist()) == [index for index in range(20) if index != none]
+        assert any(f"skipped sample {none}:" in note for note in loader.notes)
+
+
+def test_shapes_of_which_no_kind_prevails_are_told_under_skip_too():
+    ragged = Drawn(lambda index: torch.zeros(index + 1), samples=20)
+    with pytest.raises(ShapesDiffer, match="samples differ in shape"):
+        feed.loader(ragged, 5, num_workers=0, on_bad_sample="skip")

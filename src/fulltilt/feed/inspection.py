@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +54,8 @@ def _look(dataset: Any, samples: int, checks: int, policy: Policy) -> Inspection
     with untouched(dataset, generators):
         with files_opened() as opened:
             drawn = _draw(dataset, samples, checks, policy)
+        if policy == "skip":
+            drawn = _of_one_layout(drawn)
         indices = list(drawn)
         try:
             layout = layout_of(drawn[indices[0]])
@@ -111,6 +115,16 @@ def _draw(dataset: Any, samples: int, checks: int, policy: Policy) -> dict[int, 
         assert last is not None
         raise stopped_by(last)
     return drawn
+
+
+def _of_one_layout(drawn: dict[int, Any]) -> dict[int, Any]:
+    """Those of the layout that most have: the others are skipped when they are read. All, where most have none."""
+    alike = defaultdict(list)
+    for index, sample in drawn.items():
+        with suppress(Unstorable):
+            alike[layout_of(sample).describe()].append(index)
+    most = max(alike.values(), key=len, default=[])
+    return {index: drawn[index] for index in most} if 2 * len(most) > len(drawn) else drawn
 
 
 def _check_shapes(dataset: Any, drawn: dict[int, Any], layout: Layout) -> None:
