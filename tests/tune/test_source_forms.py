@@ -88,3 +88,29 @@ def test_of_several_places_it_goes_beside_the_workers_that_were_in_force(in_forc
     assert isinstance(result, Rewritten), result
     assert changed in result.source
     assert result.source.count("persistent_workers") == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("x = DataLoader(ds, 8,  # fits\n)\n", "x = DataLoader(ds, 8,  # fits\n    {},\n)\n"),
+        ("x = DataLoader(ds, 8  # fits\n)\n", "x = DataLoader(ds, 8,  # fits\n    {}\n)\n"),
+        ("x = DataLoader(ds, 8,\n# workers?\n)\n", "x = DataLoader(ds, 8,\n# workers?\n    {},\n)\n"),
+    ],
+)
+def test_a_comment_behind_arguments_on_one_line_stays(source: str, expected: str) -> None:
+    result = rewrite_call(source, 1, WANTED, BEFORE)
+    assert isinstance(result, Rewritten)
+    assert result.source == expected.format("num_workers=8, persistent_workers=True")
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("def f():\n    make = partial(DataLoader, num_workers=0)\ndef g(make):\n    return make(ds)\n", 4),
+        ("def f():\n    make = partial(DataLoader, num_workers=0)\nx = make(ds)\n", 3),
+        ("make = partial(DataLoader, num_workers=0)\ndef g(make):\n    return make(ds)\n", 3),
+    ],
+)
+def test_a_partial_of_another_scope_is_another(source: str, line: int) -> None:
+    assert isinstance(rewrite_call(source, line, WANTED, BEFORE), Refused)

@@ -64,7 +64,14 @@ def _before_another(space: cst.BaseParenthesizableWhitespace, between: cst.Comma
     usual = between.whitespace_after
     if isinstance(space, cst.ParenthesizedWhitespace) and isinstance(usual, cst.ParenthesizedWhitespace):
         return between.with_changes(whitespace_after=space.with_changes(indent=usual.indent, last_line=usual.last_line))
+    if isinstance(space, cst.ParenthesizedWhitespace) and _has_comment(space):  # on one line so far: nothing follows it
+        deeper = cst.SimpleWhitespace(f"{space.last_line.value}    ")
+        return between.with_changes(whitespace_after=space.with_changes(last_line=deeper))
     return between
+
+
+def _has_comment(space: cst.ParenthesizedWhitespace) -> bool:
+    return any(line.comment is not None for line in (space.first_line, *space.empty_lines))
 
 
 def _keyword(name: str, code: str) -> cst.Arg:

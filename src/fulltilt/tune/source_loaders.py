@@ -32,7 +32,7 @@ class LoaderCalls:
         self._tree = tree
         self._given = frozenset(given)
         self._partials = dict(_partials(tree))
-        self._loaders = {"DataLoader", *_other_names(tree), *self._partials}
+        self._loaders = {"DataLoader", *_other_names(tree)}
 
     def at(self, line: int) -> cst.Call:
         """The call that makes the loader at a line: of DataLoader, or of a class of this file. Raises Unclear."""
@@ -67,7 +67,15 @@ class LoaderCalls:
         return named or any(self._is_own_loader(base, depth + 1) for base in bases)
 
     def _is_torchs(self, call: cst.Call) -> bool:
-        return last_name(call.func) in self._loaders
+        return last_name(call.func) in self._loaders or self._partial(call) is not None
+
+    def _partial(self, call: cst.Call) -> cst.Call | None:
+        """The ``partial(DataLoader, …)`` that is called, where its name means nothing else in the call's scope."""
+        name, home = dotted(call.func) or "", self._tree.home(call)
+        made = self._partials.get(name)
+        is_parameter = isinstance(home, cst.FunctionDef) and name in parameters(home, whole=True)
+        seen = made is not None and self._tree.home(made) in (None, home) and not is_parameter
+        return made if seen else None
 
     def constructor(self, call: cst.Call) -> cst.FunctionDef | None:
         """The constructor of a class of this file; None where the class inherits DataLoader's, or is DataLoader."""
@@ -107,7 +115,7 @@ class LoaderCalls:
                     return arg.value
             elif not arg.star and index < len(positions) and positions[index] == name:
                 return arg.value
-        made_from = self._partials.get(dotted(call.func) or "")
+        made_from = self._partial(call)
         return None if made_from is None else keyword(made_from, name)
 
     def _names(self, call: cst.Call) -> set[str]:
@@ -143,7 +151,7 @@ def _partials(tree: SourceTree) -> Iterator[tuple[str, cst.Call]]:
             yield name, value
 
 
-def parameters(function: cst.FunctionDef) -> list[str]:
-    """The names of a method's parameters without self."""
+def parameters(function: cst.FunctionDef, whole: bool = False) -> list[str]:
+    """The names of a method's parameters without self, or ``whole``: of any function's."""
     found = [*function.params.posonly_params, *function.params.params, *function.params.kwonly_params]
-    return [parameter.name.value for parameter in found][1:]
+    return [parameter.name.value for parameter in found][not whole :]
