@@ -71,7 +71,7 @@ def _before_another(space: cst.BaseParenthesizableWhitespace, between: cst.Comma
 
 
 def _has_comment(space: cst.ParenthesizedWhitespace) -> bool:
-    return any(line.comment is not None for line in (space.first_line, *space.empty_lines))
+    return space.first_line.comment is not None or any(line.comment is not None for line in space.empty_lines)
 
 
 def _keyword(name: str, code: str) -> cst.Arg:
