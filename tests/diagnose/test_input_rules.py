@@ -12,7 +12,7 @@ from fulltilt.diagnose.rules.input import input_cpu_bound, input_io_bound, input
 from fulltilt.diagnose.rules.staffing import plan_workers
 from fulltilt.diagnose.rules.wording import Judgement
 from fulltilt.diagnose.supply import Limit
-from fulltilt.records import Abstention, Finding, HotLine, Run, StorageReading
+from fulltilt.records import Abstention, Buckets, Finding, HotLine, Run, Span, StorageReading
 from tests.diagnose.examples import BATCH, STEPS, gpu_rank, loader, machine, rank, run_of, spans_of, workers
 
 INPUT_RULES = (input_serial, input_cpu_bound, input_io_bound, input_handover)
@@ -120,6 +120,13 @@ def test_serial_loading_on_few_cpus_promises_only_what_they_can_carry() -> None:
     assert "a cheaper fetch must give the rest" in finding.fix
 
 
+def test_workers_by_the_hundred_are_no_advice() -> None:
+    fix = found(input_serial(gather(serial(cpus=2.0, wait_s=99.9, cpu_s=1.0)))).fix
+    assert "enough for 8 such workers" in fix
+    assert "no number of workers that fits here would hide it" in fix
+    assert "workers would hide it" not in fix
+
+
 def test_serial_loading_that_only_waits_may_have_more_workers_than_cpus() -> None:
     finding = found(input_serial(gather(serial(cpus=2.0, wait_s=90.0, cpu_s=1.0))))
     assert "num_workers=8" in finding.fix  # 4 for each CPU at most
@@ -140,6 +147,29 @@ def test_a_compute_heavy_cpu_job_leaves_the_loader_little() -> None:
 
 def test_an_iterable_data_set_must_split_its_work() -> None:
     assert "get_worker_info" in found(input_serial(gather(serial(iterable=True)))).fix
+
+
+@pytest.mark.parametrize(
+    "run",
+    [serial(), fed(workers(**IO_WORKERS)), fed(workers(fetch_s=20.0, fetch_cpu_s=1.0, idle_s=120.0))],
+    ids=["serial", "workers", "one of two workers"],
+)
+@pytest.mark.parametrize(("state", "in_vain_s"), [("killed", 600.0), ("interrupted", 600.0), ("killed", 30.0)])
+def test_a_fetch_that_hung_is_no_matter_of_workers(run: Run, state: Any, in_vain_s: float) -> None:
+    """ "1516 workers would hide it" was said of a fetch that never came back."""
+    end_s = run.spans[0][-1].t1_s
+    hung = Span(end_s, end_s + in_vain_s, 1000, 0, 0, None, Buckets(data_wait_s=in_vain_s))
+    (drawn,) = run.ranks[0].loaders
+    run = replace(
+        run,
+        run=replace(run.run, state=state, wall_s=end_s + in_vain_s),
+        ranks=(replace(run.ranks[0], loaders=(replace(drawn, wait_s=drawn.wait_s + in_vain_s),)),),
+        spans=((*run.spans[0], hung),),
+    )
+    (finding,) = (found(judged) for rule in INPUT_RULES if isinstance(judged := rule(gather(run)), Finding))
+    assert ("More workers would wait, too." in finding.fix) == (in_vain_s == 600.0)
+    assert ("num_workers=" in finding.fix) <= (in_vain_s != 600.0)
+    assert ("10 min of it is one wait, from which the job never came back" in finding.evidence) == (in_vain_s == 600.0)
 
 
 def test_batches_that_are_made_elsewhere_name_the_line_that_waits() -> None:

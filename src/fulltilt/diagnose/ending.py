@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from fulltilt.diagnose.words import count, seconds
-from fulltilt.records import BUCKETS, Run, RunRecord
+from fulltilt.records import BUCKETS, Run, RunRecord, Span
 
 # A job that was killed this long after its last step hung, and so many times as long as a step takes.
 HUNG_S, HUNG_STEPS = 10.0, 20
@@ -40,19 +40,28 @@ def ending(run: Run, steps: int) -> str:
     return "; its end was not recorded" if missing else ""
 
 
-def _hung(run: Run) -> str:
-    """What a job did all the time since its last step, if that is long ago; of the rank that is longest at it."""
+def hung_stretch(run: Run) -> Span | None:
+    """The time since the last step of a job that was killed or interrupted, if that is long ago: it hung.
+
+    Of several ranks that of the one that is longest at it.
+    """
     stretches = [rank.under_way for rank in run.ranks if rank.under_way is not None and not rank.finished]
+    stretches += [spans[-1] for spans in run.spans if spans and not spans[-1].steps]
     last = max(stretches, key=lambda span: span.t1_s - span.t0_s, default=None)
-    if last is None:
-        return ""
+    if last is None or run.run.state not in ("killed", "interrupted"):
+        return None
     trained = [span for spans in run.spans for span in spans if span.steps]
     usual_s = sum(span.t1_s - span.t0_s for span in trained) / max(sum(span.steps for span in trained), 1)
-    long_s = last.t1_s - last.t0_s
-    most = max(BUCKETS, key=lambda name: float(getattr(last.buckets, name)))
-    if long_s < max(HUNG_S, HUNG_STEPS * usual_s) or most not in MEANWHILE:
+    return last if last.t1_s - last.t0_s >= max(HUNG_S, HUNG_STEPS * usual_s) else None
+
+
+def _hung(run: Run) -> str:
+    """What a job did all the time since its last step, if it hung."""
+    last = hung_stretch(run)
+    most = max(BUCKETS, key=lambda name: float(getattr(last.buckets, name))) if last is not None else ""
+    if last is None or most not in MEANWHILE:
         return ""
-    return f"; for the last {seconds(long_s)} before that it made none: {MEANWHILE[most]}"
+    return f"; for the last {seconds(last.t1_s - last.t0_s)} before that it made none: {MEANWHILE[most]}"
 
 
 def ended_before_training(record: RunRecord) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fulltilt.diagnose.evidence import Evidence
 from fulltilt.diagnose.gains import amdahl, by_removing, gain
+from fulltilt.diagnose.rules.hanging import hung_fetch
 from fulltilt.diagnose.rules.staffing import gain_without_wait, workers_unmeasured
 from fulltilt.diagnose.rules.wording import Judgement, Severity, at, found, made_for_each_pass, rewritten, time_spent
 from fulltilt.diagnose.supply import Limit, Supply
@@ -20,6 +21,8 @@ def input_handover(evidence: Evidence) -> Judgement:
     loader, supply = evidence.loader, evidence.supply
     if evidence.limit is not Limit.HANDOVER or loader is None or supply is None:
         return None
+    if (hung := hung_fetch(evidence, loader, "input_handover")) is not None:
+        return hung
     wait_s = evidence.buckets.data_wait_s
     facts = [
         time_spent(evidence, "waiting for data", wait_s),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fulltilt.diagnose.evidence import Evidence
 from fulltilt.diagnose.gains import Gain, amdahl, gain
 from fulltilt.diagnose.rules.handmade import made_behind_loader, made_by_hand
+from fulltilt.diagnose.rules.hanging import hung_fetch
 from fulltilt.diagnose.rules.sampling import slow_sampler
 from fulltilt.diagnose.rules.staffing import (
     Staffing,
@@ -40,7 +41,7 @@ def input_serial(evidence: Evidence) -> Judgement:
         return made_by_hand(evidence)
     if sampling_share(evidence.loader) >= evidence.thresholds.sampling_share:
         return slow_sampler(evidence, evidence.loader)
-    return _no_workers(evidence, evidence.loader)
+    return hung_fetch(evidence, evidence.loader, "input_serial") or _no_workers(evidence, evidence.loader)
 
 
 def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
@@ -93,6 +94,8 @@ def _workers_limit(evidence: Evidence, code: FindingCode, limit: Limit) -> Judge
     loader, supply = evidence.loader, evidence.supply
     if evidence.limit is not limit or loader is None or supply is None:
         return None
+    if (hung := hung_fetch(evidence, loader, code)) is not None:
+        return hung
     wait_s = evidence.buckets.data_wait_s
     line = costliest_line(evidence)
     facts = [time_spent(evidence, "waiting for data", wait_s), _worker_time(supply, limit)]
@@ -179,6 +182,8 @@ def _need_and_room(evidence: Evidence, plan: Staffing) -> str:
     room = f"{_cpus(evidence)}, enough for {count('such worker', plan.allowed)} beside the training"
     if plan.needed <= plan.allowed:
         return f"{needed}; {room}"
+    if plan.needed > evidence.thresholds.out_of_reach * plan.allowed:
+        return f"no number of workers that fits here would hide it: {room}; a cheaper fetch must give the rest"
     return f"{needed}, but {room}; a cheaper fetch must give the rest"
 
 
