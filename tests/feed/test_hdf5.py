@@ -387,3 +387,10 @@ def test_mistakes_are_told(files, tmp_path):
     (tmp_path / "text.h5").write_text("no HDF5 at all")
     with pytest.raises(DataError, match="cannot be read as HDF5"):
         feed.hdf5(tmp_path / "text.h5", ["x"], 4)
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**63])
+def test_no_two_epochs_of_a_small_file_have_one_order(files, seed):
+    """The epoch in which the rows arrive was mixed by the seed of the one after it: the second repeated the first."""
+    with feed.hdf5(files[0], ["x", "y"], 32, num_workers=0, seed=seed) as loader:
+        assert len({tuple(rows_of(loader)) for _ in range(4)}) == 4

@@ -11,10 +11,15 @@ import torch
 
 from fulltilt import captures
 from fulltilt.errors import DataError
+from fulltilt.feed.draws import mix
 from fulltilt.feed.hdf5_blocks import DAMAGED, Block, Source
 from fulltilt.feed.hdf5_pool import BlockPool, block_pool
 from fulltilt.feed.hdf5_reader import BlockReader
 from fulltilt.feed.threads import end_at_exit
+
+
+# Seeds of their own: those next to the run's are the orders of the epochs that follow.
+_BLOCKS, _SAMPLES = 1, 2
 
 
 class ArrivalOrder:
@@ -25,7 +30,7 @@ class ArrivalOrder:
 
     def __init__(self, blocks: list[Block], blocks_per_group: int, seed: int, *, shuffle: bool) -> None:
         self._blocks, self._seed, self._shuffle = blocks, seed, shuffle
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(mix(seed, _BLOCKS))
         order = (torch.randperm(len(blocks), generator=generator) if shuffle else torch.arange(len(blocks))).tolist()
         self.groups = [order[start : start + blocks_per_group] for start in range(0, len(order), blocks_per_group)]
         counts = torch.tensor([sum(blocks[number].samples for number in group) for group in self.groups])
@@ -33,7 +38,7 @@ class ArrivalOrder:
 
     def indices(self) -> torch.Tensor:
         """Every sample's number once, in this order."""
-        generator = torch.Generator().manual_seed(self._seed + 1)
+        generator = torch.Generator().manual_seed(mix(self._seed, _SAMPLES))
         parts = []
         for group in self.groups:
             blocks = [self._blocks[number] for number in group]
