@@ -17,7 +17,6 @@ from fulltilt.feed.hdf5_pool import BlockPool, block_pool
 from fulltilt.feed.hdf5_reader import BlockReader
 from fulltilt.feed.threads import end_at_exit
 
-
 # Seeds of their own: those next to the run's are the orders of the epochs that follow.
 _BLOCKS, _SAMPLES = 1, 2
 
