@@ -226,3 +226,20 @@ def test_made_texts_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
     assert not {*found.train.texts} & {*found.validation.texts}
     lengths = sorted(len(text.split()) for text in found.train.texts)
     assert lengths[-1] > 3 * lengths[120], "some texts are much longer than most"
+
+
+def test_two_files_of_one_split_are_not_chosen_from(tmp_path: Path) -> None:
+    """Seen to fail: the CSV was taken without a word, and the other file left out."""
+    write(tmp_path, "train.csv")
+    write(tmp_path, "train.jsonl")
+    with pytest.raises(DataError, match=r"holds train\.csv and train\.jsonl"):
+        read_texts(tmp_path, Options(), 0)
+
+
+def test_a_validation_file_without_a_text_is_told(tmp_path: Path) -> None:
+    """Seen to fail: a part of the training texts was held out in its place, without a word."""
+    write(tmp_path, "train.csv")
+    empty = write(tmp_path, "validation.csv", [])
+    with pytest.raises(DataError, match="has no text") as raised:
+        read_texts(tmp_path, Options(), 0)
+    assert str(empty) in raised.value.what

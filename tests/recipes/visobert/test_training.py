@@ -272,6 +272,24 @@ def test_a_resume_goes_on_evaluating_in_the_same_epochs(
     assert told == [("1", False), ("2", True), ("3", False), ("4", True)]
 
 
+def test_a_setting_that_was_changed_wins_over_the_checkpoint(data: Path, tmp_path: Path, capsys: Any) -> None:
+    """Seen to fail: the Trainer takes lr and weight_decay from the checkpoint, and nobody said a word."""
+    constant = ("--data", data, "--out", tmp_path, "--schedule", "constant")
+    assert train(*constant, "--epochs", "1") == 0
+    capsys.readouterr()
+    config = tmp_path / "more.yaml"
+    config.write_text("lr: 0.05\nweight_decay: 0.2\n")
+    assert train(*constant, "--config", config) == 0
+    assert "Changed since: epochs 1 → 2, lr 0.001 → 0.05, weight_decay 0.01 → 0.2" in capsys.readouterr().out
+    (_, rates), groups = (
+        torch.load(saved_in(tmp_path)[0] / name, weights_only=True)[key]
+        for name, key in (("scheduler.pt", "base_lrs"), ("optimizer.pt", "param_groups"))
+    )
+    assert rates == 0.05
+    assert {group["lr"] for group in groups} == {0.05}
+    assert {group["weight_decay"] for group in groups} == {0.2, 0.0}
+
+
 def test_every_setting_is_heeded_or_refused() -> None:
     """Seen to fail: target, trackers, sharding, record and eight more were taken and silently ignored."""
     package = Path(arguments.__file__).parent

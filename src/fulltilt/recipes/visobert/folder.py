@@ -18,7 +18,7 @@ from fulltilt.train.progress import Screen
 from fulltilt.train.resume import set_aside
 
 STATE_FILE = "trainer_state.json"  # Hugging Face's own
-OPTIMIZER_FILE = "optim.json"  # which optimizer the state is of
+OPTIMIZER_FILE = "optim.json"  # which optimizer the state is of, and the settings of that run
 LOSSES_FILE = "losses.json"  # of the epoch so far, whose mean is told at its end
 
 
@@ -84,6 +84,13 @@ def _family(optimizer: str) -> str:
 def steps_of(folder: Path) -> int:
     """The step at which a checkpoint was taken."""
     return int(json.loads((folder / STATE_FILE).read_text())["global_step"])
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """The settings that a checkpoint was made with; none where nobody wrote them down."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return dict(json.loads((folder / OPTIMIZER_FILE).read_text())["settings"])
+    return {}
 
 
 def losses_of(folder: Path, per_epoch: int) -> list[float]:

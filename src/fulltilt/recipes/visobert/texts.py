@@ -53,7 +53,9 @@ def read_texts(folder: Path, options: Options, seed: int) -> Texts:
     held = _file(folder, _VALIDATION) if folder.is_dir() else None
     validation = list(_rows(held, options)) if held is not None else []
     if not train:
-        raise DataError(f"{folder} has no training text")
+        raise DataError(f"{folder} has no training text", "Below the names of the columns each line is a text.")
+    if held is not None and not validation:
+        raise DataError(f"{held} has no text", "Fill it, or remove it: then a part of the training texts is held out.")
     if not validation:
         train, validation = _held_out(train, options.val_share, seed)
     classes = _classes(train, options)
@@ -69,9 +71,12 @@ def _file(folder: Path, names: tuple[str, ...]) -> Path | None:
         raise DataError(f"the data folder {folder} does not exist", "Give a folder with train.csv with --data.")
     there = {path.name.lower(): path for path in sorted(folder.iterdir()) if path.is_file()}
     for name in names:
-        for suffix in _SUFFIXES:
-            if (path := there.get(f"{name}{suffix}")) is not None:
-                return path
+        found = [path for suffix in _SUFFIXES if (path := there.get(f"{name}{suffix}")) is not None]
+        if len(found) > 1:
+            both = " and ".join(path.name for path in found)
+            raise DataError(f"{folder} holds {both}, and only one of them can be meant", "Take the others out.")
+        if found:
+            return found[0]
     if names == _TRAIN:
         raise DataError(f"{folder} has no train file", f"It is called train, and ends in {', '.join(_SUFFIXES)}.")
     return None

@@ -23,6 +23,7 @@ from fulltilt.train import checkpoint
 from fulltilt.train.keep import KeepPolicy
 from fulltilt.train.replaying import Replaying
 from fulltilt.train.setup import SLOW_DISK_BYTES_PER_S
+from fulltilt.train.state import KeptSettings
 from fulltilt.train.writer import check_space
 
 
@@ -68,12 +69,14 @@ class TextTrainer(Trainer):  # type: ignore[misc]
         monitor: str | None,
         waited: Callable[[float, int], None],
         losses_so_far: Callable[[], list[float]],
+        kept_settings: KeptSettings,
         replays: Callable[[str], None] | None,
         **hugging_face: Any,
     ) -> None:
         self.sampler = sampler
         self.root, self.policy, self.monitor = root, policy, monitor
         self._waited, self._losses_so_far = waited, losses_so_far
+        self._kept_settings = kept_settings
         self._writing_to: Path | None = None
         super().__init__(**hugging_face)
         structure.remember(self.model)
@@ -150,12 +153,27 @@ class TextTrainer(Trainer):  # type: ignore[misc]
             if self.is_world_process_zero():
                 made = partial / f"checkpoint-{step}"
                 with refusals_told(partial, self.checkpoint_bytes):
-                    (made / OPTIMIZER_FILE).write_text(json.dumps({"optim": optimizer_name(self.args)}) + "\n")
+                    told = {"optim": optimizer_name(self.args), "settings": self._kept_settings.state_dict()}
+                    (made / OPTIMIZER_FILE).write_text(json.dumps(told) + "\n")
                     (made / LOSSES_FILE).write_text(json.dumps(losses) + "\n")
                 checkpoint.adopt(self.root, made, step, int(self.state.epoch), self._metric())
                 checkpoint.delete_old(self.root, self.policy)
             self._barrier()
         self.longest_save_s = max(self.longest_save_s, time.monotonic() - began)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """See Trainer, which takes these settings from the checkpoint: one that was changed since has to win."""
+        groups = self.optimizer.param_groups
+        decays, rates = [group["weight_decay"] for group in groups], list(getattr(self.lr_scheduler, "base_lrs", ()))
+        super()._load_optimizer_and_scheduler(checkpoint)
+        changed = self._kept_settings.changed
+        if "weight_decay" in changed:
+            for group, decay in zip(self.optimizer.param_groups, decays, strict=True):
+                group["weight_decay"] = decay
+        if "lr" in changed and rates:
+            before, self.lr_scheduler.base_lrs = self.lr_scheduler.base_lrs, rates
+            for group, old, new in zip(self.optimizer.param_groups, before, rates, strict=True):
+                group["lr"], group["initial_lr"] = group["lr"] * new / old, new
 
     @contextlib.contextmanager
     def _partial(self, step: int) -> Iterator[Path]:

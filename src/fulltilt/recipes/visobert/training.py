@@ -29,6 +29,7 @@ from fulltilt.recipes.visobert.folder import (
     best,
     losses_of,
     refuse_other,
+    settings_of,
     starting_point,
     steps_of,
     take_folder,
@@ -45,6 +46,7 @@ from fulltilt.train.idle_gpu import IdleGpu
 from fulltilt.train.keep import KeepPolicy
 from fulltilt.train.progress import Screen
 from fulltilt.train.replaying import wanted
+from fulltilt.train.state import KeptSettings
 from fulltilt.train.step import is_out_of_memory
 from fulltilt.train.stop import StopRequest
 
@@ -74,6 +76,7 @@ def run(request: Request) -> Mapping[str, float]:
         if begin is not None:
             refuse_other(begin, made.trainer.model, optimizer_name(made.trainer.args))
             screen.say(f"Resuming from {begin} (step {steps_of(begin)})")
+            made.note_changes(settings_of(begin))
         return made.fit(begin)
 
 
@@ -106,6 +109,14 @@ class Fitting:
         self.per_epoch = math.ceil(batches / settings.accumulation)
         self.total_steps = total_steps(settings, self.per_epoch)
         self._build(texts, datasets, device)
+
+    def note_changes(self, before: dict[str, Any]) -> None:
+        """Say what is set otherwise than in the run that goes on, and what follows from it."""
+        self.kept_settings.load_state_dict(before)
+        if self.kept_settings.changed:
+            self.screen.say(f"Changed since: {', '.join(self.kept_settings.changes)}")
+        if {"batch_size", "accumulation", "samples"} & set(self.kept_settings.changed):
+            self.screen.say(f"An epoch has {self.per_epoch} steps now, and epochs are counted by these")
 
     def fit(self, begin: Path | None) -> Mapping[str, float]:
         """Train to the end, or until somebody asks to stop."""
@@ -148,6 +159,7 @@ class Fitting:
 
     def _build(self, texts: Texts, datasets: list[Any], device: torch.device) -> None:
         settings, options = self.request.settings, self.options
+        self.kept_settings = KeptSettings(settings, len(texts.train.texts))
         classes = len(texts.classes)
         weights = torch.tensor(texts.balanced_weights()) if options.class_weights == "balanced" else None
         loss = ClassLoss(weights, options.label_smoothing_factor)
@@ -167,6 +179,7 @@ class Fitting:
             monitor=settings.monitor,
             waited=self.screen.loaded,
             losses_so_far=self.figures.losses_so_far,
+            kept_settings=self.kept_settings,
             replays=self.screen.warn if replays else None,
             model=model,
             args=arguments,
