@@ -6,6 +6,8 @@ import contextlib
 import hashlib
 import json
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -123,7 +125,13 @@ def test_trials_that_fail_are_results_and_the_users_files_stay(
     settings = json.loads((out / "settings.json").read_text())
     assert settings["num_workers"] >= 1
     assert "batch_size" not in settings
-    assert "+    loader = DataLoader(" in (out / "change.diff").read_text()
+    diff = (out / "change.diff").read_text()
+    assert "+    loader = DataLoader(" in diff
+    if shutil.which("patch"):  # what is told writes this diff: a second study might find another
+        told = next(line for line in shown.splitlines() if "write it with: " in line).partition("write it with: ")[2]
+        subprocess.run(shlex.split(told), check=True, capture_output=True)
+        now = (tmp_path / "train.py").read_text().splitlines()
+        assert all(line[1:] in now for line in diff.splitlines() if line.startswith("+ "))
 
 
 def tune(*arguments: str) -> list[str]:

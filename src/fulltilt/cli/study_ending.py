@@ -117,12 +117,15 @@ def _hand_over(
     console.print(Text(change.diff), soft_wrap=True)  # a wrapped line is no diff
     for remark in change.remarks:
         console.print(Text(f"Note: {remark}."))
+    files = [str(change.path), str(folder / DIFF_FILE)]
     if apply:
         apply_change(change, record.source_sha256)
-        back = shlex.join(["patch", "-R", str(change.path), str(folder / DIFF_FILE)])
+        back = shlex.join(["patch", "-R", *files])
         console.print(Text(f"Written into {change.path}; take it back with: {back}"), soft_wrap=True)
     else:
-        console.print(Text(f"The diff is in {folder / DIFF_FILE}; --apply writes it."))
+        # Not by --apply: the study would go on, or begin anew, and may write another one.
+        write = shlex.join(["patch", *files])
+        console.print(Text(f"The diff is in {folder / DIFF_FILE}; write it with: {write}"), soft_wrap=True)
 
 
 def _nothing_measured(trials: Sequence[Trial], folder: Path) -> FulltiltError:
