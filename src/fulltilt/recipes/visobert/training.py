@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 
-from fulltilt.errors import DoesNotFit, RunFolderError, StoppedEarly, UsageError
+from fulltilt.errors import RunFolderError, StoppedEarly
 from fulltilt.feed.text import Batching, Tokens, tokenise
 from fulltilt.integrations.huggingface import FulltiltCallback, asked_of
 from fulltilt.recipes.recipe import Request
@@ -24,6 +24,7 @@ from fulltilt.recipes.visobert.arguments import optimizer_name, per_rank, total_
 from fulltilt.recipes.visobert.batches import WIDTH_MULTIPLE, BucketSampler, TokenisedTexts, resident
 from fulltilt.recipes.visobert.callbacks import EvaluateEvery, Figures, StopAndSave
 from fulltilt.recipes.visobert.disk import expected_bytes, refusals_told
+from fulltilt.recipes.visobert.ending import does_not_fit, holds_code, last_metrics
 from fulltilt.recipes.visobert.folder import (
     STATE_FILE,
     best,
@@ -41,7 +42,6 @@ from fulltilt.recipes.visobert.trainer import ClassLoss, TextTrainer
 from fulltilt.records import Sample, Settings
 from fulltilt.train import rng
 from fulltilt.train.distributed import Group, detect, device_of
-from fulltilt.train.foreign import reason
 from fulltilt.train.idle_gpu import IdleGpu
 from fulltilt.train.keep import KeepPolicy
 from fulltilt.train.progress import Screen
@@ -135,12 +135,9 @@ class Fitting:
                 with contextlib.suppress(RunFolderError):  # what ended the training is to be told, not what followed
                     self.recorder.recording.stop(error=error)
             if is_out_of_memory(error):
-                raise _does_not_fit(settings.batch_size) from error
+                raise does_not_fit(settings.batch_size) from error
             if isinstance(error, pickle.UnpicklingError) and begin is not None:
-                raise UsageError(
-                    f"{begin} is refused: it holds more than tensors, and loading it could run code ({reason(error)})",
-                    "To begin with its weights alone, give the folder as model.",
-                ) from error
+                raise holds_code(begin, error) from error
             raise
         if self.stopper.ended_early:
             step = self.trainer.state.global_step
@@ -149,11 +146,11 @@ class Fitting:
                 "Run the same command again to go on from there.",
             )
         self._keep_model()
-        return _last_metrics(self.trainer.state.log_history)
+        return last_metrics(self.trainer.state.log_history)
 
     def kept_metrics(self, begin: Path) -> Mapping[str, float]:
         """The metrics of a run that is already done."""
-        return _last_metrics(json.loads((begin / STATE_FILE).read_text())["log_history"])
+        return last_metrics(json.loads((begin / STATE_FILE).read_text())["log_history"])
 
     # ----------------------------------------------------------------------- parts
 
@@ -260,16 +257,3 @@ class Fitting:
 
 def _millions(count: int) -> str:
     return f"{count / 1e6:.1f} M" if count >= 1e6 else f"{count:,}"
-
-
-def _last_metrics(history: list[dict[str, float]]) -> dict[str, float]:
-    last = next((entry for entry in reversed(history) if "eval_loss" in entry), {})
-    return {name: value for name, value in last.items() if name.startswith("eval_")}
-
-
-def _does_not_fit(batch_size: int) -> DoesNotFit:
-    return DoesNotFit(
-        f"memory ran out with batches of {batch_size}",
-        f"Set per_device_train_batch_size: {max(batch_size * 5 // 6, 1)}, gradient_checkpointing: true,"
-        " a smaller per_device_eval_batch_size, or optim: adamw_bnb_8bit.",
-    )
