@@ -151,15 +151,19 @@ def checkpoint_stall(evidence: Evidence) -> Judgement:
     left = share_left(share, every)
     where = lines[0].where if lines else None
     engine = _engine_trains(evidence)
-    rarer_by = f"every {_ordinal(every)} time{' (save_every in the settings)' if engine else at(where)}"
-    fix = f"Save {rarer_by}: its share falls from {percent(share)} to {percent(left)}."
+    falls = f"its share falls from {percent(share)} to {percent(left)}"
     # Rarer saves leave a part of them, asynchronous ones the copying: either may win more.
     rarely, beside = amdahl(share * (1 - 1 / every)), amdahl(share * (1 - limits.async_checkpoint_part))
-    if engine:  # it writes beside the training already
+    if engine:
+        fix = (
+            "Every epoch ends with a save, and save_every in the settings adds more: leave it out, or make it "
+            f"{every} times as large ({falls}). Where it is not set, put the run folder (--out) on a faster disk."
+        )
         beside = 1 + (rarely - 1) * limits.recovered_low
     else:
-        fix += (
-            " Or save beside the training: copy the state to host memory and let a thread write it "
+        fix = (
+            f"Save every {_ordinal(every)} time{at(where)}: {falls}. "
+            "Or save beside the training: copy the state to host memory and let a thread write it "
             "(torch.distributed.checkpoint.async_save does both)."
         )
     predicted = gain(min(rarely, beside), max(rarely, beside))
