@@ -14,8 +14,8 @@ import torch
 
 from fulltilt import store
 from fulltilt.diagnose import answer
-from fulltilt.errors import StoppedEarly
-from fulltilt.records import Run
+from fulltilt.errors import RunFolderError, StoppedEarly
+from fulltilt.records import Run, Span
 from fulltilt.timeline import attach
 from fulltilt.timeline.session import Session
 from fulltilt.train.loop import train
@@ -122,7 +122,7 @@ def test_a_training_under_fulltilt_run_is_not_recorded_twice(tmp_path: Path, mon
     finally:
         session.finish()
     assert not (tmp_path / "out" / "run.json").exists()
-    spans = list(store.read_lines(tmp_path / "attached" / "steps.jsonl", store.Span))
+    spans = list(store.read_lines(tmp_path / "attached" / "steps.jsonl", Span))
     assert sum(span.steps for span in spans) == 6
     assert sum(span.buckets.checkpoint_s for span in spans) > 0.0, "the engine's own marks arrive there"
 
@@ -131,7 +131,7 @@ def test_a_disk_that_refuses_the_record_does_not_stop_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
-        raise store.RunFolderError("cannot write run.json: No space left on device")
+        raise RunFolderError("cannot write run.json: No space left on device")
 
     monkeypatch.setattr(store, "write_json", full)
     told = run(tmp_path, epochs=1)
