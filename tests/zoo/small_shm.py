@@ -19,7 +19,7 @@ class Images(Dataset):
 if __name__ == "__main__":
     loader = DataLoader(Images(), batch_size=12, num_workers=2)  # <- here
     model = torch.nn.Sequential(
-        torch.nn.Conv2d(3, 32, 5, 2), torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
+        torch.nn.Conv2d(3, 96, 5, 2), torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for images, labels in loader:
@@ -28,6 +28,6 @@ if __name__ == "__main__":
         loss.backward()
         optimizer.step()
         watch.step(len(images))
-        if watch.seconds > 2:
+        if watch.seconds > 3:
             break
     watch.tell()
