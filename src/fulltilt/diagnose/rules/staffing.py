@@ -79,7 +79,9 @@ def _first_workers_rate(evidence: Evidence, supply: Supply, rate: float, workers
     workers had under way is finished first.
     """
     limits, loader = evidence.thresholds, evidence.loader
-    scaling = limits.scaling_low if workers > 1 else 1.0
+    # Workers slow each other down; on a machine that they fill, one and the training do so as well.
+    fills_cpus = workers + 1 >= evidence.usable_cpus and (supply.busy_share or 0.0) >= limits.cpu_bound_share
+    scaling = limits.scaling_low if workers > 1 or fills_cpus else 1.0
     slowed_s = supply.batch_s / scaling
     training_s = supply.samples_per_batch * (1 - evidence.waiting_share) / rate
     beginning_s = 0.0
