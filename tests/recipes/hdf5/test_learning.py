@@ -44,5 +44,5 @@ def test_shuffled_labels_teach_nothing(windows: Path, tmp_path: Path) -> None:
     for path in shuffled.glob("train-*.h5"):
         with h5py.File(path, "r+") as file:
             file["labels"][:] = np.random.default_rng(0).permutation(file["labels"][:])
-    # What has learned nothing still ranks windows by something that events have more or less of: over seeds 0.41 to 0.52.
+    # What has learned nothing still ranks by something that events have more or less of: over seeds 0.41 to 0.52.
     assert abs(trained(shuffled, tmp_path / "out")["eval_auroc"] - 0.5) < 0.15
