@@ -41,10 +41,11 @@ from fulltilt.records.machine import (
 )
 from fulltilt.records.run import SCHEMA_VERSION, Run, RunRecord
 from fulltilt.records.spans import BUCKETS, Buckets, HotLine, Phases, Span
-from fulltilt.records.tuning import LiveMove, LiveRecord, Settings, Trial
+from fulltilt.records.tuning import MOST_OF_A_SETTING, LiveMove, LiveRecord, Settings, Trial
 
 __all__ = [
     "BUCKETS",
+    "MOST_OF_A_SETTING",
     "SCHEMA_VERSION",
     "Abstention",
     "Buckets",

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+# Far more workers, or batches in a queue, than pay on any machine. Torch would start all of them, one by one, until the
+# memory is gone.
+MOST_OF_A_SETTING = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:

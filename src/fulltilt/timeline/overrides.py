@@ -13,13 +13,10 @@ from typing import Any
 
 from fulltilt import store
 from fulltilt.errors import RunFolderError, UsageError
-from fulltilt.records import Settings
+from fulltilt.records import MOST_OF_A_SETTING, Settings
 from fulltilt.timeline.loader_tap import call_sites
 
 SAME_MATH = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "torch_threads", "start_method")
-
-# Far more of anything than pays on any machine; torch would start ten thousand workers and never come back.
-MOST = 1024
 
 # Beside the settings: the line (file:line) of the loader that they are for. `fulltilt tune` writes it.
 LOADER = "loader"
@@ -61,9 +58,9 @@ def read_settings(path: Path) -> Settings:
 
 def _check(path: Path, settings: Settings) -> None:
     problems = [
-        f"{name} should be from {least} to {MOST}, not {value}"
+        f"{name} should be from {least} to {MOST_OF_A_SETTING}, not {value}"
         for name, least in (("num_workers", 0), ("prefetch_factor", 1), ("torch_threads", 1))
-        if (value := getattr(settings, name)) is not None and not least <= value <= MOST
+        if (value := getattr(settings, name)) is not None and not least <= value <= MOST_OF_A_SETTING
     ]
     if settings.start_method not in (None, "fork", "spawn", "forkserver"):
         problems.append(f"start_method should be fork, spawn or forkserver, not {settings.start_method!r}")

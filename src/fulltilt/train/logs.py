@@ -6,6 +6,7 @@ import csv
 import io
 from pathlib import Path
 
+from fulltilt import store
 from fulltilt.train import durable
 
 METRICS_FILE = "metrics.csv"
@@ -70,9 +71,7 @@ class MetricLog:
         writer = csv.DictWriter(text, columns)
         writer.writeheader()
         writer.writerows(rows[number] for number in sorted(rows))
-        making = self.path.with_name(f"{self.path.name}.new")
-        making.write_bytes(text.getvalue().encode())
-        making.replace(self.path)
+        store.write_text(self.path, text.getvalue())
         return columns
 
 

@@ -6,9 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# More processes of one rank, or batches in a queue, than pay anywhere. Torch would start all of them, one by one, until
-# the machine has no memory left.
-MOST_WORKERS = 1024
+from fulltilt.records import MOST_OF_A_SETTING
 
 
 def bounded(default: Any, *, least: float | None = None, above: float | None = None, most: float | None = None) -> Any:
@@ -53,7 +51,7 @@ class TrainSettings:
     sharding: Literal["none", "full"] = "none"
     # how the data comes
     workers: int = bounded(0, least=0)
-    prefetch: int = bounded(2, least=1, most=MOST_WORKERS)
+    prefetch: int = bounded(2, least=1, most=MOST_OF_A_SETTING)
     residency: Literal["auto", "vram", "pinned", "ram", "disk", "none"] = "auto"
     on_bad_sample: Literal["stop", "skip"] = "stop"
     max_bad_share: float = bounded(0.01, least=0, most=1)
@@ -83,7 +81,7 @@ class TrainSettings:
         """What is wrong between fields that are each right alone."""
         found = []
         world = os.environ.get("WORLD_SIZE", "")
-        most_workers = MOST_WORKERS * (int(world) if world.isdecimal() else 1)
+        most_workers = MOST_OF_A_SETTING * (int(world) if world.isdecimal() else 1)
         if self.workers > most_workers:
             found.append(f"workers: should be at most {most_workers:,}, not {self.workers:,}")
         if self.min_lr > self.lr:
