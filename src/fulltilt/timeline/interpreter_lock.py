@@ -16,7 +16,7 @@ import time
 # Where other threads run Python code they would all change places as often, so that they get longer turns.
 ALONE_S, IN_COMPANY_S = 0.000005, 0.0001
 # A call that keeps the lock for long (a sort, an HDF5 read) cannot be asked to give it up, and whoever waits for it
-# asks again after every turn: short ones take 70 % of a core meanwhile. These take 1 %, and see such calls as well.
+# asks again after every turn: short ones take 70 % of a core meanwhile. These take a few per cent, and see as much.
 PATIENT_S = 0.0005
 # A wait that took this much of the CPU was for such a call. So much of a core may go into them, and so much at once.
 COSTLY_S, ALLOWED_SHARE, AT_ONCE_S = 0.0001, 0.005, 0.02
