@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fulltilt.tune.live.controller import Settle, Situation, decide, pays
 from fulltilt.tune.live.limits import DEFAULT
 from fulltilt.tune.live.room import Room, most_workers
-from fulltilt.tune.live.window import Arrival, Knobs, Seen, Window, summarize
+from fulltilt.tune.live.window import Arrival, Fetches, Knobs, Seen, Window, summarize
 
 
 def simulate(
@@ -88,6 +88,17 @@ def test_a_slower_deep_queue_makes_no_other_number_of_workers_promising() -> Non
     assert isinstance(decide(Situation(Knobs(17), seen, Room(16, cpu_share=0.95))), Settle)
 
 
+@pytest.mark.parametrize(("fetch_s", "tries"), [(1.6, False), (1.2, True), (None, True)])
+def test_a_deeper_queue_is_tried_only_where_workers_had_nothing_to_do(fetch_s: float | None, tries: bool) -> None:
+    # 16 workers that take 1.6 s a batch make ten a second at most, however deep their queue is.
+    rates = {0: 0.6, 8: 5.0, 12: 7.5, 16: 10.0}
+    seen = tuple(Seen(Knobs(workers), rate, 0.02, 1 - rate / 15, 1 / 15, fetch_s) for workers, rate in rates.items())
+    move = decide(Situation(Knobs(16), seen, Room(16)))
+    assert isinstance(move, Settle) is not tries
+    if not isinstance(move, Settle):
+        assert move.knobs[:2] == (16, 4)
+
+
 @pytest.mark.parametrize(
     ("room", "most", "what"),
     [
@@ -140,6 +151,24 @@ def test_a_window_skips_the_beginning_and_ends_when_it_knows_enough() -> None:
     assert seen is not None
     assert seen.wait_share == pytest.approx(0.6)
     assert first >= 4 + DEFAULT.least_s / 0.5
+
+
+def test_a_window_knows_what_a_batch_takes_a_worker_in_it() -> None:
+    now_s, told = 0.0, Fetches(100, 900.0)  # an earlier pool took nine seconds each
+    window = Window(DEFAULT, lambda: told, clock=lambda: now_s)
+    window.begin(Knobs(4), skip=0)
+    seen = None
+    while seen is None:
+        now_s += 0.25
+        told = Fetches(told.batches + 1, told.seconds + 0.9)
+        seen = window.add(Arrival(0.15, 0.1))
+    assert seen.fetch_s == pytest.approx(0.9)
+    assert seen.idle_share == pytest.approx(0.1)  # four batches a second, 0.9 s each, by four workers
+
+
+def test_where_no_worker_tells_nothing_is_known_of_their_idleness() -> None:
+    assert Seen(Knobs(4), 4.0, 0.01, 0.6, 0.1).idle_share is None
+    assert Seen(Knobs(0), 4.0, 0.01, 0.6, 0.1, 0.2).idle_share is None
 
 
 def seconds_until_told(rates: Sequence[float], best: float | None, busy_s: float = 0.02) -> float:

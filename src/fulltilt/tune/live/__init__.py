@@ -59,14 +59,15 @@ class Live:
 
     def _new(self, tap: LoaderTap) -> LoaderTuner:
         from fulltilt.tune.live.diary import Diary
-        from fulltilt.tune.live.surroundings import measure_room
+        from fulltilt.tune.live.surroundings import fetches_so_far, measure_room
         from fulltilt.tune.live.tuner import LoaderTuner
         from fulltilt.tune.live.workshop import Workshop
 
         diary = Diary(tap.loader_id, lambda: time.perf_counter() - self._t0_s, partial(self._write, tap.where))
         workshop = Workshop(self._session.taps, tap, self._limits)
         room = partial(measure_room, self._session, self.tuners)
-        tuner = self.tuners[tap.loader_id] = LoaderTuner(tap, workshop, diary, room, self._limits)
+        fetches = partial(fetches_so_far, self._session.notes, tap)
+        tuner = self.tuners[tap.loader_id] = LoaderTuner(tap, workshop, diary, room, fetches, self._limits)
         return tuner
 
     def _write(self, where: str | None, settings: Settings) -> None:

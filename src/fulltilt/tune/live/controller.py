@@ -119,7 +119,12 @@ def _rate_of_one(start: Seen) -> float:
 
 
 def _deeper_queue(situation: Situation, best: Seen, limits: Limits) -> Knobs | None:
-    """Uneven batches empty a short queue now and then although the workers could keep up on average."""
+    """Uneven batches empty a short queue now and then although the workers could keep up on average.
+
+    They have nothing to do then while the queue is full. Workers that always have something make no more of it.
+    """
+    if best.idle_share is not None and best.idle_share < limits.idle_share:
+        return None
     knobs = best.knobs
     deeper = knobs._replace(prefetch=min(2 * knobs.prefetch, limits.most_prefetch), persistent=True)
     known = {one.knobs[:2] for one in situation.seen} | {other[:2] for other in situation.failed}

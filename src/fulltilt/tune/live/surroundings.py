@@ -13,6 +13,7 @@ from fulltilt.timeline.loader_tap import LoaderTap
 from fulltilt.timeline.notes import RankNotes
 from fulltilt.timeline.session import Session
 from fulltilt.tune.live.room import Room
+from fulltilt.tune.live.window import Fetches
 
 if TYPE_CHECKING:
     from fulltilt.tune.live.tuner import LoaderTuner
@@ -36,6 +37,12 @@ def measure_room(session: Session, tuners: Mapping[int, LoaderTuner], tuner: Loa
         tensors_per_batch=tuner.tensors_per_batch,
         can_pin=_can_pin(session),
     )
+
+
+def fetches_so_far(notes: RankNotes, tap: LoaderTap) -> Fetches:
+    """What the workers of a loader have told of their fetches."""
+    workers = notes.workers.get(tap.loader_id)
+    return Fetches(workers.batches, workers.fetch_s) if workers is not None else Fetches()
 
 
 def _cpu_share(notes: RankNotes, tap: LoaderTap) -> float | None:

@@ -20,7 +20,7 @@ from fulltilt.tune.live.pools import Pool
 from fulltilt.tune.live.room import Room, most_workers
 from fulltilt.tune.live.safety import reason_of_sampler
 from fulltilt.tune.live.serial import FetchWatch
-from fulltilt.tune.live.window import Arrival, Knobs, Seen, Window
+from fulltilt.tune.live.window import Arrival, Fetches, Knobs, Seen, Window
 from fulltilt.tune.live.witness import Differs
 from fulltilt.tune.live.workshop import Workshop
 
@@ -43,14 +43,20 @@ class Trying:
     """What is in force on one loader, what was tried, and what is on trial."""
 
     def __init__(
-        self, tap: LoaderTap, workshop: Workshop, diary: Diary, room: Callable[[], Room], limits: Limits
+        self,
+        tap: LoaderTap,
+        workshop: Workshop,
+        diary: Diary,
+        room: Callable[[], Room],
+        fetches: Callable[[], Fetches],
+        limits: Limits,
     ) -> None:
         self.phase = Phase.WATCHING
         self.in_force = Knobs(0)
         self.best: Pool | None = None
         self.candidate: Pool | None = None
         self.tensors_per_batch = 0
-        self.window = Window(limits)
+        self.window = Window(limits, fetches)
         self._tap = tap
         self._workshop = workshop
         self._diary = diary

@@ -19,6 +19,7 @@ from fulltilt.tune.live.room import Room
 from fulltilt.tune.live.safety import reason_against
 from fulltilt.tune.live.trying import Phase, Trying
 from fulltilt.tune.live.turnover import Turnover
+from fulltilt.tune.live.window import Fetches
 from fulltilt.tune.live.workshop import PASSES_OVERLAP, Workshop, knobs_of
 
 
@@ -26,12 +27,18 @@ class LoaderTuner:
     """Tunes one loader. All of it runs on the thread that draws, between two batches."""
 
     def __init__(
-        self, tap: LoaderTap, workshop: Workshop, diary: Diary, room: Callable[[LoaderTuner], Room], limits: Limits
+        self,
+        tap: LoaderTap,
+        workshop: Workshop,
+        diary: Diary,
+        room: Callable[[LoaderTuner], Room],
+        fetches: Callable[[], Fetches],
+        limits: Limits,
     ) -> None:
         self.tap = tap
         self.diary = diary
         self._workshop = workshop
-        self._trying = Trying(tap, workshop, diary, lambda: room(self), limits)
+        self._trying = Trying(tap, workshop, diary, lambda: room(self), fetches, limits)
         self._turnover = Turnover(limits)
         self._relay: Callable[[], Relay | None] = lambda: None
 
