@@ -125,6 +125,8 @@ def test_what_does_not_fit_a_layout_is_told():
         layout_of([])
     with pytest.raises(Unstorable, match="sparse"):
         layout_of(torch.eye(3).to_sparse())
+    with pytest.raises(Unstorable, match="a meta tensor"):
+        layout_of(torch.eye(3, device="meta"))
 
 
 # --------------------------------------------------------------------------- orders

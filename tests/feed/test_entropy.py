@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import secrets
 import threading
@@ -50,15 +51,37 @@ def test_a_tier_asked_for_by_name_is_refused():
 
 
 def test_generators_seeded_by_the_sample_are_kept():
-    seeded = Drawn(lambda i: torch.tensor([random.Random(i).random(), np.random.default_rng(i).random()]), samples=40)
+    def drawn(i):
+        # NumPy's older one asks the operating system first and takes its seed then.
+        return torch.tensor(
+            [s.random() for s in (random.Random(i), np.random.default_rng(i), np.random.RandomState(i))]
+        )
+
+    seeded = Drawn(drawn, samples=40)
     with feed.loader(seeded, batch_size=10, num_workers=0) as loader:
         first = torch.cat(list(loader))
         assert torch.equal(first, torch.cat(list(loader)))
         assert loader.tier == "ram"
 
 
+def test_a_seed_takes_back_only_a_question_that_nothing_was_drawn_by():
+    before = entropy.asked()
+    with entropy.listened():
+        np.random.RandomState().seed(3)
+        drawn_from = np.random.RandomState(3)
+        assert entropy.asked() == before
+        assert drawn_from.rand() == np.random.RandomState(3).rand()
+        unseeded = np.random.RandomState()
+        unseeded.rand()
+        unseeded.seed(3)
+        assert entropy.asked() == before + 1
+        np.random.RandomState(None)
+        assert entropy.asked() == before + 2
+    assert pickle.loads(pickle.dumps(drawn_from)).rand() == drawn_from.rand()
+
+
 def test_the_originals_are_put_back_by_whichever_thread_leaves_last():
-    originals = os.urandom, random._urandom, random.Random.seed
+    originals = os.urandom, random._urandom, random.Random.seed, np.random.mtrand._MT19937
     inside, leave = threading.Event(), threading.Event()
 
     def listen_on():
@@ -76,7 +99,7 @@ def test_the_originals_are_put_back_by_whichever_thread_leaves_last():
     assert entropy.asked() == before + 1  # the other one still listens
     leave.set()
     thread.join()
-    assert (os.urandom, random._urandom, random.Random.seed) == originals
+    assert (os.urandom, random._urandom, random.Random.seed, np.random.mtrand._MT19937) == originals
     random.Random()
     assert entropy.asked() == before + 1
 

@@ -467,11 +467,6 @@ def test_deterministic_lists_are_kept_whole():
     assert torch.equal(drawn[0], drawn[1])
 
 
-def test_doubt_is_settled_in_favour_of_drawing_anew():
-    """RandomState(seed) asks the operating system before it takes the seed: harmless, but not to be told apart."""
-    assert inspect(Drawn(lambda i: torch.from_numpy(np.random.RandomState(i).rand(3)))).random_because is not None
-
-
 def test_a_profiler_that_is_on_stays_on():
     import cProfile
 

@@ -28,12 +28,13 @@ from typing import Any
 
 import torch
 
+from fulltilt.feed import entropy
 from fulltilt.feed.generators import Generators
 from fulltilt.feed.own_code import own_module
 from fulltilt.feed.structure import same_sample
 
 _SEEDS = (0x5EED0001, 0x0DDBA11)
-_ENTROPY_CALLS = frozenset({"urandom", "getrandom", "uuid4", "uuid1"})
+_ENTROPY_CALLS = frozenset({"getrandom", "uuid1"})  # what ``entropy`` does not hear
 # The user's code asks for the time or the number of its process, and makes or seeds a generator. Either is harmless.
 _CLOCKS = frozenset(
     {"getpid", "time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "now", "utcnow"}
@@ -43,7 +44,7 @@ _SEEDING = frozenset({"Random", "RandomState", "default_rng", "SeedSequence", "G
 
 def first_reason(draw: Callable[[int], Any], indices: Iterable[int], generators: Generators) -> str | None:
     """Why ``draw`` is random, as seen on ``indices``; None if nothing says so. Generators are left as they were."""
-    with generators.untouched():
+    with generators.untouched(), entropy.listened():
         for index in indices:
             reason = _reason(lambda index=index: draw(index), generators)  # type: ignore[misc]
             if reason is not None:

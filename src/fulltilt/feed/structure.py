@@ -185,8 +185,9 @@ def _kind(value: Any) -> str:
 def _as_tensor(value: Any, path: str) -> torch.Tensor:
     """A leaf as default_collate would turn it into a tensor; a PIL image becomes uint8 [channels, height, width]."""
     if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided or value.is_quantized:
-            raise Unstorable(f"{path or 'the sample'} is a {value.layout} tensor; only dense tensors can be kept")
+        kind = "quantized" if value.is_quantized else "meta" if value.is_meta else value.layout
+        if kind is not torch.strided:
+            raise Unstorable(f"{path or 'the sample'} is a {kind} tensor; only dense tensors can be kept")
         return value.detach().cpu().as_subclass(torch.Tensor).contiguous()
     if isinstance(value, bool):
         return torch.tensor(value, dtype=torch.bool)
