@@ -177,12 +177,12 @@ class LateOpened(EarlyOpened):
 
 @pytest.mark.parametrize("residency", ["none", "auto"])
 def test_row_19_a_handle_opened_before_the_fork_is_refused(residency: str, tmp_path: Path) -> None:
-    """Seen to fail: without `refuse_open_handles` four workers read through one handle, and the run ends with code 0
+    """Seen to fail: without `shared_handle` four workers read through one handle, and the run ends with code 0
     whatever they have read."""
     path = hdf5_file(tmp_path / "rows.h5")
     code, _, told = run(tmp_path / "out", EarlyOpened(path), residency=residency, workers=4)
     assert code == 2
-    assert f"EarlyOpened.files['train'] holds an open HDF5 file ({path}) that 4 workers would share" in told
+    assert f"the data set EarlyOpened holds an open File of {path} that 4 workers would share" in told
     assert "Open it in __getitem__" in told
     with pytest.raises(UsageError, match=r"rows\.h5, key /pixels"):
         train(
@@ -191,6 +191,31 @@ def test_row_19_a_handle_opened_before_the_fork_is_refused(residency: str, tmp_p
             tmp_path / "other",
             screen=Screen(tmp_path, speaks=False),
         )
+
+
+class Streamed:
+    """Rows of 192 float32 in a plain file, opened in the constructor."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("rb")
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.file.seek(index * 768)
+        return torch.frombuffer(bytearray(self.file.read(768)), dtype=torch.float32), 0
+
+
+def test_row_19_a_plain_file_opened_before_the_fork_is_refused_too(tmp_path: Path) -> None:
+    """Seen to fail: only HDF5 was looked for, and two workers read each other's rows without an error."""
+    path = tmp_path / "rows.bin"
+    path.write_bytes(numpy.random.default_rng(0).random((64, 192), dtype=numpy.float32).tobytes())
+    data = Streamed(path)
+    code, _, told = run(tmp_path / "out", data, residency="none", workers=2)
+    assert (code, f"holds an open BufferedReader of {path} that 2 workers would share" in told) == (2, True)
+    assert run(tmp_path / "alone", data, residency="none", workers=0)[0] == 0
+    data.file.close()
 
 
 def test_row_19_a_handle_in_each_process_is_fine(tmp_path: Path) -> None:

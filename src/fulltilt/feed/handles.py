@@ -33,22 +33,32 @@ _KNOWS_ITS_PROCESS = frozenset({"getpid", "get_worker_info"})
 
 
 def workers_without_sharing(dataset: Any, workers: int) -> tuple[int, str | None]:
-    """How many of ``workers`` may read ``dataset``, and why not all of them: forked ones share an open file's position.
-
-    What they would read through it is now and then somebody else's sample, and no error.
-    """
-    if not workers or start_method() != "fork":
+    """How many of ``workers`` may read ``dataset``, and why not all of them. See ``shared_handle``."""
+    held = shared_handle(dataset) if workers else None
+    if held is None:
         return workers, None
-    parts = list(reached([dataset]))
-    handle = next((item for item in parts if is_open_handle(item)), None)
-    if handle is None or any(_knows_its_process(item) for item in parts):
-        return workers, None
-    name = getattr(handle, "filename", None) or getattr(handle, "name", None)
-    held = f"{type(handle).__name__}{f' of {name}' if isinstance(name, str) else ''}"
     return 0, (
         f"read in this process alone: the data set holds an open {held}, which {workers} workers would share; "
         "open it in the first __getitem__ for workers"
     )
+
+
+def shared_handle(dataset: Any) -> str | None:
+    """The open file of ``dataset`` that its workers would share, in words; None where there is none.
+
+    Forked workers share its position. What they read through it is now and then somebody else's sample, and no error.
+    """
+    if start_method() != "fork":
+        return None
+    parts = list(reached([dataset]))
+    handle = next((item for item in parts if is_open_handle(item)), None)
+    if handle is None or any(_knows_its_process(item) for item in parts):
+        return None
+    # A data set in an HDF5 file has the name of its key; its file has that of the file.
+    opened = handle if hasattr(handle, "filename") or not hasattr(handle, "file") else handle.file
+    name = getattr(opened, "filename", None) or getattr(opened, "name", None)
+    key = "" if opened is handle else f", key {handle.name}"
+    return f"{type(handle).__name__}{f' of {name}{key}' if isinstance(name, str) else ''}"
 
 
 def _knows_its_process(item: Any) -> bool:

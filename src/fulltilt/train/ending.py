@@ -50,7 +50,7 @@ def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = 
         said = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
         log = _log_traceback([out, Path(tempfile.gettempdir()) / "fulltilt"])
         lines, code = [f"{said} (in {_place(error)}; all of it is in {log})"], 1
-        refusal = refused_path(error) or durable.refused_write(error, out) or _lone_sample(error)
+        refusal = refused_path(error) or durable.refused_write(error, out)
         if refusal is not None:
             lines, code = [refusal.what, refusal.remedy or ""], refusal.exit_code
         if ranks.world > 1 and lost_contact(error):
@@ -117,13 +117,3 @@ def _log_traceback(folders: list[Path]) -> Path | None:
 def _place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "an unknown place"
-
-
-def _lone_sample(error: Exception) -> UsageError | None:
-    """Torch's refusal to normalise one value by itself, which the size of the data or of the pictures leads to."""
-    if not isinstance(error, ValueError) or "Expected more than 1 value per channel" not in str(error):
-        return None
-    return UsageError(
-        "BatchNorm cannot train on one value a channel: a batch, such as the last of an epoch, has a single sample",
-        "Set drop_last: true in the config, or change batch_size; larger pictures have more values, too.",
-    )

@@ -13,11 +13,11 @@ from fulltilt.errors import UsageError
 from fulltilt.feed import FeedLoader
 from fulltilt.feed.augment import Augmentation, as_augmentation
 from fulltilt.feed.bad_samples import BadSamples, ShapesDiffer
+from fulltilt.feed.handles import shared_handle
 from fulltilt.feed.inspection import inspect
 from fulltilt.feed.places import home_of
 from fulltilt.feed.residency import Residence
 from fulltilt.train.distributed import Ranks, part_of
-from fulltilt.train.handles import refuse_open_handles
 from fulltilt.train.sampler import EpochPlan
 from fulltilt.train.sources import BatchSource, LoaderSettings, MapSource, Source, StepData, WorkerStart, listed
 
@@ -35,7 +35,11 @@ def source(
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not streams:
         if len(data) == 0:
             raise UsageError("the data set is empty")
-        refuse_open_handles(data, loading.workers)
+        if loading.workers and (held := shared_handle(data)) is not None:
+            raise UsageError(
+                f"the data set {type(data).__name__} holds an open {held} that {loading.workers} workers would share",
+                "Open it in __getitem__, once in each process, or set workers: 0.",
+            )
         plan = replace(plan, samples=len(data))
         # Only the feed finishes batches on the device, for data sets that leave that to it.
         through_feed = loading.residency != "none" or getattr(data, "finishes_on_device", False)
