@@ -7,6 +7,7 @@ import itertools
 import os
 import pickle
 import threading
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -366,6 +367,37 @@ def test_damage_in_a_chunk_names_file_key_and_rows(files):
         raw.write(b"\0" * chunk.size)
     with pytest.raises(DataError, match=r"1\.h5, key x, rows"):
         list(feed.hdf5(files, ["x", "y"], 10, residency="ram", num_workers=2))
+
+
+@pytest.mark.parametrize(
+    ("source", "key", "told"),
+    [
+        ("gone.h5", "x", r"rows of 'features' come from gone\.h5, which is not there"),
+        ("rows.h5", "y", r"rows of 'features' come from 'y' in .*rows\.h5, which has no such key"),
+        ("text.h5", "x", r"rows of 'features' come from .*text\.h5, which cannot be read"),
+        ("rows.h5", "x", None),
+    ],
+)
+def test_rows_that_come_from_a_file_that_is_gone_are_told(source, key, told, tmp_path):
+    """Seen to fail: the library gives zeros in their place, which were trained on."""
+    rows = np.arange(24, dtype="f4").reshape(8, 3)
+    (tmp_path / "text.h5").write_text("text")
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
+        file["x"] = rows
+    layout = h5py.VirtualLayout((8, 3), "f4")
+    layout[:] = h5py.VirtualSource(source, key, (8, 3))
+    with h5py.File(tmp_path / "all.h5", "w") as file:
+        file.create_virtual_dataset("features", layout)
+    refused = nullcontext() if told is None else pytest.raises(DataError, match=told)
+    with refused, feed.hdf5(tmp_path / "all.h5", ["features"], 8, shuffle=False, device="cpu", num_workers=0) as loader:
+        assert torch.equal(next(iter(loader)), torch.from_numpy(rows))
+
+
+def test_a_link_into_a_file_that_is_gone_is_no_damage(tmp_path):
+    with h5py.File(tmp_path / "linked.h5", "w") as file:
+        file["features"] = h5py.ExternalLink("gone.h5", "/x")
+    with pytest.raises(DataError, match=r"'features' is a link to '/x' in gone\.h5, which cannot be opened"):
+        feed.hdf5(tmp_path / "linked.h5", ["features"], 8)
 
 
 def test_mistakes_are_told(files, tmp_path):

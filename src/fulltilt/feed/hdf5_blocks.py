@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fulltilt.errors import DataError, UsageError
+from fulltilt.feed.hdf5_elsewhere import broken_link, refuse_missing
 
 # A block is large enough to amortise a read call and a copy, and small enough that several fit beside a batch.
 BLOCK_BYTES = 8 * 1024**2
@@ -145,7 +146,7 @@ def describe(
                 lengths = {key: file[key].shape[0] for key in keys}
         except BlockingIOError as error:
             raise DataError(f"{name} is locked: {error}", "Close it where it is being written.") from error
-        except (OSError, KeyError) as error:  # KeyError: a link into another file that is not there
+        except (OSError, KeyError) as error:
             raise DataError(f"{name} cannot be read as HDF5: {error}", DAMAGED) from error
         if len(set(lengths.values())) > 1:
             raise DataError(f"{name}: its keys differ in length: {lengths}", "Each row needs a value under every key.")
@@ -160,7 +161,7 @@ def describe(
     if source.samples == 0:
         length = "" if window is None else f" for windows of {window}"
         raise DataError(
-            f"{', '.join(source.files[:3])}: no sample in {source.total_rows} rows{length}",
+            f"{', '.join(source.files[:3])}: no sample in {source.total_rows} of {sum(rows)} rows{length}",
             "More rows are needed, a shorter window, or another share of the files.",
         )
     return source
@@ -169,12 +170,16 @@ def describe(
 def _column(file: Any, name: str, key: str) -> Column:
     if key not in file:
         raise UsageError(f"{name} has no key {key!r}", f"It has: {', '.join(sorted(file)) or 'none'}.")
-    data = file[key]
+    try:
+        data = file[key]
+    except KeyError as error:
+        raise broken_link(file, name, key) or error from None
     if hasattr(data, "keys"):
         inside = ", ".join(f"{key}/{inner}" for inner in sorted(data)) or "nothing"
         raise UsageError(f"{name}: {key!r} is not an array of rows, but a group", f"It holds: {inside}.")
     if not getattr(data, "shape", None):  # a single value, a type, or nothing at all
         raise UsageError(f"{name}: {key!r} is not an array of rows, but a single value", "Give another key.")
+    refuse_missing(data, name, key)
     import numpy
 
     try:

@@ -92,6 +92,30 @@ def test_classes_are_sorted_as_numbers_or_taken_as_given_and_weighed(tmp_path: P
     assert read_texts(tmp_path, Options(classes="10, 2, 3"), 0).balanced_weights()[2] == 0.0
 
 
+def test_labels_that_only_look_like_numbers_are_names(tmp_path: Path) -> None:
+    """Seen to fail: int() refuses what str.isdigit() calls digits, and what has two signs."""
+    write(tmp_path, "train.jsonl", [("a", "²"), ("b", "--5"), ("c", "-1"), ("d", "3")])
+    write(tmp_path, "val.jsonl", [("a", "3")])
+    assert read_texts(tmp_path, Options(), 0).classes == ("-1", "3", "--5", "²")
+
+
+@pytest.mark.parametrize(
+    ("suffix", "row", "told"),
+    [
+        ("csv", ("x", "nan"), "there is no label"),
+        ("jsonl", ("x", float("nan")), "there is no label"),
+        ("parquet", ("x", float("nan")), "there is no label"),
+        ("jsonl", (float("nan"), 1.0), "there is no text"),
+        ("jsonl", ("x \ud83d", 1.0), r"half a character \('\\ud83d'\)"),
+    ],
+)
+def test_what_is_missing_or_cut_is_no_class_and_no_text(tmp_path: Path, suffix: str, row: Any, told: str) -> None:
+    """Seen to fail: NaN was one more class, and half an emoji ended the tokenizer's training."""
+    write(tmp_path, f"train.{suffix}", [("a", 1.0), ("b", 2.0), row])
+    with pytest.raises(DataError, match=rf"line [34]: {told}"):
+        read_texts(tmp_path, Options(), 0)
+
+
 def test_mistakes_are_told_with_file_and_line(tmp_path: Path) -> None:
     def told(kind: type[FulltiltError], path: Path = tmp_path, **given: object) -> str:
         with pytest.raises(kind) as caught:

@@ -69,7 +69,8 @@ def hdf5_files(folder: Path) -> list[Path]:
         return [folder]
     if not folder.is_dir():
         raise DataError(f"the data folder {folder} does not exist", "Give a folder of .h5 files with --data.")
-    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES and path.is_file())
+    found = (path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES and not path.is_dir())
+    files = sorted(path for path in found if path.name[0] != ".")  # those are a system's own
     if not files:
         raise DataError(f"{folder} holds no HDF5 file", f"Their names end in {', '.join(sorted(_SUFFIXES))}.")
     return files
@@ -109,6 +110,8 @@ def _feature_count(source: Source, keys: list[str], options: Options) -> int:
             found = f"[rows{''.join(f', {size}' for size in column.shape)}]"
             remedy = None if options.window else "For long recordings of [rows, features] set window."
             raise DataError(f"{file}: {column.key!r} is {found}, not {meant}", remedy)
+        if not column.row_bytes:
+            raise DataError(f"{file}: {column.key!r} has {list(column.shape)} numbers a row: there is nothing to learn")
     if len({column.shape[:-1] for column in source.columns[:-1]}) > 1:
         raise DataError(f"{file}: {', '.join(keys)} differ in their number of time steps")
     return sum(column.shape[-1] for column in source.columns[:-1])

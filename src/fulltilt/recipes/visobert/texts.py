@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from fulltilt.recipes.visobert import Options
 
 _TRAIN, _VALIDATION = ("train",), ("validation", "valid", "val", "dev", "test")
+_HALF = re.compile("[\ud800-\udfff]")  # JSON may hold halves of surrogate pairs, which no tokenizer takes
 _SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 
 
@@ -107,7 +110,14 @@ def _classes(train: list[_Row], options: Options) -> tuple[str, ...]:
     found = {label for _, _, label in train}
     if len(found) < 2:
         raise DataError(f"every training text has the label {found.pop()!r}", "There is nothing to tell apart.")
-    return tuple(sorted(found, key=lambda name: (0, int(name), name) if name.lstrip("-").isdigit() else (1, 0, name)))
+    return tuple(sorted(found, key=_numbers_first))
+
+
+def _numbers_first(label: str) -> tuple[int, int, str]:
+    try:
+        return 0, int(label), label
+    except ValueError:
+        return 1, 0, label
 
 
 def _split(rows: list[_Row], numbers: dict[str, int]) -> Split:
@@ -131,15 +141,22 @@ def _rows(path: Path | None, options: Options) -> Iterator[_Row]:
             for name, value in zip(wanted, values, strict=True):
                 if isinstance(value, list | dict):
                     raise DataError(f"{path}, line {line}: {name} is {str(value)[:60]}, not one value")
-            if text is None or not str(text).strip():
+            if _is_missing(text):
                 raise DataError(f"{path}, line {line}: there is no text", "Remove the line.")
-            if label is None or str(label).strip() == "":
+            if _is_missing(label) or label == "nan":  # what tables write in its place
                 raise DataError(f"{path}, line {line}: there is no label", "Label the text or remove the line.")
+            if (half := _HALF.search(f"{text}{label}")) is not None:
+                what = f"{path}, line {line}: half a character ({half[0]!a}), as where a text was cut within an emoji"
+                raise DataError(what, "Remove it.")
             yield f"{path}, line {line}", str(text), str(label).strip()
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 (byte {error.start})", "Save it as UTF-8.") from error
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or not str(value).strip() or (isinstance(value, float) and math.isnan(value))
 
 
 _Pairs = Iterator[tuple[int, tuple[Any, Any]]]
