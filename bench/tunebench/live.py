@@ -23,7 +23,7 @@ TURNS, TURN_S = 2, 30.0
 
 
 def measure(job: Job, folder: Path, device: torch.device, best: dict[str, Any], figures: Figures, small: bool) -> None:
-    """The sweep's best, one training run under live tuning, the best and what was found in turns with nobody looking on.
+    """The sweep's best, then a training run under live tuning, then the best and what was found in turns, unobserved.
 
     The machine's own pace drifts by a fifth within minutes, so that the best stands on both sides of the run.
     """

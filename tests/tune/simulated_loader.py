@@ -15,7 +15,11 @@ class Drawn(NamedTuple):
 
 
 def draws(
-    workers: int, prefetch: int, make_s: float, busy_s: Callable[[int], float], head_start_s: float = 0.0
+    workers: int,
+    prefetch: int,
+    make_s: float | Callable[[], float],
+    busy_s: Callable[[int], float],
+    head_start_s: float = 0.0,
 ) -> Iterator[Drawn]:
     """Batches without end: each worker makes one in ``make_s``, the loop is busy for ``busy_s(number)`` with each.
 
@@ -26,7 +30,7 @@ def draws(
 
     def order(now_s: float) -> None:
         worker = len(made_s) % workers
-        free_s[worker] = max(free_s[worker], now_s) + make_s
+        free_s[worker] = max(free_s[worker], now_s) + (make_s() if callable(make_s) else make_s)
         made_s.append(free_s[worker])
 
     for _ in range(workers * prefetch):

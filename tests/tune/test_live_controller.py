@@ -88,15 +88,22 @@ def test_a_slower_deep_queue_makes_no_other_number_of_workers_promising() -> Non
     assert isinstance(decide(Situation(Knobs(17), seen, Room(16, cpu_share=0.95))), Settle)
 
 
-@pytest.mark.parametrize(("fetch_s", "tries"), [(1.6, False), (1.2, True), (None, True)])
-def test_a_deeper_queue_is_tried_only_where_workers_had_nothing_to_do(fetch_s: float | None, tries: bool) -> None:
-    # 16 workers that take 1.6 s a batch make ten a second at most, however deep their queue is.
-    rates = {0: 0.6, 8: 5.0, 12: 7.5, 16: 10.0}
+@pytest.mark.parametrize(
+    ("fetch_s", "room", "tries"),
+    [
+        (1.58, Room(16), False),  # the workers have nothing to do for a hundredth of their time
+        (1.3, Room(16, cpu_share=1.0), True),  # … for a fifth of it
+        (1.496, Room(16, cpu_share=0.5), True),  # … for a fifteenth of it
+        (1.496, Room(16, cpu_share=1.0), False),  # … in which the CPUs work for the others and for the training
+        (None, Room(16), True),  # nobody knows
+    ],
+)
+def test_a_deeper_queue_is_tried_only_where_it_could_win(fetch_s: float | None, room: Room, tries: bool) -> None:
+    rates = {0: 0.6, 8: 5.0, 12: 7.5, 16: 10.0, 18: 9.5}
     seen = tuple(Seen(Knobs(workers), rate, 0.02, 1 - rate / 15, 1 / 15, fetch_s) for workers, rate in rates.items())
-    move = decide(Situation(Knobs(16), seen, Room(16)))
-    assert isinstance(move, Settle) is not tries
-    if not isinstance(move, Settle):
-        assert move.knobs[:2] == (16, 4)
+    move = decide(Situation(Knobs(16), seen, room))
+    deeper = not isinstance(move, Settle) and move.knobs.prefetch > 2
+    assert deeper is tries
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fulltilt.tune.bracket import Bracket
+from fulltilt.tune.bracket import WORTH, Bracket
 from fulltilt.tune.live.limits import DEFAULT, Limits
 from fulltilt.tune.live.room import Room, most_workers
 from fulltilt.tune.live.window import Knobs, Seen
@@ -119,11 +119,8 @@ def _rate_of_one(start: Seen) -> float:
 
 
 def _deeper_queue(situation: Situation, best: Seen, limits: Limits) -> Knobs | None:
-    """Uneven batches empty a short queue now and then although the workers could keep up on average.
-
-    They have nothing to do then while the queue is full. Workers that always have something make no more of it.
-    """
-    if best.idle_share is not None and best.idle_share < limits.idle_share:
+    """Uneven batches empty a short queue now and then although the workers could keep up on average."""
+    if _queue_could_win(best, situation.room, limits) < WORTH:
         return None
     knobs = best.knobs
     deeper = knobs._replace(prefetch=min(2 * knobs.prefetch, limits.most_prefetch), persistent=True)
@@ -131,3 +128,19 @@ def _deeper_queue(situation: Situation, best: Seen, limits: Limits) -> Knobs | N
     most, _ = most_workers(situation.room, deeper.prefetch, limits)
     once = knobs.prefetch == situation.seen[0].knobs.prefetch
     return deeper if once and 0 < knobs.workers <= most and deeper[:2] not in known else None
+
+
+def _queue_could_win(best: Seen, room: Room, limits: Limits) -> float:
+    """How many times as fast twice the queue could be.
+
+    While one batch takes long, the other workers fill their queue and idle. Part of that can be won, unless the CPUs
+    have others to work for meanwhile; workers that always have something to do make no more of a deeper queue.
+    """
+    idle, workers = best.idle_share, best.knobs.workers
+    if idle is None or not workers:
+        return math.inf
+    of_idleness = limits.queue_wins * idle / max(1 - idle, 1e-9)
+    fetching_cpus = workers * (1 - idle) * (room.cpu_share or 0.0)
+    training_cpus = 1 - best.wait_share
+    spare_cpus = max(room.cpus / room.ranks - fetching_cpus - training_cpus, 0.0)
+    return 1 + min(of_idleness, spare_cpus / max(fetching_cpus, 1e-9))

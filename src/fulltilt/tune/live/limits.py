@@ -13,7 +13,6 @@ class Limits:
     enough_wait_share: float = 0.03  # a healthy loader's next() costs 1 to 3 %: there the loader is no longer the limit
     clear_wait_share: float = 0.2  # so far above the last that a few more batches would not bring it down there
     turnover_share: float = 0.05  # a pass of a minute loses 1 to 2 s to respawned workers; less is not worth a change
-    idle_share: float = 0.03  # what workers idle is the most that a deeper queue can win: less is not worth a trial
     paid_share: float = 0.02  # two windows of the same setting differ by this much
     most_moves: int = 8  # at six to nine seconds each: one minute of training
 
@@ -40,6 +39,7 @@ class Limits:
     shm_share: float = 0.5  # of the free /dev/shm: uneven batches and other ranks can double the estimate
     files_share: float = 0.5  # of the file descriptors left
     files_per_worker: int = 4  # two pipes and a sentinel in the training process
+    queue_wins: float = 0.5  # of what workers idle, by twice the queue: tests/tune/test_bursts.py has it simulated
     most_prefetch: int = 8  # deeper queues help no loader whose mean rate is too low
 
 
