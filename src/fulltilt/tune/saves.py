@@ -2,11 +2,12 @@
 
 | entry point                                        | in a trial                                                 |
 |----------------------------------------------------|------------------------------------------------------------|
-| torch.save, safetensors' save_file                 | written to the scratch folder                              |
-| torch.load, safetensors' load_file                 | read from there what this trial has saved                  |
+| torch.save, torch.jit.save, safetensors, parquet, …| written to the scratch folder (`savers.py`)                |
+| torch.load, torch.jit.load, …                      | read from there what this trial has saved                  |
 | save_pretrained, save_model, … of Hugging Face     | their folder is in the scratch folder                      |
 | Lightning's checkpoints                            | written to the scratch folder                              |
 | sqlite3.connect, h5py.File of what was there before| opens a copy in the scratch folder, the file stays         |
+| sqlite3.connect, h5py.File of a new file, training | made in the scratch folder                                 |
 """
 
 from __future__ import annotations
@@ -20,38 +21,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fulltilt.tune.savers import LOADERS, OPENERS, SAVERS
 from fulltilt.tune.users_files import Guard, UsersFiles
-
-# Where libraries save: the module, the attribute, and the place of the path among the arguments (self counted).
-SAVERS = {
-    "torch": (("save", 1, "f"),),
-    "safetensors.torch": (("save_file", 1, "filename"), ("save_model", 1, "filename")),
-    "safetensors.numpy": (("save_file", 1, "filename"),),
-    "transformers.modeling_utils": (("PreTrainedModel.save_pretrained", 1, "save_directory"),),
-    "transformers.tokenization_utils_base": (("PreTrainedTokenizerBase.save_pretrained", 1, "save_directory"),),
-    "transformers.configuration_utils": (
-        ("PretrainedConfig.save_pretrained", 1, "save_directory"),
-        ("PreTrainedConfig.save_pretrained", 1, "save_directory"),
-    ),
-    "transformers.trainer": (("Trainer.save_model", 1, "output_dir"),),
-    "accelerate.accelerator": (
-        ("Accelerator.save_state", 1, "output_dir"),
-        ("Accelerator.save_model", 2, "save_directory"),
-    ),
-    "lightning.fabric.utilities.cloud_io": (("_atomic_save", 1, "filepath"),),
-    "lightning.fabric.plugins.io.torch_io": (("_atomic_save", 1, "filepath"),),
-    "pytorch_lightning.plugins.io.torch_plugin": (("_atomic_save", 1, "filepath"),),
-}
-# Libraries that open files without Python's own open: the place of the path, and that of the mode where there is one.
-OPENERS: dict[str, tuple[tuple[str, int, str, int | None], ...]] = {
-    "sqlite3": (("connect", 0, "database", None),),
-    "sqlite3.dbapi2": (("connect", 0, "database", None),),
-    "h5py._hl.files": (("File.__init__", 1, "name", 2),),
-}
-LOADERS = {
-    "torch": (("load", 0, "f"),),
-    "safetensors.torch": (("load_file", 0, "filename"),),
-}
 
 
 class Saves:
@@ -153,7 +124,7 @@ class Saves:
     ) -> Callable[..., Any]:
         def opened(*args: Any, **kwargs: Any) -> Any:
             given = kwargs.get(name, args[place] if len(args) > place else None)
-            if not self.files.is_path(given):
+            if not self.files.is_path(given) or str(given).startswith((":memory:", "file:")):
                 return original(*args, **kwargs)
             mode = "a"
             if mode_place is not None:
@@ -162,6 +133,10 @@ class Saves:
                 path = self.files.aside(given) if self.files.aside(given).is_file() else given
             else:
                 path = self.files.copy_to_write(given, starts_empty=mode == "w")
+                if path is given and self.files.would_be_taken_away(given):
+                    # sqlite makes its file later, with others beside it: what is made aside goes with all of them.
+                    path = self.files.aside(given)
+                    path.parent.mkdir(parents=True, exist_ok=True)
             if name in kwargs:
                 return original(*args, **{**kwargs, name: path})
             return original(*args[:place], path, *args[place + 1 :], **kwargs)

@@ -117,7 +117,14 @@ class UsersFiles:
         """Something new was made. What is written under the working folder while the job trains never stays."""
         absolute = _absolute(path) if self.is_path(path) else None
         if absolute is not None and not absolute.startswith(self._records):
-            self._made.note(absolute, stays and not (self.trains and absolute.startswith(self._working_folder)))
+            self._made.note(absolute, stays and not self._passes(absolute))
+
+    def would_be_taken_away(self, path: Any) -> bool:
+        """Whether this is not there yet, and would not stay if it were made now."""
+        return not _is_there(path) and self._passes(_absolute(path))
+
+    def _passes(self, absolute: str) -> bool:
+        return self.trains and absolute.startswith(self._working_folder)
 
     # ------------------------------------------------------------------ the guards
 
