@@ -9,7 +9,7 @@ import pytest
 from fulltilt.probes.gpu import Gpus
 from fulltilt.records import Run, Sample, Settings, Trial
 from fulltilt.testing import FakeClock, throttled_gpu
-from fulltilt.tune.assignment import Answer
+from fulltilt.tune.assignment import Answer, TrainingLoader
 from fulltilt.tune.interval import Block
 from fulltilt.tune.outcome import Attempt, conclude, last_exception
 from fulltilt.tune.trial_run import Ended
@@ -106,3 +106,16 @@ def test_what_a_launcher_says_of_its_ranks_is_not_why_they_failed() -> None:
     assert last_exception(f"[rank1]: x\nValueError: no data\n{launcher}") == "ValueError: no data"
     usage = "train.py: error: unrecognized arguments: --budget 3s"
     assert last_exception(f"usage: train.py [-h]\n{usage}\n{launcher}") == usage
+
+
+def test_settings_are_those_of_the_loader_that_is_studied() -> None:
+    """Once it was fast enough, those of the loader beside it were told: other workers, and another batch size."""
+    studied = examples.loader(where="train.py:3", dataset_len=4000, num_workers=8, batch_size=16, wait_s=1.0)
+    beside = examples.loader(
+        loader_id=1, where="train.py:4", dataset_len=2000, num_workers=0, batch_size=4, wait_s=50.0
+    )
+    run = examples.run_of(examples.rank(loaders=(studied, beside)))
+    trial = conclude(ATTEMPT, DONE, ANSWER, run, START, TrainingLoader("train.py:3", 4000))
+    assert (trial.in_force.num_workers, trial.in_force.batch_size) == (8, 16)
+    unknown = conclude(ATTEMPT, DONE, ANSWER, run, START, None)
+    assert unknown.in_force.num_workers == 0, "before it is known which one is studied: the one that is waited for"

@@ -11,8 +11,8 @@ from fulltilt.diagnose.evidence import Evidence, gather
 from fulltilt.diagnose.settings import precision_name
 from fulltilt.diagnose.thresholds import DEFAULT
 from fulltilt.diagnose.validity import invalid_because
-from fulltilt.records import Run, Settings, Trial
-from fulltilt.tune.assignment import Answer
+from fulltilt.records import LoaderRecord, RankRecord, Run, Settings, Trial
+from fulltilt.tune.assignment import Answer, TrainingLoader
 from fulltilt.tune.interval import rate_of, wait_share_of
 from fulltilt.tune.losses import compared_steps, is_worse, mean_loss
 from fulltilt.tune.space import is_loader_only
@@ -42,8 +42,18 @@ class Attempt:
     why: str = ""
 
 
-def conclude(attempt: Attempt, ended: Ended, answer: Answer | None, run: Run | None, start: Trial | None) -> Trial:
-    """The record of a trial. ``run`` is its run folder as read, ``start`` the trial of the settings as they are."""
+def conclude(
+    attempt: Attempt,
+    ended: Ended,
+    answer: Answer | None,
+    run: Run | None,
+    start: Trial | None,
+    studied: TrainingLoader | None = None,
+) -> Trial:
+    """The record of a trial. ``run`` is its run folder as read, ``start`` the trial of the settings as they are.
+
+    ``studied`` is the loader whose settings are tried.
+    """
     state, note = _state(attempt, ended, answer, run, start)
     evidence = gather(run, DEFAULT) if run is not None else None
     rate = rate_of(answer.blocks) if answer is not None else None
@@ -65,7 +75,7 @@ def conclude(attempt: Attempt, ended: Ended, answer: Answer | None, run: Run | N
         loss=mean_loss(losses, compared_steps(start.losses if start is not None else losses, losses)),
         note=note,
         purpose=attempt.purpose,
-        in_force=in_force(evidence, attempt.settings),
+        in_force=in_force(evidence, attempt.settings, studied),
         data_wait_share=wait_share_of(answer.blocks) if answer is not None else None,
         compute_samples_per_s=evidence.ceilings.compute_samples_per_s if evidence is not None else None,
         vram_total_bytes=next((gpu.vram_total_bytes for gpu in gpus if gpu.vram_total_bytes), None),
@@ -76,11 +86,11 @@ def conclude(attempt: Attempt, ended: Ended, answer: Answer | None, run: Run | N
     )
 
 
-def in_force(evidence: Evidence | None, asked: Settings) -> Settings:
+def in_force(evidence: Evidence | None, asked: Settings, studied: TrainingLoader | None = None) -> Settings:
     """What the job ran with, as seen; what cannot be seen is as asked for."""
     if evidence is None or evidence.rank is None:
         return asked
-    loader, precision = evidence.loader, evidence.rank.precision
+    loader, precision = _loader_of(evidence, evidence.rank, studied), evidence.rank.precision
     spans = [span for spans in evidence.run.spans for span in spans if span.steps]
     batches, steps = sum(span.batches for span in spans), sum(span.steps for span in spans)
     return Settings(
@@ -94,6 +104,12 @@ def in_force(evidence: Evidence | None, asked: Settings) -> Settings:
         precision=asked.precision or (precision_name(precision) if precision else None),
         compile=bool(asked.compile) or (precision.compiled if precision else None),
     )
+
+
+def _loader_of(evidence: Evidence, rank: RankRecord, studied: TrainingLoader | None) -> LoaderRecord | None:
+    """The loader that is studied: once it is faster, training may wait for another one more."""
+    same = (each for each in rank.loaders if studied == TrainingLoader(each.where, each.dataset_len) and each.batches)
+    return next(same, evidence.loader)
 
 
 def _state(

@@ -222,7 +222,7 @@ class Study:
         answer = _read(folder / ANSWER_FILE)
         run = _load(folder)
         start = next((trial for trial in self.trials if trial.purpose == "start" and trial.state == "ok"), None)
-        trial = conclude(attempt, ended, answer, run, start)
+        trial = conclude(attempt, ended, answer, run, start, assignment.loader)
         if attempt.purpose == "start" and run is not None and run.ranks:
             self._learn(run, answer)
         return trial
