@@ -52,6 +52,8 @@ def test_it_makes_once_and_knows_what_it_made(
     assert run("text", str(folder), "--size", "3", "--seed", "5") == 0
     assert "holds them already" in capsys.readouterr().out
     assert quick == [(3, 5)]
+    assert run("text", str(tmp_path / "one"), "--size", "1") == 0
+    assert capsys.readouterr().out.startswith("Made 1 text in ")
     assert json.loads((folder / made.MARK).read_text()) == {"kind": "text", "size": 3, "seed": 5}
     assert sorted(path.name for path in folder.parent.iterdir()) == ["b"]
 

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from fulltilt.errors import DataError
+
 # A field may be this long; Python's own limit is 128 KiB.
 _LONGEST_FIELD = 2**24
 _DELIMITERS = (",", ";", "\t", "|")
@@ -47,13 +49,22 @@ class Rows:
 
 @contextmanager
 def opened(path: Path, wanted: Collection[str]) -> Iterator[Rows]:
-    """The rows of a CSV file, split by the delimiter under which its header has most of the columns ``wanted``."""
+    """The rows of a CSV file, split by the delimiter under which its header has most of the columns ``wanted``.
+
+    Raises DataError where it has one of them twice: nobody could tell which is meant.
+    """
     csv.field_size_limit(_LONGEST_FIELD)
     with path.open(encoding="utf-8-sig", newline="") as file:
         header = file.readline()
         file.seek(0)
         found = max(_DELIMITERS, key=lambda delimiter: len(_names(header, delimiter) & set(wanted)))
-        yield Rows(file, found)
+        rows = Rows(file, found)
+        twice = [name for name in wanted if rows.columns.count(name) > 1]
+        if twice:
+            raise DataError(
+                f"{path} has the column {twice[0]} {rows.columns.count(twice[0])} times", "Rename the others."
+            )
+        yield rows
 
 
 def _names(header: str, delimiter: str) -> set[str]:

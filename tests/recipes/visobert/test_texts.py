@@ -128,6 +128,8 @@ def test_mistakes_are_told_with_file_and_line(tmp_path: Path) -> None:
     train, validation = write(tmp_path, "train.csv"), write(tmp_path, "validation.csv", [("x", "good"), ("y", "ugly")])
     assert f"{validation}, line 3: the label 'ugly' is outside the classes (bad, good)" in told(DataError)
     assert f"{train}, line 2: the label 'good' is outside" in told(DataError, classes="bad,fine")
+    (tmp_path / "twice.csv").write_text("text,label,label\na,1,x\nb,2,y\n")
+    assert "has the column label 2 times" in told(DataError, tmp_path / "twice.csv")
     text = told(UsageError, text_column="comment")
     assert f"{train} has no column comment" in text
     assert "It has text, label" in text

@@ -18,14 +18,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fulltilt.errors import MachineError, UsageError
 
-# Kind → what its samples are called.
-KINDS = {"cod": "images", "cars": "images", "text": "texts", "hdf5": "windows"}
+# Kind → what one of its samples is called.
+KINDS = {"cod": "image", "cars": "image", "text": "text", "hdf5": "window"}
 MARK = "made-by-fulltilt.json"
 _REMEDIES = {
     errno.ENOSPC: "Make room there, or give another folder.",
     errno.EDQUOT: "Make room there, or give another folder.",
     errno.EFBIG: "Raise the limit on the size of files (ulimit -f), or ask for fewer samples.",
 }
+
+
+def counted(kind: str, size: int) -> str:
+    """``1 text``, ``3 texts``."""
+    return f"{size} {KINDS[kind]}{'' if size == 1 else 's'}"
 
 
 def make_folder(kind: str, folder: Path, size: int, seed: int) -> bool:
