@@ -112,6 +112,30 @@ def test_a_job_that_handles_interrupts_goes_on(tmp_path: Path) -> None:
     assert (out, process.returncode) == ("not now\ndone\n", 0)
 
 
+def test_a_signal_to_the_whole_group_reaches_the_job_once(tmp_path: Path) -> None:
+    """As `timeout` and schedulers send it: a second SIGTERM often means to stop at once."""
+    (tmp_path / "job.py").write_text(
+        "import signal\n"
+        "for number in (signal.SIGTERM, signal.SIGUSR1):\n"
+        "    signal.signal(number, lambda number, _: print(number, flush=True))\n"
+        "print('up', flush=True)\n"
+        "signal.signal(signal.SIGALRM, lambda *_: exit())\nsignal.alarm(3)\n"
+        "while True:\n    signal.pause()\n"
+    )
+    start = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    process = subprocess.Popen([*OBSERVED, "job.py"], cwd=tmp_path, **start)  # type: ignore[call-overload]
+    assert process.stdout.readline() == "up\n"
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGTERM)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGUSR1)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=60)[0].split() == ["15", "10", "15"]
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)  # nobody is left of the group
+
+
 def test_a_killed_job_leaves_a_diagnosed_run(tmp_path: Path) -> None:
     script = TRAINS.format(epochs=10**6, after="print('epoch', flush=True)")
     (tmp_path / "job.py").write_text(script)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+from fulltilt.cli.witness import Witness
+
 # What others may send to `fulltilt run` and mean for the job.
 FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 FROM_KERNEL = 128  # si_code of a signal that the terminal sent to the whole foreground group: the job has it already
@@ -22,7 +24,7 @@ class Child:
         self._posix = os.name == "posix" and hasattr(signal, "sigtimedwait")
         # Blocked before the child exists, so that no signal falls between: each one waits until it is forwarded.
         if self._posix:
-            self._signals |= {signal.SIGCHLD}
+            forwarded, self._signals = self._signals, {*self._signals, signal.SIGCHLD}
             before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
             self._process = subprocess.Popen(
                 command,
@@ -30,6 +32,7 @@ class Child:
                 # Safe: no thread has been started yet. The job begins with the signals that we began with.
                 preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before) and None,  # noqa: PLW1509
             )
+            self._witness = Witness(forwarded)
         else:
             self._process = subprocess.Popen(command, env=environment)
 
@@ -53,10 +56,13 @@ class Child:
                 if got is not None and got.si_signo != signal.SIGCHLD:
                     self._forward(got)
             tick()
+        if self._posix:
+            self._witness.dismiss()
         return self._process.returncode
 
     def _forward(self, got: signal.struct_siginfo) -> None:
-        if got.si_code != FROM_KERNEL and self._process.poll() is None:
+        """Pass a signal on, unless the job has it already."""
+        if got.si_code != FROM_KERNEL and not self._witness.saw(got.si_signo) and self._process.poll() is None:
             self._process.send_signal(got.si_signo)
 
     def leave(self, status: int) -> int:
