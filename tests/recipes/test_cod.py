@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ from fulltilt.recipes.cod.experts import Experts, imbalance
 from fulltilt.recipes.cod.job import stages
 from fulltilt.recipes.cod.loss import deep_loss, structure_loss
 from fulltilt.recipes.cod.options import CodOptions
-from fulltilt.recipes.cod.pictures import Pictures, pairs
+from fulltilt.recipes.cod.pictures import Pair, Pictures, pairs
+from fulltilt.recipes.cod.preflight import check_pairs
 from fulltilt.recipes.made import make_folder
 from fulltilt.train.schedule import trainable
 
@@ -275,6 +277,36 @@ def test_bad_data_ends_with_4_and_says_what_and_where(
     told = capsys.readouterr().err.splitlines()
     assert len(told) <= 3
     assert named in told[0]
+
+
+def test_a_picture_on_its_side_is_turned_as_its_mask_is(spoilt: Path) -> None:
+    """Seen to fail: such pairs were refused, though tools that draw masks show pictures upright."""
+    picture, mask = next(iter((spoilt / "Train/Image").iterdir())), Image.new("L", (40, 60))
+    mask.paste(255, (0, 0, 40, 10))  # the top of the upright picture
+    stored = Image.new("RGB", (60, 40))
+    stored.paste((255, 255, 255), (0, 0, 10, 40))  # its left end, as stored
+    turned = Image.Exif()
+    turned[0x112] = 6  # to be turned clockwise
+    stored.save(picture, "PNG", exif=turned)
+    path = spoilt / "Train/GT_Object" / f"{picture.stem}.png"
+    for drawn in (mask, mask.transpose(Image.Transpose.ROTATE_90)):
+        drawn.save(path)
+        pair = Pair(picture, path)
+        check_pairs([pair])
+        image, hidden = Pictures([pair], 32)[0]
+        assert ((image[0] > 127) == (hidden[0] == 1)).float().mean() > 0.9, drawn.size
+        assert hidden[0, 0, 0] == 1
+    Image.new("L", (60, 41)).save(path)
+    with pytest.raises(DataError, match="60×41, its picture 60×40"):
+        check_pairs([pair])
+
+
+def test_the_file_that_cannot_be_read_is_named(spoilt: Path) -> None:
+    """Seen to fail: it was the picture "or its mask"."""
+    pair = pairs(spoilt, "Train")[0]
+    pair.mask.write_bytes(pair.mask.read_bytes()[:-40])
+    with pytest.raises(DataError, match=f"cannot read {re.escape(str(pair.mask))}: "):
+        Pictures([pair], 32)[0]
 
 
 def test_masks_are_found_whatever_their_suffix_and_a_systems_own_files_are_passed_over(spoilt: Path) -> None:

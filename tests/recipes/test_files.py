@@ -92,6 +92,13 @@ def test_a_table_is_split_by_the_delimiter_of_its_header(delimiter: str, encodin
         assert list(rows) == [{"text": "a, b; c", "label": "1"}]
 
 
+def test_a_blank_behind_a_delimiter_is_no_part_of_a_value(tmp_path: Path) -> None:
+    """Seen to fail: a quote behind it did not quote, and a path began with it."""
+    (tmp_path / "a.csv").write_text('"text", "label"\n"a, b", 1\nc,  2\n')
+    with tables.opened(tmp_path / "a.csv", ("text", "label")) as rows:
+        assert list(rows) == [{"text": "a, b", "label": "1"}, {"text": "c", "label": "2"}]
+
+
 @pytest.mark.parametrize("lines", ["a;1\nb;c;0", "a;b;1\nc;0"], ids=["in a later line", "in the first line"])
 def test_a_text_with_a_delimiter_and_no_quotes_is_refused(lines: str, tmp_path: Path) -> None:
     """Seen to fail: the end of the text was taken for its label."""

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from fulltilt.errors import FulltiltError
 from fulltilt.feed import entropy
 from fulltilt.feed.draws import sample_seed
 from fulltilt.feed.generators import Generators
@@ -156,7 +157,7 @@ def failure_of(dataset: Any, index: int, error: Exception) -> Failure:
     """What is told of ``error``, which sample ``index`` raised."""
     name = name_of(dataset, index) or getattr(error, "filename", None)
     trace = "".join(traceback.format_exception(type(error), error, _below_ours(error)))
-    return Failure(index, "corrupt", _one_line(error), name and str(name), trace, _users_line(error))
+    return Failure(index, "corrupt", one_line(error), name and str(name), trace, _users_line(error))
 
 
 def _below_ours(error: Exception) -> types.TracebackType | None:
@@ -210,6 +211,9 @@ def name_of(dataset: Any, index: int) -> str | None:
     return None
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """What ``error`` says, with its type; an error of ours says enough by itself."""
+    if isinstance(error, FulltiltError):
+        return " ".join(error.what.split())
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""CSV files as people have them: other delimiters, a byte order mark, blanks around the names of columns."""
+"""CSV files as people have them: other delimiters, a byte order mark, blanks around names and behind delimiters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Rows:
     """
 
     def __init__(self, file: TextIO, delimiter: str) -> None:
-        self._reader = csv.DictReader(file, delimiter=delimiter)
+        self._reader = csv.DictReader(file, delimiter=delimiter, skipinitialspace=True)
         self._delimiter = delimiter
         self.columns = [name.strip() for name in self._reader.fieldnames or ()]
         self._reader.fieldnames = self.columns
@@ -68,4 +68,4 @@ def opened(path: Path, wanted: Collection[str]) -> Iterator[Rows]:
 
 
 def _names(header: str, delimiter: str) -> set[str]:
-    return {name.strip() for name in next(csv.reader([header], delimiter=delimiter), ())}
+    return {name.strip() for name in next(csv.reader([header], delimiter=delimiter, skipinitialspace=True), ())}

@@ -11,7 +11,7 @@ import torch
 
 from fulltilt.errors import DataError
 from fulltilt.feed.bad_samples import BadSamples
-from fulltilt.feed.readers import Failure, name_of
+from fulltilt.feed.readers import Failure, name_of, one_line
 
 log = logging.getLogger("fulltilt.train")
 
@@ -28,9 +28,7 @@ class Fetched(NamedTuple):
 def failed(samples: Any, index: int, error: Exception) -> Failure:
     """What is handed on in the place of sample ``index``."""
     name = name_of(samples, index) or getattr(error, "filename", None)
-    said = " ".join(str(error).split())[:300]
-    message = f"{type(error).__name__}: {said}" if said else type(error).__name__
-    return Failure(index, "corrupt", message, name and str(name), traceback.format_exc(limit=-6))
+    return Failure(index, "corrupt", one_line(error), name and str(name), traceback.format_exc(limit=-6))
 
 
 class CollateRest:

@@ -131,6 +131,9 @@ def test_what_is_wrong_is_told_before_training(garage: Path, tmp_path: Path) -> 
         (UsageError, request(garage, drop_last=False), "drop_last: false"),
         (UsageError, request(garage, templates=str(tmp_path / "none.txt")), "caption templates"),
     ]
+    same = [{"image": f"{n}.jpg", "caption": "a car", "split": "val" if n > 4 else "train"} for n in range(9)]
+    alike = table_of(tmp_path / "alike.csv", same)
+    cases.append((DataError, request(alike), "said to show the same car (a car)"))
     (tmp_path / "empty").mkdir()
     cases.append((DataError, request(tmp_path / "empty"), "holds no pictures"))
     for kind, asked, told in cases:

@@ -52,7 +52,9 @@ def check_options(request: Request) -> None:
 
 def check(request: Request) -> None:
     """Look at every picture before anything is built. Raises UsageError, DataError."""
-    table.check_readable(table.read(request.data, request.options.val_share))
+    pictures = table.read(request.data, request.options.val_share)
+    table.refuse_one_car(pictures)
+    table.check_readable(pictures)
 
 
 def run(request: Request) -> Mapping[str, float]:

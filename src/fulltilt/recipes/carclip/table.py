@@ -117,9 +117,9 @@ def _with_both_splits(pictures: list[Picture], is_val: Callable[[Picture], bool]
         pictures = [replace(picture, split=picture.split or "train") for picture in pictures]
     for split in ("train", "val"):
         if sum(picture.split == split for picture in pictures) < 2:
+            there = "1 picture" if len(pictures) == 1 else f"{len(pictures)} pictures"
             raise DataError(
-                f"{data} has {len(pictures)} pictures, fewer than 2 of them for {split}",
-                "Add pictures, or change --val-share.",
+                f"{data} has {there}, fewer than 2 of them for {split}", "Add pictures, or change --val-share."
             )
     return pictures
 
@@ -131,6 +131,16 @@ def _share_of(path: Path, root: Path) -> float:
     except ValueError:  # a CSV may name pictures anywhere
         name = path.as_posix()
     return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=6).digest()) / 2**48
+
+
+def refuse_one_car(pictures: Iterable[Picture]) -> None:
+    """Raise DataError where all pictures to train on show the same car: every caption would be right for each."""
+    shown = {picture.car for picture in pictures if picture.split == "train"}
+    if len(shown) == 1:
+        raise DataError(
+            f"every picture to train on is said to show the same car ({' '.join(shown.pop())[:60]})",
+            "There is nothing to tell apart: give each car a folder or caption of its own.",
+        )
 
 
 def check_readable(pictures: Iterable[Picture]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from fulltilt.errors import DataError
 from fulltilt.recipes.pixels import as_mask, as_rgb
@@ -52,8 +54,21 @@ def _pictures_in(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (path.stem, path.suffix.lower() == ".png", path.name))
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[Image.Image]:
+    """Raises DataError that names the file, also for what is only noticed while it is decoded."""
+    try:
+        with Image.open(path) as opened:
+            yield opened
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise DataError(f"cannot read {path}: {error}") from error
+
+
 class Pictures(torch.utils.data.Dataset[Any]):
-    """Pairs as uint8 tensors: the picture [3, size, size], its mask [1, size, size] of 0 and 1. Nothing random."""
+    """Pairs as uint8 tensors: the picture [3, size, size], its mask [1, size, size] of 0 and 1. Nothing random.
+
+    A picture that its camera marked as turned is turned where its mask was drawn so: then their sizes differ.
+    """
 
     def __init__(self, listed: list[Pair], size: int) -> None:
         self.pairs, self.size = listed, size
@@ -64,15 +79,15 @@ class Pictures(torch.utils.data.Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         pair = self.pairs[index]
         place = (self.size, self.size)
-        try:
-            with Image.open(pair.picture) as opened:
-                # A JPEG decodes at a fraction of its size for a fraction of the time.
-                opened.draft("RGB", place)
-                picture = as_rgb(opened).resize(place, Image.Resampling.BILINEAR)
-            with Image.open(pair.mask) as opened:
-                mask = as_mask(opened).resize(place, Image.Resampling.BILINEAR)
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise DataError(f"cannot read {pair.picture} or its mask: {error}") from error
+        with _opened(pair.mask) as opened:
+            whole = opened.size
+            mask = as_mask(opened).resize(place, Image.Resampling.BILINEAR)
+        with _opened(pair.picture) as opened:
+            turned = opened.size != whole
+            # A JPEG decodes at a fraction of its size for a fraction of the time.
+            opened.draft("RGB", place)
+            upright = ImageOps.exif_transpose(opened) if turned else opened
+            picture = as_rgb(upright).resize(place, Image.Resampling.BILINEAR)
         image = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(self.size, self.size, 3)
         hidden = torch.frombuffer(bytearray(mask.tobytes()), dtype=torch.uint8).view(1, self.size, self.size)
         return image.permute(2, 0, 1).contiguous(), (hidden > 127).to(torch.uint8)

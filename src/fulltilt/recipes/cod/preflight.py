@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from fulltilt.errors import DataError
 from fulltilt.recipes.cod.options import CodOptions
@@ -15,6 +15,7 @@ from fulltilt.recipes.recipe import Request
 
 # Only headers are read, and a network disk answers many at once.
 READERS = 16
+_ON_ITS_SIDE = (5, 6, 7, 8)
 REPLACE = "Replace it, or take it and its mask out."
 
 
@@ -35,7 +36,11 @@ def check_pairs(listed: Sequence[Pair]) -> None:
     )
     with ThreadPoolExecutor(READERS) as pool:
         sizes = list(pool.map(lambda pair: (_size(pair.picture), _size(pair.mask)), listed))
-    differing = {pair: both for pair, both in zip(listed, sizes, strict=True) if both[0] != both[1]}
+    differing = {
+        pair: both
+        for pair, both in zip(listed, sizes, strict=True)
+        if both[0] != both[1] and both[1] != _upright_size(pair.picture)
+    }
     _refuse(
         listed,
         list(differing),
@@ -62,6 +67,14 @@ def _size(path: Path) -> tuple[int, int]:
         raise DataError(f"{path} is no image that Pillow knows", REPLACE) from error
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(f"cannot open {path}: {getattr(error, 'strerror', None) or error}", REPLACE) from error
+
+
+def _upright_size(path: Path) -> tuple[int, int]:
+    """The size of a picture that its camera may have marked as lying on its side."""
+    with Image.open(path) as opened:
+        width, height = opened.size
+        on_its_side = opened.getexif().get(ExifTags.Base.Orientation, 1) in _ON_ITS_SIDE
+    return (height, width) if on_its_side else (width, height)
 
 
 def _words(size: tuple[int, int]) -> str:
