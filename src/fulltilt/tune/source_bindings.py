@@ -89,12 +89,27 @@ class Bindings:
         assignments = (
             each for each in self._tree.nodes if isinstance(each, cst.Assign | cst.AnnAssign | cst.AugAssign)
         )
-        return [written for each in assignments for written in self.of_assignment(each, f"{base}.{key}")]
+        found = [written for each in assignments for written in self.of_assignment(each, f"{base}.{key}")]
+        return [*found, *(written for call in self._tree.calls for written in self.set_by_call(call, base, key))]
+
+    def set_by_call(self, call: cst.Call, base: str, key: str) -> Iterator[Written]:
+        """What ``setattr(base, "key", …)`` gives; unknown for any name, as from a file with other settings."""
+        if self._tree.code(call.func) in (f"vars({base}).update", f"{base}.__dict__.update", f"{base}.update"):
+            yield UNKNOWN
+        elif dotted(call.func) == "setattr" and len(call.args) == 3 and dotted(call.args[0].value) == base:
+            name = literal(call.args[1].value)
+            if name == key:
+                yield Written(call.args[2].value)
+            elif not isinstance(name, str):
+                yield UNKNOWN
 
     def argparse_defaults(self, key: str) -> list[Written]:
-        """The default in ``add_argument("--num-workers", default=4)``."""
+        """The default in ``add_argument("--num-workers", default=4)``, and those that ``set_defaults`` puts over it."""
         found = []
         for call in self._tree.calls:
+            if last_name(call.func) == "set_defaults":
+                given = keyword(call, key)
+                found += [UNKNOWN] * any(arg.star for arg in call.args) + ([] if given is None else [Written(given)])
             if last_name(call.func) != "add_argument":
                 continue
             named = [literal(arg.value) for arg in call.args if arg.keyword is None]

@@ -95,8 +95,10 @@ def _rewrite(
         code = repr(value)
         # The same call may make a loader without workers elsewhere, which torch then refuses to keep or prefetch for.
         workers = places.variable_workers(call, replacements) if name in NEED_WORKERS and value else None
-        if workers is not None and not (place is not None and place.guarded):
+        if workers is not None and (place is None or (places.stands_in(call, place) and not place.guarded)):
             code = f"{workers} > 0" if value is True else f"{code} if {workers} > 0 else None"
+        elif workers is not None and place is not None and not place.guarded and not in_force.get(name):
+            replacements |= places.guarded(call, name, workers, is_flag=value is True)
         if place is not None:
             replacements[place.node] = place.replacement(code)
             remarks += place.remarks

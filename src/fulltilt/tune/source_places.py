@@ -12,7 +12,7 @@ from fulltilt.tune.source_layout import Replacing, appended, with_arguments
 from fulltilt.tune.source_loaders import LoaderCalls, Unclear
 from fulltilt.tune.source_reach import Reach
 from fulltilt.tune.source_tree import MISSING, SourceTree, last_name, literal
-from fulltilt.tune.source_uses import used_otherwise
+from fulltilt.tune.source_uses import Uses
 from fulltilt.tune.source_values import Values
 
 
@@ -97,6 +97,24 @@ class Places:
         simple = isinstance(written, cst.Name | cst.Attribute | cst.Subscript | cst.Call) or changed.lpar
         return code if simple else f"({code})"
 
+    def guarded(self, call: cst.Call, name: str, workers: str, is_flag: bool) -> dict[cst.CSTNode, cst.CSTNode]:
+        """The argument in the call as one that is good without workers too, for a value that stands elsewhere.
+
+        ``n > 0`` would mean nothing there. Nothing where the argument is not written in the call itself.
+        """
+        written = self._calls.written(call, name)
+        if written is None or call not in self._tree.above(written):
+            return {}
+        code = self._tree.code(written)
+        simple = isinstance(written, cst.Name | cst.Attribute | cst.Subscript) or written.lpar
+        code = code if simple else f"({code})"
+        good = f"{code} and {workers} > 0" if is_flag else f"{code} if {workers} > 0 else None"
+        return {written: cst.parse_expression(good)}
+
+    def stands_in(self, call: cst.Call, place: Place) -> bool:
+        """Whether a literal is written in the call itself."""
+        return call in self._tree.above(place.node)
+
     def comes_with_workers(self, call: cst.Call, name: str) -> bool:
         """Whether an argument is written as a question whether there are workers: ``persistent_workers=n > 0``."""
         written = self._calls.written(call, name)
@@ -158,8 +176,9 @@ class Places:
             raise Unclear(f"{name} is {self._tree.code(shown)} there, whose value is not one literal in this file")
         (found,) = same
         assert found.node is not None
+        uses = Uses(self._tree, self._calls.is_loader)
         for node in known:
-            if (line := used_otherwise(self._tree, node, found.node)) is not None:
+            if (line := uses.otherwise(name, node, found.node)) is not None:
                 raise Unclear(f"{name} is {self._tree.code(node)}, with which line {line} computes something else")
         return Place(found.node, (found.note,) if found.note else ())
 

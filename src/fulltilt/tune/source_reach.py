@@ -33,8 +33,11 @@ class Reach:
         if len(makers) > 1:
             name = self._tree.code(makers[0].func)
             yield f"{name}(...) makes a loader in {self._lines(makers)}; the change may reach all of them"
-        if any(isinstance(each, cst.BaseComp) for each in self._tree.above(call)):
+        around = [each for each in self._tree.above(call) if self._tree.home(each) is self._tree.home(call)]
+        if any(isinstance(each, cst.BaseComp) for each in around):
             yield f"the call in {self._lines([call])} makes several loaders; the change reaches all of them"
+        elif any(isinstance(each, cst.Lambda | cst.For) for each in around):
+            yield f"the call in {self._lines([call])} may make several loaders; the change reaches all of them"
 
     def _takes(self, other: cst.Call, changed: Collection[cst.CSTNode]) -> bool:
         """Whether a call gets one of its settings, or the dict with them, from what is changed."""

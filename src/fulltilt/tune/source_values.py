@@ -91,6 +91,9 @@ class Values:
         if isinstance(maker.func, cst.Name) and (returned := self._tree.returned(maker.func.value)):
             return [found for node in returned for found in self._of_made(node, key, depth + 1)]
         if function in ("parse_args", "parse_known_args"):
+            flag = f"--{key}".replace("_", "-")
+            if any(flag in self._tree.code(arg.value).replace("_", "-") for arg in maker.args):
+                return [UNKNOWN]  # it is given there
             return self._bindings.argparse_defaults(key) or [UNKNOWN]
         given = keyword(maker, key)
         if given is not None:
@@ -108,6 +111,8 @@ class Values:
                     found += [_field(written) for written in self._bindings.of_assignment(node, key)]
                 elif self._tree.class_around(node) is home:
                     found += self._bindings.of_assignment(node, f"self.{key}")
+            elif isinstance(node, cst.Call) and self._tree.class_around(node) is home:
+                found += self._bindings.set_by_call(node, "self", key)
             elif (
                 hyperparameters
                 and isinstance(node, cst.FunctionDef)
