@@ -177,6 +177,30 @@ def test_a_mistake_of_ours_changes_neither_the_job_nor_its_exit_code(tmp_path: P
     assert state(tmp_path)["exit_code"] == 5
 
 
+def test_a_script_that_ends_with_143_was_not_killed(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(TRAINS.format(epochs=2, after="pass") + "raise SystemExit(143)")
+    done = run([*OBSERVED, "job.py"], tmp_path)
+    assert (done.returncode, state(tmp_path)["state"]) == (143, "crashed")
+    assert "the script ended with exit code 143 after 16 steps" in done.stderr
+
+
+def test_the_verdict_is_told_where_it_cannot_be_written(tmp_path: Path) -> None:
+    command = (
+        "import fulltilt.cli.ending as module\n"
+        "from fulltilt.errors import RunFolderError\n"
+        "def explain(folder): raise RunFolderError(f'cannot write {folder}/findings.json: No space left on device')\n"
+        "module.explain = explain\n"
+        "from fulltilt.cli.main import main\n"
+        "main(['run', '--out', 'run', 'job.py'])\n"
+    )
+    (tmp_path / "job.py").write_text(TRAINS.format(epochs=2, after="__import__('time').sleep(0.8)"))
+    done = subprocess.run([sys.executable, "-c", command], cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "Held up: 9" in done.stderr
+    assert done.stderr.endswith("fulltilt: cannot write run/findings.json: No space left on device\n")
+    assert "report:" not in done.stderr
+
+
 def test_a_job_whose_process_the_kernel_killed_for_memory_says_so(tmp_path: Path) -> None:
     command = (
         "from fulltilt.cli import main, run\n"

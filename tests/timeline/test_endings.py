@@ -36,15 +36,16 @@ def test_what_left_the_block_says_how_the_run_ended(error: BaseException | None,
 
 
 @pytest.mark.parametrize(
-    ("status", "state"),
+    ("status", "by_itself", "state"),
     [
-        *[(0, "done"), (1, "crashed"), (3, "crashed"), (200, "crashed")],
-        *[(-2, "interrupted"), (130, "interrupted")],
-        *[(-9, "killed"), (-15, "killed"), (143, "killed"), (137, "killed")],
+        *[(0, True, "done"), (1, True, "crashed"), (3, False, "crashed"), (200, False, "crashed")],
+        *[(-2, True, "interrupted"), (130, True, "interrupted")],
+        *[(-9, False, "killed"), (-15, True, "killed"), (143, False, "killed"), (137, False, "killed")],
+        (143, True, "crashed"),  # sys.exit(143): nobody killed it
     ],
 )
-def test_a_status_says_how_the_job_ended(status: int, state: str) -> None:
-    assert state_of(status) == state
+def test_a_status_says_how_the_job_ended(status: int, by_itself: bool, state: str) -> None:
+    assert state_of(status, by_itself) == state
 
 
 # --------------------------------------------------------------------------- leaving without exit handlers

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from fulltilt import store
-from fulltilt.errors import FulltiltError
+from fulltilt.diagnose import answer
+from fulltilt.errors import FulltiltError, RunFolderError
 from fulltilt.records import RunRecord
 from fulltilt.report.explain import explain
 from fulltilt.report.terminal import verdict_lines
@@ -26,12 +27,19 @@ FATAL = frozenset(
 def end_run(folder: Path, record: RunRecord, wall_s: float, status: int, oom_kills: int = 0) -> None:
     """Write what is left to write and print the verdict. A problem here never changes how the job ended."""
     try:
-        ended = replace(record, state=state_of(status), wall_s=wall_s, exit_code=status, oom_kills=oom_kills)
-        store.write_json(folder / store.RUN_FILE, ended)
-        _, diagnosis = explain(folder)
+        state = state_of(status, ended_by_itself(folder))
+        ended = replace(record, state=state, wall_s=wall_s, exit_code=status, oom_kills=oom_kills)
+        refused: FulltiltError | None = None
+        try:
+            store.write_json(folder / store.RUN_FILE, ended)
+            _, diagnosis = explain(folder)
+        except RunFolderError as error:  # a full disk is no reason to keep the verdict back
+            refused, diagnosis = error, answer(replace(store.load(folder), run=ended))
         print(file=sys.stderr)  # the job's own last line may have no end: progress bars leave it open
-        for line in verdict_lines(diagnosis, folder):
+        for line in verdict_lines(diagnosis, folder if refused is None else None):
             print(line, file=sys.stderr)
+        if refused is not None:
+            print(f"fulltilt: {refused}", file=sys.stderr)
         if (problem := settings_not_in_force(dict(diagnosis.settings))) is not None:
             print(f"fulltilt: {problem}", file=sys.stderr)
         if (folder / store.SETTINGS_FILE).exists():
@@ -58,11 +66,20 @@ def settings_not_in_force(settings: Mapping[str, object]) -> str | None:
     )
 
 
-def state_of(status: int) -> Literal["done", "crashed", "interrupted", "killed"]:
-    """How a job ended, from its exit status."""
+def ended_by_itself(folder: Path) -> bool:
+    """Whether the processes that trained came to their own end, and wrote it down."""
+    try:
+        ranks = store.load(folder).ranks
+    except FulltiltError:
+        return False  # nobody knows; it is told where the run is explained
+    return bool(ranks) and all(rank.finished for rank in ranks)
+
+
+def state_of(status: int, by_itself: bool = False) -> Literal["done", "crashed", "interrupted", "killed"]:
+    """How a job ended, from its exit status, and whether the training processes came to their own end."""
     if status == 0:
         return "done"
-    number = -status if status < 0 else status - 128  # a shell in front, or a handler, tells 128 and the signal
+    number = -status if status < 0 else status - 128  # a shell in front tells 128 and the signal; so may any script
     if number == signal.SIGINT:
         return "interrupted"
-    return "killed" if status < 0 or number in FATAL else "crashed"
+    return "killed" if status < 0 or (number in FATAL and not by_itself) else "crashed"

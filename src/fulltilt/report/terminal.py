@@ -24,15 +24,18 @@ from fulltilt.store import REPORT_FILE
 SEVERITY_STYLES = {"severe": "bold red", "warn": "yellow", "info": "cyan"}
 
 
-def verdict_lines(diagnosis: Diagnosis, folder: str | Path) -> list[str]:
-    """The short form for the end of a run: the verdict, the three findings that would win most, and the page."""
+def verdict_lines(diagnosis: Diagnosis, folder: str | Path | None) -> list[str]:
+    """The short form for the end of a run: the verdict, the three findings that would win most, and the page.
+
+    Without a folder there is no page.
+    """
     lines = [one_line(diagnosis.verdict.sentence)]
     for place, finding in enumerate(diagnosis.findings[:3], start=1):
         gain = wording.speedup(finding.predicted_speedup)
         # The sentence above speaks of the time after start-up.
         figures = f"{wording.share(finding.share)} of the wall time" + (f", {gain}" if gain else "")
         lines.append(f"  {place}. {wording.title(finding.code)} ({figures}): {one_line(finding.fix)}")
-    return [*lines, f"  report: {clean(str(Path(folder) / REPORT_FILE))}"]
+    return [*lines, f"  report: {clean(str(Path(folder) / REPORT_FILE))}"] if folder is not None else lines
 
 
 def show(console: Console, runs: Sequence[Reported]) -> None:
