@@ -11,6 +11,9 @@ from fulltilt.diagnose.supply import Limit, Supply
 from fulltilt.diagnose.words import count, number, percent, seconds, size
 from fulltilt.records import Abstention, LoaderRecord
 
+# A queue of so many batches a worker evens out what a queue can.
+DEEP_QUEUE = 8
+
 # --------------------------------------------------------------------------- handing over
 
 
@@ -34,11 +37,15 @@ def input_handover(evidence: Evidence) -> Judgement:
     ]
     if loader.batch_bytes:
         facts.append(f"a batch has {size(loader.batch_bytes)} as {loader.batch_kind or 'an unknown kind'}")
-    fix = _lighter_handover(evidence, loader, supply)
-    return found(evidence, "input_handover", wait_s, facts, fix, loader.where, gain_without_wait(evidence))
+    fix, promised = _lighter_handover(evidence, loader, supply), gain_without_wait(evidence)
+    if fix is None:
+        # What the workers rest is all that there is to win, and nothing if each has its own share of slow batches.
+        fix, promised = _sooner_batches(evidence, loader), gain(1.0, amdahl(supply.idle_share), cap=promised[1])
+    return found(evidence, "input_handover", wait_s, facts, fix, loader.where, promised)
 
 
-def _lighter_handover(evidence: Evidence, loader: LoaderRecord, supply: Supply) -> str:
+def _lighter_handover(evidence: Evidence, loader: LoaderRecord, supply: Supply) -> str | None:
+    """How handing over would cost less; None where it costs next to nothing."""
     limits = evidence.thresholds
     costly = max(supply.handover_main_share, supply.handover_worker_share) >= limits.handover_share / 2
     collate = f"the collate function {loader.collate}" if loader.collate else "the collate function"
@@ -59,13 +66,24 @@ def _lighter_handover(evidence: Evidence, loader: LoaderRecord, supply: Supply) 
             f"Send fewer and smaller tensors{at(loader.where)}: stack each field into one tensor in {collate}, "
             "keep integers as uint8 and convert them after the batch has arrived."
         )
-    prefetch = loader.prefetch_factor or 2
+    return None
+
+
+def _sooner_batches(evidence: Evidence, loader: LoaderRecord) -> str:
+    """Batches are handed out in order: behind one that takes long the others wait, and then the workers do."""
     hint = ", or pinning: try pin_memory=False" if loader.pin_memory else ""
-    return (
-        f"The workers rest while the queue runs empty, so single batches come late (uneven costs{hint}). Raise "
-        f"prefetch_factor {prefetch} → {2 * prefetch}{at(loader.where)}: "
-        f"{rewritten(evidence, loader, prefetch_factor=2 * prefetch)}."
-    )
+    advice = []
+    if loader.made_by is None and "in_order" not in loader.given:
+        as_made = rewritten(evidence, loader, in_order=False)
+        advice.append(f"Take them as they are made{at(loader.where)}: {as_made}; their order then differs between runs")
+    prefetch = loader.prefetch_factor or 2
+    if prefetch < DEEP_QUEUE:
+        deeper = rewritten(evidence, loader, prefetch_factor=2 * prefetch)
+        advice.append(f"Raise prefetch_factor {prefetch} → {2 * prefetch}{at(loader.where)}: {deeper}")
+    if not advice:
+        advice.append("Make the slowest samples cheaper, or spread them evenly over the batches")
+    why = f"Single batches take long (uneven costs{hint}), and the workers rest until they come, in order."
+    return f"{why} {'. Or: '.join(advice)}."
 
 
 # --------------------------------------------------------------------------- between passes
