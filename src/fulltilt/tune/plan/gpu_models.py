@@ -39,7 +39,8 @@ class GpuModel:
         return self.fp32, "fp32"
 
 
-# GeForce cards sum float16 products in float32 at half of the advertised rate.
+# GeForce cards sum float16 products in float32 at half of the advertised rate. Memory is what the driver offers: the
+# GDDR6 of servers gives a sixteenth to error correction, which is on unless one turns it off.
 GPU_MODELS = (
     GpuModel("Tesla P100", 16, 732, 9.5, None, 19.0, None),
     GpuModel("Tesla V100", 16, 900, 15.7, None, 125, None),
@@ -59,8 +60,11 @@ GPU_MODELS = (
     GpuModel("RTX 4060", 8, 272, 15.1, 15.1, 30.2, 30.2),
     GpuModel("RTX 4060 Ti", 8, 288, 22.1, 22.1, 44.1, 44.1),
     GpuModel("RTX 4070", 12, 504, 29.1, 29.1, 58.3, 58.3),
+    GpuModel("RTX 4070 SUPER", 12, 504, 35.5, 35.5, 71, 71),
     GpuModel("RTX 4070 Ti", 12, 504, 40.1, 40.1, 80.2, 80.2),
+    GpuModel("RTX 4070 Ti SUPER", 16, 672, 44.1, 44.1, 88.2, 88.2),
     GpuModel("RTX 4080", 16, 717, 48.7, 48.7, 97.5, 97.5),
+    GpuModel("RTX 4080 SUPER", 16, 736, 52.2, 52.2, 104, 104),
     GpuModel("RTX 4090", 24, 1008, 82.6, 82.6, 165, 165),
     GpuModel("RTX 5070", 12, 672, 30.9, 30.9, 61.7, 61.7),
     GpuModel("RTX 5070 Ti", 16, 896, 43.9, 43.9, 87.9, 87.9),
@@ -70,35 +74,37 @@ GPU_MODELS = (
     GpuModel("RTX A5000", 24, 768, 27.8, 55.6, 111, 111),
     GpuModel("RTX A6000", 48, 768, 38.7, 77.4, 155, 155),
     GpuModel("RTX 6000 Ada", 48, 960, 91.1, 182, 364, 364),
-    GpuModel("A10", 24, 600, 31.2, 62.5, 125, 125),
-    GpuModel("A10G", 24, 600, 31.5, 35, 70, 70),
+    GpuModel("A10", 22.5, 600, 31.2, 62.5, 125, 125),
+    GpuModel("A10G", 22.5, 600, 31.5, 35, 70, 70),
     GpuModel("A30", 24, 933, 10.3, 82, 165, 165),
-    GpuModel("A40", 48, 696, 37.4, 74.8, 150, 150),
+    GpuModel("A40", 45, 696, 37.4, 74.8, 150, 150),
     GpuModel("A100 40GB", 40, 1555, 19.5, 156, 312, 312),
     GpuModel("A100 80GB", 80, 2039, 19.5, 156, 312, 312),
-    GpuModel("L4", 24, 300, 30.3, 60, 121, 121),
-    GpuModel("L40", 48, 864, 90.5, 90.5, 181, 181),
-    GpuModel("L40S", 48, 864, 91.6, 183, 362, 362),
+    GpuModel("L4", 22.5, 300, 30.3, 60, 121, 121),
+    GpuModel("L40", 45, 864, 90.5, 90.5, 181, 181),
+    GpuModel("L40S", 45, 864, 91.6, 183, 362, 362),
     GpuModel("H100 PCIe", 80, 2000, 51, 378, 756, 756),
     GpuModel("H100", 80, 3350, 67, 494, 989, 989),
     GpuModel("H100 NVL", 94, 3938, 60, 417, 835, 835),
-    GpuModel("H200", 141, 4800, 67, 494, 989, 989),
+    GpuModel("H200", 140, 4800, 67, 494, 989, 989),
+    GpuModel("H200 NVL", 140, 4800, 60, 417, 835, 835),
     GpuModel("GH200", 96, 4000, 67, 494, 989, 989),
     GpuModel("B200", 180, 8000, 75, 1100, 2250, 2250),
 )
 # Words that only say whose product it is.
-_MAKERS = frozenset({"nvidia", "geforce", "tesla", "quadro", "graphics", "device", "generation"})
+_MAKERS = frozenset({"nvidia", "geforce", "rtx", "gtx", "tesla", "quadro", "graphics", "device", "generation"})
+# Words that make another GPU of the same number, slower or faster: what has one is no model that has not.
+_VARIANTS = frozenset({"laptop", "mobile", "max", "super", "ti", "d", "mig", "nvl"})
 
 
 def find_gpu(name: str, memory_bytes: int | None = None) -> GpuModel | None:
     """The data sheet for a name as the driver or a person writes it; None for one that is not in the table.
 
-    Of two sizes of the same model, the one nearest to ``memory_bytes``. A laptop's GPU is another one.
+    Of two sizes of the same model, the one nearest to ``memory_bytes``. A laptop's GPU is another one, and so
+    is a part of one (MIG).
     """
     asked = _words(name)
-    if "laptop" in asked or "max" in asked:
-        return None
-    fitting = [model for model in GPU_MODELS if _chip(model) <= asked]
+    fitting = [model for model in GPU_MODELS if _chip(model) <= asked and not (asked & _VARIANTS) - _chip(model)]
     if not fitting:
         return None
     most = max(len(_chip(model)) for model in fitting)
@@ -109,7 +115,7 @@ def find_gpu(name: str, memory_bytes: int | None = None) -> GpuModel | None:
 
 
 def _words(name: str) -> frozenset[str]:
-    spaced = re.sub(r"(?<=\d)(?=ti\b)", " ", name.lower())  # 3080Ti
+    spaced = re.sub(r"(?<=\d)(?=ti\b)|(?<=[rg]tx)(?=\d)", " ", name.lower())  # RTX3080Ti
     words = frozenset(re.findall(r"[a-z0-9]+", spaced)) - _MAKERS
     return words | {"pcie"} if any(word.startswith("pcie") for word in words) else words
 
