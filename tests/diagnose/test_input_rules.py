@@ -12,7 +12,18 @@ from fulltilt.diagnose.rules.input import input_cpu_bound, input_io_bound, input
 from fulltilt.diagnose.rules.staffing import plan_workers
 from fulltilt.diagnose.rules.wording import Judgement
 from fulltilt.diagnose.supply import Limit
-from fulltilt.records import Abstention, Buckets, Finding, HotLine, Run, Span, StorageReading
+from fulltilt.records import (
+    Abstention,
+    Buckets,
+    Finding,
+    HotLine,
+    LiveMove,
+    LiveRecord,
+    Run,
+    Settings,
+    Span,
+    StorageReading,
+)
 from tests.diagnose.examples import BATCH, STEPS, gpu_rank, loader, machine, rank, run_of, spans_of, workers
 
 INPUT_RULES = (input_serial, input_cpu_bound, input_io_bound, input_handover)
@@ -367,6 +378,26 @@ def test_workers_that_rest_during_validation_are_not_idle() -> None:
     assert gather(run).limit is Limit.CPU
     unpaused = run_of(gpu_rank(workers=(resting,), loaders=(feeding,)), data_wait=30.0, compute=70.0)
     assert gather(unpaused).limit is Limit.HANDOVER
+
+
+def test_workers_that_stood_by_while_others_were_on_trial_do_not_make_idle_workers() -> None:
+    """Under --auto, a loader whose workers slept in every fetch was told that its batches come late from idle ones."""
+    some_stood_by = workers(fetch_s=196.0, idle_s=120.0, **IO_WORKERS)
+    feeding = loader(num_workers=2, wait_s=62.0, wait_cpu_s=1.0)
+    kept = LiveMove(Settings(num_workers=2), 5.0, "kept", batches_per_s=10.0)
+    tuned = LiveRecord(
+        *(feeding.loader_id, "settled", "", Settings(num_workers=1), Settings(num_workers=2)),
+        batches_per_s=10.0,
+        moves=(kept,),
+    )
+
+    def limit(*live: LiveRecord) -> Limit:
+        observed = gpu_rank(workers=(some_stood_by,), loaders=(feeding,), live=live)
+        return gather(run_of(observed, data_wait=62.0, compute=38.0)).limit
+
+    assert limit() is Limit.HANDOVER
+    assert limit(tuned) is Limit.IO
+    assert limit(replace(tuned, loader_id=feeding.loader_id + 1)) is Limit.HANDOVER
 
 
 # --------------------------------------------------------------------------- epoch_restart

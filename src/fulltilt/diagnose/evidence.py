@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from fulltilt.diagnose import ledger as ledgers
 from fulltilt.diagnose.gpus import HostSummary, summarise_gpus, summarise_host
+from fulltilt.diagnose.live import live_record
 from fulltilt.diagnose.loader_lines import one_loader_a_line
 from fulltilt.diagnose.supply import Limit, Supply, find_limit, loader_ceiling, measure_supply
 from fulltilt.diagnose.thresholds import DEFAULT, Thresholds
@@ -124,7 +125,8 @@ def gather(run: Run, thresholds: Thresholds = DEFAULT) -> Evidence:
     rank = _pace_setter(run, ranks)
     loader = training_loader(rank)
     workers = workers_of(rank, loader)
-    supply = measure_supply(loader, workers, ledgers.paused_s(ledger.buckets)) if loader else None
+    paused_s = ledgers.paused_s(ledger.buckets)
+    supply = measure_supply(loader, workers, paused_s, live_record(rank, loader)) if loader else None
     usable_cpus = run.run.machine.cpu.usable / _ranks_beside(run, rank)
     wait_share = _ratio(ledger.buckets.data_wait_s, ledger.wall_s - ledger.buckets.startup_s)
     rate = ledgers.rate_while_drawing(run)
@@ -210,7 +212,8 @@ def _loader_ceilings(
     for rank, spans in _training_ranks(run):
         loader = training_loader(rank)
         idle_s = ledgers.paused_s(_sum_buckets(spans))
-        supply = measure_supply(loader, workers_of(rank, loader), idle_s) if loader else None
+        tuned = live_record(rank, loader)
+        supply = measure_supply(loader, workers_of(rank, loader), idle_s, tuned) if loader else None
         # A step that draws from several loaders has no single loader's rate to compare with.
         if supply is None or sum(1 for other in rank.loaders if other.role == "train") > 1:
             return None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from fulltilt.diagnose.thresholds import Thresholds
-from fulltilt.records import LoaderRecord, WorkerRecord
+from fulltilt.records import LiveRecord, LoaderRecord, WorkerRecord
 
 
 class Limit(Enum):
@@ -61,10 +61,13 @@ def sampling_share(loader: LoaderRecord) -> float:
     return min(seen_s / loader.wait_s, 1.0) if loader.wait_s > 0 else 0.0
 
 
-def measure_supply(loader: LoaderRecord, workers: WorkerRecord | None, paused_s: float = 0.0) -> Supply | None:
+def measure_supply(
+    loader: LoaderRecord, workers: WorkerRecord | None, paused_s: float = 0.0, tuned: LiveRecord | None = None
+) -> Supply | None:
     """The costs of a loader's batches, or None when they were not measured.
 
     ``paused_s`` is time in which training drew no batches (validation, checkpoints), so that workers had to be idle.
+    ``tuned`` is what live tuning did to the loader.
     """
     if loader.batches == 0 or not loader.samples:
         return None
@@ -76,6 +79,10 @@ def measure_supply(loader: LoaderRecord, workers: WorkerRecord | None, paused_s:
     working_s = workers.fetch_s + outside_cpu_s
     # Handing a batch over happens beside waiting for the next order, so its CPU time is not idleness.
     idle_s = max(workers.idle_s - outside_cpu_s - loader.num_workers * paused_s, 0.0)
+    idle_share = idle_s / (idle_s + working_s)
+    if tuned is not None and tuned.loader_id == loader.loader_id and tuned.moves and tuned.batches_per_s is not None:
+        # Workers on trial let others stand by, who rest: the rate tells how busy those are that serve.
+        idle_share = max(1 - tuned.batches_per_s * working_s / workers.batches / loader.num_workers, 0.0)
     queueing_s = workers.cpu_wait_s
     return Supply(
         workers=loader.num_workers,
@@ -86,7 +93,7 @@ def measure_supply(loader: LoaderRecord, workers: WorkerRecord | None, paused_s:
         queue_s=min(queueing_s or 0.0, workers.fetch_s) / workers.batches,
         main_cpu_s=loader.wait_cpu_s / loader.batches,
         busy_share=None if queueing_s is None else min((workers.fetch_cpu_s + queueing_s) / workers.fetch_s, 1.0),
-        idle_share=idle_s / (idle_s + working_s),
+        idle_share=idle_share,
         handover_main_share=min(loader.wait_cpu_s / loader.wait_s, 1.0) if loader.wait_s > 0 else 0.0,
         handover_worker_share=outside_cpu_s / working_s,
         queueing_share=_queueing_share(workers.fetch_cpu_s, queueing_s),

@@ -12,7 +12,7 @@ TITLES: dict[str, str] = {
     "input_serial": "Loading happens in the training process",
     "input_cpu_bound": "The loader's workers are short of CPU",
     "input_io_bound": "The loader's workers wait, they do not compute",
-    "input_handover": "Batches arrive late from workers that could keep up",
+    "input_handover": "Batches reach the training late",
     "epoch_restart": "Workers start anew each epoch",
     "transfer_blocking": "Copies to the GPU block",
     "sync_point": "A line makes the host wait for the GPU",
