@@ -78,6 +78,25 @@ def test_a_traceback_is_the_scripts_own(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "report.html").exists()
 
 
+@pytest.mark.parametrize(
+    "breaks",
+    [
+        "next(iter(DataLoader(Broken())))",
+        "next(iter(DataLoader(Broken(), num_workers=1)))",
+        "torch.zeros(1).sum().backward()",
+        "torch.save(torch.zeros(1), 'no/such/folder')",
+    ],
+)
+def test_an_error_that_passes_through_torch_is_shown_as_without_us(tmp_path: Path, breaks: str) -> None:
+    broken = (
+        "class Broken(list):\n    __len__ = lambda self: 3\n    def __getitem__(self, index): raise KeyError(index)\n"
+    )
+    plain, observed = both(tmp_path, f"import torch\nfrom torch.utils.data import DataLoader\n{broken}{breaks}\n")
+    assert plain.returncode == observed.returncode == 1
+    assert "Error" in plain.stderr
+    assert observed.stderr.startswith(plain.stderr), observed.stderr
+
+
 def test_a_module_runs_as_with_python_m(tmp_path: Path) -> None:
     package = tmp_path / "pack"
     package.mkdir()

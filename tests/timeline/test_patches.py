@@ -6,6 +6,7 @@ import importlib
 import math
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ def entry_points() -> dict[str, Any]:
     points |= {name: vars(torch.Tensor).get(name, "inherited") for name in ("to", "cuda", *READS)}
     points |= {name: getattr(torch.distributed, name) for name in COLLECTIVES}
     points |= {name: getattr(os, name) for name in ("_exit", "abort", "execv", "execve")}
+    points |= {"excepthook": sys.excepthook, "excepthook of threads": threading.excepthook}
     return points
 
 

@@ -25,6 +25,7 @@ from fulltilt.timeline import attached
 from fulltilt.timeline.interpreter_lock import LockTurns, wake_on_time
 from fulltilt.timeline.lines import LineTimes
 from fulltilt.timeline.stacks import look, stack_of
+from fulltilt.timeline.tracebacks import leave_out_ours
 
 # A look costs the worker 0.4 ms: often at first, so that short jobs have their lines, then so that it costs nothing.
 EARLY_LOOKS, EARLY_LOOK_EVERY_S = 500, 0.02
@@ -242,7 +243,17 @@ def run_worker(address: str, loader_id: int, *args: Any) -> None:
 
 
 def _measure_fetches(meter: FetchMeter) -> None:
+    from torch._utils import ExceptionWrapper
     from torch.utils.data._utils import fetch as fetchers
+
+    wrapper: Any = ExceptionWrapper
+    wraps = wrapper.__init__
+
+    def wrap(self: Any, *args: Any, **kwargs: Any) -> None:
+        leave_out_ours(sys.exc_info()[1])  # torch writes the traceback down for the training process
+        wraps(self, *args, **kwargs)
+
+    wrapper.__init__ = wrap
 
     kinds: list[Any] = [fetchers._MapDatasetFetcher, fetchers._IterableDatasetFetcher]
     for kind in kinds:

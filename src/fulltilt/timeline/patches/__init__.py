@@ -18,6 +18,7 @@
 | distributed.all_reduce, …           | explicit collectives                           |
 | nn.parallel.DistributedDataParallel | the replica, for its own timings               |
 | os._exit, .abort, .exec*            | the end of a process that runs no exit handler |
+| sys.excepthook, threading.excepthook | nothing: errors are shown without our frames  |
 
 Everything behaves as before for the caller: same values, same exceptions, same call when nothing is recorded.
 """
@@ -28,6 +29,7 @@ from typing import Any
 
 from fulltilt.timeline.loader_tap import LoaderTaps
 from fulltilt.timeline.patches.device import READS, DevicePatches
+from fulltilt.timeline.patches.errors import ErrorPatches
 from fulltilt.timeline.patches.exchange import Exchange
 from fulltilt.timeline.patches.exits import ExitPatches
 from fulltilt.timeline.patches.graphs import GraphPatches
@@ -56,6 +58,7 @@ class Patches:
             self.device,
             RankPatches(torch, recorder),
             self.exits,
+            ErrorPatches(),
         )
 
     @property
