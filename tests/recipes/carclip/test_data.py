@@ -41,7 +41,8 @@ def table_of(path: Path, rows: Sequence[dict[str, str]]) -> Path:
 
 
 def request(data: Path, **options: object) -> Request:
-    settings = TrainSettings(drop_last=bool(options.pop("drop_last", True)))
+    given = {"drop_last": True} | {name: options.pop(name) for name in ("drop_last", "batch_size") if name in options}
+    settings = TrainSettings(**given)  # type: ignore[arg-type]
     return Request(CarClipOptions(**options), settings, data, data.parent / "out")  # type: ignore[arg-type]
 
 
@@ -129,6 +130,7 @@ def test_what_is_wrong_is_told_before_training(garage: Path, tmp_path: Path) -> 
         (UsageError, request(garage, model="openai/clip-vit-base-patch32", image_size=64), "has a size of its own"),
         (UsageError, request(garage, model="./nowhere"), "the model's folder ./nowhere does not exist"),
         (UsageError, request(garage, drop_last=False), "drop_last: false"),
+        (UsageError, request(garage, batch_size=1), "compares a picture with its own caption alone"),
         (UsageError, request(garage, templates=str(tmp_path / "none.txt")), "caption templates"),
     ]
     same = [{"image": f"{n}.jpg", "caption": "a car", "split": "val" if n > 4 else "train"} for n in range(9)]

@@ -45,6 +45,8 @@ def check_options(request: Request) -> None:
         raise UsageError(f"image_size is for {' and '.join(BUILT_IN)}: {model} has a size of its own", "Leave it out.")
     if not request.settings.drop_last:
         raise UsageError("drop_last: false would end an epoch with a smaller, easier comparison", "Leave it out.")
+    if request.settings.batch_size * request.settings.accumulation == 1:
+        raise UsageError("batch_size: 1 compares a picture with its own caption alone", "Set 2 or more; 64 is usual.")
     _templates(options)
     if model not in ("auto", *BUILT_IN) and not model.startswith(OPEN_CLIP):
         refuse_unavailable(model, GIVE)
