@@ -75,6 +75,31 @@ def test_workers_are_no_cure_for_a_slow_sampler() -> None:
 
 
 @pytest.mark.parametrize(
+    ("call", "waits"),
+    [
+        ("with LOCK", True),
+        ("self.lock.acquire()", False),
+        ("fcntl.flock(file, LOCK_EX)", False),
+        ("with FileLock(p)", False),
+    ],
+)
+def test_workers_are_no_cure_for_a_lock_that_they_share(call: str, waits: bool) -> None:
+    """Four workers and eight gave the same rate; the advice was to raise them, for 1.5 to 2.2 times."""
+
+    def judged(line: HotLine) -> Finding:
+        return found(input_io_bound(gather(fed(workers(**IO_WORKERS, fetch_s=100.0, lines=(line,))))))
+
+    line = HotLine("train.py:8", "D.__getitem__", 60.0, call, waits)
+    finding = judged(line)
+    assert finding.fix.startswith(f"{call} at train.py:8 lets one process at a time through: 2 workers and more")
+    assert "num_workers=" not in finding.fix
+    assert finding.where == "train.py:8"
+    assert finding.predicted_speedup == (1.43, 2.5)
+    assert "num_workers=" in judged(replace(line, seconds=20.0)).fix  # seldom
+    assert "num_workers=" in judged(replace(line, call="read(block)")).fix  # a wait, but for no lock
+
+
+@pytest.mark.parametrize(
     ("run", "code"),
     [
         (serial(), "input_serial"),

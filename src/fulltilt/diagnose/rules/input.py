@@ -6,6 +6,7 @@ from fulltilt.diagnose.evidence import Evidence
 from fulltilt.diagnose.gains import Gain, amdahl, gain
 from fulltilt.diagnose.rules.handmade import made_behind_loader, made_by_hand
 from fulltilt.diagnose.rules.hanging import hung_fetch
+from fulltilt.diagnose.rules.locking import contended_lock
 from fulltilt.diagnose.rules.sampling import slow_sampler
 from fulltilt.diagnose.rules.staffing import (
     Staffing,
@@ -96,6 +97,8 @@ def _workers_limit(evidence: Evidence, code: FindingCode, limit: Limit) -> Judge
         return None
     if (hung := hung_fetch(evidence, loader, code)) is not None:
         return hung
+    if (queued := contended_lock(evidence, loader, code)) is not None:
+        return queued
     wait_s = evidence.buckets.data_wait_s
     line = costliest_line(evidence)
     facts = [time_spent(evidence, "waiting for data", wait_s), _worker_time(supply, limit)]
