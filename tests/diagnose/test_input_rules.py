@@ -512,6 +512,8 @@ def test_passes_without_workers_should_be_longer() -> None:
 
 def test_a_quick_turnover_is_left_alone_and_an_unseen_loader_not_judged() -> None:
     assert epoch_restart(gather(run_of(rank(), epoch_turnover=4.0, compute=96.0))) is None
+    once = loader(passes=1, num_workers=4)  # its workers end with it; the advice was to keep them alive
+    assert epoch_restart(gather(run_of(rank(loaders=(once,)), epoch_turnover=20.0, compute=80.0))) is None
     judgement = epoch_restart(gather(run_of(rank(loaders=()), epoch_turnover=20.0, compute=80.0)))
     assert judgement == Abstention("epoch_restart", "the DataLoader whose passes are being restarted")
 

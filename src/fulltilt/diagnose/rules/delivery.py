@@ -98,10 +98,11 @@ def epoch_restart(evidence: Evidence) -> Judgement:
     loader = _restarted_loader(evidence)
     if loader is None:
         return Abstention("epoch_restart", "the DataLoader whose passes are being restarted")
-    restarts = max(loader.passes - 1, 1)
+    if loader.passes < 2:
+        return None  # the end of the only pass: its workers are stopped, and nothing begins anew
     facts = [
         time_spent(evidence, "starting passes over the data", turnover_s),
-        f"{loader.passes} passes, {seconds(turnover_s / restarts)} for each new one",
+        f"{loader.passes} passes, {seconds(turnover_s / (loader.passes - 1))} for each new one",
     ]
     made_anew = made_for_each_pass(loader)
     if loader.num_workers > 0 and (made_anew or not loader.persistent_workers):
