@@ -272,6 +272,35 @@ def test_a_resume_goes_on_evaluating_in_the_same_epochs(
     assert told == [("1", False), ("2", True), ("3", False), ("4", True)]
 
 
+def test_with_another_batch_size_it_goes_on_in_the_epoch_it_was_in(data: Path, tmp_path: Path, capsys: Any) -> None:
+    """Seen to fail: four steps of twice the texts are both epochs, so that all was said to be done after the first."""
+    assert train("--data", data, "--out", tmp_path, "--epochs", "1", "--accumulation", "2") == 0
+    assert train("--data", data, "--out", tmp_path, "--batch-size", "16") == 0
+    told = capsys.readouterr().out
+    assert "Resuming from" in told
+    assert "An epoch has 2 steps now; epoch 2 begins" in told
+    assert [row["epoch"] for row in told_metrics(tmp_path)] == ["1", "2"]
+    newest = checkpoint.folders(tmp_path / "checkpoints")[0]
+    assert newest.name == "step-00000006", "steps are counted on"
+    rate = torch.load(newest / "scheduler.pt", weights_only=True)
+    assert (rate["last_epoch"], rate["_last_lr"]) == (4, [0.0, 0.0]), "the schedule ends with the run"
+    assert train("--data", data, "--out", tmp_path, "--epochs", "3") == 0
+    assert "An epoch has 4 steps now; epoch 3 begins" in capsys.readouterr().out
+    assert checkpoint.folders(tmp_path / "checkpoints")[0].name == "step-00000010"
+    assert train("--data", data, "--out", tmp_path, "--epochs", "3") == 0
+    assert "All 12 steps are done already" in capsys.readouterr().out
+    assert not list(tmp_path.glob(".resuming*"))
+
+
+def test_with_another_batch_size_no_text_is_left_out_of_an_epoch_that_was_begun(
+    data: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert train("--data", data, "--out", tmp_path, "--max-steps", "3") == 0
+    assert train("--data", data, "--out", tmp_path, "--batch-size", "16") == 0
+    assert "An epoch has 2 steps now; epoch 1 goes on after 1 of them" in capsys.readouterr().out
+    assert [row["epoch"] for row in told_metrics(tmp_path)] == ["1", "2"]
+
+
 def test_a_setting_that_was_changed_wins_over_the_checkpoint(data: Path, tmp_path: Path, capsys: Any) -> None:
     """Seen to fail: the Trainer takes lr and weight_decay from the checkpoint, and nobody said a word."""
     constant = ("--data", data, "--out", tmp_path, "--schedule", "constant")

@@ -18,7 +18,8 @@ from fulltilt.train.progress import Screen
 from fulltilt.train.resume import set_aside
 
 STATE_FILE = "trainer_state.json"  # Hugging Face's own
-OPTIMIZER_FILE = "optim.json"  # which optimizer the state is of, and the settings of that run
+OPTIMIZER_FILE = "optim.json"  # which optimizer the state is of, after how many steps, and the settings of that run
+RESUMING = ".resuming-"  # a checkpoint as this run takes it; see regrouping.py
 LOSSES_FILE = "losses.json"  # of the epoch so far, whose mean is told at its end
 
 
@@ -28,6 +29,8 @@ def take_folder(request: Request, root: Path, screen: Screen, cleanup: contextli
     lock = FolderLock(request.out)
     cleanup.callback(lock.release)
     checkpoint.sweep(root)
+    for left in request.out.glob(f"{RESUMING}*"):
+        shutil.rmtree(left, ignore_errors=True)
     if request.fresh:
         shutil.rmtree(request.out / "tokenizer", ignore_errors=True)
         if (aside := set_aside(root)) is not None:
@@ -82,8 +85,15 @@ def _family(optimizer: str) -> str:
 
 
 def steps_of(folder: Path) -> int:
-    """The step at which a checkpoint was taken."""
+    """The step at which a checkpoint was taken, as the Trainer counts: by the length of an epoch of that time."""
     return int(json.loads((folder / STATE_FILE).read_text())["global_step"])
+
+
+def steps_made(folder: Path) -> int:
+    """The optimizer steps that led to a checkpoint, whatever they held."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return int(json.loads((folder / OPTIMIZER_FILE).read_text())["steps"])
+    return steps_of(folder)
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
@@ -93,10 +103,8 @@ def settings_of(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def losses_of(folder: Path, per_epoch: int) -> list[float]:
-    """The losses of the epoch that a checkpoint was taken in; none where it ended there, or nobody wrote them down."""
-    if steps_of(folder) % per_epoch == 0:
-        return []
+def losses_of(folder: Path) -> list[float]:
+    """The losses of the epoch that a checkpoint was taken in; none where nobody wrote them down."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         return [float(loss) for loss in json.loads((folder / LOSSES_FILE).read_text())]
     return []

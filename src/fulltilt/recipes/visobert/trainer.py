@@ -19,6 +19,7 @@ from fulltilt.recipes.visobert.arguments import optimizer_name
 from fulltilt.recipes.visobert.batches import BucketSampler, ResidentTexts, loader, sorted_batches
 from fulltilt.recipes.visobert.disk import expected_bytes, refusals_told
 from fulltilt.recipes.visobert.folder import LOSSES_FILE, OPTIMIZER_FILE
+from fulltilt.recipes.visobert.regrouping import set_schedule
 from fulltilt.train import checkpoint
 from fulltilt.train.keep import KeepPolicy
 from fulltilt.train.replaying import Replaying
@@ -78,6 +79,8 @@ class TextTrainer(Trainer):  # type: ignore[misc]
         self._waited, self._losses_so_far = waited, losses_so_far
         self._kept_settings = kept_settings
         self._writing_to: Path | None = None
+        self.steps_apart = 0  # steps made less those that the Trainer counts; see regrouping.py
+        self.position: int | None = None  # where it goes on, if that is not what the checkpoint says
         super().__init__(**hugging_face)
         structure.remember(self.model)
         self._whole_masks = masks.answers_alike(self.model, self.processing_class.pad_token_id)
@@ -145,15 +148,16 @@ class TextTrainer(Trainer):  # type: ignore[misc]
         """Write what the Trainer writes, but into a folder that appears under its name when it is whole."""
         losses = self._losses_so_far()
         began = time.monotonic()
-        step = self.state.global_step
+        step = self.state.global_step + self.steps_apart
         with self._partial(step) as partial:
             with refusals_told(partial, self.checkpoint_bytes):
                 super()._save_checkpoint(model, trial)
             self._barrier()
             if self.is_world_process_zero():
-                made = partial / f"checkpoint-{step}"
+                made = partial / f"checkpoint-{self.state.global_step}"
                 with refusals_told(partial, self.checkpoint_bytes):
-                    told = {"optim": optimizer_name(self.args), "settings": self._kept_settings.state_dict()}
+                    kept = self._kept_settings.state_dict()
+                    told = {"optim": optimizer_name(self.args), "steps": step, "settings": kept}
                     (made / OPTIMIZER_FILE).write_text(json.dumps(told) + "\n")
                     (made / LOSSES_FILE).write_text(json.dumps(losses) + "\n")
                 checkpoint.adopt(self.root, made, step, int(self.state.epoch), self._metric())
@@ -174,6 +178,8 @@ class TextTrainer(Trainer):  # type: ignore[misc]
             before, self.lr_scheduler.base_lrs = self.lr_scheduler.base_lrs, rates
             for group, old, new in zip(self.optimizer.param_groups, before, rates, strict=True):
                 group["lr"], group["initial_lr"] = group["lr"] * new / old, new
+        if self.position is not None:
+            set_schedule(self.lr_scheduler, self.optimizer.param_groups, self.position)
 
     @contextlib.contextmanager
     def _partial(self, step: int) -> Iterator[Path]:

@@ -26,17 +26,20 @@ from fulltilt.recipes.visobert.callbacks import EvaluateEvery, Figures, StopAndS
 from fulltilt.recipes.visobert.disk import expected_bytes, refusals_told
 from fulltilt.recipes.visobert.ending import does_not_fit, holds_code, last_metrics
 from fulltilt.recipes.visobert.folder import (
+    RESUMING,
     STATE_FILE,
     best,
     losses_of,
     refuse_other,
     settings_of,
     starting_point,
+    steps_made,
     steps_of,
     take_folder,
 )
 from fulltilt.recipes.visobert.metrics import classification
 from fulltilt.recipes.visobert.model import load_model, load_tokenizer
+from fulltilt.recipes.visobert.regrouping import DECISIVE, position_in, regrouped
 from fulltilt.recipes.visobert.texts import Split, Texts, read_texts
 from fulltilt.recipes.visobert.trainer import ClassLoss, TextTrainer
 from fulltilt.records import Sample, Settings
@@ -70,13 +73,15 @@ def run(request: Request) -> Mapping[str, float]:
         texts = read_texts(request.data, request.options, settings.seed)
         rng.seed_everything(settings.seed)
         made = Fitting(request, texts, screen, stop)
-        if begin is not None and steps_of(begin) >= made.total_steps:
+        if begin is not None:
+            made.take_up(begin)
+        if begin is not None and made.position >= made.total_steps:
             screen.say(f"All {made.total_steps} steps are done already; --fresh begins anew")
             return made.kept_metrics(begin)
         if begin is not None:
             refuse_other(begin, made.trainer.model, optimizer_name(made.trainer.args))
-            screen.say(f"Resuming from {begin} (step {steps_of(begin)})")
-            made.note_changes(settings_of(begin))
+            screen.say(f"Resuming from {begin} (step {made.position + made.trainer.steps_apart})")
+            made.note_changes()
         return made.fit(begin)
 
 
@@ -107,16 +112,32 @@ class Fitting:
             if ranks.world == 1:
                 datasets[1] = resident(validation, texts.validation.labels, pad, device)
         self.per_epoch = math.ceil(batches / settings.accumulation)
+        self.position = 0  # the step it begins with, counted by the epochs of now
         self.total_steps = total_steps(settings, self.per_epoch)
         self._build(texts, datasets, device)
 
-    def note_changes(self, before: dict[str, Any]) -> None:
+    def take_up(self, begin: Path) -> None:
+        """Find out where ``begin`` stands: with other batches an epoch has another number of steps.
+
+        ``max_steps`` is a number of steps whatever they hold, so that with it they are counted on.
+        """
+        self.kept_settings.load_state_dict(settings_of(begin))
+        self.position, made = steps_of(begin), steps_made(begin)
+        if DECISIVE & set(self.kept_settings.changed) and self.request.settings.max_steps is None:
+            self.position = self.trainer.position = position_in(begin, self.per_epoch)
+        self.trainer.steps_apart = made - self.position
+
+    def note_changes(self) -> None:
         """Say what is set otherwise than in the run that goes on, and what follows from it."""
-        self.kept_settings.load_state_dict(before)
         if self.kept_settings.changed:
             self.screen.say(f"Changed since: {', '.join(self.kept_settings.changes)}")
-        if {"batch_size", "accumulation", "samples"} & set(self.kept_settings.changed):
-            self.screen.say(f"An epoch has {self.per_epoch} steps now, and epochs are counted by these")
+        if DECISIVE & set(self.kept_settings.changed):
+            epoch, done = divmod(self.position, self.per_epoch)
+            self.screen.say(
+                f"An epoch has {self.per_epoch} steps now; epoch {epoch + 1} goes on after {done} of them"
+                if done
+                else f"An epoch has {self.per_epoch} steps now; epoch {epoch + 1} begins"
+            )
 
     def fit(self, begin: Path | None) -> Mapping[str, float]:
         """Train to the end, or until somebody asks to stop."""
@@ -125,11 +146,12 @@ class Fitting:
         gpus = [torch.cuda.get_device_name(number) for number in range(used)]
         self.trainer.check_space()
         if begin is not None:
-            self.figures.losses_before = losses_of(begin, self.per_epoch)
+            self.figures.losses_before = losses_of(begin) if self.position % self.per_epoch else []
         arithmetic = asked_of(self.trainer.args).precision or "fp32"
         self.screen.begin("visobert", settings, arithmetic, math.ceil(self.total_steps / self.per_epoch), gpus)
         try:
-            self.trainer.train(resume_from_checkpoint=None if begin is None else str(begin))
+            with self._as_the_trainer_takes_it(begin) as taken:
+                self.trainer.train(resume_from_checkpoint=None if taken is None else str(taken))
         except BaseException as error:
             if self.recorder is not None:
                 with contextlib.suppress(RunFolderError):  # what ended the training is to be told, not what followed
@@ -140,13 +162,19 @@ class Fitting:
                 raise holds_code(begin, error) from error
             raise
         if self.stopper.ended_early:
-            step = self.trainer.state.global_step
+            step = self.trainer.state.global_step + self.trainer.steps_apart
             raise StoppedEarly(
                 f"stopped: {self.stop.reason or 'another rank was asked to stop'}; step {step} is saved in {self.root}",
                 "Run the same command again to go on from there.",
             )
         self._keep_model()
         return last_metrics(self.trainer.state.log_history)
+
+    def _as_the_trainer_takes_it(self, begin: Path | None) -> contextlib.AbstractContextManager[Path | None]:
+        if begin is None or self.position == steps_of(begin):
+            return contextlib.nullcontext(begin)
+        into = self.request.out / f"{RESUMING}{detect().rank}"
+        return regrouped(begin, into, self.position, self.per_epoch)
 
     def kept_metrics(self, begin: Path) -> Mapping[str, float]:
         """The metrics of a run that is already done."""
