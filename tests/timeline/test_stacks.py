@@ -206,6 +206,12 @@ def test_who_waits_for_a_thread_or_a_process_may_wait_for_a_batch_but_not_at_its
     async def served() -> None:
         await asyncio.sleep(0.02)
 
+    def receives() -> None:  # in C, called by multiprocessing itself
+        receiving, sending = multiprocessing.Pipe(duplex=False)
+        thread = threading.Timer(0.02, sending.send, (1,))
+        thread.start()
+        receiving.recv()
+
     def gets(waiting: Any) -> Callable[[], None]:
         def work() -> None:
             with contextlib.suppress(queue.Empty):
@@ -213,7 +219,7 @@ def test_who_waits_for_a_thread_or_a_process_may_wait_for_a_batch_but_not_at_its
 
         return work
 
-    batches = (gets(ready), gets(sent), lambda: asyncio.run(served()))
+    batches = (gets(ready), gets(sent), receives, lambda: asyncio.run(served()))
     endings = (joins, lambda: subprocess.run(["sleep", "0.05"], check=True))
     for work in endings if ends else batches:
         waits = [view for view in looks_at(work) if view.waits and view.call != "thread.start()"]
