@@ -8,10 +8,10 @@ from fulltilt.errors import UsageError
 from fulltilt.records import MemoryRecord, Run
 from fulltilt.tune.plan.elsewhere import memory_bound_share, speed_there
 from fulltilt.tune.plan.gpu_models import find_gpu
-from fulltilt.tune.plan.plan import make_plan, with_target
+from fulltilt.tune.plan.plan import Plan, make_plan, with_target
 from fulltilt.tune.plan.target import parse_target, read_history
 from fulltilt.tune.plan.vram import CONTEXT_BYTES, vram_budget
-from tests.diagnose.examples import gpu, gpu_rank, loader, machine, rank, run_of, sampled, workers
+from tests.diagnose.examples import gpu, gpu_rank, host, loader, machine, rank, run_of, sampled, spans_of, workers
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -155,3 +155,43 @@ def test_a_target_that_is_none(text: str) -> None:
 def test_smaller_is_better_for_errors() -> None:
     assert parse_target("val_loss=0.2").mode == "min"
     assert parse_target("iou=0.75").mode == "max"
+
+
+def test_a_metric_that_was_never_finite_is_told(tmp_path: Path) -> None:
+    """There is a history, and it was said that there is none."""
+    (tmp_path / "metrics.csv").write_text("epoch,iou,seconds\n1,nan,60\n2,nan,60\n")
+    with pytest.raises(UsageError, match="iou was never a finite number"):
+        read_history([tmp_path], "iou")
+    with pytest.raises(UsageError, match="no history of loss") as error:
+        read_history([tmp_path], "loss")
+    assert error.value.remedy == "There are: iou"
+
+
+def test_each_rank_has_workers_of_its_own() -> None:
+    """Their queue lasts as long as one rank takes to use it, and the machine has to hold the workers of all."""
+    samples = sampled(host_reading=host(mem_used_bytes=0))
+    on = machine(mem_total_bytes=2 * GIB, mem_limit_bytes=None)
+
+    def plan_of(count: int) -> Plan:
+        ranks = [
+            rank(number, loaders=(loader(num_workers=4, batch_bytes=1000),), workers=(workers(pss_bytes=400 * MIB),))
+            for number in range(count)
+        ]
+        return make_plan([run_of(*ranks, samples=samples, on=on, compute=100.0)])
+
+    alone, both = plan_of(1), plan_of(2)
+    assert alone.samples_per_s is not None
+    assert both.samples_per_s == pytest.approx(2 * alone.samples_per_s)
+    four, of_each = (next(row for row in plan.loading if row.workers == 4) for plan in (alone, both))
+    assert of_each.buffer_s == pytest.approx(four.buffer_s)
+    assert (four.fits, of_each.fits) == (True, False)
+    assert both.ranks == 2
+
+
+@pytest.mark.parametrize(("steps", "lack"), [(1, "one step"), (0, "no step")])
+def test_one_step_tells_no_speed(steps: int, lack: str) -> None:
+    """It was rated without the wait for its batch: 3125 samples/s of a loader that gives 431."""
+    plan = make_plan([run_of(rank(loaders=(loader(),)), spans=(spans_of(steps=steps, compute=0.005),))])
+    assert plan.samples_per_s is None
+    assert any(f"trained {lack}: nothing is known of its speed" in each for each in plan.lacks)
+    assert all(row.buffer_s is None for row in plan.loading)

@@ -11,7 +11,10 @@ TORCH_DEFAULT_PREFETCH = 2
 
 @dataclass(frozen=True, slots=True)
 class LoaderMemory:
-    """One number of workers: RAM of them all, batches and bytes queued ahead, and how long those would last."""
+    """One number of workers: RAM of them all, batches and bytes queued ahead, and how long those would last.
+
+    Of each rank, which has workers of its own; ``fits`` is for all ranks together.
+    """
 
     workers: int
     workers_bytes: int | None
@@ -21,16 +24,22 @@ class LoaderMemory:
     fits: bool | None
 
 
-def loader_memory(run: Run, rank: RankRecord, compute_samples_per_s: float | None) -> tuple[LoaderMemory, ...]:
-    """Rows for 0, 1, 2, 4 … workers up to the usable CPUs, with the settings in force among them."""
+def loader_memory(run: Run, rank: RankRecord, samples_per_s: float | None) -> tuple[LoaderMemory, ...]:
+    """Rows for 0, 1, 2, 4 … workers up to the usable CPUs, with the settings in force among them.
+
+    ``samples_per_s`` is what all ranks together can take.
+    """
     loader = next((found for found in rank.loaders if found.role == "train"), None)
     if loader is None:
         return ()
     usable = max(1, int(run.run.machine.cpu.usable))
     counts = {0, loader.num_workers, usable, *(2**power for power in range(8) if 2**power < usable)}
     worker = next((found for found in rank.workers if found.loader_id == loader.loader_id), None)
+    ranks = max(1, len(run.ranks))
     free = _free_bytes(run)
-    return tuple(_row(count, loader, worker, compute_samples_per_s, free) for count in sorted(counts))
+    free_each = None if free is None else free // ranks
+    taken_each = None if samples_per_s is None else samples_per_s / ranks
+    return tuple(_row(count, loader, worker, taken_each, free_each) for count in sorted(counts))
 
 
 def _row(

@@ -17,6 +17,9 @@ from fulltilt.tune.plan.vram import VramBudget, batch_size, first_rank, vram_bud
 
 Hours = tuple[float, float]
 
+# The first step ends where counting begins: its time holds no wait for a batch.
+FEWEST_STEPS = 2
+
 
 @dataclass(frozen=True, slots=True)
 class BatchCandidate:
@@ -58,6 +61,7 @@ class Plan:
     gpus: tuple[GpuCandidate, ...]
     loading: tuple[LoaderMemory, ...]
     lacks: tuple[str, ...]
+    ranks: int = 1
 
 
 def make_plan(runs: Sequence[Run]) -> Plan:
@@ -71,19 +75,21 @@ def make_plan(runs: Sequence[Run]) -> Plan:
     budget = vram_budget(runs)
     largest = budget.largest_batch(total) if budget is not None and total is not None else None
     compute = diagnosis.ceilings.compute_samples_per_s if reading is not None else None
+    reached = diagnosis.throughput.samples_per_s if diagnosis.throughput.steps >= FEWEST_STEPS else None
     return Plan(
         run=run.folder,
         gpu=None if reading is None else reading.name,
         batch=batch,
-        samples_per_s=diagnosis.throughput.samples_per_s,
+        samples_per_s=reached,
         compute_samples_per_s=compute,
         loader_samples_per_s=diagnosis.ceilings.loader_samples_per_s,
         vram=budget,
         largest_batch=largest,
         batches=_batches(runs, budget, batch, largest, total),
         gpus=_gpus(diagnosis, run, budget, batch, here, compute),
-        loading=() if rank is None else loader_memory(run, rank, compute or diagnosis.throughput.samples_per_s),
-        lacks=tuple(_lacks(run, budget, reading, here, batch)),
+        loading=() if rank is None else loader_memory(run, rank, compute or reached),
+        lacks=tuple(_lacks(run, budget, reading, here, batch, diagnosis.throughput.steps)),
+        ranks=max(1, len(run.ranks)),
     )
 
 
@@ -208,11 +214,15 @@ def _gpu_of(run: Run) -> GpuReading | None:
 
 
 def _lacks(
-    run: Run, budget: VramBudget | None, gpu: GpuReading | None, here: GpuModel | None, batch: int | None
+    run: Run, budget: VramBudget | None, gpu: GpuReading | None, here: GpuModel | None, batch: int | None, steps: int
 ) -> Iterator[str]:
     if not run.ranks:
         yield "no process of the run was recorded: nothing is known of its memory and speed"
-    elif gpu is None:
+    elif steps < FEWEST_STEPS:
+        yield f"the run trained {'one step' if steps else 'no step'}: nothing is known of its speed"
+    if not run.ranks:
+        return
+    if gpu is None:
         yield "the run had no GPU: nothing is known of VRAM and of speed on other GPUs"
     elif batch is None:
         yield "the batch size is not known (no DataLoader with one): no budget by sample"

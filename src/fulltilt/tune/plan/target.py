@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import math
@@ -58,8 +59,10 @@ def read_history(folders: Iterable[Path], metric: str) -> History:
             known.update(name for row in rows for name in row if name not in ("epoch", "seconds"))
             points = _points(rows, metric) or _points(rows, f"eval_{metric}")
             if points:
-                seconds = [row["seconds"] for row in rows if "seconds" in row]
+                seconds = [row["seconds"] for row in rows if math.isfinite(row.get("seconds", math.nan))]
                 return History(points, sum(seconds) / len(seconds) if seconds else None)
+    if known & {metric, f"eval_{metric}"}:
+        raise UsageError(f"--target: {metric} was never a finite number", "Its training diverged, or has no epoch yet.")
     if known:
         raise UsageError(f"--target: no history of {metric}", f"There are: {', '.join(sorted(known))}")
     raise UsageError(
@@ -68,7 +71,9 @@ def read_history(folders: Iterable[Path], metric: str) -> History:
 
 
 def _points(rows: list[dict[str, float]], column: str) -> tuple[tuple[float, float], ...]:
-    return tuple((row["epoch"], row[column]) for row in rows if column in row and "epoch" in row)
+    """(epoch, value) of each row; a metric that diverged for an epoch (nan) has none there."""
+    pairs = ((row.get("epoch", math.nan), row.get(column, math.nan)) for row in rows)
+    return tuple((epoch, value) for epoch, value in pairs if math.isfinite(epoch) and math.isfinite(value))
 
 
 def _csv_rows(path: Path) -> list[dict[str, float]]:
@@ -101,13 +106,9 @@ def _hugging_face_rows(folder: Path) -> list[dict[str, float]]:
 
 
 def _numbers(items: Iterable[tuple[str, Any]]) -> dict[str, float]:
-    """What is a number; a metric that diverged for an epoch (nan) is none."""
+    """What is a number, finite or not."""
     found: dict[str, float] = {}
     for name, value in items:
-        try:
-            number = float(value)
-        except (TypeError, ValueError, OverflowError):
-            continue
-        if math.isfinite(number):
-            found[name] = number
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            found[name] = float(value)
     return found

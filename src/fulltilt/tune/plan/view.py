@@ -83,7 +83,10 @@ def _show_batches(console: Console, plan: Plan) -> None:
 
 
 def _show_loading(console: Console, plan: Plan) -> None:
-    table = _table("\nWhat workers hold", (), ("workers", "their RAM", "batches ahead", "bytes ahead", "lasts", "fits"))
+    whose = f" in each of {plan.ranks} processes" if plan.ranks > 1 else ""
+    table = _table(
+        f"\nWhat workers hold{whose}", (), ("workers", "their RAM", "batches ahead", "bytes ahead", "lasts", "fits")
+    )
     for row in plan.loading:
         table.add_row(
             str(row.workers),
