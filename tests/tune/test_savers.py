@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -123,3 +124,20 @@ def test_a_database_that_is_made_before_stays(saves: Saves) -> None:
     assert insert() == 1
     saves.restore()
     assert Path("log.sqlite").exists()
+
+
+@pytest.mark.parametrize("by", ["open", "os.open"])
+def test_a_large_log_is_not_appended_to(saves: Saves, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    """A file that would take too long to copy was written to."""
+    monkeypatch.setattr("fulltilt.tune.users_files.LARGEST_COPY_BYTES", 3)
+    for _ in range(2):
+        if by == "open":
+            with Path("theirs").open("a", encoding="utf-8") as log:
+                log.write("line")
+        else:
+            descriptor = os.open("theirs", os.O_WRONLY | os.O_APPEND)
+            os.write(descriptor, b"line")
+            os.close(descriptor)
+    assert saves.files.aside("theirs").read_bytes() == b"lineline"
+    saves.restore()
+    assert Path("theirs").read_bytes() == THEIRS

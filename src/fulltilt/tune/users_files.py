@@ -28,7 +28,7 @@ from typing import Any
 from fulltilt.tune.aside_views import AsideViews
 from fulltilt.tune.made import Made
 
-# Copying a larger file to append to it would take longer than the trial.
+# Copying a larger file to change it would take longer than the trial.
 LARGEST_COPY_BYTES = 256 << 20
 MOST_NAMES = 20
 # As they are before they show what lies aside.
@@ -138,7 +138,7 @@ class UsersFiles:
             if "x" in mode and self._is_gone(file):
                 mode = mode.replace("x", "w")
             if "x" not in mode:
-                file = self.copy_to_write(file, starts_empty="w" in mode)
+                file = self.copy_to_write(file, starts_empty="w" in mode, only_appends="a" in mode and "+" not in mode)
             is_new = not _is_there(file)
             opened_file = original(file, mode, *args, **kwargs)
             if is_new:
@@ -151,7 +151,8 @@ class UsersFiles:
         def opened(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
             writes = flags & (os.O_WRONLY | os.O_RDWR) and not flags & os.O_EXCL and kwargs.get("dir_fd") is None
             if writes and self.is_path(path):
-                path = self.copy_to_write(path, starts_empty=bool(flags & os.O_TRUNC))
+                only_appends = bool(flags & os.O_APPEND and flags & os.O_WRONLY)
+                path = self.copy_to_write(path, bool(flags & os.O_TRUNC), only_appends)
                 flags |= os.O_CREAT
             is_new = bool(flags & os.O_CREAT) and kwargs.get("dir_fd") is None and not _is_there(path)
             descriptor = original(path, flags, *args, **kwargs)
@@ -161,16 +162,20 @@ class UsersFiles:
 
         return opened
 
-    def copy_to_write(self, file: Any, starts_empty: bool) -> Any:
-        """The path to write to: a copy in the scratch folder of a file that was there, any other as it is."""
+    def copy_to_write(self, file: Any, starts_empty: bool, only_appends: bool = False) -> Any:
+        """The path to write to: a copy in the scratch folder of a file that was there, any other as it is.
+
+        Of a large file, what is only appended goes aside alone.
+        """
         if not self.was_there(file, follow=True) or not os.path.isfile(file):  # noqa: PTH113
             return file
         aside = self.aside(file)
-        if not starts_empty and os.path.getsize(file) > LARGEST_COPY_BYTES:  # noqa: PTH202
+        is_large = os.path.getsize(file) > LARGEST_COPY_BYTES  # noqa: PTH202
+        if is_large and not starts_empty and not only_appends:
             return file
         aside.parent.mkdir(parents=True, exist_ok=True)
         if not starts_empty and not aside.exists():
-            if self._is_gone(file):
+            if self._is_gone(file) or is_large:
                 aside.touch()
             else:
                 shutil.copyfile(file, aside)
