@@ -36,6 +36,7 @@ class Found:
     feature_count: int
     positives: int
     negatives: int
+    only_validation_label: int | None = None  # where the validation has one class alone
 
     @property
     def pos_weight(self) -> float:
@@ -60,7 +61,8 @@ def look(folder: Path, options: Options) -> Found:
     if not negatives or not positives:
         missing = "1" if negatives else "0"
         raise DataError(f"no training label in {folder} is {missing}", f"Look at {options.labels!r} in the files.")
-    return Found(train, validation, features, positives, negatives)
+    only = None if all(counts[1]) else int(not counts[1][0])
+    return Found(train, validation, features, positives, negatives, only)
 
 
 def hdf5_files(folder: Path) -> list[Path]:

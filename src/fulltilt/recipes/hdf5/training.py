@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fulltilt import feed
-from fulltilt.errors import Diverged
+from fulltilt.errors import DataError, Diverged
 from fulltilt.feed.augment import Pipeline, SpecAugment
 from fulltilt.feed.hdf5 import Hdf5Loader
 from fulltilt.feed.staging import stage_dir
@@ -28,6 +28,8 @@ from fulltilt.train.distributed import detect, device_of
 from fulltilt.train.progress import Screen
 
 CALIBRATION_FILE = "calibration.json"
+# A copy keeps the time of its original, on some file systems to two seconds.
+_CLOCKS_APART_S = 2.5
 
 
 def run(request: Request) -> Mapping[str, float]:
@@ -41,6 +43,11 @@ def run(request: Request) -> Mapping[str, float]:
         data = cleanup.enter_context(reader(request, found.train, training=True))
         eval_data = cleanup.enter_context(reader(request, found.validation, training=False))
         screen.say(_described(found, data))
+        if (only := found.only_validation_label) is not None:
+            screen.warn(
+                f"every validation label is {only}, so that nothing but the loss can be measured; "
+                "hold other files out: call them val…"
+            )
         job = build(request, found, data, eval_data)
         try:
             outcome = train(
@@ -126,8 +133,7 @@ def _staged(request: Request, screen: Screen, cleanup: contextlib.ExitStack) -> 
     if options.stage_dir is None or not request.data.is_dir():
         return request.data
     stage = Path(options.stage_dir)
-    names = {path.name for path in hdf5_files(request.data)}
-    if stage.is_dir() and names <= {path.name for path in stage.iterdir()}:
+    if _is_copy(stage, request.data):
         screen.say(f"Reading from {stage}, where the files already are")
         return stage
     with reader(request, look(request.data, options).train, training=True) as planned:
@@ -137,6 +143,17 @@ def _staged(request: Request, screen: Screen, cleanup: contextlib.ExitStack) -> 
     cleanup.enter_context(staged)
     screen.say(f"Staged to {staged.path}: {staged.reason}" if staged.staged else f"Not staged: {staged.reason}")
     return staged.path
+
+
+def _is_copy(stage: Path, data: Path) -> bool:
+    """Whether ``stage`` holds the files of ``data``, as large and no older, and no others, which nobody asked for."""
+    with contextlib.suppress(DataError):
+        told = [{p.relative_to(folder): p.stat() for p in hdf5_files(folder)} for folder in (stage, data)]
+        return told[0].keys() == told[1].keys() and all(
+            copy.st_size == own.st_size and copy.st_mtime > own.st_mtime - _CLOCKS_APART_S
+            for copy, own in ((told[0][name], told[1][name]) for name in told[1])
+        )
+    return False
 
 
 def _described(found: Found, data: Hdf5Loader) -> str:
