@@ -66,7 +66,10 @@ def loader(
     else a DataLoader takes about workers and pinning may stay in the call. Raises UsageError, DataError, DoesNotFit.
     """
     refuse_unknown(set(of_a_dataloader))
-    settings = settings or Settings()
+    if settings is None:
+        settings = Settings()
+    elif not isinstance(settings, Settings):
+        raise UsageError(f"settings is a {type(settings).__name__}", "Give fulltilt.records.Settings(num_workers=...).")
     if settings.residency is not None and residency == "auto":
         residency = settings.residency  # type: ignore[assignment]
     workers = num_workers if num_workers is not None else settings.num_workers

@@ -41,6 +41,7 @@ class Leaf:
     nbytes: int
     kind: str  # "tensor", "array", "image:RGB", "int", "float" or "bool"
     wrapper: type | None = None  # a tensor subclass (torchvision's tv_tensors), needed by transforms that look at it
+    stacked: type | None = None  # what torch makes of several: that subclass again, or a plain tensor
 
     def describe(self) -> str:
         """The leaf in words, for messages and for the key of a cache."""
@@ -101,7 +102,11 @@ class Layout:
 
     def build_batch(self, leaves: list[Any]) -> Any:
         """A batch from its leaves, in the structure that torch's DataLoader gives it: tuples have become lists."""
-        return _build(self.skeleton, iter(leaves), list)
+        typed = (
+            part if leaf.stacked is None else part.as_subclass(leaf.stacked)
+            for leaf, part in zip(self.leaves, leaves, strict=True)
+        )
+        return _build(self.skeleton, typed, list)
 
     def restore(self, row: torch.Tensor) -> Any:
         """The sample that was packed into ``row``: images are images again, numbers numbers. It owns its memory."""
@@ -119,7 +124,8 @@ def layout_of(sample: Any) -> Layout:
         tensor = _as_tensor(value, path)
         nbytes = tensor.numel() * tensor.element_size()
         wrapper = type(value) if isinstance(value, torch.Tensor) and type(value) is not torch.Tensor else None
-        leaves.append(Leaf(path, tuple(tensor.shape), tensor.dtype, offset, nbytes, _kind(value), wrapper))
+        stacked = None if wrapper is None else _stacked_type(value)
+        leaves.append(Leaf(path, tuple(tensor.shape), tensor.dtype, offset, nbytes, _kind(value), wrapper, stacked))
         offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
     if not leaves:
         raise Unstorable(f"a sample is {type(sample).__name__} without any tensor in it")
@@ -127,6 +133,14 @@ def layout_of(sample: Any) -> Layout:
     if len(names) < len(leaves):  # the keys 1 and "1", say: nobody could tell them apart when they change places
         raise Unstorable(f"two parts of a sample are called {names.most_common(1)[0][0]}")
     return Layout(_skeleton(sample), tuple(leaves), max(offset, ALIGNMENT))
+
+
+def _stacked_type(value: torch.Tensor) -> type | None:
+    try:
+        made = type(torch.stack([value, value]))
+    except Exception:  # the subclass's own code
+        return None
+    return None if made is torch.Tensor else made
 
 
 def same_sample(left: Any, right: Any) -> bool:
