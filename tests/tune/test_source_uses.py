@@ -60,6 +60,13 @@ def test_what_needed_workers_before_is_only_changed() -> None:
     assert result == Rewritten(source.replace("2, 2", "8, 4"))
 
 
+@pytest.mark.parametrize("value", ["None", "ahead"])
+def test_what_torch_does_by_itself_is_not_written_over_none(value: str) -> None:
+    source = f"ahead = None\nDataLoader(ds, num_workers=0, prefetch_factor={value})\n"
+    result = rewrite_call(source, 2, {"num_workers": 8, "prefetch_factor": 2}, BEFORE)
+    assert result == Rewritten(source.replace("num_workers=0", "num_workers=8"))
+
+
 # --------------------------------------------------------------------------- other uses of a value
 
 

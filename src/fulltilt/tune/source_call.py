@@ -92,6 +92,8 @@ def _rewrite(
         if value is True and name in NEED_WORKERS and places.comes_with_workers(call, name):
             continue
         place = places.of_argument(call, name, in_force.get(name, DEFAULTS.get(name)))
+        if place is not None and place.is_none and value == ONCE_THERE_ARE_WORKERS.get(name, ...):
+            continue
         code = repr(value)
         # The same call may make a loader without workers elsewhere, which torch then refuses to keep or prefetch for.
         workers = places.variable_workers(call, replacements) if name in NEED_WORKERS and value else None

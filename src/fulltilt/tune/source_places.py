@@ -24,6 +24,11 @@ class Place:
         self.remarks = remarks
         self.guarded = guarded
 
+    @property
+    def is_none(self) -> bool:
+        """Whether it leaves the choice to torch."""
+        return literal(self.node) is None
+
     def replacement(self, code: str) -> cst.BaseExpression:
         """What stands there afterwards."""
         return cst.parse_expression(code)
