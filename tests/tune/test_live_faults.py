@@ -425,7 +425,34 @@ def test_batches_that_come_out_different_in_a_worker_are_made_by_none(tmp_path: 
         while not (one.live.tuners and one.record.state == "left_alone"):
             assert time.monotonic() < deadline_s, one.record
             assert slowly(itertools.islice(loader, most)) == plain()[:most]
-        assert "come out different in a worker" in one.record.why
+        assert "come out different in a worker, where torch computes" in one.record.why
+
+
+def set_another_seed(_worker: int) -> None:
+    """What a script prepares in its workers; here something that their batches go by."""
+    InitialisedInWorkers.more = 1.0
+
+
+class InitialisedInWorkers(Squares):
+    """Gives other samples once ``worker_init_fn`` has run."""
+
+    more = 0.0
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        pixels, label = super().__getitem__(index)
+        return pixels + self.more, label
+
+
+def test_a_worker_that_the_script_prepares_is_told_to_be_so(tmp_path: Path) -> None:
+    """torch's threads were given as the reason."""
+    loader = DataLoader(InitialisedInWorkers(SIZE), batch_size=2, worker_init_fn=set_another_seed)
+    deadline_s = time.monotonic() + 60
+    with tuning(tmp_path, [Knobs(2)]) as one:
+        one.trains(loader)
+        while not (one.live.tuners and one.record.state == "left_alone"):
+            assert time.monotonic() < deadline_s, one.record
+            assert slowly(loader) == plain()
+        assert "where its worker_init_fn has run" in one.record.why
 
 
 START_S = [0.0]

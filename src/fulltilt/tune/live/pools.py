@@ -187,8 +187,14 @@ class Pool:
                 self._absent -= 1
                 self._present_since_s = time.monotonic()
             elif number < 0:
-                _compare(self._witnesses.pop(-1 - number), batch)
+                self._compare(self._witnesses.pop(-1 - number), batch)
         return True
+
+    def _compare(self, witness: Witness, batch: Any) -> None:
+        if isinstance(batch, ExceptionWrapper):
+            batch.reraise()  # type: ignore[no-untyped-call]
+        if not is_same(witness.batch, batch):
+            raise Differs(is_prepared=self.iterator._worker_init_fn is not None)
 
     def next_pass(self, loader: Any) -> None:
         """Make it ready for another pass, also after one that was left early. Raises when a worker has died."""
@@ -206,13 +212,6 @@ class Pool:
         """End its workers, beside the training thread: joining them takes a moment."""
         if self.knobs.workers:
             threading.Thread(target=_end, args=(self.iterator, failed), name="fulltilt-retire", daemon=True).start()
-
-
-def _compare(witness: Witness, batch: Any) -> None:
-    if isinstance(batch, ExceptionWrapper):
-        batch.reraise()  # type: ignore[no-untyped-call]
-    if not is_same(witness.batch, batch):
-        raise Differs
 
 
 def _end(iterator: Any, failed: bool) -> None:

@@ -30,8 +30,10 @@ class Witness(NamedTuple):
 class Differs(Exception):  # noqa: N818 - it says what happened
     """A worker has made another batch of the same indices. Says so to the user."""
 
-    def __init__(self) -> None:
-        super().__init__("its batches come out different in a worker, where torch computes with one thread")
+    def __init__(self, is_prepared: bool) -> None:
+        where = "torch computes with one thread and get_worker_info() answers"
+        where = f"its worker_init_fn has run, {where}" if is_prepared else where
+        super().__init__(f"its batches come out different in a worker, where {where}")
 
 
 class Witnesses:
