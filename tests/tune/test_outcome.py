@@ -27,6 +27,10 @@ torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 h
 """
 SHARED = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's \
 workers are out of shared memory. Please try to raise your shared memory limit. insufficient shared memory (shm)."
+DRIVER = "torch.AcceleratorError: CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported\n"
+NUMPY = "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 8.00 GiB for an array with shape (2, 4)\n"
+FULL = "RuntimeError: unable to write to file </torch_7>: No space left on device (28)\n"
+HINT = "tip: on CUDA out of memory errors lower --batch\nTraceback (most recent call last):\nValueError: no such file\n"
 
 
 @pytest.mark.parametrize(
@@ -35,6 +39,11 @@ workers are out of shared memory. Please try to raise your shared memory limit. 
         (DONE, ANSWER, "ok", None),
         (Ended(1, None, 3.0, CUDA), None, "oom", "torch.OutOfMemoryError: CUDA out of memory"),
         (Ended(1, None, 3.0, SHARED), None, "oom", "RuntimeError: DataLoader worker"),
+        (Ended(1, None, 3.0, DRIVER), None, "oom", "torch.AcceleratorError: CUDA error: out of memory"),
+        (Ended(1, None, 3.0, NUMPY), None, "oom", "numpy._core._exceptions._ArrayMemoryError: Unable to allocate"),
+        (Ended(1, None, 3.0, FULL), None, "oom", "RuntimeError: unable to write to file </torch_7>"),
+        (Ended(-6, None, 3.0, "terminate called: CUDA out of memory\n"), None, "oom", None),
+        (Ended(1, None, 3.0, HINT), None, "crashed", "ValueError: no such file"),
         (Ended(-9, None, 3.0, ""), None, "oom", "killed by the system"),
         (Ended(-9, "memory", 3.0, ""), None, "oom", "used more memory"),
         (Ended(1, None, 3.0, "x\nValueError: no such file\n"), None, "crashed", "ValueError: no such file"),

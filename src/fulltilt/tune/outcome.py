@@ -22,12 +22,12 @@ State = Literal["ok", "oom", "crashed", "timed_out", "diverged", "throttled"]
 
 # What running out of memory looks like in a traceback: the GPU's, the host's, and shared memory between workers.
 _OUT_OF_MEMORY = re.compile(
-    r"OutOfMemoryError|CUDA out of memory|^MemoryError|can't allocate memory|Cannot allocate memory"
-    r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|insufficient shared memory|killed by signal: Killed",
-    re.MULTILINE,
+    r"OutOfMemoryError|out of memory|MemoryError|can't allocate memory|Cannot allocate memory|Unable to allocate"
+    r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|insufficient shared memory|killed by signal: Killed"
+    r"|unable to write to file </torch_",
 )
 # The last line of a traceback: the exception and its message.
-_EXCEPTION = re.compile(r"^((?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b.*)$", re.MULTILINE)
+_EXCEPTION = re.compile(r"^((?:[A-Za-z_][\w.]*\.)?[A-Z_]\w*(?:Error|Exception|Interrupt|Exit)\b.*)$", re.MULTILINE)
 # What argparse says of flags that a script does not take.
 _USAGE = re.compile(r"^(\S+: error: .*)$", re.MULTILINE)
 MOST_KEPT_LOSSES = 400
@@ -115,13 +115,12 @@ def _loader_of(evidence: Evidence, rank: RankRecord, studied: TrainingLoader | N
 def _state(
     attempt: Attempt, ended: Ended, answer: Answer | None, run: Run | None, start: Trial | None
 ) -> tuple[State, str | None]:
-    memory = _OUT_OF_MEMORY.search(ended.tail) is not None
     if ended.stopped_for == "time":
         return "timed_out", f"stopped after {ended.wall_s:.0f} s"
     if ended.stopped_for == "memory":
         return "oom", "used more memory than there is for a trial"
     failed = ended.status not in (0, None) and (answer is None or not answer.complete)
-    if (failed and memory) or (answer is not None and answer.out_of_memory):
+    if (failed and _ran_out_of_memory(ended.tail)) or (answer is not None and answer.out_of_memory):
         return "oom", last_exception(ended.tail)
     if failed and ended.status == -signal.SIGKILL:
         return "oom", "killed by the system, which does so when memory runs out"
@@ -166,6 +165,11 @@ def _worse(start: tuple[float, ...], losses: tuple[float, ...]) -> str:
     assert steps is not None
     before, after = mean_loss(start, steps), mean_loss(losses, steps)
     return f"mean loss of steps {steps.start + 1} to {steps.stop}: {after:.4g}, at the start settings {before:.4g}"
+
+
+def _ran_out_of_memory(tail: str) -> bool:
+    """Whether an exception says so, or anything where there is none: other output may well speak of memory."""
+    return any(_OUT_OF_MEMORY.search(text) for text in _EXCEPTION.findall(tail) or [tail])
 
 
 def last_exception(tail: str) -> str | None:
