@@ -248,6 +248,17 @@ def test_the_training_is_recorded_with_where_the_loader_is(tmp_path: Path) -> No
     assert sum(ledger["buckets"].values()) == pytest.approx(ledger["wall_s"], rel=1e-6)
 
 
+def test_what_a_forked_child_trains_on_the_side_is_not_the_jobs(tmp_path: Path) -> None:
+    fork = "import os; child = os.fork() or exec('[step() for _ in range(500)]; os._exit(0)'); os.waitpid(child, 0)"
+    script = TRAINS.format(epochs=3, after=fork).replace(
+        "for epoch", "def step():\n    model(torch.zeros(1, 4)).sum().backward()\n    optimizer.step()\nfor epoch", 1
+    )
+    (tmp_path / "job.py").write_text(script)
+    assert run([*OBSERVED, "job.py"], tmp_path).returncode == 0
+    assert (tmp_path / "run" / "rank-1.json").exists()
+    assert json.loads((tmp_path / "run" / "findings.json").read_text())["throughput"]["steps"] == 24
+
+
 def test_an_earlier_run_in_the_folder_is_kept(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text("print('x')")
     first = run([*OBSERVED, "job.py"], tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
+from fulltilt.diagnose.beside import without_side_jobs
 from fulltilt.diagnose.checklist import make_checklist
 from fulltilt.diagnose.evidence import gather
 from fulltilt.diagnose.ledger import mean_step
@@ -26,6 +27,7 @@ def diagnose(run: Run) -> tuple[Finding, ...]:
 
 def answer(run: Run, thresholds: Thresholds = DEFAULT) -> Diagnosis:
     """Everything that can be said about a run; feeds every surface. Never raises on a run that could be read."""
+    run = without_side_jobs(run)
     evidence = gather(run, thresholds)
     judgements = judge(evidence)
     findings = ordered(judgement for judgement in judgements if isinstance(judgement, Finding))

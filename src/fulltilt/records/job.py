@@ -183,3 +183,4 @@ class RankRecord:
     notes: tuple[str, ...] = ()
     live: tuple[LiveRecord, ...] = ()
     under_way: Span | None = None
+    parent_pid: int | None = None

@@ -38,6 +38,7 @@ class RankNotes:
         # A launcher says so in the environment; ranks that the script itself spawns know it once they have met.
         self.rank = _number_in("RANK", 0)
         self.world_size = _number_in("WORLD_SIZE", 1)
+        self._parent_pid = os.getppid()  # now: it may end before this process does
         self.taps: LoaderTaps | None = None
         self.steps = 0
         self.steps_attributed = 0
@@ -173,6 +174,7 @@ class RankNotes:
             world_size=self.world_size,
             local_rank=int(os.environ.get("LOCAL_RANK", "0") or 0),
             pid=os.getpid(),
+            parent_pid=self._parent_pid,
             hostname=socket.gethostname(),
             device=f"cuda:{cuda.current_device()}" if cuda is not None else "cpu",
             gpu_uuid=self._gpu_uuid(cuda),
