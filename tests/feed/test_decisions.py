@@ -12,9 +12,10 @@ from fulltilt import feed
 from fulltilt.errors import DoesNotFit, UsageError
 from fulltilt.feed import tiers
 from fulltilt.feed.bad_samples import ShapesDiffer
+from fulltilt.feed.leaves import Unstorable
 from fulltilt.feed.order import Order, spread
 from fulltilt.feed.repeats import SAMPLE_BITS, numbered
-from fulltilt.feed.structure import ShapeChanged, Unstorable, layout_of, same_sample
+from fulltilt.feed.structure import ShapeChanged, layout_of, same_sample
 from fulltilt.feed.tiers import Room, choose_tier, measure_room
 from fulltilt.records import CpuCapacity
 

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 
 from fulltilt.feed.folders import files_below
+from fulltilt.feed.leaves import bytes_of, is_image
 from fulltilt.feed.own_code import STANDARD, own_module, used_by
-from fulltilt.feed.structure import Layout, bytes_of, is_image
+from fulltilt.feed.structure import Layout
 
 # Libraries that decode or transform: another version may give other pixels.
 _LIBRARIES = ("torch", "torchvision", "pillow", "numpy", "opencv-python", "albumentations", "h5py")

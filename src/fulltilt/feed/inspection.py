@@ -13,12 +13,13 @@ from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.apart import apart
 from fulltilt.feed.bad_samples import TO_ONE_SHAPE, Policy, ShapesDiffer, stopped_by
 from fulltilt.feed.generators import Generators
+from fulltilt.feed.leaves import Unstorable
 from fulltilt.feed.opened import files_opened
 from fulltilt.feed.order import spread
 from fulltilt.feed.randomness import counting_reason, first_reason
 from fulltilt.feed.readers import Failure, failure_of, name_of
 from fulltilt.feed.splitting import Split, find_split
-from fulltilt.feed.structure import Layout, ShapeChanged, Unstorable, layout_of
+from fulltilt.feed.structure import Layout, ShapeChanged, layout_of
 from fulltilt.feed.untouched import untouched
 
 

@@ -18,9 +18,10 @@ from fulltilt.errors import FulltiltError
 from fulltilt.feed import entropy
 from fulltilt.feed.draws import sample_seed
 from fulltilt.feed.generators import Generators
+from fulltilt.feed.leaves import Unstorable
 from fulltilt.feed.own_code import own_module
 from fulltilt.feed.repeats import sample_of
-from fulltilt.feed.structure import Layout, ShapeChanged, Unstorable
+from fulltilt.feed.structure import Layout, ShapeChanged
 
 # Attributes under which data sets keep their files, in the order in which they are asked for a sample's name.
 _FILE_LISTS = ("samples", "imgs", "paths", "files", "image_paths", "images", "filenames", "image_files", "_files")

@@ -20,11 +20,12 @@ import torch
 from fulltilt.feed import entropy
 from fulltilt.feed.draws import sample_seed
 from fulltilt.feed.generators import Generators
+from fulltilt.feed.leaves import Unstorable
 from fulltilt.feed.randomness import counting_reason, first_reason
 from fulltilt.feed.readers import Failure, failure_of, pack_one, read_one
 from fulltilt.feed.repeats import sample_of
 from fulltilt.feed.stores import HostStore
-from fulltilt.feed.structure import Layout, Unstorable, find_identical, layout_of, leaves_of, same_sample
+from fulltilt.feed.structure import Layout, find_identical, layout_of, leaves_of, same_sample
 
 
 @dataclass

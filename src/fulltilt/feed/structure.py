@@ -6,9 +6,7 @@ is assembled by one gather and its tensors are cut out of it without touching a 
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,36 +14,14 @@ from typing import Any
 
 import torch
 
+from fulltilt.feed.leaves import Leaf, Unstorable, as_tensor, bytes_of, from_tensor, kind_of, stacked_type
+
 # Rows and leaves start at multiples of this, so that a gather moves whole 16-byte words whatever the dtype.
 ALIGNMENT = 16
-
-_IMAGE_MODES = {"RGB": 3, "L": 1, "RGBA": 4}
-
-
-class Unstorable(Exception):  # noqa: N818 - a verdict about a sample, caught by the loader
-    """A sample holds something that cannot be kept as a fixed-shape tensor; the message says what and where."""
 
 
 class ShapeChanged(Exception):  # noqa: N818 - a verdict about a sample, caught by the loader
     """A sample has another structure, shape or dtype than the first one; the message says which."""
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """One tensor of a sample: where it lies in the row, and what it has to become again."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    offset: int
-    nbytes: int
-    kind: str  # "tensor", "array", "image:RGB", "int", "float" or "bool"
-    wrapper: type | None = None  # a tensor subclass (torchvision's tv_tensors), needed by transforms that look at it
-    stacked: type | None = None  # what torch makes of several: that subclass again, or a plain tensor
-
-    def describe(self) -> str:
-        """The leaf in words, for messages and for the key of a cache."""
-        return f"{self.path or 'sample'}: {self.kind} {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
 @dataclass(frozen=True)
@@ -64,7 +40,7 @@ class Layout:
         """Write ``sample`` into ``row`` (uint8). Raises ShapeChanged or Unstorable."""
         values = self._in_order(list(_flatten(sample, "")))
         for leaf, (path, value) in zip(self.leaves, values, strict=True):
-            tensor = _as_tensor(value, path)
+            tensor = as_tensor(value, path)
             if path != leaf.path or tensor.shape != leaf.shape or tensor.dtype != leaf.dtype:
                 found = f"{path or 'sample'} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
                 raise ShapeChanged(f"{found} instead of {leaf.describe()}")
@@ -112,7 +88,7 @@ class Layout:
         """The sample that was packed into ``row``: images are images again, numbers numbers. It owns its memory."""
         rows = row.clone().unsqueeze(0)
         return self.build(
-            [_from_tensor(leaf, part[0]) for leaf, part in zip(self.leaves, self.split(rows), strict=True)]
+            [from_tensor(leaf, part[0]) for leaf, part in zip(self.leaves, self.split(rows), strict=True)]
         )
 
 
@@ -121,11 +97,11 @@ def layout_of(sample: Any) -> Layout:
     leaves: list[Leaf] = []
     offset = 0
     for path, value in _flatten(sample, ""):
-        tensor = _as_tensor(value, path)
+        tensor = as_tensor(value, path)
         nbytes = tensor.numel() * tensor.element_size()
         wrapper = type(value) if isinstance(value, torch.Tensor) and type(value) is not torch.Tensor else None
-        stacked = None if wrapper is None else _stacked_type(value)
-        leaves.append(Leaf(path, tuple(tensor.shape), tensor.dtype, offset, nbytes, _kind(value), wrapper, stacked))
+        stacked = None if wrapper is None else stacked_type(value)
+        leaves.append(Leaf(path, tuple(tensor.shape), tensor.dtype, offset, nbytes, kind_of(value), wrapper, stacked))
         offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
     if not leaves:
         raise Unstorable(f"a sample is {type(sample).__name__} without any tensor in it")
@@ -133,14 +109,6 @@ def layout_of(sample: Any) -> Layout:
     if len(names) < len(leaves):  # the keys 1 and "1", say: nobody could tell them apart when they change places
         raise Unstorable(f"two parts of a sample are called {names.most_common(1)[0][0]}")
     return Layout(_skeleton(sample), tuple(leaves), max(offset, ALIGNMENT))
-
-
-def _stacked_type(value: torch.Tensor) -> type | None:
-    try:
-        made = type(torch.stack([value, value]))
-    except Exception:  # the subclass's own code
-        return None
-    return None if made is torch.Tensor else made
 
 
 def same_sample(left: Any, right: Any) -> bool:
@@ -155,13 +123,6 @@ def same_sample(left: Any, right: Any) -> bool:
     return torch.equal(first, second)
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a dense tensor of the host, one after the other."""
-    plain = tensor.resolve_conj().resolve_neg().contiguous()
-    # Not a view: torch calls one element contiguous whatever its stride is, and then refuses to see it as bytes.
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
-
-
 def find_identical(sample: Any, wanted: Any) -> list[int]:
     """Positions of the leaves of ``sample`` that are the very object ``wanted``."""
     return [position for position, (_, value) in enumerate(_flatten(sample, "")) if value is wanted]
@@ -170,92 +131,6 @@ def find_identical(sample: Any, wanted: Any) -> list[int]:
 def leaves_of(sample: Any) -> list[Any]:
     """The leaves of a sample or batch, in the order of its layout."""
     return [value for _, value in _flatten(sample, "")]
-
-
-# --------------------------------------------------------------------------- leaves
-
-
-def is_image(value: Any) -> bool:
-    """Whether ``value`` is a PIL image; PIL is not imported for the question."""
-    module = sys.modules.get("PIL.Image")
-    return module is not None and isinstance(value, module.Image)
-
-
-def _is_array(value: Any) -> bool:
-    module = sys.modules.get("numpy")
-    return module is not None and isinstance(value, module.ndarray | module.generic)
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return "tensor"
-    if is_image(value):
-        return f"image:{value.mode}"
-    if _is_array(value):
-        return "array"
-    return type(value).__name__
-
-
-def _as_tensor(value: Any, path: str) -> torch.Tensor:
-    """A leaf as default_collate would turn it into a tensor; a PIL image becomes uint8 [channels, height, width]."""
-    if isinstance(value, torch.Tensor):
-        kind = "quantized" if value.is_quantized else "meta" if value.is_meta else value.layout
-        if kind is not torch.strided:
-            raise Unstorable(f"{path or 'the sample'} is a {kind} tensor; only dense tensors can be kept")
-        return value.detach().cpu().as_subclass(torch.Tensor).contiguous()
-    if isinstance(value, bool):
-        return torch.tensor(value, dtype=torch.bool)
-    if isinstance(value, int):
-        if not -(2**63) <= value < 2**63:
-            raise Unstorable(f"{path or 'the sample'} is {value}, which does not fit into 64 bits")
-        return torch.tensor(value, dtype=torch.int64)
-    if isinstance(value, float):
-        return torch.tensor(value, dtype=torch.float64)
-    if is_image(value):
-        if value.mode not in _IMAGE_MODES:
-            raise Unstorable(f"{path or 'the sample'} is an image of mode {value.mode}; convert it to RGB or L")
-        flat = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8)
-        width, height = value.size
-        return flat.view(height, width, _IMAGE_MODES[value.mode]).permute(2, 0, 1).contiguous()
-    if _is_array(value):
-        try:
-            return _array_as_tensor(value) if value.ndim else torch.tensor(value.item(), dtype=_dtype(value))
-        except TypeError as error:
-            raise Unstorable(
-                f"{path or 'the sample'} is an array of {value.dtype}, which torch does not have"
-            ) from error
-    raise Unstorable(f"{path or 'the sample'} is {type(value).__name__}, which is not a tensor, array, image or number")
-
-
-def _array_as_tensor(array: Any) -> torch.Tensor:
-    """torch takes neither a flipped view nor the other byte order; a data set may return both."""
-    if not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="))
-    if any(stride < 0 for stride in array.strides):
-        array = array.copy()
-    return torch.as_tensor(array).contiguous()
-
-
-def _dtype(scalar: Any) -> torch.dtype:
-    numpy = sys.modules["numpy"]
-    return torch.as_tensor(numpy.zeros(1, dtype=scalar.dtype)).dtype
-
-
-def _from_tensor(leaf: Leaf, tensor: torch.Tensor) -> Any:
-    if leaf.kind == "tensor":
-        return tensor.as_subclass(leaf.wrapper) if leaf.wrapper is not None else tensor
-    if leaf.kind.startswith("image:"):
-        from PIL import Image
-
-        mode = leaf.kind.removeprefix("image:")
-        _, height, width = leaf.shape
-        pixels = tensor.permute(1, 2, 0).contiguous()
-        return Image.frombytes(mode, (width, height), ctypes.string_at(pixels.data_ptr(), pixels.numel()))
-    if leaf.kind == "array":
-        return tensor.numpy()
-    if leaf.kind in ("int", "float", "bool"):
-        return tensor.item()
-    return tensor.numpy()[()]  # a numpy scalar
 
 
 # --------------------------------------------------------------------------- nesting

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fulltilt.feed.generators import Generators
-from fulltilt.feed.structure import is_image
+from fulltilt.feed.leaves import is_image
 
 # A data set in a Subset in a wrapper, its archives in a list or a dict of a few.
 _DEPTH, _WIDEST = 5, 64
