@@ -133,12 +133,37 @@ FLAG = "p.add_argument('--n', default=0)\n"
             "            setattr(self, k, v)\n    def go(self):\n        DataLoader(ds, num_workers=self.n)\nT(n=0)\n",
             7,
         ),
+        ("@click.option('--n', default=0)\ndef main(n=0):\n    DataLoader(ds, num_workers=n)\nmain()\n", 3),
+        (
+            "class A:\n    n = 0\n    def go(self):\n        DataLoader(ds, num_workers=self.n)\n"
+            "class B(A):\n    n = 0\nB().go()\n",
+            4,
+        ),
+        (
+            "class A:\n    n = 0\n    def go(self):\n        DataLoader(ds, num_workers=self.n)\n"
+            "class B(A):\n    pass\nclass C(B):\n    def __init__(self):\n        self.n = 0\nC().go()\n",
+            4,
+        ),
     ],
     ids=lambda value: value[:60] if isinstance(value, str) else None,
 )
 def test_a_default_that_something_else_is_put_over_is_left_alone(source: str, line: int) -> None:
     """The diff changed the default, and nothing came of it."""
     assert isinstance(rewrite_call(source, line, WANTED, BEFORE), Refused)
+
+
+@pytest.mark.parametrize("decorator", ["torch.no_grad()", "functools.lru_cache", "staticmethod"])
+def test_a_decorator_that_hands_its_arguments_on_hides_nothing(decorator: str) -> None:
+    source = f"@{decorator}\ndef make(n=0):\n    return DataLoader(ds, num_workers=n)\nmake()\n"
+    assert "def make(n=8)" in changed(source, 3).source
+
+
+def test_a_class_that_inherits_with_workers_of_its_own_hides_no_other() -> None:
+    source = (
+        "class A:\n    n = 0\n    def go(self):\n        DataLoader(ds, num_workers=self.n)\n"
+        "class B(A):\n    n = 4\nA().go()\n"
+    )
+    assert "class A:\n    n = 8\n" in changed(source, 4).source
 
 
 def test_setattr_with_a_name_of_its_own_hides_no_other() -> None:

@@ -20,6 +20,12 @@ class Written(NamedTuple):
 UNKNOWN = Written(None)
 
 
+# Decorators that hand on what the caller gives, and nothing else.
+_LEAVE_ARGUMENTS = frozenset(
+    {"staticmethod", "classmethod", "cache", "lru_cache", "no_grad", "inference_mode", "record", "contextmanager"}
+)
+
+
 class Bindings:
     """The values that a module gives to a name, each as it is written, not followed further."""
 
@@ -79,6 +85,8 @@ class Bindings:
             else:
                 defaulted = True
         default = parameters[index].default
+        if not all(map(_leaves_arguments, function.decorators)):
+            found.append(UNKNOWN)  # as click's options do
         if defaulted and default is not None:
             shown = called or function.name.value
             found.append(Written(default, f"the default of {shown}({name}=…) holds for all its callers"))
@@ -121,3 +129,8 @@ class Bindings:
                 note = "the flag's default changes; a value given on the command line still wins"
                 found.append(UNKNOWN if default is None else Written(default, note))
         return found
+
+
+def _leaves_arguments(decorator: cst.Decorator) -> bool:
+    node = decorator.decorator
+    return last_name(node.func if isinstance(node, cst.Call) else node) in _LEAVE_ARGUMENTS

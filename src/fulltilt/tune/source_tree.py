@@ -53,6 +53,14 @@ class SourceTree:
             home = self.home(home)
         return home
 
+    def heirs(self, home: cst.ClassDef) -> list[cst.ClassDef]:
+        """A class with those of this module that inherit from it."""
+        found = [home]
+        for each in self.classes.values():
+            if each not in found and any(last_name(base.value) in [h.name.value for h in found] for base in each.bases):
+                found.append(each)
+        return found
+
     def above(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         """What a node stands in, the nearest first."""
         parent = self._parents.get(node)

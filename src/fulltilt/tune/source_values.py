@@ -103,15 +103,16 @@ class Values:
         return self._of_class(self._tree.classes[function], key) if function in self._tree.classes else [UNKNOWN]
 
     def _of_class(self, home: cst.ClassDef, key: str, hyperparameters: bool = False) -> list[Written]:
-        """An attribute of a class: as its body has it, or as a method sets it."""
+        """An attribute of a class: as its body has it, as a method sets it, or as one that inherits from it has it."""
         found = []
+        family = self._tree.heirs(home)
         for node in self._tree.nodes:
             if isinstance(node, cst.Assign | cst.AnnAssign | cst.AugAssign):
-                if self._tree.home(node) is home:
+                if self._tree.home(node) in family:
                     found += [_field(written) for written in self._bindings.of_assignment(node, key)]
-                elif self._tree.class_around(node) is home:
+                elif self._tree.class_around(node) in family:
                     found += self._bindings.of_assignment(node, f"self.{key}")
-            elif isinstance(node, cst.Call) and self._tree.class_around(node) is home:
+            elif isinstance(node, cst.Call) and self._tree.class_around(node) in family:
                 found += self._bindings.set_by_call(node, "self", key)
             elif (
                 hyperparameters
