@@ -18,6 +18,8 @@ from fulltilt.timeline.patches.timed import timed
 from fulltilt.timeline.recorder import Recorder
 
 ASK_REPLICAS_EVERY = 16
+# Where an optimizer or backward() follows, it does with the first batch.
+GRADIENTS_ALONE = 3
 # An early step, but not the first: some optimizers make their states later.
 ASK_MEMORY_AT = 3
 
@@ -48,6 +50,7 @@ class SteppingPatches:
         self._steps_count: set[int] = set()
         self._depth_of_train = 0
         self._calls_backward = False
+        self._drawn_before = self._alone = 0
         self._around_steps = Activity.USER  # backward, where its hooks step
         self._trained: set[int] = set()
         self._known: list[weakref.ref[Any]] = []
@@ -57,7 +60,7 @@ class SteppingPatches:
         """Stand at backward, at every optimizer's step, at the gradient scaler's, at autocast and at train()."""
         torch = self._torch
         exchange.swap(torch.autograd, "backward", self._backward)
-        exchange.swap(torch.autograd, "grad", lambda original: timed(self._recorder, original, Activity.BACKWARD))
+        exchange.swap(torch.autograd, "grad", self._grad)
         exchange.swap(torch.amp.grad_scaler.GradScaler, "step", self._scaler_step)
         exchange.swap(torch.amp.autocast_mode.autocast, "__enter__", self._autocast)
         exchange.swap(torch.nn.Module, "train", self._train)
@@ -115,6 +118,30 @@ class SteppingPatches:
             self._around_steps = Activity.USER
             if not self._recorder.rest.on:  # a step inside has ended it
                 self._recorder.switch(Activity.USER)
+
+    def _grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        recorder = self._recorder
+        timed_grad = timed(recorder, original, Activity.BACKWARD)
+
+        def grad(*args: Any, **kwargs: Any) -> Any:
+            slopes = timed_grad(*args, **kwargs)
+            if not self._calls_backward and not self._notes.optimizers and recorder.mine():
+                self._update_by_hand()
+            return slopes
+
+        return grad
+
+    def _update_by_hand(self) -> None:
+        """Gradients were asked for, and there has been no backward() and no optimizer: once a batch, it is a step."""
+        drawn = sum(tap.batches for tap in self._taps.all)
+        if drawn > self._drawn_before:
+            self._drawn_before = drawn
+            self._alone += 1
+            if self._alone == GRADIENTS_ALONE:
+                for _ in range(GRADIENTS_ALONE - 1):  # now it is known, and those before are made up for
+                    self._stand_in_for_backward()
+            if self._alone >= GRADIENTS_ALONE:
+                self._stand_in_for_backward()
 
     def _trains_here(self) -> bool:
         """Whether this thread trains: the one that calls backward, or one of autograd's that runs it with its hooks.
