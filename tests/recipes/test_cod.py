@@ -301,6 +301,21 @@ def test_a_picture_on_its_side_is_turned_as_its_mask_is(spoilt: Path) -> None:
         check_pairs([pair])
 
 
+@pytest.mark.parametrize("suffix", [".tif", ".gif"])
+def test_pictures_and_masks_of_other_formats_are_not_left_out(suffix: str, spoilt: Path) -> None:
+    """Seen to fail: nobody was told that they were."""
+    before = pairs(spoilt, "Train")
+    expected = Pictures(before, 32)[0][1]
+    for path in (before[0].picture, before[0].mask):
+        with Image.open(path) as opened:
+            opened.convert("L").save(path.with_suffix(suffix))
+        path.unlink()
+    after = pairs(spoilt, "Train")
+    assert (len(after), after[0].mask.suffix) == (len(before), suffix)
+    check_pairs(after)
+    assert torch.equal(Pictures(after, 32)[0][1], expected)
+
+
 def test_the_file_that_cannot_be_read_is_named(spoilt: Path) -> None:
     """Seen to fail: it was the picture "or its mask"."""
     pair = pairs(spoilt, "Train")[0]

@@ -12,7 +12,7 @@ from pathlib import Path
 from fulltilt.errors import DataError, UsageError
 from fulltilt.recipes import tables
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 # Found in a data folder, this table is read instead of the folders' names.
 CAPTIONS = "captions.csv"
 # The column names of the tables that people have; the first is ours.

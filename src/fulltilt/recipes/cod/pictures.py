@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 from fulltilt.errors import DataError
 from fulltilt.recipes.pixels import as_mask, as_rgb
 
-PICTURES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+PICTURES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif")
 PARTS = ("Train", "Test")
 
 
