@@ -203,6 +203,18 @@ def test_a_script_that_ends_with_143_was_not_killed(tmp_path: Path) -> None:
     assert "the script ended with exit code 143 after 16 steps" in done.stderr
 
 
+def test_a_job_that_goes_into_the_background_is_told_of(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(
+        "import os, time\nif child := os.fork():\n    print(child, flush=True)\n    os._exit(0)\n"
+        "os.closerange(0, 3)\ntime.sleep(20)\n"
+    )
+    done = run([*OBSERVED, "job.py"], tmp_path)
+    os.kill(int(done.stdout), signal.SIGKILL)
+    assert f"goes on in the background (process {done.stdout.strip()}): fulltilt report run tells" in done.stderr
+    (tmp_path / "job.py").write_text("print(1)")
+    assert "background" not in run([*OBSERVED, "job.py"], tmp_path).stderr
+
+
 def test_the_verdict_is_told_where_it_cannot_be_written(tmp_path: Path) -> None:
     command = (
         "import fulltilt.cli.ending as module\n"
@@ -249,7 +261,9 @@ def test_the_training_is_recorded_with_where_the_loader_is(tmp_path: Path) -> No
 
 
 def test_what_a_forked_child_trains_on_the_side_is_not_the_jobs(tmp_path: Path) -> None:
-    fork = "import os; child = os.fork() or exec('[step() for _ in range(500)]; os._exit(0)'); os.waitpid(child, 0)"
+    # Its record begins within a second; a child that trains before then would take its place in the folder.
+    train = "exec('[step() for _ in range(500)]; os._exit(0)')"
+    fork = f"import os, time; time.sleep(1.5); child = os.fork() or {train}; os.waitpid(child, 0)"
     script = TRAINS.format(epochs=3, after=fork).replace(
         "for epoch", "def step():\n    model(torch.zeros(1, 4)).sum().backward()\n    optimizer.step()\nfor epoch", 1
     )

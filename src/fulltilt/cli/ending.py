@@ -13,6 +13,7 @@ from typing import Literal
 from fulltilt import store
 from fulltilt.diagnose import answer
 from fulltilt.errors import FulltiltError, RunFolderError
+from fulltilt.probes.jobs import still_running
 from fulltilt.records import RunRecord
 from fulltilt.report.explain import explain
 from fulltilt.report.terminal import verdict_lines
@@ -27,7 +28,8 @@ FATAL = frozenset(
 def end_run(folder: Path, record: RunRecord, wall_s: float, status: int, oom_kills: int = 0) -> None:
     """Write what is left to write and print the verdict. A problem here never changes how the job ended."""
     try:
-        state = state_of(status, ended_by_itself(folder))
+        by_itself = ended_by_itself(folder)
+        state = state_of(status, by_itself)
         ended = replace(record, state=state, wall_s=wall_s, exit_code=status, oom_kills=oom_kills)
         refused: FulltiltError | None = None
         try:
@@ -40,6 +42,9 @@ def end_run(folder: Path, record: RunRecord, wall_s: float, status: int, oom_kil
             print(line, file=sys.stderr)
         if refused is not None:
             print(f"fulltilt: {refused}", file=sys.stderr)
+        if state == "done" and not by_itself and (pids := still_running(folder)):
+            going_on = f"the job goes on in the background (process {', '.join(map(str, pids))})"
+            print(f"fulltilt: {going_on}: fulltilt report {folder} tells of it later", file=sys.stderr)
         if (problem := settings_not_in_force(dict(diagnosis.settings))) is not None:
             print(f"fulltilt: {problem}", file=sys.stderr)
         if (folder / store.SETTINGS_FILE).exists():

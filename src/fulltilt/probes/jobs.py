@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import psutil
 
@@ -83,6 +84,12 @@ class JobProbe:
             pss_bytes=tree.pss_bytes(),
             run_folder=self._folders.get(pid),
         )
+
+
+def still_running(folder: Path) -> tuple[int, ...]:
+    """The processes of the run in this folder that are alive."""
+    of_run = (process for process in psutil.process_iter() if _run_folder(process) == str(folder.resolve()))
+    return tuple(process.pid for process in of_run)
 
 
 def _run_folder(process: psutil.Process) -> str | None:
