@@ -48,10 +48,10 @@ def main(arguments: list[str] | None = None) -> None:
         if getattr(sys, name) is None:  # started with it closed: >&-
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - open to the end
         let_print(getattr(sys, name))
-    # One verb alone starts faster; help and wrong verbs need them all.
-    for verb in arguments[:1] if arguments[0] in VERBS else VERBS:
-        importlib.import_module(f"fulltilt.cli.{verb.replace('-', '_')}").register(app)
     try:
+        # One verb alone starts faster; help and wrong verbs need them all.
+        for verb in arguments[:1] if arguments[0] in VERBS else VERBS:
+            importlib.import_module(f"fulltilt.cli.{verb.replace('-', '_')}").register(app)
         code = app(args=arguments, prog_name="fulltilt", standalone_mode=False)
         sys.stdout.flush()
     except FulltiltError as error:
@@ -92,7 +92,3 @@ def _complain(message: str) -> None:
     print(f"fulltilt: {first}", file=sys.stderr)
     for line in rest:
         print(f"  {line}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main()

@@ -45,6 +45,11 @@ def capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def cpus(usable: float) -> str:
+    """``1 CPU``, ``16 CPUs``, ``1.5 CPUs``."""
+    return "1 CPU" if usable == 1 else f"{number(usable)} CPUs"
+
+
 def count(word: str, how_many: int) -> str:
     """``1 worker``, ``7 workers``, ``3 passes``."""
     ending = "" if how_many == 1 else "es" if word.endswith(("s", "ch")) else "s"

@@ -26,7 +26,7 @@ from fulltilt.diagnose.rules.wording import (
     time_spent,
 )
 from fulltilt.diagnose.supply import Limit, Supply, sampling_share
-from fulltilt.diagnose.words import count, number, percent, seconds, size
+from fulltilt.diagnose.words import count, cpus, percent, seconds, size
 from fulltilt.records import Finding, FindingCode, HotLine, LoaderRecord
 
 # --------------------------------------------------------------------------- no workers
@@ -194,8 +194,7 @@ def _cpus(evidence: Evidence) -> str:
     cpu = evidence.machine.cpu
     source = "the quota allows" if cpu.quota is not None and cpu.quota <= cpu.affinity else "the machine has"
     shared = " for each rank" if evidence.usable_cpus < cpu.usable else ""
-    cpus = "1 CPU" if evidence.usable_cpus == 1 else f"{number(evidence.usable_cpus)} CPUs"
-    return f"{source} {cpus}{shared}"
+    return f"{source} {cpus(evidence.usable_cpus)}{shared}"
 
 
 def _known(fact: str | None) -> list[str]:

@@ -19,7 +19,7 @@ from fulltilt.diagnose.rules.wording import (
     time_spent,
 )
 from fulltilt.diagnose.supply import Limit, is_crowded
-from fulltilt.diagnose.words import capital, count, number, percent, size
+from fulltilt.diagnose.words import capital, count, cpus, number, percent, size
 from fulltilt.records import Abstention
 
 # --------------------------------------------------------------------------- memory
@@ -134,7 +134,7 @@ def cpu_oversubscribed(evidence: Evidence) -> Judgement:
     workers = allowed_workers(evidence, supply, rate) if rate else max(int(evidence.usable_cpus) - 1, 1)
     facts = [
         f"{count('worker', loader.num_workers)} and {count('training thread', threads)} queue for "
-        f"{number(evidence.usable_cpus)} CPUs",
+        f"{cpus(evidence.usable_cpus)}",
         f"the workers spend {percent(supply.queueing_share)} of their runnable time in that queue",
         time_spent(evidence, "waiting for data", evidence.buckets.data_wait_s),
     ]

@@ -37,7 +37,8 @@ def most_workers(room: Room, prefetch: int, limits: Limits = DEFAULT) -> tuple[i
 def _bounds(room: Room, prefetch: int, limits: Limits) -> list[tuple[int, str]]:
     share = max(room.cpu_share if room.cpu_share is not None else 1.0, 1 / limits.waiting_workers_per_cpu)
     cpus = room.cpus / room.ranks
-    bounds = [(max(math.ceil(cpus / share) - room.other_workers, 1), f"{room.cpus:g} usable CPUs")]
+    what = "1 usable CPU" if room.cpus == 1 else f"{room.cpus:g} usable CPUs"
+    bounds = [(max(math.ceil(cpus / share) - room.other_workers, 1), what)]
     queued_bytes = (prefetch + 1) * (room.batch_bytes or 0)
     if room.memory_free_bytes is not None:
         grown = room.worker_bytes * limits.worker_growth if room.worker_bytes else limits.unmeasured_worker_bytes
