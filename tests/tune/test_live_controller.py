@@ -88,6 +88,20 @@ def test_a_slower_deep_queue_makes_no_other_number_of_workers_promising() -> Non
     assert isinstance(decide(Situation(Knobs(17), seen, Room(16, cpu_share=0.95))), Settle)
 
 
+def test_a_start_that_was_looked_at_twice_leads_to_workers_too() -> None:
+    # A loader made anew in each pass is taken up again before anything was tried.
+    seen = (Seen(Knobs(0), 5.0, 0.05, 0.8, 0.04), Seen(Knobs(0), 5.2, 0.05, 0.8, 0.04))
+    move = decide(Situation(Knobs(0), seen, Room(16)))
+    assert not isinstance(move, Settle)
+    assert move.knobs.workers > 1
+
+
+def test_no_number_of_workers_is_tried_that_cannot_beat_having_none() -> None:
+    # Cheap samples: handing them over costs more than fetching them.
+    seen = (Seen(Knobs(0), 706.0, 0.02, 0.5, 0.0007), Seen(Knobs(1), 265.0, 0.02, 0.8, 0.0007))
+    assert isinstance(decide(Situation(Knobs(0), seen, Room(2))), Settle)
+
+
 @pytest.mark.parametrize(
     ("fetch_s", "room", "tries"),
     [

@@ -28,13 +28,15 @@ BLIND = 1.25
 class Bracket:
     """What is known of a loader: ``rates`` by workers, 0 where a trial failed, and how many there may be at ``most``.
 
-    ``one`` is what a single worker should give, where that is known otherwise; ``ceiling`` what training can take.
+    ``one`` is what a single worker should give, where that is known otherwise; ``ceiling`` what training can take;
+    ``to_beat`` what it has without workers.
     """
 
     rates: Mapping[int, float]
     most: int
     one: float | None = None
     ceiling: float = math.inf
+    to_beat: float = 0.0
 
     def next_count(self) -> int | None:
         """The number of workers that should be tried next; None when none promises more."""
@@ -71,7 +73,7 @@ class Bracket:
             yield 1
 
     def _could_beat(self, count: int) -> bool:
-        return self._hope(count) >= WORTH * self._top
+        return self._hope(count) >= WORTH * max(self._top, self.to_beat)
 
     def _hope(self, count: int) -> float:
         """The most that so many workers may give: a rise in proportion from the nearest number below that is known."""

@@ -34,7 +34,8 @@ def next_workers(trials: Sequence[Trial], space: Space) -> Attempt | None:
     if len(seen) == 1 and half not in rates:
         workers: int | None = half
     else:
-        workers = Bracket(rates, most, _rate_of_one(start), _ceiling(seen)).next_count() if rates else None
+        without_any = 0.0 if start.in_force.num_workers else rate(start)
+        workers = Bracket(rates, most, _rate_of_one(start), _ceiling(seen), without_any).next_count() if rates else None
     if workers is None:
         return None
     settings = with_loader(start, workers, on_gpu(start), space.may_persist)

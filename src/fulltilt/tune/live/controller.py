@@ -104,13 +104,14 @@ def _next_workers(situation: Situation, most: int, ceiling: float, limits: Limit
     rates.update({knobs.workers: 0.0 for knobs in situation.failed if knobs.workers not in rates})
     if most < 1:
         return None
-    if len(situation.seen) + len(situation.failed) == 1:
+    if len(situation.seen) + len(situation.failed) == 1 or not rates:
         half = max(1, round(most / 2))
         each = one or start.batches_per_s / start.knobs.workers
         first = min(half, math.ceil(limits.worker_headroom * ceiling / each))
         if first != start.knobs.workers:
             return first
-    return Bracket(rates, most, one, ceiling).next_count()
+    without_any = max((seen.batches_per_s for seen in situation.seen if not seen.knobs.workers), default=0.0)
+    return Bracket(rates, most, one, ceiling, without_any).next_count()
 
 
 def _rate_of_one(start: Seen) -> float:
