@@ -174,6 +174,19 @@ def test_a_killed_job_leaves_a_diagnosed_run(tmp_path: Path) -> None:
     assert state(tmp_path)["state"] == "killed"
 
 
+@pytest.mark.parametrize("code", [0, 5])
+def test_a_reader_that_has_gone_changes_no_exit_code(tmp_path: Path, code: int) -> None:
+    (tmp_path / "job.py").write_text(f"import sys\nsys.exit({code})\n")
+    reader, writer = os.pipe()
+    os.close(reader)  # as head does once it has its lines
+    try:
+        job = subprocess.run([*OBSERVED, "job.py"], cwd=tmp_path, stdout=writer, stderr=writer, check=False, timeout=60)
+    finally:
+        os.close(writer)
+    assert job.returncode == code
+    assert state(tmp_path)["exit_code"] == code
+
+
 @pytest.mark.parametrize(
     ("broken", "told"),
     [
