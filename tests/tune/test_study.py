@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,19 @@ def checkpoint_of(folder: Path, fails: str = "") -> str:
     return hashlib.sha256((folder / "checkpoint.pt").read_bytes()).hexdigest()
 
 
+def _files_of_an_unread_end(end: Callable[[], None], out: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many files the end of a study leaves where whoever read what it prints has gone, as head does."""
+    files = [out / "settings.json", out / "change.diff"]
+    for file in files:
+        file.unlink()
+    reader, writer = os.pipe()
+    os.close(reader)
+    with monkeypatch.context() as patch, os.fdopen(writer, "w") as unread:
+        patch.setattr(sys, "stdout", unread)
+        end()
+    return sum(file.exists() for file in files)
+
+
 def test_trials_that_fail_are_results_and_the_users_files_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,6 +140,7 @@ def test_trials_that_fail_are_results_and_the_users_files_stay(
     assert "batch_size" not in settings
     diff = (out / "change.diff").read_text()
     assert "+    loader = DataLoader(" in diff
+    assert _files_of_an_unread_end(lambda: end_study(study.record, trials, out, apply=False), out, monkeypatch) == 2
     if shutil.which("patch"):  # what is told writes this diff: a second study might find another
         told = next(line for line in shown.splitlines() if "write it with: " in line).partition("write it with: ")[2]
         subprocess.run(shlex.split(told), check=True, capture_output=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from rich.text import Text
 from fulltilt import store
 from fulltilt.errors import Diverged, DoesNotFit, FulltiltError, MachineError, UsageError
 from fulltilt.records import Settings, Trial
+from fulltilt.report.screen import open_console
 from fulltilt.timeline.overrides import LOADER
 from fulltilt.tune.learning_rate import CONTRASTIVE_WARNING, looks_contrastive, looks_deeply_supervised
 from fulltilt.tune.solutions import by_hand, solutions
@@ -43,7 +43,7 @@ def end_study(record: StudyRecord, trials: Sequence[Trial], folder: Path, apply:
 
     ``stopped``: by the user, before it was through.
     """
-    console = Console(file=sys.stdout, highlight=False)
+    console = open_console(goes_on=True)
     if trials:
         show_trials(console, trials)
         console.print()

@@ -16,12 +16,21 @@ class _Piped(Console):
         raise BrokenPipeError
 
 
-def open_console(*, follows_window: bool = False) -> Console:
+class _Heedless(Console):
+    def on_broken_pipe(self) -> None:
+        """Say no more, and go on."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def open_console(*, follows_window: bool = False, goes_on: bool = False) -> Console:
     """Standard output as a console. What its encoding lacks is printed plainly, never as a traceback.
 
-    With ``follows_window`` its size is always the window's, also where a shell exported COLUMNS and LINES once.
+    With ``follows_window`` its size is always the window's, also where a shell exported COLUMNS and LINES once. With
+    ``goes_on`` there is more to do than to print, also where whoever reads it (head, less) has gone.
     """
     let_print(sys.stdout)
     fixed = ("COLUMNS", "LINES") if follows_window else ()
     environ = {name: value for name, value in os.environ.items() if name not in fixed}
-    return _Piped(highlight=False, emoji=False, markup=False, _environ=environ)
+    kind = _Heedless if goes_on else _Piped
+    return kind(highlight=False, emoji=False, markup=False, _environ=environ)
