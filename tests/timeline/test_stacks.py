@@ -222,9 +222,10 @@ def test_who_waits_for_a_thread_or_a_process_may_wait_for_a_batch_but_not_at_its
     batches = (gets(ready), gets(sent), receives, lambda: asyncio.run(served()))
     endings = (joins, lambda: subprocess.run(["sleep", "0.05"], check=True))
     for work in endings if ends else batches:
-        waits = [view for view in looks_at(work) if view.waits and view.call != "thread.start()"]
+        waits = [view for view in looks_at(work) if view.waits]
         assert len(waits) > 5
-        assert {view.kind for view in waits} == {"host" if ends else "waiting"}
+        assert {view.kind for view in waits} <= ({"host"} if ends else {"host", "waiting"})
+        assert ends or share(waits, "waiting") > 0.5  # threads, pipes and loops are also made, which brings no batch
 
 
 def test_a_sampler_is_seen_with_workers_as_without() -> None:

@@ -15,6 +15,9 @@ from types import CodeType
 
 from fulltilt.timeline.owners import owner
 
+# Of threads and processes: waiting for their beginning or their end brings no batch.
+BRING_NONE = frozenset({"__init__", "start", "join"})
+
 
 @cache
 def _waiting_rooms() -> frozenset[str]:
@@ -29,9 +32,6 @@ def waits_for_others(code: CodeType) -> bool:
 
 
 def may_bring_a_batch(codes: Sequence[CodeType]) -> bool:
-    """Whether a wait may end with a batch, by the stack from its innermost call on.
-
-    The end of a thread or process brings none.
-    """
+    """Whether a wait may end with a batch, by the stack from its innermost call on."""
     library = takewhile(lambda code: owner(code.co_filename) == "stdlib", codes)
-    return not any(code.co_name == "join" or code.co_filename == subprocess.__file__ for code in library)
+    return not any(code.co_name in BRING_NONE or code.co_filename == subprocess.__file__ for code in library)
