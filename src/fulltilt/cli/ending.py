@@ -80,8 +80,8 @@ def settings_not_in_force(settings: Mapping[str, object]) -> str | None:
 def ended_by_itself(folder: Path) -> bool:
     """Whether the processes that trained came to their own end, and wrote it down."""
     try:
-        ranks = store.load(folder).ranks
-    except FulltiltError:
+        ranks = store.read_ranks(folder).values()
+    except (FulltiltError, OSError):
         return False  # nobody knows; it is told where the run is explained
     return bool(ranks) and all(rank.finished for rank in ranks)
 

@@ -21,10 +21,11 @@ def make_data(
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same files.")] = 0,
 ) -> None:
     """Make a data set that can be learnt but is not easy, in the format that its recipe reads."""
-    from fulltilt.recipes.made import counted, make_folder
+    from fulltilt.diagnose.words import count
+    from fulltilt.recipes.made import KINDS, make_folder
 
     began_s = time.monotonic()
     if make_folder(kind, folder, size, seed):
-        print(f"Made {counted(kind, size)} in {folder} ({time.monotonic() - began_s:.1f} s)")
+        print(f"Made {count(KINDS[kind], size)} in {folder} ({time.monotonic() - began_s:.1f} s)")
     else:
         print(f"{folder} holds them already")

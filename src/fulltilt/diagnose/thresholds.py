@@ -53,6 +53,7 @@ class Thresholds:
     # Rates of one job in two runs differ by so much: what is predicted from one cannot be truer (docs/log.md, Tuning).
     rate_error: float = 0.08
     in_vain_share: float = 0.5  # of all waiting for data: one wait without an end makes the rates mean nothing
+    deep_queue: int = 8  # batches a worker: a queue evens out no more
     contended_share: float = 0.3  # of fetching: two workers that share one lock all the time wait half of theirs
     out_of_reach: float = 8.0  # times the workers that a machine carries: such a number is arithmetic, no advice
     worker_headroom: float = 1.15  # workers above the bare need, so that uneven batches do not empty the queue

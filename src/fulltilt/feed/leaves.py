@@ -95,7 +95,7 @@ def as_tensor(value: Any, path: str) -> torch.Tensor:
         return flat.view(height, width, _IMAGE_MODES[value.mode]).permute(2, 0, 1).contiguous()
     if _is_array(value):
         try:
-            return _arrayas_tensor(value) if value.ndim else torch.tensor(value.item(), dtype=_dtype(value))
+            return _array_as_tensor(value) if value.ndim else torch.tensor(value.item(), dtype=_dtype(value))
         except TypeError as error:
             raise Unstorable(
                 f"{path or 'the sample'} is an array of {value.dtype}, which torch does not have"
@@ -103,7 +103,7 @@ def as_tensor(value: Any, path: str) -> torch.Tensor:
     raise Unstorable(f"{path or 'the sample'} is {type(value).__name__}, which is not a tensor, array, image or number")
 
 
-def _arrayas_tensor(array: Any) -> torch.Tensor:
+def _array_as_tensor(array: Any) -> torch.Tensor:
     """torch takes neither a flipped view nor the other byte order; a data set may return both."""
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))

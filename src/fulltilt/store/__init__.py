@@ -25,7 +25,7 @@ from fulltilt.store.names import (
     rank_file,
     steps_file,
 )
-from fulltilt.store.reading import load, read_json, read_lines, read_new_lines, read_record
+from fulltilt.store.reading import load, read_json, read_lines, read_new_lines, read_ranks, read_record
 from fulltilt.store.writing import LineWriter, create_folder, set_aside, write_json, write_text
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "read_json",
     "read_lines",
     "read_new_lines",
+    "read_ranks",
     "read_record",
     "set_aside",
     "steps_file",

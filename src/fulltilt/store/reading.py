@@ -102,21 +102,26 @@ def load(folder: str | Path) -> Run:
     if RUN_FILE not in names:
         raise RunFolderError(f"{folder} is not a run folder: it has no {RUN_FILE}")
     run = read_record(folder / RUN_FILE, RunRecord)
-    numbers = sorted(int(match[1]) for name in names if (match := re.fullmatch(r"rank-(0|[1-9][0-9]*)\.json", name)))
-    known = {steps_file(n) for n in numbers}
+    ranks = read_ranks(folder)
+    known = {steps_file(number) for number in ranks}
     orphans = [name for name in names if re.fullmatch(r"steps(\.rank-[0-9]+)?\.jsonl", name) and name not in known]
-    ranks = tuple(read_record(folder / rank_file(n), RankRecord) for n in numbers)
     return Run(
         folder=str(folder),
         run=run,
-        ranks=ranks,
+        ranks=tuple(ranks.values()),
         spans=tuple(
-            _to_the_end(rank, tuple(read_lines(folder / steps_file(n), Span)))
-            for n, rank in zip(numbers, ranks, strict=True)
+            _to_the_end(rank, tuple(read_lines(folder / steps_file(number), Span))) for number, rank in ranks.items()
         ),
         samples=tuple(read_lines(folder / SAMPLES_FILE, Sample)),
         warnings=tuple(f"{name} is left out: its rank's own record is not there" for name in orphans),
     )
+
+
+def read_ranks(folder: Path) -> dict[int, RankRecord]:
+    """The record of each rank that has written one, by its number."""
+    found = (re.fullmatch(r"rank-(0|[1-9][0-9]*)\.json", path.name) for path in folder.iterdir())
+    numbers = sorted(int(match[1]) for match in found if match)
+    return {number: read_record(folder / rank_file(number), RankRecord) for number in numbers}
 
 
 def _to_the_end(rank: RankRecord, spans: tuple[Span, ...]) -> tuple[Span, ...]:

@@ -11,9 +11,6 @@ from fulltilt.diagnose.supply import Limit, Supply
 from fulltilt.diagnose.words import count, number, percent, seconds, size
 from fulltilt.records import Abstention, LoaderRecord
 
-# A queue of so many batches a worker evens out what a queue can.
-DEEP_QUEUE = 8
-
 # --------------------------------------------------------------------------- handing over
 
 
@@ -77,7 +74,7 @@ def _sooner_batches(evidence: Evidence, loader: LoaderRecord) -> str:
         as_made = rewritten(evidence, loader, in_order=False)
         advice.append(f"Take them as they are made{at(loader.where)}: {as_made}; their order then differs between runs")
     prefetch = loader.prefetch_factor or 2
-    if prefetch < DEEP_QUEUE:
+    if prefetch < evidence.thresholds.deep_queue:
         deeper = rewritten(evidence, loader, prefetch_factor=2 * prefetch)
         advice.append(f"Raise prefetch_factor {prefetch} → {2 * prefetch}{at(loader.where)}: {deeper}")
     if not advice:

@@ -9,10 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fulltilt.diagnose.words import count
 from fulltilt.errors import DataError, UsageError
 from fulltilt.recipes import tables
+from fulltilt.recipes.picture_files import SUFFIXES
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 # Found in a data folder, this table is read instead of the folders' names.
 CAPTIONS = "captions.csv"
 # The column names of the tables that people have; the first is ours.
@@ -53,7 +54,7 @@ def read(data: Path, val_share: float) -> list[Picture]:
 def _from_folders(root: Path) -> list[Picture]:
     found = []
     for path in sorted(root.rglob("*")):
-        if path.suffix.lower() not in IMAGE_SUFFIXES or path.name.startswith("."):
+        if path.suffix.lower() not in SUFFIXES or path.name.startswith("."):
             continue  # what begins with a dot is a system's own file
         names = path.relative_to(root).parts[:-1]
         split = SPLITS.get(names[0].lower(), "") if len(names) == 4 else ""
@@ -66,7 +67,7 @@ def _from_folders(root: Path) -> list[Picture]:
         found.append(Picture(path, (make, model, year), None, (make, model, year), split))
     if not found:
         raise DataError(
-            f"{root} holds no pictures ({', '.join(IMAGE_SUFFIXES)})",
+            f"{root} holds no pictures ({', '.join(SUFFIXES)})",
             f"Sort them as make/model/year/picture.jpg, or put a {CAPTIONS} of image and caption there.",
         )
     return found
@@ -117,9 +118,9 @@ def _with_both_splits(pictures: list[Picture], is_val: Callable[[Picture], bool]
         pictures = [replace(picture, split=picture.split or "train") for picture in pictures]
     for split in ("train", "val"):
         if sum(picture.split == split for picture in pictures) < 2:
-            there = "1 picture" if len(pictures) == 1 else f"{len(pictures)} pictures"
             raise DataError(
-                f"{data} has {there}, fewer than 2 of them for {split}", "Add pictures, or change --val-share."
+                f"{data} has {count('picture', len(pictures))}, fewer than 2 of them for {split}",
+                "Add pictures, or change --val-share.",
             )
     return pictures
 

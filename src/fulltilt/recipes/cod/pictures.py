@@ -12,9 +12,9 @@ import torch
 from PIL import Image, ImageOps
 
 from fulltilt.errors import DataError
+from fulltilt.recipes.picture_files import SUFFIXES
 from fulltilt.recipes.pixels import as_mask, as_rgb
 
-PICTURES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif")
 PARTS = ("Train", "Test")
 
 
@@ -40,7 +40,7 @@ def pairs(root: Path, part: str, *, noncam: bool = False) -> list[Pair]:
             )
     present = _pictures_in(images)
     if not present:
-        raise DataError(f"{images} holds no picture", f"Their names end in {', '.join(PICTURES)}.")
+        raise DataError(f"{images} holds no picture", f"Their names end in {', '.join(SUFFIXES)}.")
     shown = [path for path in present if noncam or "-NonCAM-" not in path.name]
     if not shown:
         raise DataError(f"{images} holds no camouflaged picture", "Use --include-noncam, or another folder.")
@@ -50,7 +50,7 @@ def pairs(root: Path, part: str, *, noncam: bool = False) -> list[Pair]:
 
 def _pictures_in(folder: Path) -> list[Path]:
     """By name, a PNG behind others of its name. A name that begins with a dot is a system's own file."""
-    found = [path for path in folder.iterdir() if path.suffix.lower() in PICTURES and path.name[0] != "."]
+    found = [path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and path.name[0] != "."]
     return sorted(found, key=lambda path: (path.stem, path.suffix.lower() == ".png", path.name))
 
 

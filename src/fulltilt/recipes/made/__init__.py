@@ -6,6 +6,6 @@ the number of samples after each piece that is done.
 
 from __future__ import annotations
 
-from fulltilt.recipes.made.folder import KINDS, counted, make_folder
+from fulltilt.recipes.made.folder import KINDS, make_folder
 
-__all__ = ["KINDS", "counted", "make_folder"]
+__all__ = ["KINDS", "make_folder"]

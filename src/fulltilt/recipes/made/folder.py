@@ -28,11 +28,6 @@ _REMEDIES = {
 }
 
 
-def counted(kind: str, size: int) -> str:
-    """``1 text``, ``3 texts``."""
-    return f"{size} {KINDS[kind]}{'' if size == 1 else 's'}"
-
-
 def make_folder(kind: str, folder: Path, size: int, seed: int) -> bool:
     """Fill ``folder`` with made data; False when exactly this was in it already. Raises UsageError, MachineError.
 
