@@ -1,7 +1,8 @@
 """How close to compute-only a fed job runs: stock DataLoader against feed.loader on every tier, all in one run.
 
     python bench/feed.py --jobs cod                   under 290 s on an H200, 100 s of them compiling
-    python bench/feed.py --jobs hdf5,text,clip        under 290 s
+    python bench/feed.py --jobs hdf5,text             under 230 s
+    python bench/feed.py --jobs clip --budget-s 300   under 310 s
     python bench/feed.py --smoke                      tiny models on the CPU: does the benchmark itself work?
 
 torch is imported once; each job then runs in a fork that has the GPU to itself and writes its figures as it gets them
@@ -38,7 +39,7 @@ from fulltilt.feed.tiers import default_workers
 
 RUN = {"cod": run_cod, "hdf5": run_hdf5, "clip": run_clip, "text": run_text, "decode": run_decode}
 # Seconds a job may take at most, compilation included; all together they end before --budget-s.
-BUDGET_S = {"cod": 265, "hdf5": 150, "clip": 200, "text": 80, "decode": 40}
+BUDGET_S = {"cod": 265, "hdf5": 150, "clip": 300, "text": 80, "decode": 40}
 # Imported once for all forks, before any of them touches the GPU.
 IMPORTED = {
     "cod": ("timm",),
@@ -56,7 +57,7 @@ TARGETS = {
         "first_epoch_over_best_stock_first": 1.0,
     },
     "clip_b256": {"fed_over_compute": 0.97, "first_epoch_over_best_stock_first": 1.0},
-    "clip_b1024": {"fed_over_compute": 0.97},
+    "clip_b1024": {"fed_over_compute": 0.97, "first_epoch_over_best_stock_first": 1.0},
     "text": {"fed_over_compute": 0.97, "fed_over_pad_to_128": 1.5},
     "hdf5": {"fed_over_compute": 0.95, "fed_over_guide_5": 100.0},
 }

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from feedbench import peers
-from feedbench.measuring import Bench, Step, first_of, on_device, trainer
+from feedbench.measuring import LEAST_ROUNDS, WARM_UP_ROUNDS, Bench, Step, first_of, on_device, trainer
 from fulltilt import feed
 from fulltilt.feed import augment
 from fulltilt.feed.tiers import Tier
@@ -167,7 +167,7 @@ class ImageJob:
     ) -> None:
         self.bench, self.name, self.batch_size, self.step = bench, name, batch_size, step
         # Stock loaders stand still at the end of an epoch; theirs is longer than what is measured of them.
-        self.dataset, self.stock = Images(files, size), StockImages(files * 8, size, PerSample(chain.per_sample))
+        self.dataset, self.stock = Images(files, size), StockImages(files * 32, size, PerSample(chain.per_sample))
         self.transforms = augment.Pipeline([*chain.per_batch, augment.Normalise(MEAN, STD)])
         self.options: dict[str, Any] = {
             "shuffle": True,
@@ -204,7 +204,8 @@ class ImageJob:
         """torch's DataLoader over worker counts: its first epoch, then its steady state."""
         best = best_first = 0.0
         for workers in counts:
-            if not self.bench.has_time_for(2 * seconds + 6):
+            rounds_s = (WARM_UP_ROUNDS + LEAST_ROUNDS) * workers * self.batch_size / self.compute
+            if not self.bench.has_time_for(max(2 * seconds, rounds_s) + 6):
                 self.bench.note(self.name, f"stock_{workers}_workers", "no time left")
                 continue
             loader = self._stock(workers)
@@ -216,11 +217,10 @@ class ImageJob:
                 seconds,
                 workers,
             )
+            del loader
             self.bench.note(self.name, f"stock_{workers}_workers", rate)
             self.bench.note(self.name, f"stock_{workers}_workers_first_epoch", first)
             best, best_first = max(best, rate), max(best_first, first)
-            del loader
-        if best:
             figures = self.bench.results[self.name]
             self.bench.note(self.name, "best_stock", best)
             self.bench.note(self.name, "first_epoch_over_best_stock_first", figures["first_epoch"] / best_first)
@@ -375,17 +375,18 @@ def run_clip(bench: Bench) -> None:
         return loss
 
     step = trainer(model, loss_of, bench.device)
-    small_batch, large_batch = (
+    jobs = [
         ImageJob(bench, f"clip_b{batch_size}", files, size, batch_size, step, flips())
         for batch_size in ((4, 8) if bench.smoke else (256, 1024))
-    )
-    small_batch.resident()
-    large_batch.resident()
-    if "stock" in bench.parts:
-        small_batch.stock_loader(bench.workers, 3.0)
-        large_batch.stock_loader(bench.workers[1:2] or bench.workers, 4.0)
+    ]
+    for job in jobs:
+        job.resident()
     if "tiers" in bench.parts:
-        for tier in TIERS:
-            small_batch.tier(tier, 3.0)
+        for job in jobs:
+            for tier in TIERS:
+                job.tier(tier, 3.0)
+    if "stock" in bench.parts:
+        for job in reversed(jobs):
+            job.stock_loader(bench.workers, 3.0)
     if "jpeg" in bench.parts:
-        small_batch.gpu_jpeg(3.0)
+        jobs[0].gpu_jpeg(3.0)

@@ -89,17 +89,20 @@ class Bench:
 
         The epoch is not waited for: what is left of it after the first batches goes on at the steady rate.
         """
-        began, early = time.perf_counter(), 0
+        began, early, first_s = time.perf_counter(), 0, None
         stream = endless(batches)
         for _ in range(self._warm_up(workers)):
             batch = next(stream)
             step(batch)
             early += size(batch)
+            if first_s is None and early >= samples:
+                self.drain()
+                first_s = (time.perf_counter() - began) * samples / early
         self.drain()
-        warm = time.perf_counter()
+        warm_s = time.perf_counter() - began
         steady = self._turn(step, stream, size, seconds, workers)
         stream.close()
-        return samples / (warm - began + max(0, samples - early) / steady), steady
+        return samples / (first_s or warm_s + (samples - early) / steady), steady
 
     def _warm_up(self, workers: int) -> int:
         """Until the queue of a loader (two batches a worker) was filled by workers that all run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,12 +15,14 @@ from fulltilt.timeline.session import Session
 from fulltilt.tune.live import Live
 from tunebench.figures import Figures
 from tunebench.job import Job
-from tunebench.sweep import POINT_S, rate, rate_of, train, with_workers
+from tunebench.sweep import rate, rate_of, train, with_workers
 
-LIVE_S, LAST_S = 61.0, 12.0
+# What it has reached after a minute is what it gives in the seconds behind it, beside points of the same length.
+MINUTE_S, REACHED_S, POINT_S = 60.0, 15.0, 8.0
 FIRST_MINUTES_S = 300.0
-NEAR = 0.95
-TURNS, TURN_S = 2, 30.0
+LONGEST_TRIAL_S = 12.0
+NEAR, NEAR_FOR_S = 0.95, 6.0
+TURNS, TURN_S = 2, 35.0
 
 
 def measure(job: Job, folder: Path, device: torch.device, best: dict[str, Any], figures: Figures, small: bool) -> None:
@@ -27,19 +30,18 @@ def measure(job: Job, folder: Path, device: torch.device, best: dict[str, Any], 
 
     The machine's own pace drifts by a fifth within minutes, so that the best stands on both sides of the run.
     """
-    live_s, last_s, point_s = (25.0, 4.0, 1.5) if small else (LIVE_S, LAST_S, POINT_S)
+    minute_s, reached_s, point_s = (20.0, 4.0, 1.5) if small else (MINUTE_S, REACHED_S, POINT_S)
     best_before = rate(job, best, device, point_s)
     session = Session(torch, folder, time.perf_counter_ns())
     session.install()
     live = Live(session)
     session.taps.live = live.begin
-    moments = list(train(job, with_workers(0, device), device, live_s))
+    moments = list(train(job, with_workers(0, device), device, minute_s + reached_s))
     (record,) = [tuner.diary.record() for tuner in live.tuners.values()]
     session.finish()
     found = with_workers(record.settings.num_workers or 0, device, record.settings.prefetch_factor or 2)
     workers = int(found["num_workers"])
-    minute_s = min(60.0, live_s)
-    reached = job.batch_size * rate_of(moments, minute_s - last_s, minute_s, workers)
+    reached = job.batch_size * rate_of(moments, minute_s, workers=workers)
     lost_s = _lost_s(record)
     figures.note(
         job.name,
@@ -49,6 +51,7 @@ def measure(job: Job, folder: Path, device: torch.device, best: dict[str, Any], 
         live_tuning_s=record.cost_s,
         live_lost_in_trials_s=lost_s,
         live_cost_share_of_five_minutes=(record.cost_s + lost_s) / FIRST_MINUTES_S,
+        live_batches_each_s=_each_s(moments),
         live=store.encode(record),
     )
     turns: list[tuple[float, float]] = []
@@ -61,8 +64,14 @@ def measure(job: Job, folder: Path, device: torch.device, best: dict[str, Any], 
             live_turns_best_and_found=turns,
             live_over_best_after_60_s=reached / fmean((best_before, best_now)),
             live_settings_over_best=found_now / best_now,
-            live_near_after_s=_near_after_s(moments, last_s / 2, workers, NEAR * best_now / job.batch_size),
+            live_near_after_s=_near_after_s(moments, NEAR_FOR_S, workers, NEAR * best_now / job.batch_size),
         )
+
+
+def _each_s(moments: list[float]) -> list[int]:
+    """Batches in each second of the run."""
+    counts = Counter(map(int, moments))
+    return [counts[second] for second in range(int(moments[-1]) + 1)]
 
 
 def _near_after_s(moments: list[float], window_s: float, workers: int, wanted: float) -> float | None:
@@ -84,7 +93,7 @@ def _lost_s(record: Any) -> float:
     ends = [*(move.began_s for move in record.moves[1:]), None]
     for move, ended_s in zip(record.moves, ends, strict=True):
         if move.batches_per_s is not None and best:
-            lasted_s = (ended_s if ended_s is not None else move.began_s + LAST_S) - move.began_s
+            lasted_s = (ended_s if ended_s is not None else move.began_s + LONGEST_TRIAL_S) - move.began_s
             lost_s += lasted_s * max(1 - move.batches_per_s / best, 0.0)
             best = max(best, move.batches_per_s)
     return lost_s

@@ -23,6 +23,8 @@ class Booking:
         self._usual = Usual()
         self._warm_up = WarmUp()
         self._ready: list[Span] = []
+        # Of the first step, until it is known how much of it was warming up: launching, and the GPU's work.
+        self._first: tuple[float, float] | None = None
 
     def book(self, tiles: list[Tile]) -> None:
         """Make spans of these tiles, which are taken out of the list."""
@@ -37,9 +39,11 @@ class Booking:
             here = seen if tile.steps else seen_apart
             attributed = attribute(tile, here, seen_apart, self._usual, exposed_s, in_backward)
             notes.launch_s += attributed.launch_s
-            if tile.gpu and tile.steps:
-                notes.gpu_busy_s += attributed.buckets.compute_s
-                notes.gpu_steps += tile.steps
+            busy_s = attributed.buckets.compute_s if tile.gpu and tile.steps else 0.0
+            notes.gpu_busy_s += busy_s
+            notes.gpu_steps += tile.steps if tile.gpu else 0
+            if tile.steps and not notes.steps_attributed:
+                self._first = attributed.launch_s, busy_s
             span = Span(
                 t0_s=self._since_start_s(tile.t0_ns),
                 t1_s=self._since_start_s(tile.t1_ns),
@@ -56,6 +60,7 @@ class Booking:
             )
             notes.steps_attributed += tile.steps
             self._ready.extend(self._warm_up.add(span))
+        self._leave_out_warm_up()
         tiles.clear()
         self._looks.begin_window()
 
@@ -63,6 +68,7 @@ class Booking:
         """The spans that can be written now; with ``final`` all there are."""
         if final:
             self._ready.extend(self._warm_up.release())
+            self._leave_out_warm_up()
         ready, self._ready = self._ready, []
         return ready
 
@@ -72,6 +78,16 @@ class Booking:
         buckets = attribute(tile, seen_apart, seen_apart, Usual(), 0.0, self._looks.backward.split()).buckets
         t0_s, t1_s = self._since_start_s(tile.t0_ns), self._since_start_s(tile.t1_ns)
         return Span(t0_s, t1_s, steps, 0, 0, None, buckets, tile.epoch)
+
+    def _leave_out_warm_up(self) -> None:
+        """What was warming up is neither launching nor work that the next steps have, too."""
+        kept = self._warm_up.kept
+        if kept is None or self._first is None:
+            return
+        launch_s, busy_s = self._first
+        self._first = None
+        self._notes.launch_s -= (1 - kept) * launch_s
+        self._notes.gpu_busy_s -= (1 - kept) * busy_s
 
     def _since_start_s(self, t_ns: float) -> float:
         return (t_ns - self._t0_ns) * NS

@@ -18,12 +18,13 @@ class WarmUp:
     """Holds the first spans back until it is clear how much of the first step was warming up."""
 
     def __init__(self) -> None:
+        # How much of the first step was none; known once its span was released.
+        self.kept: float | None = None
         self._held: list[Span] = []
-        self._over = False
 
     def add(self, span: Span) -> list[Span]:
         """Take the next span; returns those that are ready to be written."""
-        if self._over:
+        if self.kept is not None:
             return [span]
         self._held.append(span)
         stepping = [held for held in self._held if held.steps]
@@ -33,28 +34,40 @@ class WarmUp:
 
     def release(self) -> list[Span]:
         """Everything that was held back. What the first step took beyond the next ones was warming up."""
-        self._over = True
         held, self._held = self._held, []
+        self.kept = 1.0
         for index, span in enumerate(held):
             if span.steps:
-                held[index : index + 1] = apart(without_warm_up(span, held[index + 1 :]))
+                self.kept = kept_of(span, held[index + 1 :])
+                held[index : index + 1] = apart(without_warm_up(span, self.kept))
                 break
         return held
 
 
-def without_warm_up(first: Span, others: list[Span]) -> Span:
-    """The first span with what it took beyond the median of the next ones moved to start-up."""
+def kept_of(first: Span, others: list[Span]) -> float:
+    """The part of the first span that is training: what it took beyond the median of the next ones was warming up."""
     usual = [first.steps * (span.t1_s - span.t0_s) / span.steps for span in others if span.steps]
     if not usual:
+        return 1.0
+    took = _could_warm_up_s(first)
+    excess = took - median(usual)
+    warmed_up = took >= WARM_UP_FACTOR * median(usual) and excess >= WARM_UP_LEAST_S
+    return 1.0 - excess / took if warmed_up else 1.0
+
+
+def without_warm_up(first: Span, kept: float) -> Span:
+    """The first span with all but the part that is kept moved to start-up."""
+    if kept == 1.0:
         return first
     buckets = first.buckets
-    took = sum(getattr(buckets, name) for name in WARMS_UP)
-    excess = took - median(usual)
-    if took < WARM_UP_FACTOR * median(usual) or excess < WARM_UP_LEAST_S:
-        return first
-    kept = 1.0 - excess / took
-    moved = {name: getattr(buckets, name) * kept for name in WARMS_UP}
-    return replace(first, buckets=replace(buckets, startup_s=buckets.startup_s + excess, **moved), phases=None)
+    left = {name: getattr(buckets, name) * kept for name in WARMS_UP}
+    startup_s = buckets.startup_s + (1.0 - kept) * _could_warm_up_s(first)
+    return replace(first, buckets=replace(buckets, startup_s=startup_s, **left), phases=None)
+
+
+def _could_warm_up_s(span: Span) -> float:
+    seconds: float = sum(getattr(span.buckets, name) for name in WARMS_UP)
+    return seconds
 
 
 def apart(span: Span) -> list[Span]:
