@@ -69,7 +69,15 @@ def measure(job: str, out: Path, budget_s: float, arguments: argparse.Namespace)
     """Run one job in this process; returns its exit code."""
     workers = [int(number) for number in arguments.workers.split(",")]
     parts = arguments.parts.split(",")
-    bench = Bench(out, budget_s, smoke=arguments.smoke, workers=workers, parts=parts, flips_only=arguments.flips_only)
+    bench = Bench(
+        out,
+        budget_s,
+        smoke=arguments.smoke,
+        workers=workers,
+        parts=parts,
+        flips_only=arguments.flips_only,
+        turns=arguments.turns,
+    )
     try:
         bench.note("machine", "versions", {**versions(PACKAGES), "workers": default_workers()})
         RUN[job](bench)
@@ -149,6 +157,7 @@ def main() -> int:
     parser.add_argument("--workers", default="8,12,16,4", help="worker counts of the stock DataLoader, in this order")
     parser.add_argument("--parts", default="stock,tiers,peers,jpeg", help="what to measure of cod and clip beside vram")
     parser.add_argument("--flips-only", action="store_true", help="cod with a flip in the place of the recipe's chain")
+    parser.add_argument("--turns", type=int, default=24, help="how often fed and compute-only take turns, at least")
     parser.add_argument("--budget-s", type=float, default=280.0, help="seconds for all jobs together")
     parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU")
     arguments = parser.parse_args()

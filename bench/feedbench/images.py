@@ -386,7 +386,7 @@ def run_clip(bench: Bench) -> None:
             for tier in TIERS:
                 job.tier(tier, 3.0)
     if "stock" in bench.parts:
-        for job in reversed(jobs):
+        for job in jobs:
             job.stock_loader(bench.workers, 3.0)
     if "jpeg" in bench.parts:
         jobs[0].gpu_jpeg(3.0)

@@ -22,7 +22,7 @@ from fulltilt.train.replaying import Replaying
 AHEAD_S = 0.25
 WARM_UP_ROUNDS, LEAST_ROUNDS = 2, 3
 # Turns go on until their median is known to so much, or time is up.
-TURNS, MOST_TURNS, WANTED_ERROR = 24, 96, 0.01
+MOST_TURNS, WANTED_ERROR = 96, 0.01
 # What other figures of the job then need.
 AFTER_TURNS_S = 60
 
@@ -34,9 +34,18 @@ class Bench:
     """What one job needs: the device, the sizes of a smoke run or a real one, and somewhere to note figures."""
 
     def __init__(
-        self, out: Path, budget_s: float, *, smoke: bool, workers: list[int], parts: list[str], flips_only: bool
+        self,
+        out: Path,
+        budget_s: float,
+        *,
+        smoke: bool,
+        workers: list[int],
+        parts: list[str],
+        flips_only: bool,
+        turns: int,
     ) -> None:
         self.out = out
+        self.turns = turns
         self.smoke = smoke
         self.flips_only = flips_only
         self.workers = workers
@@ -124,7 +133,7 @@ class Bench:
 
         A step that waits for the host takes up to a third longer from one second to the next, and the clock drifts.
         """
-        turn_s, turns, warm_up = (0.05, 2, 1) if self.smoke else (0.5, TURNS, 10)
+        turn_s, turns, warm_up = (0.05, 2, 1) if self.smoke else (0.5, self.turns, 10)
         streams = {"compute_only": endless(ready), name: endless(fed)}
         for stream in streams.values():
             for _ in range(warm_up):
