@@ -13,6 +13,7 @@ import torch
 
 from fulltilt.timeline.attribution import Seen
 from fulltilt.timeline.behind_steps import BehindSteps
+from fulltilt.timeline.evaluation import Evaluation
 from fulltilt.timeline.looks import EARLY_LOOK_EVERY_S, LATE_NS, LOOK_AT_REST_EVERY, LOOK_EVERY_S, Looks
 from fulltilt.timeline.marks import Activity
 from fulltilt.timeline.rest import LONG_STEP_NS, Rest
@@ -56,7 +57,11 @@ class FakeRecorder:
     previous_step_ns: int = 0
     training: bool = True
     eval_mode: bool = False
+    evaluation: Evaluation = field(default_factory=Evaluation)
     behind_steps: BehindSteps = field(default_factory=BehindSteps)
+
+    def evaluates(self, on: bool) -> None:
+        self.eval_mode = on
 
 
 @pytest.fixture

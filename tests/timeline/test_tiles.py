@@ -420,6 +420,26 @@ def test_a_starved_gpu_waits_for_data() -> None:
     assert waited / whole == pytest.approx(31 / 41, abs=0.04)
 
 
+def test_what_the_host_does_behind_a_validation_is_not_the_gpus_validating() -> None:
+    loop = started_on_gpu()
+    for _ in range(3):
+        gpu_step(loop, wait=0, queue=1, work=10)
+    loop.mark(Activity.USER, EvalMode(True), Point.EVAL)
+    loop.spend(100, 30)
+    loop.mark(Activity.NEXT, WaitBegan(True))
+    loop.mark(Activity.USER, PassEnded(1, True, 0), Point.EVAL)
+    loop.spend(40)  # a metric, as far as anybody knows
+    loop.builder.feed(Mark(loop.t, None, EvalMode(False)))  # type: ignore[arg-type]  # a look has shown its end
+    loop.spend(300)
+    loop.mark(Activity.SAVE)
+    loop.spend(100)
+    loop.mark(Activity.USER)
+    gpu_step(loop, wait=0, queue=1, work=10)
+    assert closes(loop.finish())
+    assert loop.shelf("checkpoint") == 100
+    assert loop.shelf("starved") == 300
+
+
 def reading_step(loop: Loop, lead: float = 0.0, last: float | None = None) -> None:
     """2 ms to queue 6 ms of work, then ten readings that each queue 0.3 ms of host work for 0.05 ms on the GPU.
 

@@ -95,7 +95,8 @@ class GpuTime:
         partial, doubtful = self._partial_ns, self._doubtful_ns + starved
         self._partial_ns = self._doubtful_ns = 0.0
         if any(shelf == "validation" for *_, shelf in held):
-            shelves.put("validation", span)
+            idle = _book_behind_validation(begin, dry_until, held, shelves)
+            shelves.put("validation", span - idle)
             return
         if any(shelf == "rest" for *_, shelf in held):
             waited = min(span, sum(ended - began for began, ended, shelf in held if shelf == "data_wait"))
@@ -116,6 +117,16 @@ class GpuTime:
             shelves.put(shelf, max(0.0, ended - max(began, self.position_ns)))
         self.held.clear()
         self.position_ns = max(host_ns, self.position_ns)
+
+
+def _book_behind_validation(begin: float, end: float, held: list[Held], shelves: Shelves) -> float:
+    """Book what the host did behind a validation, when the GPU had done that one's work. Returns how long it was."""
+    first = next(place for place, (*_, shelf) in enumerate(held) if shelf == "validation")
+    later = [(began, ended, shelf) for began, ended, shelf in held[first:] if shelf != "validation"]
+    idle = sum(max(0.0, min(ended, end) - max(began, begin)) for began, ended, _ in later)
+    if idle:
+        _book_idle(idle, begin, end, later, shelves)
+    return idle
 
 
 def _book_idle(idle: float, begin: float, end: float, held: list[Held], shelves: Shelves) -> None:

@@ -10,6 +10,7 @@ from fulltilt.timeline.attribution import Seen
 from fulltilt.timeline.bags import ENOUGH_LOOKS, Bag, Bags
 from fulltilt.timeline.behind_steps import BehindSteps
 from fulltilt.timeline.clock import CudaClock
+from fulltilt.timeline.evaluation import Evaluation
 from fulltilt.timeline.loader_tap import TappedIterator
 from fulltilt.timeline.marks import Activity
 from fulltilt.timeline.notes import RankNotes
@@ -43,6 +44,11 @@ class Watched(Protocol):
     previous_step_ns: int
     training: bool
     eval_mode: bool
+    evaluation: Evaluation
+
+    def evaluates(self, on: bool) -> None:
+        """A look has shown whether the training thread evaluates, whatever mode the model is in."""
+        ...
 
     @property
     def behind_steps(self) -> BehindSteps:
@@ -95,6 +101,8 @@ class Looks:
         if activity is Activity.REST:
             self._take_at_rest(now_ns, since_look_ns)
             return
+        if recorder.evaluation.in_sight and activity is Activity.USER:
+            self._look_for_its_end()
         training = recorder.training and not recorder.notes.evaluating(recorder.eval_mode)
         if activity is Activity.BACKWARD and training and recorder.clock is None:
             self._take_in_backward()
@@ -129,6 +137,16 @@ class Looks:
             self._add(Look(after, view.kind, weight_s, view if undecided else None), recorder.step_ns, now_ns)
             if now_ns - due_ns > LATE_NS:
                 self._late[view.kind] = self._late.get(view.kind, 0.0) + weight_s
+
+    def _look_for_its_end(self) -> None:
+        """See whether the evaluation under way is over, or goes on after all."""
+        recorder = self._recorder
+        stack = stack_of(recorder.thread_id or 0)
+        if stack is None or recorder.activity is not Activity.USER or not recorder.evaluation.in_sight:
+            return
+        on = recorder.evaluation.goes_on(stack)
+        if on != recorder.notes.evaluating(recorder.eval_mode):
+            recorder.evaluates(on)
 
     def _is_undecided(self, view: StackView) -> bool:
         """Whether it shows later what this was for: torch's work for a forward pass, or a generator's for a batch.

@@ -62,7 +62,10 @@ class LoopMarks:
     def mark_validation(self, on: bool) -> None:
         """Evaluation begins or ends here. Saying so twice does no harm."""
         recorder = self._on_training_thread()
-        if recorder is not None and recorder.eval_mode != on:
+        if recorder is None:
+            return
+        recorder.evaluation.declare(on)
+        if recorder.eval_mode != on:
             recorder.eval_mode = on
             recorder.switch(recorder.activity, EvalMode(on), Point.EVAL)
 

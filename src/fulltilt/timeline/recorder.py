@@ -22,9 +22,10 @@ from fulltilt.timeline.behind_steps import BehindSteps
 from fulltilt.timeline.booking import Booking
 from fulltilt.timeline.calibration import Calibration
 from fulltilt.timeline.clock import CudaClock
+from fulltilt.timeline.evaluation import Evaluation
 from fulltilt.timeline.interpreter_lock import LockTurns, wake_on_time
 from fulltilt.timeline.looks import Looks
-from fulltilt.timeline.marks import Activity, BookedApart, Finished, Point, Rested
+from fulltilt.timeline.marks import Activity, BookedApart, EvalMode, Finished, Point, Rested
 from fulltilt.timeline.notes import RankNotes
 from fulltilt.timeline.rank_files import RankFiles
 from fulltilt.timeline.rest import LONG_STEP_NS, Rest, plan
@@ -50,6 +51,7 @@ class Recorder:
         self.active = True
         self.training = False
         self.eval_mode = False
+        self.evaluation = Evaluation()
         self.clock: CudaClock | None = None
         self.calibration = Calibration()
         self.profiling = False
@@ -203,6 +205,13 @@ class Recorder:
             flushed.wait()
 
     # ------------------------------------------------------------------ on the observer thread
+
+    def evaluates(self, on: bool) -> None:
+        """A look has shown whether the training thread evaluates, whatever mode the model is in."""
+        self.eval_mode = on
+        if self.notes.taps is not None:
+            self.notes.taps.was_evaluating = on
+        self.note(EvalMode(on))
 
     @property
     def behind_steps(self) -> BehindSteps:

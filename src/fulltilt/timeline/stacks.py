@@ -24,7 +24,6 @@ GENERATOR = 0x20  # inspect.CO_GENERATOR
 GENERATOR_EXPRESSION = "<genexpr>"
 CACHE, FOR_ITER = opcode.opmap["CACHE"], opcode.opmap["FOR_ITER"]
 DEEPEST = 100
-# The function of torch's through which every module is called.
 MODEL_CALL = "_call_impl"
 
 # The method of torch's loaders that asks the sampler: the training thread does that, with workers as without.
@@ -75,6 +74,11 @@ def stack_of(thread_id: int) -> Stack | None:
         calls.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
     return Stack(calls, names)
+
+
+def is_model_call(code: CodeType) -> bool:
+    """Whether this is the function of torch's through which every module is called."""
+    return code.co_name == MODEL_CALL and owner(code.co_filename) == "torch_module"
 
 
 def in_backward_or_optimizer(stack: Stack) -> bool:
@@ -145,7 +149,7 @@ def look(
         if who == "torch_module":
             in_library_module = in_library_module or (not in_module and user is None and outside is not None)
             in_module = True
-            of_training = of_training or code.co_name == MODEL_CALL
+            of_training = of_training or is_model_call(code)
         elif who == "torch_compile":
             special = special or "compile"
         elif who == "torch_save":

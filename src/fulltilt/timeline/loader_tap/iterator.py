@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
@@ -90,6 +91,7 @@ class TappedIterator:
         recorder.switch(before, fact, Point.NONE if evaluating else Point.BATCH)
         if evaluating:
             tap.eval_batches += 1
+            recorder.evaluation.drew(sys._getframe(1))
         else:
             taps.feeding = tap
             recorder.calibrate_if_asked(Point.BATCH)

@@ -158,6 +158,7 @@ class SteppingPatches:
     def _trains(self) -> None:
         self._recorder.training = True
         self._recorder.eval_mode = self._taps.was_evaluating = False
+        self._recorder.evaluation.forget()
         self._taps.trained()
 
     def _stand_in_for_backward(self) -> None:
@@ -289,8 +290,10 @@ class SteppingPatches:
                 return original(module, mode)
             finally:
                 self._depth_of_train -= 1
-                if recorder.eval_mode == bool(mode) and self._is_trained(module):
+                changes = recorder.eval_mode == bool(mode) or recorder.evaluation.in_sight
+                if changes and self._is_trained(module):
                     recorder.wake()
+                    recorder.evaluation.forget() if mode else recorder.evaluation.switched(module)
                     recorder.eval_mode = not mode
                     self._taps.was_evaluating = recorder.eval_mode
                     recorder.switch(recorder.activity, EvalMode(not mode), Point.EVAL)

@@ -1,0 +1,66 @@
+"""When an evaluation is over although nobody said so.
+
+Most scripts call ``model.eval()`` in the function that validates and ``model.train()`` in the one that trains: what
+lies between, such as drawing curves, is no validation. It is over when the function that drew its batches has returned,
+but for what the model is still called for, such as samples to look at. Lightning sets the model's mode by hand.
+"""
+
+from __future__ import annotations
+
+import weakref
+from types import CodeType, FrameType
+from typing import Any
+
+from fulltilt.timeline.owners import owner
+from fulltilt.timeline.stacks import GENERATOR, Stack, is_model_call
+
+
+class Evaluation:
+    """What is known of the evaluation under way: the model that was switched, and the function that draws."""
+
+    def __init__(self) -> None:
+        self.declared = False
+        self._model: weakref.ref[Any] | None = None
+        self._function: CodeType | None = None
+
+    @property
+    def in_sight(self) -> bool:
+        """Whether looks can tell when it is over. What the user declares ends where the user says so."""
+        return not self.declared and (self._model is not None or self._function is not None)
+
+    def declare(self, on: bool) -> None:
+        """The user says that it begins or ends here."""
+        self.forget()
+        self.declared = on
+
+    def switched(self, model: Any) -> None:
+        """The trained model was switched to evaluation mode."""
+        self._model, self._function = weakref.ref(model), None
+
+    def drew(self, frame: FrameType | None) -> None:
+        """A batch was drawn for it, by the function with this frame or by one that called it."""
+        self._function = function_that_draws(frame)
+
+    def forget(self) -> None:
+        """The job trains again."""
+        self._model = self._function = None
+
+    def goes_on(self, stack: Stack) -> bool:
+        """Whether the thread with this stack still evaluates."""
+        model = self._model() if self._model is not None else None
+        if model is not None and model.training:
+            return False
+        return self._function is None or any(code is self._function or is_model_call(code) for code, _ in stack.calls)
+
+
+def function_that_draws(frame: FrameType | None) -> CodeType | None:
+    """The innermost function of the user's that draws batches here; None where only libraries do.
+
+    A generator only hands batches on: the function that draws from it does something with them.
+    """
+    while frame is not None:
+        code = frame.f_code
+        if owner(code.co_filename) == "user" and not code.co_flags & GENERATOR:
+            return code
+        frame = frame.f_back
+    return None
