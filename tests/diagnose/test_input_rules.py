@@ -248,6 +248,18 @@ def test_a_loader_that_another_thread_draws_from_is_not_cleared() -> None:
     assert gather(run_of(made, data_wait=40.0, compute=60.0)).limit is Limit.SERIAL
 
 
+def test_a_loader_that_another_thread_draws_from_is_promised_no_more_than_its_workers_can_do() -> None:
+    """One worker in place of the script's own thread was promised 1.9 to 19 times the speed."""
+    made = rank(loaders=(loader(wait_s=0.0),), host_lines=(HotLine("train.py:9", "take", 95.0, "get()", waits=True),))
+    finding = found(input_serial(gather(run_of(made, on=machine(2.0), data_wait=95.0, compute=5.0))))
+    assert finding.fix.startswith("Set num_workers=2 at train.py:31")
+    assert finding.predicted_speedup is not None
+    low, high = finding.predicted_speedup
+    assert low == 1.0
+    assert 2.0 <= high < 2.5
+    assert "train.py:9" in finding.evidence[2]
+
+
 def test_one_of_several_loaders_is_not_measured_by_the_rate_of_the_job() -> None:
     """A slow loader of the last stage was promised 1.00 × with 8 workers: the first stage had set the rate."""
     stages = (loader(where="train.py:9"), loader(loader_id=2, wait_s=62.0, batches=50, samples=50 * BATCH))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fulltilt.diagnose.evidence import Evidence, waited_behind_loaders_s
-from fulltilt.diagnose.gains import Gain, by_removing, gain
+from fulltilt.diagnose.gains import Gain, amdahl, by_removing, gain
+from fulltilt.diagnose.rules.staffing import unplanned_workers
 from fulltilt.diagnose.rules.wording import at, costliest_line, found, line_cost, rewritten, time_spent
 from fulltilt.diagnose.words import percent
 from fulltilt.records import Finding, HotLine, LoaderRecord
@@ -67,6 +68,28 @@ def made_behind_loader(evidence: Evidence, loader: LoaderRecord) -> Finding:
     )
     predicted = _gain_beside_training(evidence, evidence.active_share(behind_s))
     return found(evidence, "input_serial", wait_s, facts, fix, line.where if line else None, predicted)
+
+
+def drawn_by_own_thread(evidence: Evidence, loader: LoaderRecord) -> Finding:
+    """The finding for a loader without workers that a thread of the script's draws from, beside the training.
+
+    One worker would do no more than that thread does.
+    """
+    wait_s = evidence.buckets.data_wait_s
+    workers = max(unplanned_workers(evidence), 2)
+    facts = [
+        time_spent(evidence, "waiting for data", wait_s),
+        "num_workers=0: a thread of the script's own fetches one batch after another, beside the training",
+    ]
+    if line := next((line for line in evidence.host_lines if line.waits), None):
+        facts.append(line_cost(line))
+    fix = (
+        f"Set num_workers={workers}{at(loader.where)}: "
+        f"{rewritten(evidence, loader, num_workers=workers, persistent_workers=True)}. One worker would fetch no "
+        "faster than the script's own thread does; several fetch side by side."
+    )
+    most = min(workers * (1 + evidence.thresholds.rate_error), amdahl(evidence.active_share(wait_s)))
+    return found(evidence, "input_serial", wait_s, facts, fix, loader.where, gain(1.0, most))
 
 
 def _gain_beside_training(evidence: Evidence, share: float) -> Gain:

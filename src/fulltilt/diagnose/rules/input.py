@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fulltilt.diagnose.evidence import Evidence
 from fulltilt.diagnose.gains import Gain, amdahl, gain
-from fulltilt.diagnose.rules.handmade import made_behind_loader, made_by_hand
+from fulltilt.diagnose.rules.handmade import drawn_by_own_thread, made_behind_loader, made_by_hand
 from fulltilt.diagnose.rules.hanging import hung_fetch
 from fulltilt.diagnose.rules.locking import contended_lock
 from fulltilt.diagnose.rules.sampling import slow_sampler
@@ -40,6 +40,8 @@ def input_serial(evidence: Evidence) -> Judgement:
         return None
     if evidence.loader is None or evidence.loader.made_by == "script":
         return made_by_hand(evidence)
+    if evidence.loader.batches and not evidence.loader.wait_s:
+        return drawn_by_own_thread(evidence, evidence.loader)
     if sampling_share(evidence.loader) >= evidence.thresholds.sampling_share:
         return slow_sampler(evidence, evidence.loader)
     return hung_fetch(evidence, evidence.loader, "input_serial") or _no_workers(evidence, evidence.loader)
