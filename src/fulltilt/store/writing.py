@@ -67,6 +67,10 @@ def write_text(path: Path, text: str, encoding: str = "utf-8") -> None:
         raise _cannot_write(path, error) from error
 
 
+# Windows would turn each newline into two characters without O_BINARY.
+_APPENDING = os.O_RDWR | os.O_APPEND | getattr(os, "O_BINARY", 0)
+
+
 class LineWriter:
     """Appends one JSON object a line to a file of which it is the only writer.
 
@@ -78,9 +82,8 @@ class LineWriter:
         self.path = path
         self._fd: int | None = None
         try:
-            # Windows would turn each newline into two characters without O_BINARY.
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
-            self._fd = os.open(path, flags, 0o644)
+            self._fd = os.open(path, _APPENDING | os.O_CREAT, 0o644)
+            self._file = _file_behind(self._fd)
             _mend_end(self._fd, path)
         except OSError as error:
             self.close()
@@ -94,19 +97,31 @@ class LineWriter:
         data = "".join(_to_json(value) + "\n" for value in values).encode()
         if not data or self._fd is None:
             return
-        end = os.fstat(self._fd).st_size
+        end: int | None = None
         try:
+            if _file_behind(self._fd) != self._file:
+                self._fd = self._opened_again()
+            end = os.fstat(self._fd).st_size
             while data:
                 data = data[os.write(self._fd, data) :]
         except OSError as error:
-            self._take_back(end)
+            if end is not None:
+                self._take_back(end)
             raise _cannot_write(self.path, error) from error
 
     def close(self) -> None:
         """Close the file. Writing afterwards does nothing."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        fd, self._fd = self._fd, None
+        if fd is not None and _file_behind(fd) == self._file:
+            os.close(fd)
+
+    def _opened_again(self) -> int:
+        """A script that closes all descriptors, as daemons do, closes ours; the number may be its own file's now."""
+        fd = os.open(self.path, _APPENDING)
+        if _file_behind(fd) == self._file:
+            return fd
+        os.close(fd)
+        raise OSError("another file has taken its place")
 
     def _take_back(self, end: int) -> None:
         assert self._fd is not None
@@ -146,6 +161,15 @@ def _mend_end(fd: int, path: Path) -> None:
         os.ftruncate(fd, whole)
     else:
         os.write(fd, b"\n")  # only the newline was missing
+
+
+def _file_behind(fd: int) -> tuple[int, int] | None:
+    """Which file a descriptor stands for, whatever its name; None when it is closed."""
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _read_at(fd: int, start: int, length: int) -> bytes:
