@@ -187,9 +187,26 @@ def test_a_reader_that_has_gone_changes_no_exit_code(tmp_path: Path, code: int) 
     assert state(tmp_path)["exit_code"] == code
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+@pytest.mark.parametrize("code", [0, 5])
+def test_a_log_on_a_full_disk_neither_keeps_the_job_from_running_nor_changes_its_exit_code(
+    tmp_path: Path, code: int
+) -> None:
+    (tmp_path / "job.py").write_text(f"import sys\nprint('ran', file=open('ran', 'a'))\nsys.exit({code})\n")
+    for _ in range(2):  # the second time there is something to tell before the job starts
+        with open("/dev/full", "w") as full:  # noqa: PTH123 - a device
+            job = subprocess.run([*OBSERVED, "job.py"], cwd=tmp_path, stderr=full, check=False, timeout=60)
+        assert job.returncode == code
+    assert (tmp_path / "ran").read_text() == "ran\nran\n"
+    assert state(tmp_path)["exit_code"] == code
+
+
 @pytest.mark.parametrize(
     ("broken", "told"),
     [
+        ("cli.watching.Sampler.start", "The script ended with exit code 5 before its first training step"),
+        ("cli.watching.Sampler.stop", "The script ended with exit code 5 before its first training step"),
+        ("cli.watching.store.LineWriter", "The script ended with exit code 5 before its first training step"),
         ("cli.ending.explain", "this run could not be explained, by a mistake of Fulltilt's own (ZeroDivisionError"),
         ("cli.watching.Following.read", "The script ended with exit code 5 before its first training step"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
@@ -28,11 +27,6 @@ FATAL = frozenset(
 
 def end_run(folder: Path, record: RunRecord, wall_s: float, status: int, oom_kills: int = 0) -> None:
     """Write what is left to write and print the verdict. A problem here never changes how the job ended."""
-    with contextlib.suppress(BrokenPipeError):  # whoever read it (head, less) has gone
-        _end_and_tell(folder, record, wall_s, status, oom_kills)
-
-
-def _end_and_tell(folder: Path, record: RunRecord, wall_s: float, status: int, oom_kills: int) -> None:
     try:
         by_itself = ended_by_itself(folder)
         state = state_of(status, by_itself)

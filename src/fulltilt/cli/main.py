@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import errno
 import importlib
-import os
 import sys
-from pathlib import Path
 
 import typer
 
 from fulltilt import __version__
+from fulltilt.cli import streams
 from fulltilt.errors import FulltiltError, MachineError, refused_path
-from fulltilt.report.plain_text import let_print
 
 app = typer.Typer(
     name="fulltilt",
@@ -44,10 +42,7 @@ def _root(
 def main(arguments: list[str] | None = None) -> None:
     """Run one verb and exit with its code; without any, show the help."""
     arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # started with it closed: >&-
-            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - open to the end
-        let_print(getattr(sys, name))
+    streams.prepare()
     try:
         # One verb alone starts faster; help and wrong verbs need them all.
         for verb in arguments[:1] if arguments[0] in VERBS else VERBS:
@@ -60,12 +55,12 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:
-        _silence_stdout()  # the reader (head, less) has gone
+        streams.silence_stdout()  # the reader (head, less) has gone
         code = 141
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             _complain(f"cannot write: {error.strerror}")
-            _silence_stdout()
+            streams.silence_stdout()
         elif (refusal := refused_path(error)) is not None:
             _complain(str(refusal))
         else:
@@ -80,11 +75,6 @@ def main(arguments: list[str] | None = None) -> None:
         _complain(error.format_message() + hint)
         code = 2
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _silence_stdout() -> None:
-    # What is still buffered cannot be written either; Python would complain again when it flushes at exit.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(message: str) -> None:

@@ -28,7 +28,7 @@ class Watching:
     def __init__(self, folder: Path, pid: int, t0_ns: int, gpus: Gpus) -> None:
         self._folder = folder
         self._t0_ns = t0_ns
-        self._writer = store.LineWriter(folder / store.SAMPLES_FILE)
+        self._writer: store.LineWriter | None = None
         self._sampler = Sampler(self._take, gpus=gpus, host=HostProbe(pid), t0=t0_ns * 1e-9)
         self._samples: deque[Sample] = deque(maxlen=int(WARN_AFTER_S))
         self._progress = Following(folder)
@@ -38,18 +38,23 @@ class Watching:
 
     def _take(self, sample: Sample) -> None:
         self._samples.append(sample)
+        if self._writer is None:  # opened here, where the sampler takes what fails
+            self._writer = store.LineWriter(self._folder / store.SAMPLES_FILE)
         self._writer.write([sample])
 
     def __enter__(self) -> Watching:
-        self._sampler.start()
+        with contextlib.suppress(Exception):  # no thread left; the job runs already and is to be waited for
+            self._sampler.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.close()
-        self._sampler.stop()
-        self._writer.close()
+        with contextlib.suppress(Exception):
+            self._sampler.stop()
+        if self._writer is not None:
+            self._writer.close()
 
     def tick(self) -> None:
         """Called a few times a second; does something once a second."""
