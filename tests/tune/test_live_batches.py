@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -107,3 +109,20 @@ def test_the_batches_are_those_of_the_plain_run_bit_for_bit(
             ended = [outcome for outcome in outcomes if outcome != "trying"]
             assert ended == ["kept", "returned", "kept"][: len(ended)]
             assert len(ended) >= len(outcomes) - 1
+
+
+class Uneven(Squares):
+    """Every third sample takes long: of several workers the others would be done first."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        time.sleep(0.03 if index % 3 == 0 else 0.001)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_workers_of_ours_keep_the_order_that_the_scripts_own_loader_keeps(tmp_path: Path, workers: int) -> None:
+    """With at most one worker batches come in the sampler's order, also where the script does not ask for it."""
+    loader = DataLoader(Uneven(120), batch_size=None, num_workers=workers, in_order=False)
+    with tuning(tmp_path, [Knobs(3)]) as one:
+        assert [index for _, index in one.trains(loader)] == list(range(120))
+        assert [move.outcome for move in one.record.moves] == ["kept"]

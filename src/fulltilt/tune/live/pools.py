@@ -77,6 +77,8 @@ class Blueprint:
         self.prefetch_factor = knobs.prefetch if knobs.workers else None
         self.pin_memory = knobs.pin
         self.persistent_workers = knobs.workers > 0
+        # One worker, or none, keeps the sampler's order also where the script does not ask for it.
+        self.in_order = loader.in_order or loader.num_workers <= 1
         self.generator = torch.Generator().manual_seed(seed)
         self._index_sampler = ()
         if not knobs.workers:
