@@ -110,6 +110,14 @@ def test_without_an_argument_the_newest_run_is_taken(report):
     assert json.loads(out)["run"]["name"] == "broken"
 
 
+def test_the_demos_runs_are_found_without_an_argument(report):
+    """The first that a user does after `make demo`."""
+    folder("crashed", "fulltilt-runs/demo/2-tuned")
+    code, out, err = report("--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["run"]["name"] == "broken"
+
+
 @pytest.mark.parametrize("state", ["missing", "empty", "file"])
 def test_what_is_no_run_folder_is_one_line_and_exit_7(report, state):
     path = Path("nothing")

@@ -60,13 +60,15 @@ def report(
 
 
 def _newest_run() -> Path:
-    """The run that was begun last in ./fulltilt-runs."""
-    begun = {path.parent: path.stat().st_mtime for path in RUNS_FOLDER.glob(f"*/{store.RUN_FILE}")}
-    if not begun:
+    """The run in ./fulltilt-runs that was the last to begin or to end."""
+    # The demo's runs lie in a folder of their own. A study's trials do, too, and are none of these.
+    found = (path for pattern in ("*", "demo/*") for path in RUNS_FOLDER.glob(f"{pattern}/{store.RUN_FILE}"))
+    written = {path.parent: path.stat().st_mtime for path in found}
+    if not written:
         raise UsageError(
             f"which run? There is none in {RUNS_FOLDER}", "Give a run folder: fulltilt report RUN [RUN ...]"
         )
-    return max(begun, key=lambda folder: (begun[folder], folder.name))
+    return max(written, key=lambda folder: (written[folder], folder.name))
 
 
 def _print_json(shown: Sequence[Reported]) -> None:
