@@ -417,6 +417,30 @@ def test_workers_that_rest_during_validation_are_not_idle() -> None:
     assert gather(unpaused).limit is Limit.HANDOVER
 
 
+def test_workers_that_end_with_their_pass_were_idle_in_no_validation_behind_it() -> None:
+    """Workers that rested half of their lives were called idle 0 % of the time: they had not lived to see it."""
+    short_lived = workers(fetch_s=50.0, fetch_cpu_s=5.0, process_cpu_s=6.0, idle_s=50.0)
+    feeding = loader(num_workers=2, wait_s=10.0, wait_cpu_s=1.0)
+    run = run_of(gpu_rank(workers=(short_lived,), loaders=(feeding,)), data_wait=10.0, validation=50.0, compute=40.0)
+    supply = gather(run).supply
+    assert supply is not None
+    assert supply.idle_share == pytest.approx(0.49, abs=0.01)
+
+
+def test_workers_that_rest_while_the_script_draws_its_curves_are_not_idle() -> None:
+    """Workers that slept in every fetch were called idle and their batches uneven: an epoch ended in 40 s of plots."""
+    resting = workers(fetch_s=116.0, fetch_cpu_s=10.0, process_cpu_s=11.0, idle_s=84.0)
+    feeding = loader(num_workers=2, wait_s=30.0, wait_cpu_s=1.0)
+    steps = [
+        Span(10.0 + 6 * at, 16.0 + 6 * at, 100 * at, 100, 100, 100 * BATCH, Buckets(data_wait_s=3.0, compute_s=3.0))
+        for at in range(10)
+    ]
+    plots = Span(70.0, 110.0, 1000, 1, 1, BATCH, Buckets(host_code_s=40.0))
+    begun = Span(0.0, 10.0, 0, 0, 0, None, Buckets(startup_s=10.0))
+    run = run_of(gpu_rank(workers=(resting,), loaders=(feeding,)), spans=((begun, *steps, plots),))
+    assert gather(run).limit is Limit.IO
+
+
 def test_workers_that_stood_by_while_others_were_on_trial_do_not_make_idle_workers() -> None:
     """Under --auto, a loader whose workers slept in every fetch was told that its batches come late from idle ones."""
     some_stood_by = workers(fetch_s=196.0, idle_s=120.0, **IO_WORKERS)

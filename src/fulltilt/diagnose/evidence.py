@@ -125,8 +125,8 @@ def gather(run: Run, thresholds: Thresholds = DEFAULT) -> Evidence:
     rank = _pace_setter(run, ranks)
     loader = training_loader(rank)
     workers = workers_of(rank, loader)
-    paused_s = ledgers.paused_s(ledger.buckets)
-    supply = measure_supply(loader, workers, paused_s, live_record(rank, loader)) if loader else None
+    own = next((spans for one, spans in zip(run.ranks, run.spans, strict=True) if one is rank), ())
+    supply = measure_supply(loader, workers, own, live_record(rank, loader)) if loader else None
     usable_cpus = run.run.machine.cpu.usable / _ranks_beside(run, rank)
     wait_share = _ratio(ledger.buckets.data_wait_s, ledger.wall_s - ledger.buckets.startup_s)
     rate = ledgers.rate_while_drawing(run)
@@ -211,9 +211,8 @@ def _loader_ceilings(
     rates = []
     for rank, spans in _training_ranks(run):
         loader = training_loader(rank)
-        idle_s = ledgers.paused_s(_sum_buckets(spans))
         tuned = live_record(rank, loader)
-        supply = measure_supply(loader, workers_of(rank, loader), idle_s, tuned) if loader else None
+        supply = measure_supply(loader, workers_of(rank, loader), spans, tuned) if loader else None
         # A step that draws from several loaders has no single loader's rate to compare with.
         if supply is None or sum(1 for other in rank.loaders if other.role == "train") > 1:
             return None
@@ -224,13 +223,6 @@ def _loader_ceilings(
 def _training_ranks(run: Run) -> list[tuple[RankRecord, tuple[Span, ...]]]:
     pairs = zip(run.ranks, run.spans, strict=True)
     return [(rank, spans) for rank, spans in pairs if any(span.steps for span in spans)]
-
-
-def _sum_buckets(spans: tuple[Span, ...]) -> Buckets:
-    total = Buckets()
-    for span in spans:
-        total = total.plus(span.buckets)
-    return total
 
 
 def _pace_setter(run: Run, ranks: tuple[RankSummary, ...]) -> RankRecord | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from statistics import median
 
 from fulltilt.records import BUCKETS, Buckets, Ledger, Phases, RankSummary, Run, Span, Throughput
 
@@ -137,6 +138,21 @@ def rate_while_drawing(run: Run) -> float | None:
 def paused_s(buckets: Buckets) -> float:
     """Time in which training draws no batches, so that its workers have nothing to do."""
     return buckets.validation_s + buckets.checkpoint_s
+
+
+def sum_buckets(spans: Spans) -> Buckets:
+    """Where the time of these spans went together."""
+    total = Buckets()
+    for span in spans:
+        total = total.plus(span.buckets)
+    return total
+
+
+def rare_host_code_s(spans: Spans) -> float:
+    """Code of the script's own that does not come with every step, such as curves drawn behind an epoch."""
+    each = [span.buckets.host_code_s / span.steps for span in spans if span.steps]
+    usual_s = median(each) if each else 0.0
+    return sum(max(span.buckets.host_code_s - usual_s * span.steps, 0.0) for span in spans)
 
 
 def after_first_step(spans: Spans) -> Spans:

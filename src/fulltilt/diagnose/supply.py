@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from fulltilt.diagnose.ledger import Spans, paused_s, rare_host_code_s, sum_buckets
 from fulltilt.diagnose.thresholds import Thresholds
 from fulltilt.records import LiveRecord, LoaderRecord, WorkerRecord
 
@@ -62,12 +63,11 @@ def sampling_share(loader: LoaderRecord) -> float:
 
 
 def measure_supply(
-    loader: LoaderRecord, workers: WorkerRecord | None, paused_s: float = 0.0, tuned: LiveRecord | None = None
+    loader: LoaderRecord, workers: WorkerRecord | None, spans: Spans, tuned: LiveRecord | None = None
 ) -> Supply | None:
     """The costs of a loader's batches, or None when they were not measured.
 
-    ``paused_s`` is time in which training drew no batches (validation, checkpoints), so that workers had to be idle.
-    ``tuned`` is what live tuning did to the loader.
+    ``spans`` are those of its rank; ``tuned`` is what live tuning did to the loader.
     """
     if loader.batches == 0 or not loader.samples:
         return None
@@ -78,7 +78,7 @@ def measure_supply(
     outside_cpu_s = max(workers.process_cpu_s - workers.fetch_cpu_s, 0.0)
     working_s = workers.fetch_s + outside_cpu_s
     # Handing a batch over happens beside waiting for the next order, so its CPU time is not idleness.
-    idle_s = max(workers.idle_s - outside_cpu_s - loader.num_workers * paused_s, 0.0)
+    idle_s = max(workers.idle_s - outside_cpu_s - _paused_s(loader.num_workers, workers, spans), 0.0)
     idle_share = idle_s / (idle_s + working_s)
     if tuned is not None and tuned.loader_id == loader.loader_id and tuned.moves and tuned.batches_per_s is not None:
         # Workers on trial let others stand by, who rest: the rate tells how busy those are that serve.
@@ -98,6 +98,18 @@ def measure_supply(
         handover_worker_share=outside_cpu_s / working_s,
         queueing_share=_queueing_share(workers.fetch_cpu_s, queueing_s),
     )
+
+
+def _paused_s(number: int, workers: WorkerRecord, spans: Spans) -> float:
+    """Seconds of all workers in which training drew no batches, so that they had to be idle.
+
+    That is validation, checkpoints, and what the script does between two epochs. Workers that end with each pass do not
+    live to see it: they cannot have paused for longer than they lived beside the time in which training drew.
+    """
+    buckets = sum_buckets(spans)
+    pauses_s = paused_s(buckets) + rare_host_code_s(spans)
+    drawing_s = buckets.total_s - buckets.startup_s - buckets.epoch_turnover_s - pauses_s
+    return min(max(workers.fetch_s + workers.idle_s - number * drawing_s, 0.0), number * pauses_s)
 
 
 def _serial_supply(loader: LoaderRecord) -> Supply | None:
