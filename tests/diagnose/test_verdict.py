@@ -84,6 +84,12 @@ def starved_by_workers() -> tuple[LoaderRecord, ...]:
             "Starved: 62 % of the time training waits for data; at most 2.6 × to gain: "
             "training gets 320 samples/s, compute could take 842.",
         ),
+        (  # the rate of the whole run, which stands beside it in every report, is 278
+            run_of(rank(loaders=(loader(wait_s=62.0),)), data_wait=62.0, compute=38.0, validation=15.0),
+            "input_serial",
+            "Starved: 54 % of the time training waits for data; at most 2.2 × to gain: "
+            "between validations and saves training gets 320 samples/s, compute could take 842.",
+        ),
         (  # validation beside it: the loader gives what it gives, but there is less to gain
             run_of(
                 gpu_rank(workers=(workers(),), loaders=starved_by_workers()),

@@ -104,13 +104,20 @@ def _room(evidence: Evidence, share: float) -> str:
     rate, ceiling = rate_while_drawing(evidence.run), evidence.ceilings.compute_samples_per_s
     if rate and ceiling and ceiling > rate:
         taker = "the GPU" if evidence.on_gpu else "compute"
-        # Without workers loading and computing take turns: the rate is the job's, not the loader's own.
-        giver = "the loader gives" if evidence.loader and evidence.loader.num_workers > 0 else "training gets"
+        giver = _giver(evidence, rate)
         return (
             f"; at most {times(min(ceiling / rate, amdahl(share)))} to gain: {giver} {number(rate)} samples/s, "
             f"{taker} could take {number(ceiling)}"
         )
     return f"; at most {times(amdahl(share))} to gain"
+
+
+def _giver(evidence: Evidence, rate: float) -> str:
+    """Whose rate it is. Without workers loading and computing take turns: it is the job's, but for its pauses."""
+    if evidence.loader and evidence.loader.num_workers > 0:
+        return "the loader gives"
+    pauses = rate > (evidence.throughput.samples_per_s or rate) * (1 + evidence.thresholds.rate_error)
+    return "between validations and saves training gets" if pauses else "training gets"
 
 
 def _health(evidence: Evidence, share: float) -> str:
