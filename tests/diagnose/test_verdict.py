@@ -218,6 +218,10 @@ def idle(state: str = "done", exit_code: int = 0, **changes: Any) -> Any:
         (run_of(), "Nothing was recorded: no process of the job trained with torch."),
         (idle("crashed", 1), "The script ended with exit code 1 before its first training step."),
         (idle("killed", -9), "The script was killed by SIGKILL before its first training step."),
+        (
+            idle(steps=7, backwards=7),  # a run folder that was copied in part
+            "7 steps trained, but their time cannot be told: steps.jsonl is missing or empty.",
+        ),
         (idle(backwards=7), "No optimizer step was seen, but backward() ran 7 times."),
         (
             idle(loaders=(loader(batches=12),)),

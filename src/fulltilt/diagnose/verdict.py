@@ -142,6 +142,8 @@ def _nothing_trained(evidence: Evidence) -> str:
     run = evidence.run.run
     backwards = sum(rank.backwards for rank in evidence.run.ranks)
     batches = sum(loader.batches for rank in evidence.run.ranks for loader in rank.loaders)
+    if steps := max((rank.steps for rank in evidence.run.ranks), default=0):
+        return f"{count('step', steps)} trained, but their time cannot be told: steps.jsonl is missing or empty"
     if (ended := ended_before_training(run)) is not None:
         return ended
     if not evidence.run.ranks:
