@@ -116,6 +116,17 @@ def test_a_pool_that_fails_after_it_was_kept_gives_way_to_the_scripts_own_settin
         assert [flat(batch) for batch in loader] == plain()  # where the last batches had been made, it shows here
         assert one.record.state == "left_alone"
         assert "back to the script's own settings" in one.record.why
+        assert not (tmp_path / store.SETTINGS_FILE).exists()  # what failed is not to be put in force by the next run
+
+
+def test_what_was_found_for_another_loader_stays(tmp_path: Path) -> None:
+    with tuning(tmp_path, []) as one:
+        one.live._write("train.py:1", Settings(num_workers=2))
+        one.live._write("train.py:9", Settings(num_workers=3))
+        one.live._write("train.py:1", None)
+        assert json.loads((tmp_path / store.SETTINGS_FILE).read_text())["num_workers"] == 3
+        one.live._write("train.py:9", None)
+        assert not (tmp_path / store.SETTINGS_FILE).exists()
 
 
 def test_a_pool_that_died_between_two_passes_gives_way_too(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ class Live:
         self._limits = limits
         self._t0_s = int(os.environ.get(attached.T0_NS) or time.perf_counter_ns()) * 1e-9
         self.tuners: dict[int, LoaderTuner] = {}
+        self._found_for: str | None = None  # the loader whose settings were found last
 
     def begin(self, loader: Any, tap: LoaderTap, start: Callable[[], Any]) -> Any:
         """The source of a pass over a loader."""
@@ -70,13 +71,18 @@ class Live:
         tuner = self.tuners[tap.loader_id] = LoaderTuner(tap, workshop, diary, room, fetches, self._limits)
         return tuner
 
-    def _write(self, where: str | None, settings: Settings) -> None:
-        """Leave what was found where `fulltilt run --settings` takes it."""
+    def _write(self, where: str | None, settings: Settings | None) -> None:
+        """Leave what was found where `fulltilt run --settings` takes it; None: nothing is to be taken after all."""
         notes = self._session.notes
         notes.learn_rank()
-        if notes.rank == 0:
-            try:
-                found = {**rid_of_none(settings), **({LOADER: where} if where else {})}
-                store.write_json(Path(self._session.recorder.folder) / store.SETTINGS_FILE, found)
-            except FulltiltError as error:
-                print(f"fulltilt: {error}", file=sys.stderr)
+        if notes.rank != 0:
+            return
+        path = Path(self._session.recorder.folder) / store.SETTINGS_FILE
+        try:
+            if settings is not None:
+                store.write_json(path, {**rid_of_none(settings), **({LOADER: where} if where else {})})
+                self._found_for = where
+            elif self._found_for == where:
+                path.unlink(missing_ok=True)
+        except (FulltiltError, OSError) as error:
+            print(f"fulltilt: {error}", file=sys.stderr)

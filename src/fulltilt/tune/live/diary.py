@@ -36,9 +36,9 @@ def in_force(knobs: Knobs) -> dict[str, Any]:
 
 
 class Diary:
-    """Notes each move. ``changed`` is called when other settings come into force."""
+    """Notes each move. ``changed`` is told which settings come into force, and None when they are taken back."""
 
-    def __init__(self, loader_id: int, now_s: Callable[[], float], changed: Callable[[Settings], None]) -> None:
+    def __init__(self, loader_id: int, now_s: Callable[[], float], changed: Callable[[Settings | None], None]) -> None:
         self._now_s = now_s
         self._changed = changed
         nothing = Settings()
@@ -100,7 +100,10 @@ class Diary:
 
     def left_alone(self, why: str, user: Knobs) -> None:
         """The loader is as the script has it, and stays so."""
+        found_others = self._record.settings != settings_of(user)
         self._note("left_alone", why, settings=settings_of(user))
+        if found_others:
+            self._changed(None)
 
     @contextlib.contextmanager
     def costs(self) -> Iterator[None]:
