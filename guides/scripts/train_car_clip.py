@@ -5,11 +5,13 @@ too: `fulltilt train carclip --help`.
 """
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 
 try:
     from fulltilt.cli.main import main
     from fulltilt.recipes import carclip
+    from fulltilt.recipes.recipe import Request
 except ImportError:
     sys.exit("Fulltilt is not installed in this Python. From the folder above: pip install '.[train,recipes]'")
 
@@ -18,6 +20,7 @@ NAMES = {
     "--num_workers": "--workers",
     "--no_mixed_precision": "--precision=fp32",
 }
+RECIPE = carclip.RECIPE
 # The guide's own; a config file and flags win over them.
 DEFAULTS = {"batch_size": 96, "accumulation": 1, "workers": 8, "lr": 2e-5}
 
@@ -33,17 +36,24 @@ def translated(arguments: list[str]) -> list[str]:
     return known
 
 
-def batch_line(arguments: list[str]) -> str | None:
+def batch_line(arguments: list[str], batch_size: int) -> str | None:
     """The guide's word that nothing overrides the batch size. A config file may set it too: the training says it."""
-    words = " ".join(arguments).replace("=", " ").split()
-    sizes = [words[place + 1] for place, word in enumerate(words[:-1]) if word in ("--batch_size", "--batch-size")]
-    if sizes:
-        return f"Using batch size: {sizes[-1]} (from command line)"
-    return None if {"--config", "--help"} & set(words) else f"Using batch size: {DEFAULTS['batch_size']} (default)"
+    given = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
+    if "--batch-size" in given:
+        return f"Using batch size: {batch_size} (from command line)"
+    return None if "--config" in given else f"Using batch size: {batch_size} (default)"
+
+
+def run(request: Request) -> Mapping[str, float]:
+    """Train, and say first which batch size it is: once, and of no command line that was refused."""
+    from fulltilt.train.distributed import detect
+
+    line = batch_line(sys.argv[1:], request.settings.batch_size)
+    if line is not None and detect().rank == 0:
+        print(line, flush=True)
+    return RECIPE.run(request)
 
 
 if __name__ == "__main__":
-    if (line := batch_line(sys.argv[1:])) is not None:
-        print(line, flush=True)
-    carclip.RECIPE = replace(carclip.RECIPE, settings={**carclip.RECIPE.settings, **DEFAULTS})
+    carclip.RECIPE = replace(RECIPE, run=run, settings={**RECIPE.settings, **DEFAULTS})
     main(["train", "carclip", *translated(sys.argv[1:])])

@@ -263,6 +263,38 @@ def test_a_line_of_guide_2_means_what_it_says(name: str, tmp_path: Path, monkeyp
     assert settings.precision == ("fp32" if "--no_mixed_precision" in flags else "auto")
 
 
+@pytest.mark.parametrize(
+    ("flags", "rank", "told"),
+    [
+        (["--batch_size", "128"], 0, "Using batch size: 128 (from command line)\n"),
+        (["--batch-size=128"], 0, "Using batch size: 128 (from command line)\n"),
+        ([], 0, "Using batch size: 96 (default)\n"),
+        (["--batch_size", "128"], 1, ""),
+        (["--batch_size", "many"], 0, ""),
+        (["--batch_size"], 0, ""),
+        (["--batch_size", "128", "--no_such_flag"], 0, ""),
+    ],
+)
+def test_guide_2s_word_on_the_batch_size_is_said_once_and_of_no_refused_line(
+    flags: list[str],
+    rank: int,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from fulltilt.recipes import carclip as package
+
+    monkeypatch.setattr(package, "RECIPE", replace(package.RECIPE, check=lambda request: None, run=lambda request: {}))
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(sys, "argv", ["t", f"--data={tmp_path}", f"--out={tmp_path / 'o'}", *flags])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(GUIDES / "scripts" / "train_car_clip.py"), run_name="__main__")
+    assert ended.value.code == (0 if told or rank else 2)
+    assert capsys.readouterr().out == told
+
+
 @pytest.mark.parametrize("name", [name for name, line in LINES.items() if line.kind == "text"])
 def test_guide_4s_yaml_means_what_it_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fulltilt.recipes import visobert as package
