@@ -11,12 +11,15 @@ MOST_LINES = 4096
 
 
 class LineTimes:
-    """Adds up seconds by line. Memory is bounded: when full, the cheaper half is forgotten."""
+    """Adds up seconds by line. Memory is bounded: when full, the cheaper half is forgotten.
+
+    A line that holds several calls is shown with the costliest of them.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[str, str], float] = {}
-        self._calls: dict[tuple[str, str], str | None] = {}
-        self._waits: set[tuple[str, str]] = set()
+        # For each line what its calls cost, and whether they wait.
+        self._calls: dict[tuple[str, str], dict[tuple[str | None, bool], float]] = {}
 
     def add(self, view: StackView, seconds: float) -> None:
         """Charge a line with some seconds."""
@@ -28,12 +31,10 @@ class LineTimes:
         if key not in self._seconds and len(self._seconds) >= MOST_LINES:
             kept = sorted(self._seconds.items(), key=lambda item: -item[1])[: MOST_LINES // 2]
             self._seconds = dict(kept)
-            self._calls = {kept_key: self._calls.get(kept_key) for kept_key, _ in kept}
-            self._waits.intersection_update(self._calls)
+            self._calls = {kept_key: self._calls[kept_key] for kept_key, _ in kept}
         self._seconds[key] = self._seconds.get(key, 0.0) + seconds
-        self._calls[key] = call or self._calls.get(key)
-        if waits:
-            self._waits.add(key)
+        calls = self._calls.setdefault(key, {})
+        calls[call, waits] = calls.get((call, waits), 0.0) + seconds
 
     def merge(self, lines: Iterable[HotLine]) -> None:
         """Add lines that another process measured."""
@@ -45,12 +46,14 @@ class LineTimes:
         top = self.top(20)
         self._seconds.clear()
         self._calls.clear()
-        self._waits.clear()
         return top
 
     def top(self, most: int = 12, stretch: float = 1.0) -> tuple[HotLine, ...]:
         """The costliest lines, first the costliest, their seconds times ``stretch``."""
         ranked = sorted(self._seconds.items(), key=lambda item: (-item[1], item[0]))[:most]
-        return tuple(
-            HotLine(*key, seconds * stretch, self._calls.get(key), key in self._waits) for key, seconds in ranked
-        )
+        return tuple(HotLine(*key, seconds * stretch, *_costliest(self._calls[key])) for key, seconds in ranked)
+
+
+def _costliest(calls: dict[tuple[str | None, bool], float]) -> tuple[str | None, bool]:
+    """The call that cost most, if one is known at all."""
+    return max(calls, key=lambda each: (each[0] is not None, calls[each]))
