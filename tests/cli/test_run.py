@@ -12,8 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from fulltilt import store
+from fulltilt.cli import ending
 from fulltilt.cli.main import main
 from fulltilt.cli.run import alone_in
+from fulltilt.errors import RunFolderError
+from tests.report import examples
 
 PLAIN = [sys.executable]
 OBSERVED = [sys.executable, "-m", "fulltilt", "run", "--out", "run", "--"]
@@ -199,6 +203,18 @@ def test_a_log_on_a_full_disk_neither_keeps_the_job_from_running_nor_changes_its
         assert job.returncode == code
     assert (tmp_path / "ran").read_text() == "ran\nran\n"
     assert state(tmp_path)["exit_code"] == code
+
+
+def test_a_record_that_cannot_be_written_is_told_of_with_its_remedy_below(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(folder: Path) -> None:
+        raise RunFolderError(f"cannot write {folder}/run.json: No space left on device", "Free some space.")
+
+    folder = examples.write_folder(tmp_path / "run", examples.starved()[0])
+    monkeypatch.setattr(ending, "explain", full)
+    ending.end_run(folder, store.load(folder).run, wall_s=1.0, status=5)
+    assert capsys.readouterr().err.endswith("/run.json: No space left on device\n  Free some space.\n")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from fulltilt import store
+from fulltilt.cli.streams import complain
 from fulltilt.diagnose import answer
 from fulltilt.errors import FulltiltError, RunFolderError
 from fulltilt.probes.jobs import still_running
@@ -41,7 +42,7 @@ def end_run(folder: Path, record: RunRecord, wall_s: float, status: int, oom_kil
         for line in verdict_lines(diagnosis, folder if refused is None else None):
             print(line, file=sys.stderr)
         if refused is not None:
-            print(f"fulltilt: {refused}", file=sys.stderr)
+            complain(str(refused))
         if state == "done" and not by_itself and (pids := still_running(folder)):
             going_on = f"the job goes on in the background (process {', '.join(map(str, pids))})"
             print(f"fulltilt: {going_on}: fulltilt report {folder} tells of it later", file=sys.stderr)
@@ -50,7 +51,7 @@ def end_run(folder: Path, record: RunRecord, wall_s: float, status: int, oom_kil
         if (folder / store.SETTINGS_FILE).exists():
             print(f"  settings found: {folder / store.SETTINGS_FILE} (for fulltilt run --settings)", file=sys.stderr)
     except FulltiltError as error:
-        print(f"fulltilt: {error}", file=sys.stderr)
+        complain(str(error))
     except Exception as error:  # a mistake of ours is no failure of the job's
         if os.environ.get("FULLTILT_DEBUG"):
             raise

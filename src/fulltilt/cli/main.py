@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
         code = app(args=arguments, prog_name="fulltilt", standalone_mode=False)
         sys.stdout.flush()
     except FulltiltError as error:
-        _complain(str(error))
+        streams.complain(str(error))
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
@@ -59,10 +59,10 @@ def main(arguments: list[str] | None = None) -> None:
         code = 141
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-            _complain(f"cannot write: {error.strerror}")
+            streams.complain(f"cannot write: {error.strerror}")
             streams.silence_stdout()
         elif (refusal := refused_path(error)) is not None:
-            _complain(str(refusal))
+            streams.complain(str(refusal))
         else:
             raise
         code = MachineError.exit_code
@@ -72,13 +72,6 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         context = getattr(error, "ctx", None)
         hint = "" if context is None else f"\nTry: {context.command_path} --help"
-        _complain(error.format_message() + hint)
+        streams.complain(error.format_message() + hint)
         code = 2
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _complain(message: str) -> None:
-    first, *rest = message.strip().splitlines() or ["failed"]
-    print(f"fulltilt: {first}", file=sys.stderr)
-    for line in rest:
-        print(f"  {line}", file=sys.stderr)

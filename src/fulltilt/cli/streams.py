@@ -40,3 +40,11 @@ def prepare() -> None:
 def silence_stdout() -> None:
     """What is still buffered cannot be written either; Python would complain again when it flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def complain(message: str) -> None:
+    """Tell of an error, what to do about it indented below."""
+    first, *rest = message.strip().splitlines() or ["failed"]
+    print(f"fulltilt: {first}", file=sys.stderr)
+    for line in rest:
+        print(f"  {line}", file=sys.stderr)
