@@ -7,19 +7,21 @@ import time
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 
 from fulltilt import feed
 from fulltilt.errors import DataError
 from fulltilt.feed import residency
 from fulltilt.feed.buffers import HostBuffers
 from fulltilt.feed.prefetch import DeviceRing, HostBatch
+from fulltilt.feed.stock import to_device
 from fulltilt.feed.stores import DeviceStore
 from fulltilt.feed.structure import layout_of
 from fulltilt.feed.tiers import Room
 
 from .conftest import Drawn, Pixels
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 @pytest.fixture
@@ -223,3 +225,30 @@ def test_a_device_store_gathers_every_dtype():
         for key, value in samples[number].items():
             assert torch.equal(batch[key][row], torch.as_tensor(value))
     assert all(leaf.is_contiguous() for leaf in batch.values())
+
+
+class Named(list):
+    """A list that is made otherwise than a list is."""
+
+    def __init__(self, items, name):
+        super().__init__(items)
+        self.name = name
+
+
+class Graph:
+    """A batch of a class of its own, such as those of graph libraries."""
+
+    def __init__(self, nodes):
+        self.nodes = nodes
+
+    def to(self, device, non_blocking=False):
+        return Graph(self.nodes.to(device, non_blocking=non_blocking))
+
+
+def test_what_a_collate_fn_makes_is_moved_whatever_it_is():
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    moved = to_device({"packed": packed, "named": Named([torch.ones(1)], "a"), "graph": Graph(torch.ones(2))}, META)
+    assert moved["packed"].data.device == META
+    assert moved["packed"].batch_sizes.device == CPU  # torch insists on it
+    assert [part.device for part in moved["named"]] == [META]
+    assert moved["graph"].nodes.device == META

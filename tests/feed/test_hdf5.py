@@ -400,6 +400,14 @@ def test_a_link_into_a_file_that_is_gone_is_no_damage(tmp_path):
         feed.hdf5(tmp_path / "linked.h5", ["features"], 8)
 
 
+def test_rows_that_hold_no_value_are_told(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"], file["nothing"] = np.zeros((5, 2)), np.zeros((5, 3, 0))
+    for keys in (["nothing"], ["x", "nothing"]):
+        with pytest.raises(DataError, match=r"a\.h5: 'nothing' holds no value in its rows: its shape is 5 × 3 × 0"):
+            feed.hdf5(tmp_path / "a.h5", keys, 2)
+
+
 def test_mistakes_are_told(files, tmp_path):
     with pytest.raises(UsageError, match=r"has no key 'q'"):
         feed.hdf5(files, ["q"], 4)

@@ -158,6 +158,29 @@ def test_structures_keep_their_shape():
     assert first["list"][0].dtype == torch.bool
 
 
+class Boxes(list):
+    """A list of a user's own, which torch keeps in a batch."""
+
+
+def test_a_list_of_the_users_own_type_stays_one():
+    dataset = Drawn(lambda i: {"boxes": Boxes([torch.tensor(i), Boxes([i])]), "plain": [i]}, 5)
+    with feed.loader(dataset, 2, num_workers=0) as loader:
+        for got, expected in zip(loader, DataLoader(dataset, 2), strict=True):
+            assert type(got["boxes"]) is type(expected["boxes"]) is Boxes
+            assert type(got["boxes"][1]) is type(expected["boxes"][1]) is Boxes
+            assert type(got["plain"]) is list
+            assert str(got) == str(expected)
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_a_number_in_either_byte_order_is_served(order):
+    """An array with no dimension, as a file of the other byte order gives it."""
+    with feed.loader(Drawn(lambda i: np.array(i / 2, dtype=f"{order}f4"), 5), 5, num_workers=0) as loader:
+        (batch,) = loader
+    assert batch.dtype == torch.float32
+    assert batch.tolist() == [0, 0.5, 1, 1.5, 2]
+
+
 def test_conjugates_and_negatives_are_served_as_the_numbers_they_stand_for():
     """torch keeps ``x.conj()`` and its imaginary part as marks on ``x``, as Fourier transforms leave them."""
     dataset = Drawn(lambda i: (torch.tensor([1 + 2j * i, 3 - 1j]).conj(), torch.tensor([1 + 2j * i]).conj().imag), 6)

@@ -476,6 +476,21 @@ def test_a_profiler_that_is_on_stays_on():
         assert sys.getprofile() is profile
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_found_random_late_is_seeded_in_that_epoch_too(workers):
+    """Only (seed, epoch, sample) decide, also where the sample is what tells that the data set is random."""
+    dataset = Drawn(lambda index: torch.tensor([float(index), random.random() if index == 61 else 0.0]), 120)
+
+    def drawn(seed, workers):
+        random.seed(seed)
+        with feed.loader(dataset, 7, num_workers=workers, checks=4) as loader:
+            return [torch.cat([*loader]) for _ in range(2)]
+
+    first, again = drawn(1, 0), drawn(2, workers)
+    assert all(map(torch.equal, first, again))
+    assert not torch.equal(*first)
+
+
 @pytest.mark.parametrize(("kind", "workers"), [("random", 0), ("random", 2), ("cut", 0), ("augmented", 0)])
 def test_a_sample_drawn_several_times_in_an_epoch_is_augmented_anew_each_time(kind, workers):
     """As a WeightedRandomSampler does with rare classes: copies that are all alike would teach nothing."""

@@ -192,6 +192,9 @@ def _column(file: Any, name: str, key: str) -> Column:
     row_bytes = int(data.dtype.itemsize)
     for size in shape:
         row_bytes *= size
+    if row_bytes == 0:
+        whole = " × ".join(str(size) for size in data.shape)
+        raise DataError(f"{name}: {key!r} holds no value in its rows: its shape is {whole}", "Give another key.")
     return Column(key, shape, dtype, row_bytes, int(data.chunks[0]) if data.chunks else 1)
 
 

@@ -114,7 +114,7 @@ def _array_as_tensor(array: Any) -> torch.Tensor:
 
 def _dtype(scalar: Any) -> torch.dtype:
     numpy = sys.modules["numpy"]
-    return torch.as_tensor(numpy.zeros(1, dtype=scalar.dtype)).dtype
+    return torch.as_tensor(numpy.zeros(1, dtype=scalar.dtype.newbyteorder("="))).dtype
 
 
 def from_tensor(leaf: Leaf, tensor: torch.Tensor) -> Any:

@@ -71,9 +71,6 @@ class SampleReader:
     def opened_in_worker(self) -> None:
         """Called once in a worker process before its first read."""
         self._in_worker = True
-        # Forked workers start with the same numbers. That matters only if a data set that was taken for
-        # deterministic turns out not to be: then the rest of its epoch must at least differ between workers.
-        Generators(self.dataset).seed(os.getpid())
 
     def read(self, indices: torch.Tensor, rows: torch.Tensor, epoch: int) -> list[Failure]:
         """Write the sample of draw ``indices[i]`` into ``rows[i]``; returns what failed."""
@@ -89,16 +86,19 @@ class SampleReader:
             if self.random:
                 return self._read_seeded(indices, rows, epoch, generators)
             with entropy.listened():
-                return self._read_unseeded(sample_of(indices), rows, generators)
+                return self._read_unseeded(indices, rows, epoch, generators)
 
-    def _read_unseeded(self, indices: torch.Tensor, rows: torch.Tensor, generators: Generators) -> list[Failure]:
+    def _read_unseeded(
+        self, draws: torch.Tensor, rows: torch.Tensor, epoch: int, generators: Generators
+    ) -> list[Failure]:
+        indices = sample_of(draws)
         mark = generators.mark()
         failures = self._read_together(indices, rows)
         if failures is None:
             failures = _failed(read_one(self.dataset, i, self.layout, row) for i, row in _pairs(indices, rows))
         if mark == generators.mark():
             return failures
-        return self._read_watched(indices, rows, generators)
+        return self._read_watched(draws, rows, epoch, generators)
 
     def _read_seeded(
         self, draws: torch.Tensor, rows: torch.Tensor, epoch: int, generators: Generators
@@ -109,10 +109,14 @@ class SampleReader:
             failures.append(read_one(self.dataset, sample_of(draw), self.layout, row))
         return _failed(failures)
 
-    def _read_watched(self, indices: torch.Tensor, rows: torch.Tensor, generators: Generators) -> list[Failure]:
-        """One of these samples draws random numbers: read them once more, to say which."""
+    def _read_watched(
+        self, draws: torch.Tensor, rows: torch.Tensor, epoch: int, generators: Generators
+    ) -> list[Failure]:
+        """One of these samples draws random numbers: read them once more, to say which, from their own seeds."""
         failures = []
-        for index, row in _pairs(indices, rows):
+        for draw, row in _pairs(draws, rows):
+            index = sample_of(draw)
+            generators.seed(sample_seed(self.seed, epoch, draw))
             mark = generators.mark()
             failure = read_one(self.dataset, index, self.layout, row)
             if failure is None and mark != generators.mark():

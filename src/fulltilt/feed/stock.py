@@ -13,7 +13,7 @@ from fulltilt.feed.changes import State, Watch
 from fulltilt.feed.order import BatchOrder, draws_of
 from fulltilt.feed.readers import Failure, failure_of
 from fulltilt.feed.repeats import sample_of
-from fulltilt.feed.structure import mapping_like
+from fulltilt.feed.structure import mapping_like, sequence_of
 
 
 class StockLoader:
@@ -131,13 +131,16 @@ class _Collate:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """A batch of any structure on ``device``, without waiting."""
+    """A batch of any structure on ``device``; tensors without waiting. A class that has ``to(device)`` moves itself."""
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):
         return mapping_like(value)({key: to_device(item, device) for key, item in value.items()})
+    move = getattr(value, "to", None)
+    if callable(move) and not isinstance(value, type):
+        return move(device)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(to_device(item, device) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(to_device(item, device) for item in value)
+        return sequence_of(type(value), [to_device(item, device) for item in value])
     return value

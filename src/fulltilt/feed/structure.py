@@ -156,7 +156,8 @@ def _skeleton(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_skeleton(item) for item in value)
     if isinstance(value, list):
-        return [_skeleton(item) for item in value]
+        entries = [_skeleton(item) for item in value]
+        return entries if type(value) is list else _Listed(type(value), entries)
     return None
 
 
@@ -164,6 +165,12 @@ def _skeleton(value: Any) -> Any:
 class _Named:
     cls: Callable[..., Any]
     items: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class _Listed:
+    cls: type
+    items: list[Any]
 
 
 @dataclass(frozen=True)
@@ -182,6 +189,14 @@ def mapping_like(value: Mapping[Any, Any]) -> Callable[[dict[Any, Any]], Any]:
         return dict
 
 
+def sequence_of(cls: type, items: list[Any]) -> Any:
+    """``items`` as a ``cls``, which is a list or a tuple; as a plain one where that type is made otherwise."""
+    try:
+        return cls(items)
+    except Exception:
+        return tuple(items) if issubclass(cls, tuple) else items
+
+
 def _build(skeleton: Any, leaves: Iterator[Any], for_tuple: type = tuple) -> Any:
     if isinstance(skeleton, dict):
         return {key: _build(item, leaves, for_tuple) for key, item in skeleton.items()}
@@ -189,6 +204,8 @@ def _build(skeleton: Any, leaves: Iterator[Any], for_tuple: type = tuple) -> Any
         return skeleton.make({key: _build(item, leaves, for_tuple) for key, item in skeleton.items.items()})
     if isinstance(skeleton, _Named):
         return skeleton.cls(*(_build(item, leaves, for_tuple) for item in skeleton.items))
+    if isinstance(skeleton, _Listed):
+        return sequence_of(skeleton.cls, [_build(item, leaves, for_tuple) for item in skeleton.items])
     if isinstance(skeleton, tuple):
         return for_tuple(_build(item, leaves, for_tuple) for item in skeleton)
     if isinstance(skeleton, list):
