@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fulltilt
 from fulltilt.diagnose import answer
-from fulltilt.timeline.evaluation import Evaluation, function_that_draws
+from fulltilt.timeline.evaluation import Evaluation, function_that_draws, function_that_switches
 from fulltilt.timeline.stacks import Stack, stack_of
 
 
@@ -32,13 +32,45 @@ def validated(evaluation: Evaluation) -> bool:
 @pytest.fixture
 def evaluation() -> Evaluation:
     found = Evaluation()
-    found.switched(torch.nn.Linear(1, 1))
+    found.switched(torch.nn.Linear(1, 1), None)
     return found
 
 
 def test_it_goes_on_in_the_function_that_drew_and_is_over_behind_it(evaluation: Evaluation) -> None:
     assert validated(evaluation)
     assert not evaluation.goes_on(here())
+
+
+def test_a_metric_behind_the_function_that_drew_belongs_to_it(evaluation: Evaluation) -> None:
+    def scored() -> bool:
+        evaluation.switched(torch.nn.Linear(1, 1).eval(), sys._getframe())
+        validated(evaluation)
+        return evaluation.goes_on(here())  # as the metric is computed
+
+    assert scored()
+    assert not evaluation.goes_on(here())
+
+
+def test_the_function_that_switches_a_model_is_the_scripts_and_not_the_models_own() -> None:
+    class Frozen(torch.nn.Linear):
+        def train(self, mode: bool = True) -> Frozen:
+            found.append(function_that_switches(self, sys._getframe()))
+            return super().train(mode)
+
+    def validates() -> None:
+        model.eval()
+
+    found: list[object] = []
+    model = Frozen(1, 1)
+    validates()
+    assert found == [validates.__code__]
+
+
+def test_a_library_that_switches_a_model_tells_nothing_of_the_script(tmp_path: Path) -> None:
+    library = "import sys\ndef switch(ask, model):\n    return ask(model, sys._getframe())\n"
+    names: dict[str, Callable[..., object]] = {}
+    exec(compile(library, str(tmp_path / "site-packages" / "trainer.py"), "exec"), names)
+    assert names["switch"](function_that_switches, torch.nn.Linear(1, 1)) is None
 
 
 def test_it_goes_on_where_a_model_is_called_behind_it(evaluation: Evaluation) -> None:
@@ -53,7 +85,7 @@ def test_it_goes_on_where_a_model_is_called_behind_it(evaluation: Evaluation) ->
 def test_it_is_over_once_the_model_trains_again_though_nobody_called_train() -> None:
     model, evaluation = torch.nn.Linear(1, 1), Evaluation()
     model.training = False
-    evaluation.switched(model)
+    evaluation.switched(model, None)
     assert evaluation.in_sight
     assert evaluation.goes_on(here())
     model.training = True  # as Lightning does

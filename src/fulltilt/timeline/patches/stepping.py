@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -293,7 +294,7 @@ class SteppingPatches:
                 changes = recorder.eval_mode == bool(mode) or recorder.evaluation.in_sight
                 if changes and self._is_trained(module):
                     recorder.wake()
-                    recorder.evaluation.forget() if mode else recorder.evaluation.switched(module)
+                    recorder.evaluation.forget() if mode else recorder.evaluation.switched(module, sys._getframe(1))
                     recorder.eval_mode = not mode
                     self._taps.was_evaluating = recorder.eval_mode
                     recorder.switch(recorder.activity, EvalMode(not mode), Point.EVAL)
