@@ -13,6 +13,7 @@ from fulltilt.errors import UsageError
 from fulltilt.records import Settings, Trial
 from fulltilt.tune.course import next_step, time_limit_s
 from fulltilt.tune.epoch_changes import changes_data_set
+from fulltilt.tune.search import next_attempt
 from fulltilt.tune.solutions import in_words, risk_of
 from fulltilt.tune.space import ALLOWABLE, Space, is_loader_only, parse_allow
 from fulltilt.tune.table import nothing_tried_sentence, nothing_worked_sentence, rate_words, verdict_sentence
@@ -146,6 +147,20 @@ def test_a_start_that_does_not_fit_is_tried_in_parts_with_the_same_effective_bat
     trials = study(job, Space(16, frozenset({"batch", "accumulation"})))
     tried = [(t.settings.batch_size, t.settings.accumulation, t.state) for t in trials]
     assert tried == [(None, None, "oom"), (32, 2, "ok")]
+
+
+def test_a_batch_that_cannot_be_halved_is_tried_in_other_equal_parts() -> None:
+    def start(batch_size: int, *others: Trial) -> list[Trial]:
+        as_it_is = Trial(Settings(), "oom", purpose="start", in_force=Settings(batch_size=batch_size, num_workers=0))
+        return [as_it_is, *others]
+
+    space = Space(16, frozenset({"batch", "accumulation"}))
+    first = next_attempt(start(45), space)
+    assert first is not None
+    assert first.settings == Settings(batch_size=15, accumulation=3)
+    second = next_attempt(start(45, Trial(first.settings, "oom")), space)
+    assert second is not None
+    assert second.settings == Settings(batch_size=5, accumulation=9)
 
 
 def test_precision_and_compilation_are_tried_on_the_best_when_allowed() -> None:

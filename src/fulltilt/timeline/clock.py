@@ -9,24 +9,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Any, Protocol
-
-
-class GpuClock(Protocol):
-    """Records positions on the training thread and resolves them on the observer's."""
-
-    def record(self) -> Any:
-        """An event at the current end of the GPU's queue."""
-
-    def delay(self, seconds: float) -> None:
-        """Queue a delay on the GPU, so that the host gets a lead and the next stretches hold no idle time."""
-
-    def resolve(self, event: Any, recorded_ns: int) -> float | None:
-        """When the GPU reached ``event``, in host nanoseconds; None when it has not yet."""
+from typing import Any
 
 
 class CudaClock:
-    """GpuClock on CUDA events of the current stream."""
+    """Records events of the current stream on the training thread, and resolves them on the observer's."""
 
     def __init__(self, torch: Any) -> None:
         self._cuda = torch.cuda
@@ -54,12 +41,12 @@ class CudaClock:
         return event
 
     def delay(self, seconds: float) -> None:
-        """Keep the GPU busy for about ``seconds`` with a kernel that only counts cycles."""
+        """Keep the GPU busy for about ``seconds`` with a kernel that only counts cycles: the host gets a lead."""
         if not self._capturing():
             self._cuda._sleep(int(seconds * self._cycles_per_s))
 
     def resolve(self, event: Any, recorded_ns: int) -> float | None:
-        """When the GPU reached ``event``. Events must come in the order in which they were recorded."""
+        """When the GPU reached ``event``, in host nanoseconds; None when it has not yet. Events come in their order."""
         if not event.query():
             return None
         seen_ns = float(time.perf_counter_ns())

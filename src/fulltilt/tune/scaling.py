@@ -77,11 +77,6 @@ class ScalingLaw:
         """The number of workers from 1 to ``most`` with the highest expected rate; the fewest of equals."""
         return max(range(1, most + 1), key=lambda workers: (self.at(workers).rate, -workers))
 
-    @property
-    def likeliest(self) -> Curve:
-        """The curve that explains the points best: its λ, σ and κ are those to print."""
-        return max(self.curves, key=lambda curve: curve.weight)
-
 
 def fit_scaling(points: Sequence[Measured], expected_peak: float | None = None) -> ScalingLaw:
     """The law behind measured rates. Raises ValueError without a usable point.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fulltilt.records import Settings, Trial
+from fulltilt.tune.learning_rate import accumulation_for
 from fulltilt.tune.memory import USABLE_VRAM, vram_line
 from fulltilt.tune.outcome import Attempt
 from fulltilt.tune.space import Space, changed, is_loader_only, tried
@@ -115,18 +116,18 @@ def _compile(trials: Sequence[Trial], space: Space) -> Attempt | None:
 
 
 def _smaller_parts(trials: Sequence[Trial], space: Space) -> Attempt | None:
-    """When the script as it is runs out of memory: the same effective batch in two, four, … parts."""
+    """When the script as it is runs out of memory: the same effective batch in two, four, … equal parts."""
     tries = [trial for trial in trials if trial.purpose == "start"]
     batch_size = tries[-1].in_force.batch_size
     if tries[-1].state != "oom" or not {"batch", "accumulation"} <= space.allow or batch_size is None:
         return None
-    parts = 2
-    while batch_size % parts == 0:
-        settings = Settings(batch_size=batch_size // parts, accumulation=parts)
+    size = batch_size
+    while (smaller := accumulation_for(batch_size, size // 2)) is not None:
+        parts, size = smaller
+        settings = Settings(batch_size=size, accumulation=parts)
         seen = tried(trials, settings)
         if not seen:
             return Attempt(settings, "search", f"the same batch in {parts} parts")
         if any(is_valid(trial) for trial in seen):
             return None
-        parts *= 2
     return None

@@ -3,6 +3,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from fulltilt.errors import UsageError
 from fulltilt.records import MemoryRecord, Run
@@ -10,6 +11,7 @@ from fulltilt.tune.plan.elsewhere import memory_bound_share, speed_there
 from fulltilt.tune.plan.gpu_models import find_gpu
 from fulltilt.tune.plan.plan import Plan, make_plan, with_target
 from fulltilt.tune.plan.target import parse_target, read_history
+from fulltilt.tune.plan.view import show
 from fulltilt.tune.plan.vram import CONTEXT_BYTES, vram_budget
 from tests.diagnose.examples import gpu, gpu_rank, host, loader, machine, rank, run_of, sampled, spans_of, workers
 
@@ -72,6 +74,24 @@ def test_a_model_that_does_not_fit_has_no_batch() -> None:
     small = next(row for row in plan.gpus if row.gpu == "RTX 3070")
     assert small.largest_batch == 0
     assert small.fits is False
+
+
+def test_a_batch_that_does_not_fit_elsewhere_is_kept_in_equal_parts() -> None:
+    plan = make_plan([observed(450), observed(90)])
+    gpus = {row.gpu: row for row in plan.gpus}
+    small, large = gpus["RTX 3070"], gpus["A100 80GB"]
+    assert small.largest_batch is not None
+    assert 225 <= small.largest_batch < 450
+    assert (small.fits, small.accumulation) == (False, (2, 225))
+    assert (large.fits, large.accumulation) == (True, None)
+
+    console = Console(record=True, width=160)
+    show(console, with_target(plan, (1.0, 2.0), reached_at=200.0))
+    lines = console.export_text().splitlines()
+    heading = next(line for line in lines if "batch 450 as" in line)
+    row = next(line for line in lines if line.startswith("RTX 3070"))
+    assert row.index("2 × 225") + len("2 × 225") == heading.index("batch 450 as") + len("batch 450 as")
+    assert " to " in row  # hours
 
 
 def test_the_plan_names_batches_rates_and_what_workers_hold() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fulltilt.diagnose import answer
 from fulltilt.errors import UsageError
 from fulltilt.records import Diagnosis, GpuReading, Run
-from fulltilt.tune.learning_rate import Scaled, looks_deeply_supervised, scale
+from fulltilt.tune.learning_rate import Scaled, accumulation_for, looks_deeply_supervised, scale
 from fulltilt.tune.memory import fit_line
 from fulltilt.tune.plan.elsewhere import Speed, memory_bound_share, speed_there
 from fulltilt.tune.plan.gpu_models import GPU_MODELS, GpuModel, Precision, find_gpu
@@ -35,7 +35,10 @@ class BatchCandidate:
 
 @dataclass(frozen=True, slots=True)
 class GpuCandidate:
-    """Another GPU: the largest batch there, and the speed at the batch of the run (or the largest that fits)."""
+    """Another GPU: the largest batch there, and the speed at the batch of the run (or the largest that fits).
+
+    ``accumulation`` is how many parts of what size make up the batch of the run where it does not fit in one.
+    """
 
     gpu: str
     memory_gib: float
@@ -43,6 +46,7 @@ class GpuCandidate:
     speed: Speed | None
     fits: bool | None
     hours: Hours | None = None
+    accumulation: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +123,7 @@ def with_target(plan: Plan, hours: Hours, reached_at: float) -> Plan:
     )
     gpus = tuple(
         replace(row, hours=at(row.speed.low, row.speed.high))
-        if row.speed is not None and row.fits is not False
+        if row.speed is not None and row.largest_batch != 0
         else row
         for row in plan.gpus
     )
@@ -188,7 +192,8 @@ def _gpus(
         if here is not None and compute is not None:
             speed = speed_there(compute, here, model, precision, bound)
         fits = None if largest is None or batch is None else largest >= batch
-        rows.append(GpuCandidate(model.name, model.memory_gib, largest, speed, fits))
+        parts = accumulation_for(batch, largest) if batch is not None and largest is not None and not fits else None
+        rows.append(GpuCandidate(model.name, model.memory_gib, largest, speed, fits, accumulation=parts))
     return tuple(rows)
 
 

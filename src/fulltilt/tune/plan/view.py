@@ -103,11 +103,26 @@ def _show_gpus(console: Console, plan: Plan) -> None:
     table = _table(
         "\nOther GPUs (compute ceiling by data sheet)",
         ("GPU",),
-        ("memory", "largest batch", "samples/s", "from", "to", "precision", "hours to target"),
+        ("memory", "largest batch", *_as_here(plan), "samples/s", "from", "to", "precision", "hours to target"),
     )
     for row in plan.gpus:
-        table.add_row(row.gpu, f"{row.memory_gib:g} GiB", _largest(row), *_speed(row), _hours(row.hours))
+        parts = (_parts(row),) if _as_here(plan) else ()
+        table.add_row(row.gpu, f"{row.memory_gib:g} GiB", _largest(row), *parts, *_speed(row), _hours(row.hours))
     console.print(table)
+    if _as_here(plan):
+        said = "parts × samples: the gradients of the parts are added up before each optimizer step"
+        console.print(Text(f"{said}; to a contrastive loss that is no larger batch"))
+
+
+def _as_here(plan: Plan) -> tuple[str, ...]:
+    """The column for what keeps the run's batch elsewhere; there is none where it fits everywhere."""
+    return (f"batch {plan.batch} as",) if any(row.accumulation for row in plan.gpus) else ()
+
+
+def _parts(row: GpuCandidate) -> str:
+    if row.accumulation is None:
+        return "whole" if row.fits else wording.NOT_MEASURED
+    return " × ".join(map(str, row.accumulation))
 
 
 def _largest(row: GpuCandidate) -> str:
