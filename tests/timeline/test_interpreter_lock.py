@@ -11,7 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from fulltilt.timeline.interpreter_lock import ALONE_S, IN_COMPANY_S, PATIENT_S, LockTurns, wake_on_time
+from fulltilt.timeline.interpreter_lock import (
+    ALONE_S,
+    CROWDED_SHARE,
+    IN_COMPANY_S,
+    LONGEST_EVERY_S,
+    PATIENT_S,
+    LockTurns,
+    wake_on_time,
+)
 
 PR_GET_TIMERSLACK = 30
 
@@ -55,33 +63,84 @@ def test_a_forked_process_takes_over_what_its_parent_put_in_force(monkeypatch: p
     assert sys.getswitchinterval() == pytest.approx(IN_COMPANY_S)
 
 
+class Waits:
+    """Waits of an observing thread on a clock of their own: each takes so long, costs so much, and lets the observed
+    thread work for so long."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = self.cost_s = self.observed_s = 0.0
+        monkeypatch.setattr(threading, "active_count", lambda: 2)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(time, "thread_time", lambda: self.cost_s)
+        monkeypatch.setattr(time, "clock_gettime", lambda _clock: self.observed_s)
+        self.turns = LockTurns()
+        self.turns.share()
+
+    def wait(self, took_s: float, cost_s: float, observed_s: float) -> None:
+        self.turns.begin_wait(threading.get_ident())
+        self.now_s += took_s
+        self.cost_s += cost_s
+        self.observed_s += observed_s
+        self.turns.end_wait()
+
+    @property
+    def patient(self) -> bool:
+        return sys.getswitchinterval() == pytest.approx(PATIENT_S)
+
+
 @pytest.mark.parametrize(
     ("cost_s", "patient_s"),
-    [(0.015, 0.0), (0.03, 2.0), (0.3, 56.0)],
+    [(0.04, 0.0), (0.07, 2.0), (0.3, 25.0)],
     ids=["once and short", "once and long", "once and very long"],
 )
 def test_turns_are_long_until_a_costly_wait_is_paid_for(
     monkeypatch: pytest.MonkeyPatch, cost_s: float, patient_s: float
 ) -> None:
-    monkeypatch.setattr(threading, "active_count", lambda: 2)
-    now_s = worked_s = 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    monkeypatch.setattr(time, "thread_time", lambda: worked_s)
-    turns = LockTurns()
-    turns.share()
-    long_s = 0.0
+    waits, long_s = Waits(monkeypatch), 0.0
     for look in range(1000):
-        turns.begin_wait()
-        worked_s += 0.00002 if look else cost_s
-        now_s += 0.1
-        turns.end_wait()
-        long_s += 0.1 * (sys.getswitchinterval() == pytest.approx(PATIENT_S))
+        waits.wait(0.1, 0.00002 if look else cost_s, observed_s=0.1)
+        long_s += 0.1 * waits.patient
     assert long_s == pytest.approx(patient_s, abs=0.5)
     assert sys.getswitchinterval() == pytest.approx(ALONE_S)
 
 
+def test_looks_become_fewer_and_not_later_where_the_observed_thread_has_no_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = Waits(monkeypatch)
+    assert waits.turns.every_s(0.005) == 0.005
+    for _ in range(1000):
+        every_s = waits.turns.every_s(0.01)
+        waits.wait(every_s, 0.0003, observed_s=every_s - 0.002)
+        assert not waits.patient
+    assert every_s == pytest.approx(0.0003 / CROWDED_SHARE, rel=0.01)
+    for _ in range(1000):
+        waits.wait(waits.turns.every_s(0.01), 0.00002, observed_s=0.01)
+    assert waits.turns.every_s(0.01) == 0.01
+
+
+def test_a_thread_that_waits_and_then_keeps_the_lock_does_not_cost_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, long = Waits(monkeypatch), 0
+    for _ in range(1000):
+        every_s = waits.turns.every_s(0.01)
+        waits.wait(every_s, 0.00005 if waits.patient else 0.004, observed_s=every_s / 2)
+        long += waits.patient
+    assert every_s <= LONGEST_EVERY_S
+    assert waits.cost_s < 0.025 * waits.now_s + 0.05
+    assert long > 300
+
+
+@pytest.mark.skipif(not hasattr(time, "pthread_getcpuclockid"), reason="this system has no clock for a thread")
+def test_the_clock_of_a_thread_that_has_ended_is_not_asked_for() -> None:
+    with ThreadPoolExecutor(1) as ended:
+        thread_id = ended.submit(threading.get_ident).result()
+    turns = LockTurns()
+    for observed in (thread_id, None, threading.get_ident()):
+        turns.begin_wait(observed)
+        turns.end_wait()
+    assert turns.every_s(0.01) == 0.01
+
+
 def test_waiting_for_a_call_that_keeps_the_lock_takes_little_of_the_cpu() -> None:
-    """``sorted`` never gives the lock up, so that whoever waits for it asks in vain after every turn."""
+    """``sorted`` never gives the lock up, so that whoever waits for it asks in vain after every turn: for a second."""
     strings = [str(number * 7919 % 1000003) for number in range(200_000)]
     worked_s: list[float] = []
     done = threading.Event()
@@ -90,7 +149,7 @@ def test_waiting_for_a_call_that_keeps_the_lock_takes_little_of_the_cpu() -> Non
         turns = LockTurns()
         turns.share()
         while not done.is_set():
-            turns.begin_wait()
+            turns.begin_wait(threading.main_thread().ident)
             time.sleep(0.005)
             turns.end_wait()
         worked_s.append(time.thread_time())
@@ -102,7 +161,7 @@ def test_waiting_for_a_call_that_keeps_the_lock_takes_little_of_the_cpu() -> Non
         sorted(strings)
     done.set()
     observer.join()
-    assert worked_s[0] < 0.1
+    assert worked_s[0] < 0.2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no timer slack")

@@ -82,7 +82,7 @@ def test_at_rest_a_few_looks_stand_for_the_others(recorder: FakeRecorder) -> Non
     looks = Looks(recorder)
     for _ in range(3 * LOOK_AT_REST_EVERY):
         recorder.rest.booked_ns = time.perf_counter_ns() + LONG_STEP_NS  # a step has just ended
-        looks.take(0)
+        looks.take(0, EARLY_LOOK_EVERY_S)
     assert [weight for _, _, weight in recorder.notes.lines] == [LOOK_AT_REST_EVERY * EARLY_LOOK_EVERY_S] * 3
     usual, _ = looks.splits()
     assert weight_of(usual) == pytest.approx(3 * LOOK_AT_REST_EVERY * EARLY_LOOK_EVERY_S)
@@ -92,7 +92,7 @@ def test_a_long_step_at_rest_is_looked_at_all_the_time_and_divides_by_itself(rec
     looks = Looks(recorder)
     recorder.rest.booked_ns = time.perf_counter_ns() - 20 * LONG_STEP_NS
     for _ in range(3):
-        looks.take(0)
+        looks.take(0, EARLY_LOOK_EVERY_S)
     weights = [weight for _, _, weight in recorder.notes.lines]
     assert len(weights) == 3
     assert weights[0] >= 20 * LONG_STEP_NS * 1e-9  # the first stands for all of it so far
@@ -106,10 +106,10 @@ def test_a_step_shows_to_be_long_only_later_and_takes_its_first_looks_along(reco
     looks = Looks(recorder)
     recorder.activity = Activity.USER
     recorder.step_ns = time.perf_counter_ns() + 60 * LONG_STEP_NS
-    looks.take(time.perf_counter_ns())
+    looks.take(time.perf_counter_ns(), EARLY_LOOK_EVERY_S)
     recorder.step_ns -= 120 * LONG_STEP_NS  # the same look, a minute of steps later: another step, and a long one
-    looks.take(time.perf_counter_ns())
-    looks.take(time.perf_counter_ns())
+    looks.take(time.perf_counter_ns(), EARLY_LOOK_EVERY_S)
+    looks.take(time.perf_counter_ns(), EARLY_LOOK_EVERY_S)
     usual, apart = looks.splits()
     assert weight_of(usual) == pytest.approx(LOOK_EVERY_S, rel=0.5)
     assert weight_of(apart) == pytest.approx(2 * LOOK_EVERY_S, rel=0.5)
@@ -119,7 +119,7 @@ def test_one_early_look_at_a_long_step_is_a_look_at_a_long_step(recorder: FakeRe
     looks = Looks(recorder)
     recorder.activity = Activity.USER
     recorder.step_ns = time.perf_counter_ns()
-    looks.take(time.perf_counter_ns())
+    looks.take(time.perf_counter_ns(), EARLY_LOOK_EVERY_S)
     assert looks.splits() == ({}, {})  # whether the step takes long is not known yet
     recorder.previous_step_ns, recorder.step_ns = recorder.step_ns, recorder.step_ns + 2 * LONG_STEP_NS
     usual, apart = looks.splits()
@@ -147,7 +147,7 @@ def test_a_hook_that_holds_backward_up_is_told_from_torchs_own_part(activity: Ac
     looks = Looks(recorder)
     for _ in range(LOOK_AT_REST_EVERY):
         recorder.rest.booked_ns = time.perf_counter_ns() + LONG_STEP_NS
-        looks.take(time.perf_counter_ns())
+        looks.take(time.perf_counter_ns(), EARLY_LOOK_EVERY_S)
     done.append(True)
     thread.join()
     assert looks.backward.split() == {"host": pytest.approx(LOOK_AT_REST_EVERY * EARLY_LOOK_EVERY_S)}
@@ -164,7 +164,7 @@ def test_on_a_gpu_looks_at_long_steps_divide_all_of_them(
     recorder.last_switch_ns = recorder.step_ns = time.perf_counter_ns() - 3 * LONG_STEP_NS
     looks = Looks(recorder)
     for _ in range(4):
-        looks.take(time.perf_counter_ns())
+        looks.take(time.perf_counter_ns(), EARLY_LOOK_EVERY_S)
     recorder.previous_step_ns, recorder.step_ns = recorder.step_ns, time.perf_counter_ns()
     looks.splits()
     assert (looks.usual.in_window, looks.apart.in_window) == (usual_looks, 4 - usual_looks)
@@ -175,7 +175,7 @@ def test_a_late_look_at_what_began_after_it_weighs_nothing(recorder: FakeRecorde
     looks = Looks(recorder)
     looks._last_ns -= 10**9
     recorder.activity, recorder.last_switch_ns = Activity.USER, time.perf_counter_ns() + 10**9
-    looks.take(time.perf_counter_ns())
+    looks.take(time.perf_counter_ns(), EARLY_LOOK_EVERY_S)
     assert [weight for _, _, weight in recorder.notes.lines] == [0.0]
 
 
@@ -184,9 +184,9 @@ def test_a_look_that_was_missed_stands_for_nothing_where_late_looks_weigh_nothin
     looks = Looks(recorder)
     looks._last_ns -= 10**9
     recorder.activity, recorder.last_switch_ns = Activity.USER, time.perf_counter_ns() + 10**9
-    looks.take(time.perf_counter_ns() - LATE_NS)
+    looks.take(time.perf_counter_ns() - LATE_NS, EARLY_LOOK_EVERY_S)
     recorder.activity, recorder.left = Activity.OPTIMIZER, Activity.USER
-    looks.take(time.perf_counter_ns())
+    looks.take(time.perf_counter_ns(), EARLY_LOOK_EVERY_S)
     assert weight_of(looks.splits()[0]) == 0.0
 
 
@@ -215,7 +215,7 @@ def test_what_is_done_behind_a_step_is_the_scripts_own_where_a_batch_is_drawn_ne
     looks = Looks(recorder)
     recorder.activity, recorder.left, recorder.step_ns = Activity.USER, Activity.OPTIMIZER, 1
     for _ in range(3):
-        looks.take(time.perf_counter_ns())
+        looks.take(time.perf_counter_ns(), EARLY_LOOK_EVERY_S)
     recorder.behind_steps.ended(1e6, comes_next)  # it shows only now
     recorder.previous_step_ns, recorder.step_ns = 1, 2
     usual, _ = looks.splits()

@@ -18,20 +18,45 @@ ALONE_S, IN_COMPANY_S = 0.000005, 0.0001
 # A call that keeps the lock for long (a sort, an HDF5 read) cannot be asked to give it up, and whoever waits for it
 # asks again after every turn: short ones take 70 % of a core meanwhile. These take a few per cent, and see as much.
 PATIENT_S = 0.0005
-# A wait that took this much of the CPU was for such a call. So much of a core may go into them, and so much at once.
-COSTLY_S, ALLOWED_SHARE, AT_ONCE_S = 0.0001, 0.005, 0.02
+# A wait that took this much of the CPU was in vain for the most part: for such a call, or for a thread that holds the
+# lock and has no CPU. There, long turns would come too late for all short stretches, so that looks become fewer.
+COSTLY_S = 0.0001
+# So much of a core may go into waiting for calls, so much into waiting for threads without a CPU, and so much at once.
+FOR_CALLS, FOR_CPUS, AT_ONCE_S = 0.01, 0.02, 0.05
+# Looks become fewer until they cost this much, but no fewer than this.
+CROWDED_SHARE, LONGEST_EVERY_S, REMEMBERED_LOOKS = 0.01, 0.05, 50
 # The training thread and the observer.
 WITHOUT_OTHERS = 2
 PR_SET_TIMERSLACK = 29
+
+
+class Account:
+    """CPU time that may be spent: a share of what passes, and some of it at once."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._left_s = AT_ONCE_S
+
+    def settle(self, passed_s: float, cost_s: float) -> None:
+        """So much time has passed, and this was spent."""
+        self._left_s = min(self._left_s + self._share * passed_s, AT_ONCE_S) - cost_s
+
+    @property
+    def overdrawn(self) -> bool:
+        """Whether more was spent than may be."""
+        return self._left_s <= 0
 
 
 class LockTurns:
     """The turns that an observing thread puts in force, by what its waiting for the lock has cost lately."""
 
     def __init__(self) -> None:
-        self._left_s = AT_ONCE_S
-        self._worked_s = 0.0
-        self._waited_at_s = time.monotonic()
+        self._for_calls, self._for_cpus = Account(FOR_CALLS), Account(FOR_CPUS)
+        self._crowded_s = 0.0  # what a look costs for want of CPUs, lately
+        self._worked_s = self._began_s = self._settled_at_s = time.monotonic()
+        self._observed: int | None = None
+        self._clock: int | None = None
+        self._observed_s = 0.0
 
     def share(self) -> None:
         """Put the turns in force that suit the threads there are now; a script's own shorter ones stay."""
@@ -39,27 +64,56 @@ class LockTurns:
         if now_s > IN_COMPANY_S or _is(now_s, ALONE_S) or _is(now_s, IN_COMPANY_S):
             sys.setswitchinterval(self._suitable_s())
 
-    def begin_wait(self) -> None:
-        """The observing thread is about to sleep until its next look."""
-        self._worked_s = time.thread_time()
+    def every_s(self, usual_s: float) -> float:
+        """How often to look where ``usual_s`` would be often enough."""
+        return max(usual_s, min(self._crowded_s / CROWDED_SHARE, LONGEST_EVERY_S))
+
+    def begin_wait(self, observed: int | None) -> None:
+        """The observing thread is about to sleep until its next look at another thread."""
+        if observed != self._observed:
+            self._observed, self._clock = observed, _cpu_clock_of(observed)
+        self._observed_s = _cpu_s(self._clock) or 0.0
+        self._worked_s, self._began_s = time.thread_time(), time.monotonic()
 
     def end_wait(self) -> None:
         """The look is due, and the lock is ours."""
         was_patient, cost_s, now_s = self._patient, time.thread_time() - self._worked_s, time.monotonic()
-        earned_s = ALLOWED_SHARE * (now_s - self._waited_at_s)
-        self._left_s = min(self._left_s + earned_s, AT_ONCE_S) - (cost_s if cost_s > COSTLY_S else 0.0)
-        self._waited_at_s = now_s
+        cost_s = cost_s if cost_s > COSTLY_S else 0.0
+        of_cpus_s = min(cost_s, self._without_cpu_s(now_s)) if cost_s else 0.0
+        passed_s, self._settled_at_s = now_s - self._settled_at_s, now_s
+        self._for_calls.settle(passed_s, cost_s - of_cpus_s)
+        self._for_cpus.settle(passed_s, of_cpus_s)
+        self._crowded_s += (of_cpus_s - self._crowded_s) / REMEMBERED_LOOKS
         if self._patient is not was_patient:
             self.share()
 
+    def _without_cpu_s(self, now_s: float) -> float:
+        """How long the observed thread had no CPU since the wait began; 0.0 where nobody can tell."""
+        worked_s = _cpu_s(self._clock)
+        return 0.0 if worked_s is None else max(now_s - self._began_s - (worked_s - self._observed_s), 0.0)
+
     @property
     def _patient(self) -> bool:
-        return self._left_s <= 0
+        return self._for_calls.overdrawn or self._for_cpus.overdrawn
 
     def _suitable_s(self) -> float:
         if self._patient:
             return PATIENT_S
         return ALONE_S if threading.active_count() <= WITHOUT_OTHERS else IN_COMPANY_S
+
+
+def _cpu_clock_of(thread_id: int | None) -> int | None:
+    """The clock of a thread's CPU time; None where there is none. Asking for that of a dead thread would crash."""
+    if thread_id is None or thread_id not in sys._current_frames() or not hasattr(time, "pthread_getcpuclockid"):
+        return None
+    return time.pthread_getcpuclockid(thread_id)
+
+
+def _cpu_s(clock: int | None) -> float | None:
+    try:
+        return None if clock is None else time.clock_gettime(clock)
+    except OSError:
+        return None  # it has ended meanwhile
 
 
 def wake_on_time() -> None:

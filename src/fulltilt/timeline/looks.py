@@ -71,6 +71,7 @@ class Looks:
     def __init__(self, recorder: Watched) -> None:
         self._recorder = recorder
         self._last_ns = time.perf_counter_ns()
+        self._every_s = EARLY_LOOK_EVERY_S
         self.usual = Bags()
         self.apart = Bags()
         self.backward = Bag(ENOUGH_LOOKS)
@@ -86,13 +87,13 @@ class Looks:
         self._behind_steps_s = self._behind_steps_in_model_s = 0.0
 
     @property
-    def every_s(self) -> float:
-        """How long to wait for the next look, which is the time that each stands for."""
+    def usually_every_s(self) -> float:
+        """How long to wait for the next look where looking costs little."""
         return EARLY_LOOK_EVERY_S if self._taken < EARLY_LOOKS else LOOK_EVERY_S
 
-    def take(self, due_ns: int) -> None:
-        """One look at the training thread's stack, due at ``due_ns``."""
-        every_s = self.every_s
+    def take(self, due_ns: int, every_s: float) -> None:
+        """One look at the training thread's stack, due at ``due_ns``, that stands for ``every_s``."""
+        self._every_s = every_s
         self._taken += self._recorder.training
         now_ns = time.perf_counter_ns()
         since_look_ns, self._last_ns = now_ns - self._last_ns, now_ns
@@ -167,8 +168,8 @@ class Looks:
         view = look(stack, None, recorder.way_in.spots) if user_code_in_backward(stack) else None
         view = recorder.notes.understood(view) if view is not None else None
         if view is not None and view.kind == "host":
-            recorder.notes.looked(Activity.USER, view, self.every_s)
-        self._add_in_backward(view, self.every_s)
+            recorder.notes.looked(Activity.USER, view, self._every_s)
+        self._add_in_backward(view, self._every_s)
 
     def _add_in_backward(self, view: StackView | None, weight_s: float) -> None:
         self.backward.add("host" if view is not None and view.kind == "host" else "torch", weight_s)
@@ -184,7 +185,7 @@ class Looks:
         stack = stack_of(recorder.thread_id or 0)
         if stack is None or recorder.activity is not Activity.REST:
             return
-        weight_s = LOOK_AT_REST_EVERY * self.every_s
+        weight_s = LOOK_AT_REST_EVERY * self._every_s
         view = look(stack, TappedIterator.at_rest.__code__)
         if view is not None:
             if recorder.notes.wants_lines(Activity.NEXT):
@@ -245,7 +246,7 @@ class Looks:
         """
         total = sum(self._late.values())
         for kind, weight in self._late.items() if total else ():
-            missed = Look(self._recorder.left_after, kind, self.every_s * weight / total)
+            missed = Look(self._recorder.left_after, kind, self._every_s * weight / total)
             self._add(missed, self._recorder.step_ns, now_ns)
 
     def splits(self) -> tuple[Seen, Seen]:

@@ -226,8 +226,9 @@ class Recorder:
         ruins_nothing = False
         while True:
             # Never in step with the job: looks at a fixed interval would always meet a 10 ms step at the same place.
-            pause_s = self._looks.every_s * (0.5 + jitter.random())
-            self._lock_turns.begin_wait()
+            every_s = self._lock_turns.every_s(self._looks.usually_every_s)
+            pause_s = every_s * (0.5 + jitter.random())
+            self._lock_turns.begin_wait(self.thread_id)
             due_ns = time.perf_counter_ns() + int(pause_s * 1e9)
             time.sleep(pause_s)  # waiting for an Event with a time limit takes the interpreter lock twice as long
             self._lock_turns.end_wait()
@@ -235,7 +236,7 @@ class Recorder:
                 return
             try:
                 ruins_nothing = ruins_nothing or (self.clock is not None and captures.leave_alone())
-                self._looks.take(due_ns)
+                self._looks.take(due_ns, every_s)
                 now = time.monotonic()
                 if now >= next_drain:
                     next_drain = now + DRAIN_EVERY_S

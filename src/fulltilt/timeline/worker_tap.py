@@ -151,7 +151,7 @@ class FetchMeter:
         wake_on_time()
         lock_turns = LockTurns()
         lock_turns.share()
-        lock_turns.begin_wait()
+        lock_turns.begin_wait(self.thread_id)
         next_send = time.perf_counter() + SEND_EVERY_S
         jitter = Random()  # our own: the job's random numbers are the job's
         looks, every_s = 0, EARLY_LOOK_EVERY_S
@@ -164,12 +164,12 @@ class FetchMeter:
                 if view is not None:
                     self._lines.add(view, min(since, 5 * every_s))
                 looks += 1
-                every_s = EARLY_LOOK_EVERY_S if looks < EARLY_LOOKS else LOOK_EVERY_S
+            every_s = lock_turns.every_s(EARLY_LOOK_EVERY_S if looks < EARLY_LOOKS else LOOK_EVERY_S)
             if now >= next_send:
                 next_send = now + SEND_EVERY_S
                 lock_turns.share()
                 self.send()
-            lock_turns.begin_wait()
+            lock_turns.begin_wait(self.thread_id)
 
     def _pss_bytes(self) -> int | None:
         """Memory of this worker, asked for at every doubling of its messages: the kernel walks all pages for it."""
