@@ -252,3 +252,13 @@ def test_what_a_collate_fn_makes_is_moved_whatever_it_is():
     assert moved["packed"].batch_sizes.device == CPU  # torch insists on it
     assert [part.device for part in moved["named"]] == [META]
     assert moved["graph"].nodes.device == META
+
+
+def test_a_batch_that_moves_itself_without_a_word_is_not_lost():
+    class Forgetful(Graph):
+        def to(self, device):
+            self.nodes = self.nodes.to(device)
+
+    batch = Forgetful(torch.ones(2))
+    assert to_device([batch], META) == [batch]
+    assert batch.nodes.device == META

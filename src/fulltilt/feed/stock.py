@@ -138,7 +138,8 @@ def to_device(value: Any, device: torch.device) -> Any:
         return mapping_like(value)({key: to_device(item, device) for key, item in value.items()})
     move = getattr(value, "to", None)
     if callable(move) and not isinstance(value, type):
-        return move(device)
+        moved = move(device)
+        return value if moved is None else moved  # it moved itself and forgot to say so
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(to_device(item, device) for item in value))
     if isinstance(value, list | tuple):
