@@ -13,7 +13,7 @@ from fulltilt.feed.changes import State, Watch
 from fulltilt.feed.order import BatchOrder, draws_of
 from fulltilt.feed.readers import Failure, failure_of
 from fulltilt.feed.repeats import sample_of
-from fulltilt.feed.structure import mapping_like, sequence_of
+from fulltilt.feed.structure import mapping_like, own_move, sequence_of
 
 
 class StockLoader:
@@ -136,10 +136,8 @@ def to_device(value: Any, device: torch.device) -> Any:
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):
         return mapping_like(value)({key: to_device(item, device) for key, item in value.items()})
-    move = getattr(value, "to", None)
-    if callable(move) and not isinstance(value, type):
-        moved = move(device)
-        return value if moved is None else moved  # it moved itself and forgot to say so
+    if (move := own_move(value)) is not None:
+        return move(device)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(to_device(item, device) for item in value))
     if isinstance(value, list | tuple):

@@ -189,6 +189,19 @@ def mapping_like(value: Mapping[Any, Any]) -> Callable[[dict[Any, Any]], Any]:
         return dict
 
 
+def own_move(value: Any) -> Callable[[torch.device], Any] | None:
+    """How a batch of a class of its own moves, such as a packed sequence or a graph; None where its parts do."""
+    move = getattr(value, "to", None)
+    if not callable(move) or isinstance(value, type):
+        return None
+
+    def moved(device: torch.device) -> Any:
+        there = move(device)
+        return value if there is None else there  # it moved itself and forgot to say so
+
+    return moved
+
+
 def sequence_of(cls: type, items: list[Any]) -> Any:
     """``items`` as a ``cls``, which is a list or a tuple; as a plain one where that type is made otherwise."""
     try:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fulltilt.errors import UsageError
+from fulltilt.feed.structure import own_move
 
 
 def size(batch: Any) -> int:
@@ -67,6 +68,8 @@ def to_device(batch: Any, device: torch.device, memory_format: torch.memory_form
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
         return {key: to_device(value, device, memory_format) for key, value in batch.items()}
+    if (move := own_move(batch)) is not None:
+        return move(device)
     if isinstance(batch, list | tuple):
         return _rebuilt(batch, [to_device(value, device, memory_format) for value in batch])
     return batch
