@@ -84,7 +84,7 @@ def test_recipes(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_feed(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, not in the fork that gives a job its GPU: torch's threads do not outlive one."""
     feed = importlib.import_module("feed")
-    arguments = argparse.Namespace(workers="1", parts="stock,tiers", smoke=True, flips_only=False)
+    arguments = argparse.Namespace(workers="1", parts="stock,tiers", smoke=True, flips_only=False, turns=2)
     out = tmp_path / "feed.json"
     assert feed.measure(job, out, 60.0, arguments) == 0, out.read_text()
     figures = json.loads(out.read_text())
