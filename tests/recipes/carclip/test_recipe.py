@@ -158,10 +158,10 @@ def test_the_guides_flags_are_the_recipes() -> None:
     given = "--batch_size 128 --gradient_accumulation 2 --num_workers 12 --epochs 20 --lr 2e-5 --no_mixed_precision"
     ours = " ".join(guide["translated"](given.split()))
     assert ours == "--batch-size 128 --accumulation 2 --workers 12 --epochs 20 --lr 2e-5 --precision=fp32"
-    assert guide["batch_line"](given.split()) == "Using batch size: 128 (from command line)"
-    assert guide["batch_line"](["--batch_size=64", "--lr=1"]) == "Using batch size: 64 (from command line)"
-    assert guide["batch_line"]([]) == "Using batch size: 96 (default)"
-    assert guide["batch_line"](["--config=car.yaml"]) is None  # the file may set it, and the training says it
+    assert guide["batch_line"](given.split(), 128) == "Using batch size: 128 (from command line)"
+    assert guide["batch_line"](["--batch_size=64", "--lr=1"], 64) == "Using batch size: 64 (from command line)"
+    assert guide["batch_line"]([], 96) == "Using batch size: 96 (default)"
+    assert guide["batch_line"](["--config=car.yaml"], 96) is None  # the file may set it, and the training says it
 
 
 @pytest.mark.parametrize(("pictures", "batch", "told"), [(53, 32, "21 of 53"), (100, 32, None), (20, 32, None)])

@@ -112,8 +112,6 @@ def _feature_count(source: Source, keys: list[str], options: Options) -> int:
             found = f"[rows{''.join(f', {size}' for size in column.shape)}]"
             remedy = None if options.window else "For long recordings of [rows, features] set window."
             raise DataError(f"{file}: {column.key!r} is {found}, not {meant}", remedy)
-        if not column.row_bytes:
-            raise DataError(f"{file}: {column.key!r} has {list(column.shape)} numbers a row: there is nothing to learn")
     if len({column.shape[:-1] for column in source.columns[:-1]}) > 1:
         raise DataError(f"{file}: {', '.join(keys)} differ in their number of time steps")
     return sum(column.shape[-1] for column in source.columns[:-1])
