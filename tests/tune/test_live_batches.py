@@ -91,6 +91,8 @@ LONG = {"seed": 1, "size": 50, "batch": 2, "drop_last": False, "sampler": "shuff
     passes=st.lists(st.none() | st.integers(1, 6), min_size=1, max_size=3),
 )
 @example(job=LONG, script=[Knobs(2), Knobs(1, 3), Knobs(3)], keeps=[True, False, True], passes=[None, None])
+@example(job=LONG, script=[Knobs(2), Knobs(2, 3), Knobs(2, 1)], keeps=[True, False, True], passes=[None, None])
+@example(job=LONG, script=[Knobs(2), Knobs(2, 3)], keeps=[True, False], passes=[14, 14, None])
 @example(job={**LONG, "workers": 2, "persistent": True}, script=[Knobs(1)] * 2, keeps=[False], passes=[3, None, None])
 @example(job={**LONG, "workers": 2}, script=[Knobs(1), Knobs(0), Knobs(3)], keeps=[False, True], passes=[7, None, None])
 @example(job=TINY, script=[Knobs(0)], keeps=[], passes=[None, 1, None])

@@ -61,7 +61,8 @@ def decide(situation: Situation, limits: Limits = DEFAULT) -> Try | Settle:
         return Try(knobs, (min(expected.low, ceiling), min(expected.high, ceiling)))
     deeper = _deeper_queue(situation, best, limits)
     if deeper is not None:
-        return Try(deeper, (best.batches_per_s, ceiling))
+        most_wins = _queue_could_win(best, situation.room, limits) * best.batches_per_s
+        return Try(deeper, (best.batches_per_s, min(most_wins, ceiling)))
     limit = f"; there is room for {most} workers ({what})" if best.knobs.workers >= most else ""
     return Settle(f"no other setting promises more{limit}")
 

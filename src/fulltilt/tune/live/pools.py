@@ -1,8 +1,9 @@
 """Pools of workers: torch's own iterators over a DataLoader, made with other settings and fed by a share of the orders.
 
 What is used of torch's iterators, the same from torch 2.8 to 2.15: ``_sampler_iter`` (where indices come from),
-``_try_put_index`` (send one to a worker), ``_task_info`` (what is owed), ``_reset`` (the next pass), the answer of each
-worker to ``_ResumeIteration``, ``_try_get_data`` and ``_shutdown_workers``.
+``_try_put_index`` (send one to a worker), ``_task_info`` (what is owed), ``_prefetch_factor`` (how many a worker may
+owe), ``_reset`` (the next pass), the answer of each worker to ``_ResumeIteration``, ``_try_get_data`` and
+``_shutdown_workers``.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class WatchedWorkers(dataloader._MultiProcessingDataLoaderIter):
 
     torch raises the death of a worker in the training thread wherever that stands, through SIGCHLD. A pool on trial
     must not end the job, so its workers are taken out of that list, and asked for while their batch is waited for.
+    And its queue may be made deeper or shorter while it serves.
     """
 
     patience_s: float | None = None
@@ -48,6 +50,10 @@ class WatchedWorkers(dataloader._MultiProcessingDataLoaderIter):
         super().__init__(blueprint)
         signal_handling._remove_worker_pids(id(self))  # type: ignore[attr-defined]
         self._worker_pids_set = False
+
+    def _try_put_index(self) -> None:
+        if len(self._task_info) < self._prefetch_factor * self._num_workers:  # one made shorter is used up first
+            super()._try_put_index()
 
     def _get_data(self) -> Any:
         began_s = time.monotonic()
@@ -113,19 +119,47 @@ class Pool:
         return self._share is not None and self._share.orders is orders
 
     def open(self) -> None:
-        """Take orders and send them to the workers."""
+        """Take orders and send them to the workers, as many as they may have."""
         self._joined.is_open = True
-        self._send()
+        self._send(self._depth)
+
+    def open_behind(self, before: Pool) -> None:
+        """Take orders, as long as another pool runs dry only for the workers that it has no work for any more.
+
+        With all of them at once, CPUs that are short would make these batches at the cost of those that come first.
+        """
+        self._joined.is_open = True
+        at_work = min(before._owed - before.ready, before.knobs.workers)
+        self._send(min(max(self.knobs.workers, before.knobs.workers) - at_work, self._depth))
 
     def mend(self, orders: Iterable[Any]) -> None:
         """Make the batches that another pool still owed, and no others."""
         self._joined.reserve(orders)
-        self._send()
+        self._send(self._depth)
 
-    def _send(self) -> None:
-        if self.knobs.workers:
-            for _ in range(self.knobs.workers * self.knobs.prefetch - len(self.iterator._task_info)):
-                self.iterator._try_put_index()
+    def can_become(self, knobs: Knobs) -> bool:
+        """Whether no other pool is needed for these settings: they differ in the depth of the queue."""
+        is_same = (knobs.workers, knobs.pin) == (self.knobs.workers, self.knobs.pin)
+        return self.own and self.knobs.workers > 0 and is_same
+
+    def become(self, knobs: Knobs) -> None:
+        """Make the queue deeper or shorter while it serves."""
+        self.knobs = knobs
+        self.iterator._prefetch_factor = knobs.prefetch
+        self._send(self._depth)
+
+    @property
+    def _depth(self) -> int:
+        return self.knobs.workers * self.knobs.prefetch
+
+    @property
+    def _owed(self) -> int:
+        return len(getattr(self.iterator, "_task_info", ()))
+
+    def _send(self, at_most: int) -> None:
+        """Send orders to the workers until they have so many."""
+        for _ in range(at_most - self._owed if self.knobs.workers else 0):
+            self.iterator._try_put_index()
 
     def close(self) -> None:
         """Take no more orders. Without workers one is still taken: meanwhile the next pool makes its first batch."""
@@ -149,7 +183,7 @@ class Pool:
     @property
     def dry(self) -> bool:
         """Whether it has given all that it took and takes no more."""
-        return self._joined.empty and not getattr(self.iterator, "_task_info", ())
+        return self._joined.empty and not self._owed
 
     def unfulfilled(self) -> list[Any]:
         """Orders whose batches it still owes, the earliest first."""

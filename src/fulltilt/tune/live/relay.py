@@ -51,7 +51,8 @@ class Host(Protocol):
 class Relay:
     """Hands out the batches of the pools in its line, the first one's to the last, so that none is lost or overtaken.
 
-    A pool that is handed over to takes the orders behind those of the pool before it, which runs dry meanwhile.
+    A pool that is handed over to takes the orders behind those of the pool before it, which runs dry meanwhile. As
+    that one's workers have less to do, those of the next get more.
     """
 
     def __init__(self, host: Host, conductor: Conductor, orders: Orders, first: Pool, loader: Any) -> None:
@@ -109,8 +110,11 @@ class Relay:
 
     def _draw(self) -> Any:
         while True:
-            if len(self._line) > 1 and self._line[0].dry:
-                self._step_on()
+            if len(self._line) > 1:
+                if self._line[0].dry:
+                    self._step_on()
+                else:
+                    self._line[-1].open_behind(self._line[-2])
             try:
                 return self._line[0].draw()
             except StopIteration:
@@ -128,6 +132,8 @@ class Relay:
     def _step_on(self) -> None:
         before = self._line.popleft()
         self._num_workers = self._line[0].knobs.workers
+        if self.is_steady:
+            self._line[0].open()
         self._conductor.ran_dry(before)
 
     @property
@@ -145,7 +151,7 @@ class Relay:
         self._line[-1].close()
         if not pool.has_joined(self.orders):
             pool.join(self.orders)
-        pool.open()
+        pool.open_behind(self._line[-1])
         self._line.append(pool)
 
     def replace_serving(self, pool: Pool) -> None:

@@ -1,7 +1,8 @@
 """Trying settings on one loader: measures, asks the controller, starts pools, keeps or takes back.
 
-During a trial the best so far stands by, so that going back costs nothing and a pool that fails leaves it running. All
-of it runs on the thread that draws, between two batches.
+During a trial the best so far stands by, so that going back costs nothing and a pool that fails leaves it running. A
+queue of another depth needs no other pool: the best itself is on trial with it. All of it runs on the thread that
+draws, between two batches.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class Trying:
 
     def pools(self) -> list[Pool]:
         """The pools that are alive, the script's own included."""
-        return [pool for pool in (self.best, self.candidate) if pool is not None]
+        second = None if self.candidate is self.best else self.candidate
+        return [pool for pool in (self.best, second) if pool is not None]
 
     @property
     def may_begin(self) -> bool:
@@ -124,8 +126,9 @@ class Trying:
             self._watch = None
 
     def drop_best(self) -> None:
-        """A pool that stood by in an earlier pass may still owe batches of it: it must not serve this one."""
-        self._workshop.retire(self.best)
+        """One that only stood by is not needed any more; in an earlier pass, it may still owe batches of that."""
+        if self.best is not self.candidate:
+            self._workshop.retire(self.best)
         self.best = None
 
     # ------------------------------------------------------------------ between two batches
@@ -210,6 +213,11 @@ class Trying:
         try:
             if knobs.workers > most:
                 raise MemoryError(f"there is room for {most} workers ({what})")
+            if self.best is not None and self.best.can_become(knobs):
+                self.best.become(knobs)
+                self.candidate = self.best
+                self.begin_trial()
+                return
             self.candidate = self._workshop.make(knobs, best_of(self._seen))
             self.candidate.call_roll(self._watch.witnesses.kept if self._watch is not None else None)
         except Exception as error:
@@ -267,17 +275,24 @@ class Trying:
 
     def _end_trial(self, relay: Relay, seen: Seen) -> None:
         assert self.candidate is not None
-        candidate, self.candidate = self.candidate, None
         if pays(self._to_beat, seen, self._limits):
-            self._workshop.retire(self.best)
-            self._workshop.trust(candidate)
-            self.best, self.in_force = candidate, candidate.knobs
+            self.drop_best()
+            self._workshop.trust(self.candidate)
+            self.best, self.in_force = self.candidate, self.candidate.knobs
             self._diary.kept(seen)
             self.persist_no_longer()
         else:
-            relay.hand_over(self._standing_by())
+            self._go_back(relay, self.candidate)
             self._diary.returned(seen)
+        self.candidate = None
         self._note_in_force()
+
+    def _go_back(self, relay: Relay, candidate: Pool) -> None:
+        if self.best in (None, candidate) and candidate.can_become(self.in_force):
+            candidate.become(self.in_force)
+            self.best = candidate
+        else:
+            relay.hand_over(self._standing_by())
 
     def _standing_by(self) -> Pool:
         """The best pool so far, or another with its settings when a pass has ended since it served."""
@@ -295,11 +310,12 @@ class Trying:
     def failed_at_work(self, relay: Relay, error: Exception) -> None:
         """A pool of ours broke. What it owed is made by the best so far, or by one with the script's own settings."""
         failing = relay.serving
-        if failing is self.best or self.phase is Phase.LEFT_ALONE:
+        if (failing is self.best and failing is not self.candidate) or self.phase is Phase.LEFT_ALONE:
             self.best = None
             self.leave_alone(failure(failing.knobs, error))
             relay.replace_serving(self._workshop.make_final())
         else:
+            self.best = None if failing is self.best else self.best
             self._give_up(failing.knobs, error)
             relay.replace_serving(self._standing_by() if relay.is_steady else self._workshop.make_final())
             self._decide()
