@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -164,6 +165,21 @@ def test_another_process_on_the_gpu_is_named() -> None:
     assert finding.severity == "warn"
     assert finding.evidence == ("GPU 0 also runs ollama (pid 999, 20 GB)",)
     assert finding.predicted_speedup == (1.0, 2.0)  # two that compute take turns
+
+
+@pytest.mark.parametrize(("use_pct", "severity", "gain"), [(0.0, "info", None), (96.0, "warn", (1.0, 2.0))])
+def test_a_process_that_only_holds_memory_costs_no_time(
+    use_pct: float, severity: str, gain: tuple[float, float] | None
+) -> None:
+    """A notebook that somebody left open: nobody computed there before the job came."""
+    alone = gpu(util_pct=use_pct, processes=(THEIRS,))
+    starting = tuple(replace(sample, t_s=float(second)) for second, sample in enumerate(sampled(alone, seconds=8)))
+    together = sampled(gpu(processes=(OURS, THEIRS)))
+    run = run_of(gpu_rank(), samples=(*starting, *together), compute=100.0)
+    finding = found(gpu_shared(gather(run)))
+    assert (finding.severity, finding.predicted_speedup) == (severity, gain)
+    assert finding.evidence[1] == f"before the job came to it, that GPU was busy {use_pct:.0f} % of the time"
+    assert (answer(run).verdict.code == "gpu_shared") is (gain is not None)
 
 
 def test_a_gpu_of_ones_own_is_left_alone_and_unseen_processes_not_judged() -> None:

@@ -12,6 +12,7 @@ from fulltilt.records import GpuProcess, GpuReading, GpuSummary, Run, Sample
 
 # Limits that every busy GPU runs into sooner or later: throttling only when the clock falls far for them.
 _LIMITS = ("power_cap", "board_limit", "reliability", "sync_boost")
+LEAST_LOOKS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,16 @@ def _foreign(seen: list[GpuReading]) -> tuple[GpuProcess, ...]:
     """Processes of others, each once, as last seen."""
     latest = {p.pid: p for reading in seen for p in reading.processes or () if not p.ours}
     return tuple(latest[pid] for pid in sorted(latest))
+
+
+def use_before_the_job(run: Run, uuid: str) -> float | None:
+    """How busy others kept a GPU, in percent of the time, while the job was not on it yet.
+
+    None after a look or two: a neighbour may have its pauses.
+    """
+    readings = (reading for sample in run.samples for reading in sample.gpus if reading.uuid == uuid)
+    without_us = [reading for reading in readings if reading.processes and not any(p.ours for p in reading.processes)]
+    return _mean_of(without_us, lambda reading: reading.util_pct) if len(without_us) >= LEAST_LOOKS else None
 
 
 def summarise_host(run: Run, thresholds: Thresholds) -> HostSummary:

@@ -77,6 +77,7 @@ class Thresholds:
     tf32_to_half_speed: tuple[float, float] = (1.1, 1.8)  # half the bytes and twice the rate of TF32
     tensor_cores_used_share: float = 0.1  # of the time: an fp32 job with this much uses TF32 whatever its flags say
     throttled_share: float = 0.10  # of the samples; shorter spells are boost clocks settling
+    idle_gpu_pct: float = 5.0  # busy for less of the time, a GPU has nobody who computes on it
     power_capped_clock: float = 0.85  # a GPU at its power limit is doing its work unless the clock falls below this
 
     # -- the machine

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fulltilt.diagnose.evidence import Evidence, crowding
 from fulltilt.diagnose.gains import amdahl, by_speeding_up, gain
-from fulltilt.diagnose.gpus import clock_ratio, training_samples
+from fulltilt.diagnose.gpus import clock_ratio, training_samples, use_before_the_job
 from fulltilt.diagnose.rules.staffing import allowed_workers
 from fulltilt.diagnose.rules.wording import (
     Judgement,
@@ -209,13 +209,18 @@ def gpu_shared(evidence: Evidence) -> Judgement:
     facts = [f"GPU {crowded.index} also runs {_process(p.name, p.pid, p.vram_used_bytes)}" for p in others[:3]]
     if len(others) > 3:
         facts.append(f"and {len(others) - 3} more")
-    # Processes that compute take turns; an idle one only takes memory.
-    taken = len(others) / (len(others) + 1)
-    share = evidence.active_share(evidence.buckets.compute_s) * taken
     fix = (
         "Give the job a GPU of its own (CUDA_VISIBLE_DEVICES), or wait for the other "
         f"{'process' if len(others) == 1 else 'processes'} to end: timings beside others are not the job's own."
     )
+    # Processes that compute take turns; an idle one, such as a notebook somebody left open, only takes memory.
+    use_pct = use_before_the_job(evidence.run, crowded.uuid)
+    if use_pct is not None:
+        facts.append(f"before the job came to it, that GPU was busy {percent(use_pct / 100)} of the time")
+        if use_pct < evidence.thresholds.idle_gpu_pct:
+            return found(evidence, "gpu_shared", 0.0, facts, fix, severity="info")
+    taken = len(others) / (len(others) + 1)
+    share = evidence.active_share(evidence.buckets.compute_s) * taken
     cost_s = evidence.buckets.compute_s * taken
     return found(evidence, "gpu_shared", cost_s, facts, fix, None, gain(1.0, amdahl(share)), "warn")
 
