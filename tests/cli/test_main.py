@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from fulltilt.cli.main import main
+
 # Ctrl-C as the named module is brought in.
 INTERRUPTED = """
 import builtins, sys
@@ -27,3 +29,15 @@ def test_ctrl_c_while_it_starts_shows_no_traceback(module: str) -> None:
     script = INTERRUPTED.format(module=module)
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("verb", [[], ["check"], ["run"], ["tune"], ["train"], ["train", "hdf5"]], ids=" ".join)
+def test_a_short_h_asks_for_help(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for flag in ("-h", "--help"):
+        with pytest.raises(SystemExit) as ended:
+            main([*verb, flag])
+        assert not ended.value.code
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    assert shown[0].startswith("Usage: fulltilt")

@@ -18,6 +18,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 
 # Each verb's file has `register(app)`. The order is the order of `fulltilt --help`.

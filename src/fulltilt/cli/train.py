@@ -34,7 +34,12 @@ def train(arguments: Annotated[list[str] | None, typer.Argument(metavar="NAME [O
     if name in ("--help", "-h"):
         _show_recipes()
         return
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app = typer.Typer(
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["--help", "-h"]},
+    )
     app.command()(command_of(find(name)))
     with limits_count_from_here():
         raise typer.Exit(app(args=rest, prog_name=f"fulltilt train {name}", standalone_mode=False) or 0)

@@ -47,8 +47,10 @@ def title(code: str) -> str:
 
 
 def ended(record: RunRecord) -> str:
-    """How a run ended: ``done``, ``crashed, exit code 1``, ``killed``."""
+    """How a run ended: ``done``, ``ended with exit code 1``, ``killed``."""
     if record.exit_code is not None and record.exit_code > 0:
+        if record.state == "crashed":  # whether it crashed or chose to say so, nobody else knows
+            return f"ended with exit code {record.exit_code}"
         return f"{record.state}, exit code {record.exit_code}"
     return f"{record.state}, {clean(record.ended_by)}" if record.ended_by else record.state
 
