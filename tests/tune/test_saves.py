@@ -4,11 +4,17 @@
 
 from __future__ import annotations
 
+import bz2
 import contextlib
 import glob
+import io
+import lzma
+import mmap
 import os
 import shutil
 import sqlite3
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,9 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import numpy
 import pytest
 import torch
 
+from fulltilt.tune import users_files
 from fulltilt.tune.folder_watch import differences, look, taken_away
 from fulltilt.tune.made import clear_up
 from fulltilt.tune.saves import Saves
@@ -48,7 +56,14 @@ def kept(folder: Path) -> bool:
 
 def test_every_entry_point_is_put_back(tmp_path: Path) -> None:
     guard = Saves(tmp_path)
-    homes = [torch, sqlite3, *dict.fromkeys(home for home, _, _ in guard.files.guards())]
+    homes = [
+        torch,
+        torch.UntypedStorage,
+        sqlite3,
+        bz2,
+        lzma,
+        *dict.fromkeys(home for home, _, _ in guard.files.guards()),
+    ]
     before = [dict(vars(home)) for home in homes]
     guard.install()
     assert [dict(vars(home)) for home in homes] != before
@@ -205,10 +220,21 @@ def test_a_later_trial_makes_the_folders_of_an_earlier_one_again(tmp_path: Path,
         lambda: (Path("new.pt").write_text("new"), os.replace("new.pt", "model.pt")),
         lambda: shutil.copy(shutil.__file__, "model.pt"),
         lambda: shutil.move(shutil.copy("model.pt", "new.pt"), "model.pt"),
+        lambda: io.FileIO("model.pt", "r+").write(b"raw"),
+        lambda: io.FileIO(Path("model.pt"), "wb").close(),
+        lambda: type("Log", (io.FileIO, io.RawIOBase), {})("model.pt", "a").write(b"more"),
+        lambda: (os.link("model.pt", "backup.pt"), Path("model.pt").write_text("new"), os.remove("backup.pt")),
+        lambda: bz2.open("model.pt", "w").close(),
+        lambda: lzma.open("model.pt", "w").close(),
+        lambda: sqlite3.Connection("model.pt").execute("create table t(x)"),
+        lambda: sqlite3.connect(f"file:{Path.cwd()}/model.pt?cache=private", uri=True).execute("create table t(x)"),
+        lambda: torch.from_file("model.pt", shared=True, size=4, dtype=torch.uint8).fill_(7),
+        lambda: torch.UntypedStorage.from_file("model.pt", True, 4).fill_(7),
     ],
     ids=[
         *("remove", "unlink", "write", "append", "rename", "rmtree", "truncate", "raw", "sqlite", "h5py", "replace"),
-        *("copy", "move"),
+        *("copy", "move", "fileio", "fileio-new", "fileio-subclass", "link", "bz2", "lzma", "connection", "uri"),
+        *("from_file", "storage"),
     ],
 )
 def test_what_was_there_stays(saves: Saves, theirs: Path, harm: object) -> None:
@@ -236,6 +262,33 @@ def test_what_a_job_deletes_is_gone_to_it(saves: Saves, theirs: Path) -> None:
     saves.restore()
     assert kept(theirs)
     assert (theirs / "latest").readlink() == Path("model.pt")
+
+
+def test_what_a_job_deletes_is_not_found_again(saves: Saves, theirs: Path) -> None:
+    """``rmtree(out); makedirs(out)``: whether to resume is then asked of an empty folder."""
+    (theirs / "out" / "old").mkdir(parents=True)
+    (theirs / "out" / "last.pt").write_text("a week's work")
+    saves.files._began = time.time() + 60  # as if it had been there before
+    shutil.rmtree("out")
+    assert not Path("out").exists()
+    assert "out" not in os.listdir()
+    with pytest.raises(FileNotFoundError):
+        os.listdir("out")
+    os.makedirs("out/old")
+    assert (os.listdir("out"), [entry.name for entry in os.scandir(b"out")]) == (["old"], [b"old"])
+    assert not Path("out/last.pt").exists()
+    assert not os.access("out/last.pt", os.R_OK)
+    assert not glob.glob("out/*.pt")
+    with pytest.raises(FileNotFoundError):
+        open("out/last.pt")
+    with pytest.raises(FileNotFoundError):
+        torch.load("out/last.pt")
+    Path("out/last.pt").write_text("anew")
+    assert (Path("out/last.pt").read_text(), sorted(os.listdir("out"))) == ("anew", ["last.pt", "old"])
+    shutil.rmtree("out")
+    assert not Path("out").exists()
+    saves.restore()
+    assert (theirs / "out" / "last.pt").read_text() == "a week's work"
 
 
 @pytest.mark.parametrize(
@@ -289,6 +342,73 @@ def test_a_hugging_face_model_is_saved_aside(saves: Saves, theirs: Path) -> None
     Savable().save_pretrained("out")
     assert saves.files.aside("out/config.json").read_text() == "{}"
     assert not (theirs / "out").exists()
+
+
+def test_a_file_too_large_to_copy_is_read_and_not_changed(
+    saves: Saves, theirs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """np.memmap opens for writing unless it is told otherwise: most jobs only read."""
+    monkeypatch.setattr(users_files, "LARGEST_COPY_BYTES", 4)
+    mapped = numpy.memmap("model.pt", dtype=numpy.uint8)
+    assert bytes(mapped[:3]) == b"the"
+    mapped[:3] = 0
+    mapped.flush()
+    with open("model.pt", "r+b") as file:
+        assert file.read(3) == b"the"
+        with pytest.raises(io.UnsupportedOperation):
+            file.write(b"x")
+    descriptor = os.open("model.pt", os.O_RDWR)
+    mmap.mmap(descriptor, 0)[:3] = b"xxx"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.write(descriptor, b"x")
+    torch.from_file("model.pt", shared=True, size=4, dtype=torch.uint8).fill_(7)
+    with pytest.raises(sqlite3.DatabaseError):
+        sqlite3.connect("model.pt").execute("create table t(x)")
+    with pytest.raises(OSError, match=r"file signature not found|Unable"):
+        h5py.File("model.pt", "a")
+    Path("model.pt").open("ab").write(b"more")
+    assert saves.files.kept == ["model.pt"]
+    saves.restore()
+    assert kept(theirs)
+
+
+def test_databases_of_the_users_are_read_and_changed_aside(theirs: Path, tmp_path: Path) -> None:
+    with contextlib.closing(sqlite3.connect("a b.db")) as theirs_own:
+        theirs_own.execute("create table t(x)")
+    before = (theirs / "a b.db").read_bytes()
+    time.sleep(0.02)
+    guard = Saves(tmp_path / "scratch")
+    guard.install()
+    try:
+        for connect in (
+            lambda: sqlite3.Connection("a b.db"),
+            lambda: sqlite3.connect(f"file://{theirs}/a%20b.db?mode=rw", uri=True),
+            lambda: sqlite3.connect(b"a b.db"),
+        ):
+            with contextlib.closing(connect()) as connection:
+                assert isinstance(connection, sqlite3.Connection)
+                connection.execute("insert into t values (1)")
+                connection.commit()
+        with contextlib.closing(sqlite3.connect("file:a b.db?mode=ro", uri=True)) as connection:
+            assert connection.execute("select count(*) from t").fetchone() == (3,)
+        with contextlib.closing(sqlite3.connect("file::memory:?cache=shared", uri=True)) as connection:
+            connection.execute("create table t(x)")
+        assert isinstance(open("model.pt", "rb", buffering=0), io.FileIO)
+        assert not isinstance(io.BytesIO(), io.FileIO)
+        assert issubclass(type(open("model.pt", "rb", buffering=0)), io.FileIO)
+    finally:
+        guard.restore()
+    assert (theirs / "a b.db").read_bytes() == before
+    assert sorted(path.name for path in theirs.iterdir()) == ["a b.db", "model.pt"]
+
+
+def test_no_line_of_a_script_runs_without_its_guards(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    environment = {**os.environ, "FULLTILT_SCRATCH": str(tmp_path / "file" / "scratch")}
+    code = "from fulltilt.tune import early; early.begin(); print('the script')"
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (7, "")
+    assert "your files cannot be guarded" in ended.stderr
 
 
 # --------------------------------------------------------------------------- what changed all the same

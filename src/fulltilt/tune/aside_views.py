@@ -3,7 +3,8 @@
 | entry point                                        | in a trial                                                 |
 |----------------------------------------------------|------------------------------------------------------------|
 | os.stat, access, … of what this trial wrote aside  | finds it there                                             |
-| os.listdir, os.scandir (glob, Path.iterdir, …)     | show what this trial wrote aside too                       |
+| os.stat, access, … of what it has removed          | finds nothing, although it is there still                  |
+| os.listdir, os.scandir (glob, Path.iterdir, …)     | show what this trial wrote aside too, not what it removed  |
 | os.chmod, chown, utime, setxattr                   | changes what was written aside, never what was there before|
 | shutil.copy, os.symlink, os.link of what it wrote  | the copy goes aside too; a link is one more copy           |
 """
@@ -47,6 +48,8 @@ class AsideViews:
 
     def _looking(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def stat(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("dir_fd") is None:
+                self._files.removals.refuse_hidden(path)
             try:
                 return original(path, *args, **kwargs)
             except FileNotFoundError:
@@ -59,6 +62,9 @@ class AsideViews:
 
     def _following(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def follow(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if original.__name__ == "access" and self._files.removals.is_hidden(path):
+                return False
+            self._files.removals.refuse_hidden(path)
             return original(self._files.where(path), *args, **kwargs)
 
         return follow
@@ -113,31 +119,39 @@ class AsideViews:
         except OSError:
             return []
 
+    def _is_hidden_in(self, folder: Any, name: Any) -> bool:
+        return not isinstance(folder, int) and self._files.removals.is_hidden(os.path.join(folder, name))  # noqa: PTH118
+
     def _listing(self, original: Callable[..., list[str]]) -> Callable[..., list[str]]:
         def listdir(path: Any = ".") -> list[str]:
-            if not (saved := self._saved_in(path)):
+            self._files.removals.refuse_hidden(path)
+            if not (saved := self._saved_in(path)) and not self._files.removals:
                 return original(path)
-            there = _or_nothing(lambda: original(path))
+            there = [name for name in _or_nothing(saved, lambda: original(path)) if not self._is_hidden_in(path, name)]
             return list(dict.fromkeys((*there, *(file.name for file in saved))))
 
         return listdir
 
     def _scanning(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def scandir(path: Any = ".") -> Any:
-            if not (saved := self._saved_in(path)):
+            self._files.removals.refuse_hidden(path)
+            if not (saved := self._saved_in(path)) and not self._files.removals:
                 return original(path)
-            there = _or_nothing(lambda: list(original(path)))
+            found = _or_nothing(saved, lambda: list(original(path)))
+            there = [entry for entry in found if not self._is_hidden_in(path, entry.name)]
             names = {entry.name for entry in there}
             return Entries([*there, *(AsideEntry(os.fspath(path), file) for file in saved if file.name not in names)])
 
         return scandir
 
 
-def _or_nothing(look: Callable[[], list[Any]]) -> list[Any]:
+def _or_nothing(saved: list[Path], look: Callable[[], list[Any]]) -> list[Any]:
     """What is in a folder; a library may have made it aside only."""
     try:
         return look()
     except FileNotFoundError:
+        if not saved:
+            raise
         return []
 
 

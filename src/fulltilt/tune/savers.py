@@ -47,9 +47,3 @@ LOADERS: Entries = {
     "pyarrow.parquet.core": (("read_table", 0, "source"),),
     "safetensors.torch": (("load_file", 0, "filename"),),
 }
-# Libraries that open a file to read and write it: with the place of the mode where there is one.
-OPENERS: dict[str, tuple[tuple[str, int, str, int | None], ...]] = {
-    "sqlite3": (("connect", 0, "database", None),),
-    "sqlite3.dbapi2": (("connect", 0, "database", None),),
-    "h5py._hl.files": (("File.__init__", 1, "name", 2),),
-}

@@ -6,8 +6,7 @@
 | torch.load, torch.jit.load, …                      | read from there what this trial has saved                  |
 | save_pretrained, save_model, … of Hugging Face     | their folder is in the scratch folder                      |
 | Lightning's checkpoints                            | written to the scratch folder                              |
-| sqlite3.connect, h5py.File of what was there before| opens a copy in the scratch folder, the file stays         |
-| sqlite3.connect, h5py.File of a new file, training | made in the scratch folder                                 |
+| sqlite3, h5py.File, torch.from_file                | see `openers.py`                                           |
 """
 
 from __future__ import annotations
@@ -21,8 +20,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fulltilt.tune.savers import LOADERS, OPENERS, SAVERS
+from fulltilt.tune.openers import OPENERS, Openers
+from fulltilt.tune.savers import LOADERS, SAVERS
 from fulltilt.tune.users_files import Guard, UsersFiles
+
+# The system's own modules, which Python imports with, and ours, which look past the guards.
+LEFT_AS_THEY_ARE = ("posix", "nt", "_io", "_frozen", "importlib", "zipimport", "fulltilt")
 
 
 class Saves:
@@ -30,6 +33,7 @@ class Saves:
 
     def __init__(self, scratch: Path, study: Path | None = None) -> None:
         self.files = UsersFiles(scratch, study)
+        self._openers = Openers(self.files)
         self.saved = 0  # checkpoints, which take a moment; a line in a log does not
         self._undo: list[Callable[[], None]] = []
 
@@ -50,8 +54,11 @@ class Saves:
         finder = _SaversFinder(names - set(sys.modules), self._guard)
         sys.meta_path.insert(0, finder)
         self._undo.append(lambda: sys.meta_path.remove(finder))
+        originals: dict[int, tuple[Any, str]] = {}
         for home, name, guard in self.files.guards():
+            originals.setdefault(id(getattr(home, name)), (home, name))
             self._exchange(home, name, guard)
+        self._exchange_copies({original: getattr(*place) for original, place in originals.items()})
 
     def restore(self) -> None:
         """Put every original back."""
@@ -59,9 +66,17 @@ class Saves:
             self._undo.pop()()
 
     def _exchange(self, home: Any, name: str, make: Guard) -> None:
-        original = getattr(home, name)
-        setattr(home, name, functools.wraps(original)(make(original)))
-        self._undo.append(lambda: setattr(home, name, original))
+        original, is_its_own = getattr(home, name), name in vars(home)
+        guarded = make(original)
+        setattr(home, name, guarded if isinstance(guarded, type) else functools.wraps(original)(guarded))
+        self._undo.append(lambda: setattr(home, name, original) if is_its_own else delattr(home, name))
+
+    def _exchange_copies(self, guarded: dict[int, Any]) -> None:
+        """Modules that are imported already may have a call under a name of their own, as bz2 and lzma have open."""
+        for module in [each for name, each in list(sys.modules.items()) if not name.startswith(LEFT_AS_THEY_ARE)]:
+            for name, original in [(name, value) for name, value in _globals(module) if id(value) in guarded]:
+                setattr(module, name, guarded[id(original)])
+                self._undo.append(functools.partial(setattr, module, name, original))
 
     def _exchange_in(self, module: Any, path: str, make: Guard) -> None:
         *outer, attribute = path.split(".")
@@ -73,8 +88,8 @@ class Saves:
         for guards, divert in ((SAVERS, True), (LOADERS, False)):
             for path, place, name in guards.get(module.__name__, ()):
                 self._exchange_in(module, path, functools.partial(self._passing, place, name, divert))
-        for path, place, name, mode in OPENERS.get(module.__name__, ()):
-            self._exchange_in(module, path, functools.partial(self._opening_elsewhere, place, name, mode))
+        for path, guard in self._openers.guards(module.__name__):
+            self._exchange_in(module, path, guard)
         if module.__name__ == "transformers.trainer" and hasattr(module.Trainer, "_save_checkpoint"):
             self._exchange(module.Trainer, "_save_checkpoint", self._checkpointing)
 
@@ -119,29 +134,10 @@ class Saves:
 
         return _save_checkpoint
 
-    def _opening_elsewhere(
-        self, place: int, name: str, mode_place: int | None, original: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        def opened(*args: Any, **kwargs: Any) -> Any:
-            given = kwargs.get(name, args[place] if len(args) > place else None)
-            if not self.files.is_path(given) or str(given).startswith((":memory:", "file:")):
-                return original(*args, **kwargs)
-            mode = "a"
-            if mode_place is not None:
-                mode = kwargs.get("mode") or (args[mode_place] if len(args) > mode_place else None) or "r"
-            if mode == "r":
-                path = self.files.aside(given) if self.files.aside(given).is_file() else given
-            else:
-                path = self.files.copy_to_write(given, starts_empty=mode == "w")
-                if path is given and self.files.would_be_taken_away(given):
-                    # sqlite makes its file later, with others beside it: what is made aside goes with all of them.
-                    path = self.files.aside(given)
-                    path.parent.mkdir(parents=True, exist_ok=True)
-            if name in kwargs:
-                return original(*args, **{**kwargs, name: path})
-            return original(*args[:place], path, *args[place + 1 :], **kwargs)
 
-        return opened
+def _globals(module: Any) -> list[tuple[str, Any]]:
+    """What a module holds; anything may have been put among the modules."""
+    return list(vars(module).items()) if isinstance(module, ModuleType) else []
 
 
 class _SaversFinder(importlib.abc.MetaPathFinder):

@@ -3,11 +3,10 @@
 | entry point                                        | in a trial                                                 |
 |----------------------------------------------------|------------------------------------------------------------|
 | open, os.open for writing what was there before    | opens a copy in the scratch folder, the file stays         |
-| os.remove, rename, … of what was there before      | does nothing                                               |
-| os.replace of a new file over one that was there   | the new one goes to the scratch folder                     |
-| os.mkdir, symlink, link where something was removed| does nothing: to the job it is gone                        |
-| os.remove of what this trial wrote aside           | removes it there                                           |
+| the same where a copy would take too long          | opens it for reading only                                  |
+| os.remove, rename, mkdir, link, …                  | see `removals.py`                                          |
 
+Types that open a file by themselves are exchanged for ones that ask here (`guarded_types.py`).
 What it wrote aside is there to the job in other ways too (`aside_views.py`). Other new files are written where the job
 wants them, and reported: a job may need them. Those that it writes while it trains, and what is only made where there
 is none yet (locks, links), are noted, and taken away after the trial (`made.py`).
@@ -26,13 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from fulltilt.tune.aside_views import AsideViews
+from fulltilt.tune.guarded_types import GuardedTypes
 from fulltilt.tune.made import Made
+from fulltilt.tune.removals import Removals, absolute, is_there
 
 # Copying a larger file to change it would take longer than the trial.
 LARGEST_COPY_BYTES = 256 << 20
 MOST_NAMES = 20
 # As they are before they show what lies aside.
-_lstat, _scandir = os.lstat, os.scandir
+_stat, _scandir = os.stat, os.scandir
 
 # Makes the guarded call out of the original one.
 Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -42,8 +43,9 @@ class UsersFiles:
     """The files that were there when the trial began. ``diverted`` counts what was written elsewhere instead."""
 
     def __init__(self, scratch: Path, study: Path | None = None) -> None:
-        self._gone: set[str] = set()
+        self.removals = Removals(self)
         self.kept: list[str] = []
+        self._read_only: set[tuple[int, int]] = set()
         self.trains = False  # from the first step on
         self._study = study or scratch.parent
         self._records = f"{self._study.absolute()}{os.sep}"
@@ -52,7 +54,7 @@ class UsersFiles:
 
     def _begin(self, scratch: Path) -> None:
         self._scratch = scratch
-        self._made = Made(scratch.parent, self._study)
+        self.made = Made(scratch.parent, self._study)
         self._free = tuple(f"{place}{os.sep}" for place in (scratch.absolute(), "/dev", "/proc", "/sys"))
         self._began = _now_on_disk(scratch)
         self.diverted = 0
@@ -68,21 +70,15 @@ class UsersFiles:
         yield builtins, "open", self._opening
         yield io, "open", self._opening
         yield os, "open", self._opening_raw
-        for name in ("remove", "unlink", "rmdir", "truncate"):
-            yield os, name, self._keeping
-        yield shutil, "rmtree", self._removing_tree
-        for name in ("rename", "replace"):
-            yield os, name, self._moving
         yield from AsideViews(self).guards()
-        yield os, "mkdir", self._making_folder
-        for name in ("symlink", "link"):
-            yield os, name, self._making_link
+        yield from GuardedTypes(self).guards()
+        yield from self.removals.guards()
 
     # ------------------------------------------------------------------ where things go
 
     def aside(self, path: Any) -> Path:
         """Where in the scratch folder a path of the user's is written instead."""
-        return self._scratch / _absolute(path).replace(":", "").lstrip("/\\")
+        return self._scratch / absolute(path).replace(":", "").lstrip("/\\")
 
     def is_path(self, value: Any) -> bool:
         """Whether a value is a path, and not one of a device or of the scratch folder itself."""
@@ -90,7 +86,7 @@ class UsersFiles:
 
     def _is_free(self, path: Any) -> bool:
         """Whether this is a place of nobody's: the scratch folder itself, devices."""
-        return _absolute(path).startswith(self._free)
+        return absolute(path).startswith(self._free)
 
     def was_there(self, path: Any, follow: bool = False) -> bool:
         """Whether a path, or what it leads to, is the user's: it exists and was not changed since this trial began.
@@ -100,7 +96,7 @@ class UsersFiles:
         if not self.is_path(path):
             return False
         try:
-            found = os.stat(path, follow_symlinks=follow)  # noqa: PTH116
+            found = _stat(path, follow_symlinks=follow)
             if found.st_ctime < self._began or not stat.S_ISDIR(found.st_mode):
                 return found.st_ctime < self._began
             with _scandir(path) as entries:
@@ -108,186 +104,114 @@ class UsersFiles:
         except (OSError, ValueError):
             return False
 
-    def _keep(self, path: Any) -> None:
+    def keep(self, path: Any) -> None:
+        """Something of the user's was not changed, although the job meant to."""
         name = os.fsdecode(path)
         if name not in self.kept and len(self.kept) < MOST_NAMES:
             self.kept.append(name)
 
-    def _note(self, path: Any, stays: bool = True) -> None:
+    def note(self, path: Any, stays: bool = True) -> None:
         """Something new was made. What is written under the working folder while the job trains never stays."""
-        absolute = _absolute(path) if self.is_path(path) else None
-        if absolute is not None and not absolute.startswith(self._records):
-            self._made.note(absolute, stays and not self._passes(absolute))
+        name = absolute(path) if self.is_path(path) else None
+        if name is not None and not name.startswith(self._records):
+            self.made.note(name, stays and not self._passes(name))
 
     def would_be_taken_away(self, path: Any) -> bool:
         """Whether this is not there yet, and would not stay if it were made now."""
-        return not _is_there(path) and self._passes(_absolute(path))
+        return not is_there(path) and self._passes(absolute(path))
 
-    def _passes(self, absolute: str) -> bool:
-        return self.trains and absolute.startswith(self._working_folder)
+    def _passes(self, name: str) -> bool:
+        return self.trains and name.startswith(self._working_folder)
 
     # ------------------------------------------------------------------ the guards
 
     def _opening(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            if not self.is_path(file):
-                return original(file, mode, *args, **kwargs)
-            if not set(mode) & set("wa+x"):
-                aside = self.aside(file)
-                return original(aside if aside.is_file() else file, mode, *args, **kwargs)
-            if "x" in mode and self._is_gone(file):
-                mode = mode.replace("x", "w")
-            if "x" not in mode:
-                file = self.copy_to_write(file, starts_empty="w" in mode, only_appends="a" in mode and "+" not in mode)
-            is_new = not _is_there(file)
-            opened_file = original(file, mode, *args, **kwargs)
-            if is_new:
-                self._note(file, stays="x" not in mode)
-            return opened_file
+            return self.opened(file, mode, lambda file, mode: original(file, mode, *args, **kwargs))
 
         return opened
+
+    def opened(self, file: Any, mode: str, original: Callable[[Any, str], Any]) -> Any:
+        """Open a file as ``open`` does: for writing elsewhere where it is the user's, and note it where it is new."""
+        if not self.is_path(file):
+            return original(file, mode)
+        if "r" in mode:
+            self.removals.refuse_hidden(file)
+        if not set(mode) & set("wa+x"):
+            aside = self.aside(file)
+            return original(aside if aside.is_file() else file, mode)
+        if "x" in mode and self.removals.is_gone(file):
+            mode = mode.replace("x", "w")
+        if "x" not in mode:
+            starts_empty, only_appends = "w" in mode, "a" in mode and "+" not in mode
+            if self.is_read_only(file, starts_empty, only_appends):
+                return original(file, "rb" if "b" in mode else "r")
+            file = self.copy_to_write(file, starts_empty, only_appends)
+        is_new = not is_there(file)
+        opened_file = original(file, mode)
+        if is_new:
+            self.note(file, stays="x" not in mode)
+        return opened_file
 
     def _opening_raw(self, original: Callable[..., int]) -> Callable[..., int]:
         def opened(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
             writes = flags & (os.O_WRONLY | os.O_RDWR) and not flags & os.O_EXCL and kwargs.get("dir_fd") is None
             if writes and self.is_path(path):
-                only_appends = bool(flags & os.O_APPEND and flags & os.O_WRONLY)
-                path = self.copy_to_write(path, bool(flags & os.O_TRUNC), only_appends)
+                starts_empty, only_appends = bool(flags & os.O_TRUNC), bool(flags & os.O_APPEND and flags & os.O_WRONLY)
+                if self.is_read_only(path, starts_empty, only_appends):
+                    return original(path, os.O_RDONLY)
+                path = self.copy_to_write(path, starts_empty, only_appends)
                 flags |= os.O_CREAT
-            is_new = bool(flags & os.O_CREAT) and kwargs.get("dir_fd") is None and not _is_there(path)
+            is_new = bool(flags & os.O_CREAT) and kwargs.get("dir_fd") is None and not is_there(path)
             descriptor = original(path, flags, *args, **kwargs)
             if is_new:
-                self._note(path, stays=not flags & os.O_EXCL)
+                self.note(path, stays=not flags & os.O_EXCL)
             return descriptor
 
         return opened
 
+    def is_read_only(self, file: Any, starts_empty: bool = False, only_appends: bool = False) -> bool:
+        """Whether a file of the user's would be changed where it lies: it is too large to change a copy instead."""
+        if starts_empty or not self._is_users_file(file) or self.removals.is_gone(file) or self.aside(file).exists():
+            return False
+        found = _stat(file)
+        if found.st_size <= LARGEST_COPY_BYTES or only_appends:
+            return False
+        self.keep(file)
+        self._read_only.add((found.st_dev, found.st_ino))
+        return True
+
+    def is_opened_read_only(self, descriptor: int) -> bool:
+        """Whether a job that wanted to write to this descriptor was given one for reading only."""
+        if not self._read_only or descriptor < 0:
+            return False
+        found = os.fstat(descriptor)
+        return (found.st_dev, found.st_ino) in self._read_only
+
+    def _is_users_file(self, file: Any) -> bool:
+        return self.was_there(file, follow=True) and stat.S_ISREG(_stat(file).st_mode)
+
     def copy_to_write(self, file: Any, starts_empty: bool, only_appends: bool = False) -> Any:
         """The path to write to: a copy in the scratch folder of a file that was there, any other as it is.
 
-        Of a large file, what is only appended goes aside alone.
+        Of a large file, what is only appended goes aside alone; ``is_read_only`` is asked before.
         """
-        if not self.was_there(file, follow=True) or not os.path.isfile(file):  # noqa: PTH113
+        if not self._is_users_file(file):
             return file
         aside = self.aside(file)
-        is_large = os.path.getsize(file) > LARGEST_COPY_BYTES  # noqa: PTH202
-        if is_large and not starts_empty and not only_appends:
-            return file
         aside.parent.mkdir(parents=True, exist_ok=True)
         if not starts_empty and not aside.exists():
-            if self._is_gone(file) or is_large:
+            if self.removals.is_gone(file) or (only_appends and _stat(file).st_size > LARGEST_COPY_BYTES):
                 aside.touch()
             else:
                 shutil.copyfile(file, aside)
         self.diverted += 1
         return aside
 
-    def _keeping(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def keep(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("dir_fd") is not None:  # part of an rmtree
-                return original(path, *args, **kwargs)
-            if not self.was_there(path):
-                return original(self.where(path), *args, **kwargs)
-            self._keep(path)
-            self._gone.add(_absolute(path))
-            return None
-
-        return keep
-
-    def _removing_tree(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        keep = self._keeping(original)
-
-        def rmtree(path: Any, *args: Any, **kwargs: Any) -> None:
-            keep(path, *args, **kwargs)
-            if self.is_path(path) and self.aside(path).is_dir():
-                original(self.aside(path), ignore_errors=True)
-
-        return rmtree
-
-    def _making_folder(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A folder that an earlier trial has made may be made once more, as in a training of its own."""
-
-        def mkdir(path: Any, *args: Any, **kwargs: Any) -> None:
-            is_users = kwargs.get("dir_fd") is None and self.is_path(path)
-            if is_users and self._stays(path):
-                return
-            try:
-                original(path, *args, **kwargs)
-            except FileExistsError:
-                if not is_users or not self._made.is_folder_of_a_trial(_absolute(path)):
-                    raise
-            else:
-                if is_users:
-                    self._note(path)
-
-        return mkdir
-
-    def _making_link(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def link(source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
-            if self._stays(target):
-                return
-            original(source, target, *args, **kwargs)
-            self._note(target, stays=False)
-
-        return link
-
-    def _stays(self, path: Any) -> bool:
-        """Whether the job has deleted something of the user's here: it is there still, and stays what it was."""
-        return self._is_gone(path) and _is_there(path)
-
-    def _is_gone(self, path: Any) -> bool:
-        """Whether the job believes that it has deleted this, or a folder around it."""
-        if not self._gone or not self.is_path(path):
-            return False
-        absolute = _absolute(path)
-        return any(absolute == gone or absolute.startswith(f"{gone}{os.sep}") for gone in self._gone)
-
     def where(self, path: Any) -> Any:
         """Where something lies that the job may have written aside, and only there."""
-        is_aside = self.is_path(path) and not _is_there(path) and self.aside(path).is_file()
+        is_aside = self.is_path(path) and not is_there(path) and self.aside(path).is_file()
         return self.aside(path) if is_aside else path
-
-    def _moving(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def move(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.is_path(source) and self.aside(source).exists():
-                # Saved by this trial, as in "write a temporary file, then rename it over the checkpoint".
-                moved = self.aside(target)
-                moved.parent.mkdir(parents=True, exist_ok=True)
-                original(self.aside(source), moved, *args, **kwargs)
-                if _is_there(source) and not self.was_there(source):
-                    os.unlink(source)  # noqa: PTH108 - an empty one of mkstemp, into which it was saved
-                return None
-            if self.was_there(source):
-                self._keep(source)
-                self._gone.add(_absolute(source))
-                return None
-            if not self.was_there(target):
-                moved = original(source, target, *args, **kwargs)
-                self._note(target)
-                return moved
-            # Written by this trial and put over a file of the user's.
-            self._keep(target)
-            moved = self.aside(target)
-            moved.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                return original(source, moved, *args, **kwargs)
-            except OSError:  # the scratch folder lies on another file system
-                shutil.copyfile(source, moved)
-                return os.unlink(source)  # noqa: PTH108
-
-        return move
-
-
-def _is_there(path: Any) -> bool:
-    try:
-        _lstat(path)
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def _absolute(path: Any) -> str:
-    return os.path.abspath(os.fsdecode(path))  # noqa: PTH100 - the path need not exist, nor be resolved
 
 
 def _now_on_disk(folder: Path) -> float:
