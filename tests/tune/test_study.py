@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,15 +24,21 @@ from torch.utils.data import DataLoader
 
 from fulltilt.cli.studying import conduct
 from fulltilt.errors import UsageError
-from fulltilt.records import Settings, Trial
-from fulltilt.store import LineWriter, create_folder, read_lines, write_json
+from fulltilt.records import RunRecord, Settings, Trial
+from fulltilt.store import RUN_FILE, LineWriter, create_folder, read_lines, write_json
+from fulltilt.testing import FakeClock
 from fulltilt.timeline.launch import job_command
 from fulltilt.tune import early
+from fulltilt.tune.assignment import Assignment
+from fulltilt.tune.course import time_limit_s
 from fulltilt.tune.interval import Patience
+from fulltilt.tune.outcome import Attempt
+from fulltilt.tune.processes import ForkedStarts
 from fulltilt.tune.source_patch import fingerprint
 from fulltilt.tune.space import Space
 from fulltilt.tune.study import STUDY_FILE, TRIALS_FILE, Study, StudyRecord
 from fulltilt.tune.template import Template, _modules_that_start_the_gpu
+from fulltilt.tune.trial_run import Ended, Limits
 from tests.diagnose.examples import loader
 
 QUICK = Patience(wanted_error=0.2, least_blocks=3, least_s=0.15, most_s=1.0, block_s=0.05)
@@ -307,3 +314,44 @@ def test_a_study_stopped_before_its_first_trial_claims_nothing(
     said = capsys.readouterr().err
     assert "stopped; no trial has ended yet. Go on with: fulltilt tune" in said
     assert "learned" not in said
+
+
+@pytest.mark.parametrize("comes_to_its_loader", [True, False])
+@pytest.mark.parametrize(("budget_s", "trial_limit_s"), [(15.0, None), (200.0, None), (15.0, 10.0)])
+def test_a_script_that_hangs_takes_no_longer_than_there_is_for_its_first_trial(
+    comes_to_its_loader: bool,
+    budget_s: float,
+    trial_limit_s: float | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However often it is started: forked, then anew."""
+    monkeypatch.chdir(tmp_path)
+    clock, tried = FakeClock(), list[float]()
+    monkeypatch.setattr("fulltilt.tune.study.time", SimpleNamespace(monotonic=clock))
+
+    def opened(_command: object, _folder: object, _scratch: object, limit_s: float) -> ForkedStarts | str:
+        clock.advance(5.0 if comes_to_its_loader else limit_s)
+        starts = ForkedStarts.__new__(ForkedStarts)
+        starts.opened_in_s = 5.0
+        return starts if comes_to_its_loader else "the script did not come to its first loader"
+
+    def hung(_starts: object, assignment: Assignment, record: RunRecord, limits: Limits, *_: object) -> Ended:
+        clock.advance(limits.time_s)
+        tried.append(limits.time_s)
+        write_json(create_folder(Path(assignment.folder)) / RUN_FILE, replace(record, state="killed"))
+        return Ended(-9, "time", limits.time_s, "")
+
+    monkeypatch.setattr(ForkedStarts, "open", opened)
+    monkeypatch.setattr(ForkedStarts, "close", lambda _: None)
+    monkeypatch.setattr("fulltilt.tune.study.run_trial", hung)
+    told: list[str] = []
+    study = Study(["train.py"], [], create_folder(tmp_path / "study"), Space(2), trial_limit_s, told.append)
+    limits = Limits(time_limit_s([], budget_s, trial_limit_s))
+    trial = study.measure(Attempt(Settings(), "start", ""), limits)
+    study.close()
+    assert trial.state == "timed_out"
+    assert len(tried) == (2 if comes_to_its_loader else 1)
+    assert min(tried) > 5.0
+    assert clock() <= max(budget_s, 120.0)
+    assert clock() <= 80.0 or trial_limit_s is None

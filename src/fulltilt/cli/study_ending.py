@@ -136,6 +136,8 @@ def _nothing_measured(trials: Sequence[Trial], folder: Path) -> FulltiltError:
     what = f"the script as it is could not be measured: {last.note or last.state}"
     if "EOFError" in (last.note or ""):
         return UsageError(f"{what}: a trial has no standard input", f"Let the script take it from an argument. {where}")
+    if last.state == "timed_out":
+        return UsageError(what, f"Give it more time with --budget, and with --trial-limit where you set it. {where}")
     if last.state == "oom":
         return DoesNotFit(what, f"Try smaller parts of the same batch: --allow batch,accumulation. {where}")
     if last.state == "diverged":

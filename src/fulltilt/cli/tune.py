@@ -13,6 +13,7 @@ import typer
 from fulltilt import store
 from fulltilt.cli.own_flags import given_to_script, hint
 from fulltilt.errors import UsageError
+from fulltilt.recipes import RECIPES
 from fulltilt.timeline.launch import job_command, job_name
 from fulltilt.train.config import duration_s
 
@@ -32,7 +33,7 @@ def register(app: typer.Typer) -> None:
 def tune(
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="SCRIPT.py ARGS | -m MODULE ARGS | fulltilt train …", show_default=False),
+        typer.Argument(metavar="SCRIPT.py ARGS | -m MODULE ARGS | RECIPE ARGS", show_default=False),
     ] = None,
     budget: Annotated[str, typer.Option(help="Time for all trials together, such as 90s, 10m or 1h.")] = "10m",
     allow: Annotated[
@@ -50,7 +51,9 @@ def tune(
     arguments = (["-m"] if module else []) + list(command or [])
     if not arguments:
         raise UsageError("nothing to tune", "Give a script: fulltilt tune train.py ARGS")
-    resolved = job_command(arguments)
+    arguments = named_in_full(arguments)
+    # A recipe is of this Fulltilt, wherever the user's PATH leads.
+    resolved = job_command(["-m", *arguments] if _is_recipe(arguments) else arguments)
     budget_s = seconds_of("--budget", budget)
     trial_limit_s = None if trial_limit is None else seconds_of("--trial-limit", trial_limit)
     from fulltilt.tune.space import parse_allow
@@ -58,10 +61,17 @@ def tune(
     allowed = parse_allow(allow)
     for flag in given_to_script(OWN_FLAGS, arguments):
         print(f"fulltilt: {hint('tune', flag)}", file=sys.stderr)
-    folder = store.create_folder(out or _new_folder(job_name(arguments)))
+    folder = store.create_folder(out or _new_folder(_name(arguments)))
     from fulltilt.cli.studying import conduct
 
     raise typer.Exit(conduct(arguments, resolved, folder, allowed, budget_s, trial_limit_s, apply))
+
+
+def named_in_full(arguments: list[str]) -> list[str]:
+    """`cod ARGS` is `fulltilt train cod ARGS`, unless a script has that name."""
+    name = Path(arguments[0])
+    is_script = name.is_file() or (name / "__main__.py").exists()
+    return ["fulltilt", "train", *arguments] if arguments[0] in RECIPES and not is_script else arguments
 
 
 def seconds_of(flag: str, text: str) -> float:
@@ -70,6 +80,14 @@ def seconds_of(flag: str, text: str) -> float:
     if not seconds:
         raise UsageError(f"{flag} {text} is not a duration", "Write it like 90s, 10m or 1h30m.")
     return seconds
+
+
+def _is_recipe(arguments: list[str]) -> bool:
+    return arguments[:2] == ["fulltilt", "train"]
+
+
+def _name(arguments: list[str]) -> str:
+    return job_name(arguments[2:] if _is_recipe(arguments) else arguments)
 
 
 def _new_folder(name: str) -> Path:

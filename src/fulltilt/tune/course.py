@@ -39,4 +39,5 @@ def time_limit_s(trials: Sequence[Trial], left_s: float, asked_s: float | None) 
     start = start_of(trials)
     if start is None or start.wall_s is None:
         return max(left_s, SHORTEST_START_S)
-    return LIMIT_FACTOR * start.wall_s + LIMIT_MORE_S
+    # One that hangs is not waited for much beyond the budget.
+    return min(LIMIT_FACTOR * start.wall_s + LIMIT_MORE_S, max(left_s, start.wall_s + LIMIT_MORE_S))

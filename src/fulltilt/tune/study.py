@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import time
@@ -19,7 +20,7 @@ from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.machine import describe_machine
 from fulltilt.records import SCHEMA_VERSION, LoaderRecord, Run, RunRecord, Trial
 from fulltilt.tune.assignment import ANSWER_FILE, Answer, Assignment, TrainingLoader
-from fulltilt.tune.course import next_step, time_limit_s
+from fulltilt.tune.course import SHORTEST_START_S, next_step, time_limit_s
 from fulltilt.tune.epoch_changes import changes_data_set
 from fulltilt.tune.folder_watch import Snapshot, differences, look, taken_away
 from fulltilt.tune.interval import Patience
@@ -36,6 +37,8 @@ from fulltilt.tune.trials import best_of, is_valid, rate
 OUT_OF_THE_RACE = 0.9
 # A script that has come to no loader by then may never come to one; it is then started anew for each trial.
 TEMPLATE_LIMIT_S = 300.0
+# Of the time that there is for the first trial.
+TEMPLATE_SHARE = 0.5
 # A first fork that has not ended by then most likely waits for a thread that was not forked with it.
 FIRST_FORK_S = 60.0
 FIRST_FORK_FACTOR = 5.0
@@ -173,18 +176,12 @@ class Study:
         """Run one trial, which is not kept. A forked start that fails is tried once more from the beginning."""
         folder = self._folder / "trials" / f"trial-{len(self.trials) + 1:03d}"
         shutil.rmtree(folder, ignore_errors=True)  # one that was cut off
-        asked, self._taken_away = limits, []
+        self._taken_away = []
         before = self._files or look(Path.cwd(), self._folder)
-        starts = self._ready()
-        if attempt.purpose == "start" and isinstance(starts, ForkedStarts):
-            limits = replace(limits, time_s=min(limits.time_s, FIRST_FORK_S + FIRST_FORK_FACTOR * starts.opened_in_s))
-        trial = self._attempt(attempt, folder, starts, limits, tick)
-        failed = trial.state in ("crashed", "timed_out") and not _ended_by_itself(folder)
-        if trial.purpose == "start" and failed and isinstance(starts, ForkedStarts):
-            # True to the script above all: perhaps it is only the fork that it does not survive.
-            self._start_anew(f"the forked script failed ({trial.note or trial.state})")
-            shutil.rmtree(folder, ignore_errors=True)
-            trial = self._attempt(attempt, folder, self._ready(), asked, tick)
+        if attempt.purpose == "start":
+            trial = self._first(attempt, folder, limits, tick)
+        else:
+            trial = self._attempt(attempt, folder, self._ready(), limits, tick)
         shutil.rmtree(folder / "scratch", ignore_errors=True)
         self._files = look(Path.cwd(), self._folder)
         return replace(
@@ -192,6 +189,27 @@ class Study:
             changed_files=(*differences(before, self._files), *taken_away(self._taken_away, Path.cwd())),
             folder=str(folder.relative_to(self._folder)),
         )
+
+    def _first(self, attempt: Attempt, folder: Path, asked: Limits, tick: Callable[[float], None]) -> Trial:
+        """The script as it is. However often it has to be started for that, all of it together has one limit."""
+        allowed_s = max(asked.time_s, SHORTEST_START_S)
+        until = time.monotonic() + allowed_s
+
+        def limits(longest_s: float = math.inf) -> Limits:
+            return replace(asked, time_s=min(asked.time_s, longest_s, until - time.monotonic()))
+
+        starts = self._ready(min(TEMPLATE_LIMIT_S, TEMPLATE_SHARE * allowed_s))
+        if not isinstance(starts, ForkedStarts):
+            return self._attempt(attempt, folder, starts, limits(), tick)
+        forks_s = FIRST_FORK_S + FIRST_FORK_FACTOR * starts.opened_in_s
+        trial = self._attempt(attempt, folder, starts, limits(forks_s), tick)
+        failed = trial.state in ("crashed", "timed_out") and not _ended_by_itself(folder)
+        if failed and isinstance(self._starts, ForkedStarts) and limits().time_s > starts.opened_in_s:
+            # True to the script above all: perhaps it is only the fork that it does not survive.
+            self._start_anew(f"the forked script failed ({trial.note or trial.state})")
+            shutil.rmtree(folder, ignore_errors=True)
+            trial = self._attempt(attempt, folder, self._ready(), limits(), tick)
+        return trial
 
     def _attempt(
         self, attempt: Attempt, folder: Path, starts: Starts, limits: Limits, tick: Callable[[float], None]
@@ -249,12 +267,12 @@ class Study:
 
     # ------------------------------------------------------------------ how trials start
 
-    def _ready(self) -> Starts:
+    def _ready(self, template_limit_s: float = TEMPLATE_LIMIT_S) -> Starts:
         if self._starts is None and self._arguments[:2] == ["fulltilt", "train"]:
             self._starts = RecipeStarts(self._command, self._folder / "scratch", self._folder / "recipe")
         elif self._starts is None:
             template = store.create_folder(self._folder / "template")
-            forked = ForkedStarts.open(self._command, template, self._folder / "scratch", TEMPLATE_LIMIT_S)
+            forked = ForkedStarts.open(self._command, template, self._folder / "scratch", template_limit_s)
             if isinstance(forked, str):
                 self._start_anew(forked)
             else:

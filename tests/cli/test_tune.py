@@ -1,0 +1,38 @@
+"""`fulltilt tune`: what may be named, and what becomes of it before a trial is made."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fulltilt.cli.tune import named_in_full
+
+
+def test_a_recipe_may_be_named_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert named_in_full(["cod", "--lr", "1"]) == ["fulltilt", "train", "cod", "--lr", "1"]
+    assert named_in_full(["cod.py"]) == ["cod.py"]
+    (tmp_path / "cod").mkdir()  # as its data may be called
+    assert named_in_full(["cod"]) == ["fulltilt", "train", "cod"]
+    (tmp_path / "cod" / "__main__.py").write_text("")
+    (tmp_path / "hdf5").write_text("import torch")
+    assert (named_in_full(["cod"]), named_in_full(["hdf5"])) == (["cod"], ["hdf5"])
+
+
+def test_what_a_recipe_refuses_is_told_and_its_folder_has_its_name(tmp_path: Path) -> None:
+    """Also where no program called fulltilt is on the path."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "fulltilt", "tune", "cod", "--nonsense"],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert "No such option: --nonsense" in ended.stderr.splitlines()[-2]
+    assert [path.name[16:] for path in (tmp_path / "fulltilt-runs").iterdir()] == ["tune-cod"]
