@@ -16,7 +16,7 @@ from fulltilt.recipes import RECIPES, find, kept_loading
 from fulltilt.recipes import options as flagged
 from fulltilt.recipes.memory import changes, refuse_foreign, taken_back_when_refused
 from fulltilt.recipes.recipe import Recipe
-from fulltilt.train.stop import limits_count_from_here
+from fulltilt.train.stop import limits_count_from_here, signals_end_it
 
 RUNS = Path("fulltilt-runs")
 
@@ -97,7 +97,9 @@ def command_of(recipe: Recipe) -> Callable[..., None]:
     """The command of a recipe, with one parameter for each of its flags."""
 
     def command(config: Path | None = None, **given: Any) -> None:
-        raise typer.Exit(run_recipe(recipe, {key: value for key, value in given.items() if value is not None}, config))
+        with signals_end_it():
+            flags = {key: value for key, value in given.items() if value is not None}
+            raise typer.Exit(run_recipe(recipe, flags, config))
 
     known = inspect.Parameter.KEYWORD_ONLY
     file = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Settings in YAML, TOML or JSON.")]

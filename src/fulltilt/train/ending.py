@@ -18,8 +18,10 @@ from fulltilt.errors import Diverged, DoesNotFit, FulltiltError, MachineError, S
 from fulltilt.train import checkpoint, durable, find
 from fulltilt.train.distributed import Ranks, detect, lost_contact
 from fulltilt.train.step import RankDoesNotFit
+from fulltilt.train.stop import was_interrupted
 
 INTERRUPTED = 130
+_OUTSIDE = "interrupted before or after training; no step is lost"
 LOST = MachineError.exit_code
 # A rank that lost another waits so long: the launcher should see first how that one ended, and ends us then.
 _AFTER_YOU_S = 5.0
@@ -42,10 +44,8 @@ def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = 
             _log_traceback([out])
     except KeyboardInterrupt as error:
         # The first one while it trains is a request to stop, which saves; only the second comes here, with a word.
-        when = (
-            "a second time; the last step was not saved" if error.args else "before or after training; no step is lost"
-        )
-        lines, code = [f"interrupted {when}"], INTERRUPTED
+        lines = ["interrupted a second time; the last step was not saved" if error.args else _OUTSIDE]
+        code = INTERRUPTED
     except Exception as error:  # the user's own code, or a bug of ours: the log has the details
         said = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
         log = _log_traceback([out, Path(tempfile.gettempdir()) / "fulltilt"])
@@ -56,6 +56,8 @@ def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = 
         if ranks.world > 1 and lost_contact(error):
             lines, code = ["lost contact with another rank", f"Look for what that one said. Ours is in {log}."], LOST
             time.sleep(_AFTER_YOU_S)
+        if was_interrupted():  # what was being imported is left half done, and fails whoever comes next
+            lines, code = [_OUTSIDE], INTERRUPTED
     else:
         return 0
     if silent:

@@ -1,4 +1,6 @@
-"""Requests to stop: signals and the time limit. Both only set a flag that the loop looks at between steps."""
+"""Requests to stop: signals and the time limit. While it trains, both only set a flag that the loop looks at between
+steps; before and after, there is nothing to save, and a signal ends the command at once.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
+
+from fulltilt.errors import StoppedEarly
 
 # What a job is told before it is taken off a machine: Slurm, Kubernetes and Kaggle use the first three; the last comes
 # when the terminal or the connection that it was started from is closed.
@@ -34,6 +38,49 @@ def limits_count_from_here() -> Iterator[None]:
         del os.environ[BEGAN]
 
 
+# The Ctrl-C that came while nothing was trained. Whoever is being imported, or a library, may have caught it.
+_interrupted: str | None = None
+
+
+def was_interrupted() -> bool:
+    """Whether Ctrl-C came before or after training."""
+    return _interrupted is not None
+
+
+@contextlib.contextmanager
+def signals_end_it() -> Iterator[None]:
+    """Within it, and while the loop does not listen, a signal that asks to stop ends the process with StoppedEarly's
+    code: while torch is imported, data is made or staged, a model loads, there is no step to save. Nothing is raised:
+    out of an import, that ends anywhere. Ctrl-C is raised as ever; if somebody catches it, the loop stops at once.
+
+    Ranks are left alone: their launcher ends them when another one has failed, and that one's code is to be told.
+    """
+    global _interrupted
+    if threading.current_thread() is not threading.main_thread() or "TORCHELASTIC_RUN_ID" in os.environ:
+        yield
+        return
+    here = os.getpid()
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        global _interrupted
+        name = signal.Signals(number).name
+        if os.getpid() != here:  # a process that was forked meanwhile: its parent ends it
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif number == signal.SIGINT:
+            _interrupted = name
+            raise KeyboardInterrupt
+        else:
+            os.write(2, f"fulltilt: received {name} before or after training; no step is lost\n".encode())
+            os._exit(StoppedEarly.exit_code)
+
+    try:
+        with _handled([number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN], stop):
+            yield
+    finally:
+        _interrupted = None
+
+
 class StopRequest:
     """Why the run should stop at the next step, or None. A second Ctrl-C stops at once."""
 
@@ -42,7 +89,7 @@ class StopRequest:
         max_time_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.reason: str | None = None
+        self.reason = f"received {_interrupted}" if was_interrupted() else None
         self.max_time_s = max_time_s
         self._clock = clock
         self._began_s = float(os.environ.get(BEGAN) or clock())
@@ -57,12 +104,8 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._on_signal) for number in SIGNALS if not ignored_by_nohup(number)}
-        try:
+        with _handled([number for number in SIGNALS if not ignored_by_nohup(number)], self._on_signal):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: set by no Python code
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self.reason is not None and number == signal.SIGINT:
@@ -92,6 +135,16 @@ class StopRequest:
     def pause_done(self) -> None:
         """What came since the last step (evaluation, a save) was no step: do not count it as one."""
         self._step_began_s = self._clock()
+
+
+@contextlib.contextmanager
+def _handled(numbers: list[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, signal.SIG_DFL if old is None else old)  # None: set by no Python code
 
 
 def ignored_by_nohup(number: int) -> bool:
