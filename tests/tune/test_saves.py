@@ -26,9 +26,10 @@ import numpy
 import pytest
 import torch
 
-from fulltilt.tune import users_files
+from fulltilt.tune import safe_copies, users_files
 from fulltilt.tune.folder_watch import differences, look, taken_away
 from fulltilt.tune.made import clear_up
+from fulltilt.tune.safe_copies import copy_files, keep_changed
 from fulltilt.tune.saves import Saves
 
 
@@ -438,3 +439,32 @@ def test_a_folder_too_large_to_look_at_is_not_guessed_about(tmp_path: Path) -> N
     part = look(tmp_path, tmp_path / "study", limit_s=-1.0)
     assert not part.whole
     assert differences(look(tmp_path, tmp_path / "study"), part) == ()
+
+
+def test_what_is_written_past_python_can_be_had_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project, study = tmp_path / "project", tmp_path / "study"
+    (project / "notes").mkdir(parents=True)
+    study.mkdir()
+    for name in ("changed", "deleted", "same", "unread", "notes/changed"):
+        (project / name).write_text(f"the user's {name}")
+    (project / "large").write_bytes(bytes(5000))
+    (project / "unread").chmod(0)
+    monkeypatch.setattr(safe_copies, "MOST_BYTES", 1000)
+    copy_files(look(project, study), project, study)
+    os.system(f"cd {project}; echo x >> changed; rm deleted; echo x > notes/changed; echo x > large")
+    assert keep_changed(project, study) == ["changed", "deleted", "notes/changed"]
+    (project / "changed").write_text("by a trial")
+    copy_files(look(project, study), project, study)  # the study goes on: what was there first stays
+    assert keep_changed(project, study) == ["changed", "deleted", "notes/changed"]
+    for name in ("changed", "deleted", "notes/changed"):
+        assert (study / "before" / name).read_text() == f"the user's {name}"
+    assert sorted(path.name for path in (study / "before").iterdir()) == ["changed", "deleted", "notes"]
+
+
+def test_no_copies_are_made_where_the_disk_is_nearly_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "notes").write_bytes(bytes(50))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1000, 900, 100))
+    copy_files(look(tmp_path / "project", tmp_path / "study"), tmp_path / "project", tmp_path)
+    assert not (tmp_path / "before").exists()
+    assert keep_changed(tmp_path / "project", tmp_path) == []

@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from fulltilt.cli.studying import conduct
-from fulltilt.errors import UsageError
+from fulltilt.errors import FulltiltError, UsageError
 from fulltilt.records import RunRecord, Settings, Trial
 from fulltilt.store import RUN_FILE, LineWriter, create_folder, read_lines, write_json
 from fulltilt.testing import FakeClock
@@ -36,7 +36,8 @@ from fulltilt.tune.outcome import Attempt
 from fulltilt.tune.processes import ForkedStarts
 from fulltilt.tune.source_patch import fingerprint
 from fulltilt.tune.space import Space
-from fulltilt.tune.study import STUDY_FILE, TRIALS_FILE, Study, StudyRecord
+from fulltilt.tune.study import TRIALS_FILE, Study
+from fulltilt.tune.study_record import STUDY_FILE, StudyRecord
 from fulltilt.tune.template import Template, _modules_that_start_the_gpu
 from fulltilt.tune.trial_run import Ended, Limits
 from tests.diagnose.examples import loader
@@ -355,3 +356,24 @@ def test_a_script_that_hangs_takes_no_longer_than_there_is_for_its_first_trial(
     assert min(tried) > 5.0
     assert clock() <= max(budget_s, 120.0)
     assert clock() <= 80.0 or trial_limit_s is None
+
+
+def test_what_was_changed_past_python_is_told_with_where_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").write_text("the user's")
+
+    def shell(*_: object) -> Ended:
+        os.system("echo x > notes.txt")
+        return Ended(1, None, 1.0, "")
+
+    monkeypatch.setattr("fulltilt.tune.study.run_trial", shell)
+    monkeypatch.setattr(Study, "_ready", lambda *_: None)
+    told: list[str] = []
+    study = Study(["train.py"], [], create_folder(Path("study")), Space(2), None, told.append)
+    with contextlib.suppress(FulltiltError):  # it has left no record of itself
+        study.measure(Attempt(Settings(), "search", ""), Limits(1.0))
+    study.close()
+    assert told == ["notes.txt is not as it was before the trials; as it was: study/before/notes.txt"]
+    assert Path("study/before/notes.txt").read_text() == "the user's"

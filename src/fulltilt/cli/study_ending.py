@@ -19,7 +19,7 @@ from fulltilt.tune.learning_rate import CONTRASTIVE_WARNING, looks_contrastive, 
 from fulltilt.tune.solutions import by_hand, solutions
 from fulltilt.tune.source_patch import WriteYourself, apply_change, propose
 from fulltilt.tune.space import loader_settings, rid_of_none, streams_alone
-from fulltilt.tune.study import StudyRecord
+from fulltilt.tune.study_record import StudyRecord
 from fulltilt.tune.table import (
     OVERLAPPING_PASSES,
     changing_data_set_sentence,

@@ -6,29 +6,28 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 
 from fulltilt import __version__, store
-from fulltilt.diagnose.evidence import gather
-from fulltilt.diagnose.thresholds import DEFAULT
 from fulltilt.errors import FulltiltError, RunFolderError, UsageError
 from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.machine import describe_machine
-from fulltilt.records import SCHEMA_VERSION, LoaderRecord, Run, RunRecord, Trial
-from fulltilt.tune.assignment import ANSWER_FILE, Answer, Assignment, TrainingLoader
+from fulltilt.records import Run, RunRecord, Trial
+from fulltilt.tune.assignment import ANSWER_FILE, Answer, Assignment
 from fulltilt.tune.course import SHORTEST_START_S, next_step, time_limit_s
-from fulltilt.tune.epoch_changes import changes_data_set
-from fulltilt.tune.folder_watch import Snapshot, differences, look, taken_away
+from fulltilt.tune.folder_watch import MOST_NAMED, Snapshot, differences, look, taken_away
 from fulltilt.tune.interval import Patience
 from fulltilt.tune.made import clear_up
 from fulltilt.tune.outcome import Attempt, conclude
 from fulltilt.tune.processes import AnewStarts, ForkedStarts, RecipeStarts, Starts
-from fulltilt.tune.source_patch import fingerprint, source_file
+from fulltilt.tune.safe_copies import FOLDER as COPIES
+from fulltilt.tune.safe_copies import copy_files, keep_changed
 from fulltilt.tune.space import Space, streams_alone
+from fulltilt.tune.study_record import STUDY_FILE, StudyRecord, changed_file, identity, learned
 from fulltilt.tune.template import CANNOT_FORK
 from fulltilt.tune.trial_run import Limits, run_trial
 from fulltilt.tune.trials import best_of, is_valid, rate
@@ -42,30 +41,7 @@ TEMPLATE_SHARE = 0.5
 # A first fork that has not ended by then most likely waits for a thread that was not forked with it.
 FIRST_FORK_S = 60.0
 FIRST_FORK_FACTOR = 5.0
-STUDY_FILE = "study.json"
 TRIALS_FILE = "trials.jsonl"
-
-
-@dataclass(frozen=True, slots=True)
-class StudyRecord:
-    """What is studied, and what the first trial told about it.
-
-    ``source_sha256`` is of the file with the loader, ``script_sha256`` of the script that the command names,
-    ``data_set_changes`` the line beside the loader that changes the data set from epoch to epoch.
-    """
-
-    command: tuple[str, ...]
-    working_folder: str
-    allow: tuple[str, ...]
-    started_at: str
-    loader: LoaderRecord | None = None
-    source_sha256: str | None = None
-    optimizer: str | None = None
-    learning_rate: float | None = None
-    data_set_changes: int | None = None
-    script_sha256: str | None = None
-    passes_overlap: bool = False
-    schema_version: int = SCHEMA_VERSION
 
 
 class Study:
@@ -83,6 +59,7 @@ class Study:
     ) -> None:
         self._arguments = arguments
         self._command = command
+        self._shown = folder
         self._folder = folder.absolute()  # the script may change its working folder
         self._space = space
         self._trial_limit_s = trial_limit_s
@@ -130,6 +107,11 @@ class Study:
         self._writer.close()
         clear_up(self._folder, self._folder)
         shutil.rmtree(self._folder / "scratch", ignore_errors=True)
+        changed = keep_changed(Path.cwd(), self._folder)
+        for name in changed[:MOST_NAMED]:
+            self._tell(f"{name} is not as it was before the trials; as it was: {self._shown / COPIES / name}")
+        if len(changed) > MOST_NAMED:
+            self._tell(f"and {len(changed) - MOST_NAMED} more in {self._shown / COPIES}")
 
     # ------------------------------------------------------------------ trials
 
@@ -146,7 +128,7 @@ class Study:
         """Make trials until nothing is left to learn or the budget is spent. Ctrl-C is raised."""
         deadline = time.monotonic() + budget_s
         if next_step(self.trials, self.space, budget_s) is not None:
-            self._refuse_another_script()
+            self._refuse_changed_script()
         while True:
             left_s = deadline - time.monotonic()
             attempt = next_step(self.trials, self.space, left_s)
@@ -158,26 +140,21 @@ class Study:
             self._writer.write([trial])
             tried(trial)
 
-    def _refuse_another_script(self) -> None:
+    def _refuse_changed_script(self) -> None:
         """Trials of a study that was stopped cannot be compared with those of a script that has changed since."""
-        where = self.record.loader.where if self.record.loader is not None else None
-        script = _script(self._arguments)
-        for file, then, now in (
-            ((where or "").rpartition(":")[0], self.record.source_sha256, _fingerprint(where, self._arguments)),
-            (script, self.record.script_sha256, fingerprint(Path(script))),
-        ):
-            if self.trials and then is not None and now != then:
-                raise UsageError(
-                    f"{file} has changed since the first of the {len(self.trials)} trials in {self._folder} was made",
-                    "Study it anew: choose another folder with --out.",
-                )
+        file = changed_file(self.record, self._arguments) if self.trials else None
+        if file is not None:
+            raise UsageError(
+                f"{file} has changed since the first of the {len(self.trials)} trials in {self._folder} was made",
+                "Study it anew: choose another folder with --out.",
+            )
 
     def measure(self, attempt: Attempt, limits: Limits, tick: Callable[[float], None] = lambda _: None) -> Trial:
         """Run one trial, which is not kept. A forked start that fails is tried once more from the beginning."""
         folder = self._folder / "trials" / f"trial-{len(self.trials) + 1:03d}"
         shutil.rmtree(folder, ignore_errors=True)  # one that was cut off
         self._taken_away = []
-        before = self._files or look(Path.cwd(), self._folder)
+        before = self._files or self._look_and_copy()
         if attempt.purpose == "start":
             trial = self._first(attempt, folder, limits, tick)
         else:
@@ -189,6 +166,11 @@ class Study:
             changed_files=(*differences(before, self._files), *taken_away(self._taken_away, Path.cwd())),
             folder=str(folder.relative_to(self._folder)),
         )
+
+    def _look_and_copy(self) -> Snapshot:
+        files = look(Path.cwd(), self._folder)
+        copy_files(files, Path.cwd(), self._folder)
+        return files
 
     def _first(self, attempt: Attempt, folder: Path, asked: Limits, tick: Callable[[float], None]) -> Trial:
         """The script as it is. However often it has to be started for that, all of it together has one limit."""
@@ -218,7 +200,7 @@ class Study:
             settings=attempt.settings,
             folder=str(folder),
             scratch=str((folder / "scratch").absolute()),
-            loader=_identity(self.record.loader),
+            loader=identity(self.record.loader),
             patience=self._patience_for(attempt),
         )
         record = RunRecord(
@@ -242,28 +224,13 @@ class Study:
         start = next((trial for trial in self.trials if trial.purpose == "start" and trial.state == "ok"), None)
         trial = conclude(attempt, ended, answer, run, start, assignment.loader)
         if attempt.purpose == "start" and run is not None and run.ranks:
-            self._learn(run, answer)
+            self.record = learned(self.record, run, answer, self._arguments)
+            store.write_json(self._folder / STUDY_FILE, self.record)
         return trial
 
     def _patience_for(self, attempt: Attempt) -> Patience:
         best = best_of(self.trials) if attempt.purpose == "search" else None
         return self._patience if best is None else replace(self._patience, to_beat=OUT_OF_THE_RACE * rate(best))
-
-    def _learn(self, run: Run, answer: Answer | None) -> None:
-        """Keep what the first trial tells about the job: its loader and its optimizer."""
-        evidence = gather(run, DEFAULT)
-        rank = evidence.rank
-        self.record = replace(
-            self.record,
-            loader=evidence.loader,
-            source_sha256=_fingerprint(evidence.loader.where if evidence.loader else None, self._arguments),
-            script_sha256=fingerprint(Path(_script(self._arguments))),
-            data_set_changes=_data_set_changes(evidence.loader, self._arguments),
-            optimizer=rank.optimizers[0] if rank is not None and rank.optimizers else None,
-            learning_rate=answer.learning_rate if answer is not None else None,
-            passes_overlap=answer is not None and answer.passes_overlap,
-        )
-        store.write_json(self._folder / STUDY_FILE, self.record)
 
     # ------------------------------------------------------------------ how trials start
 
@@ -286,29 +253,6 @@ class Study:
         clear_up(self._folder, self._folder)  # what the script made up to its first loader, it will make again
         self._starts = AnewStarts(self._command, self._folder / "scratch")
         self._tell(f"each trial starts the script anew: {why}")
-
-
-def _identity(loader: LoaderRecord | None) -> TrainingLoader | None:
-    return None if loader is None else TrainingLoader(loader.where, loader.dataset_len)
-
-
-def _fingerprint(where: str | None, arguments: Sequence[str]) -> str | None:
-    """Of the file in which the loader is made: a diff is only applied to the text that was studied."""
-    return None if where is None else fingerprint(source_file(where, Path(), arguments))
-
-
-def _script(arguments: Sequence[str]) -> str:
-    """The script that a command names; empty where it names none."""
-    return next((argument for argument in arguments if argument.endswith(".py")), "")
-
-
-def _data_set_changes(loader: LoaderRecord | None, arguments: Sequence[str]) -> int | None:
-    if loader is None or loader.where is None:
-        return None
-    try:
-        return changes_data_set(source_file(loader.where, Path(), arguments).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError):
-        return None
 
 
 def _ended_by_itself(folder: Path) -> bool:
