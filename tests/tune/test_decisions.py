@@ -261,6 +261,11 @@ def test_a_study_that_tried_nothing_says_why() -> None:
         nothing_worked_sentence([starved, failed]) or ""
     )
     assert "each of the 2 trials" in (nothing_worked_sentence([starved, failed, failed]) or "")
+    wrong = nothing_worked_sentence([starved, replace(failed, state="diverged", note="mean loss 9")])
+    assert wrong == (
+        "Training goes wrong with other settings: the only trial with others did (diverged: mean loss 9). "
+        "The settings stay."
+    )
     assert nothing_worked_sentence([starved]) is None
     assert nothing_worked_sentence([starved, failed, replace(starved, purpose="search")]) is None
 

@@ -22,9 +22,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from fulltilt.cli import study_ending
 from fulltilt.cli.studying import conduct
 from fulltilt.errors import FulltiltError, UsageError
 from fulltilt.records import RunRecord, Settings, Trial
+from fulltilt.report.screen import open_console
 from fulltilt.store import RUN_FILE, LineWriter, create_folder, read_lines, write_json
 from fulltilt.testing import FakeClock
 from fulltilt.timeline.launch import job_command
@@ -377,3 +379,23 @@ def test_what_was_changed_past_python_is_told_with_where_it_lies(
     study.close()
     assert told == ["notes.txt is not as it was before the trials; as it was: study/before/notes.txt"]
     assert Path("study/before/notes.txt").read_text() == "the user's"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({}, "Without a change to the script: fulltilt run --settings "),
+        (
+            {"batch_size": 16, "precision": "bf16"},
+            "Without a change to the script, the loader's part alone, not batch 16, bf16: fulltilt run --settings ",
+        ),
+    ],
+)
+def test_what_a_settings_file_does_not_hold_is_not_promised_of_it(
+    more: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = StudyRecord(("train.py",), str(tmp_path), ("batch",), "today")
+    settings = Settings(num_workers=4, **more)
+    study_ending._hand_over(open_console(), record, settings, settings, tmp_path, apply=False)
+    assert said in capsys.readouterr().out
+    assert json.loads((tmp_path / "settings.json").read_text()) == {"num_workers": 4}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -16,9 +17,9 @@ from fulltilt.records import Settings, Trial
 from fulltilt.report.screen import open_console
 from fulltilt.timeline.overrides import LOADER
 from fulltilt.tune.learning_rate import CONTRASTIVE_WARNING, looks_contrastive, looks_deeply_supervised
-from fulltilt.tune.solutions import by_hand, solutions
+from fulltilt.tune.solutions import by_hand, in_words, solutions
 from fulltilt.tune.source_patch import WriteYourself, apply_change, propose
-from fulltilt.tune.space import loader_settings, rid_of_none, streams_alone
+from fulltilt.tune.space import LOADER_SETTINGS, loader_settings, rid_of_none, streams_alone
 from fulltilt.tune.study_record import StudyRecord
 from fulltilt.tune.table import (
     OVERLAPPING_PASSES,
@@ -93,7 +94,9 @@ def _hand_over(
     store.write_json(folder / SETTINGS_FILE, {**rid_of_none(loader_settings(in_force)), **settings_for})
     if record.loader is None or record.loader.made_by != "fulltilt":
         again = shlex.join(["fulltilt", "run", "--settings", str(folder / SETTINGS_FILE), *record.command])
-        console.print(Text(f"Without a change to the script: {again}"), soft_wrap=True)  # to be copied as it is
+        rest = replace(settings, **dict.fromkeys(LOADER_SETTINGS))
+        only = "" if rest == Settings() else f", the loader's part alone, not {in_words(rest)}"
+        console.print(Text(f"Without a change to the script{only}: {again}"), soft_wrap=True)  # to be copied as it is
     for line in by_hand(settings):
         console.print(Text(line))
     try:

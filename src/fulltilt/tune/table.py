@@ -124,6 +124,8 @@ def nothing_worked_sentence(trials: Sequence[Trial]) -> str | None:
     which = "the only trial with others" if len(searched) == 1 else f"each of the {len(searched)} trials with others"
     last = searched[-1]
     why = f"{STATES[last.state]}{f': {last.note}' if last.note else ''}"
+    if all(trial.state == "diverged" for trial in searched):
+        return f"Training goes wrong with other settings: {which} did ({why}). The settings stay."
     return f"No other settings could be measured: {which} failed ({why}). So nothing is known about them."
 
 
