@@ -97,14 +97,15 @@ class Share:
     """What one pool takes of the orders. It stands where torch's iterator has the sampler's.
 
     A closed share gives only what was reserved before, so that the pool runs dry and the next one goes on behind it.
+    ``first`` is torch's number for the next order.
     """
 
-    def __init__(self, orders: Orders, is_open: bool) -> None:
+    def __init__(self, orders: Orders, is_open: bool, first: int = 0) -> None:
         self.is_open = is_open
         self.orders = orders
         self._reserved: deque[Any] = deque()
         self._sent: dict[int, Any] = {}
-        self._count = 0
+        self._next = first
 
     def __iter__(self) -> Share:
         return self
@@ -116,8 +117,8 @@ class Share:
             order = self.orders.take()
         else:
             raise StopIteration
-        self._sent[self._count] = order
-        self._count += 1
+        self._sent[self._next] = order
+        self._next += 1
         return order
 
     @property

@@ -1,9 +1,9 @@
 """Pools of workers: torch's own iterators over a DataLoader, made with other settings and fed by a share of the orders.
 
 What is used of torch's iterators, the same from torch 2.8 to 2.15: ``_sampler_iter`` (where indices come from),
-``_try_put_index`` (send one to a worker), ``_task_info`` (what is owed), ``_prefetch_factor`` (how many a worker may
-owe), ``_reset`` (the next pass), the answer of each worker to ``_ResumeIteration``, ``_try_get_data`` and
-``_shutdown_workers``.
+``_try_put_index`` (send one to a worker), ``_send_idx`` (the number of the next), ``_task_info`` (what is owed),
+``_prefetch_factor`` (how many a worker may owe), ``_reset`` (the next pass), the answer of each worker to
+``_ResumeIteration``, ``_try_get_data`` and ``_shutdown_workers``.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ ASK_EVERY_S = 0.5
 MEASURED_WORKERS = 3
 
 
-class PoolFailed(Exception):  # noqa: N818 - it says what happened
-    """A pool of ours did not start, died, or does not deliver."""
+class PoolFailed(RuntimeError):  # noqa: N818 - it says what happened
+    """A pool of ours did not start, died, or does not deliver: what torch raises as a RuntimeError."""
 
 
 class WatchedWorkers(dataloader._MultiProcessingDataLoaderIter):
@@ -111,7 +111,7 @@ class Pool:
 
     def join(self, orders: Orders, is_open: bool = False) -> None:
         """Draw indices from these orders from now on."""
-        self._share = Share(orders, is_open)
+        self._share = Share(orders, is_open, getattr(self.iterator, "_send_idx", 0))
         self.iterator._sampler_iter = self._share
 
     def has_joined(self, orders: Orders) -> bool:
@@ -172,8 +172,7 @@ class Pool:
 
     def forget_fulfilled(self) -> None:
         """Between two draws: owe no more than what is still to come. One that fails owes what it was drawn for."""
-        if self.own or not self.knobs.workers:
-            self._joined.keep_only(getattr(self.iterator, "_task_info", ()))
+        self._joined.keep_only(getattr(self.iterator, "_task_info", ()))
 
     @property
     def ready(self) -> int:

@@ -60,6 +60,7 @@ class Relay:
         self._line: deque[Pool] = deque([first])
         self.ended = False
         self.overtaken = False  # another pass over this loader has begun since
+        self.next_pass: Any = None  # where workers persist, torch has one iterator for all passes
         self._host = host
         self._conductor = conductor
         self._loader = loader  # scripts loop over loaders that nobody else holds
@@ -78,11 +79,15 @@ class Relay:
         return getattr(self._line[0].iterator, name)
 
     def __next__(self) -> Any:
+        if self.next_pass is not None:
+            return next(self.next_pass)
+        if self.ended:
+            raise StopIteration  # its pools may serve another pass by now
         asked_s = time.perf_counter()
         if self.overtaken:
             self.overtaken = False
             self._host.passes_overlap()
-        if self._left_s is None:
+        if self._left_s is None and self.is_steady:  # the first batch may have been an error, and been handed over
             self._line[0].open()
         self.orders.asked()
         self._let_conduct(self._conductor.at_boundary)
@@ -126,6 +131,7 @@ class Relay:
                 self._step_on()
             except Exception as error:
                 if self._line[0].final:
+                    self.orders.given()  # also before an error, workers are sent the next order
                     raise
                 self._conductor.failed_at_work(self, error)
 

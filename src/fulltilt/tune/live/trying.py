@@ -218,7 +218,7 @@ class Trying:
                 self.candidate = self.best
                 self.begin_trial()
                 return
-            self.candidate = self._workshop.make(knobs, best_of(self._seen))
+            self.candidate = self.make(knobs)
             self.candidate.call_roll(self._watch.witnesses.kept if self._watch is not None else None)
         except Exception as error:
             self._give_up(knobs, error)
@@ -290,6 +290,7 @@ class Trying:
     def _go_back(self, relay: Relay, candidate: Pool) -> None:
         if self.best in (None, candidate) and candidate.can_become(self.in_force):
             candidate.become(self.in_force)
+            self._workshop.trust(candidate)
             self.best = candidate
         else:
             relay.hand_over(self._standing_by())
@@ -297,8 +298,12 @@ class Trying:
     def _standing_by(self) -> Pool:
         """The best pool so far, or another with its settings when a pass has ended since it served."""
         if self.best is None:
-            self.best = self._workshop.make(self.in_force, best_of(self._seen))
+            self.best = self.make(self.in_force)
         return self.best
+
+    def make(self, knobs: Knobs) -> Pool:
+        """Start a pool, with patience for batches that take as long as those seen so far."""
+        return self._workshop.make(knobs, best_of(self._seen) if self._seen else None)
 
     def ran_dry(self, pool: Pool) -> None:
         """A pool has given its last batch and another goes on."""
@@ -310,15 +315,16 @@ class Trying:
     def failed_at_work(self, relay: Relay, error: Exception) -> None:
         """A pool of ours broke. What it owed is made by the best so far, or by one with the script's own settings."""
         failing = relay.serving
-        if (failing is self.best and failing is not self.candidate) or self.phase is Phase.LEFT_ALONE:
-            self.best = None
-            self.leave_alone(failure(failing.knobs, error))
-            relay.replace_serving(self._workshop.make_final())
-        else:
+        if failing is self.candidate:
             self.best = None if failing is self.best else self.best
             self._give_up(failing.knobs, error)
-            relay.replace_serving(self._standing_by() if relay.is_steady else self._workshop.make_final())
+            relay.replace_serving(self._standing_by())
             self._decide()
+        else:
+            if failing is self.best:
+                self.best = None
+                self.leave_alone(failure(failing.knobs, error))
+            relay.replace_serving(self._workshop.make_final())
         self._workshop.retire(failing, failed=True)
 
     def _start_over(self, relay: Relay) -> None:

@@ -56,9 +56,13 @@ class LoaderTuner:
     def begin(self, loader: Any, start: Callable[[], Any]) -> Any:
         """The source of a new pass: torch's own iterator or a pool of ours, behind a relay."""
         before = self._relay()
+        is_one_for_all = self._workshop.loader is loader and self._workshop.user_persists
         if before is not None and not before.ended:
-            before.overtaken = True
-            return start()  # two loops that draw from one loader at once have torch's own each
+            if not is_one_for_all:
+                before.overtaken = True
+                return start()  # two loops that draw from one loader at once have torch's own each
+            before.ended = True
+            self.pass_abandoned(before)
         if self._workshop.loader is not loader:
             self._trying.adopt(knobs_of(loader))
             self._workshop.adopt(loader)
@@ -70,6 +74,8 @@ class LoaderTuner:
             source = self._begin_theirs(loader, start)
         else:
             source = self._begin_ours(loader)
+        if before is not None and is_one_for_all:
+            before.next_pass = source
         self._turnover.began(time.perf_counter() - began_s)
         if isinstance(source, Relay):
             self._relay = weakref.ref(source)
@@ -101,7 +107,7 @@ class LoaderTuner:
             renewed = self._workshop.renew(candidate or self._trying.best)
             if renewed is None and not on_trial and self._trying.candidate is not None:
                 self._trying.start_anew()
-            pool = renewed or self._workshop.make(knobs)
+            pool = renewed or self._trying.make(knobs)
         except Exception as error:
             for pool in self.pools():
                 self._workshop.retire(pool, failed=True)

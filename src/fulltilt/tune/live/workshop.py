@@ -88,6 +88,8 @@ class Workshop:
     def begin_ours(self) -> Orders:
         """The orders of a new pass in which torch's own iterator is not made."""
         sampler, seed = begin_as_the_script_would(self.loader, self._first_pass)
+        if self.loader._iterator is not None:  # the script's own workers persist, and are not asked again
+            self.retire(Pool(self.loader._iterator, self.user, own=False))
         self._seed = self._seed + 1 if seed is None else seed
         self._first_pass = False
         self._surface = self._surface_now()
