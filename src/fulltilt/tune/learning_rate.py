@@ -20,6 +20,7 @@ _LINEAR = frozenset({"SGD", "ASGD", "LARS"})
 _DEEP_SUPERVISION = ((1.0, 0.6), (1.5, 0.56), (2.0, 0.5))
 # A rate this many times as high should not be met by fresh weights at once.
 WARM_UP_FROM = 1.3
+WARM_UP = "warm up to it over the first 3 epochs (guide 1), or 500 steps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def warm_up_advice(factor: float) -> str | None:
     """Whether to warm up to a rate this many times as high."""
     if factor < WARM_UP_FROM:
         return None
-    return f"the rate is {factor:.2g} × as high: warm up to it over the first 3 epochs (guide 1), or 500 steps"
+    return f"the rate is {factor:.2g} × as high: {WARM_UP}"
 
 
 def accumulation_for(batch: int, fits: int) -> tuple[int, int] | None:

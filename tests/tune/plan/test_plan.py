@@ -1,3 +1,4 @@
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -105,6 +106,10 @@ def test_the_plan_names_batches_rates_and_what_workers_hold() -> None:
     assert four.workers_bytes == 4 * 300 * MIB
     assert four.queued_batches == 4 * (loader().prefetch_factor or 2)
     assert any("one batch size (8)" in lack for lack in plan.lacks)
+    console = Console(width=120, file=io.StringIO())
+    show(console, plan)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "from batch 16 on the rate is much higher: warm up to it over the first 3 epochs" in said
 
 
 def test_a_run_without_a_gpu_says_what_it_lacks() -> None:

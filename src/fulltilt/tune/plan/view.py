@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fulltilt.report import wording
-from fulltilt.tune.learning_rate import figure
+from fulltilt.tune.learning_rate import WARM_UP, figure
 from fulltilt.tune.memory import USABLE_VRAM
 from fulltilt.tune.plan.plan import GpuCandidate, Hours, Plan
 from fulltilt.tune.plan.vram import CONTEXT_BYTES, VramBudget
@@ -80,6 +80,9 @@ def _show_batches(console: Console, plan: Plan) -> None:
     for row in plan.batches[1:]:
         if row.learning_rate is not None:
             console.print(Text(f"batch {row.batch}: learning rate {row.learning_rate.arithmetic}"))
+    much_higher = [row.batch for row in plan.batches if row.learning_rate is not None and row.learning_rate.warm_up]
+    if much_higher:
+        console.print(Text(f"from batch {min(much_higher)} on the rate is much higher: {WARM_UP}"))
 
 
 def _show_loading(console: Console, plan: Plan) -> None:
