@@ -26,9 +26,11 @@ import numpy
 import pytest
 import torch
 
+from fulltilt.timeline import attach
 from fulltilt.tune import safe_copies, users_files
 from fulltilt.tune.folder_watch import differences, look, taken_away
 from fulltilt.tune.made import clear_up
+from fulltilt.tune.processes import base_environment
 from fulltilt.tune.safe_copies import copy_files, keep_changed
 from fulltilt.tune.saves import Saves
 
@@ -403,13 +405,20 @@ def test_databases_of_the_users_are_read_and_changed_aside(theirs: Path, tmp_pat
     assert sorted(path.name for path in theirs.iterdir()) == ["a b.db", "model.pt"]
 
 
-def test_no_line_of_a_script_runs_without_its_guards(tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing", ["scratch", "fulltilt"])
+def test_no_line_of_a_script_runs_without_its_guards(missing: str, tmp_path: Path) -> None:
+    """Neither where the scratch folder cannot be made nor in another Python, which may not read this code."""
     (tmp_path / "file").write_text("no folder")
-    environment = {**os.environ, "FULLTILT_SCRATCH": str(tmp_path / "file" / "scratch")}
-    code = "from fulltilt.tune import early; early.begin(); print('the script')"
-    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    environment = {
+        **base_environment(tmp_path / ("file" if missing == "scratch" else "study") / "scratch"),
+        **attach.environment(tmp_path, 0, None, 0),
+    }
+    if missing == "fulltilt":
+        environment[attach.FIRST] = "fulltilt.no_such_module"
+    command = [sys.executable, "-c", "print('the script')"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (7, "")
-    assert "your files cannot be guarded" in ended.stderr
+    assert "your files cannot be guarded here" in ended.stderr
 
 
 # --------------------------------------------------------------------------- what changed all the same

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from datetime import datetime
@@ -54,6 +55,7 @@ def tune(
     arguments = named_in_full(arguments)
     # A recipe is of this Fulltilt, wherever the user's PATH leads.
     resolved = job_command(["-m", *arguments] if _is_recipe(arguments) else arguments)
+    refuse_unguarded(resolved)
     budget_s = seconds_of("--budget", budget)
     trial_limit_s = None if trial_limit is None else seconds_of("--trial-limit", trial_limit)
     from fulltilt.tune.space import parse_allow
@@ -72,6 +74,18 @@ def named_in_full(arguments: list[str]) -> list[str]:
     name = Path(arguments[0])
     is_script = name.is_file() or (name / "__main__.py").exists()
     return ["fulltilt", "train", *arguments] if arguments[0] in RECIPES and not is_script else arguments
+
+
+def refuse_unguarded(command: list[str]) -> None:
+    """Raises UsageError for an interpreter that would run a trial without its guards over the user's files."""
+    if not Path(command[0]).name.startswith("python"):
+        return
+    for flag in itertools.takewhile(lambda word: word.startswith("-") and word not in ("-m", "-c"), command[1:]):
+        if not flag.startswith("--") and set(flag[1:].partition("X")[0].partition("W")[0]) & set("IES"):
+            raise UsageError(
+                f"a trial cannot keep your files from a script that runs with python {flag}",
+                "Tune it without that flag: it shuts out what Fulltilt puts around a script.",
+            )
 
 
 def seconds_of(flag: str, text: str) -> float:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
-from fulltilt.errors import MachineError
 from fulltilt.tune.assignment import ASSIGNMENT
 from fulltilt.tune.saves import Saves
 
@@ -16,15 +14,11 @@ _guard: Saves | None = None
 
 
 def begin() -> None:
-    """Called by the timeline as the process starts. Without its guards no line of the script may run."""
+    """Called by the timeline as the process starts; where it raises, no line of the script runs."""
     global _guard
     assigned, of_study = os.environ.get(ASSIGNMENT), Path(os.environ[SCRATCH])
-    try:
-        _guard = Saves(Path(assigned).parent / "scratch" if assigned else of_study, of_study.parent)
-        _guard.install()
-    except Exception as error:  # an error would not stop the interpreter here: the timeline keeps its own to itself
-        print(f"{type(error).__name__}: your files cannot be guarded: {error}", file=sys.stderr, flush=True)
-        os._exit(MachineError.exit_code)
+    _guard = Saves(Path(assigned).parent / "scratch" if assigned else of_study, of_study.parent)
+    _guard.install()
 
 
 def taken_over() -> Saves | None:
