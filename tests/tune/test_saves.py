@@ -105,6 +105,27 @@ def test_saves_go_aside_and_are_found_again(saves: Saves, theirs: Path) -> None:
     assert saves.diverted == 3
 
 
+@pytest.mark.parametrize("behind_a_link", [False, True])
+def test_a_scratch_folder_may_be_given_in_any_way(tmp_path: Path, theirs: Path, behind_a_link: bool) -> None:
+    """As with `--out ../study`: a path aside was taken for one of the user's, and put aside for ever."""
+    (tmp_path / "far").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "far")
+    scratch = tmp_path / "link" / "scratch" if behind_a_link else Path("..") / "scratch"
+    guard = Saves(scratch)
+    guard.install()
+    try:
+        torch.save({"epoch": 1}, "model.pt")
+        aside = guard.files.aside("model.pt")
+        assert not guard.files.is_path(aside)
+        assert not guard.files.is_path(os.path.realpath(aside))
+        Path(os.path.realpath(aside)).write_text("x")
+        os.replace("model.pt", "best.pt")
+    finally:
+        guard.restore()
+    assert kept(theirs)
+    assert sorted(path.name for path in scratch.rglob("*.pt")) == ["best.pt"]
+
+
 def test_what_was_saved_aside_is_there_to_the_job(saves: Saves, theirs: Path) -> None:
     """As scripts go on with a checkpoint: its size in the log, the best one copied, the last but one deleted."""
     for name in ("epoch-0.pt", "epoch-1.pt"):

@@ -48,14 +48,14 @@ class UsersFiles:
         self._read_only: set[tuple[int, int]] = set()
         self.trains = False  # from the first step on
         self._study = study or scratch.parent
-        self._records = f"{self._study.absolute()}{os.sep}"
+        self._records = _beginnings(self._study)
         self._working_folder = f"{os.getcwd()}{os.sep}"  # noqa: PTH109
         self._begin(scratch)
 
     def _begin(self, scratch: Path) -> None:
         self._scratch = scratch
         self.made = Made(scratch.parent, self._study)
-        self._free = tuple(f"{place}{os.sep}" for place in (scratch.absolute(), "/dev", "/proc", "/sys"))
+        self._free = (*_beginnings(scratch), *(f"/{place}{os.sep}" for place in ("dev", "proc", "sys")))
         self._began = _now_on_disk(scratch)
         self.diverted = 0
 
@@ -212,6 +212,11 @@ class UsersFiles:
         """Where something lies that the job may have written aside, and only there."""
         is_aside = self.is_path(path) and not is_there(path) and self.aside(path).is_file()
         return self.aside(path) if is_aside else path
+
+
+def _beginnings(folder: Path) -> tuple[str, ...]:
+    """How paths in a folder begin: as it was given, without "..", and behind its links."""
+    return tuple({f"{place}{os.sep}" for place in (absolute(folder), os.path.realpath(folder))})
 
 
 def _now_on_disk(folder: Path) -> float:
