@@ -122,7 +122,7 @@ def test_workers_of_the_script_that_a_hand_over_left_behind_are_ended(tmp_path: 
         loader = one.trains(
             DataLoader(Slow(20 * SIZE), batch_size=None, num_workers=2, prefetch_factor=4, persistent_workers=True)
         )
-        assert any(not relay_of(one).is_steady for _ in loader)
+        assert any(not relay_of(one).is_steady for _ in loader), one.record
         assert indices(itertools.islice(loader, SIZE)) == list(range(SIZE))
         assert one.record.settings.num_workers == 1
         until(lambda: len(multiprocessing.active_children()) == 1)
@@ -227,3 +227,44 @@ def test_a_pass_begun_while_another_goes_on_draws_what_workers_that_persist_draw
         indices(iter(loader))
         until(lambda: one.record.settings.num_workers == 2, lambda: [*indices(iter(loader))] and None)
         assert overlapping(loader) == plain
+
+
+def test_a_loader_left_alone_has_workers_of_ours_as_it_would_have_its_own(tmp_path: Path) -> None:
+    """Its own, which persist, are gone: an error is the script's, and a batch may take as long as it does."""
+    with tuning(tmp_path, [Knobs(2)]) as one:
+        loader = one.trains(DataLoader(Squares(SIZE), batch_size=None, num_workers=1, persistent_workers=True))
+        indices(iter(loader))
+        until(lambda: one.record.settings.num_workers == 2, lambda: [*indices(iter(loader))] and None)
+        passing = iter(loader)
+        next(passing)
+        for worker in relay_of(one).serving.iterator._workers:
+            worker.kill()
+        assert indices(passing) == list(range(1, SIZE))
+        for _ in range(3):
+            passing = iter(loader)
+            pool = relay_of(one).serving
+            assert (pool.final, pool.knobs.workers, pool.iterator.patience_s) == (True, 1, None)
+            assert indices(passing) == list(range(SIZE))
+        assert one.record.state == "left_alone"
+
+
+class Scaled(Squares):
+    scale = 1
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        time.sleep(0.01)
+        return torch.tensor(index), self.scale * index
+
+
+def test_a_data_set_changed_while_workers_that_were_taken_back_run_dry_is_seen_by_the_next_batch(tmp_path: Path) -> None:
+    with tuning(tmp_path, [Knobs(2, 8)], [False]) as one:
+        data = Scaled(20 * SIZE)
+        wanted = []
+        for index, sample in one.trains(DataLoader(data, batch_size=None)):
+            wanted.append(data.scale * int(index))
+            assert sample == wanted[-1]
+            relay = relay_of(one)
+            if data.scale == 1 and relay.serving.knobs.workers and relay.pools[-1].knobs.workers == 0:
+                data.scale = 2
+        assert data.scale == 2, one.record
+        assert len(wanted) == 20 * SIZE

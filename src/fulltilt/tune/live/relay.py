@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from fulltilt.tune.live.orders import Orders
@@ -47,6 +47,9 @@ class Host(Protocol):
     def passes_overlap(self) -> None:
         """A pass goes on although another one has begun since."""
 
+    def newest(self) -> Iterator[Any]:
+        """The source of the pass that began last."""
+
 
 class Relay:
     """Hands out the batches of the pools in its line, the first one's to the last, so that none is lost or overtaken.
@@ -60,7 +63,7 @@ class Relay:
         self._line: deque[Pool] = deque([first])
         self.ended = False
         self.overtaken = False  # another pass over this loader has begun since
-        self.next_pass: Any = None  # where workers persist, torch has one iterator for all passes
+        self.is_followed = False  # where workers persist, torch has one iterator for all passes: the next goes on
         self._host = host
         self._conductor = conductor
         self._loader = loader  # scripts loop over loaders that nobody else holds
@@ -79,8 +82,8 @@ class Relay:
         return getattr(self._line[0].iterator, name)
 
     def __next__(self) -> Any:
-        if self.next_pass is not None:
-            return next(self.next_pass)
+        if self.is_followed:
+            return next(self._host.newest())
         if self.ended:
             raise StopIteration  # its pools may serve another pass by now
         asked_s = time.perf_counter()
@@ -146,6 +149,11 @@ class Relay:
     def serving(self) -> Pool:
         """The pool from which the next batch comes."""
         return self._line[0]
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        """All pools in its line."""
+        return tuple(self._line)
 
     @property
     def is_steady(self) -> bool:

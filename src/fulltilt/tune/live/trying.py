@@ -135,8 +135,9 @@ class Trying:
 
     def at_boundary(self, relay: Relay) -> None:
         """Move on, if something is due."""
-        if any(pool.knobs.workers for pool in self.pools()) and self._workshop.script_changed_data_set():
-            self._start_over(relay)
+        workers = [pool for pool in {*self.pools(), *relay.pools} if pool.own and pool.knobs.workers]
+        if workers and self._workshop.script_changed_data_set():
+            self._start_over(relay, workers)
         elif self.phase is Phase.WANTING and relay.is_steady and not self._awaits_witnesses():
             with self._diary.costs():
                 self._start(relay)
@@ -327,9 +328,8 @@ class Trying:
             relay.replace_serving(self._workshop.make_final())
         self._workshop.retire(failing, failed=True)
 
-    def _start_over(self, relay: Relay) -> None:
+    def _start_over(self, relay: Relay, workers: list[Pool]) -> None:
         """The script has changed its data set: the batches that workers have made ahead are not those of the script."""
-        workers = [pool for pool in self.pools() if pool.own]
         self.best = None
         self.leave_alone("the script changes its data set during a pass, which workers would not see")
         relay.start_over(self._workshop.make_final())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fulltilt.timeline.loader_tap import LoaderTap
@@ -41,6 +41,7 @@ class LoaderTuner:
         self._trying = Trying(tap, workshop, diary, lambda: room(self), fetches, limits)
         self._turnover = Turnover(limits)
         self._relay: Callable[[], Relay | None] = lambda: None
+        self._newest: Callable[[], Any] = lambda: None
 
     def pools(self) -> list[Pool]:
         """The pools that are alive, the script's own included."""
@@ -67,15 +68,16 @@ class LoaderTuner:
             self._trying.adopt(knobs_of(loader))
             self._workshop.adopt(loader)
         theirs = self._workshop.can_begin_theirs()
-        if self._trying.phase is Phase.LEFT_ALONE and theirs:
-            return start()
         began_s = time.perf_counter()
-        if theirs and self._trying.in_force == self._workshop.user and not self._trying.may_begin:
+        if theirs and self._trying.phase is Phase.LEFT_ALONE:
+            source = start()
+        elif theirs and self._trying.in_force == self._workshop.user and not self._trying.may_begin:
             source = self._begin_theirs(loader, start)
         else:
             source = self._begin_ours(loader)
         if before is not None and is_one_for_all:
-            before.next_pass = source
+            before.is_followed = True
+        self._newest = weakref.ref(source)
         self._turnover.began(time.perf_counter() - began_s)
         if isinstance(source, Relay):
             self._relay = weakref.ref(source)
@@ -107,7 +109,8 @@ class LoaderTuner:
             renewed = self._workshop.renew(candidate or self._trying.best)
             if renewed is None and not on_trial and self._trying.candidate is not None:
                 self._trying.start_anew()
-            pool = renewed or self._trying.make(knobs)
+            is_left_alone = self._trying.phase is Phase.LEFT_ALONE
+            pool = renewed or (self._workshop.make_final() if is_left_alone else self._trying.make(knobs))
         except Exception as error:
             for pool in self.pools():
                 self._workshop.retire(pool, failed=True)
@@ -149,6 +152,10 @@ class LoaderTuner:
         if not self._workshop.user_persists:
             self._workshop.against_persistence = PASSES_OVERLAP
             self._trying.persist_no_longer()
+
+    def newest(self) -> Iterator[Any]:
+        """The source of the pass that began last; nothing where it was left."""
+        return self._newest() or iter(())
 
     def first_arrived(self, wait_s: float) -> None:
         """The first batch of a pass came."""
