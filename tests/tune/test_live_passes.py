@@ -256,7 +256,7 @@ class Scaled(Squares):
         return torch.tensor(index), self.scale * index
 
 
-def test_a_data_set_changed_while_workers_that_were_taken_back_run_dry_is_seen_by_the_next_batch(tmp_path: Path) -> None:
+def test_a_data_set_changed_while_workers_taken_back_run_dry_is_seen_by_the_next_batch(tmp_path: Path) -> None:
     with tuning(tmp_path, [Knobs(2, 8)], [False]) as one:
         data = Scaled(20 * SIZE)
         wanted = []
