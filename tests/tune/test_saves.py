@@ -315,6 +315,16 @@ def test_what_a_job_deletes_is_not_found_again(saves: Saves, theirs: Path) -> No
     assert (theirs / "out" / "last.pt").read_text() == "a week's work"
 
 
+def test_what_a_job_renames_is_found_at_its_new_name(saves: Saves, theirs: Path) -> None:
+    os.rename("model.pt", "previous.pt")
+    assert (Path("previous.pt").read_text(), Path("model.pt").exists()) == ("the user's checkpoint", False)
+    Path("model.pt").write_text("new")
+    assert (Path("previous.pt").read_text(), Path("model.pt").read_text()) == ("the user's checkpoint", "new")
+    saves.restore()
+    assert kept(theirs)
+    assert [path.name for path in theirs.iterdir()] == ["model.pt"]
+
+
 @pytest.mark.parametrize(
     "remove", [lambda: shutil.rmtree("ckpt"), lambda: os.rename("ckpt", "elsewhere")], ids=["rmtree", "rename"]
 )
@@ -405,7 +415,7 @@ def test_databases_of_the_users_are_read_and_changed_aside(theirs: Path, tmp_pat
     guard.install()
     try:
         for connect in (
-            lambda: sqlite3.Connection("a b.db"),
+            lambda: sqlite3.Connection(database="a b.db"),
             lambda: sqlite3.connect(f"file://{theirs}/a%20b.db?mode=rw", uri=True),
             lambda: sqlite3.connect(b"a b.db"),
         ):

@@ -399,3 +399,17 @@ def test_what_a_settings_file_does_not_hold_is_not_promised_of_it(
     study_ending._hand_over(open_console(), record, settings, settings, tmp_path, apply=False)
     assert said in capsys.readouterr().out
     assert json.loads((tmp_path / "settings.json").read_text()) == {"num_workers": 4}
+
+
+@pytest.mark.parametrize("theirs", ["settings.json", "scratch/notes.txt"])
+def test_a_folder_with_other_things_is_no_place_for_a_study(
+    theirs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--out .`: at its end a study deletes its scratch folder and an earlier settings file."""
+    monkeypatch.chdir(tmp_path)
+    Path(theirs).parent.mkdir(exist_ok=True)
+    Path(theirs).write_text("the user's")
+    with pytest.raises(UsageError, match=r"^\. holds other things than a study"):
+        Study(["train.py"], [], Path(), Space(2), None, print)
+    assert Path(theirs).read_text() == "the user's"
+    assert not Path("study.json").exists()

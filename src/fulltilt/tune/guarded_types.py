@@ -66,8 +66,8 @@ class GuardedTypes:
             def __new__(cls, fileno: int, length: int, *args: Any, **kwargs: Any) -> Any:
                 if not files.is_opened_read_only(fileno):
                     return super().__new__(cls, fileno, length, *args, **kwargs)
-                offset = {"offset": kwargs["offset"]} if "offset" in kwargs else {}
-                return super().__new__(cls, fileno, length, access=mmap.ACCESS_COPY, **offset)
+                offset = args[3] if len(args) > 3 else kwargs.get("offset", 0)
+                return super().__new__(cls, fileno, length, access=mmap.ACCESS_COPY, offset=offset)
 
         Map.__name__ = Map.__qualname__ = "mmap"
         return Map

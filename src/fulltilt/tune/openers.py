@@ -46,11 +46,11 @@ class Openers:
         return connect
 
     def _connection(self, original: Any) -> Any:
-        database = self._database
+        open_database = self._database
 
         class Connection(original, metaclass=StandsIn):  # type: ignore[misc]
-            def __init__(self, path: Any, *args: Any, **kwargs: Any) -> None:
-                database(super().__init__, path, args, kwargs)
+            def __init__(self, database: Any, *args: Any, **kwargs: Any) -> None:
+                open_database(super().__init__, database, args, kwargs)
 
         return Connection
 

@@ -2,7 +2,8 @@
 
 | entry point                                        | in a trial                                                 |
 |----------------------------------------------------|------------------------------------------------------------|
-| os.remove, rename, … of what was there before      | does nothing                                               |
+| os.remove, … of what was there before              | does nothing                                               |
+| os.rename of a file that was there before          | makes a copy of it aside, if it is not too large           |
 | os.replace of a new file over one that was there   | the new one goes to the scratch folder                     |
 | open, stat, … of what was removed                  | does not find it (`aside_views.py`)                        |
 | os.mkdir, symlink, link where something was removed| does nothing: to the job it is gone                        |
@@ -144,6 +145,7 @@ class Removals:
                     os.unlink(source)  # noqa: PTH108 - an empty one of mkstemp, into which it was saved
                 return None
             if self._files.was_there(source):
+                self._files.copy_aside(source, target)
                 self._remove(source)
                 return None
             if not self._files.was_there(target):

@@ -89,6 +89,10 @@ class Study:
             started_at=datetime.now().astimezone().isoformat(timespec="seconds"),
         )
         if not path.exists():
+            if any(self._folder.iterdir()):  # a study deletes and replaces what lies in its folder
+                raise UsageError(
+                    f"{self._shown} holds other things than a study", "Choose a folder for the study alone with --out."
+                )
             store.write_json(path, fresh)
             return fresh
         kept = store.read_record(path, StudyRecord)

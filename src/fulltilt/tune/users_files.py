@@ -188,6 +188,13 @@ class UsersFiles:
         found = os.fstat(descriptor)
         return (found.st_dev, found.st_ino) in self._read_only
 
+    def copy_aside(self, source: Any, target: Any) -> None:
+        """A file of the user's, found by the job at another place too; not a large one, and no folder."""
+        if self._is_users_file(source) and _stat(source).st_size <= LARGEST_COPY_BYTES and self.is_path(target):
+            aside = self.aside(target)
+            aside.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, aside)
+
     def _is_users_file(self, file: Any) -> bool:
         return self.was_there(file, follow=True) and stat.S_ISREG(_stat(file).st_mode)
 
