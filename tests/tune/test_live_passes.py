@@ -268,3 +268,19 @@ def test_a_data_set_changed_while_workers_taken_back_run_dry_is_seen_by_the_next
                 data.scale = 2
         assert data.scale == 2, one.record
         assert len(wanted) == 20 * SIZE
+
+
+def test_a_pass_shorter_than_the_queue_draws_from_the_scripts_generator_as_the_plain_run_does(tmp_path: Path) -> None:
+    """Its sampler draws when it begins and when it ends: both before the script has its first batch."""
+
+    def story(loader: Any) -> list[Any]:
+        loader.generator.manual_seed(9)
+        return [(flat(batch), torch.rand(1, generator=loader.generator).item()) for _ in range(3) for batch in loader]
+
+    def loader() -> Any:
+        return DataLoader(Slow(20), batch_size=2, shuffle=True, generator=torch.Generator())
+
+    with tuning(tmp_path, [Knobs(2, 8)]) as one:
+        tuned = one.trains(loader())
+        until(lambda: one.live.tuners and one.record.settings.num_workers == 2, lambda: [*tuned] and None)
+        assert story(tuned) == story(loader())

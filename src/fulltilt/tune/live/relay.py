@@ -90,9 +90,9 @@ class Relay:
         if self.overtaken:
             self.overtaken = False
             self._host.passes_overlap()
+        self.orders.asked()
         if self._left_s is None and self.is_steady:  # the first batch may have been an error, and been handed over
             self._line[0].open()
-        self.orders.asked()
         self._let_conduct(self._conductor.at_boundary)
         began_s = time.perf_counter()
         batch = self._draw()
