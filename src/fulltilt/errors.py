@@ -8,6 +8,7 @@ FulltiltError
 ├── Diverged            6  training left the finite numbers
 └── MachineError        7  disk full, shared memory, permissions
     └── RunFolderError  7  a run folder cannot be read or written
+        └── NotARunFolder  2  what the user named holds no run
 """
 
 from __future__ import annotations
@@ -66,6 +67,12 @@ class MachineError(FulltiltError):
 
 class RunFolderError(MachineError):
     """A run folder cannot be read or written. The message names the file and, where known, the line."""
+
+
+class NotARunFolder(RunFolderError):  # noqa: N818 - it says what is wrong
+    """What the user named holds no run."""
+
+    exit_code = UsageError.exit_code
 
 
 _REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)

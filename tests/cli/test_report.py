@@ -119,7 +119,7 @@ def test_the_demos_runs_are_found_without_an_argument(report):
 
 
 @pytest.mark.parametrize("state", ["missing", "empty", "file"])
-def test_what_is_no_run_folder_is_one_line_and_exit_7(report, state):
+def test_what_is_no_run_folder_is_one_line_and_bad_usage(report, state):
     path = Path("nothing")
     if state == "empty":
         path.mkdir()
@@ -127,7 +127,7 @@ def test_what_is_no_run_folder_is_one_line_and_exit_7(report, state):
         path.write_text("x")
     for extra in ([], ["--json"]):
         code, out, err = report("nothing", *extra)
-        assert (code, out) == (7, "")
+        assert (code, out) == (2, "")
         assert err.startswith("fulltilt: nothing is not a run folder")
         assert err.count("\n") == 1
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fulltilt.errors import RunFolderError
+from fulltilt.errors import NotARunFolder, RunFolderError
 from fulltilt.records import SCHEMA_VERSION, RankRecord, Run, RunRecord, Sample, Span
 from fulltilt.store.codec import decode
 from fulltilt.store.names import RUN_FILE, SAMPLES_FILE, rank_file, steps_file
@@ -94,13 +94,13 @@ def load(folder: str | Path) -> Run:
     try:
         names = sorted(path.name for path in folder.iterdir())
     except FileNotFoundError as error:
-        raise RunFolderError(f"{folder} is not a run folder: there is no such folder") from error
+        raise NotARunFolder(f"{folder} is not a run folder: there is no such folder") from error
     except NotADirectoryError as error:
-        raise RunFolderError(f"{folder} is not a run folder: it is a file") from error
+        raise NotARunFolder(f"{folder} is not a run folder: it is a file") from error
     except OSError as error:
         raise RunFolderError(f"cannot read {folder}: {error.strerror or error}") from error
     if RUN_FILE not in names:
-        raise RunFolderError(f"{folder} is not a run folder: it has no {RUN_FILE}")
+        raise NotARunFolder(f"{folder} is not a run folder: it has no {RUN_FILE}")
     run = read_record(folder / RUN_FILE, RunRecord)
     ranks = read_ranks(folder)
     known = {steps_file(number) for number in ranks}
