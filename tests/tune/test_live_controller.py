@@ -152,6 +152,13 @@ def test_a_pause_and_what_queued_up_meanwhile_do_not_count() -> None:
     assert seen.wait_share == pytest.approx(0.5)
 
 
+def test_a_stretch_in_which_nothing_was_made_has_a_pace_all_the_same() -> None:
+    """Others divide by it."""
+    seen = summarize(Knobs(2), [Arrival(0.1, 0.1, from_queue=1)] * 8)
+    assert seen is not None
+    assert 0 < seen.batches_per_s <= 1 / 1.6 + 1e-9
+
+
 def test_bursts_of_as_many_batches_as_workers_are_no_noise() -> None:
     bursts = [Arrival(0.4, 0.1), Arrival(0.0, 0.1), Arrival(0.0, 0.1), Arrival(0.0, 0.1)] * 6
     seen = summarize(Knobs(4), bursts)

@@ -86,7 +86,8 @@ def summarize(knobs: Knobs, arrivals: Sequence[Arrival], limits: Limits = DEFAUL
     if len(groups) >= ENOUGH_GROUPS:
         spread = statistics.stdev(groups) / statistics.fmean(groups) / math.sqrt(len(groups))
     used_up = sum(arrival.from_queue for arrival in kept)
-    rate = (len(kept) - (used_up if used_up > 1 else 0)) / total_s  # one batch more or less in the queue is chance
+    made = len(kept) - (used_up if used_up > 1 else 0)  # one batch more or less in the queue is chance
+    rate = max(made, 1) / total_s  # where all of them came out of the queue, it is less than that
     busy_s = sum(arrival.busy_s for arrival in kept) / len(kept)
     return Seen(knobs, rate, spread, 1 - rate * busy_s, busy_s)
 
