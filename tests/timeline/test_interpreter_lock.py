@@ -18,6 +18,7 @@ from fulltilt.timeline.interpreter_lock import (
     LONGEST_EVERY_S,
     PATIENT_S,
     LockTurns,
+    own_cpu_clock,
     wake_on_time,
 )
 
@@ -77,7 +78,7 @@ class Waits:
         self.turns.share()
 
     def wait(self, took_s: float, cost_s: float, observed_s: float) -> None:
-        self.turns.begin_wait(threading.get_ident())
+        self.turns.begin_wait(0)
         self.now_s += took_s
         self.cost_s += cost_s
         self.observed_s += observed_s
@@ -129,11 +130,12 @@ def test_a_thread_that_waits_and_then_keeps_the_lock_does_not_cost_without_end(m
 
 
 @pytest.mark.skipif(not hasattr(time, "pthread_getcpuclockid"), reason="this system has no clock for a thread")
-def test_the_clock_of_a_thread_that_has_ended_is_not_asked_for() -> None:
+def test_the_clock_of_a_thread_that_has_ended_tells_nothing() -> None:
     with ThreadPoolExecutor(1) as ended:
-        thread_id = ended.submit(threading.get_ident).result()
+        clock = ended.submit(own_cpu_clock).result()
+    assert clock is not None
     turns = LockTurns()
-    for observed in (thread_id, None, threading.get_ident()):
+    for observed in (clock, None, own_cpu_clock()):
         turns.begin_wait(observed)
         turns.end_wait()
     assert turns.every_s(0.01) == 0.01
@@ -145,11 +147,13 @@ def test_waiting_for_a_call_that_keeps_the_lock_takes_little_of_the_cpu() -> Non
     worked_s: list[float] = []
     done = threading.Event()
 
+    clock = own_cpu_clock()
+
     def observe() -> None:
         turns = LockTurns()
         turns.share()
         while not done.is_set():
-            turns.begin_wait(threading.main_thread().ident)
+            turns.begin_wait(clock)
             time.sleep(0.005)
             turns.end_wait()
         worked_s.append(time.thread_time())

@@ -54,7 +54,6 @@ class LockTurns:
         self._for_calls, self._for_cpus = Account(FOR_CALLS), Account(FOR_CPUS)
         self._crowded_s = 0.0  # what a look costs for want of CPUs, lately
         self._worked_s = self._began_s = self._settled_at_s = time.monotonic()
-        self._observed: int | None = None
         self._clock: int | None = None
         self._observed_s = 0.0
 
@@ -69,10 +68,9 @@ class LockTurns:
         return max(usual_s, min(self._crowded_s / CROWDED_SHARE, LONGEST_EVERY_S))
 
     def begin_wait(self, observed: int | None) -> None:
-        """The observing thread is about to sleep until its next look at another thread."""
-        if observed != self._observed:
-            self._observed, self._clock = observed, _cpu_clock_of(observed)
-        self._observed_s = _cpu_s(self._clock) or 0.0
+        """The observing thread is about to sleep until its next look at another thread, whose CPU clock is given."""
+        self._clock = observed
+        self._observed_s = _cpu_s(observed) or 0.0
         self._worked_s, self._began_s = time.thread_time(), time.monotonic()
 
     def end_wait(self) -> None:
@@ -102,11 +100,12 @@ class LockTurns:
         return ALONE_S if threading.active_count() <= WITHOUT_OTHERS else IN_COMPANY_S
 
 
-def _cpu_clock_of(thread_id: int | None) -> int | None:
-    """The clock of a thread's CPU time; None where there is none. Asking for that of a dead thread would crash."""
-    if thread_id is None or thread_id not in sys._current_frames() or not hasattr(time, "pthread_getcpuclockid"):
-        return None
-    return time.pthread_getcpuclockid(thread_id)
+def own_cpu_clock() -> int | None:
+    """The clock of the calling thread's CPU time, which others may read; None where there is none (macOS).
+
+    Nobody else asks for it: the C library would crash on a thread that has just ended.
+    """
+    return time.pthread_getcpuclockid(threading.get_ident()) if hasattr(time, "pthread_getcpuclockid") else None
 
 
 def _cpu_s(clock: int | None) -> float | None:

@@ -23,7 +23,7 @@ from fulltilt.timeline.booking import Booking
 from fulltilt.timeline.calibration import Calibration
 from fulltilt.timeline.clock import CudaClock
 from fulltilt.timeline.evaluation import Evaluation
-from fulltilt.timeline.interpreter_lock import LockTurns, wake_on_time
+from fulltilt.timeline.interpreter_lock import LockTurns, own_cpu_clock, wake_on_time
 from fulltilt.timeline.looks import Looks
 from fulltilt.timeline.marks import Activity, BookedApart, EvalMode, Finished, Point, Rested
 from fulltilt.timeline.notes import RankNotes
@@ -48,6 +48,7 @@ class Recorder:
         self.notes = notes
         self.activity = Activity.USER
         self.thread_id = threading.main_thread().ident
+        self._cpu_clock = own_cpu_clock() if self.thread_id == threading.get_ident() else None
         self.active = True
         self.training = False
         self.eval_mode = False
@@ -92,7 +93,7 @@ class Recorder:
 
     def adopt(self) -> None:
         """The calling thread is the one that trains."""
-        self.thread_id = threading.get_ident()
+        self.thread_id, self._cpu_clock = threading.get_ident(), own_cpu_clock()
 
     def switch(self, activity: Activity, fact: Any = None, point: Point = Point.NONE) -> Activity:
         """From now on the training thread does ``activity``. Returns what it did before."""
@@ -228,7 +229,7 @@ class Recorder:
             # Never in step with the job: looks at a fixed interval would always meet a 10 ms step at the same place.
             every_s = self._lock_turns.every_s(self._looks.usually_every_s)
             pause_s = every_s * (0.5 + jitter.random())
-            self._lock_turns.begin_wait(self.thread_id)
+            self._lock_turns.begin_wait(self._cpu_clock)
             due_ns = time.perf_counter_ns() + int(pause_s * 1e9)
             time.sleep(pause_s)  # waiting for an Event with a time limit takes the interpreter lock twice as long
             self._lock_turns.end_wait()

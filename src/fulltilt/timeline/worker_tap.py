@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from fulltilt import store
 from fulltilt.records import HotLine
 from fulltilt.timeline import attached
-from fulltilt.timeline.interpreter_lock import LockTurns, wake_on_time
+from fulltilt.timeline.interpreter_lock import LockTurns, own_cpu_clock, wake_on_time
 from fulltilt.timeline.lines import LineTimes
 from fulltilt.timeline.stacks import look, stack_of
 from fulltilt.timeline.tracebacks import leave_out_ours
@@ -99,8 +99,7 @@ class FetchMeter:
         self._process_cpu = time.process_time()
         self._last_look = time.perf_counter()
         self.thread_id = threading.get_ident()
-        # Where there is none (macOS), other threads cannot tell what a fetch under way has cost.
-        self._cpu_clock = time.pthread_getcpuclockid(self.thread_id) if hasattr(time, "pthread_getcpuclockid") else None
+        self._cpu_clock = own_cpu_clock()  # without one, other threads cannot tell what a fetch under way has cost
         self._thread_native = threading.get_native_id()
         self.fetching = False
         self._sent = 0
@@ -151,7 +150,7 @@ class FetchMeter:
         wake_on_time()
         lock_turns = LockTurns()
         lock_turns.share()
-        lock_turns.begin_wait(self.thread_id)
+        lock_turns.begin_wait(self._cpu_clock)
         next_send = time.perf_counter() + SEND_EVERY_S
         jitter = Random()  # our own: the job's random numbers are the job's
         looks, every_s = 0, EARLY_LOOK_EVERY_S
@@ -169,7 +168,7 @@ class FetchMeter:
                 next_send = now + SEND_EVERY_S
                 lock_turns.share()
                 self.send()
-            lock_turns.begin_wait(self.thread_id)
+            lock_turns.begin_wait(self._cpu_clock)
 
     def _pss_bytes(self) -> int | None:
         """Memory of this worker, asked for at every doubling of its messages: the kernel walks all pages for it."""
