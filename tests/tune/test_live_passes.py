@@ -160,6 +160,7 @@ class Hanging(Squares):
         return super().__getitem__(index)
 
 
+@pytest.mark.slow
 def test_a_batch_that_takes_longer_than_the_scripts_timeout_is_the_error_that_torch_makes_of_it(tmp_path: Path) -> None:
     with tuning(tmp_path, [Knobs(1)]) as one:
         loader = one.trains(DataLoader(Hanging(SIZE), batch_size=None, num_workers=2, timeout=1))
@@ -182,6 +183,7 @@ class Slowest(Squares):
         return torch.full((3,), float(self.epoch)), index
 
 
+@pytest.mark.slow
 def test_batches_that_take_long_are_waited_for_in_every_pass(tmp_path: Path) -> None:
     """Workers that are started anew for a pass, since the data set has changed, were given less time than the first."""
     limits = dataclasses.replace(HASTY, first_batch_s=0.2)
@@ -256,6 +258,7 @@ class Scaled(Squares):
         return torch.tensor(index), self.scale * index
 
 
+@pytest.mark.slow
 def test_a_data_set_changed_while_workers_taken_back_run_dry_is_seen_by_the_next_batch(tmp_path: Path) -> None:
     with tuning(tmp_path, [Knobs(2, 8)], [False]) as one:
         data = Scaled(20 * SIZE)
