@@ -38,13 +38,13 @@ def limits_count_from_here() -> Iterator[None]:
         del os.environ[BEGAN]
 
 
-# The Ctrl-C that came while nothing was trained. Whoever is being imported, or a library, may have caught it.
-_interrupted: str | None = None
+# Whether Ctrl-C came while nothing was trained. Whoever is being imported, or a library, may have caught it.
+_interrupted = False
 
 
 def was_interrupted() -> bool:
     """Whether Ctrl-C came before or after training."""
-    return _interrupted is not None
+    return _interrupted
 
 
 @contextlib.contextmanager
@@ -63,14 +63,14 @@ def signals_end_it() -> Iterator[None]:
 
     def stop(number: int, _frame: FrameType | None) -> None:
         global _interrupted
-        name = signal.Signals(number).name
         if os.getpid() != here:  # a process that was forked meanwhile: its parent ends it
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif number == signal.SIGINT:
-            _interrupted = name
+            _interrupted = True
             raise KeyboardInterrupt
         else:
+            name = signal.Signals(number).name
             os.write(2, f"fulltilt: received {name} before or after training; no step is lost\n".encode())
             os._exit(StoppedEarly.exit_code)
 
@@ -78,7 +78,7 @@ def signals_end_it() -> Iterator[None]:
         with _handled([number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN], stop):
             yield
     finally:
-        _interrupted = None
+        _interrupted = False
 
 
 class StopRequest:
@@ -89,7 +89,7 @@ class StopRequest:
         max_time_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.reason = f"received {_interrupted}" if was_interrupted() else None
+        self.reason: str | None = "received SIGINT" if was_interrupted() else None
         self.max_time_s = max_time_s
         self._clock = clock
         self._began_s = float(os.environ.get(BEGAN) or clock())
