@@ -39,7 +39,7 @@ test-search: setup
 
 # The longer suite: a hundred kills in each of seven configurations, ten thousand damaged checkpoints, ranks, studies. About 25 minutes.
 test-faults: setup
-	$(RUN)/python -m pytest -p no:xdist -m "slow and not recipes" tests/faults tests/train tests/feed tests/tune tests/test_benches.py
+	$(RUN)/python -m pytest -p no:xdist -m "slow and not recipes" tests/faults tests/train tests/feed tests/tuning tests/test_benches.py
 
 # Each recipe trained until it has learnt, and every command line of the guides. Alone on two cores: about half an hour.
 test-recipes: setup

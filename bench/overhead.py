@@ -32,8 +32,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from fulltilt.timeline import looks
-from fulltilt.timeline.session import Session
+from fulltilt.recorder import looks
+from fulltilt.recorder.session import Session
 
 # name, width, depth, batch
 SIZES = {

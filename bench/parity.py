@@ -31,7 +31,7 @@ from fulltilt.recipes.cod import model as network
 from fulltilt.recipes.cod.loss import deep_loss, structure_loss
 from fulltilt.recipes.cod.metrics import iou
 from fulltilt.recipes.cod.pictures import Pictures, pairs
-from fulltilt.recipes.made.folder import make_folder
+from fulltilt.recipes.synthetic.folder import make_folder
 from fulltilt.train import Job, TrainSettings, train
 from fulltilt.train.progress import Screen
 

@@ -162,7 +162,7 @@ def test_importing_fulltilt_imports_nothing_heavy(module: str) -> None:
     run_python("-c", f"import sys, fulltilt; sys.exit({module!r} in sys.modules)")
 
 
-@pytest.mark.parametrize("room", ["diagnose", "report", "probes", "store", "cli.main"])
+@pytest.mark.parametrize("room", ["diagnosis", "report", "probes", "store", "cli.main"])
 def test_rooms_that_need_no_torch_do_not_import_it(room: str) -> None:
     run_python("-c", f"import sys, fulltilt.{room}; sys.exit('torch' in sys.modules)")
 
@@ -203,7 +203,7 @@ def test_imports_go_downward_only(house: Path) -> None:
     ("file", "spoilt", "complaint"),
     [
         ("records/run.py", "import fulltilt.store", "fulltilt.records is not allowed to import fulltilt.store"),
-        ("diagnose/words.py", "import fulltilt.report", "fulltilt.diagnose is not allowed to import fulltilt.report"),
+        ("diagnosis/words.py", "import fulltilt.report", "fulltilt.diagnosis is not allowed to import fulltilt.report"),
         ("probes/host.py", "from fulltilt.cli import main", "fulltilt.probes is not allowed to import fulltilt.cli"),
         ("report/status.py", "import torch", "fulltilt.report is not allowed to import torch"),
     ],

@@ -15,9 +15,9 @@ from fulltilt.feed.tiers import default_workers
 from fulltilt.recipes.cod.job import build
 from fulltilt.recipes.cod.options import CodOptions
 from fulltilt.recipes.cod.pictures import Pair, Pictures
-from fulltilt.recipes.made.cod import draw
-from fulltilt.recipes.made.parallel import spread
 from fulltilt.recipes.recipe import Request
+from fulltilt.recipes.synthetic.cod import draw
+from fulltilt.recipes.synthetic.parallel import spread
 from fulltilt.train import Job, TrainSettings
 from recipebench.measuring import Bench, plain_step, stock_rate
 from recipebench.turns import Turns, engine_turns, steps_of

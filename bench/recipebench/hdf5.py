@@ -15,8 +15,8 @@ from fulltilt.recipes.hdf5 import RECIPE, Options
 from fulltilt.recipes.hdf5.data import Part, look
 from fulltilt.recipes.hdf5.model import WindowNet, binary_loss
 from fulltilt.recipes.hdf5.training import build, reader
-from fulltilt.recipes.made.hdf5 import CHANNELS, CHUNK, STEPS
 from fulltilt.recipes.recipe import Request
+from fulltilt.recipes.synthetic.hdf5 import CHANNELS, CHUNK, STEPS
 from fulltilt.train import TrainSettings
 from recipebench.measuring import Bench, plain_step, stock_rate
 from recipebench.turns import Turns, engine_turns, steps_of

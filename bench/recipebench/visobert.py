@@ -16,8 +16,8 @@ import transformers
 
 from fulltilt.errors import StoppedEarly
 from fulltilt.feed.text import Tokens
-from fulltilt.recipes.made import text as made
 from fulltilt.recipes.recipe import Request
+from fulltilt.recipes.synthetic import text as made
 from fulltilt.recipes.visobert import RECIPE, Options, masks
 from fulltilt.recipes.visobert.batches import TokenisedTexts
 from fulltilt.recipes.visobert.model import load_model, load_tokenizer

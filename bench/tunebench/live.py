@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from fulltilt import store
-from fulltilt.timeline.session import Session
-from fulltilt.tune.live import Live
+from fulltilt.recorder.session import Session
+from fulltilt.tuning.live import Live
 from tunebench.figures import Figures
 from tunebench.job import Job
 from tunebench.sweep import rate, rate_of, train, with_workers

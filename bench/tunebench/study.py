@@ -13,11 +13,11 @@ import torch
 
 from fulltilt.probes.host import cpu_capacity
 from fulltilt.records import Settings, Trial
-from fulltilt.tune.interval import Patience
-from fulltilt.tune.space import Space, rid_of_none
-from fulltilt.tune.study import Study
-from fulltilt.tune.trials import is_valid, start_of
-from fulltilt.tune.verify import winner
+from fulltilt.tuning.interval import Patience
+from fulltilt.tuning.space import Space, rid_of_none
+from fulltilt.tuning.study import Study
+from fulltilt.tuning.trials import is_valid, start_of
+from fulltilt.tuning.verify import winner
 from tunebench.figures import Figures
 from tunebench.job import Job
 from tunebench.sweep import POINT_S, rate, with_workers

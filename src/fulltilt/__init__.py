@@ -12,14 +12,14 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fulltilt import feed as feed
-    from fulltilt.diagnose import diagnose as diagnose
+    from fulltilt.diagnosis import diagnose as diagnose
+    from fulltilt.recorder import record as record
     from fulltilt.store import load as load
-    from fulltilt.timeline import record as record
 
 _HOME = {
     "load": "fulltilt.store",
-    "diagnose": "fulltilt.diagnose",
-    "record": "fulltilt.timeline",
+    "diagnose": "fulltilt.diagnosis",
+    "record": "fulltilt.recorder",
 }
 
 __all__ = ["__version__", "diagnose", "feed", "load", "record"]

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fulltilt.diagnose import answer
+from fulltilt.diagnosis import answer
 from fulltilt.probes.gpu import Gpus
 from fulltilt.records import HostReading, Run, Sample, Settings
 from fulltilt.report import page, terminal
 from fulltilt.report.answer import to_plain
 from fulltilt.testing import FakeClock, FakeNvml, shared_gpu, throttled_gpu, two_t4s
-from fulltilt.tune.assignment import Answer
-from fulltilt.tune.interval import Block
-from fulltilt.tune.outcome import Attempt, conclude
-from fulltilt.tune.trial_run import Ended
-from tests.diagnose.examples import rank, run_of
+from fulltilt.tuning.assignment import Answer
+from fulltilt.tuning.interval import Block
+from fulltilt.tuning.outcome import Attempt, conclude
+from fulltilt.tuning.trial_run import Ended
+from tests.diagnosis.examples import rank, run_of
 
 
 def recorded(machine: Callable[[FakeClock], FakeNvml]) -> Run:
@@ -45,7 +45,7 @@ TROUBLED = {
 
 @pytest.mark.parametrize("trouble", TROUBLED)
 def test_row_23_the_measurement_is_marked_invalid_wherever_it_is_shown(trouble: str, tmp_path: Path) -> None:
-    """Seen to fail: with `_slowed_down` or `_shared` of diagnose/validity.py returning None the run is called valid."""
+    """Seen to fail: with `_slowed_down` or `_shared` of diagnosis/validity.py giving None a run is called valid."""
     machine, because = TROUBLED[trouble]
     run = recorded(machine)
     diagnosis = answer(run)
@@ -60,7 +60,7 @@ def test_row_23_the_measurement_is_marked_invalid_wherever_it_is_shown(trouble: 
 
 @pytest.mark.parametrize("trouble", TROUBLED)
 def test_row_23_the_tuner_drops_the_trial(trouble: str) -> None:
-    """Seen to fail: with `_throttled` of tune/outcome.py returning None the trial is ok."""
+    """Seen to fail: with `_throttled` of tuning/outcome.py returning None the trial is ok."""
     machine, because = TROUBLED[trouble]
     blocks = tuple(Block(steps=10, samples=320, seconds=1.0, wait_s=0.1) for _ in range(8))
     measured = Answer(blocks, steps=80, losses=(1.0,) * 80, world_size=1, complete=True)

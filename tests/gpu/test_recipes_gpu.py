@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fulltilt.cli import main as command
-from fulltilt.recipes.made import make_folder
+from fulltilt.recipes.synthetic import make_folder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

@@ -14,7 +14,7 @@ import torch
 
 import fulltilt
 from fulltilt import store
-from fulltilt.diagnose import answer
+from fulltilt.diagnosis import answer
 from fulltilt.train.job import Job
 from fulltilt.train.loop import train
 from fulltilt.train.progress import Screen

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from fulltilt.recorder.launch import job_command
 from fulltilt.records import Trial
-from fulltilt.timeline.launch import job_command
-from fulltilt.tune.interval import Patience
-from fulltilt.tune.memory import vram_line
-from fulltilt.tune.space import Space
-from fulltilt.tune.study import Study
-from fulltilt.tune.trials import is_valid
+from fulltilt.tuning.interval import Patience
+from fulltilt.tuning.memory import vram_line
+from fulltilt.tuning.space import Space
+from fulltilt.tuning.study import Study
+from fulltilt.tuning.trials import is_valid
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fulltilt
-from fulltilt.diagnose import answer
+from fulltilt.diagnosis import answer
 
 transformers = pytest.importorskip("transformers")
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import fulltilt
-from fulltilt.diagnose import answer
+from fulltilt.diagnosis import answer
 
 lightning = pytest.importorskip("lightning.pytorch")
 

@@ -23,7 +23,7 @@ from fulltilt.recipes.cod.loss import deep_loss, structure_loss
 from fulltilt.recipes.cod.options import CodOptions
 from fulltilt.recipes.cod.pictures import Pair, Pictures, pairs
 from fulltilt.recipes.cod.preflight import check_pairs
-from fulltilt.recipes.made import make_folder
+from fulltilt.recipes.synthetic import make_folder
 from fulltilt.train.schedule import trainable
 
 

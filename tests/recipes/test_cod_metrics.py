@@ -13,7 +13,7 @@ import torch
 
 from fulltilt.recipes.cod import metrics
 from fulltilt.recipes.cod.distance import nearest_inside
-from fulltilt.recipes.made import cod as made
+from fulltilt.recipes.synthetic import cod as made
 
 REFERENCE = importlib.util.find_spec("py_sod_metrics") is not None
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from fulltilt.cli import main as command
 from fulltilt.recipes.cod import job
 from fulltilt.recipes.cod import model as network
-from fulltilt.recipes.made import make_folder
+from fulltilt.recipes.synthetic import make_folder
 
 SMALL = (
     *("--backbone", "test_resnet", "--img-size", "32", "--decoder-width", "16", "--num-experts", "2"),

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from fulltilt.recipes.made import make_folder
+from fulltilt.recipes.synthetic import make_folder
 
 GUIDES = Path(__file__).parents[2] / "guides"
 

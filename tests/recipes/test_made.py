@@ -14,8 +14,8 @@ import pytest
 
 from fulltilt.cli import main as command
 from fulltilt.errors import UsageError
-from fulltilt.recipes.made import folder as made
-from fulltilt.recipes.made.parallel import spread
+from fulltilt.recipes.synthetic import folder as made
+from fulltilt.recipes.synthetic.parallel import spread
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +31,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
             if size == 13:
                 raise OSError(28, "No space left on device")
 
-    module = types.ModuleType("fulltilt.recipes.made.text")
+    module = types.ModuleType("fulltilt.recipes.synthetic.text")
     module.make = make  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "fulltilt.recipes.made.text", module)
+    monkeypatch.setitem(sys.modules, "fulltilt.recipes.synthetic.text", module)
     return asked
 
 

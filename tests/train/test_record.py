@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from fulltilt import store
-from fulltilt.diagnose import answer
+from fulltilt.diagnosis import answer
 from fulltilt.errors import RunFolderError, StoppedEarly
+from fulltilt.recorder import attach
+from fulltilt.recorder.session import Session
 from fulltilt.records import Run, Span
-from fulltilt.timeline import attach
-from fulltilt.timeline.session import Session
 from fulltilt.train.loop import train
 from fulltilt.train.outcome import StepEnd
 from fulltilt.train.progress import Screen

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from fulltilt.diagnose.preflight import LoaderPlan, preflight
+from fulltilt.diagnosis.preflight import LoaderPlan, preflight
 from fulltilt.errors import UsageError
 from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.host import HostProbe

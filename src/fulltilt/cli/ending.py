@@ -12,7 +12,7 @@ from typing import Literal
 
 from fulltilt import store
 from fulltilt.cli.streams import complain
-from fulltilt.diagnose import answer
+from fulltilt.diagnosis import answer
 from fulltilt.errors import FulltiltError, RunFolderError
 from fulltilt.probes.jobs import still_running
 from fulltilt.records import RunRecord

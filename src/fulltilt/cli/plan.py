@@ -14,10 +14,10 @@ from fulltilt.errors import UsageError
 from fulltilt.records import SCHEMA_VERSION
 from fulltilt.report.screen import open_console
 from fulltilt.train.forecast import Forecast, forecast
-from fulltilt.tune.plan import view
-from fulltilt.tune.plan.gpu_models import GPU_MODELS, find_gpu
-from fulltilt.tune.plan.plan import Plan, make_plan, with_target
-from fulltilt.tune.plan.target import History, Target, parse_target, read_history
+from fulltilt.tuning.plan import view
+from fulltilt.tuning.plan.gpu_models import GPU_MODELS, find_gpu
+from fulltilt.tuning.plan.plan import Plan, make_plan, with_target
+from fulltilt.tuning.plan.target import History, Target, parse_target, read_history
 
 
 def register(app: typer.Typer) -> None:

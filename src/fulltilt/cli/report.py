@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from fulltilt import store
-from fulltilt.diagnose import answer
+from fulltilt.diagnosis import answer
 from fulltilt.errors import RunFolderError, UsageError
 from fulltilt.report import page, terminal
 from fulltilt.report.answer import to_plain

@@ -21,13 +21,13 @@ from fulltilt.errors import UsageError
 from fulltilt.probes.cgroup import oom_kills
 from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.machine import describe_machine
+from fulltilt.recorder import attach
+from fulltilt.recorder.launch import job_command, job_name
+from fulltilt.recorder.overrides import read_settings
 from fulltilt.records import RunRecord, Settings
-from fulltilt.timeline import attach
-from fulltilt.timeline.launch import job_command, job_name
-from fulltilt.timeline.overrides import read_settings
 
 # Each process of the job imports it once torch is there; this one need not.
-LIVE_TUNING = "fulltilt.tune.live"
+LIVE_TUNING = "fulltilt.tuning.live"
 # Behind the script they are the script's. Hardly any has the first; the others are told of where it does not know them.
 RARE_FLAGS = ("--auto",)
 OTHER_FLAGS = ("--out", "--deep", "--settings")

@@ -13,15 +13,15 @@ from rich.text import Text
 
 from fulltilt import store
 from fulltilt.errors import Diverged, DoesNotFit, FulltiltError, MachineError, UsageError
+from fulltilt.recorder.overrides import LOADER
 from fulltilt.records import Settings, Trial
 from fulltilt.report.screen import open_console
-from fulltilt.timeline.overrides import LOADER
-from fulltilt.tune.learning_rate import CONTRASTIVE_WARNING, looks_contrastive, looks_deeply_supervised
-from fulltilt.tune.solutions import by_hand, in_words, solutions
-from fulltilt.tune.source_patch import WriteYourself, apply_change, propose
-from fulltilt.tune.space import LOADER_SETTINGS, loader_settings, rid_of_none, streams_alone
-from fulltilt.tune.study_record import StudyRecord
-from fulltilt.tune.table import (
+from fulltilt.tuning.learning_rate import CONTRASTIVE_WARNING, looks_contrastive, looks_deeply_supervised
+from fulltilt.tuning.solutions import by_hand, in_words, solutions
+from fulltilt.tuning.source_patch import WriteYourself, apply_change, propose
+from fulltilt.tuning.space import LOADER_SETTINGS, loader_settings, rid_of_none, streams_alone
+from fulltilt.tuning.study_record import StudyRecord
+from fulltilt.tuning.table import (
     OVERLAPPING_PASSES,
     changing_data_set_sentence,
     nothing_tried_sentence,
@@ -32,8 +32,8 @@ from fulltilt.tune.table import (
     verdict_sentence,
     workers_stay_sentence,
 )
-from fulltilt.tune.trials import is_valid
-from fulltilt.tune.verify import candidates, compare, winner
+from fulltilt.tuning.trials import is_valid
+from fulltilt.tuning.verify import candidates, compare, winner
 
 SETTINGS_FILE = "settings.json"
 DIFF_FILE = "change.diff"

@@ -15,13 +15,13 @@ from fulltilt.cli.study_ending import end_study
 from fulltilt.probes.host import cpu_capacity, memory_headroom_bytes
 from fulltilt.records import Settings, Trial
 from fulltilt.report.wording import seconds
-from fulltilt.tune.course import next_step
-from fulltilt.tune.outcome import Attempt
-from fulltilt.tune.solutions import in_words
-from fulltilt.tune.space import Space
-from fulltilt.tune.study import Study
-from fulltilt.tune.table import progress_line, rate_words
-from fulltilt.tune.trials import best_of
+from fulltilt.tuning.course import next_step
+from fulltilt.tuning.outcome import Attempt
+from fulltilt.tuning.solutions import in_words
+from fulltilt.tuning.space import Space
+from fulltilt.tuning.study import Study
+from fulltilt.tuning.table import progress_line, rate_words
+from fulltilt.tuning.trials import best_of
 
 STOPPED_EARLY = 3
 # Of the memory that is free at the beginning: what a trial may hold before it is ended.

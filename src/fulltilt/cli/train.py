@@ -83,8 +83,8 @@ def run_recipe(recipe: Recipe, given: dict[str, Any], config: Path | None = None
 
 
 def _make(recipe: Recipe, folder: Path) -> None:
-    from fulltilt.diagnose.words import count
-    from fulltilt.recipes.made import KINDS, make_folder
+    from fulltilt.diagnosis.words import count
+    from fulltilt.recipes.synthetic import KINDS, make_folder
 
     if make_folder(recipe.made, folder, recipe.made_size, 0):
         print(f"Made {count(KINDS[recipe.made], recipe.made_size)} in {folder}", file=sys.stderr)

@@ -15,7 +15,7 @@ from fulltilt import store
 from fulltilt.cli.own_flags import given_to_script, hint
 from fulltilt.errors import UsageError
 from fulltilt.recipes import RECIPES
-from fulltilt.timeline.launch import job_command, job_name
+from fulltilt.recorder.launch import job_command, job_name
 from fulltilt.train.config import duration_s
 
 # Flags that no training script is likely to have; behind the script they are given to it.
@@ -58,7 +58,7 @@ def tune(
     refuse_unguarded(resolved)
     budget_s = seconds_of("--budget", budget)
     trial_limit_s = None if trial_limit is None else seconds_of("--trial-limit", trial_limit)
-    from fulltilt.tune.space import parse_allow
+    from fulltilt.tuning.space import parse_allow
 
     allowed = parse_allow(allow)
     for flag in given_to_script(OWN_FLAGS, arguments):

@@ -11,13 +11,13 @@ from types import TracebackType
 
 from fulltilt import store
 from fulltilt.cli.statusbar import StatusBar
-from fulltilt.diagnose import low_gpu_warning
+from fulltilt.diagnosis import low_gpu_warning
 from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.host import HostProbe, cpu_capacity
 from fulltilt.probes.sampler import Sampler
+from fulltilt.recorder.following import WARN_AFTER_S, Following
 from fulltilt.records import Sample
 from fulltilt.report.status import status_line
-from fulltilt.timeline.following import WARN_AFTER_S, Following
 
 LOOK_EVERY_S = 1.0
 

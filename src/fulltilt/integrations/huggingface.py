@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fulltilt.errors import UsageError
+from fulltilt.recorder.explicit import Recording
 from fulltilt.records import Sample, Settings
-from fulltilt.timeline.explicit import Recording
 
 try:
     from transformers import TrainerCallback

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fulltilt import store
-from fulltilt.diagnose import answer
+from fulltilt.diagnosis import answer
 from fulltilt.records import Diagnosis, Run
 from fulltilt.report import page
 from fulltilt.report.answer import to_plain

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from pathlib import Path
 
-from fulltilt.diagnose.low_gpu import likely_cause, low_gpu_warning
+from fulltilt.diagnosis.low_gpu import likely_cause, low_gpu_warning
 from fulltilt.errors import RunFolderError
 from fulltilt.probes.host import cpu_capacity
+from fulltilt.recorder.following import WARN_AFTER_S, Following
+from fulltilt.recorder.loader_tap import ENGINE
 from fulltilt.records import Buckets, LoaderRecord, Sample
-from fulltilt.timeline.following import WARN_AFTER_S, Following
-from fulltilt.timeline.loader_tap import ENGINE
 from fulltilt.train.progress import Screen
 from fulltilt.train.settings import TrainSettings
 

@@ -8,8 +8,8 @@ from functools import cached_property
 from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.host import HostProbe
 from fulltilt.probes.sampler import Sampler
+from fulltilt.recorder.run_files import job_root
 from fulltilt.records import Sample
-from fulltilt.timeline.run_files import job_root
 
 Listener = Callable[[Sample], None]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fulltilt.timeline.loop_marks import LoopMarks
+from fulltilt.recorder.loop_marks import LoopMarks
 from fulltilt.train.progress import Screen
 
 # The first steps compile, allocate and fill caches; then the profiler itself needs a step or two.

@@ -21,15 +21,15 @@ import torch
 
 from fulltilt import store
 from fulltilt.errors import FulltiltError, StoppedEarly
+from fulltilt.recorder import attach
+from fulltilt.recorder.loader_tap import ENGINE, LoaderTap, TappedIterator
+from fulltilt.recorder.loop_marks import LoopMarks
+from fulltilt.recorder.run_files import Ended, RunFiles
+from fulltilt.recorder.session import Session
+from fulltilt.recorder.tapped import described, tap_on
 from fulltilt.records import RankRecord, RunRecord, Settings
 from fulltilt.report.explain import explain
 from fulltilt.report.terminal import verdict_lines
-from fulltilt.timeline import attach
-from fulltilt.timeline.loader_tap import ENGINE, LoaderTap, TappedIterator
-from fulltilt.timeline.loop_marks import LoopMarks
-from fulltilt.timeline.run_files import Ended, RunFiles
-from fulltilt.timeline.session import Session
-from fulltilt.timeline.tapped import described, tap_on
 from fulltilt.train import batches
 from fulltilt.train.idle_gpu import IdleGpu
 from fulltilt.train.job import samples_in

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fulltilt.errors import DoesNotFit, UsageError
-from fulltilt.timeline.loop_marks import LoopMarks
+from fulltilt.recorder.loop_marks import LoopMarks
 from fulltilt.train import batches, optimizers, shards
 from fulltilt.train.distributed import Group
 from fulltilt.train.ema import Ema

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from fulltilt.recipes.carclip.table import read
-from fulltilt.recipes.made import make_folder
-from fulltilt.recipes.made.car_pictures import BODIES, COLOURS, Look, picture
-from fulltilt.recipes.made.cars import MAKES, described
+from fulltilt.recipes.synthetic import make_folder
+from fulltilt.recipes.synthetic.car_pictures import BODIES, COLOURS, Look, picture
+from fulltilt.recipes.synthetic.cars import MAKES, described
 
 
 def test_the_same_seed_gives_the_same_files(tmp_path: Path) -> None:

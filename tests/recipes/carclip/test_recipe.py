@@ -18,8 +18,8 @@ from fulltilt.cli.train import run_recipe
 from fulltilt.errors import UsageError
 from fulltilt.recipes.carclip import RECIPE, build, tokens
 from fulltilt.recipes.carclip.loss import contrastive_loss
-from fulltilt.recipes.made import make_folder
 from fulltilt.recipes.recipe import Request
+from fulltilt.recipes.synthetic import make_folder
 from fulltilt.train.settings import TrainSettings
 
 GUIDE = Path(__file__).parents[3] / "guides" / "scripts" / "train_car_clip.py"

@@ -12,8 +12,8 @@ import pytest
 from fulltilt.errors import DataError, FulltiltError, MachineError, UsageError
 from fulltilt.recipes.hdf5 import Options
 from fulltilt.recipes.hdf5.data import look
-from fulltilt.recipes.made import hdf5 as made
-from fulltilt.recipes.made import make_folder
+from fulltilt.recipes.synthetic import hdf5 as made
+from fulltilt.recipes.synthetic import make_folder
 
 
 def write(path: Path, rows: int = 40, shape: tuple[int, ...] = (8, 3), **keys: object) -> Path:

@@ -11,7 +11,7 @@ import pytest
 
 from fulltilt.recipes import options
 from fulltilt.recipes.hdf5 import RECIPE
-from fulltilt.recipes.made import make_folder
+from fulltilt.recipes.synthetic import make_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.recipes, pytest.mark.timeout(3600)]
 

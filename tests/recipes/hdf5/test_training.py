@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from fulltilt.cli import main as command
 from fulltilt.recipes import hdf5, options
 from fulltilt.recipes.hdf5 import model, training
-from fulltilt.recipes.made import make_folder
+from fulltilt.recipes.synthetic import make_folder
 
 SMALL = ("--epochs", "2", "--batch-size", "24", "--width", "8", "--heads", "2", "--workers", "0")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fulltilt.recipes import options
-from fulltilt.recipes.made import make_folder
+from fulltilt.recipes.synthetic import make_folder
 from fulltilt.recipes.visobert import RECIPE
 
 pytestmark = [pytest.mark.slow, pytest.mark.recipes, pytest.mark.timeout(3600)]

@@ -11,7 +11,7 @@ import torch
 
 from fulltilt.errors import DataError, FulltiltError, UsageError
 from fulltilt.recipes import options
-from fulltilt.recipes.made import text as made
+from fulltilt.recipes.synthetic import text as made
 from fulltilt.recipes.visobert import RECIPE, Options
 from fulltilt.recipes.visobert.keys import translate
 from fulltilt.recipes.visobert.metrics import classification

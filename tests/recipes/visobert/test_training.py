@@ -22,16 +22,16 @@ from safetensors.torch import load_file
 
 import fulltilt
 from fulltilt.cli import main as command
-from fulltilt.diagnose import answer
-from fulltilt.diagnose.rules import arithmetic
+from fulltilt.diagnosis import answer
+from fulltilt.diagnosis.rules import arithmetic
 from fulltilt.errors import MachineError, UsageError
 from fulltilt.feed.text import Batching, TextLoader
-from fulltilt.recipes.made import make_folder
+from fulltilt.recipes.synthetic import make_folder
 from fulltilt.recipes.visobert import Options, arguments, texts
 from fulltilt.recipes.visobert.batches import BucketSampler, Picks, ResidentTexts, TokenisedTexts, resident
 from fulltilt.recipes.visobert.disk import refusals_told
 from fulltilt.recipes.visobert.trainer import ClassLoss, TextTrainer
-from fulltilt.timeline.explicit import Recording
+from fulltilt.recorder.explicit import Recording
 from fulltilt.train import checkpoint, durable
 from fulltilt.train.settings import TrainSettings
 

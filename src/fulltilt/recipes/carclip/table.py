@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fulltilt.diagnose.words import count
+from fulltilt.diagnosis.words import count
 from fulltilt.errors import DataError, UsageError
 from fulltilt.recipes import tables
 from fulltilt.recipes.picture_files import SUFFIXES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from fulltilt.diagnose.preflight import PreflightLimits
+from fulltilt.diagnosis.preflight import PreflightLimits
 from fulltilt.records import GpuReading
 from fulltilt.report import wording
 from fulltilt.report.blocks import chart_rows

@@ -1,0 +1,44 @@
+"""From records to an answer: the ledger, the ceilings, the findings and the verdict. Pure functions, no torch."""
+
+from __future__ import annotations
+
+from fulltilt.diagnosis.beside import without_side_jobs
+from fulltilt.diagnosis.checklist import make_checklist
+from fulltilt.diagnosis.evidence import gather
+from fulltilt.diagnosis.ledger import mean_step
+from fulltilt.diagnosis.low_gpu import low_gpu_warning
+from fulltilt.diagnosis.rules import judge
+from fulltilt.diagnosis.settings import settings_in_force
+from fulltilt.diagnosis.thresholds import DEFAULT, Thresholds
+from fulltilt.diagnosis.validity import invalid_because
+from fulltilt.diagnosis.verdict import ordered, reach_verdict
+from fulltilt.records import Abstention, Diagnosis, Finding, Run
+
+__all__ = ["Thresholds", "answer", "diagnose", "low_gpu_warning"]
+
+
+def diagnose(run: Run) -> tuple[Finding, ...]:
+    """What holds the run up, ordered by what fixing it would win."""
+    return answer(run).findings
+
+
+def answer(run: Run, thresholds: Thresholds = DEFAULT) -> Diagnosis:
+    """Everything that can be said about a run; feeds every surface. Never raises on a run that could be read."""
+    run = without_side_jobs(run)
+    evidence = gather(run, thresholds)
+    judgements = judge(evidence)
+    findings = ordered(judgement for judgement in judgements if isinstance(judgement, Finding))
+    return Diagnosis(
+        verdict=reach_verdict(evidence, findings),
+        ledger=evidence.ledger,
+        throughput=evidence.throughput,
+        ceilings=evidence.ceilings,
+        gpu=evidence.gpus,
+        findings=findings,
+        abstained=tuple(judgement for judgement in judgements if isinstance(judgement, Abstention)),
+        checklist=make_checklist(evidence),
+        settings=settings_in_force(evidence),
+        ranks=evidence.ranks,
+        step=mean_step(run),
+        invalid_because=invalid_because(evidence),
+    )

@@ -1,0 +1,171 @@
+"""The GPUs and the host over the training part of a run: means and peaks of what the sampler saw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from fulltilt.diagnosis.ledger import training_window
+from fulltilt.diagnosis.thresholds import Thresholds
+from fulltilt.diagnosis.words import percent
+from fulltilt.records import GpuProcess, GpuReading, GpuSummary, Run, Sample
+
+# Limits that every busy GPU runs into sooner or later: throttling only when the clock falls far for them.
+_LIMITS = ("power_cap", "board_limit", "reliability", "sync_boost")
+LEAST_LOOKS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class HostSummary:
+    """The host over the training part of a run. ``ram_share`` is used memory over its limit."""
+
+    samples: int = 0
+    cpu_pct: float | None = None
+    tree_cpu_pct: float | None = None
+    iowait_pct: float | None = None
+    ram_share_peak: float | None = None
+    ram_full_share: float | None = None
+    swap_in_bytes_per_s: float | None = None
+
+
+def training_samples(run: Run) -> tuple[Sample, ...]:
+    """The samples taken while the job trained; all of them when it never made a step."""
+    windows = [window for spans in run.spans if (window := training_window(spans))]
+    if not windows:
+        return run.samples
+    t0_s, t1_s = min(w.t0_s for w in windows), max(w.t1_s for w in windows)
+    return tuple(sample for sample in run.samples if t0_s <= sample.t_s <= t1_s)
+
+
+def summarise_gpus(run: Run, thresholds: Thresholds) -> tuple[GpuSummary, ...]:
+    """Each GPU of the job over its training part, in the order of their indices.
+
+    When the ranks say which GPUs they use only those are listed, otherwise every GPU that was sampled.
+    """
+    readings: dict[str, list[GpuReading]] = {}
+    for reading in run.run.machine.gpus:
+        readings[reading.uuid] = []
+    for sample in training_samples(run):
+        for reading in sample.gpus:
+            readings.setdefault(reading.uuid, []).append(reading)
+    used = {rank.gpu_uuid for rank in run.ranks} - {None}
+    if not used and any(rank.device == "cpu" for rank in run.ranks):
+        return ()
+    named = {reading.uuid: reading for reading in run.run.machine.gpus}
+    summaries = []
+    for uuid, seen in readings.items():
+        if used and uuid not in used:
+            continue
+        first = seen[0] if seen else named[uuid]
+        summaries.append(_summarise(first, [reading for reading in seen if not reading.lost], thresholds))
+    return tuple(sorted(summaries, key=lambda gpu: (gpu.index, gpu.uuid)))
+
+
+def _summarise(first: GpuReading, seen: list[GpuReading], thresholds: Thresholds) -> GpuSummary:
+    vram = _present(reading.vram_used_bytes for reading in seen)
+    energy = _present(reading.energy_j for reading in seen)
+    slowed = [_slowing_reasons(reading, thresholds) for reading in seen]
+    known = [reasons for reasons in slowed if reasons is not None]
+    mean_vram = mean(vram)
+    return GpuSummary(
+        uuid=first.uuid,
+        name=first.name,
+        index=first.index,
+        util_pct=_mean_of(seen, lambda r: r.util_pct),
+        sm_active_pct=_mean_of(seen, lambda r: r.sm_active_pct),
+        sm_occupancy_pct=_mean_of(seen, lambda r: r.sm_occupancy_pct),
+        tensor_active_pct=_mean_of(seen, lambda r: r.tensor_active_pct),
+        dram_active_pct=_mean_of(seen, lambda r: r.dram_active_pct),
+        vram_used_bytes=round(mean_vram) if mean_vram is not None else None,
+        vram_peak_bytes=round(max(vram)) if vram else None,
+        vram_total_bytes=next((r.vram_total_bytes for r in (*seen, first) if r.vram_total_bytes), None),
+        power_w=_mean_of(seen, lambda r: r.power_w),
+        energy_j=max(energy) - min(energy) if energy else None,
+        temperature_peak_c=max(_present(r.temperature_c for r in seen), default=None),
+        throttled_share=sum(1 for reasons in known if reasons) / len(known) if known else None,
+        throttle_reasons=tuple(sorted({reason for reasons in known for reason in reasons})),
+        foreign_processes=_foreign(seen),
+    )
+
+
+def _slowing_reasons(reading: GpuReading, thresholds: Thresholds) -> tuple[str, ...] | None:
+    """The reasons that slow this GPU down at this moment; None when the driver does not tell."""
+    if reading.throttle_reasons is None:
+        return None
+    clock = clock_ratio([reading])
+    slow = clock is not None and clock < thresholds.power_capped_clock
+    return tuple(reason for reason in reading.throttle_reasons if slow or reason not in _LIMITS)
+
+
+def clock_ratio(readings: Iterable[GpuReading]) -> float | None:
+    """The mean SM clock over its maximum; None when it was not measured."""
+    ratios = [
+        min(r.sm_clock_mhz / r.sm_clock_max_mhz, 1.0)
+        for r in readings
+        if r.sm_clock_mhz is not None and r.sm_clock_max_mhz
+    ]
+    return mean(ratios)
+
+
+def _foreign(seen: list[GpuReading]) -> tuple[GpuProcess, ...]:
+    """Processes of others, each once, as last seen."""
+    latest = {p.pid: p for reading in seen for p in reading.processes or () if not p.ours}
+    return tuple(latest[pid] for pid in sorted(latest))
+
+
+def use_before_the_job(run: Run, uuid: str) -> float | None:
+    """How busy others kept a GPU, in percent of the time, while the job was not on it yet.
+
+    None after a look or two: a neighbour may have its pauses.
+    """
+    readings = (reading for sample in run.samples for reading in sample.gpus if reading.uuid == uuid)
+    without_us = [reading for reading in readings if reading.processes and not any(p.ours for p in reading.processes)]
+    return _mean_of(without_us, lambda reading: reading.util_pct) if len(without_us) >= LEAST_LOOKS else None
+
+
+def summarise_host(run: Run, thresholds: Thresholds) -> HostSummary:
+    """The host over the training part."""
+    hosts = [sample.host for sample in training_samples(run)]
+    ram = []
+    for host in hosts:
+        limit = min(_present((host.mem_limit_bytes, host.mem_total_bytes)), default=0)
+        if limit > 0 and host.mem_used_bytes is not None:
+            ram.append(host.mem_used_bytes / limit)
+    return HostSummary(
+        samples=len(hosts),
+        cpu_pct=mean(_present(host.cpu_pct for host in hosts)),
+        tree_cpu_pct=mean(_present(host.tree_cpu_pct for host in hosts)),
+        iowait_pct=mean(_present(host.iowait_pct for host in hosts)),
+        ram_share_peak=max(ram, default=None),
+        ram_full_share=sum(1 for share in ram if share >= thresholds.ram_full_share) / len(ram) if ram else None,
+        swap_in_bytes_per_s=mean(_present(host.swap_in_bytes_per_s for host in hosts)),
+    )
+
+
+def is_it_real(gpu: GpuSummary, thresholds: Thresholds) -> str | None:
+    """One sentence on whether the utilisation figure means what people take it for; None without the figure."""
+    if gpu.util_pct is None:
+        return None
+    shown = f"GPU {gpu.index} utilisation {percent(gpu.util_pct / 100)}"
+    if gpu.sm_active_pct is None:
+        return f"{shown}, which only says that some kernel ran; SM activity (Hopper and newer) was not measured"
+    active = percent(gpu.sm_active_pct / 100)
+    if gpu.util_pct < thresholds.high_util_pct:
+        return f"{shown}, SMs active {active}"
+    if gpu.sm_active_pct >= thresholds.real_sm_active_pct:
+        return f"{shown} is real: SMs active {active}"
+    return f"{shown} only says that some kernel ran: SMs active {active}"
+
+
+def mean(values: Iterable[float]) -> float | None:
+    """The arithmetic mean; None of nothing."""
+    values = list(values)
+    return sum(values) / len(values) if values else None
+
+
+def _mean_of(seen: list[GpuReading], figure: Callable[[GpuReading], float | None]) -> float | None:
+    return mean(_present(figure(reading) for reading in seen))
+
+
+def _present(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]

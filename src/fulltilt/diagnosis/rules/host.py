@@ -1,0 +1,179 @@
+"""The script itself holds the training up: its own code, its validation, its checkpoints."""
+
+from __future__ import annotations
+
+import re
+
+from fulltilt.diagnosis.evidence import Evidence
+from fulltilt.diagnosis.gains import amdahl, by_removing, gain, rarer, share_left
+from fulltilt.diagnosis.rules.wording import Judgement, at, costliest_lines, found, rewritten, time_spent
+from fulltilt.diagnosis.words import count, percent, seconds
+from fulltilt.records import Abstention, HotLine, LoaderRecord
+
+# --------------------------------------------------------------------------- the user's own code
+
+_FOR_OTHERS = "it waits for another thread or process; make that one faster, or wait later"
+# What the line or its function looks like, and what to do about it.
+_ADVICE = (
+    (r"\bsleep\(", "it waits on purpose; remove it"),
+    (r"\.(join|result|wait|acquire)\(\)", _FOR_OTHERS),
+    (r"json|dump|write|\bsave|to_csv", "write every {every} steps, or from a second thread"),
+    (r"\bprint\(|logg(er|ing)\b|log_metric|add_(scalar|histogram)|wandb", "log every {every} steps"),
+    (r"plot|imshow|figure", "draw once an epoch"),
+    (r"\b(as_|new_)?tensor\(", "it walks through lists; give it one NumPy array (np.stack), or keep tensors"),
+    (r"deepcopy|\.clone\(", "copy every {every} steps"),
+    (r"gc\.collect|empty_cache", "drop it: memory is reused without it"),
+    (r"\.numpy\(|\.tolist\(|\.item\(", "keep it in tensors and read it every {every} steps"),
+)
+# What a line says is not what it does; what stands inside an f-string is done.
+_QUOTED = re.compile(r"(f?)(\"[^\"]*\"|'[^']*')")
+_OTHERWISE = "take it out of the step, do it every {every} steps, or let a second thread do it"
+_SELDOM = (
+    "most steps are free of it, and it takes long when it comes: do it once before the training, more seldom still, "
+    "or in a second thread or process meanwhile"
+)
+
+
+def host_code(evidence: Evidence) -> Judgement:
+    """The script's own Python between steps, while nothing computes. Slow kernel launches are not counted here."""
+    launch_s = evidence.launch_s
+    lines = evidence.host_lines
+    if evidence.on_gpu and launch_s is None and not lines:
+        return Abstention("host_code", "what the host did while the GPU idled (launching, or code of the script's own)")
+    cost_s = evidence.buckets.host_code_s - (launch_s or 0.0)
+    share = evidence.active_share(cost_s)
+    if share < evidence.thresholds.host_code_share:
+        return None
+    facts = [time_spent(evidence, "code of the script's own", cost_s)]
+    facts += costliest_lines(evidence, lines, cost_s)
+    if not lines:
+        facts.append("no stack was sampled, so the line is not known")
+    predicted = by_removing(share, evidence.thresholds.recovered_low)
+    if lines and _most_in_one_function(lines) < evidence.thresholds.guilty_function_share * cost_s:
+        fix = (
+            "It is spread thin over many functions, so no line is to blame: it comes with every step. Make fewer and "
+            "larger steps (a larger batch), or compile the model (torch.compile)."
+        )
+        return found(evidence, "host_code", cost_s, facts, fix, None, predicted)
+    fix = (
+        _speed_up_line(lines[0], share, _is_seldom(evidence))
+        if lines
+        else f"Find the slow code: {_OTHERWISE.format(every=100)}."
+    )
+    return found(evidence, "host_code", cost_s, facts, fix, lines[0].where if lines else None, predicted)
+
+
+def _most_in_one_function(lines: tuple[HotLine, ...]) -> float:
+    by_function: dict[tuple[str, str], float] = {}
+    for line in lines:
+        key = line.where.rpartition(":")[0], line.function
+        by_function[key] = by_function.get(key, 0.0) + line.seconds
+    return max(by_function.values(), default=0.0)
+
+
+def _is_seldom(evidence: Evidence) -> bool:
+    """Whether nearly all of the host code falls into few steps, as between epochs: rarer still is no advice then."""
+    spans = [span for own in evidence.run.spans for span in own if span.steps > 0]
+    spans.sort(key=lambda span: -span.buckets.host_code_s / span.steps)
+    most_s = evidence.thresholds.seldom_code_part * sum(span.buckets.host_code_s for span in spans)
+    steps, seen_s = 0, 0.0
+    for span in spans:
+        if seen_s >= most_s:
+            break
+        steps, seen_s = steps + span.steps, seen_s + span.buckets.host_code_s
+    return steps <= evidence.thresholds.seldom_steps_share * sum(span.steps for span in spans)
+
+
+def _speed_up_line(line: HotLine, share: float, seldom: bool) -> str:
+    text = _QUOTED.sub(lambda quoted: quoted[0] if quoted[1] else '""', f"{line.call or ''} {line.function}".lower())
+    advice = next((advice for pattern, advice in _ADVICE if re.search(pattern, text)), _OTHERWISE)
+    if line.waits:
+        advice = _FOR_OTHERS
+    if seldom and "{every}" in advice:
+        advice = _SELDOM
+    every = next((n for n in (10, 20, 50) if share / n <= 0.01), 100)
+    return f"{line.call or line.function}{at(line.where)}: {advice.format(every=every)}."
+
+
+# --------------------------------------------------------------------------- validation
+
+
+def validation_heavy(evidence: Evidence) -> Judgement:
+    """Validation takes so much of the job that validating less often would pay."""
+    cost_s = evidence.buckets.validation_s
+    share = evidence.active_share(cost_s)
+    limits = evidence.thresholds
+    if share < limits.validation_share:
+        return None
+    loader = _validation_loader(evidence)
+    facts = [time_spent(evidence, "validation", cost_s)]
+    if loader and loader.passes and loader.role == "eval":
+        facts.append(f"{count('pass', loader.passes)} over {loader.dataset}, {seconds(cost_s / loader.passes)} each")
+    every = rarer(share, limits.validation_target_share)
+    left = share_left(share, every)
+    engine = loader is not None and loader.made_by == "fulltilt"
+    rarely = f"every {_ordinal(every)} time{' (eval_every in the settings)' if engine else ''}"
+    fix = f"Validate {rarely}: its share falls from {percent(share)} to {percent(left)}."
+    asked = evidence.run.run.asked
+    in_memory = engine and (asked.residency != "none" or asked.num_workers)  # nothing is left to do for workers
+    if loader and loader.num_workers == 0 and not in_memory:
+        call = rewritten(evidence, loader, num_workers=2, persistent_workers=True)
+        fix += f" Its loader{at(loader.where)} has no workers: {call}."
+    fix += f" A larger {'eval_batch_size' if engine else 'batch'} makes each one faster and changes no result."
+    high = amdahl(share * (1 - 1 / every))
+    predicted = gain(1 + (high - 1) * limits.recovered_low, high)
+    return found(evidence, "validation_heavy", cost_s, facts, fix, loader.where if loader else None, predicted)
+
+
+def _validation_loader(evidence: Evidence) -> LoaderRecord | None:
+    """The loader that validation draws most from; it may be one that trains as well."""
+    loaders = evidence.rank.loaders if evidence.rank else ()
+    only_evaluate = [loader for loader in loaders if loader.role == "eval"]
+    also_evaluate = [loader for loader in loaders if loader.role == "train" and loader.eval_batches]
+    own = max(only_evaluate, key=lambda loader: loader.batches, default=None)
+    return own or max(also_evaluate, key=lambda loader: loader.eval_batches, default=None)
+
+
+# --------------------------------------------------------------------------- checkpoints
+
+
+def checkpoint_stall(evidence: Evidence) -> Judgement:
+    """Training stands still while the model is saved."""
+    cost_s = evidence.buckets.checkpoint_s
+    share = evidence.active_share(cost_s)
+    limits = evidence.thresholds
+    if share < limits.checkpoint_share:
+        return None
+    lines = sorted(evidence.rank.checkpoint_lines, key=lambda line: -line.seconds) if evidence.rank else []
+    facts = [time_spent(evidence, "saving", cost_s)]
+    facts += costliest_lines(evidence, lines, cost_s)
+    every = rarer(share, limits.checkpoint_target_share)
+    left = share_left(share, every)
+    where = lines[0].where if lines else None
+    engine = _engine_trains(evidence)
+    falls = f"its share falls from {percent(share)} to {percent(left)}"
+    # Rarer saves leave a part of them, asynchronous ones the copying: either may win more.
+    rarely, beside = amdahl(share * (1 - 1 / every)), amdahl(share * (1 - limits.async_checkpoint_part))
+    if engine:
+        fix = (
+            "Every epoch ends with a save, and save_every in the settings adds more: leave it out, or make it "
+            f"{every} times as large ({falls}). Where it is not set, put the run folder (--out) on a faster disk."
+        )
+        beside = 1 + (rarely - 1) * limits.recovered_low
+    else:
+        fix = (
+            f"Save every {_ordinal(every)} time{at(where)}: {falls}. "
+            "Or save beside the training: copy the state to host memory and let a thread write it "
+            "(torch.distributed.checkpoint.async_save does both)."
+        )
+    predicted = gain(min(rarely, beside), max(rarely, beside))
+    return found(evidence, "checkpoint_stall", cost_s, facts, fix, where, predicted)
+
+
+def _engine_trains(evidence: Evidence) -> bool:
+    return any(loader.made_by == "fulltilt" for loader in (evidence.rank.loaders if evidence.rank else ()))
+
+
+def _ordinal(k: int) -> str:
+    ending = "th" if 10 <= k % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(k % 10, "th")
+    return f"{k}{ending}"

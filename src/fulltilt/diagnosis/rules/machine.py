@@ -1,0 +1,230 @@
+"""The machine holds the training up: memory, CPUs, clocks, other people's processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fulltilt.diagnosis.evidence import Evidence, crowding
+from fulltilt.diagnosis.gains import amdahl, by_speeding_up, gain
+from fulltilt.diagnosis.gpus import clock_ratio, training_samples, use_before_the_job
+from fulltilt.diagnosis.rules.staffing import allowed_workers
+from fulltilt.diagnosis.rules.wording import (
+    Judgement,
+    Severity,
+    at,
+    costliest_line,
+    found,
+    line_cost,
+    rewritten,
+    time_spent,
+)
+from fulltilt.diagnosis.supply import Limit, is_crowded
+from fulltilt.diagnosis.words import capital, count, cpus, number, percent, size
+from fulltilt.records import Abstention
+
+# --------------------------------------------------------------------------- memory
+
+
+@dataclass(frozen=True, slots=True)
+class _Shortage:
+    facts: tuple[str, ...]
+    fix: str
+    severity: Severity
+
+
+def memory_pressure(evidence: Evidence) -> Judgement:
+    """Memory is so full that the system reads back swapped pages, or the GPU's allocator frees and tries again."""
+    host = evidence.host
+    measured = (host.ram_share_peak, host.swap_in_bytes_per_s, _alloc_retries(evidence), _fullest_gpu(evidence))
+    if all(figure is None for figure in measured):
+        return Abstention("memory_pressure", "readings of memory use")
+    shortages = [shortage for shortage in (_short_of_ram(evidence), _short_of_vram(evidence)) if shortage]
+    if not shortages:
+        return None
+    facts = [fact for shortage in shortages for fact in shortage.facts]
+    fix = capital(f"{'; '.join(shortage.fix for shortage in shortages)}.")
+    severity = min((shortage.severity for shortage in shortages), key=("severe", "warn", "info").index)
+    cost_s = (host.ram_full_share or 0.0) * evidence.active_s
+    return found(evidence, "memory_pressure", cost_s, facts, fix, severity=severity)
+
+
+def _short_of_ram(evidence: Evidence) -> _Shortage | None:
+    host, limits = evidence.host, evidence.thresholds
+    swapping = (host.swap_in_bytes_per_s or 0.0) >= limits.swap_in_bytes_per_s
+    full = (host.ram_share_peak or 0.0) >= limits.ram_full_share
+    facts = []
+    if swapping:
+        facts.append(f"{size(host.swap_in_bytes_per_s or 0.0)}/s are read back from swap")
+    if full:
+        facts.append(f"RAM is at {percent(host.ram_share_peak or 0.0)} of its limit")
+    if not facts:
+        return None
+    died = full and evidence.run.run.state in ("killed", "crashed")
+    return _Shortage(tuple(facts), _less_ram(evidence), "severe" if swapping or died else "warn")
+
+
+def _short_of_vram(evidence: Evidence) -> _Shortage | None:
+    if retries := _alloc_retries(evidence):
+        return _Shortage(
+            (f"the GPU's allocator ran out and freed its cache {count('time', retries)}",),
+            "leave the GPU some memory: a smaller micro-batch with accumulation, gradient checkpointing, or "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation",
+            "warn",
+        )
+    share = _fullest_gpu(evidence)
+    if share is None or share <= evidence.thresholds.vram_full_share:
+        return None
+    return _Shortage(
+        (f"the GPU's memory is at {percent(share)}; nothing was retried yet",),
+        "keep the batch as it is: a larger one, or a longer sample, will not fit",
+        "info",
+    )
+
+
+def _alloc_retries(evidence: Evidence) -> int | None:
+    return max((rank.alloc_retries for rank in evidence.run.ranks if rank.alloc_retries is not None), default=None)
+
+
+def _fullest_gpu(evidence: Evidence) -> float | None:
+    shares = [
+        gpu.vram_peak_bytes / gpu.vram_total_bytes
+        for gpu in evidence.gpus
+        if gpu.vram_peak_bytes is not None and gpu.vram_total_bytes
+    ]
+    return max(shares, default=None)
+
+
+def _less_ram(evidence: Evidence) -> str:
+    loader = evidence.loader
+    if loader is None or loader.num_workers == 0:
+        return "hold less in memory: load the data piece by piece, or map it from disk (numpy.memmap)"
+    prefetch = loader.prefetch_factor or 2
+    fewer = max(loader.num_workers // 2, 1)
+    text = f"lower num_workers {loader.num_workers} → {fewer}{at(loader.where)}"
+    if prefetch > 2:
+        text += f" and prefetch_factor {prefetch} → 2"
+    if loader.batch_bytes:
+        text += f" ({size(loader.num_workers * prefetch * loader.batch_bytes)} of batches are kept ready)"
+    return text
+
+
+# --------------------------------------------------------------------------- CPUs
+
+
+def cpu_oversubscribed(evidence: Evidence) -> Judgement:
+    """Workers and threads are so many that they queue for the CPUs and get in each other's way."""
+    rank, loader, supply, limits = evidence.rank, evidence.loader, evidence.supply, evidence.thresholds
+    demand = crowding(rank, loader, evidence.usable_cpus)
+    if rank is None or demand < limits.crowded_cpus or loader is None or loader.num_workers == 0:
+        return None
+    if supply is None or supply.queueing_share is None:
+        return Abstention("cpu_oversubscribed", "how long the workers waited for a CPU")
+    if not is_crowded(supply, demand, limits) or evidence.limit not in (Limit.CROWDED, Limit.NOTHING):
+        return None  # when another part of the input sets its rate, queueing is beside the point
+    threads = (rank.torch_threads or 1) if not evidence.on_gpu else 1
+    # What the queueing can have slowed down: waiting for data, and on a CPU job the computing beside it, from which
+    # the workers cannot take more CPU time than they use.
+    taken_s = evidence.workers.process_cpu_s if evidence.workers and not evidence.on_gpu else 0.0
+    computing_s = min(evidence.buckets.compute_s * supply.queueing_share, taken_s)
+    cost_s = evidence.buckets.data_wait_s * supply.queueing_share + computing_s
+    share = evidence.active_share(cost_s)
+    if share < limits.data_wait_share:
+        return None
+    rate = evidence.delivered_samples_per_s
+    workers = allowed_workers(evidence, supply, rate) if rate else max(int(evidence.usable_cpus) - 1, 1)
+    facts = [
+        f"{count('worker', loader.num_workers)} and {count('training thread', threads)} queue for "
+        f"{cpus(evidence.usable_cpus)}",
+        f"the workers spend {percent(supply.queueing_share)} of their runnable time in that queue",
+        time_spent(evidence, "waiting for data", evidence.buckets.data_wait_s),
+    ]
+    if (line := costliest_line(evidence)) and evidence.workers:
+        facts.append(f"of the workers' fetching, {line_cost(line, evidence.workers.fetch_s)}")
+    fix = (
+        f"Lower num_workers {loader.num_workers} → {workers}{at(loader.where)}: "
+        f"{rewritten(evidence, loader, num_workers=workers)}."
+    )
+    if workers >= loader.num_workers:
+        fix = f"Leave the workers a CPU each{at(loader.where)}."
+    if threads > 1:
+        free = max(int(evidence.usable_cpus) - min(workers, loader.num_workers), 1)
+        fix += f" And give the training {count('thread', free)}: torch.set_num_threads({free})."
+    high = min(limits.oversubscription_loss, amdahl(share))
+    return found(evidence, "cpu_oversubscribed", cost_s, facts, fix, loader.where, gain(1.0, high))
+
+
+# --------------------------------------------------------------------------- clocks
+
+
+def throttled(evidence: Evidence) -> Judgement:
+    """The GPU lowers its clock: too hot, too little power, a fault of the board."""
+    if not evidence.on_gpu:
+        return None
+    measured = [gpu for gpu in evidence.gpus if gpu.throttled_share is not None]
+    if not measured:
+        return Abstention("throttled", "the GPU's clock and its reasons for slowing down")
+    worst = max(measured, key=lambda gpu: gpu.throttled_share or 0.0)
+    share = worst.throttled_share or 0.0
+    if share < evidence.thresholds.throttled_share:
+        return None
+    readings = [reading for sample in training_samples(evidence.run) for reading in sample.gpus]
+    clock = clock_ratio(reading for reading in readings if reading.uuid == worst.uuid)
+    facts = [
+        f"GPU {worst.index} was slowed down in {percent(share)} of the readings: {_reasons(worst.throttle_reasons)}"
+    ]
+    if clock is not None:
+        facts.append(f"its clock was at {percent(clock)} of its maximum")
+    if worst.temperature_peak_c is not None:
+        facts.append(f"it reached {number(worst.temperature_peak_c)} °C")
+    hot = any("thermal" in reason.lower() for reason in worst.throttle_reasons)
+    fix = (
+        "Cool the GPU: clear its air flow, raise the fan speed or lower the room's temperature."
+        if hot
+        else "Give the GPU its power: raise the limit (nvidia-smi -pl), check the supply and its cables."
+    ) + " Until then its timings say nothing about the job."
+    compute_share = evidence.active_share(evidence.buckets.compute_s)
+    predicted = by_speeding_up(compute_share, 1.0, 1 / clock) if clock else None
+    return found(evidence, "throttled", share * evidence.buckets.compute_s, facts, fix, None, predicted)
+
+
+def _reasons(reasons: tuple[str, ...]) -> str:
+    return ", ".join(reason.replace("_", " ") for reason in reasons) or "no reason given"
+
+
+# --------------------------------------------------------------------------- other processes
+
+
+def gpu_shared(evidence: Evidence) -> Judgement:
+    """Somebody else's process sits on the same GPU."""
+    if not evidence.on_gpu:
+        return None
+    uuids = {gpu.uuid for gpu in evidence.gpus}
+    readings = [r for s in training_samples(evidence.run) for r in s.gpus if r.uuid in uuids]
+    if all(reading.processes is None for reading in readings):
+        return Abstention("gpu_shared", "the processes on the GPU")
+    crowded = max(evidence.gpus, key=lambda gpu: len(gpu.foreign_processes), default=None)
+    if crowded is None or not crowded.foreign_processes:
+        return None
+    others = crowded.foreign_processes
+    facts = [f"GPU {crowded.index} also runs {_process(p.name, p.pid, p.vram_used_bytes)}" for p in others[:3]]
+    if len(others) > 3:
+        facts.append(f"and {len(others) - 3} more")
+    fix = (
+        "Give the job a GPU of its own (CUDA_VISIBLE_DEVICES), or wait for the other "
+        f"{'process' if len(others) == 1 else 'processes'} to end: timings beside others are not the job's own."
+    )
+    # Processes that compute take turns; an idle one, such as a notebook somebody left open, only takes memory.
+    use_pct = use_before_the_job(evidence.run, crowded.uuid)
+    if use_pct is not None:
+        facts.append(f"before the job came to it, that GPU was busy {percent(use_pct / 100)} of the time")
+        if use_pct < evidence.thresholds.idle_gpu_pct:
+            return found(evidence, "gpu_shared", 0.0, facts, fix, severity="info")
+    taken = len(others) / (len(others) + 1)
+    share = evidence.active_share(evidence.buckets.compute_s) * taken
+    cost_s = evidence.buckets.compute_s * taken
+    return found(evidence, "gpu_shared", cost_s, facts, fix, None, gain(1.0, amdahl(share)), "warn")
+
+
+def _process(name: str | None, pid: int, vram_bytes: int | None) -> str:
+    memory = f", {size(vram_bytes)}" if vram_bytes is not None else ""
+    return f"{name or 'a process'} (pid {pid}{memory})"

@@ -1,0 +1,112 @@
+"""Several ranks: who is late, and what exchanging gradients costs."""
+
+from __future__ import annotations
+
+from fulltilt.diagnosis.evidence import Evidence
+from fulltilt.diagnosis.gains import by_removing, share_left
+from fulltilt.diagnosis.rules.wording import Judgement, found, line_cost, time_spent
+from fulltilt.diagnosis.words import count, percent, seconds
+from fulltilt.records import BUCKETS, Abstention, FindingCode, RankSummary
+
+_NAMES = {
+    "data_wait_s": "waiting for data",
+    "transfer_s": "copying",
+    "compute_s": "compute",
+    "sync_s": "waiting for its GPU",
+    "host_code_s": "code of the script's own",
+    "validation_s": "validation",
+    "checkpoint_s": "saving",
+    "epoch_turnover_s": "starting passes",
+}
+_ADVICE = {
+    "data_wait_s": "give it the same storage, CPUs and workers as the others, and shares of the data of equal cost",
+    "compute_s": "balance the batches (equal lengths and sizes on every rank), and check the clock of its GPU",
+    "host_code_s": "what it alone does between steps (logging, drawing) belongs after the epoch or into a thread",
+    "checkpoint_s": "let it save beside the training (torch.distributed.checkpoint.async_save)",
+    "validation_s": "divide validation among all ranks",
+}
+
+
+def straggler(evidence: Evidence) -> Judgement:
+    """One rank needs longer for its own work, and the others wait for it at every exchange."""
+    if lacking := _lacking(evidence, "straggler"):
+        return lacking
+    slowest = next((rank for rank in evidence.ranks if rank.slowest), None)
+    others = [rank for rank in evidence.ranks if not rank.slowest]
+    if slowest is None or not others:
+        return None
+    waits_s = sum(rank.waits_s for rank in others) / len(others)
+    share = evidence.active_share(waits_s)
+    if share < evidence.thresholds.straggler_share:
+        return None
+    cause, excess_s = _what_differs(slowest, others)
+    facts = [
+        f"the others wait for rank {slowest.rank} {percent(share)} of the time after start-up",
+        f"it works {seconds(evidence.per_step(slowest.own_work_s))} a step, the others "
+        f"{seconds(evidence.per_step(_mean([rank.own_work_s for rank in others])))}",
+        f"{_NAMES[cause]} takes {seconds(evidence.per_step(excess_s))} a step more on rank {slowest.rank}",
+    ]
+    lines = evidence.host_lines if cause == "host_code_s" else ()
+    facts += [line_cost(line) for line in lines[:1]]
+    fix = f"Look at rank {slowest.rank}: {_ADVICE.get(cause, 'make its work as light as the others have it')}."
+    predicted = by_removing(share, evidence.thresholds.recovered_low)
+    where = lines[0].where if lines else None
+    return found(evidence, "straggler", waits_s, facts, fix, where, predicted)
+
+
+def communication_bound(evidence: Evidence) -> Judgement:
+    """Exchanging gradients takes longer than the backward pass can hide."""
+    if lacking := _lacking(evidence, "communication_bound"):
+        return lacking
+    # The slowest rank waits for nobody: what it spends on the exchange is the exchange itself.
+    exposed_s = min((rank.buckets.communication_s for rank in evidence.ranks), default=0.0)
+    share = evidence.active_share(exposed_s)
+    if share < evidence.thresholds.communication_share or evidence.rank is None:
+        return None
+    facts = [time_spent(evidence, "exchanging gradients, not hidden behind backward,", exposed_s)]
+    record = evidence.rank.communication
+    if record and record.communication_s is not None and record.overlapped_s is not None:
+        facts.append(
+            f"of {seconds(record.communication_s)} of exchange a step {seconds(record.overlapped_s)} are hidden"
+        )
+    facts.append(f"{count('rank', evidence.rank.world_size)} on {count('machine', len(_machines(evidence)))}")
+    fix = (
+        "Exchange less often: accumulate gradients over k batches under model.no_sync(), which leaves 1/k of it "
+        f"(k = 4: {percent(share)} → {percent(share_left(share, 4))}). Or exchange less: "
+        "model.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook) "
+        "halves the bytes."
+    )
+    predicted = by_removing(share * 0.75, evidence.thresholds.recovered_low)
+    return found(evidence, "communication_bound", exposed_s, facts, fix, None, predicted)
+
+
+def _lacking(evidence: Evidence, code: FindingCode) -> Abstention | None:
+    """What is missing to compare ranks; None when the job has a single one, or everything is there."""
+    world_size = max((rank.world_size for rank in evidence.run.ranks), default=1)
+    if world_size > len(evidence.ranks):
+        return Abstention(code, f"the records of all {world_size} ranks ({len(evidence.ranks)} are there)")
+    measured = any(rank.communication for rank in evidence.run.ranks) or any(
+        rank.buckets.communication_s > 0 for rank in evidence.ranks
+    )
+    if world_size > 1 and not measured:
+        return Abstention(code, "the time that the ranks spent exchanging gradients")
+    return None
+
+
+def _what_differs(slowest: RankSummary, others: list[RankSummary]) -> tuple[str, float]:
+    """The bucket in which the slowest rank exceeds the others most, and by how many seconds."""
+
+    def excess_s(bucket: str) -> float:
+        own: float = getattr(slowest.buckets, bucket)
+        return own - _mean([getattr(rank.buckets, bucket) for rank in others])
+
+    worst = max((bucket for bucket in BUCKETS if bucket in _NAMES), key=excess_s)
+    return worst, excess_s(worst)
+
+
+def _machines(evidence: Evidence) -> set[str]:
+    return {rank.hostname for rank in evidence.run.ranks}
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

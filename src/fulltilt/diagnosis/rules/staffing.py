@@ -1,0 +1,142 @@
+"""How many workers would feed the training, how many the CPUs allow, and what that would win."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fulltilt.diagnosis.evidence import Evidence
+from fulltilt.diagnosis.gains import Gain, amdahl, by_removing, by_speeding_up, gain
+from fulltilt.diagnosis.supply import Supply
+from fulltilt.records import Abstention, FindingCode
+
+
+@dataclass(frozen=True, slots=True)
+class Staffing:
+    """``needed`` workers would hide loading altogether; ``allowed`` is what the CPUs carry; ``advised`` obeys both."""
+
+    now: int
+    needed: int
+    allowed: int
+    advised: int
+    gain: Gain
+
+    @property
+    def raises(self) -> bool:
+        """Whether more workers than now are advised."""
+        return self.advised > self.now
+
+
+def plan_workers(evidence: Evidence) -> Staffing | None:
+    """The workers to use with the loader's measured costs; None when they were not measured.
+
+    Nor is there a plan for the first workers of one of several training loaders: what it gives alone cannot be compared
+    with the rate of the whole job.
+    """
+    supply, rate = evidence.supply, _delivered_by_loader(evidence)
+    if supply is None or not rate or (supply.workers == 0 and _several_loaders(evidence)):
+        return None
+    limits = evidence.thresholds
+    unhindered = amdahl(evidence.waiting_share)
+    needed = math.ceil(unhindered * rate / supply.worker_samples_per_s * limits.worker_headroom)
+    allowed = allowed_workers(evidence, supply, rate)
+    advised = min(max(needed, supply.workers + 1), allowed)
+    if advised <= supply.workers:
+        return Staffing(supply.workers, needed, allowed, supply.workers, (1.0, 1.0))
+    if supply.workers == 0:
+        high = advised * supply.worker_samples_per_s / rate
+        low = min(_first_workers_rate(evidence, supply, rate, advised) / rate, high)
+    else:
+        high = advised / supply.workers
+        low = 1 + (high - 1) * limits.scaling_low
+    cautious, hopeful = (full_cpu_rate(evidence, supply, rate, threads) / rate for threads in _threads(evidence))
+    # Whatever the error of the rates: no loader wins more than the time that training waits for it.
+    least, most = min(low, cautious) * (1 - limits.rate_error), min(high, hopeful) * (1 + limits.rate_error)
+    predicted = by_speeding_up(evidence.active_share(evidence.drawing_s), *gain(least, most, cap=unhindered))
+    return Staffing(supply.workers, needed, allowed, advised, predicted)
+
+
+def _delivered_by_loader(evidence: Evidence) -> float | None:
+    """Samples a second that the loader in question delivers: of several, its own and not those of the others."""
+    loader = evidence.loader
+    if loader is None or not _several_loaders(evidence):
+        return evidence.delivered_samples_per_s
+    return loader.samples / evidence.drawing_s if loader.samples and evidence.drawing_s > 0 else None
+
+
+def unplanned_workers(evidence: Evidence) -> int:
+    """The workers to begin with where there is no plan: a CPU for each, or more where fetching mostly waits."""
+    supply, limits = evidence.supply, evidence.thresholds
+    if supply is not None and supply.busy_share is not None and supply.busy_share < limits.cpu_bound_share:
+        return max(round(limits.waiting_workers_per_cpu * evidence.usable_cpus), 1)
+    return max(int(evidence.usable_cpus) - 1, 1)
+
+
+def _first_workers_rate(evidence: Evidence, supply: Supply, rate: float, workers: int) -> float:
+    """Samples a second at the cautious end, where there were no workers: they bring costs of their own.
+
+    Batches are handed over, and each pass begins with an empty queue; behind a pass that was left early, what the
+    workers had under way is finished first.
+    """
+    limits, loader = evidence.thresholds, evidence.loader
+    # Workers slow each other down; on a machine that they fill, one and the training do so as well.
+    fills_cpus = workers + 1 >= evidence.usable_cpus and (supply.busy_share or 0.0) >= limits.cpu_bound_share
+    scaling = limits.scaling_low if workers > 1 or fills_cpus else 1.0
+    slowed_s = supply.batch_s / scaling
+    training_s = supply.samples_per_batch * (1 - evidence.waiting_share) / rate
+    beginning_s = 0.0
+    if loader is not None and loader.passes > 0 and loader.batches > 0:
+        each = loader.batches / loader.passes
+        whole = -(-loader.dataset_len // loader.batch_size) if loader.dataset_len and loader.batch_size else each
+        left_early = loader.passes > 1 and each < 0.9 * whole
+        beginning_s = slowed_s * (1 + (2 if left_early else 0)) / each
+    batch_s = max(slowed_s / workers, training_s + limits.handing_over_s) + beginning_s
+    return supply.samples_per_batch / batch_s
+
+
+def allowed_workers(evidence: Evidence, supply: Supply, rate: float) -> int:
+    """How many such workers the CPUs of a rank keep busy beside the training, at the rate that fills the CPUs.
+
+    Workers that mostly wait take little CPU; for them the number is bounded by what still makes sense.
+    """
+    alone_s = (supply.batch_s - supply.queue_s) / supply.samples_per_batch
+    at_once = full_cpu_rate(evidence, supply, rate, threads=1.0) * alone_s
+    most = evidence.thresholds.waiting_workers_per_cpu * evidence.usable_cpus
+    return max(round(min(at_once, most)), 1)
+
+
+def full_cpu_rate(evidence: Evidence, supply: Supply, rate: float, threads: float) -> float:
+    """Samples a second at which the CPUs are full, if the training takes ``threads`` of them while it does not wait."""
+    loading_cpu_s = max(supply.batch_cpu_s / supply.samples_per_batch, 1e-9)
+    training_cpu_s = threads * (1 - evidence.waiting_share) / rate
+    # Training that is fed all the time takes no more than its threads, however fast the loader could be.
+    return max(
+        evidence.usable_cpus / (loading_cpu_s + training_cpu_s), (evidence.usable_cpus - threads) / loading_cpu_s
+    )
+
+
+def _threads(evidence: Evidence) -> tuple[float, float]:
+    """The most and the fewest CPUs that training may take while it does not wait."""
+    if evidence.on_gpu or evidence.rank is None:
+        return 1.0, 1.0
+    return max(min(evidence.rank.torch_threads or 1, evidence.usable_cpus), 1.0), 1.0
+
+
+def gain_without_wait(evidence: Evidence) -> Gain:
+    """What training would win if it waited half as long for data, or not at all.
+
+    With several loaders the cautious end is nothing: the wait may be for the others.
+    """
+    share = evidence.active_share(evidence.buckets.data_wait_s)
+    return by_removing(share, 0.0 if _several_loaders(evidence) else evidence.thresholds.recovered_low)
+
+
+def _several_loaders(evidence: Evidence) -> bool:
+    return evidence.rank is not None and sum(loader.role == "train" for loader in evidence.rank.loaders) > 1
+
+
+def workers_unmeasured(evidence: Evidence, code: FindingCode) -> Abstention:
+    """Training waits for workers of which too little is known to say why."""
+    if evidence.workers is None:
+        return Abstention(code, "the workers' own CPU time and waiting time")
+    return Abstention(code, "how long the workers waited for a CPU")

@@ -1,0 +1,104 @@
+"""A loader under live tuning: what was measured there goes before what a rule would predict.
+
+The run's own figures mix the stretches before, during and after the trials, so the rules' advice on workers and queues
+would contradict what was tried.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fulltilt.diagnosis.evidence import Evidence
+from fulltilt.diagnosis.gains import Gain, by_removing
+from fulltilt.diagnosis.live import changes, live_record, on_trial, settings_words
+from fulltilt.diagnosis.rules.staffing import gain_without_wait
+from fulltilt.diagnosis.rules.wording import Judgement, at, costliest_line, line_cost, rewritten, time_spent
+from fulltilt.diagnosis.words import number, percent
+from fulltilt.records import Finding, LiveMove, LiveRecord, LoaderRecord, Settings
+
+_INPUT = ("input_serial", "input_cpu_bound", "input_io_bound", "input_handover")
+_OF_THE_LOADER = (*_INPUT, "cpu_oversubscribed")
+
+
+def as_measured(evidence: Evidence, judgement: Judgement) -> Judgement:
+    """A finding about the loader with live tuning's figures and settings in it, where a trial came to its end."""
+    loader, live = evidence.loader, live_record(evidence.rank, evidence.loader)
+    if not isinstance(judgement, Finding) or loader is None or live is None:
+        return judgement
+    if judgement.code == "epoch_restart" and changes(live):
+        return replace(judgement, fix=_fix(evidence, loader, live))
+    if judgement.code not in _OF_THE_LOADER:
+        return judgement
+    if not changes(live) and not _judged(live):
+        if live.state == "left_alone":
+            first = f"Live tuning left this loader alone: {live.why}. Once that is mended, or if it does not matter: "
+            return replace(judgement, fix=first + judgement.fix)
+        trial = on_trial(live)
+        return judgement if trial is None or not live.before.num_workers else _cut_off(evidence, judgement, live, trial)
+    serial = live.before.num_workers == 0 and judgement.code in _INPUT
+    return replace(
+        judgement,
+        code="input_serial" if serial else judgement.code,
+        evidence=tuple(_facts(evidence, live)),
+        where=loader.where,
+        fix=_fix(evidence, loader, live),
+        predicted_speedup=_gain(evidence, loader, live),
+    )
+
+
+def _cut_off(evidence: Evidence, finding: Finding, live: LiveRecord, trial: Settings) -> Finding:
+    """The first trial had not come to its end: what the workers did is of two settings, and advises nothing."""
+    fix = (
+        f"Run it longer with --auto, or once without. Live tuning had only begun to try {settings_words(trial)}, and "
+        "the figures of the workers mix that with the script's own settings."
+    )
+    at_stake = gain_without_wait(evidence)
+    return replace(finding, evidence=tuple(_facts(evidence, live)), fix=fix, predicted_speedup=at_stake)
+
+
+def _judged(live: LiveRecord) -> list[LiveMove]:
+    return [move for move in live.moves if move.outcome in ("kept", "returned")]
+
+
+def _facts(evidence: Evidence, live: LiveRecord) -> list[str]:
+    facts = [time_spent(evidence, "waiting for data", evidence.buckets.data_wait_s)]
+    if live.before_batches_per_s is not None and live.before_wait_share is not None:
+        rate = f"{number(live.before_batches_per_s)} batches/s, waiting {percent(live.before_wait_share)} of the time"
+        facts.append(f"as the script has it ({settings_words(live.before)}): {rate}")
+    for move in live.moves:
+        words = f"live tuning tried {settings_words(move.settings)}"
+        if move.batches_per_s is not None and move.wait_share is not None:
+            rate = f"{number(move.batches_per_s)} batches/s, waiting {percent(move.wait_share)} of the time"
+            facts.append(f"{words}: {rate}, {'kept' if move.outcome == 'kept' else 'not kept'}")
+        elif move.outcome == "failed":
+            facts.append(f"{words}: it failed ({move.why})")
+    if (line := costliest_line(evidence)) and evidence.workers:
+        facts.append(f"of the workers' fetching, {line_cost(line, evidence.workers.fetch_s)}")
+    return facts
+
+
+def _fix(evidence: Evidence, loader: LoaderRecord, live: LiveRecord) -> str:
+    changed = changes(live)
+    place = at(loader.where)
+    if changed:
+        call = {name: after for name, (_, after) in changed.items() if isinstance(after, int)}
+        fix = f"Write what live tuning found into the script{place}: {rewritten(evidence, loader, **call)}."
+    else:
+        tried = "; ".join(settings_words(move.settings) for move in _judged(live))
+        fix = f"Leave the loader{place} at {settings_words(live.settings)}. Live tuning tried what could pay: {tried}."
+    if (trial := on_trial(live)) is not None:
+        fix += f" Still on trial: {settings_words(trial)}; a longer run with --auto would tell whether that pays more."
+    elif live.wait_share is not None and live.wait_share >= evidence.thresholds.warn_share:
+        line = costliest_line(evidence)
+        cheaper = f"{line.function} ({line.where})" if line else f"the data set {loader.dataset}"
+        fix += f" Training still waits {percent(live.wait_share)} of the time with it: make {cheaper} cheaper."
+    return fix
+
+
+def _gain(evidence: Evidence, loader: LoaderRecord, live: LiveRecord) -> Gain | None:
+    """What a run wins that begins with the settings found, over this one, which had to find them."""
+    if not live.batches_per_s or live.wait_share is None:
+        return None
+    left_s = loader.batches * live.wait_share / live.batches_per_s
+    saved_s = max(evidence.buckets.data_wait_s - left_s, 0.0)
+    return by_removing(evidence.active_share(saved_s), evidence.thresholds.recovered_low)

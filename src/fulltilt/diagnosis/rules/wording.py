@@ -1,0 +1,116 @@
+"""How a finding is put together: its share, its severity and the phrases that several rules use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from fulltilt.diagnosis.evidence import Evidence
+from fulltilt.diagnosis.gains import Gain
+from fulltilt.diagnosis.thresholds import Thresholds
+from fulltilt.diagnosis.words import number, percent, seconds
+from fulltilt.records import Abstention, Finding, FindingCode, HotLine, LoaderRecord
+
+# A rule finds its cause, lacks the evidence to judge, or has looked and found nothing.
+Judgement = Finding | Abstention | None
+Severity = Literal["info", "warn", "severe"]
+
+
+def severity_of(active_share: float, thresholds: Thresholds) -> Severity:
+    """How loud: by the share of the time after start-up that the cause costs."""
+    if active_share >= thresholds.severe_share:
+        return "severe"
+    return "warn" if active_share >= thresholds.warn_share else "info"
+
+
+def found(
+    evidence: Evidence,
+    code: FindingCode,
+    cost_s: float,
+    facts: list[str],
+    fix: str,
+    where: str | None = None,
+    gain: Gain | None = None,
+    severity: Severity | None = None,
+) -> Finding:
+    """A finding that costs ``cost_s`` seconds of the wall time."""
+    return Finding(
+        code=code,
+        share=evidence.share(cost_s),
+        severity=severity or severity_of(evidence.active_share(cost_s), evidence.thresholds),
+        evidence=tuple(facts),
+        where=where,
+        fix=fix,
+        predicted_speedup=gain,
+    )
+
+
+def time_spent(evidence: Evidence, what: str, cost_s: float) -> str:
+    """``data wait takes 62 % of the time after start-up: 124 s, 15.5 ms a step``."""
+    return (
+        f"{what} takes {percent(evidence.active_share(cost_s))} of the time after start-up: "
+        f"{seconds(cost_s)}, {seconds(evidence.per_step(cost_s))} a step"
+    )
+
+
+def line_cost(line: HotLine, whole_s: float | None = None) -> str:
+    """``71 % in decode, dataset.py:48``; without a whole, the seconds themselves."""
+    cost = percent(min(line.seconds / whole_s, 1.0)) if whole_s else seconds(line.seconds)
+    call = f" ({line.call})" if line.call else ""
+    return f"{cost} in {line.function}, {line.where}{call}"
+
+
+def costliest_lines(evidence: Evidence, lines: Sequence[HotLine], cost_s: float) -> list[str]:
+    """What the first three lines cost, without those that cost next to nothing of ``cost_s``.
+
+    Lines are timed by looks: so one may seem to cost a little more than all of them do.
+    """
+    telling = [line for line in lines[:3] if line.seconds >= evidence.thresholds.telling_line_share * cost_s]
+    return [line_cost(replace(line, seconds=min(line.seconds, cost_s))) for line in telling or lines[:1]]
+
+
+def costliest_line(evidence: Evidence) -> HotLine | None:
+    """The line on which fetching spends most of its time."""
+    return max(evidence.workers.lines, key=lambda line: line.seconds, default=None) if evidence.workers else None
+
+
+def at(where: str | None) -> str:
+    """`` at train.py:31``, or nothing when the place is not known."""
+    return f" at {where}" if where else ""
+
+
+def rates(evidence: Evidence) -> str | None:
+    """What the loader gives beside what compute could take; None when either was not measured."""
+    ceilings = evidence.ceilings
+    if ceilings.loader_samples_per_s is None or ceilings.compute_samples_per_s is None:
+        return None
+    taker = "the GPU" if evidence.on_gpu else "compute"
+    return (
+        f"the loader alone can give {number(ceilings.loader_samples_per_s)} samples/s, "
+        f"{taker} could take {number(ceilings.compute_samples_per_s)}"
+    )
+
+
+def rewritten(evidence: Evidence, loader: LoaderRecord, **changes: int | bool) -> str:
+    """The loader's call with ``changes``, in the words of the framework that makes the call."""
+    if loader.made_by == "transformers":
+        settings = ", ".join(f"dataloader_{name}={value}" for name, value in changes.items())
+        return f"TrainingArguments(..., {settings})"
+    if loader.made_by == "fulltilt":  # the engine keeps its workers alive and pins by itself
+        names = {"num_workers": "workers", "prefetch_factor": "prefetch"}
+        settings = ", ".join(f"{names[name]}: {value}" for name, value in changes.items() if name in names)
+        return f"{settings} in the training's settings"
+    if evidence.on_gpu and not loader.pin_memory:
+        changes = {**changes, "pin_memory": True}
+    call = f"DataLoader(..., {', '.join(f'{name}={value}' for name, value in changes.items())})"
+    once = "persistent_workers" in changes and made_for_each_pass(loader)
+    return f"{call}, made once before the loop over epochs" if once else call
+
+
+def made_for_each_pass(loader: LoaderRecord) -> bool:
+    """Whether the script makes the loader anew for each pass: workers live no longer than it, whatever its arguments.
+
+    Making one for each fold or stage, for many passes, is another thing.
+    """
+    return loader.made_by is None and loader.constructed > max(1, loader.passes / 2)

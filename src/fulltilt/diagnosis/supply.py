@@ -1,0 +1,219 @@
+"""How the training loader keeps up: what a batch costs, and which part of the loader sets its rate.
+
+Exactly one part does, so the causes exclude each other. Workers with nothing to do are not the limit: then it is the
+way from them to the training thread. Workers that queue for a CPU are too many. All others either compute or wait.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from fulltilt.diagnosis.ledger import Spans, paused_s, rare_host_code_s, sum_buckets
+from fulltilt.diagnosis.thresholds import Thresholds
+from fulltilt.records import LiveRecord, LoaderRecord, WorkerRecord
+
+
+class Limit(Enum):
+    """What sets the rate of the input."""
+
+    NOTHING = "the input keeps up"
+    SERIAL = "the training thread fetches by itself, or its sampler is slow"
+    BEHIND = "what the script does to the batches behind the loader"
+    CROWDED = "more processes than CPUs"
+    HANDOVER = "the way from the workers to the training thread"
+    CPU = "the workers compute"
+    IO = "the workers wait"
+    UNKNOWN = "the workers were not measured"
+
+
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """What one batch costs and where its time goes. Seconds are per batch; shares are of time.
+
+    ``batch_s`` is the time of one worker for one batch, handing over included (of the training thread at 0 workers);
+    ``fetch_s`` is the part of it in the data set and the collate function, ``queue_s`` the part spent queueing for a
+    CPU, as far as that is known.
+    ``main_cpu_s`` is CPU time of the training thread in next() and bounds the rate of any number of workers.
+    """
+
+    workers: int
+    samples_per_batch: float
+    batch_s: float
+    batch_cpu_s: float
+    fetch_s: float
+    queue_s: float
+    main_cpu_s: float
+    busy_share: float | None
+    idle_share: float
+    handover_main_share: float
+    handover_worker_share: float
+    queueing_share: float | None
+
+    @property
+    def worker_samples_per_s(self) -> float:
+        """What one worker (the training thread at 0 workers) can give."""
+        return self.samples_per_batch / self.batch_s
+
+
+def sampling_share(loader: LoaderRecord) -> float:
+    """How much of the wait for a loader's batches is its sampler, as looks at the training thread saw it."""
+    seen_s = sum(line.seconds for line in loader.sampler_lines)
+    return min(seen_s / loader.wait_s, 1.0) if loader.wait_s > 0 else 0.0
+
+
+def measure_supply(
+    loader: LoaderRecord, workers: WorkerRecord | None, spans: Spans, tuned: LiveRecord | None = None
+) -> Supply | None:
+    """The costs of a loader's batches, or None when they were not measured.
+
+    ``spans`` are those of its rank; ``tuned`` is what live tuning did to the loader.
+    """
+    if loader.batches == 0 or not loader.samples:
+        return None
+    if loader.num_workers == 0:
+        return _serial_supply(loader)
+    if workers is None or workers.batches == 0 or workers.fetch_s / workers.batches <= 0:
+        return None
+    outside_cpu_s = max(workers.process_cpu_s - workers.fetch_cpu_s, 0.0)
+    working_s = workers.fetch_s + outside_cpu_s
+    # Handing a batch over happens beside waiting for the next order, so its CPU time is not idleness.
+    idle_s = max(workers.idle_s - outside_cpu_s - _paused_s(loader.num_workers, workers, spans), 0.0)
+    idle_share = idle_s / (idle_s + working_s)
+    if tuned is not None and tuned.loader_id == loader.loader_id and tuned.moves and tuned.batches_per_s is not None:
+        # Workers on trial let others stand by, who rest: the rate tells how busy those are that serve.
+        idle_share = max(1 - tuned.batches_per_s * working_s / workers.batches / loader.num_workers, 0.0)
+    queueing_s = workers.cpu_wait_s
+    return Supply(
+        workers=loader.num_workers,
+        samples_per_batch=loader.samples / loader.batches,
+        batch_s=working_s / workers.batches,
+        batch_cpu_s=workers.process_cpu_s / workers.batches,
+        fetch_s=workers.fetch_s / workers.batches,
+        queue_s=min(queueing_s or 0.0, workers.fetch_s) / workers.batches,
+        main_cpu_s=loader.wait_cpu_s / loader.batches,
+        busy_share=None if queueing_s is None else min((workers.fetch_cpu_s + queueing_s) / workers.fetch_s, 1.0),
+        idle_share=idle_share,
+        handover_main_share=min(loader.wait_cpu_s / loader.wait_s, 1.0) if loader.wait_s > 0 else 0.0,
+        handover_worker_share=outside_cpu_s / working_s,
+        queueing_share=_queueing_share(workers.fetch_cpu_s, queueing_s),
+    )
+
+
+def _paused_s(number: int, workers: WorkerRecord, spans: Spans) -> float:
+    """Seconds of all workers in which training drew no batches, so that they had to be idle.
+
+    That is validation, checkpoints, and what the script does between two epochs. Workers that end with each pass do not
+    live to see it: they cannot have paused for longer than they lived beside the time in which training drew.
+    """
+    buckets = sum_buckets(spans)
+    pauses_s = paused_s(buckets) + rare_host_code_s(spans)
+    drawing_s = buckets.total_s - buckets.startup_s - buckets.epoch_turnover_s - pauses_s
+    return min(max(workers.fetch_s + workers.idle_s - number * drawing_s, 0.0), number * pauses_s)
+
+
+def _serial_supply(loader: LoaderRecord) -> Supply | None:
+    batch_s = (loader.wait_s + loader.first_wait_s) / loader.batches
+    batch_cpu_s = min(loader.wait_cpu_s / loader.batches, batch_s)
+    if loader.samples is None or batch_s <= 0:
+        return None
+    return Supply(
+        workers=0,
+        samples_per_batch=loader.samples / loader.batches,
+        batch_s=batch_s,
+        batch_cpu_s=batch_cpu_s,
+        fetch_s=batch_s,
+        queue_s=0.0,
+        main_cpu_s=0.0,
+        busy_share=batch_cpu_s / batch_s,
+        idle_share=0.0,
+        handover_main_share=0.0,
+        handover_worker_share=0.0,
+        queueing_share=None,
+    )
+
+
+def _queueing_share(cpu_s: float, queueing_s: float | None) -> float | None:
+    if queueing_s is None:
+        return None
+    return queueing_s / (cpu_s + queueing_s) if cpu_s + queueing_s > 0 else 0.0
+
+
+def loader_ceiling(
+    supply: Supply,
+    usable_cpus: float,
+    wait_share: float,
+    delivered_samples_per_s: float | None,
+    thresholds: Thresholds,
+) -> float:
+    """The best rate of the loader alone, in samples a second.
+
+    Training that waits nearly always, for workers that are never idle, already takes all that the loader can give.
+    """
+    saturated = wait_share >= thresholds.starved_share and supply.idle_share <= thresholds.never_idle_share
+    if supply.workers > 0 and saturated and delivered_samples_per_s is not None:
+        return delivered_samples_per_s
+    if supply.workers == 0:
+        return supply.worker_samples_per_s
+    limits = [supply.workers * supply.worker_samples_per_s]
+    if supply.batch_cpu_s > 0 and (supply.busy_share is None or supply.busy_share >= thresholds.cpu_bound_share):
+        limits.append(usable_cpus * supply.samples_per_batch / supply.batch_cpu_s)
+    if supply.main_cpu_s > 0:
+        limits.append(supply.samples_per_batch / supply.main_cpu_s)
+    # What it gave, it can give: a worker's mean holds its slow first batches too.
+    return max(min(limits), delivered_samples_per_s or 0.0)
+
+
+def find_limit(
+    wait_share: float,
+    behind_share: float,
+    loader: LoaderRecord | None,
+    supply: Supply | None,
+    delivered_samples_per_s: float | None,
+    crowding: float,
+    thresholds: Thresholds,
+) -> Limit:
+    """Which part of the input sets its rate.
+
+    ``behind_share`` is how much of the wait was for no loader; ``crowding``, workers and threads for each usable CPU.
+    """
+    if wait_share < thresholds.data_wait_share:
+        return Limit.NOTHING
+    if behind_share > thresholds.behind_loader_share:
+        return Limit.BEHIND
+    if loader is None or loader.num_workers == 0 or sampling_share(loader) >= thresholds.sampling_share:
+        return Limit.SERIAL
+    if supply is None:
+        return Limit.UNKNOWN
+    # Crowded workers also look idle: what queues for a CPU after its fetch, or before the next one, does not fetch.
+    if is_crowded(supply, crowding, thresholds):
+        return Limit.CROWDED
+    if supply.idle_share >= thresholds.idle_workers_share:
+        return Limit.HANDOVER
+    if _handover_explains(supply, delivered_samples_per_s, thresholds):
+        return Limit.HANDOVER
+    if supply.busy_share is not None:
+        return Limit.CPU if supply.busy_share >= thresholds.cpu_bound_share else Limit.IO
+    if supply.batch_cpu_s >= thresholds.cpu_bound_share * supply.batch_s:
+        return Limit.CPU
+    # Little CPU time can mean waiting for storage or queueing for a CPU; only a free CPU rules the second out.
+    return Limit.IO if crowding <= 1 else Limit.UNKNOWN
+
+
+def is_crowded(supply: Supply, crowding: float, thresholds: Thresholds) -> bool:
+    """Whether workers and threads are so many that they queue for the CPUs."""
+    queueing = supply.queueing_share
+    if queueing is None or queueing < thresholds.queueing_share or crowding < thresholds.crowded_cpus:
+        return False
+    # Workers that sleep or wait for storage may queue for the little they compute: that is not what takes their time.
+    return supply.busy_share is None or supply.busy_share >= thresholds.cpu_bound_share
+
+
+def _handover_explains(supply: Supply, delivered_samples_per_s: float | None, thresholds: Thresholds) -> bool:
+    """Whether the CPU spent on pickling, sharing and rebuilding batches is what holds the input up."""
+    cost = max(supply.handover_main_share, supply.handover_worker_share)
+    if cost >= thresholds.handover_share:
+        return True
+    capacity = supply.workers * supply.worker_samples_per_s
+    spare = delivered_samples_per_s is not None and capacity >= thresholds.spare_capacity * delivered_samples_per_s
+    return spare and cost >= thresholds.handover_share / 2

@@ -1,0 +1,173 @@
+"""The run in one sentence, and the order of its findings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fulltilt.diagnosis.ending import ended_before_training, ending
+from fulltilt.diagnosis.evidence import Evidence
+from fulltilt.diagnosis.gains import amdahl, expected
+from fulltilt.diagnosis.ledger import rate_while_drawing
+from fulltilt.diagnosis.live import live_record, live_words
+from fulltilt.diagnosis.rules.arithmetic import share_of_ceiling
+from fulltilt.diagnosis.words import count, number, percent, seconds, times
+from fulltilt.records import BUCKETS, Finding, Verdict
+
+_FATAL = ("memory_pressure", "shm_small")
+
+
+def ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """What fixing would win most comes first; the healthy end stands before mere remarks, behind all else.
+
+    A job about to die of memory (or one that did) has nothing to win before that is mended.
+    """
+
+    def place(finding: Finding) -> tuple[int, float, float]:
+        if finding.code in _FATAL and finding.severity == "severe":
+            group = 0
+        elif finding.code == "compute_bound":
+            group = 2
+        else:
+            group = 3 if finding.severity == "info" else 1
+        return group, -expected(finding.predicted_speedup), -finding.share
+
+    return tuple(sorted(findings, key=place))
+
+
+def reach_verdict(evidence: Evidence, findings: tuple[Finding, ...]) -> Verdict:
+    """The verdict: the first finding's code and share, and the sentence that people read."""
+    if evidence.throughput.steps == 0:
+        return Verdict("no_steps", 0.0, f"{_nothing_trained(evidence)}.")
+    ended = ending(evidence.run, evidence.throughput.steps)
+    if not findings and evidence.too_short:
+        return Verdict("too_short", 0.0, f"{_too_short(evidence)}{ended}.")
+    if not findings:
+        share, sentence = _unexplained(evidence)
+        return Verdict("unexplained", share, f"{sentence}{ended}.")
+    first = findings[0]
+    return Verdict(first.code, first.share, f"{_sentence(evidence, first)}{_tuned(evidence)}{ended}.")
+
+
+# --------------------------------------------------------------------------- sentences
+
+_STARVED = "Starved: {share} of the time {trainee} waits for data{room}"
+
+_SENTENCES: dict[str, str] = {
+    "input_serial": _STARVED,
+    "input_cpu_bound": _STARVED,
+    "input_io_bound": _STARVED,
+    "input_handover": _STARVED,
+    "epoch_restart": "Restarting: {share} of the time goes into starting {passes} over the data{win}",
+    "transfer_blocking": "Held up: the GPU idles {share} of the time while batches are copied to it{place}{win}",
+    "sync_point": "Held up: the GPU idles {share} of the time because the script waits for it{place}{win}",
+    "launch_bound": "Launch-bound: the GPU idles {share} of the time between kernels that come too slowly{win}",
+    "batch_too_small": "Half empty: the batch is too small to fill the GPU{win}",
+    "precision_unused": "Computing the dear way: float32 leaves the GPU's tensor cores idle{win}",
+    "padding_waste": "Computing on nothing: {fact}{win}",
+    "host_code": "Held up: {share} of the time goes into the script's own code{place}{win}",
+    "validation_heavy": "Validating: {share} of the time goes into validation{win}",
+    "checkpoint_stall": "Saving: {share} of the time training stands still for checkpoints{place}{win}",
+    "memory_pressure": "Short of memory: {fact}",
+    "cpu_oversubscribed": "Crowded: {fact} and get in each other's way{win}",
+    "shm_small": "Short of shared memory: {fact}",
+    "throttled": "Throttled: {fact}{win}",
+    "gpu_shared": "Not alone: {fact}{win}",
+    "straggler": "Out of step: {fact}{win}",
+    "communication_bound": "Talking: {share} of the time goes into exchanging gradients{win}",
+    "compute_bound": "{health}",
+}
+
+
+def _sentence(evidence: Evidence, finding: Finding) -> str:
+    share = evidence.active_share(finding.share * evidence.ledger.wall_s)
+    predicted = finding.predicted_speedup
+    return _SENTENCES[finding.code].format(
+        share=percent(share),
+        fact=finding.evidence[0],
+        place=f" ({finding.where})" if finding.where else "",
+        win=f"; at most {times(predicted[1])} to gain" if predicted and predicted[1] > 1 else "",
+        trainee=evidence.trainee,
+        passes=count("pass", evidence.loader.passes) if evidence.loader else "passes",
+        room=_room(evidence, share),
+        health=_health(evidence, share),
+    )
+
+
+def _room(evidence: Evidence, share: float) -> str:
+    """How much there is to gain at most when training no longer waits for data.
+
+    The rate of a run under live tuning is that of no settings in particular: its gain is told by what was tried.
+    """
+    live = live_record(evidence.rank, evidence.loader)
+    if live is not None and live.moves:
+        return ""
+    rate, ceiling = rate_while_drawing(evidence.run), evidence.ceilings.compute_samples_per_s
+    if rate and ceiling and ceiling > rate:
+        taker = "the GPU" if evidence.on_gpu else "compute"
+        giver = _giver(evidence, rate)
+        return (
+            f"; at most {times(min(ceiling / rate, amdahl(share)))} to gain: {giver} {number(rate)} samples/s, "
+            f"{taker} could take {number(ceiling)}"
+        )
+    return f"; at most {times(amdahl(share))} to gain"
+
+
+def _giver(evidence: Evidence, rate: float) -> str:
+    """Whose rate it is. Without workers loading and computing take turns: it is the job's, but for its pauses."""
+    if evidence.loader and evidence.loader.num_workers > 0:
+        return "the loader gives"
+    pauses = rate > (evidence.throughput.samples_per_s or rate) * (1 + evidence.thresholds.rate_error)
+    return "between validations and saves training gets" if pauses else "training gets"
+
+
+def _health(evidence: Evidence, share: float) -> str:
+    reached = share_of_ceiling(evidence)
+    rate = ""
+    if reached is not None:
+        rate = (
+            f"; {number(evidence.throughput.samples_per_s or 0.0)} samples/s, {percent(reached)} of the compute ceiling"
+        )
+    if share >= evidence.thresholds.full_tilt_share:
+        return f"Full tilt: {percent(share)} of the time is compute{rate}"
+    return f"Mostly compute: {percent(share)} of the time, and no single cause takes much of the rest{rate}"
+
+
+def _tuned(evidence: Evidence) -> str:
+    """What live tuning did to the run, where it was asked for."""
+    live = live_record(evidence.rank, evidence.loader)
+    return "" if live is None else f"; {live_words(live)}"
+
+
+def _nothing_trained(evidence: Evidence) -> str:
+    run = evidence.run.run
+    backwards = sum(rank.backwards for rank in evidence.run.ranks)
+    batches = sum(loader.batches for rank in evidence.run.ranks for loader in rank.loaders)
+    if steps := max((rank.steps for rank in evidence.run.ranks), default=0):
+        return f"{count('step', steps)} trained, but their time cannot be told: steps.jsonl is missing or empty"
+    if (ended := ended_before_training(run)) is not None:
+        return ended
+    if not evidence.run.ranks:
+        return "Nothing was recorded: no process of the job trained with torch"
+    if backwards:
+        return f"No optimizer step was seen, but backward() ran {count('time', backwards)}"
+    if batches:
+        return f"No training was seen: {count('batch', batches)} came, but no backward() and no optimizer step"
+    if run.state == "running":
+        return "Nothing has trained yet: no optimizer step was seen so far"
+    return "No training was seen: no DataLoader, no backward() and no optimizer step"
+
+
+def _unexplained(evidence: Evidence) -> tuple[float, str]:
+    """No rule found anything and compute does not dominate: name what does, and that its cause is not known."""
+    largest = max((b for b in BUCKETS if b != "startup_s"), key=lambda bucket: getattr(evidence.buckets, bucket))
+    cost_s: float = getattr(evidence.buckets, largest)
+    name = largest.removesuffix("_s").replace("_", " ")
+    sentence = f"No cause found: {name} takes {percent(evidence.active_share(cost_s))} of the time after start-up"
+    return evidence.share(cost_s), sentence
+
+
+def _too_short(evidence: Evidence) -> str:
+    seen = f"{count('step', evidence.throughput.steps)} in {seconds(evidence.active_s)} after start-up"
+    shortest = seconds(evidence.thresholds.longest_too_short_s)
+    wanted = f"more than {shortest}" if evidence.active_s <= evidence.thresholds.longest_too_short_s else "more steps"
+    return f"Too short to tell: {seen}; let it train for {wanted}"

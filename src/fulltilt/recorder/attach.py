@@ -1,0 +1,164 @@
+"""Attaching to a job that knows nothing of it: waits for torch to be imported, then records into the run folder.
+
+The environment tells what to do; `fulltilt run` sets it and every Python process of the job inherits it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from fulltilt.recorder import attached, owners
+
+if TYPE_CHECKING:
+    from fulltilt.recorder.session import Session
+
+RUN_DIR = "FULLTILT_RUN_DIR"
+T0_NS = "FULLTILT_T0_NS"
+SETTINGS = "FULLTILT_SETTINGS"
+DEEP = "FULLTILT_DEEP"
+PACKAGE = "FULLTILT_PACKAGE"
+# Modules of floors above whose ``attach(session)`` is called in each process of the job; names with commas between.
+ALSO = "FULLTILT_ALSO"
+# A module whose ``begin()`` is called as the process starts, before any line of the script.
+FIRST = "FULLTILT_FIRST"
+
+current: Session | None = None
+# The variables of `fulltilt run` as the process began: a script may empty its environment before it imports torch.
+_told: dict[str, str] = {}
+_forks_are_followed = False
+
+
+def environment(folder: Path, t0_ns: int, settings: Path | None, deep: int) -> dict[str, str]:
+    """The variables that make every Python process below attach itself to this run."""
+    bootstrap = str(Path(__file__).parent / "bootstrap")
+    path = os.environ.get("PYTHONPATH")
+    variables = {
+        RUN_DIR: str(folder.resolve()),
+        T0_NS: str(t0_ns),
+        PACKAGE: str(Path(__file__).resolve().parents[2]),
+        "PYTHONPATH": bootstrap if not path else f"{bootstrap}{os.pathsep}{path}",
+    }
+    if settings is not None:
+        variables[SETTINGS] = str(settings.resolve())
+    if deep:
+        variables[DEEP] = str(deep)
+        variables.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own chatter is not the job's output
+    return variables
+
+
+def when_torch_is_imported() -> None:
+    """Start a session as soon as this process has imported torch."""
+    _told.update((name, value) for name, value in os.environ.items() if name.startswith("FULLTILT_"))
+    owners.began_in()  # before the script goes elsewhere
+    if first := os.environ.get(FIRST):
+        importlib.import_module(first).begin()
+    if "torch" in sys.modules:
+        start(sys.modules["torch"])
+    else:
+        sys.meta_path.insert(0, _TorchWatcher())
+
+
+def tell(variables: Mapping[str, str]) -> None:
+    """Take these for what the process was told as it began: each fork of a study's process is a trial of its own."""
+    _told.update(variables)
+
+
+def start(torch: ModuleType) -> None:
+    """Record this process into the folder that the environment names. Never raises."""
+    global current
+    if current is not None:
+        return
+    try:
+        from fulltilt.recorder.session import Session
+
+        current = Session(
+            torch,
+            folder=Path(_told[RUN_DIR]),
+            t0_ns=int(_told.get(T0_NS) or time.perf_counter_ns()),
+            settings=_told.get(SETTINGS),
+            deep=int(_told.get(DEEP) or 0),
+        )
+        attached.recorder = current.recorder
+        current.install()
+        _finish_with_process()
+        for name in filter(None, _told.get(ALSO, "").split(",")):
+            importlib.import_module(name).attach(current)
+    except Exception as error:
+        if os.environ.get("FULLTILT_DEBUG"):
+            raise
+        print(f"fulltilt: cannot record this process: {error}", file=sys.stderr)
+
+
+def _finish_with_process() -> None:
+    from multiprocessing import util  # torch has imported it; this file is also read where torch is not
+
+    global _forks_are_followed
+    atexit.register(_finish)
+    if not _forks_are_followed and hasattr(os, "register_at_fork"):
+        _forks_are_followed = True
+        os.register_at_fork(after_in_child=_start_afresh)
+        # A process of multiprocessing's ends without exit handlers, and forgets finalizers when it is forked.
+        util.register_after_fork(sys.modules[__name__], lambda _: util.Finalize(None, _finish, exitpriority=100))
+
+
+def _finish() -> None:
+    if current is not None:
+        current.finish()
+
+
+def _start_afresh() -> None:
+    """In a forked child: it may train on its own account, as ranks that a notebook forks do."""
+    global current
+    if current is None:
+        return
+    current.recorder.active = False
+    if not current.taps.starting_workers:
+        current.patches.restore()
+        current = attached.recorder = None
+        start(sys.modules["torch"])
+
+
+class _TorchWatcher(importlib.abc.MetaPathFinder):
+    """Lets torch be imported as ever and is called back when that is done."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The spec that the other finders give for torch, with a call behind the end of its execution."""
+        if name != "torch":
+            return None
+        spec = self._found_by_others(path, target)
+        loader: Any = spec.loader if spec is not None else None
+        if loader is None:
+            return spec
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            # Not before: many libraries ask for torch's spec only to see whether it is installed.
+            with contextlib.suppress(ValueError):
+                sys.meta_path.remove(self)
+            del loader.exec_module
+            execute(module)
+            start(module)
+
+        loader.exec_module = exec_module
+        return spec
+
+    def _found_by_others(
+        self, path: Sequence[str] | None, target: ModuleType | None
+    ) -> importlib.machinery.ModuleSpec | None:
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec("torch", path, target)) is not None:
+                return spec
+        return None

@@ -1,0 +1,320 @@
+"""The recorder of one process: takes marks on the training thread, makes a run's records of them on another.
+
+The training thread only reads the clock, records an event where there is a GPU, and appends a tuple. A daemon thread,
+the observer, looks at the training thread's stack 100 times a second (at first 200), turns marks into spans and writes
+the run folder.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from fulltilt import captures
+from fulltilt.recorder.behind_steps import BehindSteps
+from fulltilt.recorder.booking import Booking
+from fulltilt.recorder.calibration import Calibration
+from fulltilt.recorder.clock import CudaClock
+from fulltilt.recorder.evaluation import Evaluation
+from fulltilt.recorder.interpreter_lock import LockTurns, own_cpu_clock, wake_on_time
+from fulltilt.recorder.looks import Looks
+from fulltilt.recorder.marks import Activity, BookedApart, EvalMode, Finished, Point, Rested
+from fulltilt.recorder.notes import RankNotes
+from fulltilt.recorder.rank_files import RankFiles
+from fulltilt.recorder.rest import LONG_STEP_NS, Rest, plan
+from fulltilt.recorder.shelves import SHELF
+from fulltilt.recorder.tiles import TileBuilder
+from fulltilt.recorder.way_in import WayIn
+
+DRAIN_EVERY_S = 0.2
+WRITE_EVERY_S = 1.0
+# A killed process loses what it has not written: a second, or this part of what was seen where that is less.
+LOST_SHARE = 0.1
+NS = 1e-9
+
+
+class Recorder:
+    """Records one process of a training job into a run folder."""
+
+    def __init__(self, folder: Path, t0_ns: int, notes: RankNotes) -> None:
+        self.folder = folder
+        self.notes = notes
+        self.activity = Activity.USER
+        self.thread_id = threading.main_thread().ident
+        self._cpu_clock = own_cpu_clock() if self.thread_id == threading.get_ident() else None
+        self.active = True
+        self.training = False
+        self.eval_mode = False
+        self.evaluation = Evaluation()
+        self.clock: CudaClock | None = None
+        self.calibration = Calibration()
+        self.profiling = False
+        self.rest = Rest()
+        self.way_in = WayIn()
+        self._t0_ns = t0_ns
+        self._marks: deque[tuple[Any, ...]] = deque()
+        self._builder = TileBuilder(t0_ns)
+        self._looks = Looks(self)
+        self._booking = Booking(t0_ns, notes, self._looks)
+        self.left = self.left_after = Activity.USER
+        self._out: RankFiles | None = None
+        self.last_switch_ns = self.step_ns = self.previous_step_ns = time.perf_counter_ns()
+        self._lock_turns = LockTurns()
+        self._stop = threading.Event()
+        self._flush: threading.Event | None = None
+        self.pid = os.getpid()
+        self._problems = 0
+        self._thread = threading.Thread(target=self._observe, name="fulltilt-observer", daemon=True)
+
+    # ------------------------------------------------------------------ on the training thread
+
+    def ensure_started(self) -> None:
+        """Begin to observe. Processes that never train are never observed."""
+        if self._thread.ident is not None or not self.active:
+            return
+        self._lock_turns.share()
+        os.register_at_fork(after_in_child=self._disown)
+        self._thread.start()
+
+    def _disown(self) -> None:
+        """A forked child (a loader worker) is not the job: it must not record."""
+        self.active = False
+
+    def mine(self) -> bool:
+        """Whether the calling thread is the one that trains."""
+        return self.active and threading.get_ident() == self.thread_id
+
+    def adopt(self) -> None:
+        """The calling thread is the one that trains."""
+        self.thread_id, self._cpu_clock = threading.get_ident(), own_cpu_clock()
+
+    def switch(self, activity: Activity, fact: Any = None, point: Point = Point.NONE) -> Activity:
+        """From now on the training thread does ``activity``. Returns what it did before."""
+        if self.way_in.learning and self.training and not self.notes.evaluating(self.eval_mode):
+            self.way_in.see(activity, sys._getframe(1))
+        event = self.clock.record() if point and self.clock is not None else None
+        now = time.perf_counter_ns()
+        self._marks.append((now, activity, fact, point, event))
+        self.last_switch_ns = now
+        before = self.activity
+        if before is not activity:
+            self.left_after, self.left = self.left, before
+            self.activity = activity
+        return before
+
+    def stepped(self) -> None:
+        """An optimizer call has ended. After a burst of short steps the recorder rests."""
+        self.previous_step_ns, self.step_ns = self.step_ns, self.last_switch_ns
+        rest = self.rest
+        rest.measured()
+        if rest.plan is not None and rest.awake_calls >= rest.plan.measured_calls:
+            if self.profiling or self.calibration.under_way or self.calibration.asked:
+                return
+            self.switch(Activity.REST)
+            rest.begin(self.last_switch_ns)
+
+    def stepped_at_rest(self) -> None:
+        """An optimizer call has ended that was not measured."""
+        self._passed_at_rest(time.perf_counter_ns())
+        self.rest.calls += 1
+        if self.rest.plan is None or self.rest.calls >= self.rest.plan.rested_calls:
+            self.wake()
+
+    def wake(self) -> None:
+        """Measure again, because the rest is over or because something out of the ordinary happens."""
+        rest = self.rest
+        if rest.on:
+            self._passed_at_rest(time.perf_counter_ns())
+            rest.end()
+            self.switch(Activity.USER, Rested(rest.calls, rest.drawn), Point.STEP)
+
+    def waited_at_rest(self, began_ns: int, ended_ns: int) -> None:
+        """Book a long wait for data as it is."""
+        self._passed_at_rest(began_ns)
+        self._book_apart(Activity.NEXT, began_ns, ended_ns)
+
+    def _passed_at_rest(self, now_ns: int) -> None:
+        """A step at rest, or its part before a long wait, has passed. A long one is booked by what the looks saw.
+
+        Not on a GPU: there it is not the host's time that is divided.
+        """
+        if now_ns - self.rest.booked_ns > LONG_STEP_NS and self.clock is None:
+            self._book_apart(Activity.USER, self.rest.booked_ns, now_ns)
+        self.rest.booked_ns = now_ns
+
+    def _book_apart(self, activity: Activity, began_ns: int, ended_ns: int) -> None:
+        apart = BookedApart(SHELF[activity], ended_ns - began_ns)
+        self._marks.append((began_ns, activity, None, Point.NONE, None))
+        self._marks.append((ended_ns, Activity.REST, apart, Point.NONE, None))
+        self.rest.booked_ns = ended_ns
+
+    def note(self, fact: Any) -> None:
+        """Leave a fact behind from any thread, without a change of activity."""
+        self._marks.append((time.perf_counter_ns(), None, fact, Point.NONE, None))
+
+    def trains_on_gpu(self, torch: Any) -> None:
+        """Start the GPU's clock: called once, between two steps, when the first optimizer has CUDA parameters."""
+        if self.clock is None:
+            self.clock = CudaClock(torch)
+
+    def calibrate_if_asked(self, point: Point) -> None:
+        """Give the host a lead at this point of a step when the observer has asked for it."""
+        if point is Point.BATCH:
+            self.calibration.under_way = False
+        if self.clock is not None and not self.profiling:
+            delay_s = self.calibration.begin(point)
+            if delay_s is not None:
+                self._delay(delay_s)
+
+    def lost_its_lead(self) -> None:
+        """A blocking call used up the lead while calibrating: restore it."""
+        self._delay(self.calibration.again_delay_s)
+
+    def _delay(self, seconds: float) -> None:
+        assert self.clock is not None
+        self.clock.delay(seconds)
+        self.switch(self.activity, None, Point.DELAY)
+
+    def finish(self) -> None:
+        """The job is over: write everything. Safe to call twice, and from an exit handler."""
+        if not self.active or os.getpid() != self.pid:
+            return
+        self.wake()
+        self.switch(Activity.USER, Finished())
+        self.active = False
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=10.0)
+        self._drain(patience_s=5.0)
+        self.notes.poll()
+        self._write_spans(final=True)
+        self._write_record(final=True)
+        if self._out is not None:
+            self._out.close()
+
+    def flush(self) -> None:
+        """Have everything written so far, and go on recording. Returns when that is done; not for the observer."""
+        if self._thread.is_alive():
+            flushed = self._flush = threading.Event()
+            flushed.wait()
+
+    # ------------------------------------------------------------------ on the observer thread
+
+    def evaluates(self, on: bool) -> None:
+        """A look has shown whether the training thread evaluates, whatever mode the model is in."""
+        self.eval_mode = on
+        if self.notes.taps is not None:
+            self.notes.taps.was_evaluating = on
+        self.note(EvalMode(on))
+
+    @property
+    def behind_steps(self) -> BehindSteps:
+        """What the marks so far tell of the stretches behind steps."""
+        return self._builder.behind_steps
+
+    def _observe(self) -> None:
+        wake_on_time()
+        began = time.monotonic()
+        next_drain = next_write = next_record = began + DRAIN_EVERY_S
+        jitter = Random()  # our own: the job's random numbers are the job's
+        ruins_nothing = False
+        while True:
+            # Never in step with the job: looks at a fixed interval would always meet a 10 ms step at the same place.
+            every_s = self._lock_turns.every_s(self._looks.usually_every_s)
+            pause_s = every_s * (0.5 + jitter.random())
+            self._lock_turns.begin_wait(self._cpu_clock)
+            due_ns = time.perf_counter_ns() + int(pause_s * 1e9)
+            time.sleep(pause_s)  # waiting for an Event with a time limit takes the interpreter lock twice as long
+            self._lock_turns.end_wait()
+            if self._stop.is_set() or os.getpid() != self.pid:
+                return
+            try:
+                ruins_nothing = ruins_nothing or (self.clock is not None and captures.leave_alone())
+                self._looks.take(due_ns, every_s)
+                now = time.monotonic()
+                if now >= next_drain:
+                    next_drain = now + DRAIN_EVERY_S
+                    self._lock_turns.share()
+                    self._drain()
+                    self.notes.poll()
+                if now >= next_write:
+                    next_write = now + min(max(LOST_SHARE * (now - began), DRAIN_EVERY_S), WRITE_EVERY_S)
+                    # Before the first look at the user's own time nobody could say what that went into.
+                    if not self._looks.none_yet or now - began > WRITE_EVERY_S:
+                        self._write_spans()
+                if now >= next_record:
+                    next_record = now + WRITE_EVERY_S
+                    self.notes.observer_s = time.thread_time()
+                    self._write_record(final=False)
+                if self._flush is not None:
+                    self._drain()
+                    self._write_spans()
+                    self._write_record(final=False)
+                    self._flush.set()
+                    self._flush = None
+            except Exception as error:
+                self._problem(error)
+
+    def _problem(self, error: Exception) -> None:
+        self._problems += 1
+        self.notes.remark(f"observer: {type(error).__name__}: {error}")
+        if self._problems > 100:
+            self._stop.set()
+
+    def _drain(self, patience_s: float = 0.0) -> None:
+        """Turn the marks whose events have been reached into tiles."""
+        deadline = time.monotonic() + patience_s
+        marks, clock, builder = self._marks, self.clock, self._builder
+        while marks:
+            raw = marks[0]
+            reached = None
+            if raw[4] is not None and clock is not None:
+                reached = clock.resolve(raw[4], raw[0])
+                if reached is None:
+                    if time.monotonic() >= deadline:
+                        break
+                    time.sleep(0.001)
+                    continue
+            marks.popleft()
+            builder.feed(raw, reached)
+        self.notes.steps = builder.steps
+        self._plan_calibration()
+        if builder.closed:
+            tile = builder.closed[-1]
+            step_s = (tile.t1_ns - tile.t0_ns) * NS / max(tile.steps, 1)
+            self.rest.plan = plan(builder.steps, builder.calls, step_s, self.notes.scaler)
+
+    def _plan_calibration(self) -> None:
+        gpu, tiles, steps = self._builder.gpu, self._builder.closed, self.notes.steps
+        if gpu is None or not tiles or "rest" in tiles[-1].shelves.time or not self.calibration.due(steps):
+            return
+        queueing_s, behind_s = tiles[-1].queueing_ns * NS, gpu.lag_ns * NS
+        self.calibration.ask(steps, queueing_s, behind_s, self.notes.syncs, gpu.work.knows_a_step)
+
+    def _write_spans(self, final: bool = False) -> None:
+        self._booking.book(self._builder.closed)
+        if not self.notes.trained(self._builder):
+            return
+        if self._out is None:
+            self.notes.learn_rank()
+            self._out = RankFiles.claim(self.folder, self.notes.rank)
+            self._write_record(final=False)  # first: spans without their rank's record cannot be read
+        self._out.write(self._booking.take(final))
+
+    def _write_record(self, final: bool) -> None:
+        if self._out is None:
+            return
+        now_ns = time.perf_counter_ns()
+        now_s, on_gpu = (now_ns - self._t0_ns) * NS, self.clock is not None
+        record = self.notes.record(self._out.stream, now_s, final, self._builder, on_gpu, self.rest.not_stood_for)
+        tile = None if final else self._builder.under_way(now_ns)
+        if tile is not None:
+            record = replace(record, under_way=self._booking.under_way(tile, self._builder.steps))
+        self._out.write_record(record)

@@ -1,0 +1,65 @@
+"""One recording process put together: recorder, notes, loader taps and patches."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fulltilt import onlookers
+from fulltilt.recorder.deep import DeepLook
+from fulltilt.recorder.feed_tap import FeedTaps
+from fulltilt.recorder.loader_tap import LoaderTaps
+from fulltilt.recorder.notes import RankNotes
+from fulltilt.recorder.overrides import LoaderOverride, read_loader, read_settings
+from fulltilt.recorder.patches import Patches
+from fulltilt.recorder.recorder import Recorder
+
+
+class Session:
+    """Records this process into a run folder from ``install`` to ``finish``."""
+
+    def __init__(self, torch: ModuleType, folder: Path, t0_ns: int, settings: str | None = None, deep: int = 0) -> None:
+        self._torch: Any = torch
+        self.notes = RankNotes(torch)
+        self.recorder = Recorder(folder, t0_ns, self.notes)
+        self.taps = LoaderTaps(self.recorder, torch)
+        self.notes.taps = self.taps
+        self.patches = Patches(torch, self.recorder, self.taps)
+        self._deep = DeepLook(torch, self.recorder, deep) if deep else None
+        self._settings = read_settings(Path(settings)) if settings else None
+        self._settings_for = read_loader(Path(settings)) if settings else None
+
+    def install(self) -> None:
+        """Put the patches in place. The observer starts with the first loader, backward or step."""
+        if self._settings is not None:
+            self.taps.override = LoaderOverride(self._settings, self._settings_for)
+            if self._settings.torch_threads:
+                self._torch.set_num_threads(self._settings.torch_threads)
+        self.patches.install()
+        onlookers.look = FeedTaps(self.taps).look
+        if self._deep is not None:
+            self._deep.install()
+
+    def begin_here(self) -> None:
+        """Install, and observe from now on: the calling thread is the one that trains."""
+        self.recorder.adopt()
+        self.install()
+        self.recorder.ensure_started()
+
+    def finish(self) -> None:
+        """Write everything and put torch back as it was."""
+        if os.getpid() != self.recorder.pid:
+            return
+        if self._deep is not None:
+            self._deep.stop()
+        self.patches.restore()
+        onlookers.look = None
+        try:
+            if self.notes.replicas:
+                self.notes.read_communication()
+            self.recorder.finish()
+        except Exception as error:
+            print(f"fulltilt: the record of this process is incomplete: {error}", file=sys.stderr)

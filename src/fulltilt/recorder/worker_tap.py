@@ -1,0 +1,269 @@
+"""Inside a loader worker: what fetching costs, in CPU and in waiting, and on which lines.
+
+The training process replaces torch's worker loop by :func:`run_worker`, which runs the original loop with a clock
+around each fetch and a light stack sampler beside it. Figures go to the recorder in datagrams, two a second: no file,
+no lock between processes, and a worker that dies loses at most its last moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any, NamedTuple
+
+from fulltilt import store
+from fulltilt.recorder import attached
+from fulltilt.recorder.interpreter_lock import LockTurns, own_cpu_clock, wake_on_time
+from fulltilt.recorder.lines import LineTimes
+from fulltilt.recorder.stacks import look, stack_of
+from fulltilt.recorder.tracebacks import leave_out_ours
+from fulltilt.records import HotLine
+
+# A look costs the worker 0.4 ms: often at first, so that short jobs have their lines, then so that it costs nothing.
+EARLY_LOOKS, EARLY_LOOK_EVERY_S = 500, 0.02
+LOOK_EVERY_S = 0.1
+SEND_EVERY_S = 0.5
+LARGEST_DATAGRAM = 60_000
+
+# torch's own worker loop. A forked worker inherits it from here; a spawned one finds it in torch.
+plain_loop: Callable[..., None] | None = None
+
+
+class Mailbox:
+    """The recorder's end: receives what the workers of all loaders tell."""
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        self.address: str | None = None
+        if not hasattr(socket, "AF_UNIX"):
+            return
+        name = f"fulltilt-{os.getpid()}-{os.urandom(4).hex()}"
+        # Linux has names without a file; elsewhere a file in the temporary folder stands for it.
+        address = f"\0{name}" if sys.platform == "linux" else os.path.join(tempfile.gettempdir(), name)  # noqa: PTH118
+        try:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            self._socket.bind(address)
+            self._socket.setblocking(False)
+            self.address = address
+        except OSError:
+            self._socket = None
+
+    def receive(self) -> Iterator[dict[str, Any]]:
+        """The messages that have arrived since the last call."""
+        while self._socket is not None:
+            try:
+                data = self._socket.recv(LARGEST_DATAGRAM + 4096)
+            except (BlockingIOError, InterruptedError, OSError):
+                return
+            with contextlib.suppress(ValueError):
+                message = json.loads(data)
+                if isinstance(message, dict):
+                    yield message
+
+
+class Fetched(NamedTuple):
+    """Fetches since the last message."""
+
+    batches: int = 0
+    fetch_s: float = 0.0
+    fetch_cpu_s: float = 0.0
+    cpu_wait_s: float = 0.0
+
+
+class Clocks(NamedTuple):
+    """Where the clocks of the fetching thread stand: on the wall, its CPU time, and its time in the CPU's queue."""
+
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    delay_s: float | None = None
+
+
+class FetchMeter:
+    """Adds up what this worker's fetches cost and sends it off now and then."""
+
+    def __init__(self, address: str, loader_id: int) -> None:
+        self._address = address
+        self._loader_id = loader_id
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._lines = LineTimes()
+        self._began = time.perf_counter()
+        self._process_cpu = time.process_time()
+        self._last_look = time.perf_counter()
+        self.thread_id = threading.get_ident()
+        self._cpu_clock = own_cpu_clock()  # without one, other threads cannot tell what a fetch under way has cost
+        self._thread_native = threading.get_native_id()
+        self.fetching = False
+        self._sent = 0
+        self._counting = threading.Lock()  # fetches go on while a message is made
+        self._since = Clocks()
+        self._fetched = Fetched()
+
+    def fetch(self, original: Callable[..., Any], *args: Any) -> Any:
+        """One fetch, measured."""
+        self._since = self._clocks()
+        self.fetching = True
+        batches = 0
+        try:
+            batch = original(*args)
+            batches = 1
+            return batch
+        finally:
+            with self._counting:
+                self.fetching = False
+                self._book(batches)
+
+    def _book(self, batches: int) -> None:
+        """Count the fetch under way up to now. One that never ends is told of all the same."""
+        since, self._since = self._since, self._clocks()
+        so_far, now = self._fetched, self._since
+        waited = 0.0 if since.delay_s is None or now.delay_s is None else now.delay_s - since.delay_s
+        self._fetched = Fetched(
+            so_far.batches + batches,
+            so_far.fetch_s + now.wall_s - since.wall_s,
+            so_far.fetch_cpu_s + now.cpu_s - since.cpu_s,
+            so_far.cpu_wait_s + waited,
+        )
+
+    def _clocks(self) -> Clocks:
+        cpu_s = time.thread_time() if self._cpu_clock is None else time.clock_gettime(self._cpu_clock)
+        return Clocks(time.perf_counter(), cpu_s, self._run_delay_s())
+
+    def _run_delay_s(self) -> float | None:
+        """Seconds the fetching thread was ready to run and waited for a CPU; None where the kernel does not say."""
+        try:
+            with open(f"/proc/self/task/{self._thread_native}/schedstat", "rb") as file:  # noqa: PTH123 - hot
+                return int(file.read().split()[1]) * 1e-9
+        except (OSError, IndexError, ValueError):
+            return None
+
+    def observe(self, stop: threading.Event) -> None:
+        """The sampler beside the loop, on a thread of its own."""
+        wake_on_time()
+        lock_turns = LockTurns()
+        lock_turns.share()
+        lock_turns.begin_wait(self._cpu_clock)
+        next_send = time.perf_counter() + SEND_EVERY_S
+        jitter = Random()  # our own: the job's random numbers are the job's
+        looks, every_s = 0, EARLY_LOOK_EVERY_S
+        while not stop.wait(every_s * (0.5 + jitter.random())):
+            lock_turns.end_wait()
+            now = time.perf_counter()
+            since, self._last_look = now - self._last_look, now
+            if self.fetching and (stack := stack_of(self.thread_id)) is not None:
+                view = look(stack, FetchMeter.fetch.__code__)
+                if view is not None:
+                    self._lines.add(view, min(since, 5 * every_s))
+                looks += 1
+            every_s = lock_turns.every_s(EARLY_LOOK_EVERY_S if looks < EARLY_LOOKS else LOOK_EVERY_S)
+            if now >= next_send:
+                next_send = now + SEND_EVERY_S
+                lock_turns.share()
+                self.send()
+            lock_turns.begin_wait(self._cpu_clock)
+
+    def _pss_bytes(self) -> int | None:
+        """Memory of this worker, asked for at every doubling of its messages: the kernel walks all pages for it."""
+        self._sent += 1
+        if self._sent & (self._sent - 1):
+            return None
+        from fulltilt.probes.tree import proportional_bytes  # brings psutil, which a job may not need
+
+        return proportional_bytes(os.getpid())
+
+    def send(self) -> None:
+        """Tell the recorder what happened since the last message."""
+        pss_bytes, read_bytes, lines = self._pss_bytes(), _read_bytes(), store.encode(self._lines.take())
+        with self._counting:
+            if self.fetching and self._cpu_clock is not None:
+                self._book(batches=0)
+            fetched, self._fetched = self._fetched, Fetched()
+            now, cpu = time.perf_counter(), time.process_time()
+            alive, self._began = now - self._began, now
+            process_cpu, self._process_cpu = cpu - self._process_cpu, cpu
+        message = {
+            "loader": self._loader_id,
+            "pid": os.getpid(),
+            "batches": fetched.batches,
+            "fetch_s": fetched.fetch_s,
+            "fetch_cpu_s": fetched.fetch_cpu_s,
+            "cpu_wait_s": fetched.cpu_wait_s if self._run_delay_s() is not None else None,
+            "idle_s": max(0.0, alive - fetched.fetch_s),
+            "process_cpu_s": process_cpu,
+            "read_bytes": read_bytes,
+            "pss_bytes": pss_bytes,
+            "lines": lines,
+        }
+        data = json.dumps(message, separators=(",", ":")).encode()
+        with contextlib.suppress(OSError):
+            self._socket.sendto(data, self._address)
+
+
+def _read_bytes() -> int | None:
+    """Bytes this process has had to fetch from storage so far; None where the kernel does not say."""
+    try:
+        with open("/proc/self/io", encoding="ascii") as file:  # noqa: PTH123 - small and plain
+            for line in file:
+                if line.startswith("read_bytes:"):
+                    return int(line.split()[1])
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def run_worker(address: str, loader_id: int, *args: Any) -> None:
+    """torch's worker loop with a meter around each fetch. Anything wrong with the meter leaves the loop as it is."""
+    from torch.utils.data._utils import worker
+
+    original = plain_loop or worker._worker_loop
+    if attached.recorder is not None:
+        attached.recorder.active = False  # a spawned worker attached itself like any Python process
+    try:
+        meter = FetchMeter(address, loader_id)
+        stop = threading.Event()
+        _measure_fetches(meter)
+        threading.Thread(target=meter.observe, args=(stop,), name="fulltilt-worker", daemon=True).start()
+    except Exception:
+        original(*args)
+        return
+    try:
+        original(*args)
+    finally:
+        stop.set()
+        meter.send()
+
+
+def _measure_fetches(meter: FetchMeter) -> None:
+    from torch._utils import ExceptionWrapper
+    from torch.utils.data._utils import fetch as fetchers
+
+    wrapper: Any = ExceptionWrapper
+    wraps = wrapper.__init__
+
+    def wrap(self: Any, *args: Any, **kwargs: Any) -> None:
+        leave_out_ours(sys.exc_info()[1])  # torch writes the traceback down for the training process
+        wraps(self, *args, **kwargs)
+
+    wrapper.__init__ = wrap
+
+    kinds: list[Any] = [fetchers._MapDatasetFetcher, fetchers._IterableDatasetFetcher]
+    for kind in kinds:
+        unmeasured = kind.fetch
+
+        def fetch(self: Any, index: Any, _unmeasured: Callable[..., Any] = unmeasured) -> Any:
+            return meter.fetch(_unmeasured, self, index)
+
+        kind.fetch = fetch
+
+
+def lines_of(message: dict[str, Any]) -> list[HotLine]:
+    """The hot lines of a worker's message."""
+    return [store.decode(HotLine, plain) for plain in message.get("lines", [])]

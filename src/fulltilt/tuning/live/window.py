@@ -1,0 +1,181 @@
+"""What a stretch of batches says about the settings under which they came."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from fulltilt.tuning.live.limits import DEFAULT, Limits
+
+# A stop this many times as long as the usual one is no part of a step; a wait for a GPU some steps behind is.
+PAUSE_TIMES = 20.0
+# With fewer groups than this the scatter of their means is itself a guess.
+ENOUGH_GROUPS = 3
+UNKNOWN_SPREAD = 0.08
+LOOK_EVERY_S = 0.25
+
+
+class Knobs(NamedTuple):
+    """The settings of a loader that live tuning may change; none of them changes what is trained."""
+
+    workers: int
+    prefetch: int = 2
+    pin: bool = False
+    persistent: bool = False
+
+
+class Arrival(NamedTuple):
+    """One batch: how long training waited for it, and how long it was busy before it asked.
+
+    ``from_queue``: how many batches fewer lie ready behind it than behind the one before.
+    """
+
+    wait_s: float
+    busy_s: float
+    from_queue: int = 0
+
+
+class Fetches(NamedTuple):
+    """What a loader's workers have told so far: batches that they made, and the time that this took them."""
+
+    batches: int = 0
+    seconds: float = 0.0
+
+
+class Seen(NamedTuple):
+    """What settings gave. ``spread`` is the standard error of the rate as a share of it.
+
+    ``fetch_s`` is the time of a worker that a batch took; None where no worker told.
+    """
+
+    knobs: Knobs
+    batches_per_s: float
+    spread: float
+    wait_share: float
+    busy_s: float
+    fetch_s: float | None = None
+
+    @property
+    def idle_share(self) -> float | None:
+        """The part of their time in which the workers had nothing to fetch; None where nobody knows."""
+        if self.fetch_s is None or not self.knobs.workers:
+            return None
+        return max(1 - self.batches_per_s * self.fetch_s / self.knobs.workers, 0.0)
+
+
+def summarize(knobs: Knobs, arrivals: Sequence[Arrival], limits: Limits = DEFAULT) -> Seen | None:
+    """The rate of a stretch, pauses and what they let queue up left out; None when too little is left.
+
+    Workers deliver in turns, so that batches come in bursts of as many: whole bursts are counted, and the scatter is
+    taken between them. While a queue is used up training takes more than the workers make; what they make will last.
+    """
+    size = max(knobs.workers, 1)
+    kept = _without_pauses(arrivals, knobs, limits)
+    kept = kept[: len(kept) // size * size]
+    if len(kept) < limits.least_batches:
+        return None
+    seconds = [arrival.wait_s + arrival.busy_s for arrival in kept]
+    total_s = sum(seconds)
+    if total_s <= 0:
+        return None
+    groups = [sum(seconds[start : start + size]) for start in range(0, len(kept), size)]
+    spread = UNKNOWN_SPREAD
+    if len(groups) >= ENOUGH_GROUPS:
+        spread = statistics.stdev(groups) / statistics.fmean(groups) / math.sqrt(len(groups))
+    used_up = sum(arrival.from_queue for arrival in kept)
+    made = len(kept) - (used_up if used_up > 1 else 0)  # one batch more or less in the queue is chance
+    rate = max(made, 1) / total_s  # where all of them came out of the queue, it is less than that
+    busy_s = sum(arrival.busy_s for arrival in kept) / len(kept)
+    return Seen(knobs, rate, spread, 1 - rate * busy_s, busy_s)
+
+
+def _without_pauses(arrivals: Sequence[Arrival], knobs: Knobs, limits: Limits) -> list[Arrival]:
+    if not arrivals:
+        return []
+    usual_s = statistics.median(arrival.busy_s for arrival in arrivals)
+    longest_s = max(PAUSE_TIMES * usual_s, usual_s + limits.pause_s)
+    kept: list[Arrival] = []
+    skip = 0
+    for arrival in arrivals:
+        if arrival.busy_s > longest_s:
+            skip = knobs.workers * knobs.prefetch + 1
+        if skip:
+            skip -= 1
+        else:
+            kept.append(arrival)
+    return kept
+
+
+def is_told(seen: Seen, best: float | None, limits: Limits = DEFAULT) -> bool:
+    """Whether a longer look could hardly change what is done next: a trial that clearly pays or does not, a start whose
+    loader clearly is the limit."""
+    low, high = (seen.batches_per_s * (1 + times * seen.spread) for times in (-2, 2))
+    if best is None:
+        return 1 - high * seen.busy_s >= limits.clear_wait_share
+    return low > best * (1 + limits.paid_share) or high < best
+
+
+class Window:
+    """Collects the batches that come under one setting until they say enough about it."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        fetches: Callable[[], Fetches] = Fetches,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._limits = limits
+        self._fetches = fetches
+        self._clock = clock
+        self.begin(Knobs(0), limits.warm_up_batches)
+
+    def begin(self, knobs: Knobs, skip: int = 0, best: float | None = None) -> None:
+        """Begin anew. The first ``skip`` batches do not count, for as long as coming into stride may take.
+
+        ``best``: batches a second of the settings that these are to beat; None for the first that are looked at.
+        """
+        self._knobs = knobs
+        self._best = best
+        self._skip = skip
+        self._skipped = 0
+        self._skip_until_s = math.inf
+        self._arrivals: list[Arrival] = []
+        self._look_at_s = 0.0
+
+    def pass_ended(self) -> None:
+        """The first batch of the next pass has waited for the pass to begin, and for nothing else."""
+        self._skip = max(self._skip, 1)
+
+    def add(self, arrival: Arrival) -> Seen | None:
+        """Take a batch in. Returns what was seen when that is enough."""
+        now_s = self._clock()
+        if self._skip:
+            if not self._skipped:
+                self._skip_until_s = now_s + self._limits.settle_s
+            self._skipped += 1
+            # Each worker gets something to do first: one that has nothing to do yet gives nothing.
+            is_over = now_s >= self._skip_until_s and self._skipped >= self._knobs.workers
+            self._skip = 0 if is_over else self._skip - 1
+            return None
+        if not self._arrivals:
+            self._look_at_s = now_s + self._limits.least_s
+            self._end_s = now_s + self._limits.most_s
+            self._fetched_before = self._fetches()
+        self._arrivals.append(arrival)
+        if now_s < self._look_at_s:
+            return None
+        self._look_at_s = now_s + min(LOOK_EVERY_S, self._limits.least_s)
+        seen = summarize(self._knobs, self._arrivals, self._limits)
+        if seen is None:
+            return None
+        is_enough = seen.spread <= self._limits.spread or is_told(seen, self._best, self._limits)
+        return seen._replace(fetch_s=self._fetch_s()) if is_enough or now_s >= self._end_s else None
+
+    def _fetch_s(self) -> float | None:
+        """The time of a worker that a batch took in this window."""
+        now, before = self._fetches(), self._fetched_before
+        made = now.batches - before.batches
+        return (now.seconds - before.seconds) / made if made >= self._limits.least_batches else None

@@ -1,0 +1,187 @@
+"""What a trial's end means: its state, its figures, its words. Pure functions over records and the last output."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+from typing import Literal
+
+from fulltilt.diagnosis.evidence import Evidence, gather
+from fulltilt.diagnosis.settings import precision_name
+from fulltilt.diagnosis.thresholds import DEFAULT
+from fulltilt.diagnosis.validity import invalid_because
+from fulltilt.records import LoaderRecord, RankRecord, Run, Settings, Trial
+from fulltilt.tuning.assignment import Answer, TrainingLoader
+from fulltilt.tuning.interval import rate_of, wait_share_of
+from fulltilt.tuning.losses import compared_steps, is_worse, mean_loss
+from fulltilt.tuning.space import is_loader_only
+from fulltilt.tuning.trial_run import Ended
+
+State = Literal["ok", "oom", "crashed", "timed_out", "diverged", "throttled"]
+
+# What running out of memory looks like in a traceback: the GPU's, the host's, and shared memory between workers.
+_OUT_OF_MEMORY = re.compile(
+    r"OutOfMemoryError|out of memory|MemoryError|can't allocate memory|Cannot allocate memory|Unable to allocate"
+    r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|insufficient shared memory|killed by signal: Killed"
+    r"|unable to write to file </torch_",
+)
+# The last line of a traceback: the exception and its message.
+_EXCEPTION = re.compile(r"^((?:[A-Za-z_][\w.]*\.)?[A-Z_]\w*(?:Error|Exception|Interrupt|Exit)\b.*)$", re.MULTILINE)
+# What argparse says of flags that a script does not take.
+_USAGE = re.compile(r"^(\S+: error: .*)$", re.MULTILINE)
+MOST_KEPT_LOSSES = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A trial as asked for: its settings, and what for."""
+
+    settings: Settings
+    purpose: Literal["start", "search", "verify"]
+    why: str = ""
+
+
+def conclude(
+    attempt: Attempt,
+    ended: Ended,
+    answer: Answer | None,
+    run: Run | None,
+    start: Trial | None,
+    studied: TrainingLoader | None = None,
+) -> Trial:
+    """The record of a trial. ``run`` is its run folder as read, ``start`` the trial of the settings as they are.
+
+    ``studied`` is the loader whose settings are tried.
+    """
+    state, note = _state(attempt, ended, answer, run, start)
+    evidence = gather(run, DEFAULT) if run is not None else None
+    rate = rate_of(answer.blocks) if answer is not None else None
+    ranks = answer.world_size if answer is not None else 1
+    losses = answer.losses[:MOST_KEPT_LOSSES] if answer is not None else ()
+    samples = [sample.host for sample in run.samples] if run is not None else []
+    gpus = evidence.gpus if evidence is not None else ()
+    vram = [rank.vram_peak_bytes for rank in run.ranks if rank.vram_peak_bytes is not None] if run is not None else []
+    utils = [gpu.util_pct for gpu in gpus if gpu.util_pct is not None]
+    return Trial(
+        settings=attempt.settings,
+        state=state,
+        samples_per_s=rate.mean * ranks if rate else None,
+        samples_per_s_low=rate.low * ranks if rate else None,
+        samples_per_s_high=rate.high * ranks if rate else None,
+        steps=answer.steps if answer is not None else 0,
+        vram_peak_bytes=max(vram, default=None),
+        ram_peak_bytes=max((host.tree_pss_bytes for host in samples if host.tree_pss_bytes), default=None),
+        loss=mean_loss(losses, compared_steps(start.losses if start is not None else losses, losses)),
+        note=note,
+        purpose=attempt.purpose,
+        in_force=in_force(evidence, attempt.settings, studied),
+        data_wait_share=wait_share_of(answer.blocks) if answer is not None else None,
+        compute_samples_per_s=evidence.ceilings.compute_samples_per_s if evidence is not None else None,
+        vram_total_bytes=next((gpu.vram_total_bytes for gpu in gpus if gpu.vram_total_bytes), None),
+        gpu_util_pct=sum(utils) / len(utils) if utils else None,
+        cpu_pct=evidence.host.tree_cpu_pct if evidence is not None else None,
+        wall_s=ended.wall_s,
+        losses=losses,
+    )
+
+
+def in_force(evidence: Evidence | None, asked: Settings, studied: TrainingLoader | None = None) -> Settings:
+    """What the job ran with, as seen; what cannot be seen is as asked for."""
+    if evidence is None or evidence.rank is None:
+        return asked
+    loader, precision = _loader_of(evidence, evidence.rank, studied), evidence.rank.precision
+    spans = [span for spans in evidence.run.spans for span in spans if span.steps]
+    batches, steps = sum(span.batches for span in spans), sum(span.steps for span in spans)
+    return Settings(
+        num_workers=loader.num_workers if loader else None,
+        prefetch_factor=loader.prefetch_factor if loader else None,
+        pin_memory=loader.pin_memory if loader else None,
+        persistent_workers=loader.persistent_workers if loader else None,
+        torch_threads=evidence.rank.torch_threads,
+        batch_size=loader.batch_size if loader else None,
+        accumulation=max(1, round(batches / steps)) if steps else None,
+        precision=asked.precision or (precision_name(precision) if precision else None),
+        compile=bool(asked.compile) or (precision.compiled if precision else None),
+    )
+
+
+def _loader_of(evidence: Evidence, rank: RankRecord, studied: TrainingLoader | None) -> LoaderRecord | None:
+    """The loader that is studied: once it is faster, training may wait for another one more."""
+    same = (each for each in rank.loaders if studied == TrainingLoader(each.where, each.dataset_len) and each.batches)
+    return next(same, evidence.loader)
+
+
+def _state(
+    attempt: Attempt, ended: Ended, answer: Answer | None, run: Run | None, start: Trial | None
+) -> tuple[State, str | None]:
+    if ended.stopped_for == "time":
+        return "timed_out", f"stopped after {ended.wall_s:.0f} s"
+    if ended.stopped_for == "memory":
+        return "oom", "used more memory than there is for a trial"
+    failed = ended.status not in (0, None) and (answer is None or not answer.complete)
+    if (failed and _ran_out_of_memory(ended.tail)) or (answer is not None and answer.out_of_memory):
+        return "oom", last_exception(ended.tail)
+    if failed and ended.status == -signal.SIGKILL:
+        return "oom", "killed by the system, which does so when memory runs out"
+    if failed:
+        return "crashed", last_exception(ended.tail) or _how_it_ended(ended.status, ended.tail)
+    if answer is None or not any(block.samples for block in answer.blocks):
+        return "crashed", _nothing_measured(answer, run)
+    not_finite = None
+    if answer.not_finite_at is not None:
+        not_finite = f"the loss of step {answer.not_finite_at + 1} is not a finite number"
+        # A faster loader comes further in a trial. With the same training, the start would have met it there too.
+        is_further = start is not None and answer.not_finite_at >= len(start.losses)
+        if not (is_further and is_loader_only(attempt.settings)):
+            return "diverged", not_finite
+    if start is not None and is_worse(start.losses, answer.losses):
+        return "diverged", _worse(start.losses, answer.losses)
+    throttled = _throttled(run)
+    if throttled is not None:
+        return "throttled", throttled
+    return "ok", "; ".join((*([not_finite] if not_finite else ()), *answer.remarks)) or None
+
+
+def _nothing_measured(answer: Answer | None, run: Run | None) -> str:
+    steps = answer.steps if answer is not None else 0
+    if not steps:
+        return "the script ended without a step of an optimizer"
+    ranks = run.ranks if run is not None else ()
+    if ranks and not any(loader.batches and loader.made_by != "script" for rank in ranks for loader in rank.loaders):
+        return f"no DataLoader gave a batch in {steps} steps: there is no loader to tune"
+    if answer is not None and answer.complete:
+        return f"the loader gave no more batches (of {steps} steps), and too few to measure: they are trained on again"
+    return f"the script ended after {steps} steps: too few to measure; let it train longer"
+
+
+def _throttled(run: Run | None) -> str | None:
+    """Why the GPU's figures are not its own at this moment; None when they are."""
+    return None if run is None else invalid_because(gather(run, DEFAULT))
+
+
+def _worse(start: tuple[float, ...], losses: tuple[float, ...]) -> str:
+    steps = compared_steps(start, losses)
+    assert steps is not None
+    before, after = mean_loss(start, steps), mean_loss(losses, steps)
+    return f"mean loss of steps {steps.start + 1} to {steps.stop}: {after:.4g}, at the start settings {before:.4g}"
+
+
+def _ran_out_of_memory(tail: str) -> bool:
+    """Whether an exception says so, or anything where there is none: other output may well speak of memory."""
+    return any(_OUT_OF_MEMORY.search(text) for text in _EXCEPTION.findall(tail) or [tail])
+
+
+def last_exception(tail: str) -> str | None:
+    """The last exception that a program's output names, on one line and not too long; not that of its launcher."""
+    found = [line for line in _EXCEPTION.findall(tail) if "ChildFailedError" not in line] or _USAGE.findall(tail)
+    return None if not found else found[-1].strip()[:200]
+
+
+def _how_it_ended(status: int | None, tail: str) -> str:
+    if status is not None and status < 0:
+        return f"ended by {signal.Signals(-status).name}"
+    # Below an error of ours stands, indented, what to do about it.
+    lines = [line for line in tail.split("\n") if line.strip()]
+    last = next((line.strip() for line in reversed(lines) if not line[0].isspace()), lines[-1].strip() if lines else "")
+    return f"ended with exit code {status}" + (f": {last[:160]}" if last else "")

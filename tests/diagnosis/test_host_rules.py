@@ -1,0 +1,218 @@
+from typing import Any
+
+import pytest
+
+from fulltilt.diagnosis import answer
+from fulltilt.diagnosis.evidence import gather
+from fulltilt.diagnosis.gains import rarer, share_left
+from fulltilt.diagnosis.rules.host import checkpoint_stall, host_code, validation_heavy
+from fulltilt.records import Abstention, Buckets, Finding, HotLine, Settings, Span
+from tests.diagnosis.examples import BATCH, gpu_rank, loader, rank, run_of, spans_of
+
+
+def found(judgement: object) -> Finding:
+    assert isinstance(judgement, Finding)
+    return judgement
+
+
+# --------------------------------------------------------------------------- host_code
+
+
+def test_a_sleep_after_each_step_is_named() -> None:
+    lines = (HotLine("train.py:60", "main", 1.0), HotLine("train.py:55", "main", 49.0, "time.sleep(0.05)"))
+    finding = found(host_code(gather(run_of(rank(host_lines=lines), host_code=50.0, compute=50.0))))
+    assert finding.share == pytest.approx(50 / 110)
+    assert (finding.where, finding.severity) == ("train.py:55", "severe")
+    assert finding.evidence == (
+        "code of the script's own takes 50 % of the time after start-up: 50 s, 50 ms a step",
+        "49 s in main, train.py:55 (time.sleep(0.05))",
+        "1 s in main, train.py:60",
+    )
+    assert finding.fix == "time.sleep(0.05) at train.py:55: it waits on purpose; remove it."
+    assert finding.predicted_speedup == (1.33, 2.0)
+
+
+def test_no_line_costs_more_than_all_and_one_met_by_chance_is_no_evidence() -> None:
+    """Of 1.48 s of host code, 1.52 s were said to be one line's, and 5 ms another's."""
+    lines = (HotLine("train.py:10", "main", 1.52), HotLine("<internal>:7", "cleanup", 0.005))
+    finding = found(host_code(gather(run_of(rank(host_lines=lines), host_code=1.48, compute=2.0))))
+    assert finding.evidence[1:] == ("1.48 s in main, train.py:10",)
+
+
+def test_logging_of_weights_should_be_rarer() -> None:
+    lines = (HotLine("log.py:9", "dump_weights", 30.0, "json.dump(weights, file)"),)
+    finding = found(host_code(gather(run_of(rank(host_lines=lines), host_code=30.0, compute=70.0))))
+    assert "write every 50 steps" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("call", "part"),
+    [
+        ("np.savez(path, **{k: v.numpy() for k, v in state.items()})", "write every 50 steps"),
+        ("logger.info(loss)", "log every 50 steps"),
+        ("logits = head(x)", "take it out of the step"),
+        ("copy.deepcopy(model)", "copy every 50 steps"),
+        ("torch.tensor(rows)", "give it one NumPy array"),
+        ("torch.cuda.empty_cache()", "drop it"),
+    ],
+)
+def test_each_kind_of_line_has_its_own_cure(call: str, part: str) -> None:
+    lines = (HotLine("train.py:9", "main", 30.0, call),)
+    assert part in found(host_code(gather(run_of(rank(host_lines=lines), host_code=30.0, compute=70.0)))).fix
+
+
+def test_what_a_line_says_is_not_what_it_does() -> None:
+    """`subprocess.run([python, "-c", "time.sleep(1)"])` was said to wait on purpose."""
+    for call, told in (
+        ('call("sleep(1)")', "take it out of the step"),
+        ('call(f"{sleep(1)}")', "it waits on purpose"),
+        ("call('a', 'print(b)', sleep(1))", "it waits on purpose"),
+    ):
+        lines = (HotLine("train.py:9", "main", 30.0, call),)
+        assert told in found(host_code(gather(run_of(rank(host_lines=lines), host_code=30.0, compute=70.0)))).fix
+
+
+def test_a_line_that_waits_is_not_told_to_use_a_second_thread() -> None:
+    lines = (HotLine("train.py:9", "main", 30.0, "subprocess.run(check)", waits=True),)
+    fix = found(host_code(gather(run_of(rank(host_lines=lines), host_code=30.0, compute=70.0)))).fix
+    assert fix.startswith("subprocess.run(check) at train.py:9: it waits for another thread or process;")
+
+
+def test_code_between_epochs_is_not_to_be_done_every_so_many_steps() -> None:
+    """It came every 400 steps, and the advice was every 50."""
+    made = rank(host_lines=(HotLine("train.py:12", "main", 30.0, "pool.map(feature, files)"),))
+    between = Span(10.0, 41.0, 0, 1, 1, BATCH, Buckets(host_code_s=30.0, compute_s=1.0))
+    within = Span(41.0, 110.0, 1, 999, 999, 999 * BATCH, Buckets(host_code_s=1.0, compute_s=68.0))
+    for spans, seldom in (((between, within), True), (spans_of(host_code=31.0, compute=69.0), False)):
+        fix = found(host_code(gather(run_of(made, spans=(spans,))))).fix
+        assert ("most steps are free of it" in fix, " steps, or" in fix) == (seldom, not seldom)
+
+
+def test_overhead_spread_over_a_library_blames_no_line() -> None:
+    lines = tuple(HotLine(f"transformers/part_{i}.py:9", f"step_{i}", 2.0, "self.call()") for i in range(12))
+    finding = found(host_code(gather(run_of(rank(host_lines=lines), host_code=30.0, compute=70.0))))
+    assert finding.where is None
+    assert "no line is to blame" in finding.fix
+
+
+def test_lines_of_one_function_are_blamed_together() -> None:
+    lines = tuple(HotLine(f"metric.py:{i}", "score", 3.0 + i, "hits += a == b") for i in range(5))
+    finding = found(host_code(gather(run_of(rank(host_lines=lines), host_code=30.0, compute=70.0))))
+    assert finding.where == "metric.py:4"
+
+
+def test_slow_launches_are_not_the_scripts_own_code() -> None:
+    lines = (HotLine("train.py:55", "main", 20.0),)
+    launching = gather(run_of(gpu_rank(launch_s=17.0, host_lines=lines), host_code=20.0, compute=80.0))
+    assert host_code(launching) is None
+    writing = gather(run_of(gpu_rank(launch_s=8.0, host_lines=lines), host_code=20.0, compute=80.0))
+    assert found(host_code(writing)).share == pytest.approx(12 / 110)
+
+
+def test_host_code_without_a_sampled_line_is_still_found() -> None:
+    finding = found(host_code(gather(run_of(rank(), host_code=30.0, compute=70.0))))
+    assert finding.where is None
+    assert "no stack was sampled, so the line is not known" in finding.evidence
+
+
+def test_quick_host_code_is_left_alone_and_unknown_idling_not_judged() -> None:
+    assert host_code(gather(run_of(rank(), host_code=4.0, compute=96.0))) is None
+    judgement = host_code(gather(run_of(gpu_rank(launch_s=None), host_code=30.0, compute=70.0)))
+    assert judgement == Abstention(
+        "host_code", "what the host did while the GPU idled (launching, or code of the script's own)"
+    )
+
+
+# --------------------------------------------------------------------------- validation_heavy
+
+
+def test_validation_every_few_steps_says_how_much_rarer() -> None:
+    checking = loader(loader_id=2, role="eval", where="train.py:70", dataset="Held out", passes=50, batches=500)
+    run = run_of(rank(loaders=(loader(), checking)), validation=50.0, compute=50.0)
+    finding = found(validation_heavy(gather(run)))
+    assert finding.where == "train.py:70"
+    assert "50 passes over Held out, 1 s each" in finding.evidence
+    assert finding.fix.startswith("Validate every 9th time: its share falls from 50 % to 10 %.")
+    assert "Its loader at train.py:70 has no workers" in finding.fix
+    assert "inference_mode" not in finding.fix  # whether the script has it already is not known
+    # Of 100 s, 50 of validation become 5.6: 1.8 ×.
+    assert finding.predicted_speedup == (1.4, 1.8)
+
+
+def test_a_recipes_validation_is_changed_in_its_settings() -> None:
+    checking = loader(loader_id=2, role="eval", where=None, made_by="fulltilt", num_workers=2)
+    finding = found(validation_heavy(gather(run_of(rank(loaders=(loader(), checking)), validation=50.0, compute=50.0))))
+    assert finding.where is None
+    assert "eval_every in the settings" in finding.fix
+
+
+def test_what_lies_in_memory_is_not_advised_workers() -> None:
+    checking = loader(loader_id=2, role="eval", where=None, made_by="fulltilt")
+    ranks = rank(loaders=(loader(), checking))
+
+    def advice(**asked: Any) -> str:
+        run = run_of(ranks, run={"asked": Settings(**asked)}, validation=50.0, compute=50.0)
+        return found(validation_heavy(gather(run))).fix
+
+    assert "workers" not in advice(num_workers=2, residency="auto")
+    assert "workers" not in advice(num_workers=0, residency="auto")
+    assert "workers: 2 in the training's settings" in advice(num_workers=0, residency="none")
+
+
+def test_an_ordinary_validation_is_left_alone() -> None:
+    assert validation_heavy(gather(run_of(rank(), validation=19.0, compute=81.0))) is None
+
+
+def test_validation_on_the_training_loader_names_it() -> None:
+    shared = loader(num_workers=0, passes=10, batches=500, eval_batches=400)
+    finding = found(validation_heavy(gather(run_of(rank(loaders=(shared,)), validation=40.0, compute=60.0))))
+    assert finding.where == shared.where
+    assert finding.evidence == ("validation takes 40 % of the time after start-up: 40 s, 40 ms a step",)
+    assert f"Its loader at {shared.where} has no workers" in finding.fix
+    apart = loader(loader_id=1, role="eval", where="train.py:99", batches=3)
+    run = run_of(rank(loaders=(shared, apart)), validation=40.0, compute=60.0)
+    assert found(validation_heavy(gather(run))).where == "train.py:99"
+    only_trains = run_of(rank(loaders=(loader(),)), validation=40.0, compute=60.0)
+    assert found(validation_heavy(gather(only_trains))).where is None
+
+
+# --------------------------------------------------------------------------- checkpoint_stall
+
+
+def test_saving_says_how_much_rarer_or_beside_the_training() -> None:
+    lines = (HotLine("train.py:80", "save", 29.0, "torch.save(state, path)"),)
+    finding = found(checkpoint_stall(gather(run_of(rank(checkpoint_lines=lines), checkpoint=30.0, compute=70.0))))
+    assert (finding.where, finding.severity) == ("train.py:80", "severe")
+    assert finding.fix.startswith("Save every 21st time at train.py:80: its share falls from 30 % to 2.0 %.")
+    assert "async_save" in finding.fix
+    assert finding.predicted_speedup == (1.32, 1.4)
+
+
+def test_rare_saves_are_left_alone() -> None:
+    assert checkpoint_stall(gather(run_of(rank(), checkpoint=4.0, compute=96.0))) is None
+
+
+def test_a_trainer_of_ours_is_not_told_to_do_what_it_does() -> None:
+    ours = rank(loaders=(loader(made_by="fulltilt"),))
+    finding = found(checkpoint_stall(gather(run_of(ours, checkpoint=30.0, compute=70.0))))
+    assert finding.fix == (
+        "Every epoch ends with a save, and save_every in the settings adds more: leave it out, or make it 21 times as "
+        "large (its share falls from 30 % to 2.0 %). Where it is not set, put the run folder (--out) on a faster disk."
+    )
+    theirs = found(checkpoint_stall(gather(run_of(rank(), checkpoint=30.0, compute=70.0))))
+    assert finding.predicted_speedup is not None
+    assert theirs.predicted_speedup is not None
+    assert finding.predicted_speedup[0] < theirs.predicted_speedup[0]
+
+
+def test_doing_it_rarer_brings_its_share_to_the_target() -> None:
+    for share in (0.06, 0.3, 0.7, 0.97):
+        every = rarer(share, 0.02)
+        assert share_left(share, every) <= 0.02 + 1e-9
+        assert every == 2 or share_left(share, every - 1) > 0.02
+
+
+def test_host_rules_abstain_without_steps() -> None:
+    lacking = {a.code: a.lacks for a in answer(run_of(rank(), spans=((spans_of()[0],),))).abstained}
+    for rule in (host_code, validation_heavy, checkpoint_stall):
+        assert lacking[rule.__name__] == "a training step"

@@ -1,0 +1,640 @@
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fulltilt.diagnosis import answer
+from fulltilt.diagnosis.evidence import Evidence, gather
+from fulltilt.diagnosis.loader_lines import one_loader_a_line
+from fulltilt.diagnosis.rules.delivery import epoch_restart, input_handover, shm_small
+from fulltilt.diagnosis.rules.input import input_cpu_bound, input_io_bound, input_serial
+from fulltilt.diagnosis.rules.staffing import plan_workers
+from fulltilt.diagnosis.rules.wording import Judgement
+from fulltilt.diagnosis.supply import Limit
+from fulltilt.records import (
+    Abstention,
+    Buckets,
+    Finding,
+    HotLine,
+    LiveMove,
+    LiveRecord,
+    Run,
+    Settings,
+    Span,
+    StorageReading,
+)
+from tests.diagnosis.examples import BATCH, STEPS, gpu_rank, loader, machine, rank, run_of, spans_of, workers
+
+INPUT_RULES = (input_serial, input_cpu_bound, input_io_bound, input_handover)
+
+
+def found(judgement: object) -> Finding:
+    assert isinstance(judgement, Finding)
+    return judgement
+
+
+def serial(cpus: float = 8.0, wait_s: float = 62.0, cpu_s: float = 60.0, **changes: object) -> Run:
+    rest_s = 100.0 - wait_s
+    return run_of(
+        rank(loaders=(loader(wait_s=wait_s, wait_cpu_s=cpu_s, **changes),)),
+        on=machine(cpus),
+        data_wait=wait_s,
+        compute=rest_s,
+    )
+
+
+def fed(worker_record: object = None, *, cpus: float = 8.0, wait_s: float = 62.0, **changes: object) -> Run:
+    """A GPU job that waits 62 % of its time for the workers of its loader."""
+    settings = {"num_workers": 2, "prefetch_factor": 2, "wait_s": wait_s, "wait_cpu_s": 1.0, **changes}
+    records = (worker_record,) if worker_record else ()
+    return run_of(
+        gpu_rank(workers=records, loaders=(loader(**settings),)),
+        on=machine(cpus),
+        data_wait=wait_s,
+        compute=100.0 - wait_s,
+    )
+
+
+IO_WORKERS = {"fetch_cpu_s": 10.0, "process_cpu_s": 12.0, "cpu_wait_s": 1.0}
+
+
+def test_workers_are_no_cure_for_a_slow_sampler() -> None:
+    """It runs in the training thread whatever the workers: the advice was to set num_workers, for 13 ×, or to 0."""
+    idle = workers(fetch_s=20.0, fetch_cpu_s=19.0, process_cpu_s=60.0, idle_s=120.0)
+    for own, where in (("torch/utils/data/sampler.py:277", "train.py:31"), ("train.py:12", "train.py:12")):
+        lines = (HotLine(own, "Weighted.__iter__", 46.5),)
+        for run in (serial(sampler_lines=lines), fed(idle, sampler_lines=lines)):
+            (finding,) = (found(judged) for rule in INPUT_RULES if (judged := rule(gather(run))) is not None)
+            assert finding.evidence[1].startswith("75 % of it is the sampler")
+            assert "num_workers=" not in finding.fix
+            assert (finding.code, finding.where, finding.predicted_speedup) == ("input_serial", where, (1.3, 1.87))
+    lines = (HotLine("train.py:12", "Weighted.__iter__", 15.0),)
+    assert "num_workers=" in found(input_serial(gather(serial(sampler_lines=lines)))).fix
+    assert input_serial(gather(fed(idle, sampler_lines=lines))) is None
+
+
+@pytest.mark.parametrize(
+    ("call", "waits"),
+    [
+        ("with LOCK", True),
+        ("self.lock.acquire()", False),
+        ("fcntl.flock(file, LOCK_EX)", False),
+        ("with FileLock(p)", False),
+    ],
+)
+def test_workers_are_no_cure_for_a_lock_that_they_share(call: str, waits: bool) -> None:
+    """Four workers and eight gave the same rate; the advice was to raise them, for 1.5 to 2.2 times."""
+
+    def judged(line: HotLine) -> Finding:
+        return found(input_io_bound(gather(fed(workers(**IO_WORKERS, fetch_s=100.0, lines=(line,))))))
+
+    line = HotLine("train.py:8", "D.__getitem__", 60.0, call, waits)
+    finding = judged(line)
+    assert finding.fix.startswith(f"{call} at train.py:8 lets one process at a time through: 2 workers and more")
+    assert "num_workers=" not in finding.fix
+    assert finding.where == "train.py:8"
+    assert finding.predicted_speedup == (1.43, 2.5)
+    assert "num_workers=" in judged(replace(line, seconds=20.0)).fix  # seldom
+    assert "num_workers=" in judged(replace(line, call="read(block)")).fix  # a wait, but for no lock
+
+
+@pytest.mark.parametrize(
+    ("run", "code"),
+    [
+        (serial(), "input_serial"),
+        (fed(workers()), "input_cpu_bound"),
+        (fed(workers(**IO_WORKERS)), "input_io_bound"),
+        (fed(workers(fetch_s=20.0, fetch_cpu_s=19.0, process_cpu_s=60.0, idle_s=120.0)), "input_handover"),
+    ],
+)
+def test_exactly_one_cause_is_named(run: Run, code: str) -> None:
+    judgements = [rule(gather(run)) for rule in INPUT_RULES]
+    assert [judgement.code for judgement in judgements if isinstance(judgement, Finding)] == [code]
+    assert not [judgement for judgement in judgements if isinstance(judgement, Abstention)]
+
+
+@pytest.mark.parametrize("rule", INPUT_RULES)
+def test_an_input_that_keeps_up_is_left_alone(rule: object) -> None:
+    assert callable(rule)
+    assert rule(gather(serial(wait_s=4.0))) is None
+    assert rule(gather(fed(workers(), wait_s=4.0))) is None
+
+
+@pytest.mark.parametrize("rule", [input_cpu_bound, input_io_bound, input_handover])
+def test_unmeasured_workers_are_not_judged(rule: object) -> None:
+    assert callable(rule)
+    judgement = rule(gather(fed(None)))
+    assert isinstance(judgement, Abstention)
+    assert judgement.lacks == "the workers' own CPU time and waiting time"
+
+
+# --------------------------------------------------------------------------- input_serial
+
+
+def test_serial_loading_says_how_many_workers_its_cost_needs() -> None:
+    finding = found(input_serial(gather(serial())))
+    assert finding.share == pytest.approx(62 / 110)
+    assert finding.severity == "severe"
+    assert finding.where == "train.py:31"
+    assert finding.evidence[0] == "waiting for data takes 62 % of the time after start-up: 62 s, 62 ms a step"
+    assert "62 ms a batch, 97 % of it on the CPU" in finding.evidence[1]
+    assert finding.fix.startswith(
+        "Set num_workers=2 at train.py:31: DataLoader(..., num_workers=2, persistent_workers=True)."
+    )
+    assert "2 workers would hide it; the quota allows 8 CPUs, enough for 7 such workers" in finding.fix
+    # Two workers at the serial rate: 2 × 516.1 / 320 = 3.23, more than the wait itself allows: 1 / 0.38.
+    # At the cautious end two workers give 0.6 of that, and each pass begins with an empty queue.
+    assert finding.predicted_speedup == (1.78, 2.63)
+
+
+def test_serial_loading_on_few_cpus_promises_only_what_they_can_carry() -> None:
+    finding = found(input_serial(gather(serial(cpus=2.0, wait_s=90.0, cpu_s=90.0))))
+    # Both CPUs full: 2 / (0.9 + 0.1) of the time that one takes now.
+    assert finding.predicted_speedup == (1.22, 2.16)
+    assert "num_workers=2" in finding.fix
+    assert "a cheaper fetch must give the rest" in finding.fix
+
+
+def test_workers_by_the_hundred_are_no_advice() -> None:
+    fix = found(input_serial(gather(serial(cpus=2.0, wait_s=99.9, cpu_s=1.0)))).fix
+    assert "enough for 8 such workers" in fix
+    assert "no number of workers that fits here would hide it" in fix
+    assert "workers would hide it" not in fix
+
+
+def test_serial_loading_that_only_waits_may_have_more_workers_than_cpus() -> None:
+    finding = found(input_serial(gather(serial(cpus=2.0, wait_s=90.0, cpu_s=1.0))))
+    assert "num_workers=8" in finding.fix  # 4 for each CPU at most
+    assert finding.predicted_speedup == (4.87, 9.6)
+
+
+def test_a_compute_heavy_cpu_job_leaves_the_loader_little() -> None:
+    run = run_of(
+        rank(torch_threads=2, loaders=(loader(wait_s=50.0, wait_cpu_s=50.0),)),
+        on=machine(2.0),
+        data_wait=50.0,
+        compute=50.0,
+    )
+    finding = found(input_serial(gather(run)))
+    # If one CPU computes, loading takes half of the time away: 2. If worker and training slow each other down, and the
+    # rates are off, less is left of it than of both CPUs computing, (1 + 2) / 2 of the time instead of 2: 1.33.
+    assert finding.predicted_speedup == (1.1, 2.0)
+
+
+def test_an_iterable_data_set_must_split_its_work() -> None:
+    assert "get_worker_info" in found(input_serial(gather(serial(iterable=True)))).fix
+
+
+@pytest.mark.parametrize(
+    "run",
+    [serial(), fed(workers(**IO_WORKERS)), fed(workers(fetch_s=20.0, fetch_cpu_s=1.0, idle_s=120.0))],
+    ids=["serial", "workers", "one of two workers"],
+)
+@pytest.mark.parametrize(("state", "in_vain_s"), [("killed", 600.0), ("interrupted", 600.0), ("killed", 30.0)])
+def test_a_fetch_that_hung_is_no_matter_of_workers(run: Run, state: Any, in_vain_s: float) -> None:
+    """ "1516 workers would hide it" was said of a fetch that never came back."""
+    end_s = run.spans[0][-1].t1_s
+    hung = Span(end_s, end_s + in_vain_s, 1000, 0, 0, None, Buckets(data_wait_s=in_vain_s))
+    (drawn,) = run.ranks[0].loaders
+    run = replace(
+        run,
+        run=replace(run.run, state=state, wall_s=end_s + in_vain_s),
+        ranks=(replace(run.ranks[0], loaders=(replace(drawn, wait_s=drawn.wait_s + in_vain_s),)),),
+        spans=((*run.spans[0], hung),),
+    )
+    (finding,) = (found(judged) for rule in INPUT_RULES if isinstance(judged := rule(gather(run)), Finding))
+    assert ("More workers would wait, too." in finding.fix) == (in_vain_s == 600.0)
+    assert ("num_workers=" in finding.fix) <= (in_vain_s != 600.0)
+    assert ("10 min of it is one wait, from which the job never came back" in finding.evidence) == (in_vain_s == 600.0)
+
+
+def test_batches_that_are_made_elsewhere_name_the_line_that_waits() -> None:
+    """A queue's get() was code of the script's own, to be left to a second thread."""
+    lines = (HotLine("train.py:9", "main", 60.0, "ready.get()", waits=True),)
+    finding = found(input_serial(gather(run_of(rank(loaders=(), host_lines=lines), data_wait=60.0, compute=40.0))))
+    assert finding.where == "train.py:9"
+    assert finding.fix.startswith("ready.get() at train.py:9 waits for batches that the script makes elsewhere")
+    assert finding.predicted_speedup == (1.43, 2.5)
+
+
+def test_batches_made_by_a_generator_name_its_line() -> None:
+    made = rank(loaders=(), host_lines=(HotLine("gen.py:12", "make", 60.0, "rng.normal(size)"),))
+    finding = found(input_serial(gather(run_of(made, data_wait=40.0, compute=60.0))))
+    assert finding.where == "gen.py:12"
+    assert "no DataLoader was seen" in finding.evidence[1]
+    assert "num_workers=1" in finding.fix
+    assert finding.predicted_speedup == (1.33, 1.67)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_generator_behind_the_loader_is_blamed_and_not_the_loader(num_workers: int) -> None:
+    """A generator that cut crops out of what it drew was told to give its quick loader a worker."""
+    made = rank(
+        loaders=(loader(where="gen.py:8", num_workers=num_workers, wait_s=5.0, wait_cpu_s=5.0),),
+        workers=(workers(fetch_s=5.0, fetch_cpu_s=5.0, process_cpu_s=5.0, idle_s=150.0),) if num_workers else (),
+        host_lines=(HotLine("gen.py:11", "batches", 35.0, "crop(row)"),),
+    )
+    evidence = gather(run_of(made, data_wait=40.0, compute=60.0))
+    finding = found(input_serial(evidence))
+    assert finding.where == "gen.py:11"
+    assert "88 % of it is not the loader at gen.py:8" in finding.evidence[1]
+    assert "collate_fn" in finding.fix
+    assert [rule(evidence) for rule in INPUT_RULES[1:]] == [None] * 3
+
+
+def test_a_loader_that_another_thread_draws_from_is_not_cleared() -> None:
+    made = rank(loaders=(loader(wait_s=0.0),), host_lines=(HotLine("train.py:9", "take", 35.0, "queue.get()"),))
+    assert gather(run_of(made, data_wait=40.0, compute=60.0)).limit is Limit.SERIAL
+
+
+def test_a_loader_that_another_thread_draws_from_is_promised_no_more_than_its_workers_can_do() -> None:
+    """One worker in place of the script's own thread was promised 1.9 to 19 times the speed."""
+    made = rank(loaders=(loader(wait_s=0.0),), host_lines=(HotLine("train.py:9", "take", 95.0, "get()", waits=True),))
+    finding = found(input_serial(gather(run_of(made, on=machine(2.0), data_wait=95.0, compute=5.0))))
+    assert finding.fix.startswith("Set num_workers=2 at train.py:31")
+    assert finding.predicted_speedup is not None
+    low, high = finding.predicted_speedup
+    assert low == 1.0
+    assert 2.0 <= high < 2.5
+    assert "train.py:9" in finding.evidence[2]
+
+
+def test_one_of_several_loaders_is_not_measured_by_the_rate_of_the_job() -> None:
+    """A slow loader of the last stage was promised 1.00 × with 8 workers: the first stage had set the rate."""
+    stages = (loader(where="train.py:9"), loader(loader_id=2, wait_s=62.0, batches=50, samples=50 * BATCH))
+    finding = found(input_serial(gather(run_of(rank(loaders=stages), data_wait=62.0, compute=38.0))))
+    assert finding.where == "train.py:31"
+    assert finding.predicted_speedup == (1.0, 2.63)
+    assert finding.fix.startswith("Set num_workers=32 at train.py:31"), "it sleeps: four for each of 8 CPUs"
+    assert "would hide it" not in finding.fix
+
+
+def test_the_workers_of_one_of_several_loaders_are_planned_from_its_own_rate() -> None:
+    """With eight samples of the others for one of its own, 164 workers were said to hide what 19 would."""
+    slow = loader(num_workers=2, wait_s=62.0, batch_size=BATCH // 8, samples=STEPS * BATCH // 8)
+    made = rank(loaders=(slow, loader(loader_id=2, num_workers=2)), workers=(workers(),))
+    several = plan_workers(gather(run_of(made, data_wait=62.0, compute=38.0)))
+    made = rank(loaders=(loader(num_workers=2),), workers=(workers(),))
+    alone = plan_workers(gather(run_of(made, data_wait=62.0, compute=38.0)))
+    assert several is not None
+    assert alone is not None
+    assert several.needed == pytest.approx(alone.needed, abs=1)
+
+
+def test_an_iterable_that_the_script_has_measured_is_no_data_loader() -> None:
+    finding = found(input_serial(gather(serial(made_by="script", iterable=True, batch_size=None))))
+    assert "no DataLoader was seen" in finding.evidence[1]
+    assert "IterableDataset" in finding.fix
+    assert "DataLoader(...," not in finding.fix
+
+
+def test_a_loader_built_by_hugging_face_is_changed_through_its_arguments() -> None:
+    fix = found(input_serial(gather(serial(where="run_glue.py:510", made_by="transformers")))).fix
+    assert "TrainingArguments(..., dataloader_num_workers=2, dataloader_persistent_workers=True)" in fix
+
+
+# --------------------------------------------------------------------------- workers at their limit
+
+
+def test_busy_workers_are_raised_to_what_is_needed() -> None:
+    finding = found(input_cpu_bound(gather(fed(workers()))))
+    assert finding.where == "dataset.py:48"
+    assert "2 workers at 165 ms a batch, 95 % computing, idle 0.6 % of the time" in finding.evidence
+    assert "of the workers' fetching, 71 % in decode, dataset.py:48 (Image.open(path))" in finding.evidence
+    assert finding.fix.startswith(
+        "Raise num_workers 2 → 5 at train.py:31: "
+        "DataLoader(..., num_workers=5, persistent_workers=True, pin_memory=True)."
+    )
+    assert finding.predicted_speedup == (1.75, 2.63)
+
+
+def test_busy_workers_that_fill_the_cpus_need_a_cheaper_line() -> None:
+    finding = found(input_cpu_bound(gather(fed(workers(), cpus=2.0))))
+    assert finding.fix.startswith("Make decode (dataset.py:48) cheaper: 2 workers and the training fill the CPUs")
+    # The line takes 71 % of a fetch: half of it gone is 1.55 ×; all of it is more than the wait allows.
+    assert finding.predicted_speedup == (1.55, 2.63)
+
+
+def test_workers_that_queue_for_a_cpu_are_busy_not_waiting() -> None:
+    queueing = workers(fetch_cpu_s=50.0, process_cpu_s=52.0, cpu_wait_s=60.0)
+    assert gather(fed(queueing, cpus=3.0)).limit is Limit.CPU
+
+
+def test_waiting_workers_are_raised_beyond_the_cpus_and_the_data_staged() -> None:
+    run = fed(workers(**IO_WORKERS, read_bytes=5_000_000_000), cpus=2.0)
+    assert run.run.data is None
+    finding = found(input_io_bound(gather(run)))
+    assert "2 workers at 162 ms a batch, 93 % waiting, not computing, idle 2.4 % of the time" in finding.evidence
+    assert "the workers read 5 GB from storage, 50 MB/s" in finding.evidence
+    assert "num_workers 2 → 5" in finding.fix
+    idle_disk = found(input_io_bound(gather(fed(workers(**IO_WORKERS, read_bytes=4096)))))
+    assert "the workers read only 4.1 kB from storage: they wait for a lock, a sleep or a service" in idle_disk.evidence
+    staged = StorageReading("/data", "nfs4", kind="network", total_bytes=12_000_000_000, fits_in_ram=True)
+    run = run_of(*run.ranks, spans=run.spans, run={"data": staged})
+    finding = found(input_io_bound(gather(run)))
+    assert "the data in /data lies on network (nfs4)" in finding.evidence
+    assert finding.fix.endswith("Its 12 GB fit in RAM: copying /data to a RAM disk ends the waiting.")
+
+
+def test_little_cpu_time_on_a_crowded_machine_without_queue_times_proves_nothing() -> None:
+    dark = workers(**{**IO_WORKERS, "cpu_wait_s": None})
+    judgement = input_io_bound(gather(fed(dark, cpus=1.0)))
+    assert judgement == Abstention("input_io_bound", "how long the workers waited for a CPU")
+    assert found(input_io_bound(gather(fed(dark, cpus=8.0)))).code == "input_io_bound"
+
+
+def test_much_cpu_time_proves_a_busy_worker_even_without_queue_times() -> None:
+    assert gather(fed(workers(cpu_wait_s=None), cpus=1.0)).limit is Limit.CPU
+
+
+# --------------------------------------------------------------------------- input_handover
+
+
+def test_numpy_batches_should_become_tensors() -> None:
+    slow = fed(
+        workers(fetch_s=20.0, fetch_cpu_s=19.0, process_cpu_s=60.0, idle_s=120.0),
+        wait_cpu_s=40.0,
+        batch_kind="numpy",
+        batch_bytes=19_000_000,
+        collate="stack_arrays",
+    )
+    finding = found(input_handover(gather(slow)))
+    assert "2 workers could give 1,049 samples/s; idle 56 % of the time" in finding.evidence
+    assert "a batch has 19 MB as numpy" in finding.evidence
+    assert finding.fix.startswith("Let the collate function stack_arrays at train.py:31 return tensors")
+    assert finding.fix.endswith(
+        "Or fetch without workers (num_workers=0): fetching a batch takes 18 ms, waiting for a worker's 62 ms."
+    )
+    assert finding.predicted_speedup == (1.45, 2.63)
+
+
+def test_a_training_thread_that_rebuilds_batches_is_handover_even_if_workers_are_busy() -> None:
+    finding = found(input_handover(gather(fed(workers(), wait_cpu_s=50.0))))
+    assert finding.fix.startswith("Send fewer and smaller tensors at train.py:31")
+
+
+def test_batches_that_are_quick_to_fetch_need_no_workers() -> None:
+    quick = workers(fetch_s=3.0, fetch_cpu_s=1.0, process_cpu_s=4.0, cpu_wait_s=1.0, idle_s=190.0)
+    finding = found(input_handover(gather(fed(quick, pin_memory=True))))
+    assert finding.fix == (
+        "Fetch without workers: DataLoader(..., num_workers=0) at train.py:31; "
+        "fetching a batch takes 2 ms, waiting for a worker's 62 ms."
+    )
+
+
+def test_idle_workers_without_a_cost_mean_uneven_batches() -> None:
+    uneven = workers(fetch_s=60.0, fetch_cpu_s=55.0, process_cpu_s=56.0, idle_s=100.0)
+    finding = found(input_handover(gather(fed(uneven))))
+    assert finding.fix == (
+        "Single batches take long (uneven costs), and the workers rest until they come, in order. "
+        "Take them as they are made at train.py:31: DataLoader(..., in_order=False, pin_memory=True); "
+        "their order then differs between runs. "
+        "Or: Raise prefetch_factor 2 → 4 at train.py:31: DataLoader(..., prefetch_factor=4, pin_memory=True)."
+    )
+    # Workers that rest 62 % of the time can give 2.6 × as much at the very most; a static share of slow batches, none.
+    assert finding.predicted_speedup == (1.0, 2.62)
+
+
+def test_what_evens_out_uneven_batches_is_not_advised_twice() -> None:
+    uneven = workers(fetch_s=60.0, fetch_cpu_s=55.0, process_cpu_s=56.0, idle_s=100.0)
+    unordered = found(input_handover(gather(fed(uneven, given=("in_order",))))).fix
+    assert "in_order=" not in unordered
+    assert "prefetch_factor 2 → 4" in unordered
+    deep = found(input_handover(gather(fed(uneven, prefetch_factor=8)))).fix
+    assert "in_order=False" in deep
+    assert "prefetch_factor" not in deep
+    both = found(input_handover(gather(fed(uneven, given=("in_order",), prefetch_factor=8)))).fix
+    assert "spread them evenly" in both
+
+
+def test_workers_that_rest_during_validation_are_not_idle() -> None:
+    resting = workers(fetch_s=100.0, fetch_cpu_s=98.0, process_cpu_s=99.0, idle_s=101.0)
+    feeding = loader(num_workers=2, wait_s=30.0, wait_cpu_s=1.0)
+    run = run_of(gpu_rank(workers=(resting,), loaders=(feeding,)), data_wait=30.0, validation=50.0, compute=20.0)
+    assert gather(run).limit is Limit.CPU
+    unpaused = run_of(gpu_rank(workers=(resting,), loaders=(feeding,)), data_wait=30.0, compute=70.0)
+    assert gather(unpaused).limit is Limit.HANDOVER
+
+
+def test_workers_that_end_with_their_pass_were_idle_in_no_validation_behind_it() -> None:
+    """Workers that rested half of their lives were called idle 0 % of the time: they had not lived to see it."""
+    short_lived = workers(fetch_s=50.0, fetch_cpu_s=5.0, process_cpu_s=6.0, idle_s=50.0)
+    feeding = loader(num_workers=2, wait_s=10.0, wait_cpu_s=1.0)
+    run = run_of(gpu_rank(workers=(short_lived,), loaders=(feeding,)), data_wait=10.0, validation=50.0, compute=40.0)
+    supply = gather(run).supply
+    assert supply is not None
+    assert supply.idle_share == pytest.approx(0.49, abs=0.01)
+
+
+def test_workers_that_rest_while_the_script_draws_its_curves_are_not_idle() -> None:
+    """Workers that slept in every fetch were called idle and their batches uneven: an epoch ended in 40 s of plots."""
+    resting = workers(fetch_s=116.0, fetch_cpu_s=10.0, process_cpu_s=11.0, idle_s=84.0)
+    feeding = loader(num_workers=2, wait_s=30.0, wait_cpu_s=1.0)
+    steps = [
+        Span(10.0 + 6 * at, 16.0 + 6 * at, 100 * at, 100, 100, 100 * BATCH, Buckets(data_wait_s=3.0, compute_s=3.0))
+        for at in range(10)
+    ]
+    plots = Span(70.0, 110.0, 1000, 1, 1, BATCH, Buckets(host_code_s=40.0))
+    begun = Span(0.0, 10.0, 0, 0, 0, None, Buckets(startup_s=10.0))
+    run = run_of(gpu_rank(workers=(resting,), loaders=(feeding,)), spans=((begun, *steps, plots),))
+    assert gather(run).limit is Limit.IO
+
+
+def test_workers_that_stood_by_while_others_were_on_trial_do_not_make_idle_workers() -> None:
+    """Under --auto, a loader whose workers slept in every fetch was told that its batches come late from idle ones."""
+    some_stood_by = workers(fetch_s=196.0, idle_s=120.0, **IO_WORKERS)
+    feeding = loader(num_workers=2, wait_s=62.0, wait_cpu_s=1.0)
+    kept = LiveMove(Settings(num_workers=2), 5.0, "kept", batches_per_s=10.0)
+    tuned = LiveRecord(
+        *(feeding.loader_id, "settled", "", Settings(num_workers=1), Settings(num_workers=2)),
+        batches_per_s=10.0,
+        moves=(kept,),
+    )
+
+    def limit(*live: LiveRecord) -> Limit:
+        observed = gpu_rank(workers=(some_stood_by,), loaders=(feeding,), live=live)
+        return gather(run_of(observed, data_wait=62.0, compute=38.0)).limit
+
+    assert limit() is Limit.HANDOVER
+    assert limit(tuned) is Limit.IO
+    assert limit(replace(tuned, loader_id=feeding.loader_id + 1)) is Limit.HANDOVER
+
+
+# --------------------------------------------------------------------------- epoch_restart
+
+
+def test_respawned_workers_should_persist() -> None:
+    passing = loader(num_workers=2, passes=41, restart_s=40.0)
+    finding = found(epoch_restart(gather(run_of(rank(loaders=(passing,)), epoch_turnover=40.0, compute=60.0))))
+    assert finding.share == pytest.approx(40 / 110)
+    assert finding.evidence[1] == "41 passes, 1 s for each new one"
+    assert finding.fix == (
+        "Keep the workers alive at train.py:31: DataLoader(..., num_workers=2, persistent_workers=True)."
+    )
+    assert finding.predicted_speedup == (1.25, 1.67)
+
+
+def curriculum(stages: int, **changes: Any) -> Any:
+    """A rank whose script makes a loader for each epoch, each over more data."""
+    loaders = [
+        loader(loader_id=n, num_workers=2, passes=1, dataset_len=100 + n, first_wait_s=2.0, **changes)
+        for n in range(stages)
+    ]
+    return rank(loaders=tuple(loaders), workers=tuple(workers(loader_id=n) for n in range(stages)))
+
+
+def test_loaders_that_one_line_makes_of_a_changing_data_set_are_one() -> None:
+    run = run_of(curriculum(8), epoch_turnover=60.0, compute=40.0)
+    finding = found(epoch_restart(gather(run)))
+    assert "8 passes, 8.57 s for each new one" in finding.evidence
+    assert "its 2 workers are started anew for each pass (the DataLoader is made 8 times)" in finding.evidence
+    assert finding.fix.endswith("persistent_workers=True), made once before the loop over epochs.")
+    assert answer(run).verdict.sentence.startswith("Restarting: 60 % of the time goes into starting 8 passes")
+
+
+def test_joined_loaders_keep_what_they_and_their_workers_did() -> None:
+    plain = curriculum(5)
+    joined = one_loader_a_line(plain)
+    ((one,), (did,)) = joined.loaders, joined.workers
+    assert (one.loader_id, one.passes, one.constructed, one.first_wait_s) == (0, 5, 5, 2.0)
+    assert one.restart_s == pytest.approx(sum(each.restart_s for each in plain.loaders) + 4 * 2.0)
+    for name in ("batches", "samples", "wait_s"):
+        assert getattr(one, name) == sum(getattr(each, name) for each in plain.loaders)
+    for name in ("batches", "fetch_s", "fetch_cpu_s", "idle_s"):
+        assert getattr(did, name) == pytest.approx(sum(getattr(each, name) for each in plain.workers))
+    assert sum(line.seconds for line in did.lines) == pytest.approx(
+        sum(line.seconds for each in plain.workers for line in each.lines)
+    )
+
+
+@pytest.mark.parametrize("apart", [curriculum(2), curriculum(5, role="eval"), curriculum(5, made_by="transformers")])
+def test_two_loaders_side_by_side_and_those_of_others_stay_apart(apart: Any) -> None:
+    assert one_loader_a_line(apart) == apart
+    long = replace(apart, loaders=tuple(replace(each, passes=9, role="train") for each in apart.loaders))
+    assert one_loader_a_line(long) == long
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_loader_made_for_each_pass_should_be_made_once(persistent: bool) -> None:
+    passing = loader(num_workers=2, passes=41, constructed=41, restart_s=40.0, persistent_workers=persistent)
+    finding = found(epoch_restart(gather(run_of(rank(loaders=(passing,)), epoch_turnover=40.0, compute=60.0))))
+    assert finding.evidence[2] == "its 2 workers are started anew for each pass (the DataLoader is made 41 times)"
+    assert finding.fix == (
+        "Keep the workers alive at train.py:31: DataLoader(..., num_workers=2, persistent_workers=True), "
+        "made once before the loop over epochs."
+    )
+
+
+def test_the_first_workers_of_a_loader_made_for_each_pass_need_one_that_stays() -> None:
+    once = found(input_serial(gather(serial(passes=10))))
+    anew = found(input_serial(gather(serial(passes=10, constructed=10))))
+    assert "made once before the loop over epochs" not in once.fix
+    assert "persistent_workers=True), made once before the loop over epochs" in anew.fix
+
+
+def test_a_loader_for_each_fold_is_not_a_loader_for_each_pass() -> None:
+    passing = loader(num_workers=2, passes=40, constructed=4, restart_s=40.0)
+    finding = found(epoch_restart(gather(run_of(rank(loaders=(passing,)), epoch_turnover=40.0, compute=60.0))))
+    assert finding.fix.endswith("persistent_workers=True).")
+
+
+def test_passes_without_workers_should_be_longer() -> None:
+    run = run_of(rank(loaders=(loader(passes=11, restart_s=10.0),)), epoch_turnover=10.0, compute=90.0)
+    finding = found(epoch_restart(gather(run)))
+    assert finding.severity == "warn"
+    assert "num_samples=k * len(dataset)" in finding.fix
+
+
+def test_a_quick_turnover_is_left_alone_and_an_unseen_loader_not_judged() -> None:
+    assert epoch_restart(gather(run_of(rank(), epoch_turnover=4.0, compute=96.0))) is None
+    once = loader(passes=1, num_workers=4)  # its workers end with it; the advice was to keep them alive
+    assert epoch_restart(gather(run_of(rank(loaders=(once,)), epoch_turnover=20.0, compute=80.0))) is None
+    judgement = epoch_restart(gather(run_of(rank(loaders=()), epoch_turnover=20.0, compute=80.0)))
+    assert judgement == Abstention("epoch_restart", "the DataLoader whose passes are being restarted")
+
+
+# --------------------------------------------------------------------------- shm_small
+
+
+def shared(total: int | None, **changes: object) -> Run:
+    settings = {"num_workers": 4, "prefetch_factor": 2, "batch_bytes": 100_000_000, **changes}
+    return run_of(rank(loaders=(loader(**settings),)), on=machine(shm_total_bytes=total))
+
+
+def test_batches_beyond_shared_memory_are_fatal() -> None:
+    finding = found(shm_small(gather(shared(64_000_000, num_workers=1))))
+    assert finding.severity == "severe"
+    assert finding.predicted_speedup is None
+    assert finding.evidence == (
+        "1 worker × 2 batches ahead × 100 MB = 200 MB in shared memory",
+        "/dev/shm has 64 MB",
+    )
+    assert "--shm-size=1g" in finding.fix
+
+
+def test_batches_near_shared_memory_are_a_warning_with_settings_that_fit() -> None:
+    finding = found(shm_small(gather(shared(1_000_000_000))))
+    assert finding.severity == "warn"
+    assert finding.fix.endswith("or lower prefetch_factor 2 → 1 at train.py:31.")
+
+
+def test_ranks_on_one_machine_share_its_shared_memory() -> None:
+    settings = loader(num_workers=4, prefetch_factor=2, batch_bytes=100_000_000)
+    ranks = [rank(n, world_size=2, loaders=(settings,)) for n in range(2)]
+    finding = found(shm_small(gather(run_of(*ranks, on=machine(shm_total_bytes=2_000_000_000)))))
+    assert "4 workers × 2 batches ahead × 2 ranks × 100 MB = 1.6 GB in shared memory" in finding.evidence
+
+
+def test_shared_memory_with_room_or_unused_is_left_alone() -> None:
+    assert shm_small(gather(shared(32_000_000_000))) is None
+    assert shm_small(gather(shared(64_000_000, num_workers=0))) is None
+    assert shm_small(gather(shared(64_000_000, batch_kind="numpy"))) is None
+
+
+def test_unknown_sizes_of_batches_or_shared_memory_are_not_judged() -> None:
+    assert shm_small(gather(shared(None))) == Abstention("shm_small", "the size of /dev/shm")
+    assert shm_small(gather(shared(64_000_000, batch_bytes=None))) == Abstention("shm_small", "the size of a batch")
+
+
+def test_nothing_is_judged_without_steps() -> None:
+    from fulltilt.diagnosis import answer
+
+    idle = run_of(rank(loaders=()), spans=((spans_of()[0],),))
+    lacking = {abstention.code: abstention.lacks for abstention in answer(idle).abstained}
+    for rule in (*INPUT_RULES, epoch_restart):
+        assert lacking[rule.__name__] == "a training step"
+
+
+@pytest.mark.parametrize("other", ["validation", "checkpoint"])
+@pytest.mark.parametrize(
+    ("rule", "change"),
+    [
+        (input_serial, {"loaders": (loader(wait_s=62.0, wait_cpu_s=6.0),)}),
+        (
+            input_io_bound,
+            {
+                "loaders": (loader(num_workers=2, prefetch_factor=2, wait_s=62.0, wait_cpu_s=1.0),),
+                "workers": (workers(**IO_WORKERS),),
+            },
+        ),
+    ],
+)
+def test_what_the_workers_must_give_does_not_depend_on_time_without_training(
+    rule: Callable[[Evidence], Judgement], change: dict[str, Any], other: str
+) -> None:
+    plain = found(rule(gather(run_of(gpu_rank(**change), data_wait=62.0, compute=38.0))))
+    beside = found(rule(gather(run_of(gpu_rank(**change), data_wait=62.0, compute=38.0, **{other: 60.0}))))
+    assert beside.fix == plain.fix
+    # What training no longer waits for is at most 62 of 160 s.
+    assert plain.predicted_speedup is not None
+    assert beside.predicted_speedup is not None
+    assert beside.predicted_speedup[1] <= 160 / 98 < plain.predicted_speedup[1]
+
+
+def test_one_worker_does_not_wait_beside_others() -> None:
+    run = fed(workers(**IO_WORKERS, processes=1), cpus=0.2, num_workers=1)
+    assert "side by side" not in found(input_io_bound(gather(run))).fix
+    assert (
+        "2 workers already wait side by side" in found(input_io_bound(gather(fed(workers(**IO_WORKERS), cpus=0.2)))).fix
+    )

@@ -1,0 +1,128 @@
+"""What live tuning did stands in the settings and in the verdict."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fulltilt.diagnosis import answer
+from fulltilt.diagnosis.live import live_record, live_settings, live_words
+from fulltilt.records import Diagnosis, LiveMove, LiveRecord, Settings
+from tests.diagnosis.examples import loader, machine, rank, run_of, workers
+
+BEFORE = Settings(num_workers=0, pin_memory=False)
+AFTER = Settings(num_workers=7, prefetch_factor=2, pin_memory=False, persistent_workers=True)
+TUNED = LiveRecord(
+    0,
+    "settled",
+    "the loader is no longer the limit",
+    BEFORE,
+    AFTER,
+    before_batches_per_s=20.0,
+    before_wait_share=0.83,
+    batches_per_s=88.0,
+    wait_share=0.02,
+)
+
+
+def test_the_settings_say_what_was_and_what_is() -> None:
+    settings = dict(live_settings(TUNED))
+    assert settings["live"] == "settled"
+    assert settings["live.num_workers"] == "0 → 7"
+    assert settings["live.persistent_workers"] == "default → on"
+    assert "live.prefetch_factor" not in settings  # 2 is what torch has anyway
+    assert "live.pin_memory" not in settings
+    assert live_settings(None) == ()
+
+
+def test_the_words_give_the_gain() -> None:
+    words = live_words(TUNED)
+    assert "num_workers 0 → 7" in words
+    assert "4.4 × as many batches a second" in words
+    assert "data wait 83 % → 2" in words
+
+
+def test_a_loader_that_was_left_alone_says_why() -> None:
+    alone = replace(TUNED, state="left_alone", why="its data set draws random numbers", settings=BEFORE)
+    assert live_words(alone) == "live tuning left the loader alone: its data set draws random numbers"
+    assert live_words(replace(alone, state="settled", why="no need")) == "live tuning changed nothing: no need"
+
+
+def test_without_auto_there_is_nothing() -> None:
+    assert live_record(None, None) is None
+
+
+FOUR = Settings(num_workers=4, prefetch_factor=2, pin_memory=False, persistent_workers=True)
+SIX = replace(FOUR, num_workers=6)
+KEPT = LiveMove(FOUR, 5.0, "kept", batches_per_s=60.0, wait_share=0.28)
+CUT_OFF = LiveRecord(
+    1,
+    "trying",
+    "trying 6 workers, prefetch 2",
+    BEFORE,
+    FOUR,
+    before_batches_per_s=20.0,
+    before_wait_share=0.85,
+    batches_per_s=60.0,
+    wait_share=0.28,
+    moves=(KEPT, LiveMove(SIX, 12.0)),
+)
+
+
+def judged(live: LiveRecord, num_workers: int = 4) -> Diagnosis:
+    """A job that waited half of its 100 s, with this record of live tuning."""
+    at_work = loader(num_workers=num_workers, prefetch_factor=2, persistent_workers=True, wait_s=47.0, wait_cpu_s=1.0)
+    record = rank(loaders=(at_work,), workers=(workers(),), live=(live,))
+    return answer(run_of(record, on=machine(8.0), data_wait=47.0, compute=53.0))
+
+
+def test_a_run_that_ends_in_a_trial_tells_what_was_proven_and_what_was_not() -> None:
+    told = judged(CUT_OFF)
+    finding = told.findings[0]
+    assert finding.code == "input_serial"  # what the script does; the four workers are live tuning's
+    assert "DataLoader(..., num_workers=4, persistent_workers=True)" in finding.fix
+    assert "Still on trial: 6 workers, prefetch 2" in finding.fix
+    assert "as the script has it (no workers): 20 batches/s, waiting 85 % of the time" in finding.evidence
+    assert not any("6 workers" in fact for fact in finding.evidence)
+    sentence = told.verdict.sentence
+    assert all(part in sentence for part in ("num_workers 0 → 4", "3.0 × as many", "still on trial: 6 workers"))
+    assert "to gain" not in sentence  # the rate of the whole run belongs to none of the settings
+    assert dict(told.settings)["live.why"] == "still on trial: 6 workers, prefetch 2"
+
+
+def test_what_is_predicted_is_a_run_that_begins_with_what_was_found() -> None:
+    # 1000 batches would wait 0.28 / 60 s each: 4.7 s of the 47 are left.
+    low, high = judged(CUT_OFF).findings[0].predicted_speedup or (0.0, 0.0)
+    assert high == 1.73
+    assert 1.2 < low < high
+
+
+def test_settings_that_were_tried_and_did_not_pay_are_not_advised() -> None:
+    four = replace(FOUR, persistent_workers=None)
+    slower = LiveMove(replace(FOUR, num_workers=6), 5.0, "returned", batches_per_s=58.0, wait_share=0.3)
+    settled = replace(CUT_OFF, state="settled", why="no more", before=four, settings=four, moves=(slower,))
+    (fix,) = (finding.fix for finding in judged(settled).findings if finding.code.startswith("input"))
+    assert fix.startswith("Leave the loader at train.py:31 at 4 workers, prefetch 2. Live tuning tried")
+    assert "make decode (dataset.py:48) cheaper" in fix
+
+
+def test_a_trial_that_never_ended_leaves_the_rules_their_advice() -> None:
+    first = replace(CUT_OFF, settings=BEFORE, moves=(LiveMove(FOUR, 5.0),))
+    told = judged(first, num_workers=0)
+    assert "Set num_workers=" in told.findings[0].fix
+    assert "live tuning changed nothing: still on trial: 4 workers, prefetch 2" in told.verdict.sentence
+
+
+def test_a_first_trial_that_never_ended_mixes_the_figures_of_the_workers() -> None:
+    first = replace(CUT_OFF, before=FOUR, settings=FOUR, moves=(LiveMove(SIX, 5.0),))
+    finding = judged(first).findings[0]
+    assert "had only begun to try 6 workers, prefetch 2" in finding.fix
+    failed = replace(first, state="settled", moves=(LiveMove(SIX, 5.0, "failed", why="it broke"),))
+    assert "only begun" not in judged(failed).findings[0].fix
+    assert finding.predicted_speedup == (1.31, 1.89)  # half of the waiting, or all of it
+
+
+def test_what_made_live_tuning_leave_a_loader_alone_comes_before_the_advice() -> None:
+    alone = LiveRecord(1, "left_alone", "the script changes its data set during a pass", before=FOUR, settings=FOUR)
+    fix = judged(alone).findings[0].fix
+    assert fix.startswith("Live tuning left this loader alone: the script changes its data set during a pass. Once")
+    assert "num_workers=" in fix

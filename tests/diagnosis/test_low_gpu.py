@@ -1,0 +1,62 @@
+from fulltilt.diagnosis import low_gpu_warning
+from fulltilt.records import Buckets
+from tests.diagnosis.examples import loader
+
+STARVED = Buckets(startup_s=5.0, data_wait_s=62.0, compute_s=11.0, host_code_s=27.0)
+
+
+def test_the_warning_reads_as_guide_5_writes_it_with_the_likely_cause_first() -> None:
+    feeding = loader(batch_size=8192, num_workers=8, prefetch_factor=16, batches=1001, wait_s=25.3)
+    assert low_gpu_warning(11.0, STARVED, feeding, usable_cpus=16.0) == "\n".join(
+        (
+            "⚠️  LOW GPU UTILIZATION (11.0%)! Possible bottlenecks:",
+            "   - Most likely: training waits for data (62.0% of the time)",
+            "   - Increase num_workers (current: 8; 16 CPUs are usable) at train.py:31",
+            "   - Increase prefetch_factor (current: 16)",
+            "   - A larger batch_size (current: 8192) does not help while data is late",
+            "   - DataLoader avg: 25.3ms a batch",
+        )
+    )
+
+
+def test_workers_that_fill_the_cpus_are_not_raised() -> None:
+    warning = low_gpu_warning(11.0, STARVED, loader(num_workers=8), usable_cpus=8.0)
+    assert warning is not None
+    assert "num_workers (current: 8) already fills the 8 usable CPUs" in warning
+
+
+def test_a_gpu_that_is_short_of_work_wants_a_larger_batch() -> None:
+    launching = Buckets(compute_s=20.0, host_code_s=80.0)
+    warning = low_gpu_warning(20.0, launching, loader(num_workers=2), usable_cpus=8.0)
+    assert warning is not None
+    assert warning.splitlines()[1:] == [
+        "   - Most likely: the script's own code between steps, or slow kernel launches (80.0% of the time)",
+        "   - Increase batch_size (current: 32)",
+        "   - num_workers (current: 2) keeps up",
+    ]
+
+
+def test_a_busy_gpu_or_a_job_that_has_not_begun_gets_no_warning() -> None:
+    assert low_gpu_warning(30.0, STARVED, loader(), 8.0) is None
+    assert low_gpu_warning(5.0, Buckets(startup_s=20.0), loader(), 8.0) is None
+
+
+def test_without_a_gpu_the_share_of_data_wait_decides() -> None:
+    warning = low_gpu_warning(None, STARVED, loader(num_workers=0), 2.0)
+    assert warning is not None
+    assert warning.startswith("⚠️  TRAINING WAITS FOR DATA (62.0% of the time)! Possible bottlenecks:")
+    assert "   - Increase num_workers (current: 0) at train.py:31" in warning
+    assert low_gpu_warning(None, Buckets(data_wait_s=20.0, compute_s=80.0), loader(), 2.0) is None
+
+
+def test_batches_made_by_hand_get_a_loader() -> None:
+    warning = low_gpu_warning(None, STARVED, None, 2.0)
+    assert warning is not None
+    assert "a DataLoader with workers (current: none)" in warning
+
+
+def test_without_a_gpu_the_wait_is_named_not_the_computing() -> None:
+    warning = low_gpu_warning(None, Buckets(data_wait_s=4.2, compute_s=4.7, host_code_s=1.1), None, 2.0)
+    assert warning is not None
+    assert "Most likely: training waits for data (42.0% of the time)" in warning
+    assert "the GPU computes" not in warning

@@ -1,0 +1,190 @@
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fulltilt.diagnosis import answer
+from fulltilt.diagnosis.evidence import gather
+from fulltilt.diagnosis.rules.input import input_cpu_bound
+from fulltilt.diagnosis.rules.machine import cpu_oversubscribed, gpu_shared, memory_pressure, throttled
+from fulltilt.records import Abstention, Finding, GpuProcess, Run
+from tests.diagnosis.examples import gpu, gpu_rank, host, loader, machine, rank, run_of, sampled, workers
+
+
+def found(judgement: object) -> Finding:
+    assert isinstance(judgement, Finding)
+    return judgement
+
+
+def on_gpu(**reading: Any) -> Run:
+    return run_of(gpu_rank(), samples=sampled(gpu(**reading)), compute=100.0)
+
+
+# --------------------------------------------------------------------------- memory_pressure
+
+
+def test_reading_back_swap_is_fatal_and_comes_first() -> None:
+    full = host(mem_used_bytes=62 * 10**9, swap_in_bytes_per_s=40e6)
+    feeding = (loader(num_workers=8, prefetch_factor=4),)
+    run = run_of(rank(loaders=feeding), samples=sampled(host_reading=full), data_wait=40.0, compute=60.0)
+    finding = found(memory_pressure(gather(run)))
+    assert (finding.severity, finding.predicted_speedup) == ("severe", None)
+    assert finding.share == pytest.approx(100 / 110)
+    assert finding.evidence == ("40 MB/s are read back from swap", "RAM is at 97 % of its limit")
+    assert finding.fix == (
+        "Lower num_workers 8 → 4 at train.py:31 and prefetch_factor 4 → 2 (32 MB of batches are kept ready)."
+    )
+    assert answer(run).verdict.code == "memory_pressure"
+
+
+def test_a_full_container_is_judged_by_its_own_limit() -> None:
+    full = host(mem_limit_bytes=8 * 10**9, mem_used_bytes=int(7.6e9))
+    finding = found(memory_pressure(gather(run_of(rank(), samples=sampled(host_reading=full)))))
+    assert finding.severity == "warn"
+    assert finding.evidence == ("RAM is at 95 % of its limit",)
+
+
+def test_a_gpu_that_frees_its_cache_is_short_of_memory() -> None:
+    run = run_of(gpu_rank(alloc_retries=12), samples=sampled(gpu()))
+    finding = found(memory_pressure(gather(run)))
+    assert finding.severity == "warn"
+    assert finding.evidence == ("the GPU's allocator ran out and freed its cache 12 times",)
+    assert "gradient checkpointing" in finding.fix
+
+
+def test_a_full_gpu_that_never_retried_is_a_remark() -> None:
+    finding = found(memory_pressure(gather(on_gpu(vram_used_bytes=139 * 10**9))))
+    assert finding.severity == "info"
+    assert answer(on_gpu(vram_used_bytes=139 * 10**9)).findings[0].code == "compute_bound"
+
+
+def test_memory_with_room_is_left_alone_and_unread_memory_not_judged() -> None:
+    assert memory_pressure(gather(on_gpu())) is None
+    assert memory_pressure(gather(run_of(rank()))) == Abstention("memory_pressure", "readings of memory use")
+
+
+# --------------------------------------------------------------------------- cpu_oversubscribed
+
+
+def crowd(**changes: Any) -> Run:
+    """Eight workers on two CPUs that queue for four fifths of their time."""
+    queueing = {"fetch_s": 780.0, "fetch_cpu_s": 150.0, "process_cpu_s": 155.0, "cpu_wait_s": 600.0, **changes}
+    feeding = loader(num_workers=8, prefetch_factor=2, wait_s=80.0, wait_cpu_s=1.0)
+    return run_of(
+        rank(torch_threads=2, workers=(workers(**queueing),), loaders=(feeding,)),
+        on=machine(2.0),
+        data_wait=80.0,
+        compute=20.0,
+    )
+
+
+def test_workers_that_queue_are_too_many() -> None:
+    finding = found(cpu_oversubscribed(gather(crowd())))
+    assert finding.share == pytest.approx(0.8 * 100 / 110)
+    assert finding.evidence[:2] == (
+        "8 workers and 2 training threads queue for 2 CPUs",
+        "the workers spend 80 % of their runnable time in that queue",
+    )
+    assert finding.fix == (
+        "Lower num_workers 8 → 2 at train.py:31: DataLoader(..., num_workers=2). "
+        "And give the training 1 thread: torch.set_num_threads(1)."
+    )
+    assert finding.predicted_speedup == (1.0, 2.1)
+    assert input_cpu_bound(gather(crowd())) is None
+    assert answer(crowd()).verdict.code == "cpu_oversubscribed"
+
+
+def test_workers_that_do_not_queue_or_have_their_cpus_are_left_alone() -> None:
+    assert cpu_oversubscribed(gather(crowd(cpu_wait_s=10.0))) is None
+    few = run_of(rank(loaders=(loader(num_workers=4),), workers=(workers(cpu_wait_s=500.0),)), compute=100.0)
+    assert cpu_oversubscribed(gather(few)) is None
+    assert cpu_oversubscribed(gather(run_of(rank(torch_threads=64)))) is None  # no workers to count
+
+
+def test_workers_that_use_little_cpu_cannot_slow_the_computing() -> None:
+    idle = workers(fetch_s=10.0, fetch_cpu_s=4.0, process_cpu_s=4.0, cpu_wait_s=6.0)
+    feeding = loader(num_workers=8, prefetch_factor=2, wait_s=1.0, wait_cpu_s=0.5)
+    run = run_of(
+        rank(torch_threads=2, workers=(idle,), loaders=(feeding,)), on=machine(2.0), data_wait=1.0, compute=99.0
+    )
+    assert cpu_oversubscribed(gather(run)) is None
+
+
+def test_workers_that_sleep_are_not_too_many_because_they_queue_for_the_little_they_compute() -> None:
+    sleeping = crowd(fetch_cpu_s=5.0, process_cpu_s=6.0, cpu_wait_s=20.0)
+    assert cpu_oversubscribed(gather(sleeping)) is None
+    assert answer(sleeping).verdict.code == "input_io_bound"
+
+
+def test_a_crowd_whose_queueing_is_unknown_is_not_judged() -> None:
+    judgement = cpu_oversubscribed(gather(crowd(cpu_wait_s=None)))
+    assert judgement == Abstention("cpu_oversubscribed", "how long the workers waited for a CPU")
+
+
+# --------------------------------------------------------------------------- throttled
+
+
+def test_a_hot_gpu_is_throttled() -> None:
+    run = on_gpu(throttle_reasons=("thermal",), sm_clock_mhz=990.0, temperature_c=89.0)
+    finding = found(throttled(gather(run)))
+    assert finding.share == pytest.approx(100 / 110)
+    assert finding.evidence == (
+        "GPU 0 was slowed down in 100 % of the readings: thermal",
+        "its clock was at 50 % of its maximum",
+        "it reached 89 °C",
+    )
+    assert finding.fix.startswith("Cool the GPU")
+    assert finding.predicted_speedup == (1.0, 2.0)
+    assert answer(run).verdict.code == "throttled"
+
+
+def test_a_power_cap_counts_only_when_the_clock_falls() -> None:
+    assert throttled(gather(on_gpu(throttle_reasons=("power_cap",)))) is None
+    slow = found(throttled(gather(on_gpu(throttle_reasons=("power_cap",), sm_clock_mhz=1200.0))))
+    assert slow.fix.startswith("Give the GPU its power")
+
+
+def test_an_idle_or_short_slowdown_is_left_alone_and_an_unread_clock_not_judged() -> None:
+    assert throttled(gather(on_gpu(throttle_reasons=("reliability",)))) is None
+    spell = sampled(gpu(throttle_reasons=("hw_slowdown",)), seconds=5) + sampled(gpu())[5:]
+    assert throttled(gather(run_of(gpu_rank(), samples=spell))) is None
+    assert throttled(gather(on_gpu(throttle_reasons=None))) == Abstention(
+        "throttled", "the GPU's clock and its reasons for slowing down"
+    )
+    assert throttled(gather(run_of(rank()))) is None
+
+
+# --------------------------------------------------------------------------- gpu_shared
+
+OURS = GpuProcess(101, "python", 5 * 10**9, ours=True)
+THEIRS = GpuProcess(999, "ollama", 20 * 10**9, ours=False)
+
+
+def test_another_process_on_the_gpu_is_named() -> None:
+    finding = found(gpu_shared(gather(on_gpu(processes=(OURS, THEIRS)))))
+    assert finding.severity == "warn"
+    assert finding.evidence == ("GPU 0 also runs ollama (pid 999, 20 GB)",)
+    assert finding.predicted_speedup == (1.0, 2.0)  # two that compute take turns
+
+
+@pytest.mark.parametrize(("use_pct", "severity", "gain"), [(0.0, "info", None), (96.0, "warn", (1.0, 2.0))])
+def test_a_process_that_only_holds_memory_costs_no_time(
+    use_pct: float, severity: str, gain: tuple[float, float] | None
+) -> None:
+    """A notebook that somebody left open: nobody computed there before the job came."""
+    alone = gpu(util_pct=use_pct, processes=(THEIRS,))
+    starting = tuple(replace(sample, t_s=float(second)) for second, sample in enumerate(sampled(alone, seconds=8)))
+    together = sampled(gpu(processes=(OURS, THEIRS)))
+    run = run_of(gpu_rank(), samples=(*starting, *together), compute=100.0)
+    finding = found(gpu_shared(gather(run)))
+    assert (finding.severity, finding.predicted_speedup) == (severity, gain)
+    assert finding.evidence[1] == f"before the job came to it, that GPU was busy {use_pct:.0f} % of the time"
+    assert (answer(run).verdict.code == "gpu_shared") is (gain is not None)
+
+
+def test_a_gpu_of_ones_own_is_left_alone_and_unseen_processes_not_judged() -> None:
+    assert gpu_shared(gather(on_gpu(processes=(OURS,)))) is None
+    other = run_of(gpu_rank(), samples=sampled(gpu(), gpu(1, processes=(THEIRS,))))
+    assert gpu_shared(gather(other)) is None  # it sits on a GPU that the job does not use
+    assert gpu_shared(gather(on_gpu(processes=None))) == Abstention("gpu_shared", "the processes on the GPU")
+    assert gpu_shared(gather(run_of(rank()))) is None

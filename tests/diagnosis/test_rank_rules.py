@@ -1,0 +1,66 @@
+import pytest
+
+from fulltilt.diagnosis import answer
+from fulltilt.diagnosis.evidence import gather
+from fulltilt.diagnosis.rules.ranks import communication_bound, straggler
+from fulltilt.records import Abstention, CommunicationRecord, Finding, HotLine, Run
+from tests.diagnosis.examples import gpu_rank, run_of, spans_of
+
+
+def found(judgement: object) -> Finding:
+    assert isinstance(judgement, Finding)
+    return judgement
+
+
+def pair(first: dict[str, float], second: dict[str, float], **changes: object) -> Run:
+    lines = (HotLine("train.py:90", "draw", 30.0, "plot(images)"),)
+    ranks = (gpu_rank(0, world_size=2, **changes), gpu_rank(1, world_size=2, host_lines=lines, **changes))
+    return run_of(*ranks, spans=(spans_of(**first), spans_of(**second)))
+
+
+EVEN = {"compute": 95.0, "communication": 5.0}
+
+
+def test_the_late_rank_is_named_with_what_it_does_more() -> None:
+    run = pair({"compute": 60.0, "communication": 40.0}, {"compute": 60.0, "host_code": 35.0, "communication": 5.0})
+    finding = found(straggler(gather(run)))
+    assert finding.share == pytest.approx(35 / 110)
+    assert finding.evidence[:3] == (
+        "the others wait for rank 1 35 % of the time after start-up",
+        "it works 95 ms a step, the others 60 ms",
+        "code of the script's own takes 35 ms a step more on rank 1",
+    )
+    assert finding.where == "train.py:90"
+    assert finding.predicted_speedup == (1.21, 1.54)
+    assert communication_bound(gather(run)) is None
+    assert answer(run).verdict.code == "straggler"
+    assert [r.rank for r in answer(run).ranks if r.slowest] == [1]
+
+
+def test_exposed_exchange_is_communication() -> None:
+    record = CommunicationRecord(backward_s=0.05, communication_s=0.06, overlapped_s=0.02, source="ddp")
+    run = pair({"compute": 60.0, "communication": 40.0}, {"compute": 62.0, "communication": 38.0}, communication=record)
+    finding = found(communication_bound(gather(run)))
+    assert finding.share == pytest.approx(38 / 110)
+    assert "of 60 ms of exchange a step 20 ms are hidden" in finding.evidence
+    assert "2 ranks on 1 machine" in finding.evidence
+    assert "(k = 4: 38 % → 13 %)" in finding.fix
+    assert finding.predicted_speedup == (1.17, 1.4)
+    assert straggler(gather(run)) is None
+
+
+def test_even_ranks_are_left_alone() -> None:
+    assert straggler(gather(pair(EVEN, EVEN))) is None
+    assert communication_bound(gather(pair(EVEN, EVEN))) is None
+    alone = run_of(gpu_rank())
+    assert straggler(gather(alone)) is None
+    assert communication_bound(gather(alone)) is None
+
+
+@pytest.mark.parametrize("rule", [straggler, communication_bound])
+def test_missing_ranks_or_an_unmeasured_exchange_are_not_judged(rule: object) -> None:
+    assert callable(rule)
+    missing = run_of(gpu_rank(world_size=4))
+    assert rule(gather(missing)) == Abstention(rule.__name__, "the records of all 4 ranks (1 are there)")
+    unmeasured = pair({"compute": 100.0}, {"compute": 100.0})
+    assert rule(gather(unmeasured)) == Abstention(rule.__name__, "the time that the ranks spent exchanging gradients")

@@ -1,0 +1,282 @@
+from typing import Any
+
+import pytest
+
+from fulltilt.diagnosis import Thresholds, answer, diagnose
+from fulltilt.diagnosis.gains import expected
+from fulltilt.diagnosis.rules import RULES, code_of
+from fulltilt.diagnosis.verdict import ordered
+from fulltilt.records import Buckets, Finding, FindingCode, HotLine, LoaderRecord, Settings, Span
+from tests.diagnosis.examples import gpu, gpu_rank, host, loader, rank, run_of, sampled, spans_of, workers
+
+STOPPED = {"state": "crashed", "exit_code": None, "ended_by": "StoppedEarly"}
+KILLED = {"state": "killed", "exit_code": -9}
+
+
+def finding(code: FindingCode, gain: tuple[float, float] | None, severity: Any = "warn", share: float = 0.2) -> Finding:
+    return Finding(code, share, severity, ("fact",), None, "fix", gain)
+
+
+def test_there_is_one_rule_for_each_code_named_like_it() -> None:
+    from typing import get_args
+
+    assert tuple(code_of(rule) for rule in RULES) == get_args(FindingCode)
+
+
+# --------------------------------------------------------------------------- order
+
+
+def test_findings_stand_in_the_order_of_what_they_would_win() -> None:
+    found = [
+        finding("host_code", (1.1, 1.2)),
+        finding("input_serial", (1.5, 2.5)),
+        finding("sync_point", (1.3, 1.6)),
+    ]
+    assert [f.code for f in ordered(found)] == ["input_serial", "sync_point", "host_code"]
+
+
+def test_the_healthy_end_stands_behind_causes_and_before_remarks() -> None:
+    found = [
+        finding("compute_bound", None, "info", 0.9),
+        finding("host_code", (1.03, 1.06), "info", 0.06),
+        finding("padding_waste", (1.05, 1.12), "warn", 0.11),
+        finding("memory_pressure", None, "warn", 0.0),
+    ]
+    codes = [f.code for f in ordered(found)]
+    assert codes == ["padding_waste", "memory_pressure", "compute_bound", "host_code"]
+
+
+def test_a_job_about_to_die_of_memory_comes_first() -> None:
+    found = [finding("input_serial", (2.0, 3.0), "severe"), finding("shm_small", None, "severe", 0.0)]
+    assert [f.code for f in ordered(found)] == ["shm_small", "input_serial"]
+
+
+def test_equal_wins_keep_the_order_of_the_rules() -> None:
+    found = [finding("input_serial", (1.2, 1.3)), finding("sync_point", (1.2, 1.3))]
+    assert ordered(found) == tuple(found)
+    assert ordered(reversed(found)) == tuple(reversed(found))
+
+
+def test_the_order_goes_by_the_middle_of_the_range() -> None:
+    assert expected((1.0, 4.0)) == 2.0
+    assert expected(None) == 1.0
+
+
+# --------------------------------------------------------------------------- sentences
+
+
+def starved_by_workers() -> tuple[LoaderRecord, ...]:
+    return (loader(num_workers=2, wait_s=62.0, wait_cpu_s=1.0),)
+
+
+@pytest.mark.parametrize(
+    ("run", "code", "sentence"),
+    [
+        (
+            run_of(gpu_rank(workers=(workers(),), loaders=starved_by_workers()), data_wait=62.0, compute=38.0),
+            "input_cpu_bound",
+            "Starved: 62 % of the time the GPU waits for data; at most 2.6 × to gain: "
+            "the loader gives 320 samples/s, the GPU could take 842.",
+        ),
+        (
+            run_of(rank(loaders=(loader(wait_s=62.0),)), data_wait=62.0, compute=38.0),
+            "input_serial",
+            "Starved: 62 % of the time training waits for data; at most 2.6 × to gain: "
+            "training gets 320 samples/s, compute could take 842.",
+        ),
+        (  # the rate of the whole run, which stands beside it in every report, is 278
+            run_of(rank(loaders=(loader(wait_s=62.0),)), data_wait=62.0, compute=38.0, validation=15.0),
+            "input_serial",
+            "Starved: 54 % of the time training waits for data; at most 2.2 × to gain: "
+            "between validations and saves training gets 320 samples/s, compute could take 842.",
+        ),
+        (  # validation beside it: the loader gives what it gives, but there is less to gain
+            run_of(
+                gpu_rank(workers=(workers(),), loaders=starved_by_workers()),
+                data_wait=62.0,
+                compute=38.0,
+                validation=15.0,
+            ),
+            "input_cpu_bound",
+            "Starved: 54 % of the time the GPU waits for data; at most 2.2 × to gain: "
+            "the loader gives 320 samples/s, the GPU could take 842.",
+        ),
+        (
+            run_of(rank(loaders=()), spans=(spans_of(samples=False, data_wait=50.0, compute=50.0),)),
+            "input_serial",
+            "Starved: 50 % of the time training waits for data; at most 2.0 × to gain.",
+        ),
+        (
+            run_of(rank(loaders=(loader(passes=41),)), epoch_turnover=40.0, compute=60.0),
+            "epoch_restart",
+            "Restarting: 40 % of the time goes into starting 41 passes over the data; at most 1.7 × to gain.",
+        ),
+        (
+            run_of(rank(host_lines=(HotLine("train.py:55", "main", 49.0),)), host_code=50.0, compute=50.0),
+            "host_code",
+            "Held up: 50 % of the time goes into the script's own code (train.py:55); at most 2.0 × to gain.",
+        ),
+        (
+            run_of(gpu_rank(gpu_busy_step_s=0.095), samples=sampled(gpu()), compute=95.0, host_code=5.0),
+            "compute_bound",
+            "Full tilt: 95 % of the time is compute; 320 samples/s, 95 % of the compute ceiling.",
+        ),
+        (
+            run_of(rank(), compute=70.0, validation=15.0, host_code=8.0, checkpoint=4.0, epoch_turnover=3.0),
+            "compute_bound",
+            "Mostly compute: 70 % of the time, and no single cause takes much of the rest; "
+            "320 samples/s, 70 % of the compute ceiling.",
+        ),
+        (
+            run_of(rank(), compute=96.0, host_code=4.0, run={"state": "crashed", "exit_code": 1}),
+            "compute_bound",
+            "Full tilt: 96 % of the time is compute; 320 samples/s, 96 % of the compute ceiling; "
+            "the script ended with exit code 1 after 1000 steps.",
+        ),
+        (
+            run_of(rank(), compute=96.0, host_code=4.0, run={"state": "interrupted", "exit_code": 130}),
+            "compute_bound",
+            "Full tilt: 96 % of the time is compute; 320 samples/s, 96 % of the compute ceiling; "
+            "it was interrupted after 1000 steps.",
+        ),
+        (
+            run_of(rank(), compute=96.0, host_code=4.0, run=STOPPED),
+            "compute_bound",
+            "Full tilt: 96 % of the time is compute; 320 samples/s, 96 % of the compute ceiling; "
+            "stopped after 1000 steps by StoppedEarly.",
+        ),
+        (
+            run_of(rank(finished=False, t1_s=110.0), compute=96.0, host_code=4.0, run=KILLED),
+            "compute_bound",
+            "Full tilt: 96 % of the time is compute; 320 samples/s, 96 % of the compute ceiling; "
+            "it was killed by SIGKILL after at least 1000 steps, and what it did last was not recorded.",
+        ),
+        (
+            run_of(
+                rank(finished=False, t1_s=150.0, under_way=Span(110, 150, 0, 0, 0, None, Buckets(data_wait_s=40))),
+                compute=96.0,
+                host_code=4.0,
+                run=KILLED,
+            ),
+            "compute_bound",
+            "Full tilt: 96 % of the time is compute; 320 samples/s, 96 % of the compute ceiling; it was killed by "
+            "SIGKILL after at least 1000 steps; for the last 40 s before that it made none: it waited for data.",
+        ),
+        (
+            run_of(
+                rank(finished=False, t1_s=110.9, under_way=Span(110, 110.9, 0, 0, 0, None, Buckets(data_wait_s=0.9))),
+                compute=96.0,
+                host_code=4.0,
+                run=KILLED,
+            ),
+            "compute_bound",
+            "Full tilt: 96 % of the time is compute; 320 samples/s, 96 % of the compute ceiling; "
+            "it was killed by SIGKILL after at least 1000 steps, and what it did last was not recorded.",
+        ),
+        (
+            run_of(rank(finished=False, t1_s=110.0), compute=96.0, host_code=4.0, run={**KILLED, "oom_kills": 1}),
+            "compute_bound",
+            "Full tilt: 96 % of the time is compute; 320 samples/s, 96 % of the compute ceiling; it was killed by the "
+            "kernel for lack of memory (SIGKILL) after at least 1000 steps, and what it did last was not recorded.",
+        ),
+        (
+            run_of(rank(), compute=96.0, host_code=4.0, run={"state": "crashed", "exit_code": 1, "oom_kills": 2}),
+            "compute_bound",
+            "Full tilt: 96 % of the time is compute; 320 samples/s, 96 % of the compute ceiling; the script ended with "
+            "exit code 1 after 1000 steps, and the kernel killed 2 processes for lack of memory.",
+        ),
+        (
+            run_of(rank(finished=False, t1_s=110.0), compute=96.0, host_code=4.0),
+            "compute_bound",
+            "Full tilt: 96 % of the time is compute; 320 samples/s, 96 % of the compute ceiling; "
+            "its end was not recorded.",
+        ),
+        (
+            run_of(rank(), compute=20.0, unattributed=80.0),
+            "unexplained",
+            "No cause found: unattributed takes 80 % of the time after start-up.",
+        ),
+    ],
+)
+def test_the_verdict_is_one_sentence_people_want_to_read(run: Any, code: str, sentence: str) -> None:
+    diagnosis = answer(run)
+    assert (diagnosis.verdict.code, diagnosis.verdict.sentence) == (code, sentence)
+    if diagnosis.findings:
+        assert diagnosis.verdict.code == diagnosis.findings[0].code
+        assert diagnosis.verdict.share == diagnosis.findings[0].share
+    assert diagnose(run) == diagnosis.findings
+
+
+def idle(state: str = "done", exit_code: int = 0, **changes: Any) -> Any:
+    record = rank(**{"steps": 0, "backwards": 0, "loaders": (), **changes})
+    return run_of(record, spans=((spans_of()[0],),), run={"state": state, "exit_code": exit_code})
+
+
+@pytest.mark.parametrize(
+    ("run", "sentence"),
+    [
+        (run_of(), "Nothing was recorded: no process of the job trained with torch."),
+        (idle("crashed", 1), "The script ended with exit code 1 before its first training step."),
+        (idle("killed", -9), "The script was killed by SIGKILL before its first training step."),
+        (
+            idle(steps=7, backwards=7),  # a run folder that was copied in part
+            "7 steps trained, but their time cannot be told: steps.jsonl is missing or empty.",
+        ),
+        (idle(backwards=7), "No optimizer step was seen, but backward() ran 7 times."),
+        (
+            idle(loaders=(loader(batches=12),)),
+            "No training was seen: 12 batches came, but no backward() and no optimizer step.",
+        ),
+        (idle("running"), "Nothing has trained yet: no optimizer step was seen so far."),
+        (idle(), "No training was seen: no DataLoader, no backward() and no optimizer step."),
+    ],
+)
+def test_a_job_without_steps_says_what_was_seen(run: Any, sentence: str) -> None:
+    verdict = answer(run).verdict
+    assert (verdict.code, verdict.share, verdict.sentence) == ("no_steps", 0.0, sentence)
+
+
+def test_time_that_nobody_saw_is_no_part_of_a_share() -> None:
+    """A killed process loses its last second: of a run of two seconds that made half of every share."""
+    killed = rank(finished=False, t1_s=110.0)
+    run = run_of(killed, host_code=50.0, compute=50.0, run={**KILLED, "wall_s": 210.0})
+    assert answer(run).verdict.sentence.startswith("Held up: 50 % of the time")
+    assert answer(run).ledger.buckets.unattributed_s == pytest.approx(100.0)
+
+
+@pytest.mark.parametrize(("steps", "train_s"), [(1, 30.0), (40, 0.4)])
+def test_a_run_of_a_moment_is_not_judged(steps: int, train_s: float) -> None:
+    diagnosis = answer(run_of(rank(steps=steps), spans=(spans_of(steps, host_code=train_s),)))
+    assert diagnosis.verdict.code == "too_short"
+    assert diagnosis.verdict.sentence.startswith(f"Too short to tell: {steps} step")
+    assert not diagnosis.findings
+    assert answer(run_of(rank(), spans=(spans_of(40, host_code=30.0),))).verdict.code == "host_code"
+
+
+def test_a_short_run_that_died_of_memory_still_says_so() -> None:
+    full = sampled(host_reading=host(mem_used_bytes=63 * 10**9))
+    run = run_of(rank(steps=1), spans=(spans_of(1, compute=0.2),), samples=full, run=KILLED)
+    assert answer(run).verdict.code == "memory_pressure"
+
+
+def test_other_thresholds_give_another_judgement() -> None:
+    run = run_of(rank(), host_code=30.0, compute=70.0)
+    assert answer(run).verdict.code == "host_code"
+    assert answer(run, Thresholds(host_code_share=0.5)).verdict.code == "compute_bound"
+
+
+# --------------------------------------------------------------------------- settings
+
+
+def test_the_settings_in_force_and_those_asked_for() -> None:
+    spans = (spans_of(batches_per_step=4, compute=100.0),)
+    run = run_of(gpu_rank(learning_rate=2e-5), spans=spans, run={"asked": Settings(num_workers=4)})
+    settings = dict(answer(run).settings)
+    assert settings["num_workers"] == 4
+    assert settings["accumulation"] == 4
+    assert settings["precision"] == "bfloat16"
+    assert settings["tf32"] is False
+    assert settings["optimizer"] == "AdamW"
+    assert settings["asked.num_workers"] == 4
+    assert "asked.batch_size" not in settings
+    assert dict(answer(run_of()).settings)["num_workers"] is None

@@ -1,0 +1,53 @@
+"""Booking: what was warming up counts for nothing but the start-up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fulltilt.recorder.booking import Booking
+from fulltilt.recorder.marks import Activity
+from fulltilt.recorder.notes import RankNotes
+from fulltilt.recorder.shelves import Shelves
+from fulltilt.recorder.tile import Tile
+
+S = 1_000_000_000
+FORWARD = {Activity.USER: {"torch": 1.0}}
+
+
+class Looks(SimpleNamespace):
+    """The training thread was always seen in torch."""
+
+    backward = SimpleNamespace(split=dict)
+
+    def splits(self) -> tuple[dict, dict]:
+        return FORWARD, FORWARD
+
+    def begin_window(self) -> None:
+        pass
+
+
+def step(at_s: float, busy_s: float, starved_s: float) -> Tile:
+    shelves = Shelves({"busy": busy_s * S, "starved": starved_s * S})
+    took_ns = (busy_s + starved_s) * S
+    return Tile(at_s * S, at_s * S + took_ns, 1, 0, 1, 32, 0, shelves, took_ns, 0.0, 0.0, gpu=True)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("steps", [3, 20])
+def test_the_first_step_counts_as_one_like_the_next_ones(steps: int, at_once: bool) -> None:
+    notes = RankNotes(torch)
+    booking = Booking(0, notes, Looks())
+    tiles = [step(0.0, 1.5, 1.0), *(step(2.5 + 0.04 * number, 0.03, 0.01) for number in range(steps - 1))]
+    for batch in [tiles] if at_once else [[tile] for tile in tiles]:
+        booking.book(batch)
+    spans = booking.take(final=True)
+
+    startup_s = sum(span.buckets.startup_s for span in spans)
+    assert startup_s == pytest.approx(2.5 - 0.04, rel=0.01)
+    # What the rank says of its steps is what their spans say, so that no rate is above the ceiling made of it.
+    assert notes.gpu_busy_s == pytest.approx(sum(span.buckets.compute_s for span in spans))
+    assert notes.launch_s == pytest.approx(sum(span.buckets.host_code_s for span in spans))
+    assert notes.gpu_steps == steps

@@ -1,0 +1,58 @@
+"""Leads over the GPU are rare, are given where they were asked for, and only where the GPU has nothing queued."""
+
+from __future__ import annotations
+
+import pytest
+
+from fulltilt.recorder.calibration import AGAIN, FIRST_AT_STEP, LEAD, LONGEST_DELAY_S, UNTIL_KNOWN, Calibration
+from fulltilt.recorder.marks import Point
+
+
+def asked(
+    steps: int = FIRST_AT_STEP, *, queueing_s: float = 0.01, behind_s: float = 0.0, syncs: float = 0.0
+) -> Calibration:
+    calibration = Calibration()
+    calibration.ask(steps, queueing_s, behind_s, syncs, work_known=False)
+    return calibration
+
+
+def test_a_lead_lasts_longer_than_a_step_takes_to_queue_and_is_given_once() -> None:
+    calibration = asked()
+    assert calibration.begin(Point.BACKWARD) is None
+    assert calibration.begin(Point.BATCH) == pytest.approx(LEAD * 0.01)
+    assert calibration.under_way
+    assert calibration.begin(Point.BATCH) is None
+
+
+def test_every_other_lead_is_for_backward_alone() -> None:
+    calibration, given = Calibration(), []
+    for steps in (12, 24, 48):
+        calibration.ask(steps, 0.01, 0.0, 0.0, work_known=False)
+        given.append([point for point in (Point.BATCH, Point.BACKWARD) if calibration.begin(point) is not None])
+    assert given == [[Point.BATCH], [Point.BACKWARD], [Point.BATCH]]
+
+
+@pytest.mark.parametrize(
+    ("queueing_s", "behind_s"), [(0.01, 0.02), (LONGEST_DELAY_S, 0.0)], ids=["the GPU is behind", "a lead too long"]
+)
+def test_no_lead_where_it_would_show_nothing(queueing_s: float, behind_s: float) -> None:
+    calibration = asked(queueing_s=queueing_s, behind_s=behind_s)
+    assert not calibration.asked
+    assert calibration.begin(Point.BATCH) is None
+
+
+@pytest.mark.parametrize(("known", "factor"), [(False, UNTIL_KNOWN), (True, AGAIN)])
+def test_leads_come_at_ever_more_steps(known: bool, factor: int) -> None:
+    calibration = Calibration()
+    assert [calibration.due(steps) for steps in (FIRST_AT_STEP - 1, FIRST_AT_STEP)] == [False, True]
+    calibration.ask(FIRST_AT_STEP, 0.01, 0.02, 0.0, work_known=known)
+    assert [calibration.due(factor * FIRST_AT_STEP - less) for less in (1, 0)] == [False, True]
+
+
+def test_a_second_lead_is_not_asked_for_before_the_first_was_given() -> None:
+    assert not asked().due(1000)
+
+
+def test_leads_behind_blocking_calls_share_what_there_is_to_queue() -> None:
+    assert asked(syncs=0.0).again_delay_s == pytest.approx(2 * LEAD * 0.01)
+    assert asked(12, syncs=36.0).again_delay_s == pytest.approx(2 * LEAD * 0.01 / 4)

@@ -1,0 +1,148 @@
+"""An evaluation is over when the function that drew its batches has returned, not when the next training begins."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import fulltilt
+from fulltilt.diagnosis import answer
+from fulltilt.recorder.evaluation import Evaluation, function_that_draws, function_that_switches
+from fulltilt.recorder.stacks import Stack, stack_of
+
+
+def here() -> Stack:
+    stack = stack_of(threading.get_ident())
+    assert stack is not None
+    return stack
+
+
+def validated(evaluation: Evaluation) -> bool:
+    evaluation.drew(sys._getframe())
+    return evaluation.goes_on(here())
+
+
+@pytest.fixture
+def evaluation() -> Evaluation:
+    found = Evaluation()
+    found.switched(torch.nn.Linear(1, 1), None)
+    return found
+
+
+def test_it_goes_on_in_the_function_that_drew_and_is_over_behind_it(evaluation: Evaluation) -> None:
+    assert validated(evaluation)
+    assert not evaluation.goes_on(here())
+
+
+def test_a_metric_behind_the_function_that_drew_belongs_to_it(evaluation: Evaluation) -> None:
+    def scored() -> bool:
+        evaluation.switched(torch.nn.Linear(1, 1).eval(), sys._getframe())
+        validated(evaluation)
+        return evaluation.goes_on(here())  # as the metric is computed
+
+    assert scored()
+    assert not evaluation.goes_on(here())
+
+
+def test_the_function_that_switches_a_model_is_the_scripts_and_not_the_models_own() -> None:
+    class Frozen(torch.nn.Linear):
+        def train(self, mode: bool = True) -> Frozen:
+            found.append(function_that_switches(self, sys._getframe()))
+            return super().train(mode)
+
+    def validates() -> None:
+        model.eval()
+
+    found: list[object] = []
+    model = Frozen(1, 1)
+    validates()
+    assert found == [validates.__code__]
+
+
+def test_a_library_that_switches_a_model_tells_nothing_of_the_script(tmp_path: Path) -> None:
+    library = "import sys\ndef switch(ask, model):\n    return ask(model, sys._getframe())\n"
+    names: dict[str, Callable[..., object]] = {}
+    exec(compile(library, str(tmp_path / "site-packages" / "trainer.py"), "exec"), names)
+    assert names["switch"](function_that_switches, torch.nn.Linear(1, 1)) is None
+
+
+def test_it_goes_on_where_a_model_is_called_behind_it(evaluation: Evaluation) -> None:
+    class Sampled(torch.nn.Module):
+        def forward(self) -> bool:
+            return evaluation.goes_on(here())
+
+    validated(evaluation)
+    assert Sampled()() is True
+
+
+def test_it_is_over_once_the_model_trains_again_though_nobody_called_train() -> None:
+    model, evaluation = torch.nn.Linear(1, 1), Evaluation()
+    model.training = False
+    evaluation.switched(model, None)
+    assert evaluation.in_sight
+    assert evaluation.goes_on(here())
+    model.training = True  # as Lightning does
+    assert not evaluation.goes_on(here())
+
+
+def test_what_the_user_declares_ends_where_the_user_says_so(evaluation: Evaluation) -> None:
+    evaluation.declare(True)
+    validated(evaluation)
+    assert not evaluation.in_sight
+
+
+def test_a_generator_hands_batches_on_and_is_not_the_function_that_draws() -> None:
+    def handed_on() -> Iterator[object]:
+        yield function_that_draws(sys._getframe())
+
+    def draws() -> object:
+        return next(handed_on())
+
+    assert draws() is draws.__code__
+
+
+@pytest.mark.quiet
+def test_what_follows_a_validation_in_eval_mode_is_the_scripts_own_code(tmp_path: Path) -> None:
+    """By the stopwatch of the job itself; a neighbour on the machine may take a little of it."""
+    samples = TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
+    trained, evaluated = DataLoader(samples, batch_size=8), DataLoader(samples, batch_size=8)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    took = dict.fromkeys(("validation", "host_code"), 0.0)
+
+    def timed(name: str, work: Callable[[], None]) -> None:
+        began = time.perf_counter()
+        work()
+        took[name] += time.perf_counter() - began
+
+    def train() -> None:
+        model.train()
+        for inputs, labels in trained:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(inputs), labels).backward()
+            optimizer.step()
+
+    @torch.no_grad()
+    def validate() -> None:
+        model.eval()
+        for inputs, _ in evaluated:
+            model(inputs)
+            time.sleep(0.02)
+        time.sleep(0.1)  # a metric
+
+    with fulltilt.record(tmp_path / "run"):
+        for _ in range(3):
+            train()
+            timed("validation", validate)
+            timed("host_code", lambda: time.sleep(0.5))
+        train()
+    buckets = answer(fulltilt.load(tmp_path / "run")).ledger.buckets
+    assert buckets.validation_s == pytest.approx(took["validation"], rel=0.25)
+    assert buckets.host_code_s == pytest.approx(took["host_code"], rel=0.15)

@@ -1,0 +1,30 @@
+"""A line is shown with the call on it that costs the time."""
+
+from __future__ import annotations
+
+from fulltilt.recorder.lines import MOST_LINES, LineTimes
+from fulltilt.records import HotLine
+
+
+def test_of_several_calls_on_a_line_the_costliest_is_shown_with_what_it_does() -> None:
+    """A sleep behind a short wait for a process was said to wait for that one."""
+    lines = LineTimes()
+    lines.charge("train.py:17", "main", 0.6, "time.sleep(.2)")
+    lines.charge("train.py:17", "main", 0.1, "pool.map(work)", waits=True)
+    assert lines.top() == (HotLine("train.py:17", "main", 0.7, "time.sleep(.2)", False),)
+
+
+def test_a_call_that_was_named_once_stays_named() -> None:
+    lines = LineTimes()
+    lines.charge("train.py:17", "main", 0.5)
+    lines.charge("train.py:17", "main", 0.25, "plot()")
+    assert lines.top()[0].call == "plot()"
+
+
+def test_the_cheaper_half_is_forgotten_when_there_are_too_many_lines() -> None:
+    lines = LineTimes()
+    for number in range(MOST_LINES):
+        lines.charge(f"train.py:{number}", "main", float(number))
+    lines.charge("late.py:1", "main", 1e9, "late()")
+    assert len(lines.top(2 * MOST_LINES)) == MOST_LINES // 2 + 1
+    assert lines.top(1)[0].call == "late()"

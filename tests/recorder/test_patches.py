@@ -1,0 +1,179 @@
+"""Each patch is reversible: afterwards every entry point of torch is the original again."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from fulltilt.recorder.marks import Activity
+from fulltilt.recorder.patches import COLLECTIVES, READS
+from fulltilt.recorder.session import Session
+
+
+def entry_points() -> dict[str, Any]:
+    scaler, autocast = torch.amp.grad_scaler.GradScaler, torch.amp.autocast_mode.autocast
+    loader, replica = torch.utils.data.DataLoader, torch.nn.parallel.DistributedDataParallel
+    hooks = importlib.import_module("torch.optim.optimizer")
+    points = {
+        "init": vars(loader)["__init__"],
+        "iter": vars(loader)["__iter__"],
+        "backward": torch.autograd.backward,
+        "grad": torch.autograd.grad,
+        "scaler": vars(scaler)["step"],
+        "autocast": vars(autocast)["__enter__"],
+        "save": torch.save,
+        "train": vars(torch.nn.Module)["train"],
+        "synchronize": torch.cuda.synchronize,
+        "replica": vars(replica)["__init__"],
+        "capture_begin": vars(torch.cuda.CUDAGraph)["capture_begin"],
+        "capture_end": vars(torch.cuda.CUDAGraph)["capture_end"],
+        "replay": vars(torch.cuda.CUDAGraph)["replay"],
+        "pre": len(hooks._global_optimizer_pre_hooks),
+        "post": len(hooks._global_optimizer_post_hooks),
+    }
+    points |= {name: vars(torch.Tensor).get(name, "inherited") for name in ("to", "cuda", *READS)}
+    points |= {name: getattr(torch.distributed, name) for name in COLLECTIVES}
+    points |= {name: getattr(os, name) for name in ("_exit", "abort", "execv", "execve")}
+    points |= {"excepthook": sys.excepthook, "excepthook of threads": threading.excepthook}
+    return points
+
+
+def test_every_original_is_back(tmp_path: Path) -> None:
+    before = entry_points()
+    session = Session(torch, tmp_path, time.perf_counter_ns())
+    session.install()
+    session.patches.device.trains_on_gpu()
+    during = entry_points()
+    session.finish()
+    assert entry_points() == before
+    changed = {name for name in before if during[name] != before[name]}
+    kept = {"to", "cuda"} if "torchvision.tv_tensors" in sys.modules else set()
+    assert changed == set(before) - kept
+
+
+def test_what_a_cpu_job_reads_is_left_alone(tmp_path: Path) -> None:
+    """torch's warnings name the file that made the call: with a wrapper in between that was one of ours."""
+    before = {name: vars(torch.Tensor).get(name) for name in READS}
+    session = Session(torch, tmp_path, time.perf_counter_ns())
+    session.install()
+    try:
+        assert {name: vars(torch.Tensor).get(name) for name in READS} == before
+    finally:
+        session.finish()
+
+
+def test_values_and_errors_pass_through(tmp_path: Path) -> None:
+    session = Session(torch, tmp_path, time.perf_counter_ns())
+    session.install()
+    try:
+        x = torch.ones(3, requires_grad=True)
+        (x * 2).sum().backward()
+        assert x.grad is not None
+        assert x.grad.tolist() == [2.0, 2.0, 2.0]
+        assert torch.ones(2).to(torch.float64).dtype == torch.float64
+        assert torch.tensor(4.0).item() == 4.0
+        assert isinstance(iter(torch.utils.data.DataLoader([1])), _BaseDataLoaderIter)
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            torch.ones(1).sum().backward()
+        with pytest.raises(ValueError, match="num_workers"):
+            torch.utils.data.DataLoader([1], num_workers=-1)
+    finally:
+        session.finish()
+
+
+class SaysItIsOnAGpu(torch.Tensor):
+    """A tensor of the CPU, so that what waits for a GPU can be seen without one."""
+
+    is_cuda = True
+
+
+class NoEvents:
+    """A GPU's clock without a GPU."""
+
+    def record(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("read", "call"),
+    [
+        (lambda loss: loss.item(), ".item()"),
+        (float, "float()"),
+        (int, "int()"),
+        (lambda loss: bool(loss > 1), "bool()"),
+        (lambda loss: "high" if loss > 1 else "low", "bool()"),
+        (lambda loss: loss.nonzero(), ".nonzero()"),
+        (math.isnan, "float()"),
+    ],
+)
+def test_whatever_a_script_reads_from_the_gpu_is_a_wait(tmp_path: Path, read: Any, call: str) -> None:
+    loss = torch.tensor(4.0).as_subclass(SaysItIsOnAGpu)
+    plain = read(loss)
+    session = Session(torch, tmp_path, time.perf_counter_ns())
+    session.install()
+    session.patches.device.trains_on_gpu()
+    session.recorder.adopt()
+    session.recorder.clock = NoEvents()  # type: ignore[assignment]
+    try:
+        session.recorder.active = True
+        assert str(read(loss)) == str(plain)
+        (line,) = session.notes.sync_lines.top()
+    finally:
+        session.recorder.clock = None
+        session.finish()
+    assert line.call == call
+    assert line.where.startswith("tests/recorder/test_patches.py:")
+
+
+def test_a_compiled_model_still_compiles_whole(tmp_path: Path) -> None:
+    session = Session(torch, tmp_path, time.perf_counter_ns())
+    session.install()
+    try:
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            return (x.to(torch.float64) * 2).cpu().to(torch.float32)
+
+        compiled = torch.compile(step, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(torch.ones(4)), torch.full((4,), 2.0))
+    finally:
+        session.finish()
+        torch._dynamo.reset()
+
+
+def test_a_closure_is_the_users_code_and_the_optimizers_own_work_is_not(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    seen: list[Activity] = []
+
+    class Watched(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            seen.append(session.recorder.activity)
+            return super().step(closure)
+
+    session = Session(torch, tmp_path, time.perf_counter_ns())
+    session.install()
+    try:
+        optimizer = Watched([weight], lr=0.1)
+
+        def closure() -> torch.Tensor:
+            loss = weight.sum()
+            loss.backward()
+            return loss
+
+        closure()
+        optimizer.step()
+        optimizer.step(closure)
+        optimizer.step(closure=closure)
+        assert seen == [Activity.OPTIMIZER, Activity.USER, Activity.USER]
+        assert session.notes.optimizer_calls == 3
+    finally:
+        session.finish()

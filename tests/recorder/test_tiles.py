@@ -1,0 +1,568 @@
+"""Tiles close: whatever the marks, every nanosecond is on one shelf of one tile."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fulltilt.recorder.attribution import attribute
+from fulltilt.recorder.marks import (
+    Activity,
+    BackwardBegan,
+    BackwardEnded,
+    BatchArrived,
+    BookedApart,
+    EvalMode,
+    Finished,
+    Mark,
+    OptimizerStepped,
+    PassBegan,
+    PassEnded,
+    Point,
+    Rested,
+    WaitBegan,
+)
+from fulltilt.recorder.rest import Rest, RestPlan, Usual
+from fulltilt.recorder.shelves import SHELF, Shelves
+from fulltilt.recorder.tile import Tile
+from fulltilt.recorder.tiles import TileBuilder
+from fulltilt.records import BUCKETS
+
+MS = 1_000_000
+
+
+class Loop:
+    """A training thread on a clock of its own: says what it does and for how long."""
+
+    def __init__(self) -> None:
+        self.t = 0
+        self.builder = TileBuilder(0)
+        self.gpu = False
+        self.gpu_free = 0.0
+
+    def mark(self, activity: Activity, fact: Any = None, point: Point = Point.NONE) -> None:
+        reached = None
+        if self.gpu and point:
+            self.gpu_free = reached = max(self.gpu_free, float(self.t))
+        self.builder.feed(Mark(self.t, activity, fact, point), reached)
+
+    @property
+    def tiles(self) -> list[Tile]:
+        return self.builder.closed
+
+    def spend(self, ms: float, gpu_ms: float = 0.0) -> None:
+        """Host time passes; work of ``gpu_ms`` is queued at its beginning."""
+        if gpu_ms:
+            self.gpu_free = max(self.gpu_free, float(self.t)) + gpu_ms * MS
+        self.t += int(ms * MS)
+
+    def draw(self, ms: float, loader: int = 0, evaluating: bool = False, first: bool = False, workers: int = 0) -> None:
+        self.mark(Activity.NEXT, WaitBegan(evaluating))
+        self.spend(ms)
+        fact = BatchArrived(loader, 8, evaluating, first, workers)
+        self.mark(Activity.USER, fact, Point.NONE if evaluating else Point.BATCH)
+
+    def backward(self, ms: float, gpu_ms: float = 0.0) -> None:
+        self.mark(Activity.BACKWARD, BackwardBegan(), Point.BACKWARD)
+        self.spend(ms, gpu_ms)
+        self.mark(Activity.USER, BackwardEnded())
+
+    def step(self, ms: float, optimizer: int = 1, skipped: bool = False) -> None:
+        self.mark(Activity.OPTIMIZER)
+        self.spend(ms)
+        self.mark(Activity.USER, OptimizerStepped(optimizer, skipped), Point.STEP)
+
+    def finish(self) -> list[Tile]:
+        self.mark(Activity.USER, Finished())
+        return self.tiles
+
+    def shelf(self, name: str) -> float:
+        return sum(tile.shelves.time.get(name, 0.0) for tile in self.tiles) / MS
+
+    @property
+    def steps(self) -> int:
+        return sum(tile.steps for tile in self.tiles)
+
+    @property
+    def samples(self) -> int:
+        return sum(tile.samples or 0 for tile in self.tiles)
+
+
+def closes(tiles: list[Tile]) -> bool:
+    for tile in tiles:
+        assert sum(tile.shelves.time.values()) == pytest.approx(tile.t1_ns - tile.t0_ns, abs=2)
+    for one, other in pairwise(tiles):
+        assert one.t1_ns == other.t0_ns
+    return True
+
+
+def train(loop: Loop, steps: int, wait: float = 2, user: float = 3, backward: float = 4, step: float = 1) -> None:
+    for _ in range(steps):
+        loop.draw(wait)
+        loop.spend(user)
+        loop.backward(backward)
+        loop.step(step)
+
+
+def test_a_plain_loop_is_booked_by_activity() -> None:
+    loop = Loop()
+    loop.spend(100)
+    train(loop, 5)
+    loop.spend(7)
+    assert closes(loop.finish())
+    assert (loop.steps, loop.samples) == (5, 40)
+    assert loop.shelf("startup") == 102  # up to and with the first batch
+    assert loop.shelf("data_wait") == 8
+    assert loop.shelf("backward") == 20
+    assert loop.shelf("optimizer") == 5
+    assert loop.shelf("user") == 15 + 7
+
+
+def test_accumulation_makes_one_step_of_several_batches() -> None:
+    loop = Loop()
+    for _ in range(3):
+        for _ in range(4):
+            loop.draw(1)
+            loop.backward(2)
+        loop.step(1)
+    assert closes(loop.finish())
+    assert (loop.steps, loop.samples, sum(t.batches for t in loop.tiles)) == (3, 96, 12)
+
+
+def test_two_optimizers_in_one_iteration_are_one_step() -> None:
+    loop = Loop()
+    for _ in range(4):
+        loop.draw(1)
+        loop.backward(2)
+        loop.step(1, optimizer=1)
+        loop.spend(3)
+        loop.backward(2)
+        loop.step(1, optimizer=2)
+    assert closes(loop.finish())
+    assert (loop.steps, loop.samples) == (4, 32)
+
+
+def test_without_a_loader_the_same_optimizer_again_is_a_new_step() -> None:
+    loop = Loop()
+    for _ in range(6):
+        loop.spend(2)
+        loop.backward(2)
+        loop.step(1)
+    assert closes(loop.finish())
+    assert loop.steps == 6
+    assert all(tile.samples is None for tile in loop.tiles)
+
+
+def test_weights_updated_by_hand_count_a_step_for_each_backward() -> None:
+    loop = Loop()
+    for _ in range(100):
+        loop.draw(1)
+        loop.backward(2)
+        loop.spend(1)
+    assert closes(loop.finish())
+    assert (loop.steps, loop.samples) == (100, 800)
+
+
+def test_validation_is_apart_and_its_batches_do_not_count() -> None:
+    loop = Loop()
+    train(loop, 3)
+    for _ in range(4):
+        loop.draw(5, loader=1, evaluating=True)
+        loop.spend(6)
+    loop.mark(Activity.NEXT, WaitBegan(True))
+    loop.mark(Activity.USER, PassEnded(1, True, 0))
+    train(loop, 3)
+    assert closes(loop.finish())
+    assert loop.shelf("validation") == 44
+    assert (loop.steps, loop.samples) == (6, 48)
+
+
+def test_eval_mode_is_validation_without_any_loader() -> None:
+    loop = Loop()
+    train(loop, 2)
+    loop.mark(Activity.USER, EvalMode(True))
+    loop.spend(30)
+    loop.mark(Activity.USER, EvalMode(False))
+    train(loop, 2)
+    assert closes(loop.finish())
+    assert loop.shelf("validation") == 30
+
+
+def test_an_undeclared_evaluation_is_found_at_the_end_of_its_pass() -> None:
+    loop = Loop()
+    train(loop, 3)
+    loop.mark(Activity.ITER, PassBegan(1, False))
+    loop.mark(Activity.USER)
+    for _ in range(5):
+        loop.draw(4, loader=1)
+        loop.spend(6)
+    loop.mark(Activity.NEXT, WaitBegan(False))
+    loop.mark(Activity.USER, PassEnded(1, False, 0))
+    train(loop, 3)
+    assert closes(loop.finish())
+    assert loop.shelf("validation") == 50
+    assert (loop.steps, loop.samples) == (6, 48)
+
+
+def test_restarting_workers_is_turnover() -> None:
+    loop = Loop()
+    train(loop, 2)
+    loop.mark(Activity.ITER, PassBegan(0, False))
+    loop.spend(40)
+    loop.mark(Activity.USER)
+    loop.draw(25, first=True, workers=2)
+    loop.backward(4)
+    loop.step(1)
+    assert closes(loop.finish())
+    assert loop.shelf("turnover") == 65
+
+
+def test_saving_is_a_checkpoint_also_inside_validation() -> None:
+    loop = Loop()
+    train(loop, 2)
+    loop.mark(Activity.USER, EvalMode(True))
+    loop.mark(Activity.SAVE)
+    loop.spend(50)
+    loop.mark(Activity.USER)
+    loop.mark(Activity.USER, EvalMode(False))
+    train(loop, 1)
+    assert closes(loop.finish())
+    assert loop.shelf("checkpoint") == 50
+
+
+def test_a_skipped_step_is_a_step() -> None:
+    loop = Loop()
+    for number in range(4):
+        loop.draw(1)
+        loop.backward(1)
+        loop.step(1, skipped=number == 2)
+    assert closes(loop.finish())
+    assert (loop.steps, sum(tile.skipped for tile in loop.tiles)) == (4, 1)
+
+
+def test_a_million_steps_make_few_tiles_that_still_close() -> None:
+    loop = Loop()
+    for _ in range(20_000):
+        loop.draw(0.2)
+        loop.backward(1)
+        loop.step(0.3)
+    assert closes(loop.finish())
+    assert (loop.steps, loop.samples) == (20_000, 160_000)
+    assert len(loop.tiles) < 1000
+    assert max(tile.step_max_ns for tile in loop.tiles[1:]) == pytest.approx(1.5 * MS)
+
+
+def test_time_at_rest_is_kept_apart_and_its_steps_count() -> None:
+    loop = Loop()
+    train(loop, 20)
+    loop.mark(Activity.REST)
+    loop.spend(200)
+    loop.mark(Activity.NEXT)  # a long wait is booked even then
+    loop.spend(30)
+    loop.mark(Activity.REST)
+    loop.mark(Activity.USER, Rested(calls=25, drawn={0: (25, 200)}))
+    train(loop, 20)
+    assert closes(loop.finish())
+    assert (loop.steps, loop.samples) == (65, 520)
+    assert loop.shelf("rest") == 200
+    assert loop.shelf("data_wait") == 2 * 39 + 30
+
+
+def test_what_follows_the_last_step_is_a_tile_of_its_own() -> None:
+    loop = Loop()
+    train(loop, 150)  # by now a tile holds several steps
+    loop.mark(Activity.USER, EvalMode(True))
+    loop.spend(2000)
+    assert closes(loop.finish())
+    assert (loop.tiles[-1].steps, loop.tiles[-1].t1_ns - loop.tiles[-1].t0_ns) == (0, 2000 * MS)
+    assert loop.tiles[-1].shelves.time == {"validation": 2000 * MS}
+    assert loop.steps == 150
+
+
+TORCH = {Activity.USER: {"torch": 1.0}}
+
+
+def divided(tiles: list[Tile], seen: dict[str, float]) -> dict[str, float]:
+    """Seconds by bucket, with time at rest divided as the rest of it."""
+    usual, total = Usual(), dict.fromkeys(BUCKETS, 0.0)
+    for tile in tiles:
+        buckets = attribute(tile, {Activity.USER: seen}, {Activity.USER: {"host": 1.0}}, usual).buckets
+        for name in BUCKETS:
+            total[name] += getattr(buckets, name)
+    return total
+
+
+def test_what_long_steps_wait_for_other_ranks_is_communication() -> None:
+    """Long steps are set apart, and what they exchanged had stayed compute."""
+    shelves = Shelves({"backward": 8e9, "optimizer": 1e9, "data_wait": 1e9})
+    apart = Shelves({"backward": 6e9})
+    for unusual, waited in ((Shelves(), 3.0), (apart, 3.0), (apart, 30.0)):
+        tile = Tile(0.0, 10e9, 2, 0, 2, 8, 0, shelves, 5e9, 0.0, 0.0, gpu=False, unusual=unusual)
+        buckets = attribute(tile, TORCH, {}, Usual(), exposed_communication_s=waited / 2).buckets
+        assert buckets.communication_s == pytest.approx(min(waited, 9.0))
+        assert buckets.compute_s + buckets.communication_s == pytest.approx(9.0)
+
+
+def test_what_hooks_take_inside_backward_is_host_code() -> None:
+    shelves = Shelves({"backward": 8e9, "optimizer": 1e9, "user": 1e9})
+    tile = Tile(0.0, 10e9, 1, 0, 1, 8, 0, shelves, 10e9, 0.0, 0.0, gpu=False)
+    buckets = attribute(tile, TORCH, {}, Usual(), in_backward={"host": 3.0, "torch": 1.0}).buckets
+    assert (buckets.host_code_s, buckets.compute_s) == (pytest.approx(6.0), pytest.approx(4.0))
+    assert attribute(tile, TORCH, {}, Usual()).buckets.compute_s == pytest.approx(10.0)
+
+
+def rest(loop: Loop, steps: int, wait: float, other: float, apart: Activity | None = None) -> None:
+    """So many steps at rest; what is ``apart``, the wait or the other time, is booked as it is."""
+    loop.mark(Activity.REST)
+    for _ in range(steps):
+        for activity, ms in ((Activity.NEXT, wait), (Activity.USER, other)):
+            loop.mark(activity if activity is apart else Activity.REST)
+            loop.spend(ms)
+            booked = BookedApart(SHELF[activity], int(ms * MS)) if activity is apart else None
+            loop.mark(Activity.REST, booked)
+    loop.mark(Activity.USER, Rested(calls=steps, drawn={0: (steps, 8 * steps)}))
+
+
+def test_waits_that_are_booked_at_rest_are_not_divided_into_it_again() -> None:
+    loop = Loop()
+    for _ in range(4):
+        train(loop, 20, wait=3, user=0, backward=0.5, step=0.5)
+        rest(loop, 100, wait=3, other=1, apart=Activity.NEXT)
+    assert closes(loop.finish())
+    found = divided(loop.tiles, {"torch": 1.0})
+    assert found["data_wait_s"] == pytest.approx(0.75 * sum(found.values()), rel=0.02)
+    assert max(tile.data_wait_max_ns for tile in loop.tiles) == 3 * MS
+
+
+def test_a_rare_long_step_is_not_taken_for_the_usual_one() -> None:
+    loop = Loop()
+    train(loop, 20, wait=0, user=0, backward=0.5, step=0.5)
+    for _ in range(4):
+        train(loop, 1, wait=0, user=50, backward=0.5, step=0.5)  # a plot is drawn while the recorder is awake
+        train(loop, 15, wait=0, user=0, backward=0.5, step=0.5)
+        rest(loop, 100, wait=0, other=1)
+        rest(loop, 1, wait=0, other=50, apart=Activity.USER)  # and again while it rests
+    assert closes(loop.finish())
+    found = divided(loop.tiles, {"torch": 1.0})
+    assert found["host_code_s"] == pytest.approx(8 * 0.05, rel=0.02)
+
+
+def test_measured_calls_stand_for_those_at_rest_before_them() -> None:
+    resting = Rest(plan=RestPlan(measured_calls=16, rested_calls=112))
+    counted = 0.0
+    for call in range(300):
+        resting.measured()
+        counted += resting.stands_for
+        assert resting.stands_for == 1.0, call
+    for _ in range(3):
+        resting.begin(0)
+        resting.calls = 112
+        resting.end()
+        for _ in range(16):
+            counted += resting.stands_for
+            resting.measured()
+    assert counted == 300 + 3 * 128
+    assert resting.not_stood_for == 1.0
+    resting.begin(0)
+    resting.calls = 57
+    resting.end()  # the job is over before anything else is measured
+    assert counted * resting.not_stood_for == pytest.approx(300 + 3 * 128 + 57)
+
+
+# --------------------------------------------------------------------------- with a GPU
+
+
+def gpu_step(loop: Loop, wait: float, queue: float, work: float) -> None:
+    """One step: ``queue`` ms to launch, ``work`` ms on the GPU, half of each before backward."""
+    loop.draw(wait)
+    loop.spend(queue / 2, work / 2)
+    loop.backward(queue / 2, work / 2)
+    loop.step(0)
+
+
+def started_on_gpu() -> Loop:
+    loop = Loop()
+    loop.draw(1)
+    loop.backward(1)
+    loop.gpu = True
+    loop.step(1)
+    return loop
+
+
+def test_a_gpu_that_never_waits_is_busy_throughout() -> None:
+    loop = started_on_gpu()
+    for _ in range(20):
+        gpu_step(loop, wait=1, queue=4, work=20)
+    assert closes(loop.finish())
+    tiles = loop.tiles[2:-2]
+    busy = sum(tile.shelves.time.get("busy", 0.0) for tile in tiles)
+    whole = sum(tile.t1_ns - tile.t0_ns for tile in tiles)
+    assert busy / whole > 0.99
+
+
+def test_a_starved_gpu_waits_for_data() -> None:
+    loop = started_on_gpu()
+    for _ in range(3):  # a queue that fills up shows how long the work takes
+        gpu_step(loop, wait=0, queue=1, work=10)
+    for _ in range(50):
+        gpu_step(loop, wait=40, queue=1, work=10)
+    assert closes(loop.finish())
+    tiles = loop.tiles[6:-2]
+    whole = sum(tile.t1_ns - tile.t0_ns for tile in tiles)
+    waited = sum(tile.shelves.time.get("data_wait", 0.0) for tile in tiles)
+    busy = sum(tile.shelves.time.get("busy", 0.0) for tile in tiles)
+    # Of 41 ms a step the GPU works 10, and the host waits for data while it is idle.
+    assert busy / whole == pytest.approx(10 / 41, abs=0.03)
+    assert waited / whole == pytest.approx(31 / 41, abs=0.04)
+
+
+def test_what_the_host_does_behind_a_validation_is_not_the_gpus_validating() -> None:
+    loop = started_on_gpu()
+    for _ in range(3):
+        gpu_step(loop, wait=0, queue=1, work=10)
+    loop.mark(Activity.USER, EvalMode(True), Point.EVAL)
+    loop.spend(100, 30)
+    loop.mark(Activity.NEXT, WaitBegan(True))
+    loop.mark(Activity.USER, PassEnded(1, True, 0), Point.EVAL)
+    loop.spend(40)  # a metric, as far as anybody knows
+    loop.builder.feed(Mark(loop.t, None, EvalMode(False)))  # type: ignore[arg-type]  # a look has shown its end
+    loop.spend(300)
+    loop.mark(Activity.SAVE)
+    loop.spend(100)
+    loop.mark(Activity.USER)
+    gpu_step(loop, wait=0, queue=1, work=10)
+    assert closes(loop.finish())
+    assert loop.shelf("checkpoint") == 100
+    assert loop.shelf("starved") == 300
+
+
+def reading_step(loop: Loop, lead: float = 0.0, last: float | None = None) -> None:
+    """2 ms to queue 6 ms of work, then ten readings that each queue 0.3 ms of host work for 0.05 ms on the GPU.
+
+    ``last``: the lead behind the last reading, where it is another.
+    """
+
+    def give_lead(ms: float) -> None:
+        if lead:
+            loop.gpu_free = max(loop.gpu_free, float(loop.t)) + ms * MS
+            loop.mark(Activity.USER, None, Point.DELAY)
+
+    loop.draw(0)
+    give_lead(lead)
+    loop.spend(1, 3)
+    loop.backward(1, 3)
+    for number in range(10):
+        loop.spend(0.3, 0.05)
+        loop.mark(Activity.SYNC, None, Point.SYNCED if lead else Point.NONE)
+        loop.t = max(loop.t, int(loop.gpu_free))
+        loop.mark(Activity.USER)
+        give_lead(lead / 5 if last is None or number < 9 else last)
+    loop.step(0.2)
+
+
+def test_readings_that_let_the_gpu_run_dry_are_charged_with_it() -> None:
+    loop = started_on_gpu()
+    for number in range(60):
+        reading_step(loop, lead=8.0 if number == 12 else 0.0)
+    assert closes(loop.finish())
+    tiles = loop.tiles[20:-2]
+    whole = sum(tile.t1_ns - tile.t0_ns for tile in tiles)
+    seen = [attribute(tile, TORCH, {}, Usual()) for tile in tiles]
+    # A step takes 6.3 ms for the first reading and 9 × 0.35 ms for the others: 6.5 ms of it are work.
+    assert sum(one.buckets.compute_s for one in seen) * 1e9 / whole == pytest.approx(6.5 / 9.65, abs=0.06)
+    assert sum(one.buckets.sync_s for one in seen) * 1e9 / whole == pytest.approx(3.15 / 9.65, abs=0.06)
+
+
+def test_a_lead_that_ends_a_little_early_teaches_all_the_same() -> None:
+    """Of many readings in a row one comes late: before, nothing was learnt, and every idle moment counted as work."""
+    loop = started_on_gpu()
+    for number in range(60):
+        reading_step(loop, lead=8.0 if number == 12 else 0.0, last=0.05)
+    assert closes(loop.finish())
+    tiles = loop.tiles[20:-2]
+    whole = sum(tile.t1_ns - tile.t0_ns for tile in tiles)
+    seen = [attribute(tile, TORCH, {}, Usual()) for tile in tiles]
+    assert sum(one.buckets.compute_s for one in seen) * 1e9 / whole == pytest.approx(6.5 / 9.65, abs=0.08)
+
+
+def test_time_that_looks_miss_counts_by_what_it_came_after() -> None:
+    """Forward is short and holds the interpreter lock: looks due in it come in the sleep behind the step."""
+    loop = Loop()
+    for _ in range(30):
+        loop.draw(0)
+        loop.spend(2)  # forward
+        loop.backward(1)
+        loop.step(1)
+        loop.spend(5)  # asleep
+    loop.finish()
+    seen = {Activity.NEXT: {"torch": 1.0}, Activity.OPTIMIZER: {"host": 300.0}}
+    buckets = [attribute(tile, seen, seen, Usual()).buckets for tile in loop.tiles[1:-1]]
+    host_s, all_s = sum(one.host_code_s for one in buckets), sum(one.total_s for one in buckets)
+    assert host_s / all_s == pytest.approx(5 / 9, abs=0.01)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(list(Activity)),
+            st.sampled_from(
+                [
+                    None,
+                    BackwardBegan(),
+                    BackwardEnded(),
+                    BatchArrived(0, 4, False, False, 0),
+                    BatchArrived(1, 4, True, True, 2),
+                    BatchArrived(2, None, False, True, 2),
+                    PassBegan(0, False),
+                    PassEnded(0, False, 2),
+                    PassEnded(1, True, 0),
+                    OptimizerStepped(1, False),
+                    OptimizerStepped(2, True),
+                    EvalMode(True),
+                    EvalMode(False),
+                    WaitBegan(True),
+                    WaitBegan(False),
+                    Rested(3, {0: (3, 12)}),
+                ]
+            ),
+            st.sampled_from(list(Point)),
+            st.integers(0, 50),
+            st.integers(0, 80),
+        ),
+        max_size=60,
+    ),
+    st.booleans(),
+)
+def test_every_sequence_of_marks_closes(marks: list[tuple[Any, ...]], gpu: bool) -> None:
+    loop = Loop()
+    loop.gpu = gpu
+    for activity, fact, point, ms, gpu_ms in marks:
+        loop.mark(activity, fact, point)
+        loop.spend(ms, gpu_ms if gpu else 0.0)
+    tiles = loop.finish()
+    assert closes(tiles)
+    end = tiles[-1].t1_ns if tiles else 0.0
+    assert sum(sum(tile.shelves.time.values()) for tile in tiles) == pytest.approx(end, abs=len(tiles) + 2)
+    assert end >= loop.t - 1
+
+
+@pytest.mark.parametrize("measured", [0, 4])
+def test_time_at_rest_is_no_phase_and_the_mean_step_keeps_its_length(measured: int) -> None:
+    """A mean step of 5.3 s was drawn for a loop of 4 ms: time at rest was stretched as if it were code of the step."""
+    loop = Loop()
+    train(loop, 120, wait=1, user=1, backward=1, step=1)
+    loop.spend(0.05)
+    rest(loop, 200, wait=2, other=2)
+    train(loop, measured, wait=1, user=1, backward=1, step=1)
+    steps = seconds = 0.0
+    for tile in loop.finish():
+        phases = attribute(tile, TORCH, {}, Usual()).phases
+        if tile.steps and phases is not None:
+            steps += tile.steps
+            seconds += phases.load_s + phases.forward_s + phases.backward_s + phases.optimizer_s + phases.other_s
+    assert steps >= 100
+    assert seconds / steps == pytest.approx(0.004, rel=0.05)

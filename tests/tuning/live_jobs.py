@@ -1,0 +1,103 @@
+"""Loaders under live tuning inside the test's own process, with the controller's moves written down beforehand."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils.data import Dataset
+
+from fulltilt.recorder.session import Session
+from fulltilt.tuning.live import Live
+from fulltilt.tuning.live.controller import Settle, Try
+from fulltilt.tuning.live.limits import Limits
+from fulltilt.tuning.live.room import Room
+from fulltilt.tuning.live.window import Knobs
+
+# One batch is enough for a judgement, so that moves come one upon the other.
+HASTY = Limits(
+    warm_up_batches=0, least_batches=1, least_s=0.0, most_s=0.0, settle_s=0.0, first_batch_s=20.0, worker_growth=1.0
+)
+ROOMY = Room(cpus=8)
+
+
+class Squares(Dataset[tuple[torch.Tensor, int]]):
+    """Deterministic, and each sample is unlike all others."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((3,), float(index * index)), index
+
+
+class Tuning:
+    """A session with live tuning in which the moves are ``script`` and each of them is kept as ``keeps`` says."""
+
+    def __init__(self, folder: Path, script: Sequence[Knobs], keeps: Sequence[bool], limits: Limits = HASTY) -> None:
+        self.script = list(script)
+        self.keeps = list(keeps)
+        self.session = Session(torch, folder, time.perf_counter_ns())
+        self.live = Live(self.session, limits)
+
+    def decide(self, *_: Any) -> Try | Settle:
+        return Try(self.script.pop(0), (0.0, 1.0)) if self.script else Settle("the script is over")
+
+    def pays(self, *_: Any) -> bool:
+        return self.keeps.pop(0) if self.keeps else True
+
+    @property
+    def record(self) -> Any:
+        (tuner,) = self.live.tuners.values()
+        return tuner.diary.record()
+
+    def trains(self, loader: Any) -> Any:
+        """Say that this loader feeds a training, as a backward would."""
+        self.session.taps.of(loader).trains = True
+        return loader
+
+
+@contextlib.contextmanager
+def tuning(
+    folder: Path, script: Sequence[Knobs], keeps: Sequence[bool] = (), limits: Limits = HASTY, room: Room = ROOMY
+) -> Iterator[Tuning]:
+    """Live tuning with written moves for as long as the block lasts."""
+    one = Tuning(folder, script, keeps, limits)
+    one.session.install()
+    one.session.taps.live = one.live.begin
+    home = "fulltilt.tuning.live.trying"
+    try:
+        with (
+            patch.dict("os.environ", {"FULLTILT_DEBUG": "1"}),  # an error of tuning's own fails the test
+            patch(f"{home}.decide", one.decide),
+            patch(f"{home}.pays", one.pays),
+            patch("fulltilt.tuning.live.surroundings.measure_room", lambda *_: room),
+        ):
+            yield one
+    finally:
+        for tuner in one.live.tuners.values():
+            for pool in tuner.pools():
+                if pool.own and pool.knobs.workers:
+                    pool.iterator._shutdown_workers()
+        one.session.finish()
+
+
+def flat(batch: Any) -> Any:
+    """A batch as plain numbers."""
+    if isinstance(batch, torch.Tensor):
+        return batch.tolist()
+    return [flat(part) for part in batch] if isinstance(batch, list | tuple) else batch
+
+
+def generators_now() -> tuple[Any, ...]:
+    """The state of the random generators of this process."""
+    return torch.get_rng_state().tolist(), random.getstate()

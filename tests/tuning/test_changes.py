@@ -1,0 +1,149 @@
+"""Inside a trial: settings in force without a change to the script, on the training loader and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+
+from fulltilt.records import Settings
+from fulltilt.tuning.assignment import TrainingLoader
+from fulltilt.tuning.changes import Changes
+
+DATA = TensorDataset(torch.arange(64.0).reshape(32, 2))
+
+
+@pytest.fixture(autouse=True)
+def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a trial changes for good, as its process ends with it."""
+    for home, name in (
+        (DataLoader, "__init__"),
+        (torch.autograd, "backward"),
+        (torch.optim.Optimizer, "__init__"),
+        *((torch.amp.GradScaler, name) for name in ("unscale_", "step", "update")),
+        (nn.Module, "zero_grad"),
+        (nn.Module, "compile"),
+    ):
+        monkeypatch.setattr(home, name, getattr(home, name))
+    yield
+    if torch.is_autocast_enabled("cpu"):
+        torch.set_autocast_enabled("cpu", False)
+        torch.autocast_decrement_nesting()
+
+
+def install(settings: Settings, loader: TrainingLoader | None = None) -> Changes:
+    changes = Changes(torch, settings, loader)
+    changes.install()
+    return changes
+
+
+def test_only_the_training_loader_is_changed() -> None:
+    install(Settings(num_workers=2, prefetch_factor=4, persistent_workers=True))
+    train, test = DataLoader(DATA, 4, shuffle=True), DataLoader(DATA, 4)
+    assert (train.num_workers, train.prefetch_factor, train.persistent_workers) == (2, 4, True)
+    assert (train.batch_size, test.num_workers) == (4, 0)
+
+
+def test_a_loader_is_known_by_its_line_and_its_length() -> None:
+    line = test_a_loader_is_known_by_its_line_and_its_length.__code__.co_firstlineno + 4
+    install(Settings(num_workers=2), TrainingLoader(f"tests/tuning/test_changes.py:{line}", 32))
+    # Not shuffled, made in one loop: only the length tells them apart.
+    made = [DataLoader(data, 4) for data in (DATA, TensorDataset(torch.zeros(5)))]
+    assert [loader.num_workers for loader in made] == [2, 0]
+
+
+def test_the_batch_size_stays_unless_it_is_asked_for() -> None:
+    install(Settings(num_workers=1))
+    assert DataLoader(DATA, batch_size=4, shuffle=True).batch_size == 4
+    install(Settings(batch_size=16))
+    assert DataLoader(DATA, batch_size=4, shuffle=True).batch_size == 16
+
+
+def test_a_batch_size_that_cannot_be_changed_is_told() -> None:
+    changes = install(Settings(batch_size=16))
+    sampler: Any = BatchSampler(RandomSampler(DATA), 4, drop_last=False)
+    assert len(next(iter(DataLoader(DATA, batch_sampler=sampler)))[0]) == 4
+    assert "batch_sampler" in changes.remarks[0]
+
+
+def trained(parts: int, batch: int, model: nn.Linear) -> torch.Tensor:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # it wraps step()
+    for (inputs,) in DataLoader(DATA, batch):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs).squeeze(), inputs.sum(1) / 100).backward()
+        optimizer.step()
+    return model.weight.detach().clone()
+
+
+def test_accumulation_trains_as_the_whole_batch_does() -> None:
+    model = nn.Linear(2, 1)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    whole = trained(1, 8, model)
+    install(Settings(accumulation=4))
+    model.load_state_dict(state)
+    assert torch.allclose(trained(4, 2, model), whole, rtol=1e-5)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_accumulation_trains_as_the_whole_batch_does_under_a_grad_scaler(clips: bool) -> None:
+    def scaled(batch: int, model: nn.Linear) -> torch.Tensor:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for (inputs,) in DataLoader(DATA, batch):
+            model.zero_grad()
+            scaler.scale(nn.functional.mse_loss(model(inputs).squeeze(), inputs.sum(1) / 100)).backward()
+            if clips:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+        return model.weight.detach().clone()
+
+    model = nn.Linear(2, 1)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    whole = scaled(8, model)
+    install(Settings(accumulation=4))
+    model.load_state_dict(state)
+    assert torch.allclose(scaled(2, model), whole, rtol=1e-4)
+    assert not torch.allclose(whole, state["weight"])
+
+
+def test_each_optimizer_gathers_its_own_batches() -> None:
+    install(Settings(accumulation=2))
+    first, second = nn.Linear(1, 1), nn.Linear(1, 1)
+    before = first.weight.detach().clone(), second.weight.detach().clone()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in (first, second)]
+    for _ in range(2):
+        for model, optimizer in zip((first, second), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+    assert torch.allclose(first.weight, before[0] - 1.0)
+    assert torch.allclose(second.weight, before[1] - 1.0)
+
+
+def test_precision_follows_the_weights_through_the_steps() -> None:
+    install(Settings(precision="bf16"))
+    model, inputs = nn.Linear(8, 8), torch.ones(2, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    first = model(inputs)
+    assert first.dtype is torch.bfloat16
+    first.sum().backward()
+    optimizer.step()
+    assert not torch.allclose(model(inputs).float(), first.float())  # not the copy from before the step
+
+
+def test_the_model_is_compiled_before_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[nn.Module] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda module: compiled.append(module))  # noqa: PLW0108 - binds
+    install(Settings(compile=True))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
+    nn.Flatten()(torch.ones(1, 4))  # nothing to train in it
+    model(torch.ones(1, 4))
+    model(torch.ones(1, 4))
+    assert compiled == [model]

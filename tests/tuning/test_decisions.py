@@ -1,0 +1,305 @@
+"""Which trial comes next, when a study ends and who wins: on simulated jobs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+from fulltilt.errors import UsageError
+from fulltilt.records import Settings, Trial
+from fulltilt.tuning.course import next_step, time_limit_s
+from fulltilt.tuning.epoch_changes import changes_data_set
+from fulltilt.tuning.search import next_attempt
+from fulltilt.tuning.solutions import in_words, risk_of
+from fulltilt.tuning.space import ALLOWABLE, Space, is_loader_only, parse_allow
+from fulltilt.tuning.table import nothing_tried_sentence, nothing_worked_sentence, rate_words, verdict_sentence
+from fulltilt.tuning.trials import best_of, knee_of, start_of
+from fulltilt.tuning.verify import Comparison, compare, winner
+from tests.tuning.simulated import COD, GIB, Job, study
+
+SIXTEEN = Space(usable_cpus=16)
+
+
+def test_a_job_that_computes_all_the_time_is_left_alone() -> None:
+    job = Job({0: 100.0, 32: 5000.0}, 480.0, Settings(num_workers=8, prefetch_factor=2, batch_size=64))
+    trials = study(job, SIXTEEN)
+    assert [trial.purpose for trial in trials] == ["start"]
+    assert winner(trials) is None
+
+
+def test_workers_of_a_data_set_that_changes_between_epochs_are_not_kept() -> None:
+    job = Job({0: 50.0, 1: 100.0, 8: 1000.0, 32: 1000.0}, 300.0, Settings(num_workers=1, prefetch_factor=2))
+    trials = study(job, replace(SIXTEEN, may_persist=False))
+    assert winner(trials) is not None
+    assert not any(trial.settings.persistent_workers for trial in trials)
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("x = DataLoader(ds)\nfor e in range(9):\n    ds.set_epoch(e)\n", 3),
+        ("x = DataLoader(dataset=a.b)\nwhile True:\n    a.b.level += 1\n", 3),
+        ("def on_epoch_start(t):\n    t.loader.dataset.set_epoch(t.epoch)\n", 2),
+        # Before the training, not of the data set, or nothing that can be read.
+        ("ds.transform = None\nx = DataLoader(ds)\n", None),
+        ("x = DataLoader(ds, sampler=s)\nfor e in range(9):\n    s.set_epoch(e)\n    m.lr = 1\n    ds.size()\n", None),
+        ("x = DataLoader(ds\n", None),
+    ],
+)
+def test_a_data_set_that_a_script_changes_between_epochs_is_seen(source: str, line: int | None) -> None:
+    assert changes_data_set(source) == line
+
+
+def test_a_solution_says_what_it_changes() -> None:
+    trial = Trial(Settings(num_workers=4), "ok", 100.0)
+    assert risk_of(trial) == "low: the same training"
+    assert risk_of(trial, streams=True) == "low: the samples of the stream come in another order"
+    assert in_words(Settings(prefetch_factor=4)) == "prefetch 4"
+
+
+def test_search_ends_when_the_loader_is_no_longer_the_limit() -> None:
+    job = Job({0: 50.0, 1: 100.0, 8: 1000.0, 32: 1000.0}, 300.0, Settings(num_workers=1, prefetch_factor=2))
+    trials = study(job, SIXTEEN)
+    assert [t.in_force.num_workers for t in trials if t.purpose != "verify"] == [1, 8]
+    assert winner(trials) is not None
+
+
+@given(
+    allow=st.sets(st.sampled_from(ALLOWABLE)).filter(lambda names: "accumulation" not in names or "batch" in names),
+    states=st.lists(st.sampled_from(["ok", "oom", "crashed", "timed_out", "diverged", "throttled"]), max_size=25),
+    workers=st.integers(0, 8),
+    rates=st.lists(st.floats(10.0, 5000.0), min_size=25, max_size=25),
+    waits=st.lists(st.floats(0.0, 0.99), min_size=25, max_size=25),
+)
+@examples(max_examples=40)
+def test_nothing_is_tried_that_was_not_allowed_and_a_study_always_ends(
+    allow: set[str], states: list[str], workers: int, rates: list[float], waits: list[float]
+) -> None:
+    job = Job(COD, 900.0, Settings(num_workers=workers, prefetch_factor=2, batch_size=64))
+    space = Space(4, frozenset(allow))
+    trials: list[Trial] = []
+    for index in range(60):
+        attempt = next_step(trials, space, 10_000.0)
+        if attempt is None:
+            break
+        asked = attempt.settings
+        assert asked.batch_size is None or "batch" in allow, "the user's batch size was changed"
+        assert asked.accumulation is None or "accumulation" in allow
+        assert asked.precision is None or "precision" in allow
+        assert asked.compile is None or "compile" in allow
+        measured = job.measure(attempt)
+        state = states[index] if index < len(states) else "ok"
+        rate, wait = rates[index % 25], waits[index % 25]
+        trials.append(
+            replace(
+                measured,
+                state=state,  # type: ignore[arg-type]
+                samples_per_s=rate if state in ("ok", "throttled") else None,
+                samples_per_s_low=0.98 * rate,
+                samples_per_s_high=1.02 * rate,
+                data_wait_share=wait,
+            )
+        )
+    else:
+        pytest.fail("the study does not end")
+
+
+def test_a_batch_size_is_never_changed_without_being_allowed() -> None:
+    job = Job({0: 9000.0, 32: 9000.0}, 400.0, batch_gain=0.5)
+    assert all(trial.settings.batch_size is None for trial in study(job, SIXTEEN))
+    allowed = study(job, Space(16, frozenset({"batch"})))
+    assert any(trial.settings.batch_size for trial in allowed)
+
+
+def test_the_batch_is_doubled_until_the_knee() -> None:
+    job = Job({0: 9000.0, 32: 9000.0}, 400.0, batch_gain=0.06, vram_each=0.001 * GIB)
+    trials = study(job, Space(16, frozenset({"batch"})))
+    sizes = [t.settings.batch_size for t in trials if t.settings.batch_size and t.purpose == "search"]
+    assert sizes[:2] == [128, 256]
+    assert sizes[-1] < 64 * 2**6
+    knee = knee_of(trials)
+    assert knee is not None
+    assert knee.settings.batch_size in sizes
+
+
+def test_the_batch_is_doubled_until_memory_ends_and_the_line_says_how_far() -> None:
+    job = Job({0: 9000.0, 32: 9000.0}, 400.0, batch_gain=0.5)  # 4 GiB + 0.1 GiB a sample: 360 samples in 40 GiB
+    trials = study(job, Space(16, frozenset({"batch"})))
+    sizes = [t.settings.batch_size for t in trials if t.settings.batch_size and t.purpose == "search"]
+    assert sizes == [128, 256, 328]
+    assert all(trial.state == "ok" for trial in trials)  # the line spared the trial that would not fit
+
+
+def test_memory_that_ends_before_a_line_is_known_is_a_result() -> None:
+    job = Job({0: 9000.0, 32: 9000.0}, 400.0, batch_gain=0.5, vram_total=9.0 * GIB, vram_fixed=0.0, vram_each=0.1 * GIB)
+    trials = study(job, Space(16, frozenset({"batch"})))
+    assert [t.state for t in trials if t.settings.batch_size] == ["oom"]
+    assert winner(trials) is None
+
+
+def test_a_start_that_does_not_fit_is_tried_in_parts_with_the_same_effective_batch() -> None:
+    job = Job({0: 9000.0, 32: 9000.0}, 400.0, vram_each=1.0 * GIB)
+    assert [trial.state for trial in study(job, Space(16, frozenset({"batch"})))] == ["oom"]
+    trials = study(job, Space(16, frozenset({"batch", "accumulation"})))
+    tried = [(t.settings.batch_size, t.settings.accumulation, t.state) for t in trials]
+    assert tried == [(None, None, "oom"), (32, 2, "ok")]
+
+
+def test_a_batch_that_cannot_be_halved_is_tried_in_other_equal_parts() -> None:
+    def start(batch_size: int, *others: Trial) -> list[Trial]:
+        as_it_is = Trial(Settings(), "oom", purpose="start", in_force=Settings(batch_size=batch_size, num_workers=0))
+        return [as_it_is, *others]
+
+    space = Space(16, frozenset({"batch", "accumulation"}))
+    first = next_attempt(start(45), space)
+    assert first is not None
+    assert first.settings == Settings(batch_size=15, accumulation=3)
+    second = next_attempt(start(45, Trial(first.settings, "oom")), space)
+    assert second is not None
+    assert second.settings == Settings(batch_size=5, accumulation=9)
+
+
+def test_precision_and_compilation_are_tried_on_the_best_when_allowed() -> None:
+    job = Job({0: 9000.0, 32: 9000.0}, 400.0)
+    trials = study(job, Space(16, frozenset({"precision", "compile"})))
+    searched = [trial.settings for trial in trials if trial.purpose == "search"]
+    assert searched == [Settings(precision="bf16"), Settings(precision="bf16", compile=True)]
+    assert winner(trials) is not None
+
+
+def test_a_flattered_candidate_is_not_kept() -> None:
+    job = Job({0: 100.0, 32: 100.0}, 1000.0)
+    trials = study(job, SIXTEEN)
+    lucky = Trial(Settings(num_workers=9), "ok", 130.0, 129.0, 131.0, in_force=Settings(num_workers=9), wall_s=10.0)
+    while (attempt := next_step([*trials, lucky], SIXTEEN, 1000.0)) is not None:
+        trials.append(job.measure(attempt))
+    comparison = compare(trials, lucky.settings)
+    assert comparison is not None
+    assert comparison.decided
+    assert winner([*trials, lucky]) is None
+
+
+@pytest.mark.parametrize(("low", "wins"), [(3.24, True), (1.2, False)])
+def test_one_pair_is_enough_only_for_what_no_noise_explains(low: float, wins: bool) -> None:
+    """A minute is over after one pair: three times as fast was then called not verified."""
+    comparison = Comparison(Settings(num_workers=4), low * 1.1, low, low * 1.2, pairs=1)
+    assert comparison.wins is wins
+    assert not comparison.decided  # while there is time, a second pair is made
+
+
+def test_winner_and_start_are_measured_in_turns() -> None:
+    trials = study(Job({0: 60.0, 4: 200.0, 8: 400.0, 12: 300.0, 32: 200.0}, 900.0), SIXTEEN)
+    order = [trial.settings == Settings() for trial in trials if trial.purpose == "verify"]
+    assert order == [True, False] * (len(order) // 2)
+    assert len(order) >= 4
+
+
+def test_candidates_that_the_search_cannot_tell_apart_go_round_with_the_start() -> None:
+    noisy = {0: 60.0, 4: 200.0, 8: 400.0, 9: 396.0, 10: 300.0, 12: 300.0, 32: 200.0}
+    trials = study(Job(noisy, 900.0, noise=0.02), SIXTEEN)
+    order = [trial.settings for trial in trials if trial.purpose == "verify"]
+    assert order[0] == order[3] == Settings()
+    assert len({settings for settings in order if settings != Settings()}) == 2
+    won = winner(trials)
+    assert won is not None
+    assert won.ratio == max(found.ratio for one in order[1:3] if (found := compare(trials, one)) is not None)
+
+
+def test_with_little_time_only_the_best_of_several_is_verified() -> None:
+    close = Job({0: 60.0, 4: 200.0, 8: 400.0, 9: 396.0, 10: 300.0, 12: 300.0, 32: 200.0}, 900.0, noise=0.02)
+    for budget_s in (65.0, 75.0, 85.0, 95.0):
+        assert winner(study(close, SIXTEEN, budget_s)) is not None, budget_s
+
+
+def test_a_throttled_start_is_measured_again_and_counts_for_nothing() -> None:
+    start = next_step([], SIXTEEN, 600.0)
+    assert start is not None
+    throttled = Trial(Settings(), "throttled", 400.0, purpose="start", wall_s=5.0)
+    assert start_of([throttled]) is None
+    again = next_step([throttled], SIXTEEN, 600.0)
+    assert again == start
+    assert next_step([throttled] * 3, SIXTEEN, 600.0) is None
+
+
+def test_a_study_taken_up_again_goes_on_as_it_would_have() -> None:
+    trials = study(Job(COD, 900.0), SIXTEEN, budget_s=10_000.0)
+    for length in range(len(trials)):
+        attempt = next_step(trials[:length], SIXTEEN, 10_000.0)
+        assert attempt is not None
+        assert (attempt.settings, attempt.purpose) == (trials[length].settings, trials[length].purpose)
+
+
+def test_little_time_is_kept_for_verifying() -> None:
+    trials = study(Job(COD, 900.0), SIXTEEN, budget_s=65.0)
+    assert [trial.purpose for trial in trials].count("verify") == 4
+    assert winner(trials) is not None
+
+
+@pytest.mark.parametrize("high", [5000.0, float("inf"), None])
+def test_a_trial_that_is_sure_of_nothing_verifies_nothing(high: float | None) -> None:
+    """Two blocks that differ, or a single one: the interval begins at zero."""
+    start = Trial(Settings(), "ok", 700.0, 690.0, 710.0, purpose="verify")
+    other = Trial(Settings(num_workers=3), "ok", 1600.0, 0.0, high, purpose="verify")
+    comparison = compare([start, other], other.settings)
+    assert comparison is not None
+    assert not comparison.wins
+    assert "inf" not in rate_words(other)
+
+
+def test_a_study_that_tried_nothing_says_why() -> None:
+    starved = Trial(Settings(), "ok", 100.0, purpose="start", data_wait_share=0.9)
+    assert "--budget" in (nothing_tried_sentence([starved]) or "")
+    assert "was stopped" in (nothing_tried_sentence([starved], stopped=True) or "")
+    assert "waits for data 1.0 %" in (nothing_tried_sentence([replace(starved, data_wait_share=0.01)]) or "")
+    failed = Trial(Settings(num_workers=1), "crashed", note="address already in use")
+    assert nothing_tried_sentence([starved, failed]) is None
+    assert "only trial with others failed (crashed: address already in use)" in (
+        nothing_worked_sentence([starved, failed]) or ""
+    )
+    assert "each of the 2 trials" in (nothing_worked_sentence([starved, failed, failed]) or "")
+    wrong = nothing_worked_sentence([starved, replace(failed, state="diverged", note="mean loss 9")])
+    assert wrong == (
+        "Training goes wrong with other settings: the only trial with others did (diverged: mean loss 9). "
+        "The settings stay."
+    )
+    assert nothing_worked_sentence([starved]) is None
+    assert nothing_worked_sentence([starved, failed, replace(starved, purpose="search")]) is None
+
+
+def test_the_settings_of_a_loader_change_nothing_else() -> None:
+    assert all(is_loader_only(trial.settings) for trial in study(Job(COD, 900.0), SIXTEEN))
+    best = best_of(study(Job(COD, 900.0), SIXTEEN))
+    assert best is not None
+    assert best.settings.pin_memory is True  # on a GPU
+    assert best.settings.persistent_workers is True
+
+
+def test_later_trials_may_take_a_few_times_as_long_as_the_start() -> None:
+    start = Trial(Settings(), "ok", 100.0, purpose="start", wall_s=10.0)
+    assert time_limit_s([], 600.0, None) == 600.0
+    assert time_limit_s([start], 600.0, None) == 50.0
+    assert time_limit_s([start], 600.0, 7.0) == 7.0
+    assert time_limit_s([start], 11.0, None) == 30.0  # one that hangs would use up five times the budget
+    assert time_limit_s([start], 40.0, None) == 40.0
+
+
+def test_what_is_allowed_is_checked() -> None:
+    assert parse_allow("batch, precision") == {"batch", "precision"}
+    assert parse_allow("") == frozenset()
+    with pytest.raises(UsageError, match="there is no bach"):
+        parse_allow("bach")
+    with pytest.raises(UsageError, match="--allow batch,accumulation"):
+        parse_allow("accumulation")
+
+
+def test_a_study_that_was_stopped_does_not_say_that_its_time_was_over() -> None:
+    unsure = Comparison(Settings(num_workers=4), 1.2, 0.9, 1.5, pairs=1)
+    for words in ({"comparison": None, "unverified": Settings(num_workers=4)}, {"comparison": unsure}):
+        assert "time" in verdict_sentence(**words)
+        told = verdict_sentence(**words, stopped=True)
+        assert "was stopped" in told
+        assert "time" not in told

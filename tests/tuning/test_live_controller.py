@@ -1,0 +1,224 @@
+"""The controller against simulated loaders: it comes near the best with few moves, and never decides for ever."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fulltilt.tuning.live.controller import Settle, Situation, decide, pays
+from fulltilt.tuning.live.limits import DEFAULT
+from fulltilt.tuning.live.room import Room, most_workers
+from fulltilt.tuning.live.window import Arrival, Fetches, Knobs, Seen, Window, summarize
+
+
+def simulate(
+    rate: Callable[[int], float], busy_s: float, start: int, room: Room, noise: float, seed: int
+) -> tuple[int, list[Knobs]]:
+    """Workers in force at the end, and the moves on the way."""
+    random = Random(seed)
+
+    def see(knobs: Knobs) -> Seen:
+        delivered = rate(knobs.workers) * math.exp(random.gauss(0, noise))
+        return Seen(knobs, delivered, noise, max(1 - delivered * busy_s, 0.0), busy_s)
+
+    in_force, moves = Knobs(start), []
+    seen = (see(in_force),)
+    while not isinstance(move := decide(Situation(in_force, seen, room)), Settle):
+        moves.append(move.knobs)
+        assert move.expected[0] <= move.expected[1]
+        assert 1 <= move.knobs.workers <= most_workers(room, move.knobs.prefetch)[0]
+        tried = see(move.knobs)
+        before = next(one for one in reversed(seen) if one.knobs == in_force)
+        seen = (*seen, tried)
+        in_force = move.knobs if pays(before, tried) else in_force
+    assert len(moves) <= DEFAULT.most_moves
+    return in_force.workers, moves
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    cpus=st.sampled_from([2, 4, 8, 16, 32]),
+    peak=st.floats(0.3, 1.5),
+    sigma=st.sampled_from([0.0, 0.02, 0.1]),
+    demand=st.floats(0.3, 3.0),
+    start=st.sampled_from([0.0, 0.0, 0.1, 0.5, 1.0, 2.0]),
+    seed=st.integers(0, 10_000),
+)
+def test_it_comes_near_the_best_of_any_scaling_law(
+    cpus: int, peak: float, sigma: float, demand: float, start: float, seed: int
+) -> None:
+    kappa = (1 - sigma) / max(peak * cpus, 1.0) ** 2
+
+    def supply(workers: int) -> float:
+        return 10.0 * workers / (1 + sigma * (workers - 1) + kappa * workers * (workers - 1))
+
+    busy_s = 1 / (demand * max(supply(workers) for workers in range(1, cpus + 1)))
+
+    def rate(workers: int) -> float:
+        return min(supply(workers), 1 / busy_s) if workers else 1 / (busy_s + 1 / supply(1))
+
+    workers, _ = simulate(rate, busy_s, round(start * cpus), Room(cpus), 0.02, seed)
+    assert rate(workers) >= 0.93 * max(rate(workers) for workers in range(cpus + 1))
+
+
+def test_a_loader_that_is_not_the_limit_is_not_touched() -> None:
+    seen = Seen(Knobs(4), 10.0, 0.01, 0.02, 0.098)
+    assert decide(Situation(seen.knobs, (seen,), Room(16))) == Settle("the loader is no longer the limit")
+
+
+def test_what_failed_is_not_tried_again_and_room_is_kept() -> None:
+    seen = Seen(Knobs(0), 1.0, 0.05, 0.9, 0.1)
+    failed: tuple[Knobs, ...] = ()
+    while not isinstance(move := decide(Situation(seen.knobs, (seen,), Room(4), failed)), Settle):
+        assert move.knobs not in failed
+        failed = (*failed, move.knobs)
+    assert 1 <= len(failed) <= 4
+
+
+def test_a_slower_deep_queue_makes_no_other_number_of_workers_promising() -> None:
+    # The CLIP job on an H200 with 16 CPUs: 16 workers were tried after 17, for a promise of 1.6 %.
+    rates = {(0, 2): 1.26, (8, 2): 7.55, (12, 2): 10.02, (17, 2): 13.15, (17, 4): 12.85}
+    seen = tuple(Seen(Knobs(*knobs), rate, 0.02, 1 - rate / 16, 1 / 16) for knobs, rate in rates.items())
+    assert isinstance(decide(Situation(Knobs(17), seen, Room(16, cpu_share=0.95))), Settle)
+
+
+def test_a_start_that_was_looked_at_twice_leads_to_workers_too() -> None:
+    # A loader made anew in each pass is taken up again before anything was tried.
+    seen = (Seen(Knobs(0), 5.0, 0.05, 0.8, 0.04), Seen(Knobs(0), 5.2, 0.05, 0.8, 0.04))
+    move = decide(Situation(Knobs(0), seen, Room(16)))
+    assert not isinstance(move, Settle)
+    assert move.knobs.workers > 1
+
+
+def test_no_number_of_workers_is_tried_that_cannot_beat_having_none() -> None:
+    # Cheap samples: handing them over costs more than fetching them.
+    seen = (Seen(Knobs(0), 706.0, 0.02, 0.5, 0.0007), Seen(Knobs(1), 265.0, 0.02, 0.8, 0.0007))
+    assert isinstance(decide(Situation(Knobs(0), seen, Room(2))), Settle)
+
+
+@pytest.mark.parametrize(
+    ("fetch_s", "room", "tries"),
+    [
+        (1.58, Room(16), False),  # the workers have nothing to do for a hundredth of their time
+        (1.3, Room(16, cpu_share=1.0), True),  # … for a fifth of it
+        (1.496, Room(16, cpu_share=0.5), True),  # … for a fifteenth of it
+        (1.496, Room(16, cpu_share=1.0), False),  # … in which the CPUs work for the others and for the training
+        (None, Room(16), True),  # nobody knows
+    ],
+)
+def test_a_deeper_queue_is_tried_only_where_it_could_win(fetch_s: float | None, room: Room, tries: bool) -> None:
+    rates = {0: 0.6, 8: 5.0, 12: 7.5, 16: 10.0, 18: 9.5}
+    seen = tuple(Seen(Knobs(workers), rate, 0.02, 1 - rate / 15, 1 / 15, fetch_s) for workers, rate in rates.items())
+    move = decide(Situation(Knobs(16), seen, room))
+    deeper = not isinstance(move, Settle) and move.knobs.prefetch > 2
+    assert deeper is tries
+
+
+@pytest.mark.parametrize(
+    ("room", "most", "what"),
+    [
+        (Room(16), 16, "CPUs"),
+        (Room(16, cpu_share=0.5), 32, "CPUs"),
+        (Room(16, cpu_share=0.01), 64, "CPUs"),
+        (Room(16, ranks=4), 4, "CPUs"),
+        (Room(16, other_workers=10), 6, "CPUs"),
+        (Room(16, memory_free_bytes=10 << 30, worker_bytes=1 << 30), 6, "memory"),
+        (Room(16, shm_free_bytes=64 << 20, batch_bytes=4 << 20), 2, "/dev/shm"),
+        (Room(16, files_left=64, tensors_per_batch=4), 2, "open files"),
+        (Room(1, memory_free_bytes=1 << 20), 0, "memory"),
+    ],
+)
+def test_the_tightest_limit_counts(room: Room, most: int, what: str) -> None:
+    workers, why = most_workers(room, prefetch=2)
+    assert workers == most
+    assert what in why
+
+
+# --------------------------------------------------------------------------- windows
+
+
+def test_a_pause_and_what_queued_up_meanwhile_do_not_count() -> None:
+    steady = [Arrival(0.1, 0.1)] * 12
+    paused = [*steady, Arrival(0.0, 30.0), *([Arrival(0.0, 0.1)] * 4), *steady]
+    seen = summarize(Knobs(2), paused)
+    assert seen is not None
+    assert seen.batches_per_s == pytest.approx(5.0)
+    assert seen.wait_share == pytest.approx(0.5)
+
+
+def test_a_stretch_in_which_nothing_was_made_has_a_pace_all_the_same() -> None:
+    """Others divide by it."""
+    seen = summarize(Knobs(2), [Arrival(0.1, 0.1, from_queue=1)] * 8)
+    assert seen is not None
+    assert 0 < seen.batches_per_s <= 1 / 1.6 + 1e-9
+
+
+def test_bursts_of_as_many_batches_as_workers_are_no_noise() -> None:
+    bursts = [Arrival(0.4, 0.1), Arrival(0.0, 0.1), Arrival(0.0, 0.1), Arrival(0.0, 0.1)] * 6
+    seen = summarize(Knobs(4), bursts)
+    assert seen is not None
+    assert seen.spread == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_window_skips_the_beginning_and_ends_when_it_knows_enough() -> None:
+    now = [0.0]
+    window = Window(DEFAULT, clock=lambda: now[0])
+    window.begin(Knobs(2), skip=4)
+    answers = []
+    for number in range(40):
+        now[0] += 0.5
+        answers.append(window.add(Arrival(0.0 if number < 4 else 0.3, 0.2)))
+    first = next(number for number, seen in enumerate(answers) if seen is not None)
+    seen = answers[first]
+    assert seen is not None
+    assert seen.wait_share == pytest.approx(0.6)
+    assert first >= 4 + DEFAULT.least_s / 0.5
+
+
+def test_a_window_knows_what_a_batch_takes_a_worker_in_it() -> None:
+    now_s, told = 0.0, Fetches(100, 900.0)  # an earlier pool took nine seconds each
+    window = Window(DEFAULT, lambda: told, clock=lambda: now_s)
+    window.begin(Knobs(4), skip=0)
+    seen = None
+    while seen is None:
+        now_s += 0.25
+        told = Fetches(told.batches + 1, told.seconds + 0.9)
+        seen = window.add(Arrival(0.15, 0.1))
+    assert seen.fetch_s == pytest.approx(0.9)
+    assert seen.idle_share == pytest.approx(0.1)  # four batches a second, 0.9 s each, by four workers
+
+
+def test_where_no_worker_tells_nothing_is_known_of_their_idleness() -> None:
+    assert Seen(Knobs(4), 4.0, 0.01, 0.6, 0.1).idle_share is None
+    assert Seen(Knobs(0), 4.0, 0.01, 0.6, 0.1, 0.2).idle_share is None
+
+
+def seconds_until_told(rates: Sequence[float], best: float | None, busy_s: float = 0.02) -> float:
+    """How long a window looks at a pool of two workers that gives these batches a second, burst by burst."""
+    now_s = 0.0
+    window = Window(DEFAULT, clock=lambda: now_s)
+    window.begin(Knobs(2), 0, best)
+    for rate in itertools.cycle(rates):
+        for _ in range(2):
+            now_s += 1 / rate
+            if window.add(Arrival(1 / rate - busy_s, busy_s)) is not None:
+                return now_s
+    raise AssertionError("a window without end")
+
+
+@pytest.mark.parametrize("best", [1.0, 4.0, 40.0])
+def test_a_window_ends_early_where_a_trial_clearly_pays_or_does_not(best: float) -> None:
+    uneven = (8.0, 12.0, 10.0, 7.0, 13.0)
+    assert seconds_until_told(uneven, best) < DEFAULT.least_s + 1.0
+    assert seconds_until_told(uneven, 10.0) > DEFAULT.least_s + 1.0
+
+
+def test_a_window_ends_early_where_the_loader_clearly_is_the_limit() -> None:
+    uneven = (0.8, 1.3, 1.0, 0.7, 1.2)
+    assert seconds_until_told(uneven, None) < seconds_until_told(uneven, None, busy_s=0.7)
