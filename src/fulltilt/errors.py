@@ -2,6 +2,7 @@
 
 FulltiltError
 ├── UsageError          2  a wrong flag, value or config
+│   └── ForeignFiles    2  files that Fulltilt did not write are in the way
 ├── StoppedEarly        3  stopped on request; can be resumed
 ├── DataError           4  the user's data is damaged or not what was promised
 ├── DoesNotFit          5  memory is too small even at the smallest setting
@@ -33,6 +34,10 @@ class UsageError(FulltiltError):
     """The command line or the config is wrong."""
 
     exit_code = 2
+
+
+class ForeignFiles(UsageError):  # noqa: N818 - it says what is wrong
+    """Files that Fulltilt did not write lie where it would write. They are left as they are."""
 
 
 class StoppedEarly(FulltiltError):  # noqa: N818 - not an error of anybody's

@@ -1,4 +1,4 @@
-# ruff: noqa: PTH101, PTH102, PTH103, PTH104, PTH105, PTH107, PTH123, PTH202, PTH207, PTH208, PTH211, SIM115
+# ruff: noqa: PTH101, PTH102, PTH103, PTH104, PTH105, PTH107, PTH123, PTH202, PTH207, PTH211, SIM115
 # The plain calls are what is tested.
 """Inside a trial nothing of the user's is written, changed or deleted; what changed all the same is found."""
 

@@ -13,7 +13,7 @@ from typing import Literal
 from fulltilt import store
 from fulltilt.cli.streams import complain
 from fulltilt.diagnosis import answer
-from fulltilt.errors import FulltiltError, RunFolderError
+from fulltilt.errors import FulltiltError
 from fulltilt.probes.jobs import still_running
 from fulltilt.records import RunRecord
 from fulltilt.report.explain import explain
@@ -36,7 +36,7 @@ def end_run(folder: Path, record: RunRecord, wall_s: float, status: int, oom_kil
         try:
             store.write_json(folder / store.RUN_FILE, ended)
             _, diagnosis = explain(folder)
-        except RunFolderError as error:  # a full disk is no reason to keep the verdict back
+        except FulltiltError as error:  # a full disk or a foreign report.html is no reason to keep the verdict back
             refused, diagnosis = error, answer(replace(store.load(folder), run=ended))
         print(file=sys.stderr)  # the job's own last line may have no end: progress bars leave it open
         for line in verdict_lines(diagnosis, folder if refused is None else None):
@@ -48,7 +48,7 @@ def end_run(folder: Path, record: RunRecord, wall_s: float, status: int, oom_kil
             print(f"fulltilt: {going_on}: fulltilt report {folder} tells of it later", file=sys.stderr)
         if (problem := settings_not_in_force(dict(diagnosis.settings))) is not None:
             print(f"fulltilt: {problem}", file=sys.stderr)
-        if (folder / store.SETTINGS_FILE).exists():
+        if store.OwnedFolder(folder).owns(store.SETTINGS_FILE):
             print(f"  settings found: {folder / store.SETTINGS_FILE} (for fulltilt run --settings)", file=sys.stderr)
     except FulltiltError as error:
         complain(str(error))

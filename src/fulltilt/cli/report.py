@@ -12,7 +12,7 @@ import typer
 
 from fulltilt import store
 from fulltilt.diagnosis import answer
-from fulltilt.errors import RunFolderError, UsageError
+from fulltilt.errors import FulltiltError, UsageError
 from fulltilt.report import page, terminal
 from fulltilt.report.answer import to_plain
 from fulltilt.report.comparison import Reported
@@ -88,7 +88,7 @@ def _write_page(path: Path, shown: Sequence[Reported]) -> Path | None:
     """Write the page that nobody asked for by name: a folder that may only be read is no reason to fail."""
     try:
         page.write(path, shown)
-    except RunFolderError as error:
+    except FulltiltError as error:
         print(f"fulltilt: no page: {error.what}. Choose a place with --html PATH.", file=sys.stderr)
         return None
     return path

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import sys
 import time
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -63,10 +61,10 @@ def run(
     folder = run_folder(out, name)
     for flag in given_to_script(RARE_FLAGS, arguments):
         print(f"fulltilt: {hint('run', flag)}", file=sys.stderr)
-    with alone_in(folder):
-        aside = store.set_aside(folder)
-        if aside is not None:
-            print(f"fulltilt: {folder} held a run already; it is now in {aside}", file=sys.stderr)
+    with store.OwnedFolder(folder).locked(f"another run is writing into {folder}"):
+        earlier = store.move_earlier_run(folder)
+        if earlier is not None:
+            print(f"fulltilt: {folder} held a run already; it is now in {earlier}", file=sys.stderr)
         code = Job(arguments, resolved, name, folder, settings, asked, deep, auto).run()
     for flag in given_to_script(OTHER_FLAGS, arguments) if code == USAGE_ERROR else ():
         print(f"fulltilt: {hint('run', flag)}", file=sys.stderr)
@@ -82,31 +80,7 @@ def run_folder(out: Path | None, name: str) -> Path:
             if not out.exists():
                 break
             out = out.with_name(f"{stem}-{number}")
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"--out {out} is a file, not a folder", "Choose another folder with --out.")
     return store.create_folder(out)
-
-
-@contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Keep other runs out of the folder: they would move the files aside that this one writes."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    held = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks; there is no telling
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise UsageError(
-                    f"another run is writing into {folder}", "Wait for it, or choose another --out."
-                ) from error
-        yield
-    finally:
-        os.close(held)
 
 
 class Job:

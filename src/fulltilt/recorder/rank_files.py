@@ -44,7 +44,7 @@ class RankFiles:
 
     def write_record(self, record: RankRecord) -> None:
         """Replace the record."""
-        store.write_json(self._folder / store.rank_file(self.stream), record)
+        store.write_json(self._folder / store.rank_file(self.stream), record, again=not record.finished)
 
     def close(self) -> None:
         """No more spans come."""

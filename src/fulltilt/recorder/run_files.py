@@ -26,7 +26,7 @@ class RunFiles:
         self.folder = folder
         self._t0_ns = t0_ns
         store.create_folder(folder)
-        self.aside = store.set_aside(folder)  # where an earlier run in this folder has gone
+        self.aside = store.move_earlier_run(folder)  # where an earlier run in this folder has gone
         self._record = RunRecord(
             name=name,
             command=tuple(sys.argv),

@@ -32,10 +32,13 @@ from fulltilt.report.palette import BUCKET_TINTS, PHASE_TINTS, bucket_order
 from fulltilt.report.step import step_picture
 from fulltilt.store import write_text
 
+# Tells a page of ours from a file that somebody else has under the same name.
+SIGNATURE = b'name="generator" content="Fulltilt"'
+
 
 def write(path: Path, runs: Sequence[Reported]) -> None:
     """Write the page of one run, or of several side by side, atomically. Raises RunFolderError."""
-    write_text(path, render(runs))
+    write_text(path, render(runs), signature=SIGNATURE)
 
 
 def render(runs: Sequence[Reported]) -> str:
@@ -203,6 +206,7 @@ def _document(title: str, body: Sequence[Child], fulltilt: str) -> str:
     head = element(
         "head",
         element("meta", charset="utf-8"),
+        element("meta", name="generator", content="Fulltilt"),
         element("meta", http_equiv="Content-Security-Policy", content=policy),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("meta", name="color-scheme", content="light dark"),

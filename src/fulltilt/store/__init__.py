@@ -25,8 +25,9 @@ from fulltilt.store.names import (
     rank_file,
     steps_file,
 )
+from fulltilt.store.owned_folder import OwnedFolder, write_named_file
 from fulltilt.store.reading import load, read_json, read_lines, read_new_lines, read_ranks, read_record
-from fulltilt.store.writing import LineWriter, create_folder, set_aside, write_json, write_text
+from fulltilt.store.writing import LineWriter, create_folder, move_earlier_run, write_json, write_text
 
 __all__ = [
     "FINDINGS_FILE",
@@ -35,20 +36,22 @@ __all__ = [
     "SAMPLES_FILE",
     "SETTINGS_FILE",
     "LineWriter",
+    "OwnedFolder",
     "claim_file",
     "create_folder",
     "decode",
     "encode",
     "encode_fully",
     "load",
+    "move_earlier_run",
     "rank_file",
     "read_json",
     "read_lines",
     "read_new_lines",
     "read_ranks",
     "read_record",
-    "set_aside",
     "steps_file",
     "write_json",
+    "write_named_file",
     "write_text",
 ]

@@ -2,68 +2,78 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fulltilt.errors import RunFolderError
+from fulltilt.errors import ForeignFiles, FulltiltError, RunFolderError
 from fulltilt.store.codec import encode
 from fulltilt.store.names import RUN_FILE, RUN_FILES
+from fulltilt.store.owned_folder import OwnedFolder, write_named_file
+
+RUN = "run folder"
+PRIVATE = 0o600
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
-def create_folder(folder: Path) -> Path:
-    """Make ``folder`` and check that files can be written into it. Raises RunFolderError."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise RunFolderError(
-            f"cannot write into {folder}: {error.strerror or error}", "Choose another folder with --out."
-        ) from error
+def create_folder(folder: Path, flag: str = "--out") -> Path:
+    """Make or take over a run folder. Raises ForeignFiles, UsageError or MachineError."""
+    owned = OwnedFolder.claim(folder, RUN, flag=flag)
+    if in_the_way := [path.name for path in _run_files(folder) if not owned.owns(path)]:
+        raise ForeignFiles(
+            f"{folder} holds files that Fulltilt did not write: {', '.join(in_the_way)}",
+            f"Move them elsewhere, or choose another folder with {flag}.",
+        )
     return folder
 
 
-def set_aside(folder: Path) -> Path | None:
+def move_earlier_run(folder: Path) -> Path | None:
     """Move an earlier run in ``folder`` into a folder of its own inside it; None when there was none."""
-    if not (folder / RUN_FILE).exists():
+    owned = OwnedFolder.around(folder / RUN_FILE)
+    if owned is None or not owned.owns(folder / RUN_FILE):
         return None
     number = 1
-    while (folder / f"before-{number}").exists():
+    while os.path.lexists(folder / f"before-{number}"):
         number += 1
-    aside = folder / f"before-{number}"
+    earlier = folder / f"before-{number}"
     try:
-        aside.mkdir()
-        for path in [path for pattern in RUN_FILES for path in folder.glob(pattern)]:
-            path.rename(aside / path.name)
+        owned.make(earlier)
+        for path in _run_files(folder):
+            owned.move(path, earlier / path.name)
     except OSError as error:
-        raise RunFolderError(f"cannot move the earlier run in {folder} aside: {error}") from error
-    return aside
+        raise RunFolderError(f"cannot move the earlier run in {folder} to {earlier}: {error}") from error
+    return earlier
 
 
-def write_json(path: Path, value: Any) -> None:
+def _run_files(folder: Path) -> list[Path]:
+    return [path for pattern in RUN_FILES for path in folder.glob(pattern)]
+
+
+def write_json(path: Path, value: Any, again: bool = False) -> None:
     """Write a record or plain value so that ``path`` holds either the old content or the whole new one."""
-    write_text(path, _to_json(value, indent=1) + "\n")
+    write_text(path, _to_json(value, indent=1) + "\n", again=again)
 
 
-def write_text(path: Path, text: str, encoding: str = "utf-8") -> None:
-    """Write ``text`` atomically: a temporary file beside it, flushed to disk, then renamed over it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def write_text(
+    path: Path, text: str, encoding: str = "utf-8", again: bool = False, signature: bytes | None = None
+) -> None:
+    """Write ``text`` whole, readable by its owner alone: it may hold a command line. Raises ForeignFiles.
+
+    A file that is written ``again`` and again costs the folder's marker one line only. Outside of Fulltilt's own
+    folders an existing file is replaced only where it bears the ``signature``.
+    """
+    # A file name that is not UTF-8 reaches us with surrogates, which UTF-8 cannot hold.
+    data = text.encode(encoding, errors="backslashreplace")
     try:
-        # A file name that is not UTF-8 reaches us with surrogates, which UTF-8 cannot hold.
-        with temporary.open("w", encoding=encoding, errors="backslashreplace", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        owned = OwnedFolder.around(path)
+        if owned is not None:
+            owned.write(path, data, PRIVATE, again)
+        else:
+            write_named_file(path, data, PRIVATE, signature)
     except OSError as error:
-        with contextlib.suppress(OSError):  # where nothing may be written, nothing may be deleted either
-            temporary.unlink()
         raise _cannot_write(path, error) from error
 
 
@@ -82,13 +92,16 @@ class LineWriter:
         self.path = path
         self._fd: int | None = None
         try:
-            self._fd = os.open(path, _APPENDING | os.O_CREAT, 0o644)
+            self._owner = OwnedFolder.around(path)
+            if self._owner is not None and not self._owner.check(path).exists():
+                os.close(self._owner.create(path, PRIVATE))
+            self._fd = os.open(path, _APPENDING | os.O_CREAT | _NO_FOLLOW, PRIVATE)
             self._file = _file_behind(self._fd)
             _mend_end(self._fd, path)
         except OSError as error:
             self.close()
             raise _cannot_write(path, error) from error
-        except RunFolderError:
+        except FulltiltError:
             self.close()
             raise
 
@@ -114,6 +127,8 @@ class LineWriter:
         fd, self._fd = self._fd, None
         if fd is not None and _file_behind(fd) == self._file:
             os.close(fd)
+            if self._owner is not None and self._owner.owns(self.path):
+                self._owner.record(self.path)
 
     def _opened_again(self) -> int:
         """A script that closes all descriptors, as daemons do, closes ours; the number may be its own file's now."""

@@ -83,6 +83,6 @@ class Live:
                 store.write_json(path, {**rid_of_none(settings), **({LOADER: where} if where else {})})
                 self._found_for = where
             elif self._found_for == where:
-                path.unlink(missing_ok=True)
+                store.OwnedFolder(path.parent).remove(path.name)
         except (FulltiltError, OSError) as error:
             print(f"fulltilt: {error}", file=sys.stderr)

@@ -1,0 +1,165 @@
+"""What Fulltilt may write, replace and remove: only what it made."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from fulltilt.errors import ForeignFiles, MachineError, UsageError
+from fulltilt.store.owned_folder import MARKER, OwnedFolder, kind_of, write_named_file
+
+
+def claim(path: Path) -> OwnedFolder:
+    return OwnedFolder.claim(path, "run folder")
+
+
+def test_new_and_empty_folders_are_taken_others_refused(tmp_path: Path) -> None:
+    claim(tmp_path / "a" / "new")
+    (tmp_path / "empty").mkdir()
+    claim(tmp_path / "empty")
+    claim(tmp_path / "empty")
+    assert kind_of(tmp_path / "empty") == "run folder"
+    (tmp_path / "users").mkdir()
+    (tmp_path / "users" / "thesis.tex").write_text("x")
+    with pytest.raises(ForeignFiles, match=r"thesis\.tex"):
+        claim(tmp_path / "users")
+    assert os.listdir(tmp_path / "users") == ["thesis.tex"]
+    with pytest.raises(UsageError, match="is a file"):
+        claim(tmp_path / "users" / "thesis.tex")
+    with pytest.raises(UsageError, match="holds a run folder, not a cache"):
+        OwnedFolder.claim(tmp_path / "empty", "cache")
+
+
+def test_folder_open_to_every_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(MachineError, match="every user"):
+        claim(tmp_path / "open")
+
+
+def test_foreign_file_is_never_replaced(tmp_path: Path) -> None:
+    folder = claim(tmp_path / "run")
+    (folder.path / "report.html").write_text("mine")
+    with pytest.raises(ForeignFiles):
+        folder.write("report.html", b"ours")
+    assert not folder.remove("report.html")
+    assert (folder.path / "report.html").read_text() == "mine"
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_own_file_is_replaced_until_somebody_puts_theirs_there(tmp_path: Path, again: bool) -> None:
+    folder = claim(tmp_path / "run")
+    for number in range(3):
+        folder.write("report.html", str(number).encode(), again=again)
+    assert (folder.path / "report.html").read_text() == "2"
+    (folder.path / "other").write_text("mine")
+    (folder.path / "other").replace(folder.path / "report.html")
+    with pytest.raises(ForeignFiles):
+        folder.write("report.html", b"ours", again=again)
+    assert (folder.path / "report.html").read_text() == "mine"
+
+
+def test_file_written_often_costs_one_line(tmp_path: Path) -> None:
+    folder = claim(tmp_path / "run")
+    for number in range(100):
+        folder.write("rank-0.json", str(number).encode(), again=True)
+    assert len((folder.path / MARKER).read_text().splitlines()) == 2
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    folder = claim(tmp_path / "run")
+    (tmp_path / "victim").write_text("mine")
+    (folder.path / "rows.bin").symlink_to(tmp_path / "victim")
+    (tmp_path / "elsewhere").mkdir()
+    (folder.path / "inner").symlink_to(tmp_path / "elsewhere")
+    for entry in ("rows.bin", "inner/rows.bin"):
+        with pytest.raises(ForeignFiles):
+            folder.create(entry)
+        with pytest.raises(ForeignFiles):
+            folder.write(entry, b"ours")
+    assert (tmp_path / "victim").read_text() == "mine"
+    assert os.listdir(tmp_path / "elsewhere") == []
+
+
+def test_removing_a_tree_leaves_what_others_put_into_it(tmp_path: Path) -> None:
+    folder = claim(tmp_path / "run")
+    folder.make("checkpoints/step-1")
+    folder.write("checkpoints/step-1/model.safetensors", b"weights")
+    (folder.path / "checkpoints/step-1/notes.txt").write_text("mine")
+    assert not folder.remove("checkpoints")
+    assert (folder.path / "checkpoints/step-1/notes.txt").read_text() == "mine"
+    assert not (folder.path / "checkpoints/step-1/model.safetensors").exists()
+    (folder.path / "checkpoints/step-1/notes.txt").unlink()
+    assert folder.remove("checkpoints")
+
+
+def test_moved_tree_is_still_ours(tmp_path: Path) -> None:
+    folder = claim(tmp_path / "run")
+    making = folder.temporary("model")
+    making.mkdir()
+    (making / "config.json").write_text("{}")
+    folder.record_tree(making)
+    folder.move(making, "model")
+    assert folder.owns("model/config.json")
+    again = OwnedFolder(folder.path)
+    assert again.entries() == ["model", "model/config.json"]
+    assert again.remove("model")
+    assert again.entries() == []
+
+
+def test_growing_file_is_known_until_it_is_replaced(tmp_path: Path) -> None:
+    folder = claim(tmp_path / "run")
+    fd = folder.create("steps.jsonl")
+    os.write(fd, b"line\n")
+    os.close(fd)
+    assert OwnedFolder(folder.path).owns("steps.jsonl")
+    folder.record("steps.jsonl")
+    with (folder.path / "steps.jsonl").open("a") as file:
+        file.write("mine\n")
+    assert not OwnedFolder(folder.path).owns("steps.jsonl")
+
+
+def test_copied_folder_knows_its_files_by_name(tmp_path: Path) -> None:
+    import shutil
+
+    folder = claim(tmp_path / "run")
+    folder.write("report.html", b"ours")
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    OwnedFolder(tmp_path / "copy").write("report.html", b"again")
+    assert (tmp_path / "copy" / "report.html").read_bytes() == b"again"
+
+
+def test_lock_is_held_by_one(tmp_path: Path) -> None:
+    folder = claim(tmp_path / "run")
+    with folder.locked("busy"), pytest.raises(UsageError, match="busy"), OwnedFolder(folder.path).locked("busy"):
+        pass
+    with folder.locked("busy"):
+        pass
+
+
+def test_paths_outside_of_the_folder_are_refused(tmp_path: Path) -> None:
+    folder = claim(tmp_path / "run")
+    for entry in ("../x", tmp_path / "x", ".", MARKER):
+        with pytest.raises(ValueError, match="not an entry"):
+            folder.remove(entry)
+
+
+def test_damaged_marker_lists_nothing_and_raises_nothing(tmp_path: Path) -> None:
+    folder = claim(tmp_path / "run")
+    folder.write("report.html", b"ours")
+    text = (folder.path / MARKER).read_bytes()
+    (folder.path / MARKER).write_bytes(text[: text.index(b"\n") + 1] + b'{"path": 3}\nnonsense\n[[[[\n{"path": "x"')
+    assert OwnedFolder(folder.path).entries() == []
+
+
+def test_named_file_is_replaced_only_with_signature(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    write_named_file(page, b"<made by us>", signature=b"by us")
+    write_named_file(page, b"<made by us> 2", signature=b"by us")
+    assert page.read_bytes() == b"<made by us> 2"
+    page.write_text("mine")
+    with pytest.raises(ForeignFiles):
+        write_named_file(page, b"<made by us>", signature=b"by us")
+    assert page.read_text() == "mine"
