@@ -163,3 +163,14 @@ def test_named_file_is_replaced_only_with_signature(tmp_path: Path) -> None:
     with pytest.raises(ForeignFiles):
         write_named_file(page, b"<made by us>", signature=b"by us")
     assert page.read_text() == "mine"
+
+
+def test_relative_paths_are_those_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = claim(Path("run"))
+    folder.write(Path("run") / "run.json", b"{}")
+    folder.write("run/run.json".removeprefix("run/"), b"{ }")
+    assert (tmp_path / "run" / "run.json").read_bytes() == b"{ }"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert folder.owns("run.json")

@@ -7,6 +7,7 @@ from typing import Literal
 
 from fulltilt.records.job import RankRecord
 from fulltilt.records.machine import Machine, Sample, StorageReading
+from fulltilt.records.secrets import mask_arguments
 from fulltilt.records.spans import Span
 from fulltilt.records.tuning import Settings
 
@@ -34,6 +35,9 @@ class RunRecord:
     ended_by: str | None = None
     oom_kills: int = 0
     schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "command", mask_arguments(self.command))  # nobody can forget it here
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from fulltilt.records.secrets import mask_text
+
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
@@ -82,3 +84,7 @@ class HotLine:
     seconds: float
     call: str | None = None
     waits: bool = False  # for another thread or process
+
+    def __post_init__(self) -> None:
+        if self.call is not None:
+            object.__setattr__(self, "call", mask_text(self.call))

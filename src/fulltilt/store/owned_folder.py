@@ -37,10 +37,10 @@ _known: dict[Path, OwnedFolder] = {}
 
 
 class OwnedFolder:
-    """A folder of Fulltilt's own. Paths are given relative to it, or as paths below it."""
+    """A folder of Fulltilt's own. An entry is given by its name below the folder (a string), or by its path."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = Path(os.path.abspath(path))
         self._entries: dict[str, Identity] = {}
         self._marker_inode: int | None = None
         self._read_bytes = 0
@@ -227,12 +227,11 @@ class OwnedFolder:
     # ------------------------------------------------------------------ the marker
 
     def _name(self, entry: str | Path) -> str:
-        name = os.path.normpath(entry)
-        if os.path.isabs(name) or Path(name).parts[: len(self.path.parts)] == self.path.parts:
-            name = os.path.relpath(name, self.path)
-        if name.startswith(("..", MARKER + "/")) or name in (".", MARKER):
+        path = os.path.abspath(entry) if isinstance(entry, Path) else os.path.join(self.path, entry)
+        name = Path(os.path.relpath(path, self.path)).as_posix()
+        if name.split("/")[0] in ("..", ".", MARKER):
             raise ValueError(f"{entry} is not an entry below {self.path}")
-        return Path(name).as_posix()
+        return name
 
     def _reached_without_links(self, name: str) -> bool:
         return all(

@@ -9,6 +9,7 @@ from pathlib import Path
 from fulltilt.diagnosis.evidence import gather
 from fulltilt.diagnosis.thresholds import DEFAULT
 from fulltilt.records import SCHEMA_VERSION, LoaderRecord, Run
+from fulltilt.records.secrets import mask_arguments
 from fulltilt.tuning.assignment import Answer, TrainingLoader
 from fulltilt.tuning.epoch_changes import changes_data_set
 from fulltilt.tuning.source_patch import fingerprint, source_file
@@ -36,6 +37,9 @@ class StudyRecord:
     script_sha256: str | None = None
     passes_overlap: bool = False
     schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "command", mask_arguments(self.command))
 
 
 def learned(record: StudyRecord, run: Run, answer: Answer | None, arguments: Sequence[str]) -> StudyRecord:
