@@ -63,6 +63,7 @@ def test_the_finding_codes_are_these() -> None:
         (errors.MachineError, 7),
         (errors.RunFolderError, 7),
         (errors.NotARunFolder, 2),
+        (errors.ForeignFiles, 2),
     ],
 )
 def test_every_error_ends_the_command_with_its_code_and_its_remedy(
@@ -86,7 +87,7 @@ def test_no_error_is_left_out_above() -> None:
         known.update(todo)
     assert {kind.__name__ for kind in known} == {
         *("FulltiltError", "UsageError", "StoppedEarly", "DataError", "DoesNotFit", "Diverged", "MachineError"),
-        *("RunFolderError", "NotARunFolder"),
+        *("RunFolderError", "NotARunFolder", "ForeignFiles"),
     }
 
 
