@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from feedbench.measuring import Bench, first_of, on_device, trainer
 from fulltilt import feed
-from fulltilt.feed.hdf5 import Residency
+from fulltilt.feed.tiers import Residency
 from fulltilt.train.replaying import EAGER_FIRST
 
 

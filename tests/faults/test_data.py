@@ -134,7 +134,7 @@ def hdf5_file(path: Path, rows: int = 64) -> Path:
 
 
 def test_row_19_a_cut_hdf5_file_is_named_with_its_key(tmp_path: Path) -> None:
-    """Seen to fail: without the `except OSError` of feed/hdf5_blocks.py the exit code is 1 and h5py's own words are all
+    """Seen to fail: without the `except OSError` of feed/hdf5_files.py the exit code is 1 and h5py's own words are all
     there is."""
     path = hdf5_file(tmp_path / "rows.h5")
     whole = path.read_bytes()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+import importlib
 import itertools
 import os
 import pickle
-import threading
 from contextlib import nullcontext
 
 import numpy as np
@@ -14,11 +13,9 @@ import pytest
 import torch
 
 from fulltilt import feed
-from fulltilt.errors import DataError, UsageError
-from fulltilt.feed.hdf5_arrival import ResidentRows
-from fulltilt.feed.hdf5_blocks import Source, describe
-from fulltilt.feed.hdf5_chunks import locate
-from fulltilt.feed.hdf5_reader import BlockReader
+from fulltilt.errors import DataError, DoesNotFit, UsageError
+from fulltilt.feed.caches import CacheFull
+from fulltilt.feed.hdf5_files import BlockReader, Source, describe
 
 h5py = pytest.importorskip("h5py")
 
@@ -98,30 +95,6 @@ def test_a_resume_begins_at_any_batch(files, small_blocks, residency, epoch):
         assert len(rows_of(resumed)) == 380  # the epoch after it, from its beginning
 
 
-def test_the_first_epoch_trains_while_the_rows_arrive(files, small_blocks, monkeypatch):
-    """Seen to hang when the first batch waits for all rows."""
-    allowed = threading.Semaphore(0)
-    place = ResidentRows._place
-
-    def gated(self, number, row):
-        allowed.acquire()
-        place(self, number, row)
-
-    monkeypatch.setattr(ResidentRows, "_place", gated)
-    with feed.hdf5(files, ["x", "y"], 32, residency="ram", num_workers=0, mixing_rows=100) as loader:
-        first = len(loader._arrival.groups[0])
-        assert first < len(loader._blocks) / 2
-        allowed.release(first)
-        batches = iter(loader)
-        x, y = next(batches)
-        assert torch.equal(x[:, 0], -y.float())
-        assert not loader._rows.complete
-        allowed.release(len(loader._blocks))
-        rest = list(batches)
-        assert loader._rows.complete
-        assert sorted(int(v) for _, y in [(x, y), *rest] for v in -y) == list(range(380))
-
-
 @pytest.mark.parametrize("residency", ["ram", "none"])
 def test_rows_may_be_read_in_an_evaluation(files, small_blocks, residency):
     """Tensors made under inference mode cannot be written by the thread that reads."""
@@ -162,7 +135,7 @@ def test_windows_overlap_and_never_cross_a_file(files, small_blocks, residency, 
 def test_overlapping_windows_are_stored_once(files):
     with feed.hdf5(files, ["x"], 16, window=8, window_keys=["x"], num_workers=0) as loader:
         loader.fill()
-        assert [tuple(column.shape) for column in loader._rows.columns] == [(380, 5)]
+        assert [tuple(column.shape) for column in loader._kept[0]] == [(380, 5)]
         assert len(loader) == -(-(243 + 123) // 16)
 
 
@@ -210,24 +183,28 @@ def test_ranks_above_memory_share_blocks_of_any_size(tmp_path):
             assert len(seen) == len(set(seen)) == 408
 
 
-def test_blocks_begin_at_chunk_boundaries(files):
-    source = describe(files, ["x", "y"], None, 1)
+@pytest.mark.parametrize(("window", "stride", "part"), [(None, 1, (0, 1)), (8, 3, (0, 1)), (8, 1, (0.3, 0.9))])
+def test_samples_of_the_same_chunks_are_in_one_block(files, window, stride, part):
+    source = describe(files, ["x", "y"], window, stride, part)
     blocks = source.blocks(28 * 70)
-    assert {block.row % 50 for block in blocks} == {0}
-    assert sum(block.samples for block in blocks) == 380
-    whole = source.blocks()
-    assert len(whole) == 2  # one read a file
+    assert [block.first_sample for block in blocks] == list(
+        itertools.accumulate((block.samples for block in blocks[:-1]), initial=0)
+    )
+    assert sum(block.samples for block in blocks) == source.samples
+    for block in blocks:
+        begins = range(block.row, block.row + block.samples * stride, stride)
+        assert len({row // 50 for row in begins}) == 1
+        assert block.rows == begins[-1] - block.row + (window or 1)
+    assert len(source.blocks()) == 2  # one read a file
 
 
-def test_a_handle_is_never_used_across_a_fork(files):
+def test_each_process_opens_its_own_handle(files):
     reader = BlockReader(source := describe(files, ["x"], None, 1), source.blocks())
-    reader.places = dict.fromkeys(reader.places)  # as for filters that only the library knows
     row = torch.zeros(1, reader.block_bytes, dtype=torch.uint8)
     assert reader.read(torch.tensor([0]), row, 0) == []
     mine = reader._open[str(files[0])]
     pid = os.fork()
     if pid == 0:
-        reader.opened_in_worker()
         reader.read(torch.tensor([0]), row, 0)
         os._exit(0 if reader._open[str(files[0])] is not mine else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
@@ -235,101 +212,40 @@ def test_a_handle_is_never_used_across_a_fork(files):
 
 
 ROWS = np.random.default_rng(0).integers(-99, 99, (70, 9, 5)).astype("f4")
-GZIP = {"compression": "gzip", "compression_opts": 1}
-PAST_LIBRARY = {
+STORED = {
     "contiguous": {},
-    "plain": {"chunks": (16, 9, 5)},
-    "gzip": {"chunks": (16, 9, 5), **GZIP},
-    "gzip and shuffle": {"chunks": (16, 9, 5), "shuffle": True, **GZIP},
-    "cut along every axis": {"chunks": (13, 4, 2), "shuffle": True, **GZIP},
-    "plain, cut along every axis": {"chunks": (13, 4, 2)},
-    "big-endian": {"dtype": ">f4", "chunks": (16, 9, 5)},
-    "big-endian, contiguous": {"dtype": ">f8"},
-    "half": {"dtype": "f2", "chunks": (7, 9, 5), "shuffle": True},
-    "complex": {"dtype": "c8", "chunks": (16, 9, 5)},
-    "bool": {"dtype": "?", "chunks": (16, 9, 5)},
-    "shrunk": {"chunks": (16, 9, 5), "maxshape": (None, 9, 5)},
-}
-THROUGH_LIBRARY = {
+    "chunks cut along every axis": {"chunks": (13, 4, 2), "shuffle": True, "compression": "gzip"},
     "lzf": {"chunks": (16, 9, 5), "compression": "lzf"},
     "checksums": {"chunks": (16, 9, 5), "fletcher32": True},
-    "rows never written": {"chunks": (8, 9, 5), "maxshape": (None, 9, 5), "fillvalue": 7},
-    "a chunk without its filter": {"chunks": (10, 9, 5), **GZIP},
-    "offsets counted from elsewhere": {"chunks": (16, 9, 5)},
-    "kept in the header": {},
+    "big-endian": {"dtype": ">f8", "chunks": (16, 9, 5)},
+    "half": {"dtype": "f2", "chunks": (7, 9, 5)},
+    "bool": {"dtype": "?", "chunks": (16, 9, 5)},
     "linked from another file": {},
 }
 
 
-@pytest.mark.parametrize("kind", [*PAST_LIBRARY, *THROUGH_LIBRARY])
-def test_rows_are_those_of_the_library_however_they_are_stored(kind, tmp_path):
-    options = {**PAST_LIBRARY, **THROUGH_LIBRARY}[kind]
+@pytest.mark.parametrize("kind", STORED)
+def test_rows_are_those_of_the_library_however_stored(kind, tmp_path):
+    options = STORED[kind]
     path = tmp_path / "x.h5"
-    with h5py.File(path, "w", userblock_size=512 if "elsewhere" in kind else 0) as file:
+    with h5py.File(path, "w") as file:
         if "linked" in kind:
             with h5py.File(tmp_path / "other.h5", "w") as other:
                 other["y"] = ROWS
             file["x"] = h5py.ExternalLink("other.h5", "y")
-        elif "header" in kind:
-            properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-            properties.set_layout(h5py.h5d.COMPACT)
-            h5py.h5d.create(file.id, b"x", h5py.h5t.IEEE_F32LE, h5py.h5s.create_simple(ROWS.shape), properties)
-            file["x"][:] = ROWS
         else:
             file.create_dataset("x", data=ROWS.astype(options.get("dtype", "f4")), **options)
-        if kind == "shrunk":
-            file["x"].resize(40, axis=0)
-        if kind == "rows never written":
-            file["x"].resize(100, axis=0)
-        if "without" in kind:
-            file["x"].id.write_direct_chunk((10, 0, 0), ROWS[20:30].tobytes(), filter_mask=1)
     with h5py.File(path, "r") as file:
         expected = file["x"][:]
-    reader = BlockReader(source := describe(path, ["x"], None, 1), source.blocks(23 * ROWS[0].nbytes))
-    assert reader.past_library is (kind in PAST_LIBRARY)
-    with feed.hdf5(path, "x", 10, shuffle=False, num_workers=2, residency="none", device="cpu") as loader:
-        served = torch.cat(list(loader)).numpy()
-    assert served.dtype.isnative
-    assert np.array_equal(served, expected)
-    row = torch.zeros(1, reader.block_bytes, dtype=torch.uint8)
-    for number, block in enumerate(reader.blocks):
-        assert reader.read(torch.tensor([number]), row, 0) == []
-        ((_, part),) = reader.parts(block, row[0])
-        assert np.array_equal(part.numpy(), expected[block.row : block.row + block.rows])
-
-
-def test_a_place_that_is_not_where_the_library_reads_is_not_used(files, monkeypatch):
-    def elsewhere(data):
-        found = locate(data)
-        return dataclasses.replace(found, offsets=found.offsets[::-1], sizes=found.sizes[::-1])
-
-    monkeypatch.setattr("fulltilt.feed.hdf5_reader.locate", elsewhere)
-    with feed.hdf5(files, ["x"], 50, shuffle=False, num_workers=0, residency="ram") as loader:
-        assert [int(value) for x in loader for value in x[:, 0]] == list(range(380))
-
-
-def test_the_next_epoch_is_read_while_the_last_group_is_used(files, small_blocks):
-    with feed.hdf5(files, ["x", "y"], 32, residency="none", num_workers=2, mixing_rows=120) as loader:
-        first = rows_of(loader)
-        ahead = loader._stream._ahead
-        assert ahead[0][1] == 1
-        second = rows_of(loader)
-        loader.set_epoch(0)  # not what was expected: read anew
-        assert rows_of(loader) == first
-        loader.set_epoch(1)
-        assert rows_of(loader) == second
-        for _ in zip(loader, range(2), strict=False):  # left early, and gone on elsewhere
-            pass
-        loader.set_epoch(1)
-        assert rows_of(loader) == second
-    assert not [thread for thread in threading.enumerate() if thread.name == "fulltilt-hdf5"]
+    for tier in ("ram", "none"):
+        with feed.hdf5(path, "x", 10, shuffle=False, num_workers=1, residency=tier, device="cpu") as loader:
+            served = torch.cat(list(loader)).numpy()
+        assert served.dtype.isnative
+        assert np.array_equal(served, expected)
 
 
 @pytest.mark.parametrize("residency", ["ram", "none"])
-@pytest.mark.parametrize("past_library", [True, False])
-def test_an_iterator_put_aside_goes_on_where_it_was(files, small_blocks, residency, past_library, monkeypatch):
-    if not past_library:
-        monkeypatch.setattr(BlockReader, "past_library", False)
+def test_two_iterators_at_once_do_not_disturb_each_other(files, small_blocks, residency):
     with feed.hdf5(files, ["x", "y"], 32, residency=residency, num_workers=2, mixing_rows=120) as loader:
         aside = iter(loader)
         seen = [next(aside)]
@@ -434,3 +350,46 @@ def test_no_two_epochs_of_a_small_file_have_one_order(files, seed):
     """The epoch in which the rows arrive was mixed by the seed of the one after it: the second repeated the first."""
     with feed.hdf5(files[0], ["x", "y"], 32, num_workers=0, seed=seed) as loader:
         assert len({tuple(rows_of(loader)) for _ in range(4)}) == 4
+
+
+@pytest.mark.parametrize("at_once", [0, 10**9])
+@pytest.mark.parametrize("window", [None, 1, 7])
+def test_gathering_several_batches_at_once_changes_nothing(files, window, at_once, monkeypatch):
+    module = importlib.import_module("fulltilt.feed.hdf5")
+    monkeypatch.setattr(module, "AT_ONCE_BYTES", at_once)
+    with feed.hdf5(files[0], ["x", "y"], 9, window=window, num_workers=0, device="cpu") as loader:
+        indices = loader.order.epoch_indices(0)
+        batches = list(loader)
+    assert [len(y) for _, y in batches] == [len(some) for some in torch.split(indices, 9)]
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    assert torch.equal(y, -(indices + (window or 1) - 1))
+    rows = torch.arange(250.0)[:, None].expand(-1, 5)
+    wanted = [rows[start : start + window] if window else rows[start] for start in indices.tolist()]
+    assert torch.equal(x, torch.stack(wanted))
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_rows_on_disk_are_found_again_by_the_next_run(files, small_blocks, window, tmp_path, monkeypatch):
+    options = {"window": window, "residency": "disk", "num_workers": 0, "cache_dir": tmp_path / "cache"}
+    with feed.hdf5(files, ["x", "y"], 32, **options) as loader:
+        first = [[part.clone() for part in batch] for batch in loader]
+        assert loader.tier == "disk"
+    with feed.hdf5(files, ["x", "y"], 32, **{**options, "residency": "ram"}) as loader:
+        for one, other in zip(first, loader, strict=True):
+            assert all(torch.equal(*parts) for parts in zip(one, other, strict=True))
+    monkeypatch.setattr(BlockReader, "read", None)  # nothing is read from the files any more
+    with feed.hdf5(files, ["x", "y"], 32, **options) as loader:
+        assert torch.equal(next(iter(loader))[0], first[0][0])
+    os.utime(files[0], (0, 0))
+    with feed.hdf5(files, ["x", "y"], 32, **options) as loader, pytest.raises(TypeError):
+        next(iter(loader))
+
+
+def test_a_disk_without_room_is_told(files, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise CacheFull("no room")
+
+    monkeypatch.setattr(importlib.import_module("fulltilt.feed.hdf5"), "open_cache", full)
+    loader = feed.hdf5(files, ["x"], 32, residency="disk", cache_dir=tmp_path)
+    with pytest.raises(DoesNotFit, match="no room"):
+        loader.fill()

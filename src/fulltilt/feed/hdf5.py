@@ -1,147 +1,127 @@
-"""``feed.hdf5``: batches from HDF5 files, resident where they fit, else shuffled within a stated window.
+"""``feed.hdf5``: batches from HDF5 files, kept in memory or on disk where they fit, else streamed in blocks.
 
-Resident: every row is read once, in large blocks, while the first epoch trains, and lies on the device (or in host
-memory) as it is in the file; overlapping windows are cut out by a gather, so that a row is stored once however many
-windows share it.
-Above memory: blocks are drawn in random order, a group of them is mixed, and the next group is read meanwhile.
+Kept: every row is read once, in blocks of whole chunks, before the first batch, and lies on the device, in host memory
+or in a mapped file as it is in the HDF5 file. Samples are gathered by their numbers; windows that overlap share rows.
+Streamed: blocks are drawn in random order, a group of them is mixed, and the next group is read meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import hashlib
+import itertools
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 import torch
 
-from fulltilt.errors import UsageError
+from fulltilt import captures
+from fulltilt.errors import DataError, DoesNotFit, UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
-from fulltilt.feed.caches import default_cache_dir
-from fulltilt.feed.hdf5_arrival import ArrivalOrder, ResidentRows
-from fulltilt.feed.hdf5_blocks import Source, describe
-from fulltilt.feed.hdf5_samples import Cutter
-from fulltilt.feed.hdf5_stream import BlockStream, Rows
+from fulltilt.feed.caches import CacheFull, default_cache_dir
+from fulltilt.feed.disk import DiskStore, open_cache
+from fulltilt.feed.draws import mix
+from fulltilt.feed.fingerprint import Fingerprint
+from fulltilt.feed.hdf5_files import DAMAGED, BlockReader, describe
 from fulltilt.feed.order import Order
 from fulltilt.feed.places import device_or_default, ranks
+from fulltilt.feed.pool import WorkerPool
 from fulltilt.feed.progress import progress
 from fulltilt.feed.standing import position
-from fulltilt.feed.tiers import choose_tier, default_workers, measure_room
-from fulltilt.feed.upcoming import UpcomingOrder
+from fulltilt.feed.structure import layout_of
+from fulltilt.feed.tiers import Residency, choose_tier, default_workers, measure_room
 from fulltilt.onlookers import seen
 
-Residency = Literal["auto", "vram", "ram", "none"]
-# Rows that are mixed with each other above memory: a gigabyte of them, unless the user asks for more.
+# Rows that are mixed with each other when they are streamed: a gigabyte of them, unless the user asks for more.
 MIXING_BYTES = 1024**3
-# Blocks that are mixed in the epoch in which they arrive: enough to shuffle, few enough that training begins at once.
-ARRIVAL_BLOCKS = 16
-ARRIVAL_SHARE = 1 / 8
+# Smaller samples are streamed rather than kept on disk: single reads of so little waste most of a disk's speed.
+DISK_SAMPLE_BYTES = 64 * 1024
+# Several batches are gathered at once, as long as they take no more than this, or no more than this share of a GPU's
+# memory: each gather costs the host a launch.
+AT_ONCE_BYTES = 128 * 1024**2
+AT_ONCE_SHARE = 1 / 512
+# Compiled models copy what lies elsewhere.
+ALIGNMENT_BYTES = 16
 
-
-def hdf5(
-    files: Sequence[str | Path] | str | Path,
-    keys: Sequence[str] | str,
-    batch_size: int,
-    *,
-    window: int | None = None,
-    stride: int = 1,
-    window_keys: Sequence[str] | None = None,
-    part: tuple[float, float] = (0.0, 1.0),
-    augment: Augmentation | Iterable[Any] | Callable[[Any], Any] | None = None,
-    residency: Residency = "auto",
-    shuffle: bool = True,
-    drop_last: bool = False,
-    seed: int = 0,
-    device: torch.device | str | None = None,
-    rank: int | None = None,
-    world_size: int | None = None,
-    num_workers: int | None = None,
-    mixing_rows: int | None = None,
-    reserve_bytes: int | None = None,
-) -> Hdf5Loader:
-    """A loader whose batches are tuples of the ``keys``' tensors (one tensor for one key), on the device.
-
-    ``window``: a sample is that many rows, ``stride`` apart; keys not in ``window_keys`` (default: the first) give the
-    value at the window's last row. ``part``: which share of each file's rows, from and to. ``mixing_rows`` is the
-    window of the shuffle above memory (``loader.mixing``). Raises UsageError, DataError.
-    """
-    keys = [keys] if isinstance(keys, str) else list(keys)
-    source = describe(files, keys, window, stride, part)
-    found_rank, found_world = ranks()
-    order = Order(
-        source.samples,
-        batch_size,
-        shuffle=shuffle,
-        seed=seed,
-        drop_last=drop_last,
-        rank=found_rank if rank is None else rank,
-        world_size=found_world if world_size is None else world_size,
-    )
-    windowed = tuple(keys[:1]) if window_keys is None else tuple(window_keys)
-    if unknown := set(windowed) - set(keys):
-        raise UsageError(f"window_keys names {', '.join(sorted(unknown))}, which is not among the keys")
-    return Hdf5Loader(
-        source,
-        order,
-        windowed=windowed if window is not None else (),
-        augment=as_augmentation(augment),
-        residency=residency,
-        device=device_or_default(device),
-        workers=default_workers() if num_workers is None else num_workers,
-        mixing_rows=mixing_rows,
-        reserve_bytes=reserve_bytes,
-    )
+# Rows of each key, the row in them with which each sample begins, and the samples' numbers in the whole; in order.
+Samples = tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]
+# A tensor for each key, and the samples' numbers.
+Batch = tuple[tuple[torch.Tensor, ...], torch.Tensor]
+Item = TypeVar("Item", bound=tuple[Any, ...])
 
 
 class Hdf5Loader:
-    """What ``feed.hdf5`` returns. ``tier`` is where rows live; ``mixing`` how many samples a shuffle mixes (or all).
+    """A loader whose batches are tuples of the ``keys``' tensors (one tensor for one key), on the device.
 
-    Rows that are to stay in memory arrive while the first epoch trains: it mixes ``arrival_mixing`` samples at a time.
+    ``window``: a sample is that many rows, ``stride`` apart; keys not in ``window_keys`` (default: the first) give the
+    value at the window's last row. ``part``: which share of each file's rows, from and to. ``mixing_rows``: rows that
+    are mixed with each other when they are streamed. Raises UsageError, DataError, DoesNotFit.
+    Its ``tier`` is where rows live; ``mixing`` says how many samples a shuffle mixes.
     """
 
     def __init__(
         self,
-        source: Source,
-        order: Order,
+        files: Sequence[str | Path] | str | Path,
+        keys: Sequence[str] | str,
+        batch_size: int,
         *,
-        windowed: tuple[str, ...],
-        augment: Augmentation | None,
-        residency: Residency,
-        device: torch.device,
-        workers: int,
-        mixing_rows: int | None,
-        reserve_bytes: int | None,
+        window: int | None = None,
+        stride: int = 1,
+        window_keys: Sequence[str] | None = None,
+        part: tuple[float, float] = (0.0, 1.0),
+        augment: Augmentation | Iterable[Any] | Callable[[Any], Any] | None = None,
+        residency: Residency = "auto",
+        shuffle: bool = True,
+        drop_last: bool = False,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        num_workers: int | None = None,
+        mixing_rows: int | None = None,
+        reserve_bytes: int | None = None,
+        cache_dir: str | Path | None = None,
     ) -> None:
-        self.source, self.order, self.device = source, order, device
-        self.workers = workers
-        self._cutter = Cutter(source, windowed, device)
-        self._augment = augment
+        keys = [keys] if isinstance(keys, str) else list(keys)
+        self.source = source = describe(files, keys, window, stride, part)
+        rank, world_size = ranks(rank, world_size)
+        self.order = Order(source.samples, batch_size, shuffle, seed, drop_last, rank, world_size)
+        self.device = device = device_or_default(device)
+        self.workers = default_workers() if num_workers is None else num_workers
+        self._windowed = set(keys[:1] if window_keys is None else window_keys)
+        if unknown := self._windowed - set(keys):
+            raise UsageError(f"window_keys names {', '.join(sorted(unknown))}, which is not among the keys")
+        self._augment = as_augmentation(augment)
+        self._cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir)
         self._next_epoch = self._next_batch = 0
         self._blocks = source.blocks()
-        room = measure_room(device, default_cache_dir(), reserve_bytes=reserve_bytes)
-        choice = choose_tier(source.total_rows * source.row_bytes, room, residency)
-        self.tier = "none" if choice.tier in ("disk", "none") else "vram" if choice.tier == "vram" else "ram"
-        if self.tier == "ram" and device.type == "cuda" and residency == "auto":
-            self.tier = "none"  # a gather in host memory is slower than reading blocks ahead
-        self._where = device if self.tier == "vram" else torch.device("cpu")
-        count = len(self._blocks)
-        per_group = mixing_rows or max(1, MIXING_BYTES // source.row_bytes)
-        per_group = max(1, min(count, per_group // max(block.rows for block in self._blocks)))
-        self._stream = BlockStream(source, self._blocks, per_group, device, workers)
-        self._rows: ResidentRows | None = None
-        at_once = min(per_group, max(ARRIVAL_BLOCKS, int(count * ARRIVAL_SHARE)))
-        self._arrival = ArrivalOrder(self._blocks, at_once, order.seed, shuffle=order.shuffle)
-        # Not a method of this loader's: it would keep itself alive, and its threads.
-        self._orders = UpcomingOrder(functools.partial(_drawn, order, self._arrival), self._where)
+        self._reader = BlockReader(source, self._blocks)
+        room = measure_room(device, self._cache_dir, reserve_bytes=reserve_bytes)
+        tier = choose_tier(sum(block.rows for block in self._blocks) * source.row_bytes, room, residency).tier
+        if tier == "disk" and residency == "auto" and source.row_bytes * (source.window or 1) < DISK_SAMPLE_BYTES:
+            tier = "none"
+        self.tier = "ram" if tier == "pinned" else tier  # a gather in host memory ends in pinned memory anyway
+        self._where = device if self.tier in ("vram", "none") else torch.device("cpu")
         largest = sorted((block.samples for block in self._blocks), reverse=True)
-        self.mixing = source.samples if self.tier != "none" else sum(largest[:per_group])
-        self.arrival_mixing = sum(largest[:at_once])
+        per_group = (mixing_rows or MIXING_BYTES // source.row_bytes) // max(block.rows for block in self._blocks)
+        self._per_group = max(1, min(len(self._blocks), per_group))
+        self.mixing = sum(largest[: self._per_group]) if self.tier == "none" else source.samples
+        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+        self._at_once_bytes = max(AT_ONCE_BYTES, int(memory * AT_ONCE_SHARE))
+        self._kept: tuple[list[torch.Tensor], torch.Tensor] | None = None
+        self._stores: list[DiskStore] = []
+        self._upcoming: tuple[int, Future[torch.Tensor]] | None = None
+        self._drawing = ThreadPoolExecutor(1, "fulltilt-order", _enter_thread, (self._where,))
+        copies = device.type == "cuda" and self.tier != "vram"
+        self._stream: Any = torch.cuda.Stream(device) if copies else None  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:
         if self.tier != "none":
             return self.order.batches_per_epoch()
-        return self._stream.batches_per_epoch(self.order)
+        share, size = self.source.samples // self.order.world_size, self.order.batch_size
+        return share // size if self.order.drop_last else -(-share // size)
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch that the next iteration draws."""
@@ -157,31 +137,49 @@ class Hdf5Loader:
     def _pass(self) -> Iterator[Any]:
         epoch, first = self._next_epoch, self._next_batch
         self.begin_at(epoch + 1, 0)
-        for parts, numbers in self._resident(epoch, first) if self.tier != "none" else self._streamed(epoch, first):
-            batch: Any = parts[0] if len(parts) == 1 else tuple(parts)
-            yield batch if self._augment is None else self._augment(batch, self.order.seed, epoch, numbers)
+        self.fill()
+        batches = self._batches(self._streamed(epoch, first) if self.tier == "none" else self._resident(epoch, first))
+        if self._where != self.device:
+            batches = self._ahead(batches)
+        with contextlib.closing(batches):
+            for parts, numbers in batches:
+                batch: Any = parts[0] if len(parts) == 1 else tuple(parts)
+                yield batch if self._augment is None else self._augment(batch, self.order.seed, epoch, numbers)
 
+    @torch.inference_mode(False)  # filled in an evaluation, the rows have to be of use to other threads
     def fill(self, *, shown: bool | None = None) -> None:
-        """Read every row into memory now, instead of while the first epoch trains. Nothing to do above memory."""
-        if self.tier == "none" or (self._rows is not None and self._rows.complete):
+        """Read every row into its tier now, instead of before the first batch. Nothing to do for streamed rows."""
+        if self.tier == "none" or self._kept is not None:
             return
-        order = [number for group in self._arrival.groups for number in group]
-        rows = self._begin(order)
-        for number in progress(order, len(order), "Reading HDF5", shown=shown):
-            rows.wait_for([number])
+        numbers = list(range(len(self._blocks)))
+        if self.tier == "disk":
+            columns = self._open_stores()
+            offsets = [self._reader.rows * number for number in numbers]
+            present = torch.stack([store.has(torch.tensor(numbers)) for store in self._stores]).all(0)
+            numbers = [number for number in numbers if not present[number]]
+        else:
+            offsets = list(itertools.accumulate((block.rows for block in self._blocks), initial=0))
+            columns = self._empty(offsets.pop())
+        if numbers:
+            with self._pool() as pool, contextlib.closing(self._read(pool, numbers)) as arriving:
+                for number, row in progress(arriving, len(numbers), f"Reading HDF5 into {self.tier}", shown=shown):
+                    if self._stores:
+                        self._write(number, row)
+                    else:
+                        self._place(number, row, columns, offsets[number])
+        for store in self._stores:
+            store.finish()
+        starts = [
+            offset + torch.arange(block.samples) * self.source.stride
+            for block, offset in zip(self._blocks, offsets, strict=True)
+        ]
+        self._kept = columns, torch.cat(starts).to(self._where)
 
     def close(self) -> None:
-        """Give all memory back."""
-        if self._rows is not None:
-            self._rows.close()
-            self._rows = None
-        self._stream.close()
-        self._orders.close()
-
-    def __del__(self) -> None:
-        # A loader that was dropped without being closed must not leave a thread that reads ahead.
-        with contextlib.suppress(Exception):
-            self.close()
+        """Give all memory back. A complete disk cache stays for the next run."""
+        self._kept = self._upcoming = None
+        while self._stores:
+            self._stores.pop().close()
 
     def __enter__(self) -> Hdf5Loader:
         return self
@@ -189,51 +187,219 @@ class Hdf5Loader:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # ----------------------------------------------------------------- resident
+    # ----------------------------------------------------------------- kept rows
 
-    def _resident(self, epoch: int, first: int) -> Iterator[tuple[Sequence[torch.Tensor], torch.Tensor]]:
-        size, world = self.order.batch_size, self.order.world_size
-        groups = self._arrival.groups
-        arriving = epoch == 0 or not self.order.shuffle
-        group = self._arrival.group_at(first * size * world) if arriving else 0
-        # A resume begins with the rows it needs; the ones before them come last.
-        rows = self._begin(number for part in (*groups[group:], *groups[:group]) for number in part)
-        indices = self._orders.of(epoch)
-        if self.order.drop_last:
-            indices = indices[: len(indices) // size * size]
-        indices = indices[first * size :]
-        if not arriving:
-            rows.wait_for(range(len(self._blocks)))
-        if rows.complete:
-            cut = self._cutter.batches(rows.columns, rows.first_rows[indices], size)
-            yield from zip(cut, torch.split(indices.to(self.device), size), strict=True)
-            return
-        for number, picks in enumerate(torch.split(indices, size), start=first + 1):
-            if not rows.complete:
-                last = self._arrival.group_at(min(number * size * world, self.source.samples) - 1)
-                rows.wait_for(block for part in groups[group : last + 1] for block in part)
-                group = last
-            yield self._cut(rows, picks), picks.to(self.device)
+    def _resident(self, epoch: int, first: int) -> Generator[Samples, None, None]:
+        assert self._kept is not None
+        columns, starts = self._kept
+        indices = self._drawn(epoch)[first * self.order.batch_size :]
+        yield columns, starts[indices], indices
 
-    def _begin(self, order: Iterable[int]) -> ResidentRows:
-        if self._rows is None:
-            self._rows = ResidentRows(self.source, self._blocks, self._where, self.device, self.workers)
-        self._rows.begin(order)
-        return self._rows
+    def _drawn(self, epoch: int) -> torch.Tensor:
+        """This rank's samples of ``epoch``; those of the next are drawn meanwhile, which takes seconds for millions."""
+        begun, upcoming = self._upcoming or (None, None)
+        indices = upcoming.result() if upcoming and begun == epoch else _draw(self.order, epoch, self._where)
+        # Not a method, which would keep this loader alive.
+        self._upcoming = epoch + 1, self._drawing.submit(_draw, self.order, epoch + 1, self._where)
+        return indices.to(self._where, non_blocking=True)
 
-    # ----------------------------------------------------------------- above memory
+    def _open_stores(self) -> list[torch.Tensor]:
+        """The rows of each key in a mapped file of the disk cache; what is a sample there is a block here."""
+        found = [(name, Path(name).stat()) for name in self.source.files]
+        files = [(name, status.st_size, status.st_mtime_ns) for name, status in found]
+        columns = []
+        for column in self.source.columns:
+            parts = {"files": _digest(files), "arguments": _digest((self._blocks, column))}
+            made_from = Fingerprint(f"HDF5 {self.source.files[0]} {column.key}", parts, reusable=True)
+            layout = layout_of(torch.empty(self._reader.rows * column.row_bytes, dtype=torch.uint8))
+            with self._disk_errors():
+                self._stores.append(open_cache(self._cache_dir, made_from, layout, len(self._blocks))[0])
+            columns.append(self._stores[-1].rows.view(-1).view(column.dtype).view(-1, *column.shape))
+        return columns
 
-    def _streamed(self, epoch: int, first: int) -> Iterator[tuple[Sequence[torch.Tensor], torch.Tensor]]:
-        for pieces in self._stream.batches(self.order, epoch, first, len(self)):
-            cut = [self._cut(rows, picks) for rows, picks in pieces]
-            parts = cut[0] if len(cut) == 1 else [torch.cat(several) for several in zip(*cut, strict=True)]
-            yield parts, torch.cat([rows.numbers[picks] for rows, picks in pieces])
+    def _write(self, number: int, row: torch.Tensor) -> None:
+        with self._disk_errors():
+            for store, part in zip(self._stores, self._reader.split(row), strict=True):
+                store.write(torch.tensor([number]), part[None])
 
-    def _cut(self, rows: Rows | ResidentRows, picks: torch.Tensor) -> list[torch.Tensor]:
-        """The samples ``picks`` on the device, a tensor for each key."""
-        return self._cutter.cut(rows.columns, rows.first_rows[picks])
+    @contextlib.contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except CacheFull as full:
+            raise DoesNotFit(str(full), "Use residency='none', which streams the files.") from full
+
+    # ----------------------------------------------------------------- streamed rows
+
+    def _streamed(self, epoch: int, first: int) -> Generator[Samples, None, None]:
+        with self._pool() as pool:  # forked here, on the caller's thread
+            yield from self._ahead(self._groups(pool, epoch, first))
+
+    def _groups(self, pool: WorkerPool, epoch: int, first: int) -> Generator[Samples, None, None]:
+        """This rank's blocks in groups, the samples of each group mixed, from batch number ``first`` on."""
+        seed, used, groups = mix(self.order.seed, epoch), first * self.order.batch_size, []
+        mine = self._share(seed)
+        for start in range(0, len(mine), self._per_group):
+            group = mine[start : start + self._per_group]
+            count = sum(end - begin for _, begin, end in group)
+            if used < count:
+                groups.append((group, mix(seed, start), used))
+            used = max(0, used - count)
+        read = self._read(pool, [number for group, _, _ in groups for number, _, _ in group])
+        with contextlib.closing(read):
+            for group, group_seed, used in groups:
+                columns = self._empty(sum(self._blocks[number].rows for number, _, _ in group))
+                starts, numbers, offset = [], [], 0
+                for number, begin, end in group:
+                    self._place(number, next(read)[1], columns, offset)
+                    inside = torch.arange(begin, end)
+                    starts.append(offset + inside * self.source.stride)
+                    numbers.append(self._blocks[number].first_sample + inside)
+                    offset += self._blocks[number].rows
+                order = torch.arange(sum(map(len, numbers)))
+                if self.order.shuffle:
+                    order = torch.randperm(len(order), generator=torch.Generator().manual_seed(group_seed))
+                order = order[used:]
+                yield columns, torch.cat(starts)[order].to(self.device), torch.cat(numbers)[order].to(self.device)
+
+    def _share(self, seed: int) -> list[tuple[int, int, int]]:
+        """This rank's blocks, and which of their samples: every rank has as many, whatever the sizes of the blocks."""
+        count, share = len(self._blocks), self.source.samples // self.order.world_size
+        chosen = torch.arange(count)
+        if self.order.shuffle:
+            chosen = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+        low, mine, before = self.order.rank * share, [], 0
+        for number in chosen.tolist():
+            samples = self._blocks[number].samples
+            begin, end = max(0, low - before), min(samples, low + share - before)
+            if begin < end:
+                mine.append((number, begin, end))
+            before += samples
+        return mine
+
+    # ----------------------------------------------------------------- reading
+
+    def _pool(self) -> WorkerPool:
+        """Processes that read whole blocks; more slots than processes, so that none waits for a copy."""
+        slots = max(2, 2 * self.workers)
+        return WorkerPool(
+            self._reader, self._reader.block_bytes, 1, workers=self.workers, slots=slots, device=self.device
+        )
+
+    def _read(self, pool: WorkerPool, numbers: list[int]) -> Generator[tuple[int, torch.Tensor], None, None]:
+        """Each block's number and its bytes, which are valid until the next is asked for. Raises DataError."""
+        slots = pool.stream((torch.tensor([number]) for number in numbers), 0)
+        with contextlib.closing(slots):
+            for number, slot in zip(numbers, slots, strict=True):
+                if slot.failures:
+                    raise DataError(slot.failures[0].message, DAMAGED)
+                yield number, slot.rows[0]
+                self._synchronize()
+                pool.release(slot)
+
+    def _empty(self, rows: int) -> list[torch.Tensor]:
+        return [
+            torch.empty((rows, *column.shape), dtype=column.dtype, device=self._where) for column in self.source.columns
+        ]
+
+    def _place(self, number: int, row: torch.Tensor, columns: list[torch.Tensor], offset: int) -> None:
+        block = self._blocks[number]
+        for column, part in zip(columns, self._reader.parts(block, row), strict=True):
+            column[offset : offset + block.rows].copy_(part, non_blocking=True)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _ahead(self, items: Generator[Item, None, None]) -> Generator[Item, None, None]:
+        """``items``, each made by a thread while the one before it is used, on a stream that waits for no training."""
+
+        def following() -> Item | None:
+            with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                item = next(items, None)
+                self._synchronize()  # now it is whole, on whatever stream it is used
+            return item
+
+        with contextlib.closing(items), ThreadPoolExecutor(1, "fulltilt-hdf5", _enter_thread, (self.device,)) as thread:
+            upcoming = thread.submit(following)
+            while (made := upcoming.result()) is not None:
+                upcoming = thread.submit(following)
+                for tensor in (*made[0], *made[1:]) if self._stream is not None else ():
+                    # Its memory was allocated for the other stream.
+                    tensor.record_stream(torch.cuda.current_stream(self.device))
+                yield made
+
+    # ----------------------------------------------------------------- batches
+
+    def _batches(self, groups: Generator[Samples, None, None]) -> Generator[Batch, None, None]:
+        """Batches on the device and the numbers of their samples. One that a group cannot fill takes from the next."""
+        size, pieces = self.order.batch_size, list[Batch]()
+        with contextlib.closing(groups):
+            for columns, starts, numbers in groups:
+                missing = -sum(len(piece[1]) for piece in pieces) % size
+                head = self._cut(columns, starts[:missing], numbers[:missing])
+                for batch in itertools.chain(head, self._cut(columns, starts[missing:], numbers[missing:])):
+                    pieces.append(batch)
+                    if sum(len(piece[1]) for piece in pieces) == size:
+                        yield _joined(pieces)
+                        pieces = []
+        if pieces and not self.order.drop_last:
+            yield _joined(pieces)
+
+    def _cut(self, columns: list[torch.Tensor], starts: torch.Tensor, numbers: torch.Tensor) -> Iterator[Batch]:
+        """Batches of the samples that begin at ``starts``; for each of them the host only takes views."""
+        if not len(starts):
+            return iter(())
+        size = self.order.batch_size
+        keys = [
+            self._gathered(_as_samples(column, self.source.window, described.key in self._windowed), starts)
+            for column, described in zip(columns, self.source.columns, strict=True)
+        ]
+        return zip(zip(*keys, strict=True), torch.split(numbers.to(self.device), size), strict=True)
+
+    def _gathered(self, samples: torch.Tensor, starts: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The entries ``starts`` of ``samples`` on the device, a batch at a time, as many at once as memory allows."""
+        size = self.order.batch_size
+        batch_bytes = size * samples[:1].numel() * samples.element_size()
+        at_once = 1 if batch_bytes % ALIGNMENT_BYTES else max(1, self._at_once_bytes // max(1, batch_bytes))
+        for several in torch.split(starts, at_once * size):
+            picked = samples.index_select(0, several)
+            if self._where != self.device:
+                picked = picked.pin_memory().to(self.device, non_blocking=True)
+            yield from torch.split(picked, size)
 
 
-def _drawn(order: Order, arrival: ArrivalOrder, epoch: int) -> torch.Tensor:
-    """The numbers of this rank's samples in ``epoch``, in order."""
-    return order.share(arrival.indices()) if epoch == 0 else order.epoch_indices(epoch)
+def _as_samples(rows: torch.Tensor, window: int | None, whole: bool) -> torch.Tensor:
+    """``rows`` so that the sample that begins with row r is entry r: all rows of its window, or (not ``whole``) the
+    last; nothing is copied."""
+    if window is None:
+        return rows
+    if not whole:
+        return rows[window - 1 :]
+    return rows.as_strided((len(rows) - window + 1, window, *rows.shape[1:]), (rows.stride(0), *rows.stride()))
+
+
+def _joined(pieces: list[Batch]) -> Batch:
+    if len(pieces) == 1:
+        return pieces[0]
+    parts, numbers = zip(*pieces, strict=True)
+    return tuple(torch.cat(several) for several in zip(*parts, strict=True)), torch.cat(numbers)
+
+
+def _draw(order: Order, epoch: int, device: torch.device) -> torch.Tensor:
+    indices = order.epoch_indices(epoch)
+    # From other memory a copy would wait until all that was launched is done.
+    return indices.pin_memory() if device.type == "cuda" else indices
+
+
+def _enter_thread(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # a thread begins with the first device, whichever the process uses
+        captures.leave_alone()
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
+
+
+hdf5 = Hdf5Loader

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fulltilt.errors import DataError
-from fulltilt.feed.hdf5_blocks import Source, describe, require_h5py
+from fulltilt.feed.hdf5_files import Source, describe, require_h5py
 
 if TYPE_CHECKING:
     from fulltilt.recipes.hdf5 import Options

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fulltilt.feed.hdf5_blocks import require_h5py
+from fulltilt.feed.hdf5_files import require_h5py
 
 STEPS, CHANNELS = 64, 16
 EVENT_SHARE, DECOY_SHARE = 1 / 6, 0.5

@@ -1,0 +1,290 @@
+"""HDF5 files as one long table, read through h5py in blocks of whole chunks.
+
+A data set read with ``h5[i]`` decompresses a whole chunk for one sample; a block reads each of its chunks once.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fulltilt.errors import DataError, UsageError
+from fulltilt.feed.readers import Failure
+
+# A block is large enough to amortise a read call and a copy, and small enough that several fit beside a batch.
+BLOCK_BYTES = 8 * 1024**2
+# Blocks have room for a multiple of so many rows: then every key of a block begins at such a multiple of bytes.
+ROWS_ALIGNMENT = 16
+DAMAGED = "The file is cut or damaged: copy it anew."
+_BRING = "Put the file back where it was, or copy all rows into one file."
+
+
+def require_h5py() -> Any:
+    """The module h5py. Raises UsageError that says what to install."""
+    try:
+        import h5py
+    except ImportError as error:
+        raise UsageError("reading HDF5 needs h5py", "Install it with: pip install 'fulltilt[hdf5]'") from error
+    return h5py
+
+
+@dataclass(frozen=True)
+class Column:
+    """One key of the files: what a row of it is."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    row_bytes: int
+    chunk_rows: int
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"{kind}[{', '.join(map(str, self.shape))}]" if self.shape else kind
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive rows of one file: all rows of the samples that begin in some of its chunks."""
+
+    file: str
+    row: int
+    rows: int
+    first_sample: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files and keys as one long table. Sample s is ``window`` rows from row ``s * stride`` on, within one file.
+
+    ``rows`` counts the rows of each file that are used, from row ``first`` of it on.
+    """
+
+    files: tuple[str, ...]
+    rows: tuple[int, ...]
+    columns: tuple[Column, ...]
+    window: int | None
+    stride: int
+    first: tuple[int, ...]
+
+    @property
+    def samples(self) -> int:
+        """Samples of all files together; no window crosses from one file into the next."""
+        return sum(self._samples_of(count) for count in self.rows)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row over all keys."""
+        return sum(column.row_bytes for column in self.columns)
+
+    def _samples_of(self, rows: int) -> int:
+        return max(0, (rows - (self.window or 1)) // self.stride + 1)
+
+    def blocks(self, block_bytes: int = BLOCK_BYTES) -> list[Block]:
+        """All samples in blocks: those that begin in the same few chunks are in one block."""
+        chunk = max(column.chunk_rows for column in self.columns)
+        size = max(1, block_bytes // self.row_bytes // chunk) * chunk
+        found: list[Block] = []
+        before = 0
+        for file, start, count in zip(self.files, self.first, self.rows, strict=True):
+            samples = self._samples_of(count)
+            for low in range(start // size * size, start + count, size):
+                first, end = (max(0, -((start - edge) // self.stride)) for edge in (low, low + size))
+                here = min(end, samples) - first
+                if here > 0:
+                    rows = (here - 1) * self.stride + (self.window or 1)
+                    found.append(Block(file, start + first * self.stride, rows, before + first, here))
+            before += samples
+        return found
+
+
+def describe(
+    files: Sequence[str | Path] | str | Path,
+    keys: Sequence[str],
+    window: int | None,
+    stride: int,
+    part: tuple[float, float] = (0.0, 1.0),
+) -> Source:
+    """Look at the files without reading rows; ``part`` is the share of each file's rows to use, from and to.
+
+    Raises UsageError for wrong names, DataError for damage.
+    """
+    h5py = require_h5py()
+    names = [str(name) for name in ([files] if isinstance(files, str | Path) else files)]
+    if not names or not keys:
+        raise UsageError("no HDF5 file or no key was given")
+    if stride < 1 or (window is not None and window < 1):
+        raise UsageError(f"window {window} and stride {stride} must be at least 1")
+    if not 0 <= part[0] < part[1] <= 1:
+        raise UsageError(f"part {part} is not a range within 0 to 1")
+    rows: list[int] = []
+    columns: list[Column] = []
+    for name in names:
+        if not Path(name).exists():
+            raise UsageError(f"the HDF5 file {name} does not exist")
+        try:
+            with h5py.File(name, "r") as file:
+                here = [_column(file, name, key) for key in keys]
+                lengths = {key: file[key].shape[0] for key in keys}
+        except BlockingIOError as error:
+            raise DataError(f"{name} is locked: {error}", "Close it where it is being written.") from error
+        except (OSError, KeyError) as error:
+            raise DataError(f"{name} cannot be read as HDF5: {error}", DAMAGED) from error
+        if len(set(lengths.values())) > 1:
+            raise DataError(f"{name}: its keys differ in length: {lengths}", "Each row needs a value under every key.")
+        columns = columns or here
+        for own, other in zip(here, columns, strict=True):
+            if str(own) != str(other):
+                raise DataError(
+                    f"{name}: rows of {own.key!r} are {own}, but {other} in {names[0]}",
+                    "Store them alike in every file, or leave that file out.",
+                )
+        rows.append(lengths[keys[0]])
+    first, last = ([round(share * count) for count in rows] for share in part)
+    used = tuple(end - start for start, end in zip(first, last, strict=True))
+    source = Source(tuple(names), used, tuple(columns), window, stride, tuple(first))
+    if source.samples == 0:
+        length = "" if window is None else f" for windows of {window}"
+        raise DataError(
+            f"{', '.join(names[:3])}: no sample in {sum(used)} of {sum(rows)} rows{length}",
+            "More rows are needed, a shorter window, or another share of the files.",
+        )
+    return source
+
+
+class BlockReader:
+    """Reads blocks by number for a WorkerPool: the keys of a block lie one after the other in its bytes.
+
+    Files are opened by the process that reads: a handle inherited across a fork shares its position and locks.
+    """
+
+    def __init__(self, source: Source, blocks: list[Block]) -> None:
+        self.source, self.blocks = source, blocks
+        self.rows = -(-max(block.rows for block in blocks) // ROWS_ALIGNMENT) * ROWS_ALIGNMENT
+        self.block_bytes = self.rows * source.row_bytes
+        self._open: dict[str, Any] = {}
+        self._pid = os.getpid()
+
+    def opened_in_worker(self) -> None:
+        """Called once in a worker process before its first read."""
+
+    def read(self, indices: torch.Tensor, rows: torch.Tensor, epoch: int) -> list[Failure]:  # noqa: ARG002
+        """Read block ``indices[i]`` into ``rows[i]``."""
+        import numpy
+
+        if self._pid != os.getpid():
+            self._open, self._pid = {}, os.getpid()
+        failures = []
+        for number, row in zip(indices.tolist(), rows, strict=True):
+            block = self.blocks[number]
+            chosen = numpy.s_[block.row : block.row + block.rows]
+            if block.rows < self.rows:
+                row.zero_()  # a cache of it is the same whoever writes it
+            for column, out in zip(self.source.columns, self.parts(block, row), strict=True):
+                try:
+                    if block.file not in self._open:
+                        self._open[block.file] = require_h5py().File(block.file, "r")
+                    self._open[block.file][column.key].read_direct(out.numpy(), chosen)
+                except (OSError, KeyError, ValueError) as error:
+                    where = f"{block.file}, key {column.key}, rows {block.row} to {block.row + block.rows}"
+                    failures.append(Failure(number, "corrupt", f"{where}: {error}", block.file))
+                    break
+        return failures
+
+    def split(self, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The bytes of each key in those of a block, with those of rows that the block lacks."""
+        return torch.split(row, [self.rows * column.row_bytes for column in self.source.columns])
+
+    def parts(self, block: Block, row: torch.Tensor) -> list[torch.Tensor]:
+        """The keys of a block as tensors over its bytes."""
+        return [
+            part[: block.rows * column.row_bytes].view(column.dtype).view(block.rows, *column.shape)
+            for column, part in zip(self.source.columns, self.split(row), strict=True)
+        ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_open": {}, "_pid": -1}
+
+
+# ----------------------------------------------------------------- what cannot be used
+
+
+def _column(file: Any, name: str, key: str) -> Column:
+    import h5py
+    import numpy
+
+    if key not in file:
+        raise UsageError(f"{name} has no key {key!r}", f"It has: {', '.join(sorted(file)) or 'none'}.")
+    try:
+        data = file[key]
+    except KeyError:
+        link = file.get(key, getlink=True)
+        if not isinstance(link, h5py.ExternalLink):
+            raise
+        what = f"{name}: {key!r} is a link to {link.path!r} in {link.filename}, which cannot be opened"
+        raise DataError(what, _BRING) from None
+    if hasattr(data, "keys"):
+        inside = ", ".join(f"{key}/{inner}" for inner in sorted(data)) or "nothing"
+        raise UsageError(f"{name}: {key!r} is not an array of rows, but a group", f"It holds: {inside}.")
+    if not getattr(data, "shape", None):  # a single value, a type, or nothing at all
+        raise UsageError(f"{name}: {key!r} is not an array of rows, but a single value", "Give another key.")
+    if data.is_virtual:
+        _refuse_missing_sources(data, name, key)
+    try:
+        # Whatever the byte order of the file, rows are read in that of the machine.
+        dtype = torch.from_numpy(numpy.empty(0, dtype=data.dtype.newbyteorder("="))).dtype
+    except TypeError as error:
+        kind, remedy = _no_numbers(data.dtype)
+        raise DataError(f"{name}: {key!r} holds {kind}, not numbers of one kind", remedy) from error
+    shape = tuple(int(size) for size in data.shape[1:])
+    if 0 in shape:
+        whole = " × ".join(str(size) for size in data.shape)
+        raise DataError(f"{name}: {key!r} holds no value in its rows: its shape is {whole}", "Give another key.")
+    row_bytes = math.prod(shape) * int(data.dtype.itemsize)
+    return Column(key, shape, dtype, row_bytes, int(data.chunks[0]) if data.chunks else 1)
+
+
+def _no_numbers(dtype: Any) -> tuple[str, str]:
+    """What an array that torch cannot have holds, and what to do about it."""
+    import h5py
+
+    if h5py.check_string_dtype(dtype) is not None:
+        return "strings", "Store numbers in their place, such as 0 and 1 for two labels, or give another key."
+    if h5py.check_vlen_dtype(dtype) is not None:
+        return "rows of differing length", "Pad them to one length, or give another key."
+    if dtype.names:
+        named = f"records of {', '.join(dtype.names)}"
+        return named, "Store each of these as an array of its own, or give another key."
+    return str(dtype), "Store it as integers or floating-point numbers, or give another key."
+
+
+def _refuse_missing_sources(data: Any, name: str, key: str) -> None:
+    """Raise DataError where a virtual data set takes rows from what is not there: the library would give zeros."""
+    import h5py
+
+    beside = Path(name).parent
+    prefix = os.environ.get("HDF5_VDS_PREFIX", "").replace("${ORIGIN}", str(beside))
+    for source in data.virtual_sources():
+        other, inner = source.file_name, source.dset_name
+        # "." is the file itself; with %b the library counts through as many files as there are.
+        if other == "." or "%b" in other:
+            continue
+        # The places where the library looks, in its order.
+        places = [Path(other), *([Path(prefix) / other] if prefix else []), beside / other, beside / Path(other).name]
+        found = next((place for place in places if place.exists()), None)
+        if found is None:
+            raise DataError(f"{name}: rows of {key!r} come from {other}, which is not there", _BRING)
+        try:
+            with h5py.File(found, "r") as opened:
+                absent = "%b" not in inner and inner not in opened
+        except OSError as error:
+            raise DataError(f"{name}: rows of {key!r} come from {found}, which cannot be read: {error}") from error
+        if absent:
+            raise DataError(f"{name}: rows of {key!r} come from {inner!r} in {found}, which has no such key")
