@@ -1,4 +1,4 @@
-"""Who looks on as batches leave a loader of Fulltilt's own: the timeline sets ``look`` while it records."""
+"""Who looks on as batches leave a loader of Fulltilt's own: the recorder sets ``look`` while it records."""
 
 from __future__ import annotations
 

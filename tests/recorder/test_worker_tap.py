@@ -1,19 +1,33 @@
-"""What a worker tells of its fetches."""
+"""What a worker tells of its fetches, and what of it is believed."""
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from fulltilt import store
+from fulltilt.recorder.notes import RankNotes
+from fulltilt.recorder.rank_files import RankFiles
 from fulltilt.recorder.worker_tap import EARLY_LOOK_EVERY_S, EARLY_LOOKS, LOOK_EVERY_S, FetchMeter, Mailbox
 
 
-def test_no_fetch_is_lost_while_a_message_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def meter_of(loader_id: int) -> tuple[Mailbox, FetchMeter]:
     mailbox = Mailbox()
-    assert mailbox.address is not None
-    meter = FetchMeter(mailbox.address, 7)
+    sending = mailbox.opened()
+    assert sending is not None
+    return mailbox, FetchMeter(sending, loader_id)
+
+
+def test_no_fetch_is_lost_while_a_message_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    mailbox, meter = meter_of(7)
 
     def slowly() -> None:
         meter.fetch(lambda: "a batch that comes while the memory is being measured")
@@ -27,14 +41,12 @@ def test_no_fetch_is_lost_while_a_message_is_made(monkeypatch: pytest.MonkeyPatc
     meter.fetch(lambda: "another batch")
     meter.send()
     messages = list(mailbox.receive())
-    assert [message["batches"] for message in messages] == [2, 1]
-    assert all(message["loader"] == 7 and message["fetch_s"] > 0 for message in messages)
+    assert [message.batches for message in messages] == [2, 1]
+    assert all(message.loader == 7 and message.fetch_s > 0 for message in messages)
 
 
 def test_a_fetch_that_does_not_end_is_told_and_counted_once() -> None:
-    mailbox = Mailbox()
-    assert mailbox.address is not None
-    meter = FetchMeter(mailbox.address, 0)
+    mailbox, meter = meter_of(0)
 
     def long() -> None:
         for _ in range(3):
@@ -46,10 +58,10 @@ def test_a_fetch_that_does_not_end_is_told_and_counted_once() -> None:
     took_s = time.perf_counter() - began
     meter.send()
     messages = list(mailbox.receive())
-    assert [message["batches"] for message in messages] == [0, 0, 0, 1]
-    assert all(message["fetch_s"] >= 0.02 and message["idle_s"] < 0.02 for message in messages[:3])
-    assert sum(message["fetch_s"] for message in messages) == pytest.approx(took_s, abs=0.005)
-    assert sum(message["fetch_cpu_s"] for message in messages) < took_s
+    assert [message.batches for message in messages] == [0, 0, 0, 1]
+    assert all(message.fetch_s >= 0.02 and message.idle_s < 0.02 for message in messages[:3])
+    assert sum(message.fetch_s for message in messages) == pytest.approx(took_s, abs=0.005)
+    assert sum(message.fetch_cpu_s for message in messages) < took_s
 
 
 def _torn() -> None:
@@ -69,12 +81,92 @@ class CountedWaits(threading.Event):
 
 
 def test_a_worker_that_fetches_for_long_is_looked_at_less_often() -> None:
-    mailbox = Mailbox()
-    assert mailbox.address is not None
-    meter = FetchMeter(mailbox.address, 0)
+    _, meter = meter_of(0)
     idle, busy = CountedWaits(EARLY_LOOKS + 50), CountedWaits(EARLY_LOOKS + 50)
     meter.observe(idle)
     assert max(idle.waits) <= 1.5 * EARLY_LOOK_EVERY_S  # nothing was seen yet
     meter.fetch(meter.observe, busy)
     assert max(busy.waits[:EARLY_LOOKS]) <= 1.5 * EARLY_LOOK_EVERY_S
     assert min(busy.waits[EARLY_LOOKS:]) >= 0.5 * LOOK_EVERY_S
+
+
+GOOD = {
+    "loader": 0,
+    "pid": 1,
+    "batches": 2,
+    "fetch_s": 1.5,
+    "fetch_cpu_s": 1.0,
+    "cpu_wait_s": 0.1,
+    "idle_s": 0.5,
+    "process_cpu_s": 1.0,
+    "read_bytes": 10,
+    "pss_bytes": 20,
+    "lines": [{"where": "train.py:7", "function": "f", "seconds": 1.0}],
+}
+
+
+def damaged() -> list[bytes]:
+    wrong: dict[str, Any] = {
+        "loader": 99,
+        "pid": "1",
+        "batches": 2.5,
+        "fetch_s": float("nan"),
+        "fetch_cpu_s": float("inf"),
+        "cpu_wait_s": -1.0,
+        "idle_s": None,
+        "process_cpu_s": [1.0],
+        "read_bytes": 10**30,
+        "pss_bytes": -5,
+        "lines": [{"where": 7, "function": "f", "seconds": 1.0}],
+    }
+    line = {"where": "train.py:7", "function": "f", "seconds": 1e300}
+    messages = [{**GOOD, field: value} for field, value in wrong.items()]
+    messages += [{key: value for key, value in GOOD.items() if key != left_out} for left_out in GOOD]
+    messages += [{**GOOD, "lines": [line]}, {**GOOD, "batches": True}, {**GOOD, "idle_s": 10**400}]
+    plain = [b"", b"\x00\xff\xfe", b"[]", b"null", b"7", b'"fetch"', b"{", b"[" * 50_000, b'{"pid": ' + b"9" * 9000]
+    return [*plain, *(json.dumps(message).encode() for message in messages)]
+
+
+def test_forged_messages_are_dropped_and_counted() -> None:
+    taps: Any = SimpleNamespace(mailbox=Mailbox(), all=[object()])
+    notes = RankNotes(torch)
+    notes.taps = taps
+    sending = taps.mailbox.opened()
+    sending.send(json.dumps(GOOD).encode())
+    notes.poll()
+    told = notes.workers[0].record(0)
+    assert (told.batches, told.fetch_s, told.pss_bytes) == (2, 1.5, 20)
+    forged = damaged()
+    for data in forged:
+        sending.send(data)
+        notes.poll()
+    assert taps.mailbox.dropped == len(forged)
+    assert list(notes.workers) == [0]
+    assert notes.workers[0].record(0) == told
+
+
+def test_the_mailbox_has_no_name_that_others_could_write_to() -> None:
+    mailbox = Mailbox()
+    sending = mailbox.opened()
+    assert sending is not None
+    assert sending.getsockname() == sending.getpeername() == ""
+
+
+def test_a_claim_of_others_is_left_as_it_is(tmp_path: Path) -> None:
+    folder = store.create_folder(tmp_path / "run")
+    (folder / ".claim-0").write_text("thesis")
+    assert RankFiles.claim(folder, 0).stream == 1
+    assert (folder / ".claim-0").read_text() == "thesis"
+
+
+def test_a_rank_takes_its_own_claim_and_that_of_the_dead(tmp_path: Path) -> None:
+    folder = store.create_folder(tmp_path / "run")
+    child = os.fork()
+    if child == 0:
+        RankFiles.claim(folder, 0)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert (folder / ".claim-0").read_text() == str(child)
+    assert RankFiles.claim(folder, 0).stream == 0
+    assert RankFiles.claim(folder, 0).stream == 0
+    store.create_folder(folder)  # a later run finds no stranger's files

@@ -226,7 +226,7 @@ def _wrong_end(seen: Observation) -> Iterator[str]:
     if specimen.says and specimen.says not in seen.errors:
         yield f"the job's own last words are missing from its stderr: {specimen.says}"
     traceback = seen.errors.partition("Traceback")[2]
-    if "fulltilt/timeline" in traceback and specimen.says is None:
+    if "fulltilt/recorder" in traceback and specimen.says is None:
         yield "a traceback of Fulltilt's own"
 
 

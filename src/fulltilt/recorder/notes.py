@@ -121,7 +121,10 @@ class RankNotes:
         if self.taps is None:
             return
         for message in self.taps.mailbox.receive():
-            self.workers.setdefault(message["loader"], WorkerTotals()).add(message)
+            if message.loader < len(self.taps.all):
+                self.workers.setdefault(message.loader, WorkerTotals()).add(message)
+            else:
+                self.taps.mailbox.dropped += 1
 
     def exposed_communication_s(self) -> float:
         """Seconds of gradient exchange a step that no computation hides."""
@@ -206,6 +209,7 @@ class RankNotes:
             torch_threads=self._torch.get_num_threads(),
             stack_samples=self.looks,
             observer_s=self.observer_s,
+            worker_messages_dropped=self.taps.mailbox.dropped if self.taps is not None else 0,
             notes=tuple(self.remarks),
             live=self.live(),
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from fulltilt import store
-from fulltilt.errors import RunFolderError
+from fulltilt.errors import ForeignFiles, RunFolderError
 from fulltilt.records import BUCKETS, Buckets, RankRecord, Span
 
 MOST_STREAMS = 4096
@@ -28,8 +27,11 @@ class RankFiles:
     @classmethod
     def claim(cls, folder: Path, rank: int) -> RankFiles:
         """The stream of this rank, or the next free one when a living process has it already."""
+        owned = store.OwnedFolder.around(folder / store.RUN_FILE)
+        if owned is None:
+            raise RunFolderError(f"{folder} is not a run folder of Fulltilt's")
         for stream in range(rank, rank + MOST_STREAMS):
-            if _take(folder / store.claim_file(stream)):
+            if _take(owned, store.claim_file(stream)):
                 path = folder / store.steps_file(stream)
                 # After an elastic restart the new process goes on where the dead one's spans end.
                 ends = [span.t1_s for span in store.read_lines(path, Span)]
@@ -65,21 +67,21 @@ def cut_before(span: Span, moment_s: float) -> Span | None:
     return replace(span, t0_s=moment_s, buckets=Buckets(**plain))
 
 
-def _take(claim: Path) -> bool:
-    """Whether this process now owns a stream: the claim file is ours, new, or of a process that is gone."""
+def _take(folder: store.OwnedFolder, name: str) -> bool:
+    """Whether this process now has a stream: its claim is ours, new, or of a process that is gone."""
     for _ in range(2):
         try:
-            descriptor = os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-        except FileExistsError:
-            with contextlib.suppress(OSError, ValueError):
-                owner = int(claim.read_text() or 0)
-                if owner == os.getpid():
-                    return True
-                if owner and psutil.pid_exists(owner):
-                    return False
-            claim.unlink(missing_ok=True)
+            descriptor = folder.create(name, 0o644)
+        except ForeignFiles:
+            if not folder.owns(name):
+                return False
+            owner = (folder.path / name).read_text()  # empty: another process is just claiming it
+            if owner == str(os.getpid()):
+                return True
+            if not owner.isdecimal() or psutil.pid_exists(int(owner)) or not folder.remove(name):
+                return False
             continue
-        with os.fdopen(descriptor, "w") as file:
-            file.write(str(os.getpid()))
+        os.write(descriptor, str(os.getpid()).encode())
+        os.close(descriptor)
         return True
     return False

@@ -11,7 +11,7 @@ from types import TracebackType
 
 PACKAGE = Path(__file__).parents[1]
 # Only what stands between the script and torch. A script may well call the rest of Fulltilt itself.
-BETWEEN = (str(PACKAGE / "timeline"), str(PACKAGE / "tune" / "live"))
+BETWEEN = (str(PACKAGE / "recorder"), str(PACKAGE / "tuning" / "live"))
 
 
 def leave_out_ours(error: BaseException | None) -> None:

@@ -1,8 +1,8 @@
 """Inside a loader worker: what fetching costs, in CPU and in waiting, and on which lines.
 
 The training process replaces torch's worker loop by :func:`run_worker`, which runs the original loop with a clock
-around each fetch and a light stack sampler beside it. Figures go to the recorder in datagrams, two a second: no file,
-no lock between processes, and a worker that dies loses at most its last moment.
+around each fetch and a light stack sampler beside it. Figures go to the recorder in datagrams, two a second, through a
+socket that only workers inherit: no file, no name, no lock, and a worker that dies loses at most its last moment.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import json
 import os
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from random import Random
 from typing import Any, NamedTuple
 
@@ -31,42 +31,72 @@ from fulltilt.records import HotLine
 EARLY_LOOKS, EARLY_LOOK_EVERY_S = 500, 0.02
 LOOK_EVERY_S = 0.1
 SEND_EVERY_S = 0.5
-LARGEST_DATAGRAM = 60_000
+LARGEST_DATAGRAM = 65_536
+QUEUE_BYTES = 1 << 20  # what many workers that end together tell at once
+LARGEST_FIGURE = 1 << 60  # more bytes, batches or seconds than any job has; NaN is not below it either
 
 # torch's own worker loop. A forked worker inherits it from here; a spawned one finds it in torch.
 plain_loop: Callable[..., None] | None = None
 
 
+@dataclass(frozen=True)
+class WorkerMessage:
+    """What one worker did since its last message. ``read_bytes`` is a total, ``pss_bytes`` a level."""
+
+    loader: int
+    pid: int
+    batches: int
+    fetch_s: float
+    fetch_cpu_s: float
+    cpu_wait_s: float | None
+    idle_s: float
+    process_cpu_s: float
+    read_bytes: int | None
+    pss_bytes: int | None
+    lines: tuple[HotLine, ...]
+
+
 class Mailbox:
-    """The recorder's end: receives what the workers of all loaders tell."""
+    """The recorder's end of a nameless pair of sockets: only the workers that inherit the other end can write to it."""
 
     def __init__(self) -> None:
-        self._socket: socket.socket | None = None
-        self.address: str | None = None
-        if not hasattr(socket, "AF_UNIX"):
-            return
-        name = f"fulltilt-{os.getpid()}-{os.urandom(4).hex()}"
-        # Linux has names without a file; elsewhere a file in the temporary folder stands for it.
-        address = f"\0{name}" if sys.platform == "linux" else os.path.join(tempfile.gettempdir(), name)  # noqa: PTH118
-        try:
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            self._socket.bind(address)
-            self._socket.setblocking(False)
-            self.address = address
-        except OSError:
-            self._socket = None
+        self._receiving: socket.socket | None = None
+        self._sending: socket.socket | None = None
+        self.dropped = 0
 
-    def receive(self) -> Iterator[dict[str, Any]]:
-        """The messages that have arrived since the last call."""
-        while self._socket is not None:
+    def opened(self) -> socket.socket | None:
+        """The end for workers, made when the first ones start; None where the system has no such sockets."""
+        if self._sending is None and hasattr(socket, "AF_UNIX"):
+            with contextlib.suppress(OSError):
+                self._receiving, self._sending = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+                self._receiving.setblocking(False)
+                self._sending.setblocking(False)
+                self._sending.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, QUEUE_BYTES)
+        return self._sending
+
+    def receive(self) -> Iterator[WorkerMessage]:
+        """The messages that have arrived since the last call. What is no message of a worker is counted and dropped."""
+        while self._receiving is not None:
             try:
-                data = self._socket.recv(LARGEST_DATAGRAM + 4096)
+                data = self._receiving.recv(LARGEST_DATAGRAM)
             except (BlockingIOError, InterruptedError, OSError):
                 return
-            with contextlib.suppress(ValueError):
-                message = json.loads(data)
-                if isinstance(message, dict):
-                    yield message
+            message = checked(data)
+            if message is None:
+                self.dropped += 1
+            else:
+                yield message
+
+
+def checked(data: bytes) -> WorkerMessage | None:
+    """The message that ``data`` holds; None unless every field has its type and a value that a worker can have."""
+    try:
+        message = store.decode(WorkerMessage, json.loads(data))
+    except (ValueError, RecursionError):
+        return None
+    figures: list[float | None] = [getattr(message, field.name) for field in fields(message)[:-1]]
+    figures += [line.seconds for line in message.lines]
+    return message if all(figure is None or 0 <= figure < LARGEST_FIGURE for figure in figures) else None
 
 
 class Fetched(NamedTuple):
@@ -89,11 +119,9 @@ class Clocks(NamedTuple):
 class FetchMeter:
     """Adds up what this worker's fetches cost and sends it off now and then."""
 
-    def __init__(self, address: str, loader_id: int) -> None:
-        self._address = address
+    def __init__(self, mailbox: socket.socket, loader_id: int) -> None:
+        self._socket = mailbox
         self._loader_id = loader_id
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.setblocking(False)
         self._lines = LineTimes()
         self._began = time.perf_counter()
         self._process_cpu = time.process_time()
@@ -181,7 +209,7 @@ class FetchMeter:
 
     def send(self) -> None:
         """Tell the recorder what happened since the last message."""
-        pss_bytes, read_bytes, lines = self._pss_bytes(), _read_bytes(), store.encode(self._lines.take())
+        pss_bytes, read_bytes, lines = self._pss_bytes(), _read_bytes(), self._lines.take()
         with self._counting:
             if self.fetching and self._cpu_clock is not None:
                 self._book(batches=0)
@@ -189,22 +217,21 @@ class FetchMeter:
             now, cpu = time.perf_counter(), time.process_time()
             alive, self._began = now - self._began, now
             process_cpu, self._process_cpu = cpu - self._process_cpu, cpu
-        message = {
-            "loader": self._loader_id,
-            "pid": os.getpid(),
-            "batches": fetched.batches,
-            "fetch_s": fetched.fetch_s,
-            "fetch_cpu_s": fetched.fetch_cpu_s,
-            "cpu_wait_s": fetched.cpu_wait_s if self._run_delay_s() is not None else None,
-            "idle_s": max(0.0, alive - fetched.fetch_s),
-            "process_cpu_s": process_cpu,
-            "read_bytes": read_bytes,
-            "pss_bytes": pss_bytes,
-            "lines": lines,
-        }
-        data = json.dumps(message, separators=(",", ":")).encode()
+        message = WorkerMessage(
+            loader=self._loader_id,
+            pid=os.getpid(),
+            batches=fetched.batches,
+            fetch_s=fetched.fetch_s,
+            fetch_cpu_s=max(0.0, fetched.fetch_cpu_s),
+            cpu_wait_s=fetched.cpu_wait_s if self._run_delay_s() is not None else None,
+            idle_s=max(0.0, alive - fetched.fetch_s),
+            process_cpu_s=process_cpu,
+            read_bytes=read_bytes,
+            pss_bytes=pss_bytes,
+            lines=lines,
+        )
         with contextlib.suppress(OSError):
-            self._socket.sendto(data, self._address)
+            self._socket.send(json.dumps(store.encode(message), separators=(",", ":")).encode())
 
 
 def _read_bytes() -> int | None:
@@ -219,7 +246,7 @@ def _read_bytes() -> int | None:
     return None
 
 
-def run_worker(address: str, loader_id: int, *args: Any) -> None:
+def run_worker(mailbox: socket.socket, loader_id: int, *args: Any) -> None:
     """torch's worker loop with a meter around each fetch. Anything wrong with the meter leaves the loop as it is."""
     from torch.utils.data._utils import worker
 
@@ -227,7 +254,7 @@ def run_worker(address: str, loader_id: int, *args: Any) -> None:
     if attached.recorder is not None:
         attached.recorder.active = False  # a spawned worker attached itself like any Python process
     try:
-        meter = FetchMeter(address, loader_id)
+        meter = FetchMeter(mailbox, loader_id)
         stop = threading.Event()
         _measure_fetches(meter)
         threading.Thread(target=meter.observe, args=(stop,), name="fulltilt-worker", daemon=True).start()
@@ -262,8 +289,3 @@ def _measure_fetches(meter: FetchMeter) -> None:
             return meter.fetch(_unmeasured, self, index)
 
         kind.fetch = fetch
-
-
-def lines_of(message: dict[str, Any]) -> list[HotLine]:
-    """The hot lines of a worker's message."""
-    return [store.decode(HotLine, plain) for plain in message.get("lines", [])]

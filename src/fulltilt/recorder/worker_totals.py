@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field
-from typing import Any
 
 from fulltilt.recorder.lines import LineTimes
-from fulltilt.recorder.worker_tap import lines_of
+from fulltilt.recorder.worker_tap import WorkerMessage
 from fulltilt.records import WorkerRecord
 
 
@@ -26,21 +25,21 @@ class WorkerTotals:
     pss_bytes: dict[int, int] = field(default_factory=dict)
     lines: LineTimes = field(default_factory=LineTimes)
 
-    def add(self, message: dict[str, Any]) -> None:
+    def add(self, message: WorkerMessage) -> None:
         """Take one message of a worker."""
-        self.pids.add(message["pid"])
-        self.batches += message["batches"]
-        self.fetch_s += message["fetch_s"]
-        self.fetch_cpu_s += message["fetch_cpu_s"]
-        self.idle_s += message["idle_s"]
-        self.process_cpu_s += message["process_cpu_s"]
-        waited = message["cpu_wait_s"]
+        self.pids.add(message.pid)
+        self.batches += message.batches
+        self.fetch_s += message.fetch_s
+        self.fetch_cpu_s += message.fetch_cpu_s
+        self.idle_s += message.idle_s
+        self.process_cpu_s += message.process_cpu_s
+        waited = message.cpu_wait_s
         self.cpu_wait_s = None if waited is None or self.cpu_wait_s is None else self.cpu_wait_s + waited
-        if message["read_bytes"] is not None:
-            self.read_bytes[message["pid"]] = message["read_bytes"]
-        if message["pss_bytes"] is not None:
-            self.pss_bytes[message["pid"]] = max(message["pss_bytes"], self.pss_bytes.get(message["pid"], 0))
-        self.lines.merge(lines_of(message))
+        if message.read_bytes is not None:
+            self.read_bytes[message.pid] = message.read_bytes
+        if message.pss_bytes is not None:
+            self.pss_bytes[message.pid] = max(message.pss_bytes, self.pss_bytes.get(message.pid, 0))
+        self.lines.merge(message.lines)
 
     def record(self, loader_id: int) -> WorkerRecord:
         """The totals as a record."""

@@ -184,3 +184,4 @@ class RankRecord:
     live: tuple[LiveRecord, ...] = ()
     under_way: Span | None = None
     parent_pid: int | None = None
+    worker_messages_dropped: int = 0

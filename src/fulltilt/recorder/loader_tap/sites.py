@@ -65,7 +65,7 @@ def _constructors(kind: type) -> set[CodeType]:
 def _only_observes(filename: str) -> bool:
     """Whether a file of Fulltilt's stands in a call of the user's, rather than making one of its own."""
     path = filename.replace("\\", "/")
-    return "/timeline/" in path or "/tune/" in path
+    return "/fulltilt/recorder/" in path or "/fulltilt/tuning/" in path
 
 
 def given_arguments(original: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:

@@ -104,10 +104,11 @@ class LoaderTaps(Drawing):
     def with_meters(self, start: Callable[[], Any], tap: LoaderTap) -> Any:
         """Let torch start workers while its worker loop is exchanged for the measured one."""
         workers = self._torch.utils.data._utils.worker
-        if self.mailbox.address is None:
+        mailbox = self.mailbox.opened()
+        if mailbox is None:
             return start()
         plain = worker_tap.plain_loop = workers._worker_loop
-        workers._worker_loop = partial(worker_tap.run_worker, self.mailbox.address, tap.loader_id)
+        workers._worker_loop = partial(worker_tap.run_worker, mailbox, tap.loader_id)
         self.starting_workers = True
         try:
             return start()
