@@ -12,13 +12,14 @@ TEXT = st.text(
     max_size=8,
 )
 # The store keeps nine decimals: a nanosecond is the finest figure that Fulltilt measures.
-FLOATS = st.floats(allow_nan=False, allow_infinity=False).map(lambda value: round(value, 9))
+# Numbers from 1e30 on count as not measured.
+FLOATS = st.floats(-1e29, 1e29).map(lambda value: round(value, 9))
 
 
 LEAVES: dict[type, st.SearchStrategy[Any]] = {
     str: TEXT,
     float: FLOATS,
-    int: st.integers(),
+    int: st.integers(-(10**29), 10**29),
     bool: st.booleans(),
     types.NoneType: st.none(),
 }

@@ -74,7 +74,7 @@ def test_a_figure_that_is_not_finite_counts_as_not_measured() -> None:
         (records.Span, {}, "Span.t0_s is missing"),
         (records.CpuCapacity, {"present": 2.5, "affinity": 2, "quota": None, "usable": 2}, "present should be int"),
         (records.CpuCapacity, {"present": True, "affinity": 2, "quota": None, "usable": 2}, "present should be int"),
-        (records.CpuCapacity, {"present": 2, "affinity": 2, "quota": 10**400, "usable": 2}, "too large"),
+        (records.CpuCapacity, {"present": 2, "affinity": 2, "quota": None, "usable": 10**400}, "usable is not finite"),
         (records.CheckLine, {"name": "x", "state": "perhaps", "figure": ""}, "unknown value 'perhaps'"),
         (records.CheckLine, {"name": None, "state": "ok", "figure": ""}, "name should be str"),
         (records.Sample, {"t_s": 0, "host": {}, "gpus": [1]}, r"gpus\[0\] should be an object"),

@@ -163,7 +163,7 @@ def cut_lines(whole: Run, file: str, complete: int) -> Run:
 def test_a_thousand_truncations_read_or_give_the_clear_error_and_lose_no_complete_line(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     whole = write_run(folder)
-    files = sorted(folder.iterdir())
+    files = sorted(path for path in folder.iterdir() if path.name != ".fulltilt")
     assert len(files) == 7
     chance = random.Random(20260101)
     tried = refused = 0
@@ -368,7 +368,7 @@ def test_a_torn_line_that_cannot_be_taken_back_stays_the_last(tmp_path: Path, mo
 def test_a_json_file_holds_the_old_content_when_the_new_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "run.json"
+    path = store.create_folder(tmp_path / "run") / "run.json"
     store.write_json(path, {"n": 1})
 
     def full(fd: int) -> None:
@@ -378,7 +378,7 @@ def test_a_json_file_holds_the_old_content_when_the_new_cannot_be_written(
     with pytest.raises(RunFolderError, match="No space left"):
         store.write_json(path, {"n": 2})
     assert store.read_json(path) == {"n": 1}
-    assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
+    assert sorted(p.name for p in path.parent.iterdir()) == [".fulltilt", "run.json"]
 
 
 # --------------------------------------------------------------------------- damage and other versions
@@ -410,6 +410,8 @@ def test_a_newer_schema_is_refused_with_the_way_out(tmp_path: Path) -> None:
         ("samples.jsonl", 5, b""),
         ("samples.jsonl", 2, b"[" * 100_000),
         ("samples.jsonl", 4, b'{"t_s": ' + b"9" * 5000 + b', "host": {}}'),
+        ("samples.jsonl", 4, b'{"t_s": NaN, "host": {}}'),
+        ("steps.jsonl", 4, b'{"t0_s": 1e999}'),
         ("samples.jsonl", 4, b"\xff\xfe"),
     ],
 )
@@ -446,16 +448,27 @@ def test_a_damaged_run_file_gives_a_clear_error(tmp_path: Path, content: bytes, 
     assert str(tmp_path / store.RUN_FILE) in str(caught.value)
 
 
-def test_a_read_only_file_system_is_a_run_folder_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("claimed", [False, True])
+def test_a_read_only_file_system_is_a_run_folder_error(
+    claimed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Seen to fail: deleting the temporary file raised first, and `fulltilt report` of a run there showed nothing."""
+    folder = tmp_path / "run"
+    store.create_folder(folder) if claimed else folder.mkdir()
+    real = os.open
 
-    def refuse(self: Path, *_: object, **__: object) -> None:
+    def read_only(path: str | Path, flags: int, *given: int) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return real(path, flags, *given)
+
+    def refuse(self: Path, *_: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "open", read_only)
     monkeypatch.setattr(Path, "unlink", refuse)
     with pytest.raises(RunFolderError, match=r"cannot write .*report\.html: Read-only file system"):
-        store.write_text(tmp_path / "report.html", "page")
+        store.write_text(folder / "report.html", "page")
 
 
 def test_what_is_no_run_folder_is_called_so(tmp_path: Path) -> None:
@@ -472,6 +485,30 @@ def test_spans_without_their_ranks_record_are_left_out_with_a_warning(tmp_path: 
     run = store.load(tmp_path)
     assert len(run.spans) == len(run.ranks) == 1
     assert run.warnings == ("steps.rank-1.jsonl is left out: its rank's own record is not there",)
+
+
+def test_a_run_folder_may_be_given_relative_to_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected = write_run(Path("run"))
+    assert store.load("run") == expected
+    assert store.move_earlier_run(Path("run")) == Path("run/before-1")
+    assert (tmp_path / "run" / "before-1" / "run.json").exists()
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "1e308", "9" * 400])
+def test_a_figure_that_is_not_finite_was_not_measured(tmp_path: Path, number: str) -> None:
+    whole = write_run(tmp_path)
+    changes = ((store.SAMPLES_FILE, '"cpu_pct":12.5'), (store.steps_file(0), '"compute_s":0.07'))
+    for name, figure in (*changes, (store.RUN_FILE, '"wall_s": 2.0')):
+        path = tmp_path / name
+        path.write_text(path.read_text().replace(figure, f"{figure.partition(':')[0]}:{number}"))
+    run = store.load(tmp_path)
+    assert run.run == dataclasses.replace(whole.run, wall_s=None)
+    assert {sample.host.cpu_pct for sample in run.samples} == {None}
+    assert {span.buckets for span in run.spans[0]} == {Buckets(data_wait_s=0.03)}
+    assert run.spans[1] == whole.spans[1]
 
 
 def test_a_path_that_is_not_utf8_survives(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import re
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,25 @@ def test_json_is_one_object_and_nothing_else(report):
 def test_json_of_several_runs_is_a_list_in_order(report):
     _, out, _ = report(folder("healthy"), folder("starved"), folder("crashed"), "--json")
     assert [answer["run"]["folder"] for answer in json.loads(out)] == ["healthy", "starved", "crashed"]
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "1e308"])
+@pytest.mark.parametrize("name", ["starved", "healthy"])
+def test_a_run_with_figures_that_are_not_finite_is_shown(report, name, number):
+    path = Path(folder(name))
+    dice = random.Random(number)
+    for file in (*path.glob("*.jsonl"), *path.glob("*.json")):
+        # Figures that may be missing; without the others there is no span or sample, which is a damaged line.
+        needed = "t0_s|t1_s|t_s|fetch|idle_s|process_cpu|blocked|seconds|step_s|usable"
+        figures = rf'("(?!{needed})[a-z_]*_(?:s|pct|w|c)": ?)[0-9.e-]+'
+        text = re.sub(figures, lambda it: f"{it[1]}{number}" if dice.random() < 0.3 else it[0], file.read_text())
+        file.write_text(text)
+    code, out, err = report(str(path))
+    assert (code, err) == (0, "")
+    assert not re.search(r"\b(nan|inf)\b", out, re.IGNORECASE)
+    code, out, _ = report(str(path), "--json")
+    assert code == 0
+    json.loads(out, parse_constant=pytest.fail)
 
 
 def test_several_runs_get_a_comparison_page_here(report):
@@ -161,7 +182,8 @@ def test_a_page_that_cannot_be_written_is_an_error_only_when_asked_for(report):
     code, out, err = report(path)
     assert code == 0
     assert "Where the time went" in out
-    assert err.startswith("fulltilt: no page: cannot write")
+    assert err.startswith("fulltilt: no page: ")
+    assert "report.html was not written by Fulltilt" in err
     code, _, err = report(path, "--html", "nowhere/page.html")
     assert code == 7
     assert err.startswith("fulltilt: cannot write")

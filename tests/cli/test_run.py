@@ -15,7 +15,6 @@ import pytest
 from fulltilt import store
 from fulltilt.cli import ending
 from fulltilt.cli.main import main
-from fulltilt.cli.run import alone_in
 from fulltilt.errors import RunFolderError
 from tests.report import examples
 
@@ -332,17 +331,50 @@ def test_an_earlier_run_in_the_folder_is_kept(tmp_path: Path) -> None:
 def test_a_run_keeps_others_out_of_its_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script, folder = tmp_path / "job.py", tmp_path / "run"
     script.write_text("print('ran')")
-    folder.mkdir()
-    (folder / "run.json").write_text("{}")
-    with alone_in(folder), pytest.raises(SystemExit) as refused:
+    store.write_json(store.create_folder(folder) / "run.json", {})
+    owned = store.OwnedFolder(folder)
+    with owned.locked("mine"), pytest.raises(SystemExit) as refused:
         main(["run", "--out", str(folder), str(script)])
     assert refused.value.code == 2
     out, err = capfd.readouterr()
     assert f"another run is writing into {folder}" in err
     assert "ran" not in out
-    assert (folder / "run.json").read_text() == "{}"
-    with alone_in(folder):
+    assert store.read_json(folder / "run.json") == {}
+    with owned.locked("mine"):
         pass  # it is free again
+
+
+FOREIGN = ("report.html", "findings.json", "samples.jsonl", "settings.json")
+
+
+@pytest.mark.parametrize("beside_a_run", [False, True])
+def test_foreign_files_in_the_run_folder_are_refused(
+    beside_a_run: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script, folder = tmp_path / "job.py", tmp_path / "run"
+    script.write_text("print('ran')")
+    folder.mkdir()
+    if beside_a_run:
+        store.write_json(store.create_folder(folder) / "run.json", {})
+    for name in FOREIGN:
+        (folder / name).write_text(f"my {name}")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(SystemExit) as refused:
+        main(["run", "--out", str(folder), str(script)])
+    out, err = capfd.readouterr()
+    assert (refused.value.code, out) == (2, "")
+    assert "holds files that Fulltilt did not write" in err
+    assert all(name in err for name in FOREIGN)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_hostile_name_is_escaped_in_errors(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["run", "--out", str(tmp_path / "run"), "\x1b]0;owned\x07\x1b[2J[red]\u202egpj.py"])
+    err = capfd.readouterr().err
+    assert refused.value.code == 2
+    assert "[red]" in err
+    assert not {"\x1b", "\x07", "\u202e"} & set(err)
 
 
 def test_a_file_for_a_run_folder_is_bad_usage(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from fulltilt import store
-from fulltilt.cli.streams import complain
+from fulltilt.cli.streams import complain, tell
 from fulltilt.diagnosis import answer
 from fulltilt.errors import FulltiltError
 from fulltilt.probes.jobs import still_running
@@ -38,26 +37,26 @@ def end_run(folder: Path, record: RunRecord, wall_s: float, status: int, oom_kil
             _, diagnosis = explain(folder)
         except FulltiltError as error:  # a full disk or a foreign report.html is no reason to keep the verdict back
             refused, diagnosis = error, answer(replace(store.load(folder), run=ended))
-        print(file=sys.stderr)  # the job's own last line may have no end: progress bars leave it open
+        tell()  # the job's own last line may have no end: progress bars leave it open
         for line in verdict_lines(diagnosis, folder if refused is None else None):
-            print(line, file=sys.stderr)
+            tell(line)
         if refused is not None:
             complain(str(refused))
         if state == "done" and not by_itself and (pids := still_running(folder)):
             going_on = f"the job goes on in the background (process {', '.join(map(str, pids))})"
-            print(f"fulltilt: {going_on}: fulltilt report {folder} tells of it later", file=sys.stderr)
+            tell(f"fulltilt: {going_on}: fulltilt report {folder} tells of it later")
         if (problem := settings_not_in_force(dict(diagnosis.settings))) is not None:
-            print(f"fulltilt: {problem}", file=sys.stderr)
+            tell(f"fulltilt: {problem}")
         if store.OwnedFolder(folder).owns(store.SETTINGS_FILE):
-            print(f"  settings found: {folder / store.SETTINGS_FILE} (for fulltilt run --settings)", file=sys.stderr)
+            tell(f"  settings found: {folder / store.SETTINGS_FILE} (for fulltilt run --settings)")
     except FulltiltError as error:
         complain(str(error))
     except Exception as error:  # a mistake of ours is no failure of the job's
         if os.environ.get("FULLTILT_DEBUG"):
             raise
         what = f"{type(error).__name__}: {error}"
-        print(f"fulltilt: this run could not be explained, by a mistake of Fulltilt's own ({what})", file=sys.stderr)
-        print(f"  what was recorded of it: {folder}", file=sys.stderr)
+        tell(f"fulltilt: this run could not be explained, by a mistake of Fulltilt's own ({what})")
+        tell(f"  what was recorded of it: {folder}")
 
 
 def settings_not_in_force(settings: Mapping[str, object]) -> str | None:

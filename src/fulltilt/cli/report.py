@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -11,12 +10,14 @@ from typing import Annotated
 import typer
 
 from fulltilt import store
+from fulltilt.cli.streams import tell
 from fulltilt.diagnosis import answer
 from fulltilt.errors import FulltiltError, UsageError
 from fulltilt.report import page, terminal
 from fulltilt.report.answer import to_plain
 from fulltilt.report.comparison import Reported
 from fulltilt.report.screen import open_console
+from fulltilt.report.wording import clean
 
 RUNS_FOLDER = Path("fulltilt-runs")
 COMPARISON_FILE = Path("fulltilt-report.html")
@@ -56,7 +57,7 @@ def report(
     else:
         _show(shown, width)
     if unasked is not None:
-        print(f"\npage: {unasked}")
+        print(f"\npage: {clean(str(unasked))}")
 
 
 def _newest_run() -> Path:
@@ -89,6 +90,6 @@ def _write_page(path: Path, shown: Sequence[Reported]) -> Path | None:
     try:
         page.write(path, shown)
     except FulltiltError as error:
-        print(f"fulltilt: no page: {error.what}. Choose a place with --html PATH.", file=sys.stderr)
+        tell(f"fulltilt: no page: {error.what}. Choose a place with --html PATH.")
         return None
     return path

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import time
 from datetime import datetime
 from pathlib import Path
@@ -15,6 +14,7 @@ import typer
 from fulltilt import __version__, store
 from fulltilt.cli.child import Child
 from fulltilt.cli.own_flags import USAGE_ERROR, given_to_script, hint
+from fulltilt.cli.streams import tell
 from fulltilt.errors import UsageError
 from fulltilt.probes.cgroup import oom_kills
 from fulltilt.probes.gpu import Gpus
@@ -60,14 +60,14 @@ def run(
     name = job_name(arguments)
     folder = run_folder(out, name)
     for flag in given_to_script(RARE_FLAGS, arguments):
-        print(f"fulltilt: {hint('run', flag)}", file=sys.stderr)
+        tell(f"fulltilt: {hint('run', flag)}")
     with store.OwnedFolder(folder).locked(f"another run is writing into {folder}"):
         earlier = store.move_earlier_run(folder)
         if earlier is not None:
-            print(f"fulltilt: {folder} held a run already; it is now in {earlier}", file=sys.stderr)
+            tell(f"fulltilt: {folder} held a run already; it is now in {earlier}")
         code = Job(arguments, resolved, name, folder, settings, asked, deep, auto).run()
     for flag in given_to_script(OTHER_FLAGS, arguments) if code == USAGE_ERROR else ():
-        print(f"fulltilt: {hint('run', flag)}", file=sys.stderr)
+        tell(f"fulltilt: {hint('run', flag)}")
     raise typer.Exit(code)
 
 

@@ -45,6 +45,13 @@ def silence_stdout() -> None:
 def complain(message: str) -> None:
     """Tell of an error, what to do about it indented below."""
     first, *rest = message.strip().splitlines() or ["failed"]
-    print(f"fulltilt: {first}", file=sys.stderr)
+    tell(f"fulltilt: {first}")
     for line in rest:
-        print(f"  {line}", file=sys.stderr)
+        tell(f"  {line}")
+
+
+def tell(line: str = "") -> None:
+    """Print a line on standard error. Names of files and processes in it may hold anything."""
+    from fulltilt.report.wording import clean
+
+    print(clean(line), file=sys.stderr, flush=True)

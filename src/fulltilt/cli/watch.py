@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from fulltilt.cli.streams import tell
 from fulltilt.errors import UsageError
 from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.jobs import JobProbe
@@ -109,7 +110,7 @@ class Readings:
 
 def _print_lines(readings: Readings, gpus: Gpus, most: int | None) -> None:
     if gpus.why_none is not None:
-        print(f"fulltilt: no GPU: {gpus.why_none}; showing the host", file=sys.stderr)
+        tell(f"fulltilt: no GPU: {gpus.why_none}; showing the host")
     readings.skip()
     while most is None or most > 0:
         sample = readings.take(wait=True)

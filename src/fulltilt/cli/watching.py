@@ -11,6 +11,7 @@ from types import TracebackType
 
 from fulltilt import store
 from fulltilt.cli.statusbar import StatusBar
+from fulltilt.cli.streams import tell
 from fulltilt.diagnosis import low_gpu_warning
 from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.host import HostProbe, cpu_capacity
@@ -82,4 +83,4 @@ class Watching:
         warning = low_gpu_warning(util_pct, trained, loader, cpu_capacity().usable)
         if warning is not None:
             self._bar.close()
-            print(warning, file=sys.stderr, flush=True)
+            tell(warning)

@@ -12,6 +12,9 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 Record = TypeVar("Record")
 
+# No time, count or size comes near it. Sums of larger figures leave the finite numbers.
+_LARGEST = 1e30
+
 
 def encode(value: Any) -> Any:
     """A record as plain JSON values. Fields at their default are left out, so that lines stay short.
@@ -45,8 +48,15 @@ def encode_fully(value: Any) -> Any:
 
 
 def decode(record: type[Record], plain: Any) -> Record:
-    """The record that ``plain`` describes. Unknown keys are ignored; raises ValueError for anything else odd."""
+    """The record that ``plain`` describes. Unknown keys are ignored; raises ValueError for anything else odd.
+
+    NaN, infinity and numbers beyond all measure were not measured: None or, where the record has no None, its default.
+    """
     return typing.cast(Record, _decode_as(record, plain, record.__name__))
+
+
+def _no_measure(plain: Any) -> bool:
+    return isinstance(plain, float | int) and not -_LARGEST < plain < _LARGEST
 
 
 @functools.cache
@@ -61,8 +71,11 @@ def _decode_as(expected: Any, plain: Any, path: str) -> Any:
         kinds = _field_types(expected)
         values = {}
         for field in dataclasses.fields(expected):
-            if field.name in plain:
-                values[field.name] = _decode_as(kinds[field.name], plain[field.name], f"{path}.{field.name}")
+            item = plain.get(field.name, dataclasses.MISSING)
+            if _no_measure(item) and isinstance(field.default, float):
+                continue
+            if item is not dataclasses.MISSING:
+                values[field.name] = _decode_as(kinds[field.name], item, f"{path}.{field.name}")
             elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
                 raise ValueError(f"{path}.{field.name} is missing")
         return expected(**values)
@@ -75,21 +88,20 @@ def _decode_as(expected: Any, plain: Any, path: str) -> Any:
         if plain not in get_args(expected):
             raise ValueError(f"{path} has the unknown value {plain!r}")
         return plain
+    if _no_measure(plain):
+        raise ValueError(f"{path} is not finite")
     if expected is float and isinstance(plain, int) and not isinstance(plain, bool):
-        try:
-            return float(plain)
-        except OverflowError:
-            raise ValueError(f"{path} is too large a number") from None
+        return float(plain)
     if isinstance(plain, expected) and not (expected is int and isinstance(plain, bool)):
         return plain
     raise ValueError(f"{path} should be {expected.__name__}, not {plain!r}")
 
 
 def _decode_union(options: tuple[Any, ...], plain: Any, path: str) -> Any:
-    if plain is None:
+    if plain is None or _no_measure(plain):
         if types.NoneType in options:
             return None
-        raise ValueError(f"{path} should not be null")
+        raise ValueError(f"{path} should not be {plain}")
     problem = None
     for option in options:
         if option is types.NoneType:

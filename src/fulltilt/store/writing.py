@@ -32,20 +32,20 @@ def create_folder(folder: Path, flag: str = "--out") -> Path:
 
 def move_earlier_run(folder: Path) -> Path | None:
     """Move an earlier run in ``folder`` into a folder of its own inside it; None when there was none."""
-    owned = OwnedFolder.around(folder / RUN_FILE)
-    if owned is None or not owned.owns(folder / RUN_FILE):
+    owned = OwnedFolder(folder)
+    if not owned.owns(RUN_FILE):
         return None
     number = 1
     while os.path.lexists(folder / f"before-{number}"):
         number += 1
-    earlier = folder / f"before-{number}"
+    earlier = f"before-{number}"
     try:
         owned.make(earlier)
         for path in _run_files(folder):
-            owned.move(path, earlier / path.name)
+            owned.move(path.name, f"{earlier}/{path.name}")
     except OSError as error:
         raise RunFolderError(f"cannot move the earlier run in {folder} to {earlier}: {error}") from error
-    return earlier
+    return folder / earlier
 
 
 def _run_files(folder: Path) -> list[Path]:
@@ -70,7 +70,7 @@ def write_text(
     try:
         owned = OwnedFolder.around(path)
         if owned is not None:
-            owned.write(path, data, PRIVATE, again)
+            owned.write(_absolute(path), data, PRIVATE, again)
         else:
             write_named_file(path, data, PRIVATE, signature)
     except OSError as error:
@@ -90,11 +90,12 @@ class LineWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._absolute = _absolute(path)  # the job may change its working folder
         self._fd: int | None = None
         try:
             self._owner = OwnedFolder.around(path)
-            if self._owner is not None and not self._owner.check(path).exists():
-                os.close(self._owner.create(path, PRIVATE))
+            if self._owner is not None and not self._owner.check(self._absolute).exists():
+                os.close(self._owner.create(self._absolute, PRIVATE))
             self._fd = os.open(path, _APPENDING | os.O_CREAT | _NO_FOLLOW, PRIVATE)
             self._file = _file_behind(self._fd)
             _mend_end(self._fd, path)
@@ -127,12 +128,12 @@ class LineWriter:
         fd, self._fd = self._fd, None
         if fd is not None and _file_behind(fd) == self._file:
             os.close(fd)
-            if self._owner is not None and self._owner.owns(self.path):
-                self._owner.record(self.path)
+            if self._owner is not None and self._owner.owns(self._absolute):
+                self._owner.record(self._absolute)
 
     def _opened_again(self) -> int:
         """A script that closes all descriptors, as daemons do, closes ours; the number may be its own file's now."""
-        fd = os.open(self.path, _APPENDING)
+        fd = os.open(self._absolute, _APPENDING)
         if _file_behind(fd) == self._file:
             return fd
         os.close(fd)
@@ -144,6 +145,10 @@ class LineWriter:
             os.ftruncate(self._fd, end)
         except OSError:
             self.close()  # the next line would be glued to the torn one
+
+
+def _absolute(path: Path) -> Path:
+    return Path(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow links
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
