@@ -26,7 +26,8 @@ except ImportError:  # Windows: two jobs in one folder are not told apart there
 MARKER = ".fulltilt"
 # Names shown of what is in the way; the rest is counted.
 _SHOWN = 5
-_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+# A named pipe in the place of a file must not hold us up.
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
 
 # Inode, size and time. Of a folder and of a file that grows: the inode. Of one that is written often: nothing.
 Identity = tuple[int, ...]

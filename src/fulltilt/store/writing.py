@@ -16,7 +16,7 @@ from fulltilt.store.owned_folder import OwnedFolder, write_named_file
 
 RUN = "run folder"
 PRIVATE = 0o600
-_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 def create_folder(folder: Path, flag: str = "--out") -> Path:
