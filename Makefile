@@ -21,13 +21,9 @@ lint: setup
 	$(RUN)/mypy
 	$(RUN)/lint-imports
 
-# What fails on two busy cores is tried once more by itself: a test of time may be unlucky, a defect is not.
-AGAIN := --last-failed --last-failed-no-failures none
 test: lint
-	$(RUN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not slow and not quiet" \
-		|| $(RUN)/python -m pytest $(AGAIN) -m "not gpu and not slow and not quiet"
-	$(RUN)/python -m pytest -m "quiet and not gpu and not slow" \
-		|| $(RUN)/python -m pytest $(AGAIN) -m "quiet and not gpu and not slow"
+	$(RUN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not slow and not quiet"
+	$(RUN)/python -m pytest -m "quiet and not gpu and not slow"
 
 # All jobs with a known cause, one by one, alone on the machine. About twelve minutes.
 test-zoo: setup
