@@ -174,3 +174,31 @@ def test_relative_paths_are_those_of_the_working_folder(tmp_path: Path, monkeypa
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
     assert folder.owns("run.json")
+
+
+def test_a_reserved_entry_is_ours_and_a_foreign_one_is_refused(tmp_path):
+    folder = OwnedFolder.claim(tmp_path / "out", "copy")
+    folder.reserve("files", "files/a", "files/b")
+    (folder.path / "files").mkdir()
+    (folder.path / "files" / "a").write_text("")
+    assert folder.entries() == ["files", "files/a"]
+    (folder.path / "mine").write_text("")
+    with pytest.raises(ForeignFiles):
+        folder.reserve("mine")
+    assert not folder.remove_all()
+    (folder.path / "mine").unlink()
+    assert folder.remove_all()
+    assert not folder.path.exists()
+
+
+def test_a_private_folder_is_no_link_and_not_open_to_all(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    for name in ("link", "open"):
+        with pytest.raises(MachineError, match="only this user may write"):
+            OwnedFolder.claim_private(tmp_path / name, "cache", flag="cache_dir")
+    made = OwnedFolder.claim_private(tmp_path / "new", "cache", flag="cache_dir")
+    assert made.path.stat().st_mode & 0o777 == 0o700
+    assert OwnedFolder.claim_private(tmp_path / "new", "cache", flag="cache_dir").path == made.path

@@ -14,7 +14,7 @@ import torch
 
 from fulltilt import feed
 from fulltilt.errors import DataError, DoesNotFit, UsageError
-from fulltilt.feed.caches import CacheFull
+from fulltilt.feed.disk_cache import CacheFull
 from fulltilt.feed.hdf5_files import BlockReader, Source, describe
 
 h5py = pytest.importorskip("h5py")

@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from fulltilt import feed
-from fulltilt.errors import MachineError, UsageError
+from fulltilt.errors import ForeignFiles, MachineError, UsageError
 from fulltilt.feed import staging
 from fulltilt.feed.staging import stage_dir, staging_pays
 from fulltilt.records import StorageReading
@@ -93,10 +93,10 @@ def test_too_little_room_is_told_before_anything_is_copied(data, tmp_path, monke
 def test_a_disk_that_fills_up_is_told_and_what_was_copied_is_kept(data, tmp_path, monkeypatch):
     real = staging._copy_one
 
-    def full(source, target, file):
+    def full(source, target, file, places):
         if file[0].endswith("7.bin"):
             raise OSError(28, os.strerror(28))
-        return real(source, target, file)
+        return real(source, target, file, places)
 
     monkeypatch.setattr(staging, "_copy_one", full)
     with pytest.raises(MachineError, match="No space left"):
@@ -137,3 +137,30 @@ def test_a_folder_behind_a_link_is_copied_and_a_circle_is_left(tmp_path):
 def test_a_stage_within_the_data_is_refused(tmp_path):
     with pytest.raises(UsageError, match="within the data folder"):
         feed.stage_dir(tmp_path, tmp_path / "stage", when="always")
+
+
+def test_foreign_files_in_the_copy_stay(data, tmp_path):
+    with feed.stage_dir(data, tmp_path / "stage", when="always") as staged:
+        (staged.path / "class0" / "mine.txt").write_text("mine")
+    assert (staged.path / "class0" / "mine.txt").read_text() == "mine"
+    assert not (staged.path / "class0" / "0.bin").exists()
+
+
+@pytest.mark.parametrize("what", ["link", "folder", "open to all"])
+def test_a_stage_that_others_have_prepared_is_refused(data, tmp_path, what):
+    target = feed.stage_dir(data, tmp_path / "stage", when="always")
+    target.clean()
+    assert not target.folder.exists()
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    if what == "link":
+        target.folder.symlink_to(victim)
+    else:
+        target.folder.mkdir()
+        (target.folder / "theirs").write_text("")
+        target.folder.chmod(0o777 if what == "open to all" else 0o755)
+    with pytest.raises((MachineError, ForeignFiles)):
+        feed.stage_dir(data, tmp_path / "stage", when="always")
+    assert not list(victim.iterdir())
+    target.clean()
+    assert os.path.lexists(target.folder)

@@ -30,16 +30,16 @@ def cache(
     """List or clear the decoded data sets kept on disk (residency "disk")."""
     if action not in ("list", "clear"):
         raise UsageError(f"cache knows list and clear, not {action!r}")
-    from fulltilt.feed.caches import default_cache_dir, list_caches, remove, sweep
+    from fulltilt.feed.disk_cache import default_cache_dir, folder_of_caches, list_caches, remove, sweep
     from fulltilt.feed.tiers import in_words
+    from fulltilt.report.wording import one_line
 
-    where = folder if folder is not None else default_cache_dir()
+    where = folder_of_caches(folder if folder is not None else default_cache_dir())
     entries = [
         entry for entry in list_caches(where) if name is None or name in entry.folder.name or name in entry.label
     ]
     removed = [entry for entry in entries if action == "clear" and remove(entry)]
-    if action == "clear":
-        sweep(where)
+    left_over = sweep(where) if action == "clear" else 0
     if as_json:
         described = [
             {
@@ -54,32 +54,29 @@ def cache(
             }
             for entry in entries
         ]
-        print(json.dumps({"folder": str(where), "caches": described}, indent=1))
+        print(json.dumps({"folder": str(where), "caches": described, "left_over_removed": left_over}, indent=1))
         return
     if action == "clear":
         freed = sum(entry.size_bytes for entry in removed)
         print(f"{len(removed)} of {len(entries)} caches removed, {in_words(freed)} freed")
+        if left_over:
+            print(f"{left_over} unfinished caches of killed jobs removed")
         for entry in entries:
             if entry not in removed:
                 why = "in use by a running job" if entry.in_use else "may not be deleted"
-                print(f"{why}: {entry.folder.name}  {_printable(entry.label)}")
+                print(f"{why}: {one_line(entry.folder.name)}  {one_line(entry.label)}")
         return
     if not entries:
-        print(f"no caches in {where}")
+        print(f"no caches in {one_line(str(where))}")
         return
     print(f"{'cache':<34} {'size':>10} {'samples':>9}  {'state':<10} {'used':<12} data set")
     for entry in entries:
         state = "in use" if entry.in_use else "complete" if entry.complete else "partial"
         print(
-            f"{entry.folder.name[:34]:<34} {in_words(entry.size_bytes):>10} {entry.samples:>9}  {state:<10} "
-            f"{_ago(entry.used_at_s):<12} {_printable(entry.label)}"
+            f"{one_line(entry.folder.name)[:34]:<34} {in_words(entry.size_bytes):>10} {entry.samples:>9}  {state:<10} "
+            f"{_ago(entry.used_at_s):<12} {one_line(entry.label)}"
         )
-    print(f"{in_words(sum(entry.size_bytes for entry in entries))} in {where}")
-
-
-def _printable(label: str) -> str:
-    """A path may hold anything; a terminal is to show it, not to obey it."""
-    return "".join(character if character.isprintable() else "?" for character in label)
+    print(f"{in_words(sum(entry.size_bytes for entry in entries))} in {one_line(str(where))}")
 
 
 def _ago(moment_s: float) -> str:

@@ -20,8 +20,7 @@ import torch
 from fulltilt import captures
 from fulltilt.errors import DataError, DoesNotFit, UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
-from fulltilt.feed.caches import CacheFull, default_cache_dir
-from fulltilt.feed.disk import DiskStore, open_cache
+from fulltilt.feed.disk_cache import CacheFull, DiskStore, default_cache_dir, open_cache
 from fulltilt.feed.draws import mix
 from fulltilt.feed.fingerprint import Fingerprint
 from fulltilt.feed.hdf5_files import DAMAGED, BlockReader, describe

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from fulltilt.errors import DataError, UsageError
-from fulltilt.feed.caches import default_cache_dir
+from fulltilt.feed.disk_cache import default_cache_dir
 from fulltilt.feed.order import spread
 from fulltilt.feed.places import device_or_default
 from fulltilt.feed.stock import to_device

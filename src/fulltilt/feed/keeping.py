@@ -11,9 +11,8 @@ import torch
 
 from fulltilt.errors import DataError
 from fulltilt.feed.bad_samples import BadSamples
-from fulltilt.feed.caches import CacheFull
 from fulltilt.feed.changes import State, Watch
-from fulltilt.feed.disk import DiskStore
+from fulltilt.feed.disk_cache import CacheFull, DiskStore
 from fulltilt.feed.readers import Failure, Reader, SampleReader
 from fulltilt.feed.residency import Residence
 from fulltilt.feed.splitting import SplitReader

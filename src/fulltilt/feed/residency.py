@@ -11,8 +11,7 @@ import torch
 from fulltilt.errors import FulltiltError, UsageError
 from fulltilt.feed import entropy
 from fulltilt.feed.apart import apart
-from fulltilt.feed.caches import CacheFull, default_cache_dir, default_limit_bytes
-from fulltilt.feed.disk import DiskStore, open_cache
+from fulltilt.feed.disk_cache import CacheFull, DiskStore, default_cache_dir, default_limit_bytes, open_cache
 from fulltilt.feed.fingerprint import fingerprint
 from fulltilt.feed.forked import as_a_worker
 from fulltilt.feed.generators import Generators
@@ -92,8 +91,11 @@ class Residence:
         if isinstance(store, DiskStore):
             changed = self._first_changed(store, spread(self.samples, self._checks), self.workers)
             if changed is not None:
-                store.discard()
-                notes.append(f"the cache was refused: its sample {changed} is not what the data set returns")
+                refused = f"the cache was refused: its sample {changed} is not what the data set returns"
+                if not store.discard():  # not ours to delete
+                    self.tier = "none"
+                    return None, [*notes, f"{refused}; training goes on from the source"]
+                notes.append(refused)
                 store, more = self._open(self.found.layout, model_has_run=model_has_run, on_host=False)
                 notes += more
         return store, notes

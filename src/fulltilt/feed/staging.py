@@ -2,6 +2,7 @@
 
     <stage>/<name>-<key>/files/…       the copy
     <stage>/<name>-<key>/staged.jsonl  one line for each file that is whole: path, size, time, checksum
+    <stage>/<name>-<key>/.fulltilt     the marker: what Fulltilt has put there, and may delete
 
 A file is written beside its place and renamed, and its line is appended after that: whatever ends the copying, the
 next run goes on with the files that have no line.
@@ -13,7 +14,7 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
+import queue
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fulltilt.errors import DataError, MachineError, UsageError
-from fulltilt.feed.caches import free_disk_bytes
+from fulltilt.feed.disk_cache import free_disk_bytes
 from fulltilt.feed.folders import files_below
 from fulltilt.feed.progress import progress
 from fulltilt.feed.tiers import in_words
 from fulltilt.probes.storage import read_storage
 from fulltilt.records import StorageReading
+from fulltilt.store.owned_folder import OwnedFolder
 
 _LINES, _FILES = "staged.jsonl", "files"
 # Left free on the stage, for everybody else: a full /dev/shm breaks DataLoader workers, a full tmpfs takes the RAM.
@@ -118,7 +120,7 @@ class StagedFolder:
     def clean(self) -> None:
         """Delete the copy; the original is never touched."""
         if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            OwnedFolder(self.folder).remove_all()
 
     def __enter__(self) -> StagedFolder:
         return self
@@ -143,12 +145,20 @@ def _files_of(folder: Path) -> list[_File]:
 
 
 def _copy_all(source: Path, target: Path, files: list[_File], shown: bool | None) -> int:
+    # In /dev/shm everybody may write: the folder has to be this user's alone.
+    owned = OwnedFolder.claim_private(target, "staged copy", flag="stage")
     done = dict(_whole_files(target))
     missing = [file for file in files if done.get(file[0]) != (file[1], file[2])]
+    places: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    names = [target / f"copying-{os.getpid()}-{number}" for number in range(_COPIERS)]
+    for name in names:
+        places.put(name)
+    copied = {parent for file in files for parent in (Path(file[0]), *Path(file[0]).parents)}
     try:
-        (target / _FILES).mkdir(parents=True, exist_ok=True)
+        owned.reserve(_LINES, _FILES, *names, *(f"{_FILES}/{path}" for path in copied if path != Path()))
+        (target / _FILES).mkdir(exist_ok=True)
         with (target / _LINES).open("a", encoding="utf-8") as lines, ThreadPoolExecutor(_COPIERS) as copiers:
-            copies = copiers.map(lambda file: _copy_one(source, target / _FILES, file), missing)
+            copies = copiers.map(lambda file: _copy_one(source, target / _FILES, file, places), missing)
             for line in progress(copies, len(missing), f"Staging {source.name}", shown=shown):
                 lines.write(json.dumps(line) + "\n")
                 lines.flush()
@@ -160,19 +170,26 @@ def _copy_all(source: Path, target: Path, files: list[_File], shown: bool | None
     return len(missing)
 
 
-def _copy_one(source: Path, target: Path, file: _File) -> dict[str, str | int]:
+def _copy_one(source: Path, target: Path, file: _File, places: queue.SimpleQueue[Path]) -> dict[str, str | int]:
     """Copy one file with a checksum taken while reading, and compare what arrived with it."""
+    making = places.get()
+    try:
+        return _copy_to(source, target, file, making)
+    finally:
+        making.unlink(missing_ok=True)
+        places.put(making)
+
+
+def _copy_to(source: Path, target: Path, file: _File, making: Path) -> dict[str, str | int]:
     name, size, time_ns = file
     final = target / name
     final.parent.mkdir(parents=True, exist_ok=True)
-    making = final.with_name(f"{final.name}.{os.getpid()}.staging")
     checksum = 0
     with (source / name).open("rb") as reading, making.open("wb") as writing:
         while piece := reading.read(_PIECE):
             checksum = zlib.crc32(piece, checksum)
             writing.write(piece)
     if making.stat().st_size != size or _checksum(making) != checksum:
-        making.unlink(missing_ok=True)
         raise DataError(f"{source / name} did not arrive whole in {target}", "It may be changing while it is copied.")
     os.utime(making, ns=(time_ns, time_ns))
     making.replace(final)

@@ -11,7 +11,7 @@ import torch
 
 from fulltilt.feed.bad_samples import BadSamples
 from fulltilt.feed.buffers import Buffer, Staging
-from fulltilt.feed.caches import CacheFull
+from fulltilt.feed.disk_cache import CacheFull
 from fulltilt.feed.pool import Slot, WorkerPool
 from fulltilt.feed.prefetch import HostBatch
 from fulltilt.feed.readers import Failure, Reader

@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from fulltilt.errors import DoesNotFit, UsageError
-from fulltilt.feed.caches import free_disk_bytes, list_caches
+from fulltilt.feed.disk_cache import free_disk_bytes, list_caches
 from fulltilt.probes.host import cpu_capacity, memory_limit_bytes
 
 Tier = Literal["vram", "pinned", "ram", "disk", "none"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,10 @@ import torch
 
 from fulltilt.errors import DataError, MachineError, UsageError
 from fulltilt.feed.progress import progress
+from fulltilt.store.owned_folder import write_named_file
+
+# How torch writes the second name of what ``save`` saves: a file with it holds tokens.
+_SIGNATURE = b"X\x07\x00\x00\x00offsets"
 
 
 @dataclass(frozen=True)
@@ -41,14 +46,13 @@ class Tokens:
         return self.offsets.diff()
 
     def save(self, path: str | Path) -> None:
-        """Write them to ``path``, whole or not at all. Raises MachineError."""
+        """Write them to ``path``, whole or not at all. Raises MachineError, and ForeignFiles for a file of others."""
         path = Path(path)
-        making = path.with_name(path.name + ".new")
+        written = io.BytesIO()
+        torch.save({"flat": self.flat, "offsets": self.offsets}, written)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with making.open("wb") as file:
-                torch.save({"flat": self.flat, "offsets": self.offsets}, file)
-            making.replace(path)
+            write_named_file(path, written.getvalue(), signature=_SIGNATURE)
         except OSError as error:
             raise MachineError(f"{path} cannot be written: {error.strerror or error}") from error
 

@@ -78,6 +78,21 @@ class OwnedFolder:
             ) from error
 
     @classmethod
+    def claim_private(cls, path: Path, kind: str, *, flag: str) -> OwnedFolder:
+        """Like ``claim``, for a folder that we name inside one that others may write: it must be this user's alone.
+
+        Raises MachineError where somebody else has put a folder or a link there.
+        """
+        with contextlib.suppress(OSError):  # claim says what is wrong
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700)
+        if os.path.lexists(path) and not is_private(path, follow=False):
+            raise MachineError(
+                f"{path} is not a folder that only this user may write", f"Remove it, or choose another {flag}."
+            )
+        return cls.claim(path, kind, flag=flag)
+
+    @classmethod
     def around(cls, path: Path) -> OwnedFolder | None:
         """The owned folder that ``path`` lies in, however deep; None when there is none."""
         for folder in Path(os.path.abspath(path)).parents:  # resolve() would follow links
@@ -86,14 +101,17 @@ class OwnedFolder:
         return None
 
     @contextlib.contextmanager
-    def locked(self, busy: str) -> Iterator[None]:
-        """Keep other processes that ask for the lock out. Raises UsageError saying ``busy`` where another has it."""
+    def locked(self, busy: str, *, wait: bool = False) -> Iterator[None]:
+        """Keep other processes that ask for the lock out. Raises UsageError saying ``busy`` where another has it.
+
+        With ``wait`` it waits for the other instead.
+        """
         fd = os.open(self.path / MARKER, os.O_RDONLY | _NO_FOLLOW)
         try:
             if fcntl is not None:
                 with contextlib.suppress(OSError):  # a file system without locks; there is no telling
                     try:
-                        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
                     except BlockingIOError as error:
                         raise UsageError(busy, "Wait for it, or choose another folder.") from error
             yield
@@ -126,6 +144,11 @@ class OwnedFolder:
         """
         noted = {(name := self._name(entry)): _identity(self.path / name) for entry in entries}
         self._note({name: is_[:1] if is_ and growing else is_ for name, is_ in noted.items()})
+
+    def reserve(self, *entries: str | Path) -> None:
+        """Note by name alone what is about to be made, many at once. Raises ForeignFiles where a foreign one is."""
+        names = [self._name(self.check(entry)) for entry in entries]
+        self._note({name: () for name in names if name not in self._entries})
 
     def record_tree(self, folder: str | Path) -> None:
         """Note a folder with all that lies in it: Fulltilt, or a library at its request, has just made it."""
@@ -219,6 +242,16 @@ class OwnedFolder:
                     gone.append(inner)
         self._note(dict.fromkeys(gone))
         return not os.path.lexists(path)
+
+    def remove_all(self) -> bool:
+        """Remove all of ours and then, where nothing is left, the folder itself; True when it is gone."""
+        for name in sorted(self.entries(), reverse=True):
+            self.remove(name)
+        with contextlib.suppress(OSError):
+            if os.listdir(self.path) == [MARKER]:
+                (self.path / MARKER).unlink()
+                self.path.rmdir()
+        return not os.path.lexists(self.path)
 
     def entries(self) -> list[str]:
         """The names of all that Fulltilt has made below the folder and that is still there and ours."""
@@ -331,6 +364,16 @@ def kind_of(folder: Path) -> str | None:
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
     return kind if isinstance(kind, str) else None
+
+
+def is_private(folder: Path, *, follow: bool = True) -> bool:
+    """Whether it is a folder that belongs to this user and that not everybody may write."""
+    try:
+        status = folder.stat(follow_symlinks=follow)
+    except OSError:
+        return False
+    mine = _uid() in (None, status.st_uid) and not (_uid() is not None and status.st_mode & stat.S_IWOTH)
+    return stat.S_ISDIR(status.st_mode) and mine
 
 
 def _write_marker(folder: Path, kind: str) -> None:

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import sys
 import tempfile
@@ -24,13 +25,24 @@ import torch
 from typer.testing import CliRunner
 
 from fulltilt import feed
-from fulltilt.errors import DoesNotFit, UsageError
+from fulltilt.errors import DoesNotFit, MachineError, UsageError
 from fulltilt.feed import residency
-from fulltilt.feed.caches import MARKS, PARTIAL, ROWS, CacheFull, default_cache_dir, list_caches, make_room
-from fulltilt.feed.disk import open_cache
+from fulltilt.feed.disk_cache import (
+    MARKS,
+    PARTIAL,
+    ROWS,
+    SUB_FOLDER,
+    CacheFull,
+    default_cache_dir,
+    list_caches,
+    make_room,
+    open_cache,
+    sweep,
+)
 from fulltilt.feed.fingerprint import fingerprint
 from fulltilt.feed.structure import layout_of
 from fulltilt.feed.tiers import Room
+from fulltilt.store.owned_folder import OwnedFolder
 
 from .conftest import Drawn, Pixels
 
@@ -309,15 +321,18 @@ def test_a_cache_of_files_that_no_attribute_names_lives_for_one_run(files, cache
 
 def test_a_complete_cache_may_lie_where_nothing_can_be_written(files, cache_dir, monkeypatch):
     run(Files(files), cache_dir)
-    opened_files, touch = os.open, os.utime
+    opened_files = os.open
 
-    def read_only(path, flags, *rest):
-        if flags & (os.O_RDWR | os.O_WRONLY) and str(path).startswith(str(cache_dir)):
+    def read_only(path, flags, *rest, **options):
+        if flags & (os.O_RDWR | os.O_WRONLY) and ("dir_fd" in options or str(path).startswith(str(cache_dir))):
             raise PermissionError(13, "Permission denied")
-        return opened_files(path, flags, *rest)
+        return opened_files(path, flags, *rest, **options)
+
+    def refused(*_):
+        raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "open", read_only)
-    monkeypatch.setattr(os, "utime", lambda path, *rest: read_only(path, os.O_RDWR) and touch(path, *rest))
+    monkeypatch.setattr(os, "utime", refused)
     served, loader = run(Files(files), cache_dir)
     assert "cache found" in opened(loader)
     assert torch.equal(served[0], torch.stack([Files(files)[i] for i in range(12)]))
@@ -338,6 +353,7 @@ def test_a_disk_that_fails_otherwise_does_not_stop_training_either(files, cache_
     def failing(*_):
         raise OSError(5, "Input/output error")
 
+    OwnedFolder.claim(cache_dir, "cache")
     monkeypatch.setattr(os, "pwrite" if call == "write" else "fsync", failing)
     served, loader = run(Files(files), cache_dir, 2)
     assert loader.tier == "none"
@@ -345,16 +361,137 @@ def test_a_disk_that_fails_otherwise_does_not_stop_training_either(files, cache_
     assert torch.equal(served[1], torch.stack([Files(files)[i] for i in range(12)]))
 
 
-def test_what_a_killed_run_left_is_swept(files, cache_dir):
-    left = [cache_dir / "x.partial.77-ab.new", cache_dir / "run-77-ab.partial"]
-    fresh = cache_dir / "y.partial.78-cd.new"
-    for folder in (*left, fresh):
+def test_foreign_folders_survive_feeding_and_clearing(files, cache_dir):
+    """Old folders with a user's own data, one of them named as older versions named what they were making."""
+    theirs = [cache_dir / "weights.new", cache_dir / "run-1.partial", cache_dir / "plain"]
+    for folder in theirs:
         folder.mkdir(parents=True)
-    (left[1] / "cache.json").write_text("{}")
-    os.utime(left[0], (1, 1))
+        (folder / "cache.json").write_text("{}")
+        os.utime(folder, (1, 1))
     run(Files(files), cache_dir)
-    assert not any(folder.exists() for folder in left)
-    assert fresh.exists()  # another process may be making it at this moment
+    assert (cache_dir / SUB_FOLDER).stat().st_mode & 0o777 == 0o700
+    assert "1 of 1 caches removed" in command("clear", "--dir", str(cache_dir)).stdout
+    assert all((folder / "cache.json").exists() for folder in theirs)
+
+
+def test_a_foreign_folder_among_our_caches_stays(files, cache_dir):
+    run(Files(files), cache_dir)
+    theirs = cache_dir / "weights.new"
+    theirs.mkdir()
+    os.utime(theirs, (1, 1))
+    run(Files(files, factor=2), cache_dir)
+    assert "2 of 2 caches removed" in command("clear", "--dir", str(cache_dir)).stdout
+    assert theirs.exists()
+
+
+def test_a_file_put_into_a_cache_is_not_deleted_with_it(files, cache_dir):
+    run(Files(files), cache_dir)
+    (entry,) = list_caches(cache_dir)
+    (entry.folder / "notes.txt").write_text("mine")
+    cleared = command("clear", "--dir", str(cache_dir)).stdout
+    assert "0 of 1 caches removed, 0 bytes freed" in cleared
+    assert "may not be deleted" in cleared
+    assert (entry.folder / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_no_link_in_a_cache_is_written_through(files, cache_dir, tmp_path, link, whole):
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"x" * 12 * 512)
+    iterator, loader = start(Files(files), cache_dir)
+    (entry,) = list_caches(cache_dir)
+    iterator.close()
+    loader.close()
+    if whole:
+        entry.folder.rename(tmp_path / "aside")
+        entry.folder.symlink_to(tmp_path / "aside")
+    else:
+        (entry.folder / ROWS).unlink()
+        link(victim, entry.folder / ROWS)
+    served, loader = run(Files(files), cache_dir)
+    assert torch.equal(served[0], torch.stack([Files(files)[i] for i in range(12)]))
+    assert victim.read_bytes() == b"x" * 12 * 512
+    assert "found" not in opened(loader)
+
+
+def start(dataset, cache_dir):
+    loader = feed.loader(dataset, 4, residency="disk", cache_dir=cache_dir, num_workers=0)
+    iterator = iter(loader)
+    next(iterator)
+    return iterator, loader
+
+
+def test_a_folder_open_to_all_gets_a_private_sub_folder(files, cache_dir, tmp_path):
+    cache_dir.mkdir()
+    cache_dir.chmod(0o777)
+    run(Files(files), cache_dir)
+    assert os.listdir(cache_dir) == [SUB_FOLDER]
+    (cache_dir / SUB_FOLDER).rename(tmp_path / "elsewhere")
+    (cache_dir / SUB_FOLDER).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(MachineError, match="only this user may write"):
+        run(Files(files), cache_dir)
+
+
+def test_what_killed_runs_left_is_swept(files, cache_dir):
+    run(Files(files), cache_dir)
+    owned = OwnedFolder(cache_dir)
+    for name in ("run-77-ab.partial", "cut-short.partial"):
+        owned.make(name)
+        os.close(owned.create(f"{name}/{ROWS}"))
+    with os.fdopen(owned.create("run-77-ab.partial/cache.json"), "wb") as header:
+        header.write(b"{}")
+    assert sweep(cache_dir) == 2
+    assert sorted(os.listdir(cache_dir)) == sorted([".fulltilt", list_caches(cache_dir)[0].folder.name])
+
+
+def cut_rows(folder):
+    os.truncate(folder / ROWS, 100)
+
+
+def other_shapes(folder):
+    header = json.loads((folder / "cache.json").read_text())
+    (folder / "cache.json").write_text(json.dumps({**header, "layout": "float64[9]", "samples": -3}))
+
+
+def deep_header(folder):
+    (folder / "cache.json").write_text("[" * 100_000)
+
+
+def no_header(folder):
+    (folder / "cache.json").unlink()
+    os.mkfifo(folder / "cache.json")
+
+
+def rows_are_a_folder(folder):
+    (folder / ROWS).unlink()
+    (folder / ROWS).mkdir()
+
+
+@pytest.mark.parametrize("poison", [cut_rows, other_shapes, deep_header, no_header, rows_are_a_folder])
+def test_a_poisoned_cache_is_never_served(files, cache_dir, poison):
+    run(Files(files), cache_dir)
+    (entry,) = list_caches(cache_dir)
+    poison(entry.folder)
+    served, loader = run(Files(files), cache_dir)
+    assert torch.equal(served[0], torch.stack([Files(files)[i] for i in range(12)]))
+    assert "cache new" in opened(loader) or "not made by Fulltilt" in opened(loader)
+
+
+def test_foreign_rows_that_cannot_be_deleted_are_not_served(files, cache_dir, tmp_path):
+    """A complete cache with valid checksums and other rows, copied into the folder by hand."""
+    run(Files(files), cache_dir)
+    (entry,) = list_caches(cache_dir)
+    shutil.copytree(entry.folder, tmp_path / "copy")
+    with (tmp_path / "copy" / ROWS).open("r+b") as rows, (tmp_path / "copy" / MARKS).open("r+b") as marks:
+        rows.write(b"\xff" * 512)
+        marks.write(zlib.crc32(b"\xff" * 512).to_bytes(4, "little"))
+    assert OwnedFolder(cache_dir).remove(entry.folder)
+    (tmp_path / "copy").rename(entry.folder)
+    served, loader = run(Files(files), cache_dir)
+    assert served[0][0, 0] == 0
+    assert loader.tier == "none"
+    assert entry.folder.exists()
 
 
 def test_without_a_home_the_cache_lies_in_a_temporary_folder(monkeypatch):
@@ -368,15 +505,6 @@ def _run_pixels(dataset, cache_dir):
     with feed.loader(dataset, 4, residency="disk", cache_dir=cache_dir, num_workers=0) as loader:
         served = [torch.cat([image for image, _ in loader]) for _ in range(2)]
     return served, loader
-
-
-def test_a_cut_file_is_made_anew(files, cache_dir):
-    run(Files(files), cache_dir)
-    (entry,) = list_caches(cache_dir)
-    os.truncate(entry.folder / ROWS, 100)
-    served, loader = run(Files(files), cache_dir)
-    assert "cache new" in opened(loader)
-    assert torch.equal(served[0], torch.stack([Files(files)[i] for i in range(12)]))
 
 
 class Slow:
@@ -516,7 +644,7 @@ def test_a_cache_folder_that_cannot_be_made_is_told(tmp_path):
     (tmp_path / "file").write_text("")
     with (
         feed.loader(Pixels(4), 2, residency="disk", cache_dir=tmp_path / "file" / "x", num_workers=0) as loader,
-        pytest.raises(UsageError, match=r"cache folder .* cannot be made"),
+        pytest.raises(MachineError, match="cannot write into"),
     ):
         list(loader)
 
@@ -554,20 +682,23 @@ def test_the_cache_command_lists_and_clears(files, cache_dir):
     assert isinstance(command("burn", *where).exception, UsageError)
 
 
-def test_odd_folders_among_the_caches_do_no_harm(cache_dir):
+def test_odd_caches_do_no_harm_and_are_shown_escaped(cache_dir):
     odd = {"a": "{}", "b": "[1]", "c": "{", "d": json.dumps({"samples": "many"}), "e": json.dumps({"parts": 3})}
     named = json.dumps({"label": "Files /data/\x1b[31m\udcff\n", "samples": 3, "parts": {}})
-    for name, header in {**odd, "f": named}.items():
-        (cache_dir / name).mkdir(parents=True)
-        (cache_dir / name / "cache.json").write_text(header)
-        for part in ("rows.bin", "marks.bin"):
-            (cache_dir / name / part).write_bytes(b"")
+    owned = OwnedFolder.claim(cache_dir, "cache")
+    for name, header in {**odd, "f\x1b[2J\n": named}.items():
+        owned.make(name)
+        for part, data in (("cache.json", header.encode()), ("rows.bin", b""), ("marks.bin", b"")):
+            owned.write(f"{name}/{part}", data)
     (cache_dir / "file").write_text("")
     listed = command("list", "--dir", str(cache_dir))
     assert listed.exit_code == 0, listed.exception
-    assert "Files /data/?[31m??" in listed.stdout
+    assert "Files /data/\ufffd[31m\ufffd" in listed.stdout
+    assert "f\ufffd[2J" in listed.stdout
+    assert "\x1b" not in listed.stdout
     assert "2 of 2 caches removed" in command("clear", "--dir", str(cache_dir)).stdout  # those with a header that reads
     assert command("list", "--dir", str(cache_dir / "file")).exit_code == 0
+    assert (cache_dir / "file").exists()
 
 
 def test_a_file_behind_a_link_to_a_folder_counts(tmp_path):
