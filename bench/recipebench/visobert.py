@@ -20,7 +20,7 @@ from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.synthetic import text as made
 from fulltilt.recipes.visobert import RECIPE, Options, masks
 from fulltilt.recipes.visobert.batches import TokenisedTexts
-from fulltilt.recipes.visobert.model import load_model, load_tokenizer
+from fulltilt.recipes.visobert.model import keep_tokenizer, load_model, load_tokenizer
 from fulltilt.recipes.visobert.texts import Split, Texts, read_texts
 from fulltilt.recipes.visobert.trainer import ClassLoss
 from fulltilt.recipes.visobert.training import Fitting
@@ -69,12 +69,13 @@ def run(bench: Bench) -> None:
 
 def prepared(bench: Bench) -> tuple[Path, Options]:
     """Made texts, and a model folder of the full size with random weights."""
-    data, model = bench.work / "data", bench.work / "model"
+    data, model = bench.work / "data", bench.work / "pretrained" / "model"
     data.mkdir()
     for _ in made.make(data, 400 if bench.smoke else 60_000, 0):
         pass
     options = Options()
-    tokenizer = load_tokenizer(options, read_texts(data, options, 0).train.texts, model)
+    keep_tokenizer(options, read_texts(data, options, 0).train.texts, model, fresh=True)
+    tokenizer = load_tokenizer(options, model)
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1} if bench.smoke else BASE
     config = transformers.XLMRobertaConfig(
         vocab_size=max(VOCABULARY, len(tokenizer)), max_position_embeddings=514, type_vocab_size=1, **sizes

@@ -17,6 +17,7 @@ from fulltilt.cli import main as command
 from fulltilt.errors import DataError, UsageError
 from fulltilt.recipes import options
 from fulltilt.recipes.recipe import Recipe, Request, option
+from fulltilt.recipes.run_folder import claim
 from fulltilt.train.stop import BEGAN
 
 
@@ -94,7 +95,7 @@ def test_a_repeated_flag_takes_the_last(installed: list[Request], tmp_path: Path
     assert (installed[0].settings.workers, installed[0].data, installed[0].out) == (12, Path("d"), tmp_path)
 
 
-def test_row_11_a_time_limit_counts_from_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_time_limit_counts_from_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Not from the first step: what comes before it, such as making the data, takes time as well."""
     began: list[float] = []
     module = types.ModuleType("fulltilt.recipes.cod")
@@ -136,11 +137,11 @@ def test_bad_usage_ends_with_2_before_anything_runs(
 def test_the_folder_of_another_recipe_is_left_alone(
     installed: list[Request], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "recipe.json").write_text('{"recipe": "hdf5"}')
+    claim(tmp_path).write("recipe.json", b'{"recipe": "hdf5"}')
     assert run("cod", "--out", str(tmp_path), "--data", "d") == 2
     assert "holds a run of the recipe hdf5" in capsys.readouterr().err
     assert run("cod", "--out", str(tmp_path)) == 2  # with made data, which would have been made there first
-    assert [path.name for path in tmp_path.iterdir() if path.name != "error.log"] == ["recipe.json"]
+    assert {path.name for path in tmp_path.iterdir()} <= {".fulltilt", "recipe.json", "error.log"}
     assert run("cod", "--out", str(tmp_path), "--data", "d", "--fresh") == 0
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -12,9 +12,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 
-from fulltilt.recipes import RECIPES, find, kept_loading
+from fulltilt.recipes import RECIPES, find, require, run_folder
 from fulltilt.recipes import options as flagged
-from fulltilt.recipes.memory import changes, refuse_foreign, taken_back_when_refused
 from fulltilt.recipes.recipe import Recipe
 from fulltilt.train.stop import limits_count_from_here, signals_end_it
 
@@ -47,35 +46,42 @@ def train(arguments: Annotated[list[str] | None, typer.Argument(metavar="NAME [O
 
 def run_recipe(recipe: Recipe, given: dict[str, Any], config: Path | None = None) -> int:
     """Train as flags and config ask for; returns the exit code. Raises UsageError for what is wrong with them."""
+    require(recipe.name)
     asked = flagged.read(recipe, given, config, RUNS / recipe.name)
     from fulltilt.train import exit_code_of
     from fulltilt.train.distributed import detect
     from fulltilt.train.launching import relaunch
 
     out = Path(asked.place.out) if asked.place.out is not None else RUNS / recipe.name
+    if os.path.lexists(out):
+        run_folder.claim(out)  # before anything is read there, or said there
     of_ranks = 0
 
     def body() -> None:
         nonlocal of_ranks
         made = asked.place.data == "synthetic"
         request = asked.request(out / "synthetic" if made else Path(asked.place.data), out)
-        refuse_foreign(recipe, request)
+        run_folder.refuse_other_recipe(recipe, request)
         recipe.check_options(request)
         if made:
+            run_folder.claim(out)
             _make(recipe, request.data)
         recipe.check(request)
+        run_folder.claim(out)
         code = relaunch(asked.place.gpus, asked.settings.device) if asked.place.gpus else None
         if code is not None:
             of_ranks = code  # the ranks have said what there was to say
             return
-        first = detect().rank == 0
-        with taken_back_when_refused(out) if first else contextlib.nullcontext():
-            lines = changes(recipe, request)
-            if first:
-                kept_loading.keep(out, asked.loading)
-                lines += filter(None, [kept_loading.line(asked.taken_over)])
-            for line in lines:
+        if detect().rank:
+            recipe.run(request)
+            return
+        with run_folder.restored_when_refused(out):
+            for line in run_folder.keep_options(recipe, request):
                 print(line, flush=True)
+            run_folder.keep_loading(out, asked.loading)
+            if asked.taken_over:
+                told = ", ".join(f"{name} {value}" for name, value in asked.taken_over.items())
+                print(f"Loading as this run was told before: {told}", flush=True)
             recipe.run(request)
 
     code: int = exit_code_of(body, out)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from fulltilt.errors import UsageError
 from fulltilt.probes.host import cpu_capacity
-from fulltilt.recipes import kept_loading
+from fulltilt.recipes import run_folder
 from fulltilt.recipes.recipe import Recipe, Request, option
 from fulltilt.train import config
 from fulltilt.train.settings import TrainSettings
@@ -107,12 +107,12 @@ def read(recipe: Recipe, given: Mapping[str, Any], file: Path | None = None, def
     names = {"max_time_s": "max_time", **{key: name for key, name in from_file.names.items() if key not in given}}
     said = {**values, **given}
     out = Path(said["out"]) if isinstance(said.get("out"), str) else default_out
-    before = {} if out is None or said.get("fresh") else kept_loading.of_the_last_run(out)
+    before = {} if out is None or said.get("fresh") else run_folder.loading_of_last_run(out)
     values = {**_defaults(recipe), **before, **said}
     union: Any = _union(recipe.options)  # type: ignore[arg-type, unused-ignore]
     source = "the command line" if file is None else f"{file} and the command line"
     whole = config.parse(values, union, source, problems=from_file.problems, names=names)
-    loading = {name: getattr(whole, name) for name in kept_loading.KEPT if name in said or name in before}
+    loading = {name: getattr(whole, name) for name in run_folder.LOADING if name in said or name in before}
     taken_over = {name: value for name, value in before.items() if name not in said}
     return Asked(_part(whole, recipe.options), _part(whole, TrainSettings), _part(whole, Place), loading, taken_over)
 

@@ -12,16 +12,20 @@ from typing import Any
 from fulltilt.errors import ForeignFiles, FulltiltError, RunFolderError
 from fulltilt.store.codec import encode
 from fulltilt.store.names import RUN_FILE, RUN_FILES
-from fulltilt.store.owned_folder import OwnedFolder, write_named_file
+from fulltilt.store.owned_folder import OwnedFolder, kind_of, write_named_file
 
 RUN = "run folder"
+TRAINING = "training"
 PRIVATE = 0o600
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 def create_folder(folder: Path, flag: str = "--out") -> Path:
-    """Make or take over a run folder. Raises ForeignFiles, UsageError or MachineError."""
-    owned = OwnedFolder.claim(folder, RUN, flag=flag)
+    """Make or take over a run folder. Raises ForeignFiles, UsageError or MachineError.
+
+    The folder of a training is one too: every training records itself.
+    """
+    owned = OwnedFolder.claim(folder, TRAINING if kind_of(folder) == TRAINING else RUN, flag=flag)
     if in_the_way := [path.name for path in _run_files(folder) if not owned.owns(path)]:
         raise ForeignFiles(
             f"{folder} holds files that Fulltilt did not write: {', '.join(in_the_way)}",

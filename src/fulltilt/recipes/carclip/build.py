@@ -17,8 +17,9 @@ from fulltilt.recipes.carclip.options import BUILT_IN, GIVE, OPEN_CLIP, TEMPLATE
 from fulltilt.recipes.carclip.samples import CarPictures, CarViews, captions_of, prompts
 from fulltilt.recipes.carclip.table import Label, Picture
 from fulltilt.recipes.carclip.towers import Loaded, Towers
-from fulltilt.recipes.models import refuse_unavailable
+from fulltilt.recipes.pretrained import refuse_unavailable
 from fulltilt.recipes.recipe import Request, on_engine
+from fulltilt.recipes.run_folder import refuse_foreign, refuse_to_replace, written_by_library
 from fulltilt.train.distributed import detect, device_of
 from fulltilt.train.job import Job
 from fulltilt.train.schedule import Stage
@@ -50,6 +51,7 @@ def check_options(request: Request) -> None:
     _templates(options)
     if model not in ("auto", *BUILT_IN) and not model.startswith(OPEN_CLIP):
         refuse_unavailable(model, GIVE)
+        refuse_to_replace(model, request.out)
 
 
 def check(request: Request) -> None:
@@ -61,11 +63,14 @@ def check(request: Request) -> None:
 
 def run(request: Request) -> Mapping[str, float]:
     """Train, and leave the model in Hugging Face's format."""
+    if request.options.export:
+        refuse_foreign(request.out / "model")  # better now than after the training
     job, loaded = build(request)
     metrics = on_engine(lambda _: job)(request)
     if request.options.export and detect().rank == 0:
         folder = request.out / "model"
-        loaded.model.towers.save(folder)
+        with written_by_library(folder) as private:
+            loaded.model.towers.save(private)
         print(f"The trained model is in {folder}", flush=True)
     return metrics
 

@@ -15,7 +15,7 @@ from fulltilt.errors import UsageError
 from fulltilt.recipes.carclip import tokens
 from fulltilt.recipes.carclip.options import GIVE
 from fulltilt.recipes.carclip.towers import CLIP_MEAN, CLIP_STD, DualEncoder, Loaded, Towers
-from fulltilt.recipes.models import only_kept_files
+from fulltilt.recipes.pretrained import load
 
 # transformers' 0.02 drowns in the patches, which are about 25 times as large: such a model learns colours and, for a
 # long time, no shapes. Made cars, 10,000 samples: recall at 1 is 8 × chance with 0.02 and 25 × with this.
@@ -68,18 +68,14 @@ class HuggingFaceTowers(Towers):
 
 
 def pretrained(name: str, captions: Sequence[str]) -> Loaded:
-    """The CLIP model of a folder or hub name. Raises UsageError when it is none or cannot be fetched."""
+    """The CLIP model of a folder or hub name. Raises UsageError, DataError."""
     from transformers import AutoTokenizer, CLIPModel
     from transformers.utils import logging
 
     _check_folder(name)
     logging.disable_progress_bar()
-    kept = only_kept_files(name, GIVE)
-    try:
-        clip, tokenizer = (kind.from_pretrained(name, local_files_only=kept) for kind in (CLIPModel, AutoTokenizer))
-    except Exception as error:  # the hub, the network and damaged files have exceptions of their own each
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"cannot load the CLIP model {name}: {first[:200]}", GIVE) from error
+    clip = load("CLIP model", name, CLIPModel.from_pretrained, GIVE)
+    tokenizer = load("tokenizer", name, AutoTokenizer.from_pretrained, GIVE)
     return _loaded(clip, tokenizer, captions, f"{name}, pretrained", pretrained=True)
 
 

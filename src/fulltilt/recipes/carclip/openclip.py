@@ -10,6 +10,7 @@ import torch
 from fulltilt.errors import UsageError
 from fulltilt.recipes.carclip.options import OPEN_CLIP
 from fulltilt.recipes.carclip.towers import CLIP_MEAN, CLIP_STD, DualEncoder, Loaded, Towers
+from fulltilt.recipes.pretrained import cannot_load
 
 
 class OpenClipTowers(Towers):
@@ -63,11 +64,9 @@ def load(asked: str) -> Loaded:
         clip = open_clip.create_model(name, pretrained=weights or None)
         tokenizer = open_clip.get_tokenizer(name)
     except Exception as error:  # its own RuntimeError for names, the hub's and the network's for weights
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(
-            f"open_clip cannot load {name}{f' with weights {weights}' if weights else ''}: {first[:200]}",
-            "See open_clip.list_pretrained() for names and weights.",
-        ) from error
+        which = f"{name}{f' with weights {weights}' if weights else ''}"
+        remedy = "See open_clip.list_pretrained() for names and weights."
+        raise cannot_load("open_clip model", which, error, remedy) from error
     side = clip.visual.image_size
     mean, std = (
         getattr(clip.visual, key, None) or usual for key, usual in (("image_mean", CLIP_MEAN), ("image_std", CLIP_STD))

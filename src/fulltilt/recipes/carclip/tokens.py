@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fulltilt.recipes import pretrained
+from fulltilt.recipes.run_folder import refuse_foreign, written_by_library
 from fulltilt.train.distributed import detect
 
 START, END = "<|startoftext|>", "<|endoftext|>"
@@ -41,20 +42,18 @@ def trained_on(captions: Sequence[str]) -> Any:
 def kept_or_trained(home: Path, others: Sequence[Path], captions: Sequence[str]) -> Any:
     """The tokenizer in the first of ``others`` that has one; otherwise a new one, which is left in ``home``.
 
-    A run that goes on, perhaps with more pictures, must read its captions as before.
+    A run that goes on, perhaps with more pictures, must read its captions as before. Raises ForeignFiles, DataError.
     """
     from transformers import PreTrainedTokenizerFast
 
+    refuse_foreign(home)
     for folder in others:
         if (folder / "tokenizer.json").is_file():
-            return PreTrainedTokenizerFast.from_pretrained(str(folder))
+            return pretrained.load("tokenizer", str(folder), PreTrainedTokenizerFast.from_pretrained, "Use --fresh.")
     made = trained_on(captions)
     if detect().rank == 0:
-        aside = home.with_name(f".{home.name}.making")
-        for folder in (aside, home):
-            shutil.rmtree(folder, ignore_errors=True)
-        made.save_pretrained(str(aside))
-        aside.rename(home)
+        with written_by_library(home) as private:
+            made.save_pretrained(str(private))
     return made
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fulltilt.errors import UsageError
-from fulltilt.recipes.models import only_kept_files
+from fulltilt.recipes.pretrained import only_kept_files
 from fulltilt.train.foreign import compare, read_weights
 
 # The decoder works from stride 4 down: finer maps cost most of the time and tell little.

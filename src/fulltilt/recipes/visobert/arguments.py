@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fulltilt.errors import UsageError
-from fulltilt.recipes.models import refuse_unavailable
+from fulltilt.recipes.pretrained import refuse_unavailable
 from fulltilt.recipes.recipe import Request
+from fulltilt.recipes.run_folder import refuse_to_replace
 from fulltilt.train import precision
 from fulltilt.train.distributed import Ranks, detect, device_of, part_of
 from fulltilt.train.settings import TrainSettings
@@ -56,6 +57,7 @@ def check_arguments(request: Request) -> None:
         )
     if options.model is not None:
         refuse_unavailable(options.model, GIVE)
+        refuse_to_replace(options.model, request.out)
     training_args = transformers.training_args
     _known("optim", options.optim, (name.value for name in training_args.OptimizerNames))
     _known("lr_scheduler_type", options.lr_scheduler_type, (name.value for name in transformers.SchedulerType))

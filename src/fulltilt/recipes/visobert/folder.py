@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fulltilt.errors import UsageError
 from fulltilt.recipes.recipe import Request
+from fulltilt.recipes.run_folder import claim, refuse_foreign, remove_private
 from fulltilt.train import checkpoint, find, tensorfile
 from fulltilt.train.foreign import compare
 from fulltilt.train.lock import FolderLock
@@ -19,22 +19,22 @@ from fulltilt.train.resume import set_aside
 
 STATE_FILE = "trainer_state.json"  # Hugging Face's own
 OPTIMIZER_FILE = "optim.json"  # which optimizer the state is of, after how many steps, and the settings of that run
-RESUMING = ".resuming-"  # a checkpoint as this run takes it; see regrouping.py
 LOSSES_FILE = "losses.json"  # of the epoch so far, whose mean is told at its end
 
 
 def take_folder(request: Request, root: Path, screen: Screen, cleanup: contextlib.ExitStack) -> None:
     """Make the run folder ours, and clear away what is not to be gone on with. Raises UsageError, MachineError."""
+    folder = claim(request.out)
+    for name in ("tokenizer", "model"):
+        refuse_foreign(request.out / name)
+    folder.make(root)
     checkpoint.prepare(root)
     lock = FolderLock(request.out)
     cleanup.callback(lock.release)
+    remove_private(folder, f"{root.name}/.partial-*")
     checkpoint.sweep(root)
-    for left in request.out.glob(f"{RESUMING}*"):
-        shutil.rmtree(left, ignore_errors=True)
-    if request.fresh:
-        shutil.rmtree(request.out / "tokenizer", ignore_errors=True)
-        if (aside := set_aside(root)) is not None:
-            screen.say(f"The checkpoints of the run before are now in {aside}")
+    if request.fresh and (aside := set_aside(root)) is not None:
+        screen.say(f"The checkpoints of the run before are now in {aside}")
 
 
 def starting_point(request: Request, root: Path, screen: Screen) -> Path | None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fulltilt.errors import UsageError
-from fulltilt.recipes.models import only_kept_files
+from fulltilt.recipes import pretrained
+from fulltilt.recipes.run_folder import written_by_library
 from fulltilt.recipes.visobert.arguments import GIVE, require_transformers
 
 if TYPE_CHECKING:
@@ -20,19 +18,23 @@ _HEAD_WIDTH = 32
 _SPECIAL = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 
 
-def load_tokenizer(options: Options, texts: Sequence[str], kept: Path) -> Any:
-    """The model's tokenizer. A made one is trained on ``texts`` and kept in ``kept``, so that a resume has the same."""
+def load_tokenizer(options: Options, kept: Path) -> Any:
+    """The tokenizer of the model, or the one that ``keep_tokenizer`` has left in ``kept``."""
     transformers = require_transformers()
     if options.model is not None:
-        return _loaded("tokenizer", options.model, transformers.AutoTokenizer.from_pretrained)
-    if not (kept / "tokenizer.json").exists():
-        making = kept.with_name(f".{kept.name}-{os.getpid()}")
-        _trained(texts, options.vocab_size, options.max_length).save_pretrained(making)
-        try:
-            making.rename(kept)
-        except OSError:  # another rank was first, with the same tokenizer
-            shutil.rmtree(making)
-    return transformers.PreTrainedTokenizerFast.from_pretrained(kept)
+        return pretrained.load("tokenizer", options.model, transformers.AutoTokenizer.from_pretrained, GIVE)
+    return pretrained.load("tokenizer", str(kept), transformers.PreTrainedTokenizerFast.from_pretrained, GIVE)
+
+
+def keep_tokenizer(options: Options, texts: Sequence[str], kept: Path, *, fresh: bool) -> None:
+    """Train the tokenizer of a model without one on ``texts`` and leave it in ``kept``, so that a resume has the same.
+
+    Called by one rank. Raises ForeignFiles.
+    """
+    if options.model is not None or ((kept / "tokenizer.json").exists() and not fresh):
+        return
+    with written_by_library(kept) as private:
+        _trained(texts, options.vocab_size, options.max_length).save_pretrained(private)
 
 
 def load_model(options: Options, tokenizer: Any, classes: Sequence[str]) -> Any:
@@ -43,7 +45,8 @@ def load_model(options: Options, tokenizer: Any, classes: Sequence[str]) -> Any:
     if options.model is not None:
         make = transformers.AutoModelForSequenceClassification.from_pretrained
         # A head for other classes is replaced: that is what fine-tuning is for.
-        return _loaded("model", options.model, make, num_labels=len(classes), ignore_mismatched_sizes=True, **labels)
+        how = {"num_labels": len(classes), "ignore_mismatched_sizes": True, **labels}
+        return pretrained.load("model", options.model, make, GIVE, **how)
     config = transformers.XLMRobertaConfig(
         vocab_size=len(tokenizer),
         hidden_size=options.hidden_size,
@@ -59,14 +62,6 @@ def load_model(options: Options, tokenizer: Any, classes: Sequence[str]) -> Any:
         **labels,
     )
     return transformers.XLMRobertaForSequenceClassification(config)
-
-
-def _loaded(what: str, name: str, load: Any, **how: Any) -> Any:
-    try:
-        return load(name, local_files_only=only_kept_files(name, GIVE), **how)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"the {what} of {name!r} cannot be loaded: {first[:200]}", GIVE) from error
 
 
 def _trained(texts: Sequence[str], vocab_size: int, max_length: int) -> Any:

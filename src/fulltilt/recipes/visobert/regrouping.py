@@ -7,7 +7,7 @@ the steps that were made: a run that is half done would be nearly finished, or h
 from __future__ import annotations
 
 import json
-import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,11 +26,10 @@ def position_in(folder: Path, per_epoch: int) -> int:
 
 
 @contextmanager
-def regrouped(folder: Path, into: Path, position: int, per_epoch: int) -> Iterator[Path]:
+def regrouped(folder: Path, position: int, per_epoch: int) -> Iterator[Path]:
     """The checkpoint for the Trainer to go on from, at step ``position``; the files themselves stay where they are."""
-    shutil.rmtree(into, ignore_errors=True)
-    into.mkdir()
-    try:
+    with tempfile.TemporaryDirectory(prefix="fulltilt-resume-") as private:
+        into = Path(private)
         for path in folder.iterdir():
             if path.name != STATE_FILE:
                 (into / path.name).symlink_to(path.resolve())
@@ -41,8 +40,6 @@ def regrouped(folder: Path, into: Path, position: int, per_epoch: int) -> Iterat
         told = state | {"global_step": position, "log_history": history}
         (into / STATE_FILE).write_text(json.dumps(told, indent=2) + "\n")
         yield into
-    finally:
-        shutil.rmtree(into, ignore_errors=True)
 
 
 def set_schedule(scheduler: Any, groups: list[dict[str, Any]], position: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,12 +13,14 @@ import torch
 from torch.nn import functional
 from transformers import Trainer
 
+from fulltilt.recipes.run_folder import remove_private
 from fulltilt.recipes.visobert import masks, structure
 from fulltilt.recipes.visobert.arguments import optimizer_name
 from fulltilt.recipes.visobert.batches import BucketSampler, ResidentTexts, loader, sorted_batches
 from fulltilt.recipes.visobert.disk import expected_bytes, refusals_told
 from fulltilt.recipes.visobert.folder import LOSSES_FILE, OPTIMIZER_FILE
 from fulltilt.recipes.visobert.regrouping import set_schedule
+from fulltilt.store import OwnedFolder
 from fulltilt.train import checkpoint
 from fulltilt.train.keep import KeepPolicy
 from fulltilt.train.replaying import Replaying
@@ -160,6 +161,7 @@ class TextTrainer(Trainer):  # type: ignore[misc]
                     told = {"optim": optimizer_name(self.args), "steps": step, "settings": kept}
                     (made / OPTIMIZER_FILE).write_text(json.dumps(told) + "\n")
                     (made / LOSSES_FILE).write_text(json.dumps(losses) + "\n")
+                OwnedFolder(self.root.parent).record_tree(made)
                 checkpoint.adopt(self.root, made, step, int(self.state.epoch), self._metric())
                 checkpoint.delete_old(self.root, self.policy)
             self._barrier()
@@ -185,12 +187,16 @@ class TextTrainer(Trainer):  # type: ignore[misc]
     def _partial(self, step: int) -> Iterator[Path]:
         # One name for all ranks, which write their random states into the same folder.
         self._writing_to = partial = self.root / f".partial-{checkpoint.folder_name(step)}"
+        folder = OwnedFolder(self.root.parent)
+        if self.is_world_process_zero():
+            folder.make(partial)
+        self._barrier()
         try:
             yield partial
         finally:
             self._writing_to = None
             if self.is_world_process_zero():
-                shutil.rmtree(partial, ignore_errors=True)
+                remove_private(folder, f"{self.root.name}/{partial.name}")
 
     def _metric(self) -> float | None:
         """What the checkpoint is rated by: the evaluation of this very step, if there was one."""

@@ -19,6 +19,7 @@ from fulltilt.errors import RunFolderError, StoppedEarly
 from fulltilt.feed.text import Batching, Tokens, tokenise
 from fulltilt.integrations.huggingface import FulltiltCallback, asked_of
 from fulltilt.recipes.recipe import Request
+from fulltilt.recipes.run_folder import written_by_library
 from fulltilt.recipes.visobert import Options
 from fulltilt.recipes.visobert.arguments import optimizer_name, per_rank, total_steps, training_arguments, try_optimizer
 from fulltilt.recipes.visobert.batches import WIDTH_MULTIPLE, BucketSampler, TokenisedTexts, resident
@@ -26,7 +27,6 @@ from fulltilt.recipes.visobert.callbacks import EvaluateEvery, Figures, StopAndS
 from fulltilt.recipes.visobert.disk import expected_bytes, refusals_told
 from fulltilt.recipes.visobert.ending import does_not_fit, holds_code, last_metrics
 from fulltilt.recipes.visobert.folder import (
-    RESUMING,
     STATE_FILE,
     best,
     losses_of,
@@ -38,7 +38,7 @@ from fulltilt.recipes.visobert.folder import (
     take_folder,
 )
 from fulltilt.recipes.visobert.metrics import classification
-from fulltilt.recipes.visobert.model import load_model, load_tokenizer
+from fulltilt.recipes.visobert.model import keep_tokenizer, load_model, load_tokenizer
 from fulltilt.recipes.visobert.regrouping import DECISIVE, position_in, regrouped
 from fulltilt.recipes.visobert.texts import Split, Texts, read_texts
 from fulltilt.recipes.visobert.trainer import ClassLoss, TextTrainer
@@ -71,6 +71,9 @@ def run(request: Request) -> Mapping[str, float]:
         group.barrier()
         begin = starting_point(request, root, screen)
         texts = read_texts(request.data, request.options, settings.seed)
+        if group.first:
+            keep_tokenizer(request.options, texts.train.texts, request.out / "tokenizer", fresh=request.fresh)
+        group.barrier()
         rng.seed_everything(settings.seed)
         made = Fitting(request, texts, screen, stop)
         if begin is not None:
@@ -94,7 +97,7 @@ class Fitting:
         settings, ranks = request.settings, detect()
         self.root = request.out / "checkpoints"
         device = device_of(settings.device, ranks.local_rank)
-        self.tokenizer = load_tokenizer(self.options, texts.train.texts, request.out / "tokenizer")
+        self.tokenizer = load_tokenizer(self.options, request.out / "tokenizer")
         train, validation = (self._tokens(split) for split in (texts.train, texts.validation))
         size = per_rank(settings.batch_size, ranks)
         self.sampler: BucketSampler | None = None
@@ -173,8 +176,7 @@ class Fitting:
     def _as_the_trainer_takes_it(self, begin: Path | None) -> contextlib.AbstractContextManager[Path | None]:
         if begin is None or self.position == steps_of(begin):
             return contextlib.nullcontext(begin)
-        into = self.request.out / f"{RESUMING}{detect().rank}"
-        return regrouped(begin, into, self.position, self.per_epoch)
+        return regrouped(begin, self.position, self.per_epoch)
 
     def kept_metrics(self, begin: Path) -> Mapping[str, float]:
         """The metrics of a run that is already done."""
@@ -271,15 +273,12 @@ class Fitting:
         """Leave the model and its tokenizer in ``OUT/model``, complete or not at all."""
         if not self.trainer.is_world_process_zero():
             return
-        final, making = self.request.out / "model", self.request.out / "model.new"
-        shutil.rmtree(making, ignore_errors=True)
+        final = self.request.out / "model"
         chosen = best(self.root, self.request.settings.monitor_mode) if self.options.load_best_model_at_end else None
-        with refusals_told(making, expected_bytes(self.trainer.model)):
-            self.trainer.save_model(str(making))
+        with refusals_told(final, expected_bytes(self.trainer.model)), written_by_library(final) as private:
+            self.trainer.save_model(str(private))
             for weights in chosen.glob("model*.safetensors*") if chosen is not None else ():
-                shutil.copyfile(weights, making / weights.name)
-            shutil.rmtree(final, ignore_errors=True)
-            making.rename(final)
+                shutil.copyfile(weights, private / weights.name)
         self.screen.say(f"The {'best' if chosen else 'last'} model is in {final}")
 
 

@@ -1,10 +1,15 @@
-"""How a model is named: a folder, or a name on the hub, which must answer or have been asked before."""
+"""Models that others have trained: named as a folder or on the hub, and loaded without running code of theirs."""
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from fulltilt.errors import UsageError
+from fulltilt.errors import DataError, FulltiltError, UsageError
+from fulltilt.train.foreign import reason
+from fulltilt.train.step import is_out_of_memory
 
 
 def refuse_unavailable(model: str, instead: str) -> None:
@@ -46,3 +51,34 @@ def only_kept_files(name: str, instead: str) -> bool:
             f"{name} is not on this machine, and {constants.ENDPOINT} does not answer: {told[:160]}", instead
         ) from error
     return False
+
+
+def load(what: str, name: str, loader: Callable[..., Any], instead: str, **how: Any) -> Any:
+    """What ``loader`` (a ``from_pretrained``) gives for a folder or hub name.
+
+    Raises DataError for a folder that holds something else or damaged files, UsageError for a name that has none.
+    """
+    try:
+        return loader(name, local_files_only=only_kept_files(name, instead), trust_remote_code=False, **how)
+    except Exception as error:  # the hub, the network and damaged files have exceptions of their own each
+        raise cannot_load(what, name, error, instead) from error
+
+
+def cannot_load(what: str, name: str, error: Exception, instead: str) -> Exception:
+    """The error for a model or tokenizer that a library refuses, in our words: theirs advise to trust the file."""
+    if isinstance(error, FulltiltError) or is_out_of_memory(error):
+        return error
+    told = str(error)
+    if isinstance(error, pickle.UnpicklingError) or "weights_only" in told:
+        return DataError(
+            f"the {what} of {name} is refused: it holds more than weights, and loading it could run code"
+            f" ({reason(error)})",
+            "Save its weights with safetensors.",
+        )
+    if "trust_remote_code" in told:
+        return DataError(f"the {what} of {name} is refused: it needs code of its own, which is not run", instead)
+    first = (told.strip().splitlines() or [type(error).__name__])[0]
+    # A folder of another kind, or no folder, is a wrong flag; a model's or tokenizer's own folder is damaged.
+    damaged = any(Path(name, file).is_file() for file in ("config.json", "tokenizer.json"))
+    kind = DataError if damaged else UsageError
+    return kind(f"the {what} of {name} cannot be loaded: {first[:200]}", instead)

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import FileMetadataError
 
 from fulltilt.errors import UsageError
-from fulltilt.recipes import find, models, options
+from fulltilt.recipes import find, options, pretrained
 
 NAMED = {
     "cod": {"weights": "pretrained", "backbone": "test_resnet"},
@@ -50,8 +50,8 @@ def test_what_was_fetched_before_is_used_without_the_hub(asked: list[str], tmp_p
     kept = tmp_path / "hub" / "models--uitnlp--visobert" / "snapshots" / "abc"
     kept.mkdir(parents=True)
     (kept / "config.json").write_text("{}")
-    assert models.only_kept_files("uitnlp/visobert", "Give a folder.")
-    assert not models.only_kept_files(str(kept), "Give a folder."), "a folder needs no hub"
+    assert pretrained.only_kept_files("uitnlp/visobert", "Give a folder.")
+    assert not pretrained.only_kept_files(str(kept), "Give a folder."), "a folder needs no hub"
     assert len(asked) == 1
 
 
@@ -60,5 +60,5 @@ def test_an_answer_of_any_kind_is_left_to_the_hubs_library(monkeypatch: pytest.M
         raise FileMetadataError("no commit")
 
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", strange)
-    assert not models.only_kept_files("uitnlp/visobert", "Give a folder.")
-    assert not models.only_kept_files("no such/name", "Give a folder.")
+    assert not pretrained.only_kept_files("uitnlp/visobert", "Give a folder.")
+    assert not pretrained.only_kept_files("no such/name", "Give a folder.")

@@ -1,0 +1,150 @@
+"""The folder of a training: claimed before anything is written, with the options of the last run in it.
+
+    recipe.json     recipe, data and options: a run that goes on says what is different now
+    loading.json    how it was told to load its data: what a study found holds on without being said again
+
+Libraries that write folders of their own (models, tokenizers) get a private one, which then takes its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fulltilt import store
+from fulltilt.errors import ForeignFiles, FulltiltError, UsageError
+from fulltilt.recipes.recipe import Recipe, Request
+from fulltilt.store.writing import TRAINING
+from fulltilt.train import config
+from fulltilt.train.settings import TrainSettings
+
+RECIPE_FILE = "recipe.json"
+LOADING_FILE = "loading.json"
+# Settings that leave the training itself unchanged. What is said anew wins, in a flag or in a config.
+LOADING = ("workers", "prefetch", "residency")
+_ANOTHER_OUT = "Choose another folder with --out."
+
+
+def claim(out: Path) -> store.OwnedFolder:
+    """The folder of a training, made or taken over. Raises ForeignFiles, UsageError, MachineError."""
+    return store.OwnedFolder.claim(out, TRAINING)
+
+
+def refuse_other_recipe(recipe: Recipe, request: Request) -> None:
+    """Raise UsageError for the folder of another recipe, unless it is to begin anew."""
+    other = _read(request.out, RECIPE_FILE).get("recipe", recipe.name)
+    if other != recipe.name and not request.fresh:
+        raise UsageError(f"{request.out} holds a run of the recipe {other}", f"{_ANOTHER_OUT[:-1]}, or use --fresh.")
+
+
+# --------------------------------------------------------------------------- the last run's options
+
+
+def loading_of_last_run(out: Path) -> dict[str, Any]:
+    """How the run in ``out`` was told to load; nothing when there is none, or its file is not what we wrote."""
+    found = _read(out, LOADING_FILE)
+    said = {name: found[name] for name in LOADING if name in found}
+    try:
+        config.parse(said, TrainSettings)
+    except (TypeError, UsageError):
+        return {}
+    return said
+
+
+def keep_loading(out: Path, said: Mapping[str, Any]) -> None:
+    """Write down how a run was told to load. A disk that refuses is told elsewhere."""
+    with contextlib.suppress(OSError, FulltiltError):
+        if said or _read(out, LOADING_FILE):
+            store.write_json(out / LOADING_FILE, dict(said))
+
+
+def keep_options(recipe: Recipe, request: Request) -> list[str]:
+    """Write down the recipe's options; a line when they were others before and the run goes on.
+
+    The engine says the same of its own settings. Raises ForeignFiles, MachineError.
+    """
+    now = {"recipe": recipe.name, "data": str(request.data), **asdict(request.options)}
+    before = _read(request.out, RECIPE_FILE)
+    store.write_json(request.out / RECIPE_FILE, now)
+    changed = [f"{name} {before[name]} → {now[name]}" for name in now if name in before and before[name] != now[name]]
+    return [f"Changed since the last run: {', '.join(changed)}"] if changed and not request.fresh else []
+
+
+@contextlib.contextmanager
+def restored_when_refused(out: Path) -> Iterator[None]:
+    """Put back the options of the last run when this one is refused: it has changed nothing in ``out``."""
+    folder = store.OwnedFolder(out)
+    before = {name: (out / name).read_bytes() for name in (RECIPE_FILE, LOADING_FILE) if folder.owns(name)}
+    try:
+        yield
+    except UsageError:
+        with contextlib.suppress(OSError, FulltiltError):  # the refusal is what is to be told
+            for name in (RECIPE_FILE, LOADING_FILE):
+                if name not in before:
+                    folder.remove(name)
+                elif before[name] != (out / name).read_bytes():
+                    folder.write(name, before[name])
+        raise
+
+
+def _read(out: Path, name: str) -> dict[str, Any]:
+    try:
+        if not store.OwnedFolder(out).owns(name):
+            return {}
+        found = json.loads((out / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+# --------------------------------------------------------------------------- folders that a library writes
+
+
+@contextlib.contextmanager
+def written_by_library(target: Path) -> Iterator[Path]:
+    """A new private folder for a library to write into, which takes the place of ``target`` when all is written.
+
+    Raises ForeignFiles where anything in ``target`` is not Fulltilt's own.
+    """
+    folder = claim(target.parent)
+    refuse_foreign(target)
+    remove_private(folder, f".{target.name}.*.tmp")  # of a run that was killed
+    private, before = folder.make(folder.temporary(target)), folder.temporary(target)
+    try:
+        yield private
+        folder.record_tree(private)
+        refuse_foreign(target)
+        if target.exists():
+            folder.move(target, before)
+        folder.move(private, target)
+    finally:
+        remove_private(folder, private.name)
+        folder.remove(before)
+
+
+def remove_private(folder: store.OwnedFolder, pattern: str) -> None:
+    """Remove folders that Fulltilt has made for a library alone, with whatever it wrote there before it was ended."""
+    for private in folder.path.glob(pattern):
+        if folder.owns(private):
+            folder.record_tree(private)
+            folder.remove(private)
+
+
+def refuse_foreign(target: Path) -> None:
+    """Raise ForeignFiles unless ``target``, an entry of a training's folder, is free or ours with all that is in it."""
+    folder = store.OwnedFolder(target.parent)
+    folder.check(target)
+    foreign = [path for path in sorted(target.rglob("*")) if not folder.owns(path)]
+    if foreign:
+        raise ForeignFiles(f"{foreign[0]} was not written by Fulltilt and is left as it is", "Move it elsewhere.")
+
+
+def refuse_to_replace(model: str, out: Path) -> None:
+    """Raise UsageError for a model to begin with that lies where the trained one will."""
+    given, place = Path(model).resolve(), (out / "model").resolve()
+    if given.is_dir() and place in (given, *given.parents):
+        raise UsageError(f"--model {model} is where this run would put its own model", _ANOTHER_OUT)
