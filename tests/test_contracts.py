@@ -124,7 +124,7 @@ FLAGS = {
     "check": {"--data", "--workers", "--prefetch", "--batch-bytes", "--json", "--help"},
     "watch": {"--interval", "--once", "--out", "--help"},
     "run": {"--out", "--deep", "--settings", "--auto", "-m", "--help"},
-    "tune": {"--budget", "--allow", "--apply", "--out", "--trial-limit", "-m", "--help"},
+    "tune": {"--budget", "--allow", "--apply", "--out", "--trial-limit", "--in-place", "-m", "--help"},
     "plan": {"--target", "--gpu", "--json", "--help"},
     "train": {"--help"},  # the rest depends on the recipe: tests/recipes/test_options.py
     "report": {"--json", "--html", "--no-page", "--width", "--help"},

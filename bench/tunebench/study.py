@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,10 +12,10 @@ import torch
 
 from fulltilt.probes.host import cpu_capacity
 from fulltilt.records import Settings, Trial
-from fulltilt.tuning.interval import Patience
-from fulltilt.tuning.space import Space, rid_of_none
+from fulltilt.tuning.space import Space, is_valid, rid_of_none, start_of
 from fulltilt.tuning.study import Study
-from fulltilt.tuning.trials import is_valid, start_of
+from fulltilt.tuning.trial.isolation import choose
+from fulltilt.tuning.trial.throughput import Patience
 from fulltilt.tuning.verify import winner
 from tunebench.figures import Figures
 from tunebench.job import Job
@@ -45,13 +44,17 @@ def measure(
     point_s = 1.5 if small else POINT_S
     quick = Patience(wanted_error=0.2, least_blocks=3, least_s=0.3, most_s=1.0, block_s=0.1)
     command = [str(JOB), job.name, str(folder / "pictures"), *(["--small"] if small else [])]
-    (folder / "study").mkdir()
+    isolation, reasons = choose()
+    if isolation is None:
+        figures.note(job.name, study_failed="; ".join(reasons))
+        return
     began_s = time.monotonic()
     study = Study(
         command,
         [sys.executable, *command],
         folder / "study",
         Space(cpu_capacity().usable),
+        isolation,
         None,
         lambda text: print(text, flush=True),
         quick if small else None,
@@ -83,18 +86,8 @@ def measure(
         study_over_best=sum(ours for ours, _ in turns) / sum(theirs for _, theirs in turns),
         study_trial_s=trial_s,
         grid_points=points,
-        study_time_of_forked_grid=study_s / (points * trial_s),
+        study_time_of_grid=study_s / (points * trial_s),
     )
-    started_s = _start_s()
-    figures.note(job.name, script_start_s=started_s, study_time_of_grid=study_s / (points * (trial_s + started_s)))
-
-
-def _start_s() -> float:
-    """What the script needs before its first loader when it is started anew: imports, mostly."""
-    began_s = time.monotonic()
-    code = "import sys, torch, torchvision, transformers, timm; sys.path[:0] = [sys.argv[1]]; import feedbench.images"
-    subprocess.run([sys.executable, "-c", code, str(JOB.parents[1])], check=False, capture_output=True)
-    return time.monotonic() - began_s
 
 
 def _note(figures: Figures, job: Job, number: int, trial: Trial) -> None:

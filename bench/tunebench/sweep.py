@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from fulltilt.tuning.ready import ready_batches
+from fulltilt.tuning.trial.throughput import ready_batches
 from tunebench.figures import Figures
 from tunebench.job import Job
 

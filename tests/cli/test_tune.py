@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fulltilt.cli.tune import named_in_full, refuse_unguarded
+from fulltilt.cli.tune import named_in_full, refuse_unmeasured
 from fulltilt.errors import UsageError
 
 
@@ -40,9 +40,9 @@ def test_what_a_recipe_refuses_is_told_and_its_folder_has_its_name(tmp_path: Pat
 
 
 @pytest.mark.parametrize("flags", [["-I"], ["-E"], ["-u", "-S"], ["-OE"]])
-def test_a_python_that_shuts_the_guards_out_is_refused(flags: list[str]) -> None:
+def test_a_python_that_shuts_out_what_measures_is_refused(flags: list[str]) -> None:
     with pytest.raises(UsageError, match=f"python {flags[-1]}"):
-        refuse_unguarded(["/usr/bin/python3.11", *flags, "train.py"])
+        refuse_unmeasured(["/usr/bin/python3.11", *flags, "train.py"])
 
 
 @pytest.mark.parametrize(
@@ -50,4 +50,4 @@ def test_a_python_that_shuts_the_guards_out_is_refused(flags: list[str]) -> None
     [["python", "train.py", "-I"], ["python", "-u", "-m", "E.S"], ["python", "-XEIS", "t.py"], ["bash", "-E", "t.sh"]],
 )
 def test_other_flags_are_left_alone(command: list[str]) -> None:
-    refuse_unguarded(command)
+    refuse_unmeasured(command)

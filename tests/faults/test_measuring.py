@@ -18,10 +18,11 @@ from fulltilt.records import HostReading, Run, Sample, Settings
 from fulltilt.report import page, terminal
 from fulltilt.report.answer import to_plain
 from fulltilt.testing import FakeClock, FakeNvml, shared_gpu, throttled_gpu, two_t4s
-from fulltilt.tuning.assignment import Answer
-from fulltilt.tuning.interval import Block
-from fulltilt.tuning.outcome import Attempt, conclude
-from fulltilt.tuning.trial_run import Ended
+from fulltilt.tuning.space import Attempt
+from fulltilt.tuning.trial.assignment import Answer
+from fulltilt.tuning.trial.launch import Ended
+from fulltilt.tuning.trial.outcome import conclude
+from fulltilt.tuning.trial.throughput import Block
 from tests.diagnosis.examples import rank, run_of
 
 
@@ -60,7 +61,7 @@ def test_row_23_the_measurement_is_marked_invalid_wherever_it_is_shown(trouble: 
 
 @pytest.mark.parametrize("trouble", TROUBLED)
 def test_row_23_the_tuner_drops_the_trial(trouble: str) -> None:
-    """Seen to fail: with `_throttled` of tuning/outcome.py returning None the trial is ok."""
+    """Seen to fail: with `_throttled` of tuning/trial/outcome.py returning None the trial is ok."""
     machine, because = TROUBLED[trouble]
     blocks = tuple(Block(steps=10, samples=320, seconds=1.0, wait_s=0.1) for _ in range(8))
     measured = Answer(blocks, steps=80, losses=(1.0,) * 80, world_size=1, complete=True)

@@ -1,4 +1,4 @@
-"""A study on a GPU: trials forked before the GPU is touched, VRAM over the batch. Under two minutes."""
+"""A study on a GPU: trials in their own namespaces, VRAM over the batch. Under two minutes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 from fulltilt.recorder.launch import job_command
 from fulltilt.records import Trial
-from fulltilt.tuning.interval import Patience
-from fulltilt.tuning.memory import vram_line
-from fulltilt.tuning.space import Space
+from fulltilt.tuning.memory_line import vram_line
+from fulltilt.tuning.space import Space, is_valid
 from fulltilt.tuning.study import Study
-from fulltilt.tuning.trials import is_valid
+from fulltilt.tuning.trial.isolation import choose
+from fulltilt.tuning.trial.throughput import Patience
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -43,22 +43,22 @@ for inputs, labels in DataLoader(Rows(), batch_size=256, shuffle=True, num_worke
 """
 
 
-def test_trials_fork_before_the_gpu_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_on_a_gpu_are_measured_in_isolation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "study").mkdir()
-    said: list[str] = []
+    isolation, reasons = choose()
+    assert isolation is not None, reasons
     quick = Patience(wanted_error=0.1, least_blocks=3, least_s=0.5, most_s=2.0)
     space = Space(4, frozenset({"batch", "precision"}))
-    study = Study(["train.py"], job_command(["train.py"]), tmp_path / "study", space, 60.0, said.append, quick)
+    study = Study(["train.py"], job_command(["train.py"]), tmp_path / "study", space, isolation, 60.0, patience=quick)
     try:
         study.run(
-            90.0, lambda *_: None, lambda trial: print(trial.settings, trial.state, trial.samples_per_s, trial.note)
+            180.0, lambda *_: None, lambda trial: print(trial.settings, trial.state, trial.samples_per_s, trial.note)
         )
     finally:
         study.close()
     trials: list[Trial] = study.trials
-    assert said == [], "a fork was not possible"
+    assert isolation.kind == "namespace"
     assert is_valid(trials[0])
     assert trials[0].vram_peak_bytes
     assert trials[0].gpu_util_pct is not None

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from random import Random
 
 from fulltilt.records import Settings, Trial
-from fulltilt.tuning.course import next_step
-from fulltilt.tuning.outcome import Attempt
-from fulltilt.tuning.space import Space
+from fulltilt.tuning.space import Attempt, Space
+from fulltilt.tuning.study import next_step
 
 # Measured on an H200 with 16 CPUs: samples/s over workers (the design's "figures to beat").
 COD = {0: 68.0, 4: 265.0, 8: 480.0, 12: 414.0, 16: 394.0, 24: 424.0, 32: 424.0}

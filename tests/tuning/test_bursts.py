@@ -12,12 +12,20 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from fulltilt.tuning.interval import Block, Patience, is_enough, is_warm, rate_of, wait_share_of
 from fulltilt.tuning.live.limits import DEFAULT
 from fulltilt.tuning.live.window import Arrival, Knobs, Seen, Window
-from fulltilt.tuning.moments import Moment, block_between
-from fulltilt.tuning.pace import Pace
-from fulltilt.tuning.ready import ready_batches
+from fulltilt.tuning.trial.throughput import (
+    Block,
+    BlockTimer,
+    Patience,
+    StepSnapshot,
+    block_between,
+    is_enough,
+    is_warm,
+    rate_of,
+    ready_batches,
+    wait_share_of,
+)
 from tests.tuning.simulated_loader import draws
 
 PREFETCH = 2
@@ -46,7 +54,7 @@ def live_rate(workers: int, make_s: float, busy_s: float, head_start_s: float) -
 
 def study_blocks(workers: int, make_s: float, busy_s: float, first_step_s: float, validates: int = 0) -> list[Block]:
     """What a trial measures. Every ``validates`` steps comes a validation of three seconds."""
-    pace, blocks, wait_s, interruptions = Pace(Patience().block_s), [], 0.0, 0
+    pace, blocks, wait_s, interruptions = BlockTimer(Patience().block_s), [], 0.0, 0
 
     def busy(number: int) -> float:
         return first_step_s if number == 1 else busy_s + (3.0 if validates and number % validates == 0 else 0.0)
@@ -56,7 +64,7 @@ def study_blocks(workers: int, make_s: float, busy_s: float, first_step_s: float
         interruptions += bool(validates) and number % validates == 1
         # A step ends before what comes between two steps.
         ended_s = drawn.at_s + (first_step_s if number == 1 else busy_s)
-        moment = Moment(
+        moment = StepSnapshot(
             *(ended_s, number, number, 64 * number, wait_s, interruptions),
             workers=workers,
             queue_batches=workers * PREFETCH,

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from fulltilt.records import Settings
-from fulltilt.tuning.assignment import TrainingLoader
-from fulltilt.tuning.changes import Changes
+from fulltilt.tuning.trial.apply_settings import AppliedSettings
+from fulltilt.tuning.trial.assignment import TrainingLoader
 
 DATA = TensorDataset(torch.arange(64.0).reshape(32, 2))
 
@@ -35,8 +35,8 @@ def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         torch.autocast_decrement_nesting()
 
 
-def install(settings: Settings, loader: TrainingLoader | None = None) -> Changes:
-    changes = Changes(torch, settings, loader)
+def install(settings: Settings, loader: TrainingLoader | None = None) -> AppliedSettings:
+    changes = AppliedSettings(torch, settings, loader)
     changes.install()
     return changes
 

@@ -11,13 +11,17 @@ from hypothesis import strategies as st
 
 from fulltilt.errors import UsageError
 from fulltilt.records import Settings, Trial
-from fulltilt.tuning.course import next_step, time_limit_s
-from fulltilt.tuning.epoch_changes import changes_data_set
 from fulltilt.tuning.search import next_attempt
-from fulltilt.tuning.solutions import in_words, risk_of
-from fulltilt.tuning.space import ALLOWABLE, Space, is_loader_only, parse_allow
-from fulltilt.tuning.table import nothing_tried_sentence, nothing_worked_sentence, rate_words, verdict_sentence
-from fulltilt.tuning.trials import best_of, knee_of, start_of
+from fulltilt.tuning.solutions import (
+    in_words,
+    nothing_tried_sentence,
+    nothing_worked_sentence,
+    rate_words,
+    risk_of,
+    verdict_sentence,
+)
+from fulltilt.tuning.space import ALLOWABLE, Space, best_of, is_loader_only, knee_of, parse_allow, start_of
+from fulltilt.tuning.study import changes_data_set, next_step, time_limit_s
 from fulltilt.tuning.verify import Comparison, compare, winner
 from tests.tuning.simulated import COD, GIB, Job, study
 

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from fulltilt.records import Settings, Trial
 from fulltilt.tuning import learning_rate
-from fulltilt.tuning.company import Company
-from fulltilt.tuning.drought import Drought
-from fulltilt.tuning.interval import Block, Patience, is_enough, rate_of
-from fulltilt.tuning.losses import compared_steps, is_worse, mean_loss
-from fulltilt.tuning.memory import fit_line, vram_line
+from fulltilt.tuning.memory_line import fit_line, vram_line
+from fulltilt.tuning.trial.measure import LoaderSupply, TrainingLoaders
+from fulltilt.tuning.trial.outcome import compared_steps, is_worse, mean_loss
+from fulltilt.tuning.trial.throughput import Block, Patience, is_enough, rate_of
 
 # --------------------------------------------------------------------------- rates
 
@@ -162,7 +161,7 @@ class Tap:
 def test_a_loader_that_is_drawn_from_beside_the_one_that_trains_does_not_interrupt_it() -> None:
     """zip(labelled, unlabelled): backward() comes after a batch of the second; such a trial never measured anything."""
     labelled, unlabelled, validation = Tap(0), Tap(1, trains=True), Tap(2, batches=7)
-    company = Company()
+    company = TrainingLoaders()
     for step in range(20):
         labelled.batches += 1
         unlabelled.batches += 1
@@ -172,12 +171,12 @@ def test_a_loader_that_is_drawn_from_beside_the_one_that_trains_does_not_interru
 
 
 def test_a_job_that_draws_no_more_batches_is_not_waited_for() -> None:
-    """itertools.cycle keeps the batches of the first pass; validation and slow steps are no drought."""
-    never, cycles, slow = Drought(), Drought(), Drought()
-    assert not any(never.lasts(0.1 * step, step, 0) for step in range(150))
-    assert never.lasts(21.0, 210, 0)
-    assert not any(cycles.lasts(0.01 * step, step, step) for step in range(1000))
-    assert not cycles.lasts(14.0, 1400, 999)
-    assert cycles.lasts(15.5, 1550, 999)
-    assert not cycles.lasts(15.6, 1560, 1000)
-    assert not any(slow.lasts(10.0 * step, step, 7) for step in range(40))
+    """itertools.cycle keeps the batches of the first pass; validation and slow steps do not count."""
+    never, cycles, slow = LoaderSupply(), LoaderSupply(), LoaderSupply()
+    assert not any(never.has_ended(0.1 * step, step, 0) for step in range(150))
+    assert never.has_ended(21.0, 210, 0)
+    assert not any(cycles.has_ended(0.01 * step, step, step) for step in range(1000))
+    assert not cycles.has_ended(14.0, 1400, 999)
+    assert cycles.has_ended(15.5, 1550, 999)
+    assert not cycles.has_ended(15.6, 1560, 1000)
+    assert not any(slow.has_ended(10.0 * step, step, 7) for step in range(40))

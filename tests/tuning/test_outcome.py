@@ -9,10 +9,11 @@ import pytest
 from fulltilt.probes.gpu import Gpus
 from fulltilt.records import Run, Sample, Settings, Trial
 from fulltilt.testing import FakeClock, throttled_gpu
-from fulltilt.tuning.assignment import Answer, TrainingLoader
-from fulltilt.tuning.interval import Block
-from fulltilt.tuning.outcome import Attempt, conclude, last_exception
-from fulltilt.tuning.trial_run import Ended
+from fulltilt.tuning.space import Attempt
+from fulltilt.tuning.trial.assignment import Answer, TrainingLoader
+from fulltilt.tuning.trial.launch import Ended
+from fulltilt.tuning.trial.outcome import conclude, last_exception
+from fulltilt.tuning.trial.throughput import Block
 from tests.diagnosis import examples
 
 ATTEMPT = Attempt(Settings(num_workers=8), "search")

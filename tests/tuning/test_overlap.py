@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from fulltilt.store import create_folder
-from fulltilt.tuning.overlap import Overlap
 from fulltilt.tuning.space import Space
 from fulltilt.tuning.study import Study
+from fulltilt.tuning.trial.isolation import Isolation
+from fulltilt.tuning.trial.measure import OverlappingPasses
 from tests.tuning.live_jobs import Squares
 
 
 def seen(*, peeks: bool, abandons: bool = False, persists: bool = False) -> bool:
-    overlap = Overlap()
+    overlap = OverlappingPasses()
     workers = {"num_workers": 1, "persistent_workers": True} if persists else {}
     loader = DataLoader(Squares(8), batch_size=2, **workers)
 
@@ -48,7 +48,7 @@ def test_only_a_pass_that_goes_on_overlaps() -> None:
 
 def test_a_study_of_overlapping_passes_keeps_no_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    study = Study(["train.py"], ["python", "train.py"], create_folder(tmp_path / "study"), Space(2), None, print)
+    study = Study(["train.py"], ["python", "train.py"], tmp_path / "study", Space(2), Isolation("none"))
     assert study.space.may_persist
     study.record = replace(study.record, passes_overlap=True)
     assert not study.space.may_persist

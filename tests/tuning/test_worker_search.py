@@ -10,10 +10,10 @@ from random import Random
 import pytest
 
 from fulltilt.records import Settings
-from fulltilt.tuning.bracket import Bracket
 from fulltilt.tuning.live.controller import Settle, Situation, decide, pays
 from fulltilt.tuning.live.room import Room
 from fulltilt.tuning.live.window import Knobs, Seen
+from fulltilt.tuning.search import Bracket
 from fulltilt.tuning.space import Space, streams_alone
 from fulltilt.tuning.verify import winner
 from tests.diagnosis.examples import loader

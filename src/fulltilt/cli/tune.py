@@ -2,24 +2,77 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import re
+import shlex
+import signal
 import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TextIO
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from fulltilt import store
 from fulltilt.cli.own_flags import given_to_script, hint
-from fulltilt.errors import UsageError
+from fulltilt.cli.statusbar import StatusBar
+from fulltilt.errors import Diverged, DoesNotFit, FulltiltError, MachineError, UsageError
+from fulltilt.probes.host import cpu_capacity, memory_headroom_bytes
 from fulltilt.recipes import RECIPES
 from fulltilt.recorder.launch import job_command, job_name
+from fulltilt.recorder.overrides import LOADER
+from fulltilt.records import Settings, Trial
+from fulltilt.report.screen import open_console
+from fulltilt.report.wording import seconds
+from fulltilt.store import OwnedFolder
 from fulltilt.train.config import duration_s
+from fulltilt.tuning.learning_rate import CONTRASTIVE_WARNING, looks_contrastive, looks_deeply_supervised
+from fulltilt.tuning.solutions import (
+    OVERLAPPING_PASSES,
+    by_hand,
+    changing_data_set_sentence,
+    in_words,
+    nothing_tried_sentence,
+    nothing_worked_sentence,
+    progress_line,
+    rate_words,
+    show_arithmetic,
+    show_solutions,
+    show_trials,
+    solutions,
+    verdict_sentence,
+    workers_stay_sentence,
+)
+from fulltilt.tuning.source_edit import WriteYourself, apply_change, propose
+from fulltilt.tuning.space import (
+    LOADER_SETTINGS,
+    Attempt,
+    Space,
+    best_of,
+    is_valid,
+    loader_settings,
+    parse_allow,
+    rid_of_none,
+    streams_alone,
+)
+from fulltilt.tuning.study import Study, StudyRecord, next_step
+from fulltilt.tuning.trial.isolation import Isolation, choose
+from fulltilt.tuning.verify import candidates, compare, winner
 
 # Flags that no training script is likely to have; behind the script they are given to it.
-OWN_FLAGS = ("--budget", "--allow", "--apply", "--trial-limit")
+OWN_FLAGS = ("--budget", "--allow", "--apply", "--trial-limit", "--in-place")
+STOPPED_EARLY = 3
+# Of the memory that is free at the beginning: what a trial may hold before it is ended.
+TRIAL_MEMORY = 0.9
+SETTINGS_FILE = "settings.json"
+DIFF_FILE = "change.diff"
 
 
 def register(app: typer.Typer) -> None:
@@ -46,6 +99,9 @@ def tune(
         Path | None, typer.Option(help="Study folder; one that was stopped goes on. [default: fulltilt-runs/<date>-…]")
     ] = None,
     trial_limit: Annotated[str | None, typer.Option(help="Longest time of one trial, such as 60s.")] = None,
+    in_place: Annotated[
+        bool, typer.Option("--in-place", help="Let trials change your files, where nothing can keep them from it.")
+    ] = False,
     module: Annotated[bool, typer.Option("-m", help="Study a module, as python -m runs it.")] = False,
 ) -> None:
     """Try settings of a training job in short trials, verify the best, and say what to write."""
@@ -55,18 +111,20 @@ def tune(
     arguments = named_in_full(arguments)
     # A recipe is of this Fulltilt, wherever the user's PATH leads.
     resolved = job_command(["-m", *arguments] if _is_recipe(arguments) else arguments)
-    refuse_unguarded(resolved)
+    refuse_unmeasured(resolved)
     budget_s = seconds_of("--budget", budget)
     trial_limit_s = None if trial_limit is None else seconds_of("--trial-limit", trial_limit)
-    from fulltilt.tuning.space import parse_allow
-
     allowed = parse_allow(allow)
     for flag in given_to_script(OWN_FLAGS, arguments):
         print(f"fulltilt: {hint('tune', flag)}", file=sys.stderr)
-    folder = store.create_folder(out or _new_folder(_name(arguments)))
-    from fulltilt.cli.studying import conduct
-
-    raise typer.Exit(conduct(arguments, resolved, folder, allowed, budget_s, trial_limit_s, apply))
+    isolation, reasons = choose(in_place)
+    if isolation is None:
+        raise MachineError(
+            f"nothing on this system keeps trials from your files: {'; '.join(reasons)}",
+            "Tune a copy of your folder with --in-place: what the script writes or deletes is real then.",
+        )
+    folder = out or _new_folder(_name(arguments))
+    raise typer.Exit(conduct(arguments, resolved, folder, allowed, isolation, budget_s, trial_limit_s, apply))
 
 
 def named_in_full(arguments: list[str]) -> list[str]:
@@ -76,14 +134,14 @@ def named_in_full(arguments: list[str]) -> list[str]:
     return ["fulltilt", "train", *arguments] if arguments[0] in RECIPES and not is_script else arguments
 
 
-def refuse_unguarded(command: list[str]) -> None:
-    """Raises UsageError for an interpreter that would run a trial without its guards over the user's files."""
+def refuse_unmeasured(command: list[str]) -> None:
+    """Raises UsageError for an interpreter that shuts out what measures a trial."""
     if not Path(command[0]).name.startswith("python"):
         return
     for flag in itertools.takewhile(lambda word: word.startswith("-") and word not in ("-m", "-c"), command[1:]):
         if not flag.startswith("--") and set(flag[1:].partition("X")[0].partition("W")[0]) & set("IES"):
             raise UsageError(
-                f"a trial cannot keep your files from a script that runs with python {flag}",
+                f"a script that runs with python {flag} cannot be measured",
                 "Tune it without that flag: it shuts out what Fulltilt puts around a script.",
             )
 
@@ -107,3 +165,195 @@ def _name(arguments: list[str]) -> str:
 def _new_folder(name: str) -> Path:
     stem = f"{datetime.now():%Y%m%d-%H%M%S}-tune-{re.sub(r'[^A-Za-z0-9._-]+', '-', name)[:60]}"
     return Path("fulltilt-runs") / stem
+
+
+# --------------------------------------------------------------------------- the study as the terminal shows it
+
+
+def conduct(
+    arguments: list[str],
+    command: list[str],
+    folder: Path,
+    allow: frozenset[str],
+    isolation: Isolation,
+    budget_s: float,
+    trial_limit_s: float | None,
+    apply: bool,
+) -> int:
+    """Run a study and print what it found. Returns 0, or 3 when it was stopped early; raises when nothing was found."""
+    space = Space(cpu_capacity().usable, allow, int(TRIAL_MEMORY * memory_headroom_bytes()))
+    screen = Screen(sys.stderr)
+    study = Study(arguments, command, folder, space, isolation, trial_limit_s, screen.say)
+    screen.say(isolation.sentence)
+    if study.trials:
+        trials = "1 trial" if len(study.trials) == 1 else f"{len(study.trials)} trials"
+        screen.say(f"{folder} has {trials} already; the study goes on from there")
+    stopped = False
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _like_ctrl_c)
+    try:
+        with study.folder.locked(f"another study runs in {folder}"):
+            study.run(budget_s, screen.trying, lambda trial: screen.tried(study.trials, trial))
+    except KeyboardInterrupt:
+        stopped = True
+    finally:
+        screen.close()
+        study.close()
+    if stopped or next_step(study.trials, study.space, math.inf) is not None:
+        why = "stopped" if stopped else "the time was over before everything was tried"
+        allowed = ["--allow", ",".join(sorted(allow))] if allow else []
+        allowed += ["--in-place"] if isolation.kind == "none" else []
+        again = shlex.join(["fulltilt", "tune", "--out", str(folder), *allowed, *arguments])
+        kept = "what was learned is kept" if study.trials else "no trial has ended yet"
+        screen.say(f"{why}; {kept}. Go on with: {again}")
+    if stopped and not study.trials:
+        return STOPPED_EARLY
+    end_study(study.record, study.trials, folder, apply, stopped)
+    return STOPPED_EARLY if stopped else 0
+
+
+def _like_ctrl_c(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+class Screen:
+    """One line for each trial that has ended, and a last row for the one that runs."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._bar = StatusBar(stream)
+        self._best: Trial | None = None
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        print(f"fulltilt: {text}", file=self._stream, flush=True)
+
+    def trying(self, attempt: Attempt, wall_s: float) -> None:
+        """A trial runs."""
+        if self._bar.on:
+            best = "" if self._best is None else f" · best so far {rate_words(self._best)} samples/s"
+            what = "the script" if attempt.settings == Settings() else in_words(attempt.settings)
+            # The reason comes last: a narrow terminal cuts it off.
+            self._bar.show(f"fulltilt tune · {what} · {seconds(wall_s)}{best} · {attempt.why}")
+
+    def tried(self, trials: list[Trial], trial: Trial) -> None:
+        """A trial has ended."""
+        self._best = best_of(trials)
+        self.say(progress_line(len(trials), trial, self._best))
+
+    def close(self) -> None:
+        """Give the last row back."""
+        self._bar.close()
+
+
+# --------------------------------------------------------------------------- how it ended
+
+
+def end_study(record: StudyRecord, trials: Sequence[Trial], folder: Path, apply: bool, stopped: bool = False) -> None:
+    """Print what a study found and write its files. Raises when the script as it is could not be measured.
+
+    ``stopped``: by the user, before it was through.
+    """
+    console = open_console(goes_on=True)
+    if trials:
+        show_trials(console, trials)
+        console.print()
+    found = [trial for trial in trials if is_valid(trial)]
+    if not found:
+        raise _nothing_measured(trials, folder)
+    rows = solutions(
+        trials,
+        record.optimizer,
+        record.learning_rate,
+        looks_deeply_supervised(record.command),
+        streams=record.loader is not None and record.loader.iterable,
+    )
+    show_solutions(console, rows)
+    console.print()
+    show_arithmetic(console, rows)
+    if any(trial.settings.accumulation for trial in found) and looks_contrastive(_source(record)):
+        console.print(Text(CONTRASTIVE_WARNING))
+    won = winner(trials)
+    tested = [comparison for candidate in candidates(trials) if (comparison := compare(trials, candidate))]
+    looked_faster = next(iter(candidates(trials)), None)
+    best = won or (tested[0] if tested else None)
+    nothing_else = nothing_tried_sentence(trials, stopped) or nothing_worked_sentence(trials)
+    verdict = nothing_else or verdict_sentence(best, looked_faster, stopped)
+    if streams_alone(record.loader) and (sentence := workers_stay_sentence(trials)) is not None:
+        verdict = sentence if nothing_tried_sentence(trials) else f"{verdict} {sentence}"
+    console.print(Text(verdict))
+    if record.data_set_changes is not None and record.loader is not None:
+        file = (record.loader.where or "").rpartition(":")[0]
+        console.print(Text(changing_data_set_sentence(f"{file}:{record.data_set_changes}")))
+    elif record.passes_overlap:
+        console.print(Text(OVERLAPPING_PASSES))
+    for name in (SETTINGS_FILE, DIFF_FILE):
+        OwnedFolder(folder.absolute()).remove(name)  # of an earlier answer
+    if won is not None:
+        in_force = next(trial.in_force for trial in found if trial.settings == won.candidate)
+        _hand_over(console, record, won.candidate, in_force, folder, apply)
+    elif apply:
+        console.print(Text("--apply: there is no verified change, so nothing was written."))
+
+
+def _hand_over(
+    console: Console, record: StudyRecord, settings: Settings, in_force: Settings, folder: Path, apply: bool
+) -> None:
+    """The winner as a settings file and as a change of the source."""
+    settings_for = {LOADER: record.loader.where} if record.loader is not None and record.loader.where else {}
+    store.write_json(folder / SETTINGS_FILE, {**rid_of_none(loader_settings(in_force)), **settings_for})
+    if record.loader is None or record.loader.made_by != "fulltilt":
+        again = shlex.join(["fulltilt", "run", "--settings", str(folder / SETTINGS_FILE), *record.command])
+        rest = replace(settings, **dict.fromkeys(LOADER_SETTINGS))
+        only = "" if rest == Settings() else f", the loader's part alone, not {in_words(rest)}"
+        console.print(Text(f"Without a change to the script{only}: {again}"), soft_wrap=True)  # to be copied as it is
+    for line in by_hand(settings):
+        console.print(Text(line))
+    with_batch = settings.batch_size is not None
+    change = propose(record.loader, in_force, Path(record.working_folder), record.command, with_batch)
+    if isinstance(change, WriteYourself):
+        console.print(Text(f"No diff: {change.why}. Write: {change.write}"))
+        return
+    if change.new == change.old:
+        console.print(Text(f"{change.path} has these settings already; nothing is left to write."))
+        return
+    store.write_text(folder / DIFF_FILE, change.diff, change.encoding)
+    console.print(Text(change.diff), soft_wrap=True)  # a wrapped line is no diff
+    for remark in change.remarks:
+        console.print(Text(f"Note: {remark}."))
+    files = [str(change.path), str(folder / DIFF_FILE)]
+    if apply:
+        apply_change(change, record.source_sha256)
+        back = shlex.join(["patch", "-R", *files])
+        console.print(Text(f"Written into {change.path}; take it back with: {back}"), soft_wrap=True)
+    else:
+        # Not by --apply: the study would go on, or begin anew, and may write another one.
+        write = shlex.join(["patch", *files])
+        console.print(Text(f"The diff is in {folder / DIFF_FILE}; write it with: {write}"), soft_wrap=True)
+
+
+def _nothing_measured(trials: Sequence[Trial], folder: Path) -> FulltiltError:
+    if not trials:
+        return UsageError("no trial was made", "Give it more time: --budget 10m")
+    last = trials[-1]
+    where = f"Its output is in {folder / (last.folder or '')}/output.txt"
+    what = f"the script as it is could not be measured: {last.note or last.state}"
+    if "EOFError" in (last.note or ""):
+        return UsageError(f"{what}: a trial has no standard input", f"Let the script take it from an argument. {where}")
+    if last.state == "timed_out":
+        return UsageError(what, f"Give it more time with --budget, and with --trial-limit where you set it. {where}")
+    if last.state == "oom":
+        return DoesNotFit(what, f"Try smaller parts of the same batch: --allow batch,accumulation. {where}")
+    if last.state == "diverged":
+        return Diverged(what, where)
+    return UsageError(what, where)
+
+
+def _source(record: StudyRecord) -> str:
+    """The text of the scripts that the command names."""
+    text = ""
+    for argument in record.command:
+        if argument.endswith(".py"):
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                text += (Path(record.working_folder) / argument).read_text(encoding="utf-8")
+    return text

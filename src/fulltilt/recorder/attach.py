@@ -13,7 +13,7 @@ import importlib.machinery
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -30,8 +30,6 @@ DEEP = "FULLTILT_DEEP"
 PACKAGE = "FULLTILT_PACKAGE"
 # Modules of floors above whose ``attach(session)`` is called in each process of the job; names with commas between.
 ALSO = "FULLTILT_ALSO"
-# A module whose ``begin()`` is called as the process starts, before any line of the script.
-FIRST = "FULLTILT_FIRST"
 
 current: Session | None = None
 # The variables of `fulltilt run` as the process began: a script may empty its environment before it imports torch.
@@ -61,17 +59,10 @@ def when_torch_is_imported() -> None:
     """Start a session as soon as this process has imported torch."""
     _told.update((name, value) for name, value in os.environ.items() if name.startswith("FULLTILT_"))
     owners.began_in()  # before the script goes elsewhere
-    if first := os.environ.get(FIRST):
-        importlib.import_module(first).begin()
     if "torch" in sys.modules:
         start(sys.modules["torch"])
     else:
         sys.meta_path.insert(0, _TorchWatcher())
-
-
-def tell(variables: Mapping[str, str]) -> None:
-    """Take these for what the process was told as it began: each fork of a study's process is a trial of its own."""
-    _told.update(variables)
 
 
 def start(torch: ModuleType) -> None:

@@ -1,17 +1,31 @@
-"""The guides' "Solution 1, 2, 3" table, measured: which trials are its rows, what each would change, what it risks."""
+"""The table of measured solutions, what was verified, and every trial: which rows, what each risks, in which words."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from fulltilt.records import Settings, Trial
-from fulltilt.tuning.learning_rate import Scaled, scale
-from fulltilt.tuning.space import is_loader_only
-from fulltilt.tuning.trials import best_of, is_valid, knee_of, rate, start_of
+from fulltilt.report import wording
+from fulltilt.tuning.learning_rate import Scaled, figure, scale
+from fulltilt.tuning.space import WAITS, best_of, is_loader_only, is_valid, knee_of, rate, start_of
+from fulltilt.tuning.verify import Comparison
 
 FULL_VRAM = 0.9
 MOST_SOLUTIONS = 3
+STATES = {
+    "ok": "ok",
+    "oom": "out of memory",
+    "crashed": "crashed",
+    "timed_out": "timed out",
+    "diverged": "diverged",
+    "throttled": "GPU slowed down",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +137,165 @@ def _rate_for(
 def _effective_batch(trial: Trial) -> int | None:
     batch = trial.in_force.batch_size
     return None if batch is None else batch * (trial.in_force.accumulation or 1)
+
+
+# --------------------------------------------------------------------------- on the terminal
+
+
+def show_solutions(console: Console, rows: Sequence[Solution]) -> None:
+    """The guides' table, with measured figures; below it what each row sets and risks."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("")
+    for name in ("workers", "batch", "samples/s", "speed", "GPU", "VRAM\nGiB", "RAM\nGiB", "CPU", "LR"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        trial = row.trial
+        table.add_row(
+            row.name,
+            wording.setting(trial.in_force.num_workers),
+            _batch(trial),
+            rate_words(trial),
+            "1 ×" if row.speedup is None else f"{row.speedup:.2f} ×",
+            wording.percent(trial.gpu_util_pct),
+            _gib(trial.vram_peak_bytes),
+            _gib(trial.ram_peak_bytes),
+            wording.percent(trial.cpu_pct),
+            wording.NOT_MEASURED if row.learning_rate is None else figure(row.learning_rate.rate),
+        )
+    console.print(table)
+    for row in rows:
+        risk = f" Risk {row.risk}." if row.speedup is not None else ""
+        console.print(Text(f"{row.name}: {in_words(row.trial.settings, row.trial.in_force)}.{risk}"))
+
+
+def show_arithmetic(console: Console, rows: Sequence[Solution]) -> None:
+    """How the learning rates came about, where they change."""
+    for row in rows:
+        scaled = row.learning_rate
+        if scaled is not None and "=" in scaled.arithmetic:
+            advice = f"; {scaled.warm_up}" if scaled.warm_up else ""
+            console.print(Text(f"{row.name}: learning rate {scaled.arithmetic}{advice}"))
+
+
+def show_trials(console: Console, trials: Sequence[Trial]) -> None:
+    """Every trial with its state, those that failed too."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("trial", "settings", "state", "samples/s", "waits", "took", ""):
+        table.add_column(name, justify="right" if name in ("trial", "samples/s", "waits", "took") else "left")
+    for number, trial in enumerate(trials, start=1):
+        shown = trial.in_force if is_valid(trial) else None
+        what = "start" if trial.purpose == "start" or trial.settings == Settings() else None
+        mark = " (verifying)" if trial.purpose == "verify" else ""
+        table.add_row(
+            str(number),
+            (what or in_words(trial.settings, shown)) + mark,
+            STATES[trial.state],
+            rate_words(trial) if trial.state in ("ok", "throttled") else wording.NOT_MEASURED,
+            wording.share(trial.data_wait_share),
+            wording.seconds(trial.wall_s),
+            wording.brief(trial.note or "", 70),
+        )
+    console.print(table)
+
+
+def verdict_sentence(comparison: Comparison | None, unverified: Settings | None = None, stopped: bool = False) -> str:
+    """What verification said, in a sentence. ``unverified`` looked faster, but nobody has made sure.
+
+    ``stopped``: by the user, and not because the time was over.
+    """
+    if comparison is None and unverified is not None:
+        why = "the study was stopped before it made sure" if stopped else "no time was left to make sure (--budget)"
+        return f"Not verified: {in_words(unverified)} looked faster, but {why}."
+    if comparison is None and stopped:
+        return "Nothing was found to be faster before the study was stopped; the settings stay."
+    if comparison is None:
+        return "Nothing was found to be faster than the settings as they are; they stay."
+    pairs = "a pair" if comparison.pairs == 1 else f"{comparison.pairs} pairs"
+    spread = f"{comparison.low:.2f} to {comparison.high:.2f}, 95 %, {pairs} measured in turns"
+    if comparison.wins:
+        return f"Verified: {in_words(comparison.candidate)}: {comparison.ratio:.2f} × as fast ({spread})."
+    unsure = "the study was stopped before it was sure" if stopped else "there was no time to be sure"
+    why = "; the settings stay" if comparison.decided else f"; {unsure}, so the settings stay"
+    return f"Not verified: {in_words(comparison.candidate)}: {comparison.ratio:.2f} × ({spread}){why}."
+
+
+def nothing_tried_sentence(trials: Sequence[Trial], stopped: bool = False) -> str | None:
+    """Why no other settings were tried; None when some were."""
+    start = start_of(trials)
+    if start is None or any(trial.purpose == "search" for trial in trials):
+        return None
+    waits = start.data_wait_share or 0.0
+    if waits < WAITS:
+        return f"Nothing else was tried: training waits for data {wording.share(waits)} of its time; the loader stays."
+    if stopped:
+        return "Nothing else was tried: the study was stopped."
+    return "Nothing else was tried: the time was over. Give it more with --budget."
+
+
+def nothing_worked_sentence(trials: Sequence[Trial]) -> str | None:
+    """That all other settings failed, and the last reason; None when some were measured, or none were tried."""
+    searched = [trial for trial in trials if trial.purpose == "search"]
+    if not searched or any(is_valid(trial) for trial in searched):
+        return None
+    which = "the only trial with others" if len(searched) == 1 else f"each of the {len(searched)} trials with others"
+    last = searched[-1]
+    why = f"{STATES[last.state]}{f': {last.note}' if last.note else ''}"
+    if all(trial.state == "diverged" for trial in searched):
+        return f"Training goes wrong with other settings: {which} did ({why}). The settings stay."
+    return f"No other settings could be measured: {which} failed ({why}). So nothing is known about them."
+
+
+def workers_stay_sentence(trials: Sequence[Trial]) -> str | None:
+    """Why a stream that waits for data got no workers; None where it does not wait."""
+    start = start_of(trials)
+    if start is None or (start.data_wait_share or 0.0) < WAITS:
+        return None
+    return (
+        "Other numbers of workers were not tried: each of them would give every sample of an IterableDataset, unless "
+        "that splits the work by torch.utils.data.get_worker_info(). Where it does, set num_workers=2 and tune again."
+    )
+
+
+def changing_data_set_sentence(where: str) -> str:
+    """Why workers are started anew for each epoch."""
+    return (
+        f"Workers were not kept from epoch to epoch: {where} changes the data set between epochs, and workers that "
+        "live on have it as it was when they started."
+    )
+
+
+OVERLAPPING_PASSES = (
+    "Workers were not kept from epoch to epoch: the script begins a pass over its loader while another goes on, and "
+    "workers that live on would begin anew for both."
+)
+
+
+def progress_line(number: int, trial: Trial, best: Trial | None) -> str:
+    """A trial that has ended, in a line."""
+    shown = trial.in_force if is_valid(trial) else None
+    what = "start" if trial.settings == Settings() else in_words(trial.settings, shown)
+    if not is_valid(trial):
+        return f"trial {number}: {what}: {STATES[trial.state]}{f' ({trial.note})' if trial.note else ''}"
+    lead = " (best so far)" if trial is best else ""
+    return f"trial {number}: {what}: {rate_words(trial)} samples/s{lead}"
+
+
+def rate_words(trial: Trial) -> str:
+    """A rate with half its interval: ``480 ± 9``."""
+    if trial.samples_per_s is None:
+        return wording.NOT_MEASURED
+    low, high = trial.samples_per_s_low, trial.samples_per_s_high
+    if low is None or high is None or math.isinf(high):
+        return wording.number(trial.samples_per_s)
+    return f"{wording.number(trial.samples_per_s)} ± {wording.number((high - low) / 2)}"
+
+
+def _gib(value: int | None) -> str:
+    return wording.NOT_MEASURED if value is None else f"{value / (1 << 30):.1f}"
+
+
+def _batch(trial: Trial) -> str:
+    batch, parts = trial.in_force.batch_size, trial.in_force.accumulation or 1
+    if batch is None:
+        return wording.NOT_MEASURED
+    return str(batch) if parts == 1 else f"{batch} × {parts}"

@@ -1,9 +1,10 @@
-"""What a study may try: which settings, how many workers, and what the user has allowed by name."""
+"""What a study may try, and questions about what it has tried: which trials count, which is best. Pure functions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 from fulltilt.errors import UsageError
 from fulltilt.records import LoaderRecord, Settings, Trial
@@ -12,6 +13,23 @@ from fulltilt.records import LoaderRecord, Settings, Trial
 ALLOWABLE = ("batch", "accumulation", "precision", "compile")
 LOADER_SETTINGS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
 MOST_WORKERS = 64
+# A change is worth a trial, or worth having, when it promises this much.
+WORTH = 1.02
+# Below this share of waiting the loader is not what limits the job.
+WAITS = 0.03
+# The knee: doubling the batch gains less than this.
+KNEE = 1.05
+# The relative error of a trial that ended after a single block, whose interval has no end.
+OF_ONE_BLOCK = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A trial as asked for: its settings, and what for."""
+
+    settings: Settings
+    purpose: Literal["start", "search", "verify"]
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,3 +110,41 @@ def changed(settings: Settings, **more: object) -> Settings:
 def tried(trials: Iterable[Trial], settings: Settings) -> list[Trial]:
     """The trials of these very settings."""
     return [trial for trial in trials if trial.settings == settings]
+
+
+# --------------------------------------------------------------------------- the trials so far
+
+
+def start_of(trials: Sequence[Trial]) -> Trial | None:
+    """The trial of the script as it is, once it was measured."""
+    return next((trial for trial in trials if trial.purpose == "start" and is_valid(trial)), None)
+
+
+def is_valid(trial: Trial) -> bool:
+    """Whether a trial's rate counts."""
+    return trial.state == "ok" and trial.samples_per_s is not None
+
+
+def best_of(trials: Sequence[Trial]) -> Trial | None:
+    """The fastest valid trial of the search, the earliest of equals."""
+    valid = [trial for trial in trials if is_valid(trial) and trial.purpose != "verify"]
+    return max(valid, key=rate, default=None)
+
+
+def rate(trial: Trial) -> float:
+    """Samples a second, 0 where none were measured."""
+    return trial.samples_per_s or 0.0
+
+
+def on_gpu(trial: Trial) -> bool:
+    """Whether the job trains on a GPU."""
+    return trial.vram_peak_bytes is not None
+
+
+def knee_of(trials: Sequence[Trial]) -> Trial | None:
+    """The smallest batch whose rate is within 5 % of the best: a larger one costs memory and steps for nothing."""
+    valid = [trial for trial in trials if is_valid(trial) and trial.purpose != "verify" and trial.settings.batch_size]
+    if not valid:
+        return None
+    top = max(map(rate, valid))
+    return min((t for t in valid if rate(t) * KNEE >= top), key=lambda t: t.settings.batch_size or 0)

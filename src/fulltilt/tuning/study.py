@@ -1,51 +1,75 @@
-"""A study at work: asks which trial comes next, runs it, keeps it. Stopped at any moment, it loses one trial."""
+"""A study: asks which trial comes next, runs it, keeps it. Stopped at any moment, it loses one trial."""
 
 from __future__ import annotations
 
-import math
-import shutil
+import ast
+import os
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 from fulltilt import __version__, store
+from fulltilt.diagnosis.evidence import gather
+from fulltilt.diagnosis.thresholds import DEFAULT
 from fulltilt.errors import FulltiltError, RunFolderError, UsageError
 from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.machine import describe_machine
-from fulltilt.records import Run, RunRecord, Trial
-from fulltilt.tuning.assignment import ANSWER_FILE, Answer, Assignment
-from fulltilt.tuning.course import SHORTEST_START_S, next_step, time_limit_s
-from fulltilt.tuning.folder_watch import MOST_NAMED, Snapshot, differences, look, taken_away
-from fulltilt.tuning.interval import Patience
-from fulltilt.tuning.made import clear_up
-from fulltilt.tuning.outcome import Attempt, conclude
-from fulltilt.tuning.processes import AnewStarts, ForkedStarts, RecipeStarts, Starts
-from fulltilt.tuning.safe_copies import FOLDER as COPIES
-from fulltilt.tuning.safe_copies import copy_files, keep_changed
-from fulltilt.tuning.space import Space, streams_alone
-from fulltilt.tuning.study_record import STUDY_FILE, StudyRecord, changed_file, identity, learned
-from fulltilt.tuning.template import CANNOT_FORK
-from fulltilt.tuning.trial_run import Limits, run_trial
-from fulltilt.tuning.trials import best_of, is_valid, rate
+from fulltilt.records import SCHEMA_VERSION, LoaderRecord, Run, RunRecord, Settings, Trial
+from fulltilt.records.secrets import mask_arguments
+from fulltilt.store import OwnedFolder
+from fulltilt.tuning.search import next_attempt
+from fulltilt.tuning.source_edit import fingerprint, source_file
+from fulltilt.tuning.space import Attempt, Space, best_of, is_valid, rate, start_of, streams_alone
+from fulltilt.tuning.trial.assignment import ANSWER_FILE, Answer, Assignment, TrainingLoader
+from fulltilt.tuning.trial.isolation import Isolation
+from fulltilt.tuning.trial.launch import Limits, recipe_flags, run_trial
+from fulltilt.tuning.trial.outcome import conclude
+from fulltilt.tuning.trial.throughput import Patience
+from fulltilt.tuning.verify import LEAST_PAIRS, next_verification, pairs_to_keep, rivals_of
 
+KIND = "study"
+STUDY_FILE = "study.json"
+TRIALS_FILE = "trials.jsonl"
 # A search trial that is surely below this share of the best need not be measured more exactly.
 OUT_OF_THE_RACE = 0.9
-# A script that has come to no loader by then may never come to one; it is then started anew for each trial.
-TEMPLATE_LIMIT_S = 300.0
-# Of the time that there is for the first trial.
-TEMPLATE_SHARE = 0.5
-# A first fork that has not ended by then most likely waits for a thread that was not forked with it.
-FIRST_FORK_S = 60.0
-FIRST_FORK_FACTOR = 5.0
-TRIALS_FILE = "trials.jsonl"
+# How much longer than the start a trial may take: others start more workers, compile, or load larger batches.
+LIMIT_FACTOR = 3.0
+LIMIT_MORE_S = 20.0
+SHORTEST_START_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class StudyRecord:
+    """What is studied, and what the first trial told about it.
+
+    ``source_sha256`` is of the file with the loader, ``script_sha256`` of the script that the command names,
+    ``data_set_changes`` the line beside the loader that changes the data set from epoch to epoch.
+    """
+
+    command: tuple[str, ...]
+    working_folder: str
+    allow: tuple[str, ...]
+    started_at: str
+    loader: LoaderRecord | None = None
+    source_sha256: str | None = None
+    optimizer: str | None = None
+    learning_rate: float | None = None
+    data_set_changes: int | None = None
+    script_sha256: str | None = None
+    passes_overlap: bool = False
+    schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "command", mask_arguments(self.command))
 
 
 class Study:
-    """The trials of one command in one folder."""
+    """The trials of one command in one folder, each kept from the user's files by ``isolation``."""
 
     def __init__(
         self,
@@ -53,35 +77,30 @@ class Study:
         command: list[str],
         folder: Path,
         space: Space,
-        trial_limit_s: float | None,
-        tell: Callable[[str], None],
+        isolation: Isolation,
+        trial_limit_s: float | None = None,
+        tell: Callable[[str], None] = print,
         patience: Patience | None = None,
     ) -> None:
         self._arguments = arguments
         self._command = command
-        self._shown = folder
-        self._folder = folder.absolute()  # the script may change its working folder
+        self.folder = OwnedFolder.claim(folder.absolute(), KIND)
         self._space = space
+        self._isolation = isolation
         self._trial_limit_s = trial_limit_s
-        self._tell = tell
         self._patience = patience or Patience()
         self._gpus = Gpus.open()
-        self._starts: Starts | None = None
-        self._files: Snapshot | None = None
-        self._taken_away: list[str] = []
         self.record = self._open()
-        self.trials: list[Trial] = list(store.read_lines(folder / TRIALS_FILE, Trial))
+        self.trials: list[Trial] = list(store.read_lines(self.folder.path / TRIALS_FILE, Trial))
         if self.trials and not any(map(is_valid, self.trials)):
             # The user has mended what made them fail, or would like to know whether it still does.
             tell(f"nothing could be measured in {folder} so far; the study begins anew")
             self.trials = []
-            (folder / TRIALS_FILE).unlink()
-        self._writer = store.LineWriter(folder / TRIALS_FILE)
-
-    # ------------------------------------------------------------------ the folder
+            self.folder.remove(TRIALS_FILE)
+        self._writer = store.LineWriter(self.folder.path / TRIALS_FILE)
 
     def _open(self) -> StudyRecord:
-        path = self._folder / STUDY_FILE
+        path = self.folder.path / STUDY_FILE
         fresh = StudyRecord(
             command=tuple(self._arguments),
             working_folder=str(Path.cwd()),
@@ -89,35 +108,19 @@ class Study:
             started_at=datetime.now().astimezone().isoformat(timespec="seconds"),
         )
         if not path.exists():
-            if any(self._folder.iterdir()):  # a study deletes and replaces what lies in its folder
-                raise UsageError(
-                    f"{self._shown} holds other things than a study", "Choose a folder for the study alone with --out."
-                )
             store.write_json(path, fresh)
             return fresh
         kept = store.read_record(path, StudyRecord)
         if (kept.command, kept.working_folder, kept.allow) != (fresh.command, fresh.working_folder, fresh.allow):
             raise UsageError(
-                f"{self._folder} holds a study of another command: {' '.join(kept.command)}",
+                f"{self.folder.path} holds a study of another command: {' '.join(kept.command)}",
                 "Choose another folder with --out.",
             )
         return kept
 
     def close(self) -> None:
-        """End what still runs and clear up."""
-        if self._starts is not None:
-            self._starts.close()
-            self._starts = None
+        """No more trials come."""
         self._writer.close()
-        clear_up(self._folder, self._folder)
-        shutil.rmtree(self._folder / "scratch", ignore_errors=True)
-        changed = keep_changed(Path.cwd(), self._folder)
-        for name in changed[:MOST_NAMED]:
-            self._tell(f"{name} is not as it was before the trials; as it was: {self._shown / COPIES / name}")
-        if len(changed) > MOST_NAMED:
-            self._tell(f"and {len(changed) - MOST_NAMED} more in {self._shown / COPIES}")
-
-    # ------------------------------------------------------------------ trials
 
     @property
     def space(self) -> Space:
@@ -149,121 +152,55 @@ class Study:
         file = changed_file(self.record, self._arguments) if self.trials else None
         if file is not None:
             raise UsageError(
-                f"{file} has changed since the first of the {len(self.trials)} trials in {self._folder} was made",
+                f"{file} has changed since the first of the {len(self.trials)} trials in {self.folder.path} was made",
                 "Study it anew: choose another folder with --out.",
             )
 
     def measure(self, attempt: Attempt, limits: Limits, tick: Callable[[float], None] = lambda _: None) -> Trial:
-        """Run one trial, which is not kept. A forked start that fails is tried once more from the beginning."""
-        folder = self._folder / "trials" / f"trial-{len(self.trials) + 1:03d}"
-        shutil.rmtree(folder, ignore_errors=True)  # one that was cut off
-        self._taken_away = []
-        before = self._files or self._look_and_copy()
-        if attempt.purpose == "start":
-            trial = self._first(attempt, folder, limits, tick)
-        else:
-            trial = self._attempt(attempt, folder, self._ready(), limits, tick)
-        shutil.rmtree(folder / "scratch", ignore_errors=True)
-        self._files = look(Path.cwd(), self._folder)
-        return replace(
-            trial,
-            changed_files=(*differences(before, self._files), *taken_away(self._taken_away, Path.cwd())),
-            folder=str(folder.relative_to(self._folder)),
-        )
-
-    def _look_and_copy(self) -> Snapshot:
-        files = look(Path.cwd(), self._folder)
-        copy_files(files, Path.cwd(), self._folder)
-        return files
-
-    def _first(self, attempt: Attempt, folder: Path, asked: Limits, tick: Callable[[float], None]) -> Trial:
-        """The script as it is. However often it has to be started for that, all of it together has one limit."""
-        allowed_s = max(asked.time_s, SHORTEST_START_S)
-        until = time.monotonic() + allowed_s
-
-        def limits(longest_s: float = math.inf) -> Limits:
-            return replace(asked, time_s=min(asked.time_s, longest_s, until - time.monotonic()))
-
-        starts = self._ready(min(TEMPLATE_LIMIT_S, TEMPLATE_SHARE * allowed_s))
-        if not isinstance(starts, ForkedStarts):
-            return self._attempt(attempt, folder, starts, limits(), tick)
-        forks_s = FIRST_FORK_S + FIRST_FORK_FACTOR * starts.opened_in_s
-        trial = self._attempt(attempt, folder, starts, limits(forks_s), tick)
-        failed = trial.state in ("crashed", "timed_out") and not _ended_by_itself(folder)
-        if failed and isinstance(self._starts, ForkedStarts) and limits().time_s > starts.opened_in_s:
-            # True to the script above all: perhaps it is only the fork that it does not survive.
-            self._start_anew(f"the forked script failed ({trial.note or trial.state})")
-            shutil.rmtree(folder, ignore_errors=True)
-            trial = self._attempt(attempt, folder, self._ready(), limits(), tick)
-        return trial
-
-    def _attempt(
-        self, attempt: Attempt, folder: Path, starts: Starts, limits: Limits, tick: Callable[[float], None]
-    ) -> Trial:
+        """Run one trial, which is not kept among the others yet."""
+        name = self._new_folder()
+        folder = self.folder.path / name
+        is_recipe = self._arguments[:2] == ["fulltilt", "train"]
+        # Flags put a recipe's settings in force; its --out lies where the trial's writes are thrown away.
+        flags = [*recipe_flags(attempt.settings), "--out", f"{folder}/recipe", "--fresh"] if is_recipe else []
+        loader = self.record.loader
         assignment = Assignment(
-            settings=attempt.settings,
+            settings=Settings() if is_recipe else attempt.settings,
             folder=str(folder),
-            scratch=str((folder / "scratch").absolute()),
-            loader=identity(self.record.loader),
+            loader=None if loader is None else TrainingLoader(loader.where, loader.dataset_len),
             patience=self._patience_for(attempt),
         )
         record = RunRecord(
-            name=f"{folder.name}",
+            name=folder.name,
             command=tuple(self._arguments),
             started_at=datetime.now().astimezone().isoformat(timespec="seconds"),
             machine=describe_machine(self._gpus),
             fulltilt=__version__,
             asked=attempt.settings,
         )
-        try:
-            ended = run_trial(starts, assignment, record, limits, self._gpus, tick)
-        finally:
-            self._taken_away += clear_up(folder, self._folder)
-        if ended.status == CANNOT_FORK and isinstance(starts, ForkedStarts):
-            self._start_anew("the GPU was touched before the fork")
-            shutil.rmtree(folder, ignore_errors=True)
-            return self._attempt(attempt, folder, self._ready(), limits, tick)
-        answer = _read(folder / ANSWER_FILE)
-        run = _load(folder)
+        ended = run_trial(self._isolation, [*self._command, *flags], assignment, record, limits, self._gpus, tick)
+        answer, run = _read_answer(folder / ANSWER_FILE), _load(folder)
         start = next((trial for trial in self.trials if trial.purpose == "start" and trial.state == "ok"), None)
         trial = conclude(attempt, ended, answer, run, start, assignment.loader)
         if attempt.purpose == "start" and run is not None and run.ranks:
             self.record = learned(self.record, run, answer, self._arguments)
-            store.write_json(self._folder / STUDY_FILE, self.record)
-        return trial
+            store.write_json(self.folder.path / STUDY_FILE, self.record)
+        return replace(trial, folder=name)
+
+    def _new_folder(self) -> str:
+        """A new folder for the records of a trial; one that was cut off keeps its own."""
+        name = f"trials/trial-{len(self.trials) + 1:03d}"
+        while os.path.lexists(self.folder.path / name):
+            name += "-again"
+        self.folder.make(name)
+        return name
 
     def _patience_for(self, attempt: Attempt) -> Patience:
         best = best_of(self.trials) if attempt.purpose == "search" else None
         return self._patience if best is None else replace(self._patience, to_beat=OUT_OF_THE_RACE * rate(best))
 
-    # ------------------------------------------------------------------ how trials start
 
-    def _ready(self, template_limit_s: float = TEMPLATE_LIMIT_S) -> Starts:
-        if self._starts is None and self._arguments[:2] == ["fulltilt", "train"]:
-            self._starts = RecipeStarts(self._command, self._folder / "scratch", self._folder / "recipe")
-        elif self._starts is None:
-            template = store.create_folder(self._folder / "template")
-            forked = ForkedStarts.open(self._command, template, self._folder / "scratch", template_limit_s)
-            if isinstance(forked, str):
-                self._start_anew(forked)
-            else:
-                self._starts = forked
-        assert self._starts is not None
-        return self._starts
-
-    def _start_anew(self, why: str) -> None:
-        if self._starts is not None:
-            self._starts.close()
-        clear_up(self._folder, self._folder)  # what the script made up to its first loader, it will make again
-        self._starts = AnewStarts(self._command, self._folder / "scratch")
-        self._tell(f"each trial starts the script anew: {why}")
-
-
-def _ended_by_itself(folder: Path) -> bool:
-    return store.read_record(folder / store.RUN_FILE, RunRecord).state == "done"
-
-
-def _read(path: Path) -> Answer | None:
+def _read_answer(path: Path) -> Answer | None:
     try:
         return store.read_record(path, Answer)
     except RunFolderError:
@@ -276,3 +213,123 @@ def _load(folder: Path) -> Run | None:
     except FulltiltError as error:
         print(f"fulltilt: {error}", file=sys.stderr)
         return None
+
+
+# --------------------------------------------------------------------------- which trial, and for how long
+
+
+def next_step(trials: Sequence[Trial], space: Space, left_s: float) -> Attempt | None:
+    """The next trial, or None when the study is over: nothing left to try, or no time for it."""
+    if start_of(trials) is None:
+        return next_attempt(trials, space)  # without it nothing can be said, so it is tried whatever the time
+    typical_s = fmean(trial.wall_s or 0.0 for trial in trials if is_valid(trial))
+    to_verify_s = 2 * pairs_to_keep(trials) * typical_s
+    attempt = next_attempt(trials, space) if left_s >= to_verify_s + typical_s else None
+    if attempt is None and left_s >= typical_s:
+        made = sum(is_valid(trial) for trial in trials if trial.purpose == "verify")
+        rounds_s = (LEAST_PAIRS * (1 + len(rivals_of(trials))) - made) * typical_s
+        attempt = next_verification(trials, together=left_s >= rounds_s)
+    return attempt
+
+
+def time_limit_s(trials: Sequence[Trial], left_s: float, asked_s: float | None) -> float:
+    """How long the next trial may take."""
+    if asked_s is not None:
+        return asked_s
+    start = start_of(trials)
+    if start is None or start.wall_s is None:
+        return max(left_s, SHORTEST_START_S)
+    # One that hangs is not waited for much beyond the budget.
+    return min(LIMIT_FACTOR * start.wall_s + LIMIT_MORE_S, max(left_s, start.wall_s + LIMIT_MORE_S))
+
+
+# --------------------------------------------------------------------------- what the first trial told
+
+
+def learned(record: StudyRecord, run: Run, answer: Answer | None, arguments: Sequence[str]) -> StudyRecord:
+    """The record with what the first trial tells about the job: its loader and its optimizer."""
+    evidence = gather(run, DEFAULT)
+    rank = evidence.rank
+    return replace(
+        record,
+        loader=evidence.loader,
+        source_sha256=_fingerprint(evidence.loader.where if evidence.loader else None, arguments),
+        script_sha256=fingerprint(Path(_script(arguments))),
+        data_set_changes=_data_set_changes(evidence.loader, arguments),
+        optimizer=rank.optimizers[0] if rank is not None and rank.optimizers else None,
+        learning_rate=answer.learning_rate if answer is not None else None,
+        passes_overlap=answer is not None and answer.passes_overlap,
+    )
+
+
+def changed_file(record: StudyRecord, arguments: Sequence[str]) -> str | None:
+    """The script, or the file that makes its loader, if it is not as it was at the first trial."""
+    where = record.loader.where if record.loader is not None else None
+    script = _script(arguments)
+    for file, then, now in (
+        ((where or "").rpartition(":")[0], record.source_sha256, _fingerprint(where, arguments)),
+        (script, record.script_sha256, fingerprint(Path(script))),
+    ):
+        if then is not None and now != then:
+            return file
+    return None
+
+
+def _fingerprint(where: str | None, arguments: Sequence[str]) -> str | None:
+    """Of the file in which the loader is made: a diff is only applied to the text that was studied."""
+    return None if where is None else fingerprint(source_file(where, Path(), arguments))
+
+
+def _script(arguments: Sequence[str]) -> str:
+    """The script that a command names; empty where it names none."""
+    return next((argument for argument in arguments if argument.endswith(".py")), "")
+
+
+def _data_set_changes(loader: LoaderRecord | None, arguments: Sequence[str]) -> int | None:
+    if loader is None or loader.where is None:
+        return None
+    try:
+        return changes_data_set(source_file(loader.where, Path(), arguments).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def changes_data_set(source: str) -> int | None:
+    """The line that sets something in a data set within a loop, or its epoch anywhere; None where none is seen.
+
+    Workers that live on from epoch to epoch would not see it. A trial is too short to show it, so the source is read.
+    """
+    try:
+        module = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return None
+    known = set(_given_to_loaders(module))
+    looped = {id(node) for loop in ast.walk(module) if isinstance(loop, ast.For | ast.While) for node in ast.walk(loop)}
+    for node in ast.walk(module):
+        for base, attribute in _changed_by(node):
+            name = ast.unparse(base)
+            is_data = name in known or name.endswith("dataset")
+            if is_data and (id(node) in looped or attribute == "set_epoch"):
+                return int(getattr(node, "lineno", 0))
+    return None
+
+
+def _given_to_loaders(module: ast.Module) -> Iterator[str]:
+    """The data sets that DataLoader(...) calls name."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("DataLoader"):
+            named = [keyword.value for keyword in node.keywords if keyword.arg == "dataset"]
+            for given in (*node.args[:1], *named):
+                if isinstance(given, ast.Name | ast.Attribute):
+                    yield ast.unparse(given)
+
+
+def _changed_by(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
+    """Whose attribute a statement sets, by assignment or by a call of ``set_…``."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute):
+        if node.value.func.attr.startswith("set_"):
+            yield node.value.func.value, node.value.func.attr
+    elif isinstance(node, ast.Assign | ast.AugAssign):
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            if isinstance(target, ast.Attribute):
+                yield target.value, target.attr

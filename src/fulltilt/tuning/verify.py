@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean, variance
 
 from fulltilt.records import Settings, Trial
-from fulltilt.tuning.interval import Z_95
-from fulltilt.tuning.outcome import Attempt
-from fulltilt.tuning.trials import OF_ONE_BLOCK, WORTH, is_valid, knee_of, rate, start_of
+from fulltilt.tuning.space import OF_ONE_BLOCK, WORTH, Attempt, is_valid, knee_of, rate, start_of
+from fulltilt.tuning.trial.throughput import Z_95
 
 LEAST_PAIRS = 2
 # Where the time ends after one pair: no change of a machine's pace from minute to minute explains this much.

@@ -1,7 +1,7 @@
 """Python runs this file when it starts, because `fulltilt run` put this folder on PYTHONPATH: it attaches the recorder.
 
 It leaves no trace otherwise: the folder leaves sys.path again, and a sitecustomize of the user's own runs as ever.
-Nothing that goes wrong here may reach the job, unless it is a trial of `fulltilt tune`.
+Nothing that goes wrong here may reach the job.
 """
 
 
@@ -22,10 +22,6 @@ def _attach() -> None:
 
                 attach.when_torch_is_imported()
             except Exception as error:
-                if os.environ.get("FULLTILT_FIRST"):
-                    # A trial: without its guards over the user's files no line of the script may run.
-                    sys.stderr.write(f"{type(error).__name__}: your files cannot be guarded here: {error}\n")
-                    os._exit(7)
                 if os.environ.get("FULLTILT_DEBUG"):
                     print(f"fulltilt: could not attach: {error!r}", file=sys.stderr)
             finally:

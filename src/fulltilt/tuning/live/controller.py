@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fulltilt.tuning.bracket import WORTH, Bracket
 from fulltilt.tuning.live.limits import DEFAULT, Limits
 from fulltilt.tuning.live.room import Room, most_workers
 from fulltilt.tuning.live.window import Knobs, Seen
 from fulltilt.tuning.scaling import Measured, ScalingLaw, fit_scaling
+from fulltilt.tuning.search import WORTH, Bracket
 
 # One worker does what the training thread did, give or take handing the batch over.
 SERIAL_SPREAD = 0.2

@@ -25,7 +25,7 @@ from fulltilt.recorder.loader_tap import LoaderTap, LoaderTaps
 from fulltilt.tuning.live.orders import Orders, Share
 from fulltilt.tuning.live.window import Knobs
 from fulltilt.tuning.live.witness import Differs, Witness, is_same
-from fulltilt.tuning.ready import ready_batches
+from fulltilt.tuning.trial.throughput import ready_batches
 
 ASK_EVERY_S = 0.5
 # Page tables of a large process take milliseconds to add up: a few workers stand for all.

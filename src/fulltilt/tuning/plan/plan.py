@@ -9,7 +9,7 @@ from fulltilt.diagnosis import answer
 from fulltilt.errors import UsageError
 from fulltilt.records import Diagnosis, GpuReading, Run
 from fulltilt.tuning.learning_rate import Scaled, accumulation_for, looks_deeply_supervised, scale
-from fulltilt.tuning.memory import fit_line
+from fulltilt.tuning.memory_line import fit_line
 from fulltilt.tuning.plan.elsewhere import Speed, memory_bound_share, speed_there
 from fulltilt.tuning.plan.gpu_models import GPU_MODELS, GpuModel, Precision, find_gpu
 from fulltilt.tuning.plan.loading import LoaderMemory, loader_memory

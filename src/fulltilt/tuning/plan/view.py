@@ -8,7 +8,7 @@ from rich.text import Text
 
 from fulltilt.report import wording
 from fulltilt.tuning.learning_rate import WARM_UP, figure
-from fulltilt.tuning.memory import USABLE_VRAM
+from fulltilt.tuning.memory_line import USABLE_VRAM
 from fulltilt.tuning.plan.plan import GpuCandidate, Hours, Plan
 from fulltilt.tuning.plan.vram import CONTEXT_BYTES, VramBudget
 

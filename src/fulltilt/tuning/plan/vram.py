@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fulltilt.records import MemoryRecord, RankRecord, Run
-from fulltilt.tuning.memory import USABLE_VRAM, fit_line
+from fulltilt.tuning.memory_line import USABLE_VRAM, fit_line
 
 # What CUDA itself takes on each GPU besides torch's memory: 0.4 to 0.6 GiB with cuBLAS and cuDNN loaded.
 CONTEXT_BYTES = 600 << 20

@@ -13,13 +13,13 @@ from typing import Any
 from fulltilt.recorder.loader_tap import call_sites
 from fulltilt.recorder.overrides import apply, looks_like_training
 from fulltilt.records import Settings
-from fulltilt.tuning.accumulation import Accumulation, around
-from fulltilt.tuning.assignment import TrainingLoader
+from fulltilt.tuning.trial.accumulation import Accumulation, around
+from fulltilt.tuning.trial.assignment import TrainingLoader
 
 AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
 
 
-class Changes:
+class AppliedSettings:
     """Puts a trial's settings in force as the script constructs what they concern."""
 
     def __init__(self, torch: Any, settings: Settings, loader: TrainingLoader | None) -> None:

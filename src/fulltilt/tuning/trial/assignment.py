@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fulltilt.records import Settings
-from fulltilt.tuning.interval import Block, Patience
+from fulltilt.tuning.trial.throughput import Block, Patience
 
 ASSIGNMENT = "FULLTILT_TRIAL"
 ASSIGNMENT_FILE = "assignment.json"
@@ -22,11 +22,14 @@ class TrainingLoader:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The settings to put in force, on which loader, where saves go, and when to stop."""
+    """The settings to put in force, on which loader, and when to stop; ``folder`` takes the records.
+
+    ``scratch`` is where saves are pointed to where nothing else may be written.
+    """
 
     settings: Settings
     folder: str
-    scratch: str
+    scratch: str | None = None
     loader: TrainingLoader | None = None
     patience: Patience = field(default_factory=Patience)
 
@@ -49,5 +52,4 @@ class Answer:
     learning_rate: float | None = None
     out_of_memory: int = 0
     remarks: tuple[str, ...] = ()
-    diverts: int = 0
     passes_overlap: bool = False

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
-from dataclasses import dataclass
+from collections.abc import Sequence
+from statistics import fmean, pvariance
 from typing import Literal
 
 from fulltilt.diagnosis.evidence import Evidence, gather
@@ -12,11 +14,10 @@ from fulltilt.diagnosis.settings import precision_name
 from fulltilt.diagnosis.thresholds import DEFAULT
 from fulltilt.diagnosis.validity import invalid_because
 from fulltilt.records import LoaderRecord, RankRecord, Run, Settings, Trial
-from fulltilt.tuning.assignment import Answer, TrainingLoader
-from fulltilt.tuning.interval import rate_of, wait_share_of
-from fulltilt.tuning.losses import compared_steps, is_worse, mean_loss
-from fulltilt.tuning.space import is_loader_only
-from fulltilt.tuning.trial_run import Ended
+from fulltilt.tuning.space import Attempt, is_loader_only
+from fulltilt.tuning.trial.assignment import Answer, TrainingLoader
+from fulltilt.tuning.trial.launch import Ended
+from fulltilt.tuning.trial.throughput import rate_of, wait_share_of
 
 State = Literal["ok", "oom", "crashed", "timed_out", "diverged", "throttled"]
 
@@ -30,16 +31,9 @@ _OUT_OF_MEMORY = re.compile(
 _EXCEPTION = re.compile(r"^((?:[A-Za-z_][\w.]*\.)?[A-Z_]\w*(?:Error|Exception|Interrupt|Exit)\b.*)$", re.MULTILINE)
 # What argparse says of flags that a script does not take.
 _USAGE = re.compile(r"^(\S+: error: .*)$", re.MULTILINE)
+# A write that Landlock or a read-only mount refused, and its path.
+_REFUSED = re.compile(r"\[Errno (?:13|30)\] [^']*'([^']+)'")
 MOST_KEPT_LOSSES = 400
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """A trial as asked for: its settings, and what for."""
-
-    settings: Settings
-    purpose: Literal["start", "search", "verify"]
-    why: str = ""
 
 
 def conclude(
@@ -125,7 +119,8 @@ def _state(
     if failed and ended.status == -signal.SIGKILL:
         return "oom", "killed by the system, which does so when memory runs out"
     if failed:
-        return "crashed", last_exception(ended.tail) or _how_it_ended(ended.status, ended.tail)
+        refused = _refused_write(ended)
+        return "crashed", refused or last_exception(ended.tail) or _how_it_ended(ended.status, ended.tail)
     if answer is None or not any(block.samples for block in answer.blocks):
         return "crashed", _nothing_measured(answer, run)
     not_finite = None
@@ -141,6 +136,12 @@ def _state(
     if throttled is not None:
         return "throttled", throttled
     return "ok", "; ".join((*([not_finite] if not_finite else ()), *answer.remarks)) or None
+
+
+def _refused_write(ended: Ended) -> str | None:
+    """What the trial wanted to write outside of its scratch folder, where that ended it."""
+    found = _REFUSED.search(last_exception(ended.tail) or "") if ended.isolated else None
+    return None if found is None else f"a trial may not write {found[1]} here; --in-place lets it ({found[0]})"
 
 
 def _nothing_measured(answer: Answer | None, run: Run | None) -> str:
@@ -185,3 +186,37 @@ def _how_it_ended(status: int | None, tail: str) -> str:
     lines = [line for line in tail.split("\n") if line.strip()]
     last = next((line.strip() for line in reversed(lines) if not line[0].isspace()), lines[-1].strip() if lines else "")
     return f"ended with exit code {status}" + (f": {last[:160]}" if last else "")
+
+
+# --------------------------------------------------------------------------- losses of two trials compared
+
+# Fewer common steps than this say nothing.
+LEAST_STEPS = 10
+# Worse by less than this share is no breakage: another order of the same sums differs by less, a broken one by more.
+TOLERATED = 0.05
+# And worse by less than so many standard errors is chance.
+SURE_ERRORS = 4.0
+
+
+def compared_steps(start: Sequence[float], other: Sequence[float]) -> range | None:
+    """The steps whose losses are compared: the later half of those that both made; None when they are too few."""
+    common = min(len(start), len(other))
+    return range(common // 2, common) if common >= LEAST_STEPS else None
+
+
+def mean_loss(losses: Sequence[float], steps: range | None) -> float | None:
+    """The mean loss over these steps; None where they were not made."""
+    if steps is None or len(losses) < steps.stop or not steps:
+        return None
+    return fmean(losses[steps.start : steps.stop])
+
+
+def is_worse(start: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether ``other`` trains worse than ``start``: clearly beyond the noise of both."""
+    steps = compared_steps(start, other)
+    if steps is None:
+        return False
+    ours, theirs = start[steps.start : steps.stop], other[steps.start : steps.stop]
+    error = math.sqrt((pvariance(ours) + pvariance(theirs)) / len(steps))
+    excess = fmean(theirs) - fmean(ours)
+    return excess > max(SURE_ERRORS * error, TOLERATED * abs(fmean(ours)))

@@ -1,0 +1,1 @@
+"""One trial: started in isolation, measured from inside, and its end read."""

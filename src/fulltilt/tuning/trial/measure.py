@@ -1,0 +1,392 @@
+"""Inside a trial: blocks of steps are timed, losses are kept, and the process ends when the rate is known.
+
+The process ends at a step boundary without running on: no end-of-training code of the user's, no exit handlers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import math
+import multiprocessing
+import os
+import random
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from fulltilt import store
+from fulltilt.recorder.loader_tap import LoaderTap
+from fulltilt.recorder.session import Session
+from fulltilt.tuning.trial.apply_settings import AppliedSettings
+from fulltilt.tuning.trial.assignment import ANSWER_FILE, ASSIGNMENT, Answer, Assignment
+from fulltilt.tuning.trial.throughput import (
+    Block,
+    BlockTimer,
+    StepSnapshot,
+    block_between,
+    is_enough,
+    ready_batches,
+)
+
+# Losses of so many first steps are compared between trials.
+MOST_LOSSES = 400
+# A training that has had no batch of a DataLoader for so long, and so many steps, will have none later either.
+NEVER_ANY_S = 20.0
+# One that has had some keeps them, as itertools.cycle does: the next epochs come without the loader.
+NO_MORE_S = 5.0
+LEAST_STEPS = 50
+# The module, the function that saves, and the place and name of the path among its arguments.
+SAVERS = (
+    ("torch", "save", 1, "f"),
+    ("safetensors.torch", "save_file", 1, "filename"),
+    ("safetensors.torch", "save_model", 1, "filename"),
+    ("transformers.modeling_utils", "PreTrainedModel.save_pretrained", 1, "save_directory"),
+    ("transformers.tokenization_utils_base", "PreTrainedTokenizerBase.save_pretrained", 1, "save_directory"),
+)
+
+
+def attach(session: Session) -> None:
+    """Called by the recorder in each process of a trial that has imported torch."""
+    if path := os.environ.get(ASSIGNMENT):
+        Measuring(session, sys.modules["torch"], store.read_record(Path(path), Assignment)).install()
+
+
+class Measuring:
+    """One trial from its first step to its end."""
+
+    def __init__(self, session: Session, torch: Any, assignment: Assignment) -> None:
+        self._session = session
+        self._torch = torch
+        self._assignment = assignment
+        self._saves = Saves(assignment.scratch)
+        self._applied = AppliedSettings(torch, assignment.settings, assignment.loader)
+        self._pid = os.getpid()
+        self._optimizer: int | None = None
+        self._cuda = False
+        self._learning_rate: float | None = None
+        self._steps = 0
+        self._supply = LoaderSupply()
+        self._timer = BlockTimer(assignment.patience.block_s, self._timed)
+        self._sources: dict[int, weakref.ref[Any]] = {}
+        self._training = TrainingLoaders()
+        self._overlap = OverlappingPasses()
+        self._pending: list[tuple[StepSnapshot, StepSnapshot]] = []
+        self._blocks: list[Block] = []
+        self._loss: Any = None
+        self._losses: list[Any] = []
+        self._answered = False
+
+    def install(self) -> None:
+        """Put the settings in force and begin to watch for steps."""
+        self._draw_the_same_numbers()
+        self._saves.install()
+        self._applied.install()
+        torch = self._torch
+        sys.modules[torch.optim.Optimizer.__module__].register_optimizer_step_post_hook(self._stepped)
+        self._keep_losses()
+        self._session.taps.live = self._begin_pass
+        atexit.register(self._script_ended)
+        sys.excepthook = functools.partial(self._script_failed, sys.excepthook)
+
+    def _draw_the_same_numbers(self) -> None:
+        """In every trial, so that losses can be compared; torch's own generators start alike anyway."""
+        random.seed(0)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(0)
+
+    # ------------------------------------------------------------------ losses
+
+    def _keep_losses(self) -> None:
+        torch = self._torch
+        backward, scale = torch.autograd.backward, torch.amp.grad_scaler.GradScaler.scale
+        unscaled: dict[int, Any] = {}
+
+        @functools.wraps(scale)
+        def scaling(scaler: Any, outputs: Any) -> Any:
+            result = scale(scaler, outputs)
+            unscaled.clear()
+            unscaled[id(result)] = outputs
+            return result
+
+        @functools.wraps(backward)
+        def keeping(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = unscaled.pop(id(tensors), tensors)
+            if isinstance(loss, torch.Tensor) and loss.numel() == 1 and len(self._losses) < MOST_LOSSES:
+                self._loss = loss.detach().clone()  # a captured graph would overwrite its output
+            return backward(tensors, *args, **kwargs)
+
+        torch.amp.grad_scaler.GradScaler.scale = scaling
+        torch.autograd.backward = keeping
+
+    # ------------------------------------------------------------------ steps
+
+    def _stepped(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if os.getpid() != self._pid or not self._session.recorder.mine():
+            return
+        if self._optimizer is None:
+            self._optimizer = id(optimizer)
+            self._learning_rate = _learning_rate(optimizer)
+            self._cuda = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
+            self._saves.install()  # what was imported since
+        if id(optimizer) != self._optimizer:
+            return
+        self._steps += 1
+        if len(self._losses) < MOST_LOSSES and self._loss is not None:
+            self._losses.append(self._loss)
+            self._loss = None
+        if self._session.notes.rank == 0:
+            self._advance()
+
+    def _advance(self) -> None:
+        now = self._snapshot()
+        block = self._timer.stepped(now)
+        if self._supply.has_ended(now.host_s, now.steps, sum(tap.batches for tap in self._session.taps.all)):
+            self._answer(complete=True)
+            self._leave(0)
+        if block is None:
+            return
+        self._pending.append(block)
+        self._settle()
+        if is_enough(self._blocks, self._assignment.patience):
+            self._answer(complete=True)
+            self._leave(0)
+
+    def _settle(self, wait: bool = False) -> None:
+        """Turn the blocks whose end the GPU has reached into figures."""
+        while self._pending:
+            began, ended = self._pending[0]
+            if ended.event is not None and not ended.event.query():
+                if not wait:
+                    return
+                ended.event.synchronize()
+            self._pending.pop(0)
+            self._blocks.append(block_between(began, ended))
+
+    def _begin_pass(self, _loader: Any, tap: LoaderTap, start: Callable[[], Any]) -> Any:
+        """Stands where live tuning would: a pass begins with torch's own iterator, which can be asked for its queue."""
+        source = start()
+        self._overlap.began(tap.loader_id, source)
+        if hasattr(source, "_task_info"):
+            self._sources[tap.loader_id] = weakref.ref(source)
+        return source
+
+    def _snapshot(self) -> StepSnapshot:
+        taps = self._session.taps.all
+        trained = self._training.after_step(taps)
+        others = sum(tap.batches for tap in taps if tap not in trained)
+        sources = (self._sources.get(tap.loader_id, lambda: None)() for tap in trained)
+        return StepSnapshot(
+            host_s=time.perf_counter(),
+            steps=self._steps,
+            batches=sum(tap.batches for tap in trained),
+            samples=sum(tap.samples if tap.counted else tap.batches for tap in trained),
+            wait_s=sum(tap.wait_s for tap in trained),
+            interruptions=others + self._saves.count,
+            workers=sum(_workers(tap) for tap in trained),
+            queue_batches=sum(_workers(tap) * int(tap.described.get("prefetch_factor") or 2) for tap in trained),
+            ready=sum(ready_batches(source) for source in sources),
+        )
+
+    def _timed(self, moment: StepSnapshot) -> StepSnapshot:
+        if self._cuda and not self._torch.cuda.is_current_stream_capturing():
+            moment.event = self._torch.cuda.Event(enable_timing=True)
+            moment.event.record()
+        return moment
+
+    # ------------------------------------------------------------------ the end
+
+    def _leave(self, status: int) -> None:
+        """Be gone at once, with the loader's workers: torch waits five seconds for those that still work."""
+        self._session.finish()
+        for process in multiprocessing.active_children():
+            process.kill()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+    def _script_failed(self, show: Callable[..., None], *failure: Any) -> None:
+        """An exception that nobody caught: shown as ever, then the end."""
+        show(*failure)
+        if os.getpid() == self._pid:
+            self._script_ended()
+            self._leave(1)
+
+    def _script_ended(self) -> None:
+        if os.getpid() == self._pid and self._steps and self._session.notes.rank == 0:
+            self._answer(complete=False)
+
+    def _answer(self, complete: bool) -> None:
+        if self._answered:
+            return
+        self._answered = True
+        self._settle(wait=True)
+        statistics = self._torch.cuda.memory_stats() if self._cuda else {}
+        losses = _finite(self._losses)
+        answer = Answer(
+            blocks=tuple(self._blocks),
+            steps=self._steps,
+            losses=losses,
+            not_finite_at=len(losses) if len(losses) < len(self._losses) else None,
+            learning_rate=self._learning_rate,
+            world_size=self._session.notes.world_size,
+            complete=complete,
+            out_of_memory=int(statistics.get("num_ooms", 0)),
+            remarks=tuple(dict.fromkeys(self._applied.remarks)),
+            passes_overlap=self._overlap.seen,
+        )
+        store.write_json(Path(self._assignment.folder) / ANSWER_FILE, answer)
+
+
+def _workers(tap: LoaderTap) -> int:
+    return int(tap.described.get("num_workers") or 0)
+
+
+def _learning_rate(optimizer: Any) -> float | None:
+    try:
+        return float(optimizer.defaults.get("lr", optimizer.param_groups[0].get("lr")))
+    except (TypeError, ValueError, IndexError):
+        return None
+
+
+def _finite(losses: list[Any]) -> tuple[float, ...]:
+    """The losses as numbers, up to the first that is not one."""
+    return tuple(itertools.takewhile(math.isfinite, (float(loss) for loss in losses)))
+
+
+# --------------------------------------------------------------------------- what the loaders do
+
+
+class LoaderSupply:
+    """Whether a job goes on training without its loaders: there is nothing left to measure then."""
+
+    def __init__(self) -> None:
+        self._batches: int | None = None
+        self._since_s = 0.0
+        self._since_step = 0
+
+    def has_ended(self, now_s: float, steps: int, batches: int) -> bool:
+        """Whether no loader has given a batch for so long that none will; told after each step."""
+        if batches != self._batches:
+            self._batches, self._since_s, self._since_step = batches, now_s, steps
+        patience_s = NO_MORE_S if batches else NEVER_ANY_S
+        return now_s - self._since_s > patience_s and steps - self._since_step > LEAST_STEPS
+
+
+class Drawn(Protocol):
+    """A loader's tap, as far as it matters here."""
+
+    loader_id: int
+    trains: bool
+    batches: int
+
+
+T = TypeVar("T", bound=Drawn)
+
+
+class TrainingLoaders:
+    """A loader trains if backward() came after its batch, or if it was drawn from in every step beside one that does.
+
+    One that is drawn from now and then is for validation.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, int] | None = None
+        self._always: set[int] | None = None
+
+    def after_step(self, taps: Sequence[T]) -> list[T]:
+        """The loaders that feed the training, as far as seen up to this step."""
+        now = {tap.loader_id: tap.batches for tap in taps}
+        if self._before is not None:  # what was drawn before the first step may have been anything
+            drawn = {loader for loader, batches in now.items() if batches > self._before.get(loader, 0)}
+            self._always = drawn if self._always is None else self._always & drawn
+        self._before = now
+        return [tap for tap in taps if tap.trains or tap.loader_id in (self._always or ())]
+
+
+class OverlappingPasses:
+    """Whether one pass over a loader goes on after another has begun, as when a script peeks at its first batch.
+
+    torch has one iterator for all passes of a loader whose workers persist: the second would begin the first anew.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[int, weakref.ref[Any]] = {}
+        self._overtaken: list[tuple[weakref.ref[Any], int]] = []
+        self._seen = False
+
+    def began(self, loader_id: int, source: Any) -> None:
+        """A pass has begun."""
+        self._look()
+        before = self._latest.get(loader_id, lambda: None)()
+        if before is not None and before is not source:  # a script whose own workers persist has one for all
+            self._overtaken.append((weakref.ref(before), before._num_yielded))
+        self._latest[loader_id] = weakref.ref(source)
+
+    @property
+    def seen(self) -> bool:
+        """Whether a pass was drawn from after the next had begun."""
+        self._look()
+        return self._seen
+
+    def _look(self) -> None:
+        for reference, drawn in self._overtaken:
+            source = reference()
+            self._seen = self._seen or (source is not None and source._num_yielded != drawn)
+        self._overtaken = [(reference, drawn) for reference, drawn in self._overtaken if reference() is not None]
+
+
+class Saves:
+    """Counts the checkpoints that a job saves, which take a moment, and points them into ``scratch`` where given."""
+
+    def __init__(self, scratch: str | None) -> None:
+        self.count = 0
+        self._scratch = scratch
+        self._installed: set[str] = set()
+
+    def install(self) -> None:
+        """Stand around the functions that save, in the modules that are imported by now."""
+        for module, name, place, keyword in SAVERS:
+            if module in sys.modules and f"{module}.{name}" not in self._installed:
+                self._installed.add(f"{module}.{name}")
+                *outer, last = name.split(".")
+                home: Any = sys.modules[module]
+                for part in outer:
+                    home = getattr(home, part, None)
+                if hasattr(home, last):
+                    setattr(home, last, self._saving(getattr(home, last), place, keyword))
+        torch: Any = sys.modules["torch"]
+        if self._scratch is not None and "torch.load" not in self._installed:
+            self._installed.add("torch.load")
+            torch.load = self._loading(torch.load)
+
+    def _in_scratch(self, path: Any) -> str:
+        return f"{self._scratch}{Path(path).absolute()}"
+
+    def _saving(self, original: Callable[..., Any], place: int, keyword: str) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            given = kwargs.get(keyword, args[place] if len(args) > place else None)
+            if self._scratch is None or not isinstance(given, str | os.PathLike):
+                return original(*args, **kwargs)
+            target = self._in_scratch(given)
+            Path(target).parent.mkdir(parents=True, exist_ok=True)
+            if keyword in kwargs:
+                return original(*args, **{**kwargs, keyword: target})
+            return original(*args[:place], target, *args[place + 1 :], **kwargs)
+
+        return save
+
+    def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(f, str | os.PathLike) and Path(self._in_scratch(f)).exists():
+                f = self._in_scratch(f)
+            return original(f, *args, **kwargs)
+
+        return load

@@ -1,0 +1,250 @@
+"""How fast a trial is and how sure that is: steps cut into blocks, rates over blocks with a confidence interval.
+
+Steps follow each other too closely to count as independent: a loader with w workers gives its batches in bursts of w.
+So a block ends where a whole number of bursts has passed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# Two-sided 95 % quantiles of Student's t for 1, 2, … degrees of freedom; beyond them the normal distribution's will do.
+_T_95 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+)
+Z_95 = 1.96
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some steps in a row: how many samples they trained, how long they took, how long of it they waited for data.
+
+    ``from_queue``: how many of the samples lay ready before the first of these steps; negative where more lay ready
+    afterwards.
+    """
+
+    samples: int
+    seconds: float
+    wait_s: float = 0.0
+    steps: int = 1
+    from_queue: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Samples per second with the ends of its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def relative_error(self) -> float:
+        """Half the interval over the mean."""
+        return (self.high - self.low) / (2 * self.mean) if self.mean > 0 else math.inf
+
+
+def t_quantile(degrees: int) -> float:
+    """The two-sided 95 % quantile of Student's t."""
+    return _T_95[degrees - 1] if 1 <= degrees <= len(_T_95) else Z_95
+
+
+def lasting(blocks: Sequence[Block]) -> list[float]:
+    """The samples of each block at the pace that the loader can keep: those that it made during the block.
+
+    While the queue is used up, training takes more than that. A queue that grows or stays full says that it is training
+    that sets the pace. One step's samples more or less in the queue are chance.
+    """
+    used_up = sum(block.from_queue for block in blocks)
+    one_step = sum(block.samples for block in blocks) / max(sum(block.steps for block in blocks), 1)
+    if used_up <= one_step:
+        return [float(block.samples) for block in blocks]
+    return [block.samples - block.from_queue for block in blocks]
+
+
+def wait_share_of(blocks: Sequence[Block]) -> float | None:
+    """The share of its time that training waits for data at the pace that lasts; None without any measured time."""
+    seconds, samples = sum(block.seconds for block in blocks), sum(block.samples for block in blocks)
+    if seconds <= 0:
+        return None
+    busy = 1 - sum(block.wait_s for block in blocks) / seconds
+    return 1 - busy * (sum(lasting(blocks)) / samples if samples else 1.0)
+
+
+def rate_of(blocks: Sequence[Block]) -> Rate | None:
+    """Samples over seconds at the pace that lasts, with the interval of that ratio; None without any measured time.
+
+    A single block says nothing about how sure it is: its interval is unbounded above and begins at zero.
+    """
+    seconds = sum(block.seconds for block in blocks)
+    if seconds <= 0:
+        return None
+    given = lasting(blocks)
+    mean = sum(given) / seconds
+    count = len(blocks)
+    if count < 2:
+        return Rate(mean, 0.0, math.inf)
+    spread = sum((samples - mean * block.seconds) ** 2 for samples, block in zip(given, blocks, strict=True))
+    error = math.sqrt(spread / (count * (count - 1))) / (seconds / count)
+    half = t_quantile(count - 1) * error
+    return Rate(mean, max(0.0, mean - half), mean + half)
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """When a trial has measured enough.
+
+    ``least_blocks``: fewer agree by chance. ``wanted_error`` is half an interval. ``most_s`` ends a trial whose rate
+    will not settle; its wide interval then tells so. ``to_beat`` is a rate that a trial must reach to matter.
+    """
+
+    wanted_error: float = 0.025
+    least_blocks: int = 5
+    least_s: float = 1.5
+    most_s: float = 8.0
+    block_s: float = 0.25
+    to_beat: float | None = None
+
+
+def is_enough(blocks: Sequence[Block], patience: Patience) -> bool:
+    """Whether the rate is known well enough, or will not be within this trial's patience."""
+    seconds = sum(block.seconds for block in blocks)
+    if seconds >= patience.most_s:
+        return True
+    if len(blocks) < patience.least_blocks or seconds < patience.least_s:
+        return False
+    rate = rate_of(blocks)
+    if rate is None:
+        return False
+    out_of_the_race = patience.to_beat is not None and rate.high < patience.to_beat
+    return out_of_the_race or rate.relative_error <= patience.wanted_error
+
+
+def is_warm(steps: int, has_waited: bool, is_ahead: bool, batches: int, most_batches: int) -> bool:
+    """Whether what follows is the pace that the job will keep.
+
+    The first steps are slow, and the batches that the workers had queued meanwhile are consumed faster than the loader
+    gives: until a step has waited for data. A loader that ``is_ahead`` of the training will not let it wait. Where
+    neither is seen within ``most_batches``, the queue is used up so slowly that its share can be counted.
+    """
+    return steps >= WARM_UP_STEPS and (has_waited or is_ahead or batches > most_batches)
+
+
+WARM_UP_STEPS = 3
+
+
+# --------------------------------------------------------------------------- from steps to blocks
+
+# A step that waited at least this long, and this share of its time, found the loader's queue empty.
+WAITED_S = 0.002
+WAITED_SHARE = 0.05
+
+
+@dataclass(slots=True)
+class StepSnapshot:
+    """Where the job stood at the end of a step; ``event`` says when the GPU got there.
+
+    ``queue_batches`` is what the loader's queue can hold, ``ready`` how many batches lay in it.
+    """
+
+    host_s: float
+    steps: int
+    batches: int
+    samples: int
+    wait_s: float
+    interruptions: int = 0
+    workers: int = 0
+    queue_batches: int = 0
+    ready: int = 0
+    event: Any = None
+
+
+def block_between(began: StepSnapshot, ended: StepSnapshot) -> Block:
+    """What was trained between two moments; by the GPU's clock where both have an event, which it must have reached."""
+    if began.event is not None and ended.event is not None:
+        seconds = float(began.event.elapsed_time(ended.event)) * 1e-3
+    else:
+        seconds = ended.host_s - began.host_s
+    samples, batches = ended.samples - began.samples, ended.batches - began.batches
+    return Block(
+        samples=samples,
+        seconds=seconds,
+        wait_s=min(ended.wait_s - began.wait_s, seconds),
+        steps=ended.steps - began.steps,
+        from_queue=(began.ready - ended.ready) * samples / batches if batches else 0.0,
+    )
+
+
+def waited_between(last: StepSnapshot, now: StepSnapshot) -> bool:
+    """Whether a step found the loader's queue empty."""
+    waited_s = now.wait_s - last.wait_s
+    return waited_s >= WAITED_S and waited_s >= WAITED_SHARE * (now.host_s - last.host_s)
+
+
+# After so many interruptions without a whole block between them, they are part of the pace of this job.
+MOST_FRUITLESS = 4
+# A queue is used up within so many times its length, unless the loader is nearly as fast as the training.
+USED_UP_WITHIN = 2
+
+
+class BlockTimer:
+    """Cuts a job's steps into blocks. ``marked`` is called with the moments at which one begins or ends."""
+
+    def __init__(self, block_s: float, marked: Callable[[StepSnapshot], StepSnapshot] = lambda moment: moment) -> None:
+        self._block_s = block_s
+        self._marked = marked
+        self._last: StepSnapshot | None = None
+        self._began: StepSnapshot | None = None
+        self._cold_since: StepSnapshot | None = None
+        self._has_waited = False
+        self._fruitless = 0
+
+    def stepped(self, now: StepSnapshot) -> tuple[StepSnapshot, StepSnapshot] | None:
+        """Where the block that ends with this step began and ended; None when none ends here."""
+        last, self._last = self._last, now
+        if last is not None and now.interruptions != last.interruptions and self._fruitless < MOST_FRUITLESS:
+            # Validation or a save came between, in which the workers went on: not the pace of training.
+            self._fruitless += 1
+            self._cold_since, self._began, self._has_waited = now, None, False
+            return None
+        if last is not None:
+            self._has_waited = self._has_waited or waited_between(last, now)
+        if self._began is None:
+            self._begin_when_warm(now)
+            return None
+        began = self._began
+        assert last is not None
+        bursts, before = ((moment.batches - began.batches) // max(now.workers, 1) for moment in (now, last))
+        if now.host_s - began.host_s < self._block_s or bursts == before:
+            return None
+        self._began = self._marked(now)
+        if self._fruitless < MOST_FRUITLESS:
+            self._fruitless = 0
+        return began, self._began
+
+    def _begin_when_warm(self, now: StepSnapshot) -> None:
+        cold = self._cold_since
+        batches = now.batches - (0 if cold is None else cold.batches)
+        # Once each worker has been given something to do, one that has nothing to do is ahead of the training.
+        is_ahead = batches > now.workers and now.ready > now.queue_batches - now.workers
+        most_batches = USED_UP_WITHIN * now.queue_batches if cold is None else now.workers
+        if is_warm(now.steps, self._has_waited, is_ahead, batches, most_batches):
+            self._began = self._marked(now)
+
+
+def ready_batches(iterator: Any) -> int:
+    """Batches that workers have made and nobody has taken yet; 0 without workers, and where nobody can tell.
+
+    Uses of torch's iterator, the same from torch 2.8 to 2.15: ``_task_info`` (with the data of what came before its
+    turn), ``_worker_result_queue``, and ``_data_queue``, which is another one where a thread pins.
+    """
+    try:
+        before_their_turn = sum(len(task) > 1 for task in list(iterator._task_info.values()))
+        queues = {id(queue): queue for queue in (iterator._worker_result_queue, iterator._data_queue)}
+        return before_their_turn + sum(int(queue.qsize()) for queue in queues.values())
+    except (AttributeError, NotImplementedError, OSError, RuntimeError):  # other iterators; macOS; a closed queue
+        return 0

@@ -1,0 +1,289 @@
+"""The diff of the user's source: a literal in the DataLoader call is changed, all else is told to the user."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from fulltilt.errors import MachineError, UsageError
+from fulltilt.records import Settings
+from fulltilt.tuning.source_edit import (
+    OTHER_SHUFFLES,
+    SEVERAL_LOADERS,
+    SourceChange,
+    Unclear,
+    WriteYourself,
+    apply_change,
+    edit_call,
+    fingerprint,
+    propose,
+)
+from fulltilt.tuning.trial.launch import recipe_flags
+from tests.diagnosis import examples
+
+WANTED = {"num_workers": 8, "pin_memory": True, "persistent_workers": True, "prefetch_factor": 4}
+BEFORE = {"num_workers": 2, "pin_memory": False, "persistent_workers": False, "prefetch_factor": 2}
+MORE = "pin_memory=True, persistent_workers=True, prefetch_factor=4"
+MANY_LINES = """loader = DataLoader(
+    ds,
+    batch_size=8,  # what fits
+    shuffle=True,
+
+    # two were enough once
+    num_workers=2,  # why two?
+)  # the end
+"""
+NO_TRAILING_COMMA = """loader = DataLoader(
+    ds,
+    num_workers=2  # why two?
+)
+"""
+HANGING = """loader = DataLoader(ds, batch_size=8,
+                    num_workers=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("x = torch.utils.data.DataLoader(ds, 8, True, None, None, 2, f)\n", ("2, f", f"8, f, {MORE}")),
+        ("größe = 'ä', DataLoader(ds, num_workers=2)\n", ("=2", f"=8, {MORE}")),
+        ("from torch.utils.data import DataLoader as DL\nx = DL(ds, num_workers=2)\n", ("=2", f"=8, {MORE}")),
+        ("x = DataLoader(ds, num_workers=2, **more)\n", ("=2, **more", f"=8, **more, {MORE}")),
+        ("x = DataLoader(ds, num_workers=2, prefetch_factor=2,)\n", ("=2, prefetch_factor=2", f"=8, {MORE}")),
+        (HANGING, ("=2", f"=8, {MORE}")),
+        (
+            MANY_LINES,
+            ("=2,  # why two?\n", "=8,  # why two?\n    " + MORE.replace(", ", ",\n    ") + ",\n"),
+        ),
+        (
+            NO_TRAILING_COMMA,
+            ("=2  # why two?\n", "=8,  # why two?\n    " + MORE.replace(", ", ",\n    ") + "\n"),
+        ),
+    ],
+    ids=["positional", "umlauts", "another name", "unpacked", "trailing comma", "hanging", "many lines", "no comma"],
+)
+def test_a_literal_is_changed_and_what_is_missing_added(source: str, expected: tuple[str, str]) -> None:
+    line = next(number for number, text in enumerate(source.splitlines(), 1) if "Loader(" in text or "DL(" in text)
+    edited, several = edit_call(source, line, WANTED, BEFORE)
+    if "prefetch_factor=2" in source:
+        assert (
+            edited
+            == "x = DataLoader(ds, num_workers=8, prefetch_factor=4, pin_memory=True, persistent_workers=True,)\n"
+        )
+    else:
+        assert edited == source.replace(*expected)
+    assert not several
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "given", "why"),
+    [
+        ("loader = DataLoader(ds, num_workers=cfg.workers)\n", 1, (), "num_workers is cfg.workers"),
+        ("n = 2\nloader = DataLoader(ds, num_workers=n)\n", 2, (), "num_workers is n"),
+        ("loader = DataLoader(ds, **options())\n", 1, ("num_workers",), "not followed"),
+        ("loader = DataLoader(*options())\n", 1, ("num_workers",), "unpacked with"),
+        ("loader = DataLoader(ds, num_workers=5)\n", 1, (), "num_workers is 5 there, but 2 was in force"),
+        ("a, b = DataLoader(c, num_workers=2), DataLoader(d, num_workers=2)\n", 1, (), "no single"),
+        ("loader = DataLoader((ds))\n", 1, (), "but 2 was in force"),
+        ("a = 1\nb = 2\n", 2, (), "no single DataLoader"),
+        ("loader = DataLoader(ds,\n", 1, (), "does not parse"),
+    ],
+)
+def test_nothing_is_guessed(source: str, line: int, given: tuple[str, ...], why: str) -> None:
+    with pytest.raises(Unclear, match=why):
+        edit_call(source, line, WANTED, BEFORE, given)
+
+
+def test_what_would_change_something_else_is_refused() -> None:
+    """Behind the last argument stands a parenthesis that `ast` does not show."""
+    with pytest.raises(Unclear, match="not changed by machine"):
+        edit_call("x = DataLoader((ds))\n", 1, {"num_workers": 8}, {"num_workers": 0})
+
+
+def test_two_calls_of_one_line_are_told_apart_by_their_arguments() -> None:
+    source = "val, train = DataLoader(b, 8), DataLoader(a, 8, shuffle=True)\n"
+    given = ("dataset", "batch_size", "shuffle")
+    edited, _ = edit_call(source, 1, {"num_workers": 8}, {"num_workers": 0}, given)
+    assert edited == source.replace("shuffle=True)", "shuffle=True, num_workers=8)")
+
+
+def test_torchs_own_defaults_are_not_written() -> None:
+    edited, _ = edit_call("x = DataLoader(ds)\n", 1, {**WANTED, "prefetch_factor": 2}, {"num_workers": 0})
+    assert edited == "x = DataLoader(ds, num_workers=8, pin_memory=True, persistent_workers=True)\n"
+
+
+def test_a_function_that_makes_several_loaders_is_told(tmp_path: Path) -> None:
+    twice = "def make(ds):\n    return DataLoader(ds, num_workers=0)\ntrain = make(a)\nval = make(b)\n"
+    (tmp_path / "train.py").write_text(twice)
+    loader = examples.loader(where="train.py:2", num_workers=0)
+    change = propose(loader, Settings(num_workers=4), tmp_path)
+    assert isinstance(change, SourceChange)
+    assert change.remarks == (SEVERAL_LOADERS,)
+
+
+# --------------------------------------------------------------------------- the file
+
+IN_FORCE = Settings(num_workers=8, prefetch_factor=2, pin_memory=True, persistent_workers=True, batch_size=64)
+
+
+def change_of(folder: Path, source: str = "x = DataLoader(ds, batch_size=8)\r\n", **loader: object) -> object:
+    (folder / "train.py").write_bytes(source.encode())
+    return propose(examples.loader(where="train.py:1", num_workers=0, batch_size=8, **loader), IN_FORCE, folder)
+
+
+def test_the_diff_is_applied_whole_and_keeps_line_ends_and_mode(tmp_path: Path) -> None:
+    change = change_of(tmp_path)
+    (tmp_path / "train.py").chmod(0o750)
+    assert isinstance(change, SourceChange)
+    assert change.diff.startswith("--- a/train.py\n+++ b/train.py\n")
+    apply_change(change, fingerprint(tmp_path / "train.py"))
+    written = (tmp_path / "train.py").read_bytes()
+    assert written.endswith(b"num_workers=8, pin_memory=True, persistent_workers=True)\r\n")
+    assert b"batch_size=8," in written  # allowed or not, it was not part of this change
+    assert (tmp_path / "train.py").stat().st_mode & 0o777 == 0o750
+    assert list(tmp_path.iterdir()) == [tmp_path / "train.py"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "\ufeffx = DataLoader(ds, batch_size=8)\n".encode(),
+        "# -*- coding: latin-1 -*-\nx = DataLoader(ds, batch_size=8)  # für\n".encode("latin-1"),
+        b"x = 1\n\x0c\ny = DataLoader(ds, batch_size=8)\n",
+    ],
+    ids=["byte order mark", "latin-1", "form feed"],
+)
+def test_a_diff_is_one_that_patch_takes_whatever_the_encoding(tmp_path: Path, source: bytes) -> None:
+    (tmp_path / "train.py").write_bytes(source)
+    line = source.count(b"\n")
+    loader = examples.loader(where=f"train.py:{line}", num_workers=0, batch_size=8)
+    change = propose(loader, IN_FORCE, tmp_path)
+    assert isinstance(change, SourceChange), change
+    assert change.new == source.replace(
+        b"batch_size=8", b"batch_size=8, num_workers=8, pin_memory=True, persistent_workers=True"
+    )
+    body = [f"{part}\n" for part in change.diff.split("\n")[3:-1]]
+    assert all(part[:1] in " +-" for part in body)
+    before = "".join(part[1:] for part in body if part[:1] in " -")
+    assert before.encode(change.encoding) == source, "patch compares bytes"
+
+
+def test_a_link_stays_a_link_and_a_read_only_file_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "real.py").write_text("x = DataLoader(ds, batch_size=8)\n")
+    (tmp_path / "train.py").symlink_to("real.py")
+    change = propose(examples.loader(where="train.py:1", num_workers=0, batch_size=8), IN_FORCE, tmp_path)
+    assert isinstance(change, SourceChange)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(MachineError, match="read-only"):
+        apply_change(change, None)
+    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr("tempfile.mkstemp", lambda **_: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+        with pytest.raises(MachineError, match="cannot write into"):
+            apply_change(change, None)
+    apply_change(change, None)
+    assert (tmp_path / "train.py").is_symlink()
+    assert "num_workers=8" in (tmp_path / "real.py").read_text()
+
+
+def test_a_file_that_changed_since_is_left_alone(tmp_path: Path) -> None:
+    change = change_of(tmp_path)
+    assert isinstance(change, SourceChange)
+    (tmp_path / "train.py").write_text("mine\n")
+    with pytest.raises(UsageError, match="changed since"):
+        apply_change(change, None)
+    assert (tmp_path / "train.py").read_text() == "mine\n"
+    (tmp_path / "train.py").write_bytes(change.old)
+    with pytest.raises(UsageError, match="changed since"):
+        apply_change(change, "another fingerprint")
+
+
+def test_loaders_that_a_library_makes_are_set_where_it_takes_them(tmp_path: Path) -> None:
+    change = change_of(tmp_path, made_by="transformers")
+    assert isinstance(change, WriteYourself)
+    assert change.write == (
+        "TrainingArguments(…, dataloader_num_workers=8, dataloader_pin_memory=True, dataloader_persistent_workers=True)"
+    )
+
+
+def test_a_script_outside_of_the_working_folder_gets_its_diff(tmp_path: Path) -> None:
+    for folder in ("here", "elsewhere"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "train.py").write_text("x = DataLoader(ds, batch_size=8)\n")
+    loader = examples.loader(where="train.py:1", num_workers=0, batch_size=8)
+    for script, changed in (("../elsewhere/train.py", "elsewhere"), ("train.py", "here")):
+        change = propose(loader, IN_FORCE, tmp_path / "here", (script, "--lr", "1"))
+        assert isinstance(change, SourceChange), change
+        assert change.path.resolve() == tmp_path / changed / "train.py"
+
+
+def test_what_to_write_by_hand_is_only_what_changes(tmp_path: Path) -> None:
+    loader = examples.loader(
+        where="gone.py:1", num_workers=2, pin_memory=True, persistent_workers=True, prefetch_factor=4
+    )
+    change = propose(loader, IN_FORCE, tmp_path)
+    assert isinstance(change, WriteYourself)
+    assert change.write == "DataLoader(…, num_workers=8, prefetch_factor=2)"
+
+
+def test_workers_of_a_loader_that_each_epoch_makes_anew_are_not_told_to_stay(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("for epoch in range(5):\n    loader = DataLoader(ds, 8)\n")
+    loader = examples.loader(where="train.py:2", num_workers=0, batch_size=8, constructed=5, passes=5)
+    change = propose(loader, IN_FORCE, tmp_path)
+    assert isinstance(change, SourceChange)
+    assert "num_workers" in change.diff
+    assert "persistent_workers" not in change.diff
+    assert change.remarks[-1].startswith("the loader is made anew for each epoch")
+
+
+def test_a_flag_of_the_command_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("x = DataLoader(ds, num_workers=args.num_workers)\n")
+    loader = examples.loader(where="train.py:1", num_workers=0)
+    change = propose(loader, IN_FORCE, tmp_path, ("train.py", "--num-workers", "0"))
+    assert change == WriteYourself("--num-workers is given on the command line", "--num-workers 8")
+
+
+def test_the_batch_size_is_written_only_when_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("x = DataLoader(ds, batch_size=8)\n")
+    loader = examples.loader(where="train.py:1", num_workers=0, batch_size=8)
+    change = propose(loader, IN_FORCE, tmp_path, with_batch=True)
+    assert isinstance(change, SourceChange)
+    assert b"batch_size=64" in change.new
+
+
+def test_a_recipe_is_told_by_its_flags(tmp_path: Path) -> None:
+    loader = examples.loader(where=None, made_by="fulltilt")
+    assert propose(loader, IN_FORCE, tmp_path) == WriteYourself(
+        "Fulltilt makes the loader from its settings", "--workers 8"
+    )
+    assert recipe_flags(Settings(num_workers=4, batch_size=16, accumulation=2, compile=True)) == (
+        ["--workers", "4", "--batch-size", "16", "--accumulation", "2", "--compile"]
+    )
+
+
+def test_persistent_workers_are_told_to_change_later_shuffles(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("loader = DataLoader(ds, shuffle=True)\n")
+    in_force = Settings(num_workers=4, persistent_workers=True)
+    for shuffle, told in ((True, (OTHER_SHUFFLES,)), (False, ())):
+        change = propose(examples.loader(where="train.py:1", shuffle=shuffle), in_force, tmp_path)
+        assert isinstance(change, SourceChange)
+        assert change.remarks == told
+
+
+def test_persistent_workers_do_change_later_shuffles() -> None:
+    """As torch has it today; if it ever seeds them anew, the remark is to go."""
+
+    def orders(**more: bool) -> list[list[int]]:
+        torch.manual_seed(0)
+        loader = DataLoader(range(50), shuffle=True, batch_size=None, num_workers=1, **more)  # type: ignore[arg-type, call-overload, var-annotated]
+        return [list(loader) for _ in range(2)]
+
+    plain, persistent = orders(), orders(persistent_workers=True)
+    assert plain[0] == persistent[0]
+    assert plain[1] != persistent[1]
