@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from fulltilt.train import checkpoint
 from fulltilt.train.ending import exit_code_of
 from fulltilt.train.loop import train
 from fulltilt.train.outcome import StepEnd
@@ -20,7 +21,7 @@ from tests.faults import victim
 def main(out: Path) -> int:
     torch.set_num_threads(1)
     rank, restarts = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    out.mkdir(parents=True, exist_ok=True)
+    checkpoint.claim(out)  # the files of the test lie in it, too
 
     def note(end: StepEnd) -> None:
         with (out / f"chain.{rank}.txt").open("a") as file:

@@ -17,7 +17,7 @@ from fulltilt.train.keep import KeepPolicy
 from fulltilt.train.writer import Writer
 from tests.faults import victim
 from tests.faults.victim import Order
-from tests.train.test_checkpoint import snapshot
+from tests.train.test_checkpoint import claimed, snapshot
 
 
 def assert_clear(out: Path, *words: str) -> None:
@@ -67,11 +67,12 @@ def test_row_2_a_really_full_file_system(tmp_path: Path) -> None:
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("this user may not mount a tmpfs")
     try:
-        checkpoint.write(small, snapshot(1, size=2000))
+        root = claimed(small / "out")
+        checkpoint.write(root, snapshot(1, size=2000))
         with pytest.raises(MachineError, match=r"No space left on device \([\d,]+ bytes needed, [\d,]+ free\)"):
-            checkpoint.write(small, snapshot(2, size=20000))
-        assert [path.name for path in small.iterdir()] == ["step-00000001"]
-        checkpoint.load(small / "step-00000001")
+            checkpoint.write(root, snapshot(2, size=20000))
+        assert [path.name for path in root.iterdir()] == ["step-00000001"]
+        checkpoint.load(root / "step-00000001")
     finally:
         subprocess.run(["umount", small], check=True)
 
@@ -89,17 +90,18 @@ def test_row_3_file_size_limit_is_seen_before_step_0(tmp_path: Path) -> None:
 
 def test_row_3_file_size_limit_met_while_writing(tmp_path: Path) -> None:
     """Seen to fail: with `write_file` catching only ENOSPC the process ends with a traceback."""
-    checkpoint.write(tmp_path, snapshot(1))
+    root = claimed(tmp_path)
+    checkpoint.write(root, snapshot(1))
     child = os.fork()
     if child == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
         try:
-            checkpoint.write(tmp_path, snapshot(2, size=5000))
+            checkpoint.write(root, snapshot(2, size=5000))
         except MachineError as error:
             os._exit(7 if "file-size limit" in error.what else 1)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert [path.name for path in root.iterdir()] == ["step-00000001"]
 
 
 def become_nobody(order: Order) -> None:
@@ -113,8 +115,7 @@ def become_nobody(order: Order) -> None:
 
 def test_row_4_folder_not_writable(tmp_path: Path) -> None:
     """Seen to fail: without the probe in `checkpoint.prepare` the run trains until its first save."""
-    out = tmp_path / "out"
-    (out / "checkpoints").mkdir(parents=True)
+    out = claimed(tmp_path / "out").parent
     for folder in (tmp_path, *list(tmp_path.parents)[:-2]):
         if folder.stat().st_uid == os.getuid():
             folder.chmod(folder.stat().st_mode | 0o055)
@@ -191,15 +192,17 @@ def test_row_9_never_exit_0_without_the_last_checkpoint(tmp_path: Path) -> None:
 
 def test_a_second_ctrl_c_in_a_save_is_no_error_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen to fail: it was told as a checkpoint that was not written, with the code of a broken machine."""
-    checkpoint.write(tmp_path, snapshot(1))
+    root = claimed(tmp_path)
+    checkpoint.write(root, snapshot(1))
     monkeypatch.setattr(durable, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        Writer(tmp_path, KeepPolicy()).save(snapshot(2), background=False)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+        Writer(root, KeepPolicy()).save(snapshot(2), background=False)
+    assert [path.name for path in root.iterdir()] == ["step-00000001"]
 
 
 def test_the_writer_raises_once_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = Writer(tmp_path, KeepPolicy())
+    root = claimed(tmp_path)
+    writer = Writer(root, KeepPolicy())
     monkeypatch.setattr(durable, "write_file", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "gone")))
     writer.save(snapshot(1))
     with pytest.raises(MachineError, match="gone"):

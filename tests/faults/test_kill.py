@@ -16,7 +16,7 @@ from fulltilt.train import checkpoint, find
 from fulltilt.train.keep import KeepPolicy
 from tests.faults import ranks, victim
 from tests.faults.victim import Order
-from tests.train.test_checkpoint import snapshot
+from tests.train.test_checkpoint import claimed, snapshot
 
 
 def killed_at(number: int, act: Callable[[], None]) -> bool:
@@ -36,8 +36,7 @@ def test_row_1_killed_at_every_disk_call_of_the_protocol(tmp_path: Path, again: 
     step loses that step."""
     points = 0
     while True:
-        root = tmp_path / f"kill-{points + 1}"
-        checkpoint.prepare(root)
+        root = claimed(tmp_path / f"kill-{points + 1}")
         for step in (1, 2):
             checkpoint.write(root, snapshot(step))
         saved = 2 if again else 3

@@ -13,6 +13,8 @@ import sys
 import time
 from pathlib import Path
 
+from fulltilt.train import checkpoint
+
 # The first host's address is not on the cable: it stays when the cable is pulled.
 FIRST, HERE, SECOND, PORT = "10.77.0.1", "10.77.1.1", "10.77.1.2", 29411
 
@@ -78,7 +80,7 @@ def wait_for(out: Path, step: int, timeout_s: float = 120) -> None:
 
 
 def main(out: Path) -> int:
-    out.mkdir(parents=True, exist_ok=True)
+    checkpoint.claim(out)
     ip("link", "add", "first", "type", "veth", "peer", "name", "nowhere")
     ip("addr", "add", f"{FIRST}/32", "dev", "first")
     for device in ("lo", "first", "nowhere"):

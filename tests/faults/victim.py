@@ -21,7 +21,7 @@ import torch
 import torch._dynamo  # the first optimizer imports it anyway; here it is done once for all children
 import torch.distributed.fsdp  # likewise
 
-from fulltilt.train import shards
+from fulltilt.train import checkpoint, shards
 from fulltilt.train.ending import exit_code_of
 from fulltilt.train.job import Job
 from fulltilt.train.loop import train
@@ -147,7 +147,6 @@ def run(order: Order) -> None:
     """In the child: train, log the chain, exit as a user's command would."""
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # as in a user's own process; ours came from a fork server
-    order.out.mkdir(parents=True, exist_ok=True)
     sys.stdout = (order.out / f"stdout.{order.rank}.txt").open("a", buffering=1)
     sys.stderr = (order.out / f"stderr.{order.rank}.txt").open("a", buffering=1)
     if order.world > 1:
@@ -198,7 +197,7 @@ def kill_at_disk_call(number: int) -> None:
 
         return call
 
-    os.write, os.fsync, os.rename = counted(os.write), counted(os.fsync), counted(os.rename)
+    os.write, os.fsync, os.replace = counted(os.write), counted(os.fsync), counted(os.replace)
 
 
 _context = multiprocessing.get_context("forkserver")
@@ -209,6 +208,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_PROJECT, os.environ.ge
 
 
 def start(order: Order) -> multiprocessing.process.BaseProcess:
+    checkpoint.claim(order.out)  # the files of the test lie in it, too
     child = _context.Process(target=run, args=(order,))
     child.start()
     return child

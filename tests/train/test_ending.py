@@ -19,6 +19,7 @@ from fulltilt.train.loop import train
 from fulltilt.train.progress import Screen
 from fulltilt.train.settings import TrainSettings
 from fulltilt.train.sources import BatchSource
+from tests.train.test_checkpoint import claimed
 
 
 def test_a_path_that_may_not_be_looked_at_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,8 +41,7 @@ def test_no_resume_is_promised_behind_a_checkpoint_of_a_newer_fulltilt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen to fail: "the same command resumes there" stood below the words that had just refused it."""
-    root = tmp_path / "checkpoints"
-    root.mkdir()
+    root = claimed(tmp_path)
     older = checkpoint.write(root, checkpoint.Snapshot(1, 0, None, {}, {}, {}))
     monkeypatch.setattr(checkpoint, "SCHEMA_VERSION", checkpoint.SCHEMA_VERSION + 1)
     checkpoint.write(root, checkpoint.Snapshot(2, 0, None, {}, {}, {}))

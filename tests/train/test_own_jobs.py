@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from fulltilt.errors import Diverged, MachineError, StoppedEarly, UsageError
+from fulltilt.store import OwnedFolder
 from fulltilt.train import checkpoint, find, state
 from fulltilt.train.ending import exit_code_of
 from fulltilt.train.job import Job
-from fulltilt.train.lock import FolderLock
 from fulltilt.train.loop import train
 from fulltilt.train.outcome import Outcome, StepEnd
 from fulltilt.train.precision import LossScale
@@ -184,9 +184,9 @@ def loss(model: Any, batch: Any) -> torch.Tensor:
 def test_mistakes_are_told(changes: dict[str, Any], settings: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=words):
         run(tmp_path / "out", victim.make_job(**changes), **settings)
-    lock = FolderLock(tmp_path / "out") if (tmp_path / "out").exists() else None  # a notebook lives on
-    if lock is not None:
-        lock.release()
+    if (tmp_path / "out").exists():  # a notebook lives on
+        with OwnedFolder(tmp_path / "out").locked("the lock was not released"):
+            pass
 
 
 class Odd(victim.Net):
@@ -288,9 +288,12 @@ def test_weights_that_are_not_finite_are_not_kept(tmp_path: Path) -> None:
 
 
 def test_a_log_that_cannot_be_written_does_not_end_a_training(tmp_path: Path) -> None:
-    (tmp_path / "out" / "metrics.csv").mkdir(parents=True)
-    _, told = run(tmp_path / "out")
-    assert "warning: cannot write" in told
+    def put_theirs(end: StepEnd) -> None:
+        (tmp_path / "out" / "metrics.csv").write_text("mine")
+
+    _, told = run(tmp_path / "out", on_step=put_theirs)
+    assert "warning: " in told
+    assert (tmp_path / "out" / "metrics.csv").read_text() == "mine"
 
 
 def test_no_traceback_where_the_folder_is_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -99,10 +99,11 @@ def recorded(folder: Path) -> tuple[str, int | None, int]:
 
 
 def test_an_attempt_that_was_killed_is_called_so_by_the_next_one(tmp_path: Path) -> None:
-    store.create_folder(tmp_path)
     run(tmp_path, epochs=1)
-    path = tmp_path / "run.json"
-    path.write_text(path.read_text().replace('"state": "done"', '"state": "running"'))  # as a kill leaves it
+    text = (tmp_path / "run.json").read_text()
+    store.write_text(
+        tmp_path / "run.json", text.replace('"state": "done"', '"state": "running"')
+    )  # as a kill leaves it
     run(tmp_path)
     assert store.load(tmp_path / "before-1").run.state == "killed"
 

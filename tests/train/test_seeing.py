@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 import torch
 
+from fulltilt.errors import ForeignFiles
 from fulltilt.probes.gpu import Gpus
 from fulltilt.records import Buckets, HostReading, Sample
 from fulltilt.testing import FakeClock, FakeNvml, h200
-from fulltilt.train import progress
+from fulltilt.train import checkpoint, progress
 from fulltilt.train.guard import StepFigures
 from fulltilt.train.idle_gpu import IdleGpu
 from fulltilt.train.logs import MetricLog
@@ -363,19 +364,18 @@ def test_epochs_without_an_evaluation_share_the_table(tmp_path: Path) -> None:
     "text", ["epoch,seconds,loss\r\n1,2.0,0.5\r\n2,2", "epoch,seconds\r\n1,2.0\r\nepoch,loss\r\n2,3\r\n"]
 )
 def test_what_a_kill_left_of_a_table_is_no_row(text: str, tmp_path: Path) -> None:
-    (tmp_path / "metrics.csv").write_bytes(text.encode())
+    checkpoint.claim(tmp_path).write("metrics.csv", text.encode())
     MetricLog(tmp_path).write(2, {"loss": 0.25}, 1.0)
     assert epochs_in(tmp_path) == ["epoch", "1", "2"]
 
 
 def test_a_table_that_is_not_ours_keeps_every_line(tmp_path: Path) -> None:
-    theirs = "fold,epoch,note\na,1,good\n"
-    (tmp_path / "metrics.csv").write_text(theirs)
-    log = MetricLog(tmp_path)
-    for epoch in (1, 2):
-        log.write(epoch, {"loss": 0.25}, 1.0)
-    assert (tmp_path / "metrics.csv").read_text().startswith(theirs)
-    assert epochs_in(tmp_path)[2:] == ["epoch", "1", "2"]
+    checkpoint.claim(tmp_path)
+    for theirs in ("fold,epoch,note\na,1,good\n", "epoch,seconds\n1,2.0\n"):
+        (tmp_path / "metrics.csv").write_text(theirs)
+        with pytest.raises(ForeignFiles):
+            MetricLog(tmp_path).write(1, {"loss": 0.25}, 1.0)
+        assert (tmp_path / "metrics.csv").read_text() == theirs
 
 
 # --------------------------------------------------------------------------- the load of the CPU

@@ -16,7 +16,6 @@ import torch
 from fulltilt.errors import UsageError
 from fulltilt.train import checkpoint, wording
 from fulltilt.train.job import Job
-from fulltilt.train.lock import FolderLock
 from fulltilt.train.loop import train
 from fulltilt.train.outcome import Outcome, StepEnd
 from fulltilt.train.progress import Screen
@@ -262,17 +261,16 @@ def test_mistakes_are_told_before_step_0(
 
 
 def test_two_runs_cannot_write_into_the_same_folder(tmp_path: Path) -> None:
-    """The other run is a forked child: record locks are held by processes."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        FolderLock(tmp_path)
-        os.write(writing, b"held")
-        time.sleep(60)
+        with checkpoint.claim(tmp_path).locked("busy"):
+            os.write(writing, b"held")
+            time.sleep(60)
         os._exit(0)
     try:
         os.read(reading, 4)
-        with pytest.raises(UsageError, match="another run is writing into"):
+        with pytest.raises(UsageError, match="another training uses"):
             run(tmp_path, epochs=1)
     finally:
         os.kill(child, signal.SIGKILL)

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import stat
+import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -35,6 +36,22 @@ Identity = tuple[int, ...]
 
 # What this process knows of each folder besides its marker: the state of files that it writes again and again.
 _known: dict[Path, OwnedFolder] = {}
+# A checkpoint is written beside the training: two threads may note entries of one folder.
+_mutex = threading.RLock()
+# Descriptors that hold a lock. A loader worker that outlives a killed training must not hold it with a copy.
+_locks: set[int] = set()
+
+
+def _after_fork() -> None:
+    global _mutex
+    _mutex = threading.RLock()
+    _known.clear()
+    while _locks:
+        os.close(_locks.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class OwnedFolder:
@@ -106,7 +123,8 @@ class OwnedFolder:
 
         With ``wait`` it waits for the other instead.
         """
-        fd = os.open(self.path / MARKER, os.O_RDONLY | _NO_FOLLOW)
+        fd = os.open(self.path / MARKER, os.O_RDWR | _NO_FOLLOW)  # NFS locks only what may be written
+        _locks.add(fd)
         try:
             if fcntl is not None:
                 with contextlib.suppress(OSError):  # a file system without locks; there is no telling
@@ -116,7 +134,9 @@ class OwnedFolder:
                         raise UsageError(busy, "Wait for it, or choose another folder.") from error
             yield
         finally:
-            os.close(fd)
+            if fd in _locks:  # else this is a fork
+                _locks.discard(fd)
+                os.close(fd)
 
     def owns(self, entry: str | Path) -> bool:
         """Whether the entry is there, Fulltilt made it, and nobody has put another in its place."""
@@ -136,6 +156,10 @@ class OwnedFolder:
         if not self._reached_without_links(name) or (os.path.lexists(path) and not self.owns(name)):
             raise ForeignFiles(f"{path} was not written by Fulltilt and is left as it is", "Move it elsewhere.")
         return path
+
+    def announce(self, *entries: str | Path) -> None:
+        """Note names that are about to be made: a kill in between leaves nothing unknown. Raises ForeignFiles."""
+        self._note({self._name(self.check(entry)): () for entry in entries})
 
     def record(self, *entries: str | Path, growing: bool = False) -> None:
         """Note that Fulltilt made these entries, as they are now. Call it right after they were made.
@@ -161,11 +185,10 @@ class OwnedFolder:
         name = self._name(folder)
         if parent := os.path.dirname(name):
             self.make(parent, mode)
-        try:
-            path.mkdir(mode)
-        except FileExistsError:
-            self.check(folder)
-        else:
+        if not path.is_dir():
+            self.announce(name)
+            with contextlib.suppress(FileExistsError):  # another process of this job was first
+                path.mkdir(mode)
             self.record(name)
         return path
 
@@ -177,10 +200,22 @@ class OwnedFolder:
     def create(self, entry: str | Path, mode: int = 0o666) -> int:
         """A descriptor of a new file of ours, for reading and writing. Raises ForeignFiles if something is there."""
         path = self.check(entry)
+        if os.path.lexists(path):
+            raise ForeignFiles(f"{path} exists already and is left as it is", "Move it elsewhere.")
+        self.announce(entry)
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, mode)
         except FileExistsError:
             raise ForeignFiles(f"{path} exists already and is left as it is", "Move it elsewhere.") from None
+        self.record(entry, growing=True)
+        return fd
+
+    def append(self, entry: str | Path, mode: int = 0o666) -> int:
+        """A descriptor that appends to a file of ours, made where it is not there. Raises ForeignFiles."""
+        path = self.check(entry)
+        if not os.path.lexists(path):
+            self.announce(entry)
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _NO_FOLLOW, mode)
         self.record(entry, growing=True)
         return fd
 
@@ -207,7 +242,8 @@ class OwnedFolder:
         path = self.check(target)
         old, new = self._name(source), self._name(target)
         identity = _identity(self.path / old)
-        below = {name: is_ for name, is_ in self._entries.items() if name.startswith(old + "/")}
+        with _mutex:
+            below = {name: is_ for name, is_ in self._entries.items() if name.startswith(old + "/")}
         if not again:
             inner = {new + name[len(old) :]: is_ for name, is_ in below.items()}
             self._note({new: identity, **inner})
@@ -230,7 +266,7 @@ class OwnedFolder:
         if not self.owns(name):
             return False
         self._update()
-        below = sorted((other for other in self._entries if other.startswith(name + "/")), reverse=True)
+        below = sorted((other for other in list(self._entries) if other.startswith(name + "/")), reverse=True)
         gone = []
         for inner in [*below, name]:
             if not os.path.lexists(self.path / inner):
@@ -285,15 +321,22 @@ class OwnedFolder:
         if not lines:
             return
         with contextlib.suppress(FileNotFoundError):  # the folder was taken away: nothing to protect
-            fd = os.open(self.path / MARKER, os.O_WRONLY | os.O_APPEND | _NO_FOLLOW)
+            fd = os.open(self.path / MARKER, os.O_RDWR | os.O_APPEND | _NO_FOLLOW)
             try:
-                os.write(fd, "".join(lines).encode())
+                # A line that a kill has torn must not swallow the next one.
+                os.lseek(fd, -1, os.SEEK_END)
+                torn = os.read(fd, 1) != b"\n"
+                os.write(fd, ("\n" * torn + "".join(lines)).encode())
             finally:
                 os.close(fd)
         self._update()
 
     def _update(self) -> None:
         """Take in what this and other processes have noted since the last time. A torn line is left out."""
+        with _mutex:
+            self._read_marker()
+
+    def _read_marker(self) -> None:
         try:
             fd = os.open(self.path / MARKER, os.O_RDONLY | _NO_FOLLOW)
         except OSError:

@@ -7,24 +7,28 @@
         manifest.json        size and SHA-256 of each file, and of itself
 
 A checkpoint is written into ``.partial-…`` beside the others, file by file to the disk, the manifest last; then one
-rename makes it appear under its name. A kill at any point leaves the previous checkpoints as they were.
+rename makes it appear under its name. A kill at any point leaves the previous checkpoints as they were. Only what the
+marker of OUT lists is ever moved or removed: what somebody else has put into a checkpoint folder stays.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
-import shutil
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fulltilt.errors import MachineError
+from fulltilt import store
+from fulltilt.errors import ForeignFiles, MachineError
+from fulltilt.store.writing import TRAINING
 from fulltilt.train import durable, tensorfile, tree
 from fulltilt.train.durable import FileSum
 from fulltilt.train.keep import KeepPolicy, steps_to_delete
@@ -34,6 +38,9 @@ MODEL_FILE = "model.safetensors"
 TENSORS_FILE = "state.safetensors"
 VALUES_FILE = "state.json"
 MANIFEST_FILE = "manifest.json"
+METRICS_FILE = "metrics.csv"
+# What a training writes into OUT besides the files of its record.
+RESERVED = ("checkpoints", METRICS_FILE, "error.log", "profile", "tensorboard")
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -78,13 +85,25 @@ def folder_name(step: int) -> str:
 # --------------------------------------------------------------------------- writing
 
 
+def claim(out: Path) -> store.OwnedFolder:
+    """Make the output folder of a training ours. Raises ForeignFiles with the list, UsageError, MachineError."""
+    folder = store.OwnedFolder.claim(out, TRAINING)
+    store.create_folder(out)  # refuses files of somebody else's run
+    in_the_way = [name for name in RESERVED if os.path.lexists(out / name) and not folder.owns(name)]
+    if in_the_way:
+        raise ForeignFiles(
+            f"{out} holds files that Fulltilt did not write: {', '.join(in_the_way)}",
+            "Move them elsewhere, or choose another folder with --out.",
+        )
+    return folder
+
+
 def prepare(root: Path) -> None:
-    """Make ``root`` and check that it can be written. Raises MachineError."""
+    """Make ``root`` in the claimed folder and check that it can be written. Raises ForeignFiles, MachineError."""
+    folder = _owner(root)
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        probe = root / f".partial-probe-{os.getpid()}"
-        probe.mkdir()
-        probe.rmdir()
+        folder.make(root)
+        folder.remove(folder.make(folder.temporary(root / "probe")))
     except OSError as error:
         raise durable.cannot_write(root, error) from error
 
@@ -92,31 +111,35 @@ def prepare(root: Path) -> None:
 def sweep(root: Path) -> None:
     """Remove unfinished and half-deleted folders; put a displaced checkpoint back if its successor never arrived."""
     for path in sorted(root.glob(".displaced-step-*")):
-        name = path.name.removeprefix(".displaced-")
-        _settle(path, root / name)
-    for pattern in (".partial-*", ".deleted-*"):
+        _settle(path, root / path.name[len(".displaced-") :].partition(".")[0])
+    for pattern in (".partial-*", ".deleted-*", ".*.tmp"):
         for path in root.glob(pattern):
-            shutil.rmtree(path, ignore_errors=True)
+            _discard(path)
 
 
 def write(root: Path, snapshot: Snapshot) -> Checkpoint:
     """Write a checkpoint so that it is complete under its name or not there at all. Raises MachineError."""
-    partial = partial_folder(root, snapshot.step)
-    final = root / folder_name(snapshot.step)
+    partial, needed = None, snapshot.size_bytes
     try:
-        partial.mkdir()
-        manifest = _write_files(partial, snapshot)
-        return _appear(partial, final, manifest)
+        partial = partial_folder(root, snapshot.step, (MODEL_FILE, TENSORS_FILE, VALUES_FILE))
+        manifest = _write_files(partial, snapshot, needed)
+        return _appear(partial, root / folder_name(snapshot.step), manifest)
     except OSError as error:
-        raise durable.cannot_write(partial, error) from error
+        raise durable.cannot_write(partial or root, error, needed) from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if partial is not None:
+            _discard(partial)
 
 
-def partial_folder(root: Path, step: int) -> Path:
-    """Where a trainer that writes its own files is to put those of a step, for ``adopt``; `sweep` knows the name."""
-    partial = root / f".partial-{folder_name(step)}-{os.getpid()}"
-    shutil.rmtree(partial, ignore_errors=True)
+def partial_folder(root: Path, step: int, files: Iterable[str]) -> Path:
+    """A new hidden folder for the files of a step, which ``adopt`` makes a checkpoint and `sweep` knows.
+
+    ``files`` are the names that will be written into it: of a writer that is killed, those are removed.
+    """
+    folder = _owner(root)
+    partial = root / f".partial-{folder_name(step)}-{uuid.uuid4().hex[:12]}"
+    folder.announce(partial, *(partial / name for name in (*files, MANIFEST_FILE)))
+    partial.mkdir()
     return partial
 
 
@@ -133,13 +156,23 @@ def adopt(root: Path, made: Path, step: int, epoch: int, metric: float | None) -
         raise durable.cannot_write(made, error) from error
 
 
+def _owner(root: Path) -> store.OwnedFolder:
+    folder = store.OwnedFolder.around(root)
+    if folder is None:
+        raise ForeignFiles(f"{root.parent} is no output folder of a training", "Choose a new folder with --out.")
+    return folder
+
+
 def _appear(partial: Path, final: Path, manifest: dict[str, Any]) -> Checkpoint:
-    displaced = final.with_name(f".displaced-{final.name}")
+    folder = _owner(final)
+    folder.record(partial, *(partial / name for name in (*manifest["files"], MANIFEST_FILE)))
     durable.sync_folder(partial)
+    displaced = final.with_name(f".displaced-{final.name}.{uuid.uuid4().hex[:12]}")
     try:
-        if final.exists():  # the run went back and came here again; `sweep` knows the way out of each state
-            durable.rename(final, displaced)
-        durable.rename(partial, final)
+        if os.path.lexists(final):  # the run went back and came here again; `sweep` knows the way out of each state
+            folder.check(final)
+            durable.rename(folder, final, displaced)
+        durable.rename(folder, partial, final)
     finally:
         if displaced.exists():
             _settle(displaced, final)
@@ -148,18 +181,28 @@ def _appear(partial: Path, final: Path, manifest: dict[str, Any]) -> Checkpoint:
 
 def _settle(displaced: Path, final: Path) -> None:
     if final.exists():
-        shutil.rmtree(displaced, ignore_errors=True)
-    else:
-        durable.rename(displaced, final)
+        _discard(displaced)
+    elif (folder := _owner(final)).owns(displaced):
+        durable.rename(folder, displaced, final)
 
 
-def _write_files(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
+def _discard(path: Path) -> None:
+    """Remove what is ours of a hidden folder. What somebody else has put there stays, in the open."""
+    folder = _owner(path)
+    with contextlib.suppress(OSError):  # a full disk refuses the note, not the removal
+        if folder.owns(path) and not folder.remove(path):
+            step = re.search(r"step-\d+", path.name)
+            kept = path.with_name(f"{step[0] if step else path.name.strip('.')}.not-removed")
+            if not os.path.lexists(kept):
+                folder.move(path, kept)
+
+
+def _write_files(folder: Path, snapshot: Snapshot, needed: int) -> dict[str, Any]:
     contents = {
         MODEL_FILE: tensorfile.parts(snapshot.model),
         TENSORS_FILE: tensorfile.parts(snapshot.tensors),
         VALUES_FILE: iter([json.dumps(snapshot.values).encode()]),
     }
-    needed = snapshot.size_bytes
     sums = {name: durable.write_file(folder / name, parts, needed) for name, parts in contents.items()}
     return _write_manifest(folder, snapshot.step, snapshot.epoch, snapshot.metric, sums, needed)
 
@@ -186,13 +229,14 @@ def _seal(body: dict[str, Any]) -> bytes:
 
 def delete_old(root: Path, policy: KeepPolicy) -> list[int]:
     """Delete what the policy does not keep, and return those steps. Called only after a newer one is complete."""
+    folder = _owner(root)
     known = [found for found in map(_described_or_none, folders(root)) if found is not None]
-    doomed = steps_to_delete(known, policy)
+    doomed = [step for step in steps_to_delete(known, policy) if folder.owns(root / folder_name(step))]
     for step in doomed:
         # Renamed first: a half-deleted folder must not look like a damaged checkpoint.
-        grave = root / f".deleted-{folder_name(step)}"
-        durable.rename(root / folder_name(step), grave)
-        shutil.rmtree(grave, ignore_errors=True)
+        hidden = root / f".deleted-{folder_name(step)}.{uuid.uuid4().hex[:12]}"
+        durable.rename(folder, root / folder_name(step), hidden)
+        _discard(hidden)
     return doomed
 
 

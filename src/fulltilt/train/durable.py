@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fulltilt.errors import MachineError
+from fulltilt.store import OwnedFolder
 
 # Small enough that a write never holds a page-cache lock for long, large enough that the call itself costs nothing.
 CHUNK_BYTES = 16 * 2**20
+_FLAGS = getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview], needed_bytes: in
     digest = hashlib.sha256()
     written = 0
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o644)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o644)
         try:
             for part in parts:
                 view = memoryview(part).cast("B")
@@ -84,10 +86,10 @@ def sync_folder(folder: Path) -> None:
         raise cannot_write(folder, error) from error
 
 
-def rename(old: Path, new: Path) -> None:
-    """Rename within one folder and flush that folder. Raises MachineError."""
+def rename(folder: OwnedFolder, old: Path, new: Path) -> None:
+    """Rename an entry of a folder of ours and flush that folder. Raises ForeignFiles, MachineError."""
     try:
-        os.rename(old, new)  # noqa: PTH104 - os.rename is the one point a test has to intercept
+        folder.move(old, new)
     except OSError as error:
         raise cannot_write(new, error) from error
     sync_folder(new.parent)

@@ -14,6 +14,7 @@ from typing import TextIO
 
 import torch.distributed as dist
 
+from fulltilt import store
 from fulltilt.errors import Diverged, DoesNotFit, FulltiltError, MachineError, StoppedEarly, UsageError, refused_path
 from fulltilt.train import checkpoint, durable, find
 from fulltilt.train.distributed import Ranks, detect, lost_contact
@@ -41,14 +42,14 @@ def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = 
         silent = _told_by_another(error, ranks)
         # What was refused before the run had a folder leaves none behind: the lines say all of it.
         if not isinstance(error, StoppedEarly) and out.is_dir():
-            _log_traceback([out])
+            _log_traceback(out)
     except KeyboardInterrupt as error:
         # The first one while it trains is a request to stop, which saves; only the second comes here, with a word.
         lines = ["interrupted a second time; the last step was not saved" if error.args else _OUTSIDE]
         code = INTERRUPTED
     except Exception as error:  # the user's own code, or a bug of ours: the log has the details
         said = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
-        log = _log_traceback([out, Path(tempfile.gettempdir()) / "fulltilt"])
+        log = _log_traceback(out, elsewhere=True)
         lines, code = [f"{said} (in {_place(error)}; all of it is in {log})"], 1
         refusal = refused_path(error) or durable.refused_write(error, out)
         if refusal is not None:
@@ -102,17 +103,19 @@ def _newest(out: Path) -> tuple[Path | None, bool]:
     return None, False
 
 
-def _log_traceback(folders: list[Path]) -> Path | None:
-    """Put it into the first of the folders that takes it."""
-    for folder in folders:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            path = folder / "error.log"
-            with path.open("a", encoding="utf-8") as file:
+def _log_traceback(out: Path, *, elsewhere: bool = False) -> Path | None:
+    """Append it to ``error.log`` in ``out``, or to one in a new temporary folder where ``out`` is not ours."""
+    path = out / "error.log"
+    with contextlib.suppress(OSError, FulltiltError):
+        if (folder := store.OwnedFolder.around(path)) is not None:
+            with os.fdopen(folder.append(path), "a", encoding="utf-8") as file:
                 traceback.print_exc(file=file)
-        except OSError:
-            continue
-        return path
+            return path
+    if elsewhere:
+        with contextlib.suppress(OSError):
+            path = Path(tempfile.mkdtemp(prefix="fulltilt-")) / "error.log"
+            path.write_text(traceback.format_exc(), encoding="utf-8")
+            return path
     return None
 
 

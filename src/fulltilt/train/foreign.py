@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fulltilt.errors import UsageError
+from fulltilt.errors import DataError, UsageError
 from fulltilt.train import checkpoint, find, shards, tensorfile
 
 # Where trainers put the weights inside their own checkpoint dicts.
@@ -126,7 +126,7 @@ def _weights_of_folder(folder: Path) -> Path:
     for name in _FOLDER_FILES:
         if (folder / name).is_file():
             return folder / name
-    raise UsageError(f"{folder} is no checkpoint folder and has no {' or '.join(_WHOLE)}", _WHAT_TO_GIVE)
+    raise DataError(f"{folder} is no checkpoint folder and has no {' or '.join(_WHOLE)}", _WHAT_TO_GIVE)
 
 
 def _in_parts(index: Path) -> dict[str, torch.Tensor]:
@@ -134,7 +134,7 @@ def _in_parts(index: Path) -> dict[str, torch.Tensor]:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         files = [index.parent / Path(name).name for name in names]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{index} cannot be read: {reason(error)}") from error
+        raise DataError(f"{index} cannot be read: {reason(error)}") from error
     return {name: tensor for file in files for name, tensor in _weights_in(_content(file), file)[0].items()}
 
 
@@ -145,15 +145,17 @@ def _content(path: Path) -> Any:
         with path.open("rb") as file:
             head = file.read(2)
         if head != b"PK" and not head.startswith(b"\x80"):  # neither torch's zip nor a pickle
-            raise UsageError(f"{path} is {'no checkpoint' if head else 'empty'}: torch.save has not written it")
+            raise DataError(f"{path} is {'no checkpoint' if head else 'empty'}: torch.save has not written it")
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise UsageError(
-            f"{path} is refused: it holds more than weights, and loading it could run code ({reason(error)})",
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        raise DataError(
+            f"{path} is refused: it holds more than weights{f' ({found[1]})' if found else ''}, "
+            "and loading it could run code",
             "Export its weights with safetensors, or torch.save(model.state_dict()).",
         ) from error
     except (OSError, ValueError, EOFError, RuntimeError, KeyError, AttributeError, TypeError, IndexError) as error:
-        raise UsageError(f"{path} cannot be read: {reason(error)}") from error
+        raise DataError(f"{path} cannot be read: {reason(error)}") from error
 
 
 def reason(error: Exception) -> str:
@@ -175,7 +177,7 @@ def _weights_in(content: Any, path: Path) -> tuple[dict[str, torch.Tensor], tupl
         tensors = {str(name): value for name, value in content.items() if isinstance(value, torch.Tensor)}
         if tensors:
             return tensors, left_out
-    raise UsageError(f"{path} holds no weights", f"Its weights should be the file itself or under {_WEIGHT_KEYS[0]}.")
+    raise DataError(f"{path} holds no weights", f"Its weights should be the file itself or under {_WEIGHT_KEYS[0]}.")
 
 
 def _without_prefix(given: dict[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

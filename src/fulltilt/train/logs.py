@@ -7,9 +7,9 @@ import io
 from pathlib import Path
 
 from fulltilt import store
+from fulltilt.errors import ForeignFiles
 from fulltilt.train import durable
-
-METRICS_FILE = "metrics.csv"
+from fulltilt.train.checkpoint import METRICS_FILE
 
 Row = dict[str, str]
 
@@ -22,57 +22,26 @@ class MetricLog:
 
     def __init__(self, out: Path) -> None:
         self.path = out / METRICS_FILE
-        self._columns: list[str] | None = None
-        self._newest = 0
-        self._ours = True
+        self._rows: dict[int, Row] | None = None
 
     def write(self, epoch: int, metrics: dict[str, float], seconds: float) -> None:
-        """Log one epoch. Raises MachineError when the disk refuses."""
+        """Log one epoch. Raises MachineError when the disk refuses, ForeignFiles for a file that we did not write."""
         row = {"epoch": str(epoch), "seconds": str(round(seconds, 3))}
         row.update({name: str(value) for name, value in metrics.items()})
         try:
-            if self._columns is None:  # not before: a fresh run has put the file of the run before aside by now
-                self._columns = self._look()
-            if epoch > self._newest and set(row) <= set(self._columns):
-                self._append(row, self._columns)
-            elif self._ours:
-                self._columns = self._rewrite(epoch, row)
-            else:
-                self._columns = list(row)
-                self._append(dict(zip(row, row, strict=True)), self._columns)
-                self._append(row, self._columns)
-            self._newest = max(self._newest, epoch)
+            if self._rows is None:  # not before: a fresh run has put the file of the run before aside by now
+                self._rows = dict(_rows(self.path.read_bytes().decode())) if self.path.exists() else {}
         except OSError as error:
             raise durable.cannot_write(self.path, error) from error
-
-    def _look(self) -> list[str]:
-        """The columns under which rows can be appended to the file; none where it has to be written anew."""
-        try:
-            text = self.path.read_bytes().decode() if self.path.exists() else ""
-            rows = _rows(text)
-        except (ValueError, csv.Error):  # not what we write: it is added to, and never written anew
-            self._ours = False
-            return []
-        epochs = [epoch for epoch, _ in rows]
-        self._newest = max(epochs, default=0)
-        tidy = len({tuple(row) for _, row in rows}) == 1 and epochs == sorted(set(epochs)) and text.endswith("\n")
-        return list(rows[0][1]) if tidy else []
-
-    def _append(self, row: Row, columns: list[str]) -> None:
-        with self.path.open("a", newline="", encoding="utf-8") as file:
-            csv.DictWriter(file, columns).writerow(row)
-
-    def _rewrite(self, epoch: int, row: Row) -> list[str]:
-        """Put the row in its place, with the columns that are new; whole or not at all. Returns the columns."""
-        before = _rows(self.path.read_bytes().decode()) if self.path.exists() else []
-        rows = {**dict(before), epoch: row}
-        columns = list(dict.fromkeys(name for number in sorted(rows) for name in rows[number]))
+        except (ValueError, csv.Error) as error:
+            raise ForeignFiles(f"{self.path} is not a table of epochs and is left as it is") from error
+        self._rows[epoch] = row
         text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, columns)
+        columns = dict.fromkeys(name for number in sorted(self._rows) for name in self._rows[number])
+        writer = csv.DictWriter(text, list(columns))
         writer.writeheader()
-        writer.writerows(rows[number] for number in sorted(rows))
+        writer.writerows(self._rows[number] for number in sorted(self._rows))
         store.write_text(self.path, text.getvalue())
-        return columns
 
 
 def _rows(text: str) -> list[tuple[int, Row]]:

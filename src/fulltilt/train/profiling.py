@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from fulltilt import store
+from fulltilt.errors import FulltiltError
 from fulltilt.recorder.loop_marks import LoopMarks
 from fulltilt.train.progress import Screen
 
@@ -60,9 +62,14 @@ class StepProfiler:
     def _write(self, profile: Any) -> None:
         path = self._folder / f"step-{self._number:08d}.rank-{self._rank}.json.gz"
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            folder = store.OwnedFolder.around(self._folder)
+            if folder is None:  # a rank on a machine that does not share OUT
+                return
+            folder.make(self._folder)
+            folder.announce(path)
             profile.export_chrome_trace(str(path))
-        except (OSError, RuntimeError) as error:  # a look at a training must not end it
+            folder.record(path)
+        except (OSError, RuntimeError, FulltiltError) as error:  # a look at a training must not end it
             self._screen.warn(f"the profile was not written: {error}")
             return
         self._screen.say(f"Profile: {path} (open it at https://ui.perfetto.dev)")

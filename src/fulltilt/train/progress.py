@@ -13,7 +13,7 @@ from typing import Literal, TextIO
 
 import torch
 
-from fulltilt.errors import MachineError
+from fulltilt.errors import FulltiltError
 from fulltilt.probes.counters import rates_between, read_counters
 from fulltilt.records import Buckets, Sample
 from fulltilt.report.status import memory_line, status_line
@@ -189,7 +189,7 @@ class Screen:
         if self._log is not None:
             try:
                 self._log.write(epoch + 1, metrics, seconds)
-            except MachineError as error:  # the checkpoint decides whether the disk ends the run
+            except FulltiltError as error:  # the checkpoint decides whether the disk ends the run
                 self.warn(error.what)
         self._trackers.log({"epoch": epoch + 1, "epoch_s": seconds, **metrics}, self._global_step)
 

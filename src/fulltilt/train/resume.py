@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+from fulltilt import store
 from fulltilt.errors import MachineError
 from fulltilt.train import checkpoint, durable, find, foreign, state
-from fulltilt.train.logs import METRICS_FILE
+from fulltilt.train.checkpoint import METRICS_FILE
 from fulltilt.train.rig import Rig
 from fulltilt.train.staging import enter_stage, last_trained_epoch
 
@@ -88,11 +90,17 @@ def set_aside(root: Path) -> Path | None:
     if not checkpoint.folders(root):
         return None
     number = 1
-    while (aside := root.with_name(f"{root.name}.old-{number}")).exists():
+    log = root.with_name(METRICS_FILE)
+    while True:
+        aside, log_aside = root.with_name(f"{root.name}.old-{number}"), log.with_stem(f"{log.stem}.old-{number}")
+        if not (os.path.lexists(aside) or os.path.lexists(log_aside)):
+            break
         number += 1
-    durable.rename(root, aside)
+    folder = store.OwnedFolder.around(root)
+    assert folder is not None, "the folder was claimed at the start"
+    durable.rename(folder, root, aside)
     checkpoint.prepare(root)
     # Its epochs are no part of the fresh run's history, which forecasts are made from.
-    if (log := root.with_name(METRICS_FILE)).is_file():
-        durable.rename(log, log.with_stem(f"{log.stem}.old-{number}"))
+    if folder.owns(log):
+        durable.rename(folder, log, log_aside)
     return aside

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from fulltilt.train.distributed import Group, same_everywhere
 from fulltilt.train.ema import Ema
 from fulltilt.train.guard import Guard
 from fulltilt.train.job import Job
-from fulltilt.train.lock import FolderLock
 from fulltilt.train.precision import LossScale, Precision
 from fulltilt.train.progress import Screen
 from fulltilt.train.schedule import Stage
@@ -55,7 +55,7 @@ class Rig:
     kept_settings: KeptSettings
     writer: Writer
     screen: Screen
-    lock: FolderLock | None = None
+    lock: contextlib.ExitStack
     stage_index: int = -1
     # What the job itself had frozen stays so; what the present epoch trains.
     brought_frozen: frozenset[str] = frozenset()
@@ -105,8 +105,7 @@ class Rig:
         for name, parameter in self.model.named_parameters():  # a model may be trained further by another call
             parameter.requires_grad_(name not in self.brought_frozen)
         self.group.close(failed=failed)
-        if self.lock is not None:
-            self.lock.release()
+        self.lock.close()
 
     def share_buffers(self) -> None:
         """Give every rank the first rank's buffers: running statistics differ, and only one set counts."""

@@ -17,7 +17,6 @@ from fulltilt.train.feeding import source
 from fulltilt.train.guard import Guard, Limits
 from fulltilt.train.job import Job, samples_in
 from fulltilt.train.keep import KeepPolicy
-from fulltilt.train.lock import FolderLock
 from fulltilt.train.placement import LossModule, OneProcess, Placement
 from fulltilt.train.precision import LossScale
 from fulltilt.train.progress import Screen
@@ -55,11 +54,11 @@ def _built(job: Job, settings: TrainSettings, out: Path, screen: Screen | None, 
     undo.callback(group.close, failed=True)
     policy = KeepPolicy(settings.keep_last, settings.keep_best if settings.monitor else 0, settings.monitor_mode)
     root = out / "checkpoints"
-    lock = None
+    lock = contextlib.ExitStack()
+    undo.callback(lock.close)
     if group.first:
+        lock.enter_context(checkpoint.claim(out).locked(f"another training uses {out}"))
         checkpoint.prepare(root)
-        lock = FolderLock(out)
-        undo.callback(lock.release)
         checkpoint.sweep(root)  # only now: what looks left over could have been another run's, in the making
     group.barrier()
     rng.seed_everything(settings.seed)  # alike on every rank: models that draw their weights late must agree

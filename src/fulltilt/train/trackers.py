@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from fulltilt import store
+
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 
@@ -28,7 +30,7 @@ class TensorBoard:
     def __init__(self, out: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(out / "tensorboard"))  # type: ignore[no-untyped-call, unused-ignore]
+        self._writer: Any = SummaryWriter(str(store.OwnedFolder(out).make(out / "tensorboard")))  # type: ignore[no-untyped-call, unused-ignore]
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """See Tracker."""
@@ -47,7 +49,7 @@ class Hosted:
         # The name of a folder is no name for a run: another machine has a folder of that name, too.
         path = out / f"{module}-run.txt"
         if not path.exists():
-            path.write_text(f"{out.resolve().name}-{uuid.uuid4().hex[:8]}\n", encoding="utf-8")
+            store.write_text(path, f"{out.resolve().name}-{uuid.uuid4().hex[:8]}\n")
         name = path.read_text(encoding="utf-8").strip()
         own = {"id": name, "dir": str(out)} if module == "wandb" else {}
         self._run: Any = importlib.import_module(module).init(

@@ -14,10 +14,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 
-from fulltilt.errors import MachineError
+from fulltilt import store
+from fulltilt.errors import FulltiltError, MachineError
 
 EXIT_CODE = MachineError.exit_code
 # Workers write their stacks on this signal; see `listen_in_worker`.
@@ -58,7 +60,7 @@ class Watchdog:
 
     def _end_everything(self) -> None:
         children = psutil.Process().children(recursive=True)
-        with contextlib.suppress(OSError), self.log.open("a", encoding="utf-8") as file:
+        with contextlib.suppress(OSError, FulltiltError), _opened(self.log) as file:
             file.write(f"no progress for {self.timeout_s:g} s while {self._doing}; stacks of process {os.getpid()}:\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
@@ -99,6 +101,13 @@ class Stillness:
         return self._still_s
 
 
+def _opened(log: Path) -> TextIO:
+    folder = store.OwnedFolder.around(log)
+    if folder is None:
+        raise FileNotFoundError(log)
+    return os.fdopen(folder.append(log), "a", encoding="utf-8")
+
+
 def _handles(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal: to any other it would be deadly."""
     with contextlib.suppress(OSError):
@@ -111,6 +120,6 @@ def _handles(pid: int, number: int) -> bool:
 def listen_in_worker(log: Path) -> None:
     """In a loader worker: write the stack into ``log`` when the watchdog asks for it."""
     if _STACK_SIGNAL is not None:
-        with contextlib.suppress(OSError):  # on another machine the folder may not be there
-            file = log.open("a", encoding="utf-8")  # open for as long as the worker lives
+        with contextlib.suppress(OSError, FulltiltError):  # on another machine the folder may not be there
+            file = _opened(log)  # open for as long as the worker lives
             faulthandler.register(_STACK_SIGNAL, file=file, all_threads=True)

@@ -13,7 +13,6 @@ from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.run_folder import claim, refuse_foreign, remove_private
 from fulltilt.train import checkpoint, find, tensorfile
 from fulltilt.train.foreign import compare
-from fulltilt.train.lock import FolderLock
 from fulltilt.train.progress import Screen
 from fulltilt.train.resume import set_aside
 
@@ -27,10 +26,8 @@ def take_folder(request: Request, root: Path, screen: Screen, cleanup: contextli
     folder = claim(request.out)
     for name in ("tokenizer", "model"):
         refuse_foreign(request.out / name)
-    folder.make(root)
+    cleanup.enter_context(folder.locked(f"another training uses {request.out}"))
     checkpoint.prepare(root)
-    lock = FolderLock(request.out)
-    cleanup.callback(lock.release)
     remove_private(folder, f"{root.name}/.partial-*")
     checkpoint.sweep(root)
     if request.fresh and (aside := set_aside(root)) is not None:
