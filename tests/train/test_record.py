@@ -114,8 +114,8 @@ def test_it_can_be_switched_off(tmp_path: Path) -> None:
 
 
 def test_a_training_under_fulltilt_run_is_not_recorded_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.create_folder(tmp_path / "attached")
     session = Session(torch, tmp_path / "attached", time.perf_counter_ns())
-    (tmp_path / "attached").mkdir()
     monkeypatch.setattr(attach, "current", session)
     session.begin_here()
     try:
