@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fulltilt.train.guard import StepFigures
+from fulltilt.train.config import TrainSettings
+from fulltilt.train.guards import StepFigures
 from fulltilt.train.job import Job
 from fulltilt.train.loop import train
 from fulltilt.train.progress import Screen
-from fulltilt.train.settings import TrainSettings
 
 BUDGET_S = 140.0
 
@@ -294,7 +294,7 @@ def survive_out_of_memory(sizes: Sizes, out: Path) -> dict[str, Any]:
         seen: list[int | None] = []
         data = Clocked(batches, 1, steps)
         job = Job(model=sizes.model(group_norm=True), loss=job_loss, data=data)
-        train(job, chosen, out, screen=screen, on_step=lambda end: seen.append(end.rig.micro.most))
+        train(job, chosen, out, screen=screen, on_step=lambda end: seen.append(end.state.micro.most))
         return screen.losses, seen[-1]
 
     batches = sizes.batches()

@@ -19,7 +19,7 @@ from feedbench.measuring import LEAST_ROUNDS, WARM_UP_ROUNDS, Bench, Step, first
 from fulltilt import feed
 from fulltilt.feed import augment
 from fulltilt.feed.tiers import Tier
-from fulltilt.train.replaying import EAGER_FIRST
+from fulltilt.train.cuda_graphs import EAGER_FIRST
 
 TIERS: tuple[Tier, ...] = ("vram", "disk", "pinned", "ram", "none")  # in the order of what has a target
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -16,7 +16,7 @@ import psutil
 import torch
 from torch.utils.data import DataLoader
 
-from fulltilt.train.replaying import Replaying
+from fulltilt.train.cuda_graphs import GraphedModel
 
 # How far the host may run ahead of the GPU.
 AHEAD_S = 0.25
@@ -230,7 +230,7 @@ def on_device(loader: DataLoader[Any], device: torch.device) -> Iterator[Any]:
 def trainer(model: Any, loss_of: Callable[[Any, Any], torch.Tensor], device: torch.device) -> Step:
     """One training step in bf16 with AdamW, replayed from CUDA graphs; nothing in it waits for the GPU."""
     if device.type == "cuda":
-        Replaying(getattr(model, "_orig_mod", model), model, print)
+        GraphedModel(getattr(model, "_orig_mod", model), model, print)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
 
     def step(batch: Any) -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from feedbench.measuring import Bench, first_of, on_device, trainer
 from fulltilt import feed
 from fulltilt.feed.tiers import Residency
-from fulltilt.train.replaying import EAGER_FIRST
+from fulltilt.train.cuda_graphs import EAGER_FIRST
 
 
 class SampleBySample(Dataset[Any]):

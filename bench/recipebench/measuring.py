@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 from fulltilt.probes.sampler import Sampler
 from fulltilt.records import Sample
 from fulltilt.train import TrainSettings
+from fulltilt.train.cuda_graphs import GraphedModel
 from fulltilt.train.precision import set_tf32
-from fulltilt.train.replaying import Replaying
 
 
 class Bench:
@@ -76,7 +76,7 @@ class Bench:
         model = model.to(self.device).train()
         called: Any = torch.compile(model) if self.compiles else model
         if self.device.type == "cuda":
-            Replaying(model, called, self.remark)
+            GraphedModel(model, called, self.remark)
         return called
 
     def close(self) -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from fulltilt.train import checkpoint
-from fulltilt.train.ending import exit_code_of
+from fulltilt.train.config import TrainSettings
+from fulltilt.train.launch import exit_code_of
 from fulltilt.train.loop import train
-from fulltilt.train.outcome import StepEnd
 from fulltilt.train.progress import Screen
-from fulltilt.train.settings import TrainSettings
+from fulltilt.train.train_state import StepEnd
 from tests.faults import victim
 
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from fulltilt.train import find
-from fulltilt.train.ending import exit_code_of
+from fulltilt.train.checkpoint import newest_complete
+from fulltilt.train.config import TrainSettings
 from fulltilt.train.job import Job
+from fulltilt.train.launch import exit_code_of
 from fulltilt.train.loop import train
-from fulltilt.train.outcome import StepEnd
 from fulltilt.train.progress import Screen
-from fulltilt.train.settings import TrainSettings
+from fulltilt.train.train_state import StepEnd
 
 SAMPLES, EPOCHS, BATCH = 300, 2, 5
 
@@ -37,7 +37,7 @@ class Journal:
     """What this process did: one line a micro-batch, written before its gradient reaches the other ranks."""
 
     def __init__(self, out: Path) -> None:
-        found = find.newest_complete(out / "checkpoints").checkpoint
+        found = newest_complete(out / "checkpoints").checkpoint
         self.step = self.resumed = found.step if found is not None else 0
         self.own = uuid.uuid4().hex
         self._began_s = time.time()
@@ -57,7 +57,7 @@ class Journal:
 
     def on_step(self, end: StepEnd) -> None:
         if self._start is None:
-            names = end.rig.group.gather(self.own)
+            names = end.state.group.gather(self.own)
             self._start = str(names[0])
             self.write(start=self._start, world=len(names), began_s=self._began_s, resumed=self.resumed)
         self.step = end.step

@@ -1,4 +1,4 @@
-"""Rows 18 and 19: images that are cut short or no images at all, HDF5 files that are damaged or opened too early."""
+"""Images that are cut short or no images at all, HDF5 files that are damaged or opened too early."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from PIL import Image
 
 from fulltilt import feed
 from fulltilt.errors import DataError, UsageError
-from fulltilt.train.ending import exit_code_of
+from fulltilt.train.config import TrainSettings
 from fulltilt.train.job import Job
+from fulltilt.train.launch import exit_code_of
 from fulltilt.train.loop import train
 from fulltilt.train.progress import Screen
-from fulltilt.train.settings import TrainSettings
 
 COUNT = 40
 
@@ -78,7 +78,7 @@ WAYS = [("none", 0), ("none", 2), ("auto", 0), ("auto", 2)]
 
 
 @pytest.mark.parametrize(("residency", "workers"), WAYS)
-def test_row_18_a_bad_image_is_named_and_stops_the_run(residency: str, workers: int, tmp_path: Path) -> None:
+def test_a_bad_image_is_named_and_stops_the_run(residency: str, workers: int, tmp_path: Path) -> None:
     """Seen to fail: without the `except` in `SeededSamples.__getitem__` the exit code is 1 and no file is named (with
     residency none; the feed has its own, `read_one`)."""
     data = images(tmp_path / "images", {23: "cut"})
@@ -92,7 +92,7 @@ def test_row_18_a_bad_image_is_named_and_stops_the_run(residency: str, workers: 
 
 
 @pytest.mark.parametrize(("residency", "workers"), WAYS)
-def test_row_18_bad_images_are_skipped_and_named_once(residency: str, workers: int, tmp_path: Path) -> None:
+def test_bad_images_are_skipped_and_named_once(residency: str, workers: int, tmp_path: Path) -> None:
     """Seen to fail: with `without_failures` returning what it was given the engine meets a batch that is none."""
     data = images(tmp_path / "images", {3: "cut", 23: "text"})
     net = Net()
@@ -105,7 +105,7 @@ def test_row_18_bad_images_are_skipped_and_named_once(residency: str, workers: i
 
 
 @pytest.mark.parametrize("residency", ["none", "auto"])
-def test_row_18_too_many_bad_images_stop_the_run(residency: str, tmp_path: Path) -> None:
+def test_too_many_bad_images_stop_the_run(residency: str, tmp_path: Path) -> None:
     """Seen to fail: without the comparison with ``max_share`` in `BadSamples.note` the run ends with code 0."""
     data = images(tmp_path / "images", dict.fromkeys(range(0, COUNT, 8), "cut"))
     code, _, told = run(tmp_path / "out", data, residency=residency, on_bad_sample="skip", max_bad_share=0.05)
@@ -114,7 +114,7 @@ def test_row_18_too_many_bad_images_stop_the_run(residency: str, tmp_path: Path)
     assert str(data.paths[0]) in told or str(data.paths[8]) in told
 
 
-def test_row_18_a_batch_of_nothing_but_bad_images_is_left_out(tmp_path: Path) -> None:
+def test_a_batch_of_nothing_but_bad_images_is_left_out(tmp_path: Path) -> None:
     data = images(tmp_path / "images", {3: "cut", 23: "cut"})
     net = Net()
     settings = {"on_bad_sample": "skip", "max_bad_share": 0.1, "batch_size": 1, "accumulation": 4}
@@ -133,7 +133,7 @@ def hdf5_file(path: Path, rows: int = 64) -> Path:
     return path
 
 
-def test_row_19_a_cut_hdf5_file_is_named_with_its_key(tmp_path: Path) -> None:
+def test_a_cut_hdf5_file_is_named_with_its_key(tmp_path: Path) -> None:
     """Seen to fail: without the `except OSError` of feed/hdf5_files.py the exit code is 1 and h5py's own words are all
     there is."""
     path = hdf5_file(tmp_path / "rows.h5")
@@ -176,7 +176,7 @@ class LateOpened(EarlyOpened):
 
 
 @pytest.mark.parametrize("residency", ["none", "auto"])
-def test_row_19_a_handle_opened_before_the_fork_is_refused(residency: str, tmp_path: Path) -> None:
+def test_a_handle_opened_before_the_fork_is_refused(residency: str, tmp_path: Path) -> None:
     """Seen to fail: without `shared_handle` four workers read through one handle, and the run ends with code 0
     whatever they have read."""
     path = hdf5_file(tmp_path / "rows.h5")
@@ -207,7 +207,7 @@ class Streamed:
         return torch.frombuffer(bytearray(self.file.read(768)), dtype=torch.float32), 0
 
 
-def test_row_19_a_plain_file_opened_before_the_fork_is_refused_too(tmp_path: Path) -> None:
+def test_a_plain_file_opened_before_the_fork_is_refused_too(tmp_path: Path) -> None:
     """Seen to fail: only HDF5 was looked for, and two workers read each other's rows without an error."""
     path = tmp_path / "rows.bin"
     path.write_bytes(numpy.random.default_rng(0).random((64, 192), dtype=numpy.float32).tobytes())
@@ -218,14 +218,14 @@ def test_row_19_a_plain_file_opened_before_the_fork_is_refused_too(tmp_path: Pat
     data.file.close()
 
 
-def test_row_19_a_handle_in_each_process_is_fine(tmp_path: Path) -> None:
+def test_a_handle_in_each_process_is_fine(tmp_path: Path) -> None:
     data = LateOpened(hdf5_file(tmp_path / "rows.h5"))
     assert run(tmp_path / "out", data, residency="none", workers=4)[0] == 0
     early = EarlyOpened(hdf5_file(tmp_path / "more.h5"))
     assert run(tmp_path / "in-process", early, residency="none", workers=0)[0] == 0
 
 
-def test_row_19_damage_inside_the_file_is_found_while_training(tmp_path: Path) -> None:
+def test_damage_inside_the_file_is_found_while_training(tmp_path: Path) -> None:
     """One chunk is overwritten: the checksum of the format finds it, and the file, the key and the rows are named."""
     path = tmp_path / "rows.h5"
     with h5py.File(path, "w") as file:

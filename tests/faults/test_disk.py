@@ -1,4 +1,4 @@
-"""Rows 2 to 6 and 9: a disk that is full, limited, closed or wrong, and a writer that fails."""
+"""A disk that is full, limited, closed or wrong, and a writer that fails."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from fulltilt.errors import MachineError
-from fulltilt.train import checkpoint, durable, find
-from fulltilt.train.keep import KeepPolicy
-from fulltilt.train.writer import Writer
+from fulltilt.train import checkpoint, checkpoint_files
+from fulltilt.train.checkpoint import KeepPolicy, newest_complete
+from fulltilt.train.checkpoint_writer import Writer
 from tests.faults import victim
 from tests.faults.victim import Order
 from tests.train.test_checkpoint import claimed, snapshot
@@ -48,18 +48,18 @@ def fill_the_disk(order: Order) -> None:
     os.write = full
 
 
-def test_row_2_disk_full(tmp_path: Path) -> None:
+def test_disk_full(tmp_path: Path) -> None:
     """Seen to fail: without the `except OSError` of `durable.write_file` the message has no byte counts."""
     assert victim.exit_code(Order(tmp_path, prepare=fill_the_disk)) == 7
     assert_clear(tmp_path, "No space left", "bytes needed", "free)", "step-00000003; the same command resumes there")
-    found = find.newest_complete(tmp_path / "checkpoints")
+    found = newest_complete(tmp_path / "checkpoints")
     assert found.checkpoint is not None
     assert found.checkpoint.step == 3
     assert not list((tmp_path / "checkpoints").glob(".partial-*"))
     assert victim.exit_code(Order(tmp_path)) == 0
 
 
-def test_row_2_a_really_full_file_system(tmp_path: Path) -> None:
+def test_a_really_full_file_system(tmp_path: Path) -> None:
     """A tmpfs of 64 KiB with room for one checkpoint. Seen to fail like the test above."""
     small = tmp_path / "small"
     small.mkdir()
@@ -81,14 +81,14 @@ def limit_file_size(order: Order) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (order.note, order.note))
 
 
-def test_row_3_file_size_limit_is_seen_before_step_0(tmp_path: Path) -> None:
+def test_file_size_limit_is_seen_before_step_0(tmp_path: Path) -> None:
     """Seen to fail: without `_check_file_size_limit` the run trains until its first save."""
     assert victim.exit_code(Order(tmp_path, prepare=limit_file_size, note=8192)) == 7
     assert_clear(tmp_path, "file-size limit", "ulimit -f")
     assert victim.chain(tmp_path) == {}
 
 
-def test_row_3_file_size_limit_met_while_writing(tmp_path: Path) -> None:
+def test_file_size_limit_met_while_writing(tmp_path: Path) -> None:
     """Seen to fail: with `write_file` catching only ENOSPC the process ends with a traceback."""
     root = claimed(tmp_path)
     checkpoint.write(root, snapshot(1))
@@ -113,7 +113,7 @@ def become_nobody(order: Order) -> None:
     (order.out / "checkpoints").chmod(0o500)
 
 
-def test_row_4_folder_not_writable(tmp_path: Path) -> None:
+def test_folder_not_writable(tmp_path: Path) -> None:
     """Seen to fail: without the probe in `checkpoint.prepare` the run trains until its first save."""
     out = claimed(tmp_path / "out").parent
     for folder in (tmp_path, *list(tmp_path.parents)[:-2]):
@@ -135,7 +135,7 @@ def damage(folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["cut", "flip"])
-def test_rows_5_and_6_damaged_checkpoint(how: str, tmp_path: Path) -> None:
+def test_damaged_checkpoint(how: str, tmp_path: Path) -> None:
     """Seen to fail: with the comparisons of size and checksum in `verify` removed, the cut file ends the run with an
     error of the tensor library, and the flipped bit trains on silently (the chain differs)."""
     whole = victim.run_here(tmp_path / "whole")
@@ -166,7 +166,7 @@ def break_the_writer(order: Order) -> None:
     checkpoint.write = BrokenWriter()
 
 
-def test_row_9_background_save_fails(tmp_path: Path) -> None:
+def test_background_save_fails(tmp_path: Path) -> None:
     """Seen to fail: with the assignment to `_error` in `Writer._write` removed the run ends with code 0."""
     assert victim.exit_code(Order(tmp_path, prepare=break_the_writer)) == 7
     assert_clear(tmp_path, "the checkpoint was not written", "the storage driver is confused")
@@ -184,7 +184,7 @@ def break_the_last_save(order: Order) -> None:
     checkpoint.write = write
 
 
-def test_row_9_never_exit_0_without_the_last_checkpoint(tmp_path: Path) -> None:
+def test_never_exit_0_without_the_last_checkpoint(tmp_path: Path) -> None:
     """Seen to fail: without the last `_wait_for_disk` in `Loop.run` the run ends with code 0."""
     assert victim.exit_code(Order(tmp_path, prepare=break_the_last_save)) == 7
     assert_clear(tmp_path, "Input/output error")
@@ -194,7 +194,7 @@ def test_a_second_ctrl_c_in_a_save_is_no_error_of_the_disk(tmp_path: Path, monke
     """Seen to fail: it was told as a checkpoint that was not written, with the code of a broken machine."""
     root = claimed(tmp_path)
     checkpoint.write(root, snapshot(1))
-    monkeypatch.setattr(durable, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(checkpoint_files, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         Writer(root, KeepPolicy()).save(snapshot(2), background=False)
     assert [path.name for path in root.iterdir()] == ["step-00000001"]
@@ -203,7 +203,7 @@ def test_a_second_ctrl_c_in_a_save_is_no_error_of_the_disk(tmp_path: Path, monke
 def test_the_writer_raises_once_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = claimed(tmp_path)
     writer = Writer(root, KeepPolicy())
-    monkeypatch.setattr(durable, "write_file", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "gone")))
+    monkeypatch.setattr(checkpoint_files, "write_file", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "gone")))
     writer.save(snapshot(1))
     with pytest.raises(MachineError, match="gone"):
         writer.wait()

@@ -1,4 +1,4 @@
-"""Rows 20 to 22: loader workers that die or hang, a collective that nobody joins, weights that drift apart."""
+"""Loader workers that die or hang, a collective that nobody joins, weights that drift apart."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from fulltilt.errors import MachineError
+from fulltilt.train.config import TrainSettings
+from fulltilt.train.guards import WorkerLimits, explain_dead_worker
 from fulltilt.train.loop import train
-from fulltilt.train.outcome import StepEnd
-from fulltilt.train.settings import TrainSettings
+from fulltilt.train.train_state import StepEnd
 from fulltilt.train.watchdog import Stillness
-from fulltilt.train.workers import Surroundings, explain
 from tests.faults import victim
 from tests.faults.ranks import exit_codes
 from tests.faults.victim import Order
@@ -54,7 +54,7 @@ def deadly(order: Order) -> dict[str, Any]:
         ("SIGBUS", "/dev/shm is too small"),
     ],
 )
-def test_row_20_a_worker_dies(how: str, words: str, residency: str, tmp_path: Path) -> None:
+def test_a_worker_dies(how: str, words: str, residency: str, tmp_path: Path) -> None:
     """Seen to fail: without the `except RuntimeError` of `MapSource.steps` the exit code is 1 and the cause is torch's
     "DataLoader worker … exited unexpectedly"; with the feed, without `_worker_died` in its pool, the run hangs."""
     settings = {"workers": 1, "residency": residency}
@@ -67,7 +67,7 @@ def test_row_20_a_worker_dies(how: str, words: str, residency: str, tmp_path: Pa
     assert "Traceback" not in ours
 
 
-def test_row_20_a_death_that_torch_tells_in_the_middle_of_a_step_is_explained(tmp_path: Path) -> None:
+def test_a_death_that_torch_tells_in_the_middle_of_a_step_is_explained(tmp_path: Path) -> None:
     """Seen to fail: without the `except RuntimeError` of `Loop.run` torch's own error comes through."""
 
     def told(_: StepEnd) -> None:
@@ -83,23 +83,25 @@ def test_row_20_a_death_that_torch_tells_in_the_middle_of_a_step_is_explained(tm
         train(victim.make_job(), TrainSettings(device="cpu", record=False), tmp_path, on_step=another)
 
 
-def test_row_20_the_kernels_own_counter_is_believed() -> None:
+def test_the_kernels_own_counter_is_believed() -> None:
     error = RuntimeError("DataLoader worker (pid 9) is killed by signal: Killed. ")
-    explained = explain(error, Surroundings(1, None), Surroundings(2, None))
+    explained = explain_dead_worker(error, WorkerLimits(1, None), WorkerLimits(2, None))
     assert explained is not None
     assert explained.what == "a loader worker died: the kernel's OOM killer ended it"
-    assert explain(RuntimeError("shapes do not match"), Surroundings(1, None), Surroundings(2, None)) is None
+    assert (
+        explain_dead_worker(RuntimeError("shapes do not match"), WorkerLimits(1, None), WorkerLimits(2, None)) is None
+    )
 
 
-def test_row_20_a_connection_that_a_dying_worker_broke_is_explained() -> None:
-    nothing = Surroundings(None, None)
-    explained = explain(ConnectionResetError(104, "Connection reset by peer"), nothing, nothing, [None, -9])
+def test_a_connection_that_a_dying_worker_broke_is_explained() -> None:
+    nothing = WorkerLimits(None, None)
+    explained = explain_dead_worker(ConnectionResetError(104, "Connection reset by peer"), nothing, nothing, [None, -9])
     assert explained is not None
     assert "OOM killer" in explained.what
-    assert explain(FileNotFoundError(2, "No such file", "a.jpg"), nothing, nothing, [None, None]) is None
+    assert explain_dead_worker(FileNotFoundError(2, "No such file", "a.jpg"), nothing, nothing, [None, None]) is None
 
 
-def test_row_21_a_worker_hangs(tmp_path: Path) -> None:
+def test_a_worker_hangs(tmp_path: Path) -> None:
     """Seen to fail: without `Watchdog._end_everything` the test's own time limit ends the job."""
     settings = {"workers": 1, "hang_timeout_s": 2.0}
     child = victim.start(Order(tmp_path, settings, prepare=deadly, note="sleep"))
@@ -133,11 +135,11 @@ def test_a_process_that_was_stopped_has_not_hung() -> None:
 
 
 def skip_a_collective(end: StepEnd) -> None:
-    if end.step == 4 and end.rig.group.ranks.rank == 1:
+    if end.step == 4 and end.state.group.ranks.rank == 1:
         time.sleep(600)
 
 
-def test_row_21_a_collective_that_one_rank_never_joins(tmp_path: Path) -> None:
+def test_a_collective_that_one_rank_never_joins(tmp_path: Path) -> None:
     """Seen to fail: with the watchdogs off both ranks are alive at the end of the test."""
     settings = {"hang_timeout_s": 3.0}
     codes = exit_codes(tmp_path, 2, settings=settings, on_step=skip_a_collective)
@@ -147,18 +149,18 @@ def test_row_21_a_collective_that_one_rank_never_joins(tmp_path: Path) -> None:
 
 
 def flip_a_weight(end: StepEnd) -> None:
-    if end.step == 4 and end.rig.group.ranks.rank == 1:
+    if end.step == 4 and end.state.group.ranks.rank == 1:
         with torch.no_grad():
-            weight = end.rig.model.first.weight
+            weight = end.state.model.first.weight
             weight.view(torch.int32)[3, 2] ^= 1
 
 
-def test_row_22_replicas_drift(tmp_path: Path) -> None:
-    """Seen to fail: without `Rig.check_drift` both ranks end with code 0."""
+def test_replicas_drift(tmp_path: Path) -> None:
+    """Seen to fail: without `TrainState.check_drift` both ranks end with code 0."""
     codes = exit_codes(tmp_path, 2, settings={"drift_every": 3}, on_step=flip_a_weight)
     assert codes == [7, 7]
     assert "the ranks' weights differ at step 6" in victim.told(tmp_path)
 
 
-def test_row_22_healthy_replicas_pass(tmp_path: Path) -> None:
+def test_healthy_replicas_pass(tmp_path: Path) -> None:
     assert exit_codes(tmp_path, 2, settings={"drift_every": 1, "epochs": 1}) == [0, 0]

@@ -1,4 +1,4 @@
-"""Row 1: killed while writing a checkpoint, at every write, fsync and rename."""
+"""Killed while writing a checkpoint, at every write, fsync and rename."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from fulltilt.train import checkpoint, find
-from fulltilt.train.keep import KeepPolicy
+from fulltilt.train import checkpoint
+from fulltilt.train.checkpoint import KeepPolicy, newest_complete
 from tests.faults import ranks, victim
 from tests.faults.victim import Order
 from tests.train.test_checkpoint import claimed, snapshot
@@ -30,7 +30,7 @@ def killed_at(number: int, act: Callable[[], None]) -> bool:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["a new step", "the same step once more"])
-def test_row_1_killed_at_every_disk_call_of_the_protocol(tmp_path: Path, again: bool) -> None:
+def test_killed_at_every_disk_call_of_the_protocol(tmp_path: Path, again: bool) -> None:
     """Seen to fail: writing into the final folder instead of `.partial-…` leaves folders that `newest_complete` has to
     refuse; without `sweep` the leftovers stay; without `_settle` in it a kill between the two renames of a replaced
     step loses that step."""
@@ -47,7 +47,7 @@ def test_row_1_killed_at_every_disk_call_of_the_protocol(tmp_path: Path, again: 
 
         died = killed_at(points + 1, save)
         checkpoint.sweep(root)
-        found = find.newest_complete(root)
+        found = newest_complete(root)
         assert not found.warnings, "a half-written checkpoint had a checkpoint's name"
         assert found.checkpoint is not None
         assert found.checkpoint.step in (2, saved)
@@ -73,16 +73,14 @@ def supervise(out: Path, kills: list[int], world: int = 1, **order: Any) -> int:
         code = run_once(out, world, kill_at=kill, **order)
         assert code in (0, -signal.SIGKILL), victim.told(out)
         deaths += code != 0
-        find.newest_complete(out / "checkpoints")
+        newest_complete(out / "checkpoints")
         if code == 0:
             break
     return deaths
 
 
-def test_row_1_killed_in_several_places_the_chain_of_hashes_is_the_same(
-    reference: dict[int, str], tmp_path: Path
-) -> None:
-    """Seen to fail: with `random` left out of `Rig.parts` the chain differs at the first step after a kill."""
+def test_killed_in_several_places_the_chain_of_hashes_is_the_same(reference: dict[int, str], tmp_path: Path) -> None:
+    """Seen to fail: with `random` left out of `TrainState.parts` the chain differs at the first step after a kill."""
     chance = random.Random(3)
     deaths = supervise(tmp_path, [9, 55, *(chance.randrange(1, 70) for _ in range(3))])
     assert deaths >= 3
@@ -97,7 +95,7 @@ def run_once(out: Path, world: int, **order: Any) -> int | None:
 
 
 def test_two_ranks_killed_in_mid_write_go_on_with_the_same_hashes(tmp_path: Path) -> None:
-    """Seen to fail: with `random` left out of `Rig.parts` the chain differs at the first step after a kill."""
+    """Seen to fail: with `random` left out of `TrainState.parts` the chain differs at the first step after a kill."""
     assert run_once(tmp_path / "whole", 2) == 0
     assert supervise(tmp_path / "cut", [14, 31], world=2) == 2
     for rank in (0, 1):
@@ -152,5 +150,5 @@ def killed_at_random_moment(out: Path, world: int, settings: dict[str, Any], cha
     unlucky = chance.choice(children)
     unlucky.kill()
     ranks.run_as_torchrun(children)
-    find.newest_complete(out / "checkpoints")
+    newest_complete(out / "checkpoints")
     return unlucky.exitcode == -signal.SIGKILL

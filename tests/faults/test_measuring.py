@@ -1,4 +1,4 @@
-"""Row 23: a GPU that is slowed down, or that somebody else uses too, measures something else than the job."""
+"""A GPU that is slowed down, or that somebody else uses too, measures something else than the job."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TROUBLED = {
 
 
 @pytest.mark.parametrize("trouble", TROUBLED)
-def test_row_23_the_measurement_is_marked_invalid_wherever_it_is_shown(trouble: str, tmp_path: Path) -> None:
+def test_the_measurement_is_marked_invalid_wherever_it_is_shown(trouble: str, tmp_path: Path) -> None:
     """Seen to fail: with `_slowed_down` or `_shared` of diagnosis/validity.py giving None a run is called valid."""
     machine, because = TROUBLED[trouble]
     run = recorded(machine)
@@ -60,7 +60,7 @@ def test_row_23_the_measurement_is_marked_invalid_wherever_it_is_shown(trouble: 
 
 
 @pytest.mark.parametrize("trouble", TROUBLED)
-def test_row_23_the_tuner_drops_the_trial(trouble: str) -> None:
+def test_the_tuner_drops_the_trial(trouble: str) -> None:
     """Seen to fail: with `_throttled` of tuning/trial/outcome.py returning None the trial is ok."""
     machine, because = TROUBLED[trouble]
     blocks = tuple(Block(steps=10, samples=320, seconds=1.0, wait_s=0.1) for _ in range(8))
@@ -70,10 +70,10 @@ def test_row_23_the_tuner_drops_the_trial(trouble: str) -> None:
     assert (trial.state, trial.note) == ("throttled", because)
 
 
-def test_row_23_a_healthy_gpu_is_valid() -> None:
+def test_a_healthy_gpu_is_valid() -> None:
     run = recorded(two_t4s)
     assert answer(run).invalid_because is None
 
 
-def test_row_23_a_run_without_a_gpu_is_valid() -> None:
+def test_a_run_without_a_gpu_is_valid() -> None:
     assert answer(run_of(rank(), compute=100.0)).invalid_because is None

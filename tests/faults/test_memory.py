@@ -1,4 +1,4 @@
-"""Rows 12 to 14: memory runs out in a step, on one rank of two, and with a single sample."""
+"""Memory runs out in a step, on one rank of two, and with a single sample."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fulltilt.errors import DoesNotFit
-from fulltilt.train import find
+from fulltilt.train.checkpoint import newest_complete
 from tests.faults import victim
 from tests.faults.ranks import exit_codes
 from tests.faults.victim import Order
@@ -51,7 +51,7 @@ def train(out: Path, loss: Any) -> tuple[torch.nn.Module, str]:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_row_12_the_micro_batch_is_halved_and_the_effective_batch_kept(where: str, tmp_path: Path) -> None:
+def test_the_micro_batch_is_halved_and_the_effective_batch_kept(where: str, tmp_path: Path) -> None:
     """Seen to fail: with `is_out_of_memory` returning False the error ends the run; without the factor
     ``running / samples`` on the loss the weights differ from those of the roomy run."""
     roomy, _ = train(tmp_path / "roomy", SmallMemory(1000))
@@ -64,7 +64,7 @@ def test_row_12_the_micro_batch_is_halved_and_the_effective_batch_kept(where: st
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_row_12_a_loss_that_compares_samples_is_not_split(tmp_path: Path) -> None:
+def test_a_loss_that_compares_samples_is_not_split(tmp_path: Path) -> None:
     with pytest.raises(DoesNotFit, match="compares the samples"):
         victim.run_here(tmp_path / "out", changes={"loss": SmallMemory(3), "splittable": False, "eval_data": None})
 
@@ -73,7 +73,7 @@ def always_full(order: Order) -> dict[str, Any]:
     return {"loss": SmallMemory(0)}
 
 
-def test_row_14_out_of_memory_with_a_single_sample(tmp_path: Path) -> None:
+def test_out_of_memory_with_a_single_sample(tmp_path: Path) -> None:
     """Seen to fail: without the check in `MicroBatch.halve` the loop never ends."""
     assert victim.exit_code(Order(tmp_path, prepare=always_full)) == 5
     told = victim.told(tmp_path)
@@ -88,7 +88,7 @@ def full_on_rank_1(order: Order) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_row_13_one_rank_of_two_runs_out(where: str, tmp_path: Path) -> None:
+def test_one_rank_of_two_runs_out(where: str, tmp_path: Path) -> None:
     """Seen to fail: without `Placement.finish` after a failed attempt the ranks' sums no longer match and both crash;
     without the agreement in `Stepper.step` both hang."""
     settings = {"monitor": None, "monitor_mode": "max"}
@@ -97,5 +97,5 @@ def test_row_13_one_rank_of_two_runs_out(where: str, tmp_path: Path) -> None:
     assert len(first) == 12
     assert first == second, "both ranks hold the same weights after every step"
     assert "memory ran out; going on with micro-batches of 2" in victim.told(tmp_path)
-    found = find.newest_complete(tmp_path / "checkpoints").checkpoint
+    found = newest_complete(tmp_path / "checkpoints").checkpoint
     assert found is not None

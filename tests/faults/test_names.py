@@ -1,4 +1,4 @@
-"""Row 25: names that are code, in everything that a training leaves behind or shows."""
+"""Names that are code, in everything that a training leaves behind or shows."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from fulltilt.train.config import TrainSettings
 from fulltilt.train.job import Job
 from fulltilt.train.loop import train
 from fulltilt.train.progress import Screen
-from fulltilt.train.settings import TrainSettings
 from tests.faults import victim
 
 SCRIPT = "<script>alert(1)</script>"
@@ -60,7 +60,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return out, stream.getvalue()
 
 
-def test_row_25_the_page_of_a_training_shows_names_as_names(trained: tuple[Path, str]) -> None:
+def test_the_page_of_a_training_shows_names_as_names(trained: tuple[Path, str]) -> None:
     """Seen to fail: without `html.escape` in report/markup.py the page has more scripts than its own."""
     out, _ = trained
     page = Elements((out / "report.html").read_text(encoding="utf-8"))
@@ -77,7 +77,7 @@ def test_row_25_the_page_of_a_training_shows_names_as_names(trained: tuple[Path,
     assert not [name for _, at in page.found for name in at if name.startswith("on")]
 
 
-def test_row_25_the_terminal_of_a_training_gets_no_codes(trained: tuple[Path, str]) -> None:
+def test_the_terminal_of_a_training_gets_no_codes(trained: tuple[Path, str]) -> None:
     """Seen to fail: without `clean` in `Terminal.line` the screen is wiped by a metric's name."""
     _, told = trained
     assert SCRIPT in told
@@ -87,7 +87,7 @@ def test_row_25_the_terminal_of_a_training_gets_no_codes(trained: tuple[Path, st
     assert next(line for line in told.splitlines() if IMAGE in line).startswith("Epoch 1/2: "), "one line, as it was"
 
 
-def test_row_25_a_metric_with_a_line_break_stays_one_column(trained: tuple[Path, str]) -> None:
+def test_a_metric_with_a_line_break_stays_one_column(trained: tuple[Path, str]) -> None:
     out, _ = trained
     with (out / "metrics.csv").open(newline="", encoding="utf-8") as file:
         header, *rows = csv.reader(file)

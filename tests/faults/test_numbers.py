@@ -1,4 +1,4 @@
-"""Rows 15 to 17: losses that are not finite, a loss scale that collapses, a loss that jumps."""
+"""Losses that are not finite, a loss scale that collapses, a loss that jumps."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fulltilt.train import find
-from fulltilt.train.guard import Guard, Limits, StepFigures
+from fulltilt.train.checkpoint import newest_complete
+from fulltilt.train.guards import Guard, Limits, StepFigures
 from tests.faults import victim
 from tests.faults.ranks import exit_codes
 from tests.faults.victim import Order
@@ -28,7 +28,7 @@ class Poisoned(victim.NoisySamples):
         return (inputs * self.factor if index in self.spoilt else inputs), label
 
 
-def test_row_15_a_bad_step_is_skipped_counted_and_named(tmp_path: Path) -> None:
+def test_a_bad_step_is_skipped_counted_and_named(tmp_path: Path) -> None:
     """Seen to fail: with ``bad`` always False in `Stepper._update` the weights become NaN."""
     changes = {"data": Poisoned({22}, math.nan)}
     torch.manual_seed(7)
@@ -45,7 +45,7 @@ def poison(order: Order) -> dict[str, Any]:
     return {"data": Poisoned(set(range(44)) if order.note == "all" else {22}, math.nan)}
 
 
-def test_row_15_several_in_a_row_roll_back_once_and_then_exit_6(tmp_path: Path) -> None:
+def test_several_in_a_row_roll_back_once_and_then_exit_6(tmp_path: Path) -> None:
     """Seen to fail: without `_give_up` the run ends with code 0, having trained on nothing."""
     assert victim.exit_code(Order(tmp_path, {"epochs": 1, "save_every": 2})) == 0
     settings = {"epochs": 9, "bad_steps_in_a_row": 3}
@@ -54,13 +54,13 @@ def test_row_15_several_in_a_row_roll_back_once_and_then_exit_6(tmp_path: Path) 
     assert "went back to the weights of step-00000006; going on after the present data" in told
     assert "3 such steps in a row; 1 rollbacks done" in told
     assert max(victim.chain(tmp_path)) == 11, "the twelfth step was the sixth bad one"
-    found = find.newest_complete(tmp_path / "checkpoints").checkpoint
+    found = newest_complete(tmp_path / "checkpoints").checkpoint
     assert found is not None
     assert "the same command resumes there" in told
     assert "Traceback" not in told
 
 
-def test_row_15_without_a_checkpoint_there_is_nowhere_to_go_back_to(tmp_path: Path) -> None:
+def test_without_a_checkpoint_there_is_nowhere_to_go_back_to(tmp_path: Path) -> None:
     settings = {"save_every": None, "bad_steps_in_a_row": 3}
     assert victim.exit_code(Order(tmp_path, settings, prepare=poison, note="all")) == 6
     assert "there is no checkpoint to go back to" in victim.told(tmp_path)
@@ -82,7 +82,7 @@ def infinite_on_rank_1(order: Order) -> dict[str, Any]:
     return {"loss": InfiniteValue() if order.rank == 1 else victim.loss, "eval_data": None}
 
 
-def test_row_15_ranks_skip_together(tmp_path: Path) -> None:
+def test_ranks_skip_together(tmp_path: Path) -> None:
     """Seen to fail: with `loss` not summed over the ranks in `GradientExchange.finish` rank 0 steps and rank 1 does
     not, which the look for drift after each step finds."""
     settings = {"epochs": 1, "drift_every": 1, "monitor": None, "monitor_mode": "max"}
@@ -112,7 +112,7 @@ def overflow(order: Order) -> dict[str, Any]:
     return {"loss": Overflowing(), "eval_data": None}
 
 
-def test_row_16_the_loss_scale_stops_at_its_floor(tmp_path: Path) -> None:
+def test_the_loss_scale_stops_at_its_floor(tmp_path: Path) -> None:
     """Seen to fail: without the comparison with the floor in `Guard.judge` the run skips every step and exits 0."""
     settings = {"precision": "fp16", "epochs": 20, "monitor": None, "monitor_mode": "max"}
     assert victim.exit_code(Order(tmp_path, settings, prepare=overflow)) == 6
@@ -120,7 +120,7 @@ def test_row_16_the_loss_scale_stops_at_its_floor(tmp_path: Path) -> None:
     assert max(victim.chain(tmp_path)) < 40
 
 
-def test_row_17_a_spike_is_reported_and_on_request_rolled_back(tmp_path: Path) -> None:
+def test_a_spike_is_reported_and_on_request_rolled_back(tmp_path: Path) -> None:
     """Seen to fail: with `_is_spike` returning False nothing is said."""
     settings: dict[str, Any] = {"epochs": 6, "clip_norm": None, "save_every": 4, "lr": 1e-4}
 

@@ -13,8 +13,9 @@ import psutil
 import pytest
 import torch
 
-from fulltilt.train import checkpoint, find
-from fulltilt.train.outcome import StepEnd
+from fulltilt.train import checkpoint
+from fulltilt.train.checkpoint import newest_complete
+from fulltilt.train.train_state import StepEnd
 from tests.faults import ranks, victim
 from tests.faults.ranks import exit_codes
 from tests.faults.victim import Order
@@ -35,7 +36,7 @@ def plain(order: Order) -> dict[str, Any]:
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
-    found = find.newest_complete(out / "checkpoints").checkpoint
+    found = newest_complete(out / "checkpoints").checkpoint
     assert found is not None
     return checkpoint.load(found.folder)[0]
 
@@ -64,7 +65,7 @@ def stop_rank_0(end: StepEnd) -> None:
     import os
     import signal
 
-    if end.step == 4 and end.rig.group.ranks.rank == 0:
+    if end.step == 4 and end.state.group.ranks.rank == 0:
         os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from fulltilt.train import checkpoint, rng, state
-from fulltilt.train.outcome import StepEnd
-from fulltilt.train.sampler import EpochPlan
+from fulltilt.train import checkpoint, train_state
+from fulltilt.train.sampler import EpochPlan, restore_rng, rng_state
+from fulltilt.train.train_state import StepEnd
 from tests.faults import victim
 from tests.faults.ranks import exit_codes
 from tests.faults.victim import Order
@@ -69,22 +69,22 @@ def test_forgetting_a_part_shows(
     forgotten: str, whole: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path / "out", stop_at=8)
-    restore = state.restore
+    restore = train_state.restore
 
-    def forgetful(folder: Path, model: torch.nn.Module, parts: dict[str, state.Part]) -> None:
+    def forgetful(folder: Path, model: torch.nn.Module, parts: dict[str, train_state.Part]) -> None:
         assert forgotten in parts
         restore(folder, model, {name: part for name, part in parts.items() if name != forgotten})
 
-    monkeypatch.setattr(state, "restore", forgetful)
+    monkeypatch.setattr(train_state, "restore", forgetful)
     assert differs(lambda: run(tmp_path / "out"), whole)
 
 
 def test_the_list_above_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``settings`` is the one part that changes nothing but what the user is told (see test_train)."""
+    """``settings`` is the one part that changes nothing but what the user is told (see test_loop)."""
     seen: list[str] = []
-    freeze = state.freeze
+    freeze = train_state.freeze
     monkeypatch.setattr(
-        state, "freeze", lambda model, states, *rest: seen.extend(states) or freeze(model, states, *rest)
+        train_state, "freeze", lambda model, states, *rest: seen.extend(states) or freeze(model, states, *rest)
     )
     run(tmp_path / "out", stop_at=5)
     assert set(seen) == {*PARTS, "settings"}
@@ -95,13 +95,13 @@ def test_forgetting_a_random_state_shows(
     forgotten: str, whole: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path / "out", stop_at=8)
-    restore = rng.restore
+    restore = restore_rng
 
     def forgetful(states: dict[str, Any], device: torch.device) -> None:
-        fresh = rng.capture(device)
+        fresh = rng_state(device)
         restore({**states, forgotten: fresh[forgotten]}, device)
 
-    monkeypatch.setattr(rng, "restore", forgetful)
+    monkeypatch.setattr(train_state, "restore_rng", forgetful)
     assert differs(lambda: run(tmp_path / "out"), whole)
 
 
@@ -110,8 +110,10 @@ def test_forgetting_where_the_run_was_shows(
     forgotten: str, whole: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path / "out", stop_at=8)
-    load = state.Progress.load_state_dict
-    monkeypatch.setattr(state.Progress, "load_state_dict", lambda self, saved: load(self, {**saved, forgotten: 0}))
+    load = train_state.Progress.load_state_dict
+    monkeypatch.setattr(
+        train_state.Progress, "load_state_dict", lambda self, saved: load(self, {**saved, forgotten: 0})
+    )
     assert differs(lambda: run(tmp_path / "out"), whole)
 
 
@@ -164,8 +166,8 @@ def _without_metric(described: Any) -> Any:
 
 def take_the_first_ranks_random_state(order: Order) -> None:
     if order.note == "forget":
-        load = state.RandomStates.load_state_dict
-        state.RandomStates.load_state_dict = lambda self, saved: load(self, {"ranks": saved["ranks"][:1] * 2})  # type: ignore[method-assign]
+        load = train_state.RandomStates.load_state_dict
+        train_state.RandomStates.load_state_dict = lambda self, saved: load(self, {"ranks": saved["ranks"][:1] * 2})  # type: ignore[method-assign]
 
 
 @pytest.mark.slow
@@ -179,7 +181,7 @@ def test_forgetting_the_random_state_of_a_rank_shows(note: str, tmp_path: Path) 
 
 
 def stop_at_5(end: StepEnd) -> None:
-    if end.step == 5 and end.rig.group.ranks.rank == 0:
+    if end.step == 5 and end.state.group.ranks.rank == 0:
         os.kill(os.getpid(), signal.SIGTERM)
 
 

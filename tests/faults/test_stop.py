@@ -1,4 +1,4 @@
-"""Rows 10 and 11: signals and the time limit."""
+"""Signals and the time limit."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from fulltilt.train import exit_code_of, find
-from fulltilt.train.outcome import StepEnd
+from fulltilt.train import exit_code_of
+from fulltilt.train.checkpoint import newest_complete
 from fulltilt.train.stop import BEGAN, StopRequest, limits_count_from_here
+from fulltilt.train.train_state import StepEnd
 from tests.faults import ranks, victim
 from tests.faults.victim import Order
 
@@ -34,12 +35,12 @@ def choose_signal(order: Order) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
-def test_row_10_a_signal_saves_at_the_next_step_and_exits_3(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_saves_at_the_next_step_and_exits_3(number: signal.Signals, tmp_path: Path) -> None:
     """Seen to fail: without the handlers of `StopRequest.listening` the process dies of the signal."""
     order = Order(tmp_path, {"save_every": 200}, prepare=choose_signal, on_step=signal_at_step_5, note=number)
     assert victim.exit_code(order) == 3
     assert max(victim.chain(tmp_path)) <= 6
-    found = find.newest_complete(tmp_path / "checkpoints").checkpoint
+    found = newest_complete(tmp_path / "checkpoints").checkpoint
     assert found is not None
     assert found.step == max(victim.chain(tmp_path))
     assert f"stopped: received {number.name}" in victim.told(tmp_path)
@@ -80,7 +81,7 @@ def interrupt_twice(end: StepEnd) -> None:
         time.sleep(5)
 
 
-def test_row_10_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     """Seen to fail: without the `raise KeyboardInterrupt` of the handler the run saves and exits 3."""
     began = time.monotonic()
     assert victim.exit_code(Order(tmp_path, LONG, on_step=interrupt_twice)) == 130
@@ -111,13 +112,13 @@ def check_termination(out: Path, times: int, seed: int, world: int = 1) -> None:
     settings: dict[str, object] = {**LONG, "workers": world if seed % 2 else 0}
     for _ in range(times):
         assert terminate_at_random(out, settings, chance, world) == [3] * world, victim.told(out)
-        found = find.newest_complete(out / "checkpoints")
+        found = newest_complete(out / "checkpoints")
         assert found.checkpoint is not None
         assert not found.warnings
         assert {max(victim.chain(out, rank)) for rank in range(world)} == {found.checkpoint.step}
 
 
-def test_row_10_sigterm_at_random_moments(tmp_path: Path) -> None:
+def test_sigterm_at_random_moments(tmp_path: Path) -> None:
     check_termination(tmp_path, 3, seed=1)
 
 
@@ -125,7 +126,7 @@ def test_row_10_sigterm_at_random_moments(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("seed", range(10))
-def test_row_10_sigterm_a_hundred_times(seed: int, world: int, tmp_path: Path) -> None:
+def test_sigterm_a_hundred_times(seed: int, world: int, tmp_path: Path) -> None:
     check_termination(tmp_path, 10, seed, world)
 
 
@@ -139,7 +140,7 @@ def slow_down(order: Order) -> dict[str, object]:
     return {"data": SlowSamples()}
 
 
-def test_row_11_time_limit(tmp_path: Path) -> None:
+def test_time_limit(tmp_path: Path) -> None:
     """Seen to fail: without the time check in `StopRequest.step_done` the run goes on to its last step."""
     began = time.monotonic()
     settings = {"epochs": 200, "save_every": 10, "max_time_s": 3.0}
@@ -147,12 +148,12 @@ def test_row_11_time_limit(tmp_path: Path) -> None:
     # The child's start is not the run's; what counts is that the run itself ended in time.
     assert time.monotonic() - began < 3.0 + 90
     assert "the time limit of 3 s is near" in victim.told(tmp_path)
-    found = find.newest_complete(tmp_path / "checkpoints").checkpoint
+    found = newest_complete(tmp_path / "checkpoints").checkpoint
     assert found is not None
     assert found.step == max(victim.chain(tmp_path))
 
 
-def test_row_11_the_limit_is_that_of_the_whole_command() -> None:
+def test_the_limit_is_that_of_the_whole_command() -> None:
     """Seen to fail: `--max-time 10s` took 18 s, because imports and the making of data were not counted."""
     with limits_count_from_here():
         began = float(os.environ[BEGAN])

@@ -21,13 +21,14 @@ import torch
 import torch._dynamo  # the first optimizer imports it anyway; here it is done once for all children
 import torch.distributed.fsdp  # likewise
 
-from fulltilt.train import checkpoint, shards
-from fulltilt.train.ending import exit_code_of
+from fulltilt.train import checkpoint
+from fulltilt.train.config import TrainSettings
+from fulltilt.train.fsdp import gathered
 from fulltilt.train.job import Job
+from fulltilt.train.launch import exit_code_of
 from fulltilt.train.loop import train
-from fulltilt.train.outcome import StepEnd
 from fulltilt.train.progress import Screen
-from fulltilt.train.settings import TrainSettings
+from fulltilt.train.train_state import StepEnd
 
 DEFAULTS: dict[str, Any] = {
     "epochs": 2,
@@ -88,15 +89,17 @@ def make_job(**changes: Any) -> Job:
 
 def fingerprint(end: StepEnd) -> str:
     digest = hashlib.sha256(end.samples.encode())
-    rig = end.rig
-    tensors = [*rig.model.state_dict().values(), *(rig.ema.average.values() if rig.ema else ())]
-    for entry in rig.stepper.optimizer.state.values():
+    state = end.state
+    tensors = [*state.model.state_dict().values(), *(state.ema.average.values() if state.ema else ())]
+    for entry in state.stepper.optimizer.state.values():
         tensors.extend(value for value in entry.values() if isinstance(value, torch.Tensor))
-    for tensor in [*tensors, rig.scale.scale, rig.scale.good_steps, *rig.totals._sums.values()]:
-        digest.update(bytes(shards.whole(tensor.detach()).contiguous().reshape(-1).view(torch.uint8).numpy()))
-    digest.update(repr([group["lr"] for group in rig.stepper.optimizer.param_groups]).encode())
+    for tensor in [*tensors, state.scale.scale, state.scale.good_steps, *state.totals._sums.values()]:
+        digest.update(bytes(gathered(tensor.detach()).contiguous().reshape(-1).view(torch.uint8).numpy()))
+    digest.update(repr([group["lr"] for group in state.stepper.optimizer.param_groups]).encode())
     digest.update(
-        repr((rig.guard.state_dict(), rig.micro.most, rig.eval_micro.most, rig.history.values, rig.progress)).encode()
+        repr(
+            (state.guard.state_dict(), state.micro.most, state.eval_micro.most, state.history.values, state.progress)
+        ).encode()
     )
     return digest.hexdigest()[:24]
 

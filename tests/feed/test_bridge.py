@@ -16,9 +16,8 @@ from fulltilt import feed
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.augment import GaussianNoise, HorizontalFlip, Normalise, Pipeline
 from fulltilt.feed.draws import normal_like
-from fulltilt.train.feeding import FeedSource, source
+from fulltilt.train.data_source import FeedSource, LoaderSettings, MapSource, Source, make_source
 from fulltilt.train.sampler import EpochPlan
-from fulltilt.train.sources import LoaderSettings, MapSource, Source
 from tests.faults import victim
 
 
@@ -48,7 +47,7 @@ def plan_of(**changes: Any) -> EpochPlan:
 
 
 def fed(data: Any, plan: EpochPlan, residency: Any = "ram", **changes: Any) -> Source:
-    return source(data, plan, LoaderSettings(residency=residency, **changes))
+    return make_source(data, plan, LoaderSettings(residency=residency, **changes))
 
 
 def drain(data: Source, epoch: int = 0, consumed: int = 0) -> list[tuple[list[list[torch.Tensor]], int, int, str]]:
@@ -190,7 +189,7 @@ def test_augmentation_goes_by_sample_on_both_paths() -> None:
     chain = Pipeline([HorizontalFlip(), GaussianNoise(), Normalise()])
     drawn = []
     for residency in ("none", "ram"):
-        one = source(data, plan_of(batch_size=5), LoaderSettings(residency=residency), None, chain)
+        one = make_source(data, plan_of(batch_size=5), LoaderSettings(residency=residency), None, chain)
         drawn.append([drain(one, epoch) for epoch in range(2)])
         one.close()
     assert same(*drawn)
@@ -200,7 +199,7 @@ def test_augmentation_goes_by_sample_on_both_paths() -> None:
 def test_what_the_feed_cannot_keep_goes_by_the_worker_path() -> None:
     texts = [f"text {number}" for number in range(8)]
     assert isinstance(fed(texts, plan_of(), "auto"), MapSource)
-    assert isinstance(source(Fixed(8), plan_of(), LoaderSettings(residency="auto"), list), MapSource)
+    assert isinstance(make_source(Fixed(8), plan_of(), LoaderSettings(residency="auto"), list), MapSource)
     ragged = [torch.zeros(1 + number) for number in range(8)]
     assert isinstance(fed(ragged, plan_of(batch_size=1), "auto"), MapSource)
     with pytest.raises(DataError, match="samples differ in shape"):
@@ -208,7 +207,7 @@ def test_what_the_feed_cannot_keep_goes_by_the_worker_path() -> None:
     with pytest.raises(UsageError, match="cannot be kept in ram: the sample is str"):
         fed(texts, plan_of(), "ram")
     with pytest.raises(UsageError, match="ready batches do not say which samples"):
-        source(iter([]), plan_of(), LoaderSettings(), None, [HorizontalFlip()])
+        make_source(iter([]), plan_of(), LoaderSettings(), None, [HorizontalFlip()])
 
 
 def test_a_stream_with_a_length_is_no_data_set() -> None:

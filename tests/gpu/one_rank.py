@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fulltilt.train import checkpoint, sharded
+from fulltilt.train import checkpoint, fsdp
+from fulltilt.train.config import TrainSettings
 from fulltilt.train.distributed import Group
 from fulltilt.train.job import Job
 from fulltilt.train.loop import train
-from fulltilt.train.outcome import StepEnd
 from fulltilt.train.progress import Screen
-from fulltilt.train.settings import TrainSettings
+from fulltilt.train.train_state import StepEnd
 
 
 class Samples:
@@ -70,7 +70,7 @@ def trained(out: Path, device: str, *, fails: bool = False, stop_at: int | None 
     """The weights of the last checkpoint, as one process, a replica or shards left them."""
 
     def note(end: StepEnd) -> None:
-        if device == "cuda" and not end.rig.group.alone:
+        if device == "cuda" and not end.state.group.alone:
             assert "cuda:nccl" in dist.get_backend_config()
         if end.step == stop_at:
             raise InterruptedError
@@ -92,7 +92,7 @@ def trained(out: Path, device: str, *, fails: bool = False, stop_at: int | None 
 
 
 def main(out: Path, device: str) -> None:
-    sharded.LEAST_BLOCK_PARAMETERS = 1
+    fsdp.LEAST_BLOCK_PARAMETERS = 1
     for precision in ("fp32", "bf16", "fp16") if device == "cuda" else ("fp32",):
         base = out / precision
         alone = trained(base / "alone", device, precision=precision)

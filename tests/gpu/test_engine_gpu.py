@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from fulltilt.train import checkpoint, rng
-from fulltilt.train.guard import StepFigures
+from fulltilt.train import checkpoint, sampler
+from fulltilt.train.config import TrainSettings
+from fulltilt.train.guards import StepFigures
 from fulltilt.train.job import Job
 from fulltilt.train.loop import train
-from fulltilt.train.outcome import StepEnd
 from fulltilt.train.progress import Screen
-from fulltilt.train.settings import TrainSettings
+from fulltilt.train.sampler import restore_rng, rng_state
+from fulltilt.train.train_state import StepEnd
 from tests.faults import victim
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -101,7 +102,7 @@ def test_resume_is_exact_and_needs_the_gpus_random_state(
         chains.append(hashes)
 
         def note(end: StepEnd) -> None:
-            digest = [p.detach().float().cpu().numpy().tobytes() for p in end.rig.model.parameters()]
+            digest = [p.detach().float().cpu().numpy().tobytes() for p in end.state.model.parameters()]
             hashes[end.step] = str(hash(tuple(digest)))
             if end.step == stop_at:
                 raise victim.Interrupted
@@ -115,11 +116,11 @@ def test_resume_is_exact_and_needs_the_gpus_random_state(
     once(tmp_path / "whole", None)
     once(tmp_path / "cut", 7)
     if forgotten is not None:
-        restore = rng.restore
+        restore = restore_rng
         monkeypatch.setattr(
-            rng,
+            sampler,
             "restore",
-            lambda states, device: restore({**states, forgotten: rng.capture(device)[forgotten]}, device),
+            lambda states, device: restore({**states, forgotten: rng_state(device)[forgotten]}, device),
         )
     once(tmp_path / "cut", None)
     whole, first, second = chains
@@ -166,7 +167,7 @@ def test_a_background_checkpoint_holds_the_state_of_its_step(tmp_path: Path) -> 
 
     def note(end: StepEnd) -> None:
         if end.step % 5 == 0:
-            kept[end.step] = [p.detach().clone() for p in end.rig.model.parameters()]
+            kept[end.step] = [p.detach().clone() for p in end.state.model.parameters()]
 
     job = Job(model=victim.Net(), loss=quiet_loss, data=OnDevice(20))
     run(tmp_path, job, note, save_every=5, keep_last=9, precision="fp32")

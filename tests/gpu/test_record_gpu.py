@@ -15,10 +15,10 @@ import torch
 import fulltilt
 from fulltilt import store
 from fulltilt.diagnosis import answer
+from fulltilt.train.config import TrainSettings
 from fulltilt.train.job import Job
 from fulltilt.train.loop import train
 from fulltilt.train.progress import Screen
-from fulltilt.train.settings import TrainSettings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

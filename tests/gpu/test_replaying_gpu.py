@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fulltilt.train.replaying import Replaying  # noqa: E402
+from fulltilt.train.cuda_graphs import GraphedModel  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 STEPS = 14
@@ -38,7 +38,7 @@ def trained(graphs: bool, step: Callable[[Any, Any], None] | None = None, make: 
     model = make().cuda().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     said: list[str] = []
-    replaying = Replaying(model, model, said.append) if graphs else None
+    replaying = GraphedModel(model, model, said.append) if graphs else None
     draw = torch.Generator("cuda").manual_seed(1)
     for number in range(STEPS):
         rows = 5 if number % 6 == 5 else 16
@@ -134,7 +134,7 @@ def test_a_loop_that_keeps_its_loss_is_recorded_too_compiled_or_not(compile: boo
     model = Net().cuda().train()
     compiled = torch.compile(model) if compile else model
     said: list[str] = []
-    replaying = Replaying(model, compiled, said.append)
+    replaying = GraphedModel(model, compiled, said.append)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     losses = []
     images = torch.randn(16, 3, 16, 16, device="cuda")

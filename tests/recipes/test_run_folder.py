@@ -14,7 +14,7 @@ from fulltilt.cli import train as cli
 from fulltilt.cli.main import main
 from fulltilt.errors import ForeignFiles
 from fulltilt.recipes import RECIPES, find, options, run_folder
-from fulltilt.train.settings import TrainSettings
+from fulltilt.train.config import TrainSettings
 
 
 @pytest.fixture

@@ -14,15 +14,16 @@ from hypothesis import strategies as st
 
 from fulltilt.errors import ForeignFiles, MachineError, UsageError
 from fulltilt.store import OwnedFolder
-from fulltilt.train import checkpoint, find, tree
-from fulltilt.train.checkpoint import DamagedCheckpoint, Snapshot
-from fulltilt.train.keep import KeepPolicy, steps_to_delete
-from fulltilt.train.writer import HostMemory, Writer, check_space
+from fulltilt.train import checkpoint, checkpoint_files
+from fulltilt.train.checkpoint import DamagedCheckpoint, KeepPolicy, Snapshot, newest_complete, steps_to_delete
+from fulltilt.train.checkpoint_writer import HostMemory, Writer, check_space
 
 
 def snapshot(step: int, metric: float | None = None, size: int = 7) -> Snapshot:
     model = {"w": torch.arange(size, dtype=torch.float32) + step, "b": torch.tensor(1.5, dtype=torch.bfloat16)}
-    values, tensors = tree.flatten({"progress": {"step": step}, "rng": torch.arange(5, dtype=torch.uint8)})
+    values, tensors = checkpoint_files.flatten_state(
+        {"progress": {"step": step}, "rng": torch.arange(5, dtype=torch.uint8)}
+    )
     return Snapshot(step, 0, metric, model, tensors, values)
 
 
@@ -87,13 +88,13 @@ plain = st.recursive(
 
 @given(plain)
 def test_any_plain_tree_survives_json(value: object) -> None:
-    values, tensors = tree.flatten(value)
-    assert tree.unflatten(json.loads(json.dumps(values)), tensors) == value
+    values, tensors = checkpoint_files.flatten_state(value)
+    assert checkpoint_files.unflatten_state(json.loads(json.dumps(values)), tensors) == value
 
 
 def test_a_state_that_would_need_unpickling_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match=r"state/optimizer/odd: set"):
-        tree.flatten({"optimizer": {"odd": {1, 2}}})
+        checkpoint_files.flatten_state({"optimizer": {"odd": {1, 2}}})
 
 
 @pytest.mark.parametrize("tries", [300, pytest.param(2500, marks=pytest.mark.slow)])
@@ -136,7 +137,7 @@ def test_the_newest_complete_one_is_found_and_the_loss_is_told(root: Path) -> No
         checkpoint.write(root, snapshot(step))
     (root / "step-00000030" / "model.safetensors").write_bytes(b"cut")
     (root / "step-00000020" / "manifest.json").unlink()
-    found = find.newest_complete(root)
+    found = newest_complete(root)
     assert found.checkpoint is not None
     assert found.checkpoint.step == 10
     assert [warning.split()[-4] for warning in found.warnings] == ["20", "10"]
@@ -146,7 +147,7 @@ def test_when_all_are_damaged_the_run_does_not_start_afresh_by_itself(root: Path
     folder = checkpoint.write(root, snapshot(3)).folder
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(MachineError, match=r"none of the checkpoints in .* \(1\) is intact"):
-        find.newest_complete(root)
+        newest_complete(root)
 
 
 def test_the_same_step_may_be_written_again(root: Path) -> None:

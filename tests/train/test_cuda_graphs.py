@@ -83,9 +83,9 @@ def end(parameter: torch.nn.Parameter) -> Any:
     return parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
-def record(model: torch.nn.Module) -> cuda_graphs.Recorded:
+def record(model: torch.nn.Module) -> cuda_graphs.CapturedCall:
     call = lambda tensors: model(*tensors)  # noqa: E731
-    return cuda_graphs.record(call, [torch.ones(3)], list(model.parameters()), model, (0, 1))
+    return cuda_graphs.capture(call, [torch.ones(3)], list(model.parameters()), model, (0, 1))
 
 
 @pytest.mark.usefixtures("streams")

@@ -8,8 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fulltilt.errors import UsageError
-from fulltilt.train import batches, slurm
-from fulltilt.train.distributed import Ranks, bit_hash, detect, device_lines, divided, part_of
+from fulltilt.train.data_source import samples_in_batch, split_batch
+from fulltilt.train.distributed import (
+    Ranks,
+    bit_hash,
+    detect,
+    device_lines,
+    divided,
+    first_host,
+    part_of,
+    slurm_environment,
+)
 
 
 def test_torchrun_slurm_and_neither() -> None:
@@ -34,14 +43,14 @@ def test_torchrun_slurm_and_neither() -> None:
 def test_slurm_in_torchs_words() -> None:
     step = {"SLURM_PROCID": "6", "SLURM_STEP_NUM_TASKS": "7", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "2"}
     place = {"SLURM_NODEID": "3", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_STEP_NODELIST": "gpu[03-05,9]"}
-    found = slurm.torch_environment({**step, **place, "SLURM_JOB_ID": "123456"})
+    found = slurm_environment({**step, **place, "SLURM_JOB_ID": "123456"})
     assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"]) == ("6", "7", "1")
     assert found["MASTER_ADDR"] == "gpu03"
     assert 20_000 <= int(found["MASTER_PORT"]) < 32_000
-    assert slurm.torch_environment({**step, "MASTER_ADDR": "elsewhere"})["MASTER_ADDR"] == "elsewhere"
-    assert slurm.torch_environment({**step, "SLURM_STEP_NUM_TASKS": "1"}) == {}
+    assert slurm_environment({**step, "MASTER_ADDR": "elsewhere"})["MASTER_ADDR"] == "elsewhere"
+    assert slurm_environment({**step, "SLURM_STEP_NUM_TASKS": "1"}) == {}
     for nodes, first in [("a,b", "a"), ("n1-ib,n2-ib", "n1-ib"), ("rack[7-8]-gpu,x", "rack7-gpu"), ("", "")]:
-        assert slurm.first_host(nodes) == first
+        assert first_host(nodes) == first
 
 
 @given(st.integers(0, 500), st.integers(1, 16))
@@ -88,16 +97,16 @@ def test_one_flipped_bit_changes_the_hash(dtype: torch.dtype) -> None:
     ids=["tensor", "tuple", "dict", "nested"],
 )
 def test_batches_are_split_whatever_their_structure(batch: object) -> None:
-    assert batches.size(batch) == 10
-    parts = list(batches.split(batch, 4))
+    assert samples_in_batch(batch) == 10
+    parts = list(split_batch(batch, 4))
     assert [count for _, count in parts] == [4, 4, 2]
-    assert [batches.size(part) for part, _ in parts] == [4, 4, 2]
+    assert [samples_in_batch(part) for part, _ in parts] == [4, 4, 2]
     assert type(parts[0][0]) is type(batch)
 
 
 def test_what_belongs_to_the_whole_batch_stays_whole() -> None:
     batch = {"x": torch.arange(6), "names": list("abcdef"), "weight": torch.tensor(2.0), "table": torch.zeros(3, 2)}
-    second = list(batches.split(batch, 4))[1][0]
+    second = list(split_batch(batch, 4))[1][0]
     assert second["x"].tolist() == [4, 5]
     assert second["names"] == ["e", "f"]
     assert second["weight"] == 2.0
@@ -106,4 +115,4 @@ def test_what_belongs_to_the_whole_batch_stays_whole() -> None:
 
 def test_a_batch_without_samples_is_told() -> None:
     with pytest.raises(UsageError, match="how many samples"):
-        batches.size(object())
+        samples_in_batch(object())

@@ -12,13 +12,14 @@ import torch
 
 from fulltilt import store
 from fulltilt.records import RunRecord
-from fulltilt.train import checkpoint, find
-from fulltilt.train.ending import exit_code_of
+from fulltilt.train import checkpoint
+from fulltilt.train.checkpoint import newest_complete
+from fulltilt.train.config import TrainSettings
+from fulltilt.train.data_source import BatchSource
 from fulltilt.train.job import Job
+from fulltilt.train.launch import exit_code_of
 from fulltilt.train.loop import train
 from fulltilt.train.progress import Screen
-from fulltilt.train.settings import TrainSettings
-from fulltilt.train.sources import BatchSource
 from tests.train.test_checkpoint import claimed
 
 
@@ -47,7 +48,7 @@ def test_no_resume_is_promised_behind_a_checkpoint_of_a_newer_fulltilt(
     checkpoint.write(root, checkpoint.Snapshot(2, 0, None, {}, {}, {}))
     monkeypatch.undo()
     told = io.StringIO()
-    assert exit_code_of(lambda: find.newest_complete(root), tmp_path, told) == 7
+    assert exit_code_of(lambda: newest_complete(root), tmp_path, told) == 7
     first, remedy, newest = told.getvalue().splitlines()
     assert "newer Fulltilt" in first
     assert "Update" in remedy

@@ -15,15 +15,16 @@ import torch
 
 from fulltilt.errors import Diverged, MachineError, StoppedEarly, UsageError
 from fulltilt.store import OwnedFolder
-from fulltilt.train import checkpoint, find, state
-from fulltilt.train.ending import exit_code_of
+from fulltilt.train import checkpoint, train_state
+from fulltilt.train.checkpoint import newest_complete
+from fulltilt.train.config import TrainSettings
 from fulltilt.train.job import Job
+from fulltilt.train.launch import exit_code_of
 from fulltilt.train.loop import train
-from fulltilt.train.outcome import Outcome, StepEnd
 from fulltilt.train.precision import LossScale
 from fulltilt.train.progress import Screen
 from fulltilt.train.schedule import Stage
-from fulltilt.train.settings import TrainSettings
+from fulltilt.train.train_state import Outcome, StepEnd
 from tests.faults import victim
 
 
@@ -38,7 +39,7 @@ def run(out: Path, job: Job | None = None, on_step: Any = None, **settings: Any)
 
 
 def newest(out: Path) -> checkpoint.Checkpoint:
-    found = find.newest_complete(out / "checkpoints").checkpoint
+    found = newest_complete(out / "checkpoints").checkpoint
     assert found is not None
     return found
 
@@ -68,7 +69,7 @@ def test_an_optimizer_keeps_the_rates_it_was_made_with(tmp_path: Path) -> None:
     rates: list[list[float]] = []
 
     def note(end: StepEnd) -> None:
-        rates.append([group["lr"] for group in end.rig.stepper.optimizer.param_groups])
+        rates.append([group["lr"] for group in end.state.stepper.optimizer.param_groups])
 
     job = victim.make_job(optimizer=own_rates, eval_data=None)
     run(tmp_path / "out", job, note, epochs=1, lr=2.0, warmup_steps=2, schedule="constant")
@@ -82,7 +83,7 @@ def test_settings_that_changed_hold_and_another_optimizer_starts_anew(tmp_path: 
     decay: list[float] = []
 
     def note(end: StepEnd) -> None:
-        decay.append(end.rig.stepper.optimizer.param_groups[0]["weight_decay"])
+        decay.append(end.state.stepper.optimizer.param_groups[0]["weight_decay"])
 
     run(tmp_path / "out", epochs=1, weight_decay=0.1)
     run(tmp_path / "out", None, note, epochs=2, weight_decay=0.3)
@@ -230,7 +231,7 @@ def test_numbers_of_any_kind_are_metrics(tmp_path: Path) -> None:
 
 
 def test_a_metric_that_is_no_number_once_does_not_hide_the_best() -> None:
-    history = state.MetricHistory("max")
+    history = train_state.MetricHistory("max")
     for epoch, value in enumerate((float("nan"), 0.5, float("nan"), 0.25)):
         history.add(epoch, value)
     assert history.best == 0.5
@@ -280,7 +281,7 @@ def test_weights_that_are_not_finite_are_not_kept(tmp_path: Path) -> None:
     def overflow(end: StepEnd) -> None:
         if end.step == 3:
             with torch.no_grad():
-                end.rig.model.last.bias.fill_(float("inf"))
+                end.state.model.last.bias.fill_(float("inf"))
 
     with pytest.raises(Diverged, match=r"no longer finite at step 4: last\.bias"):
         run(tmp_path / "out", None, overflow, epochs=2)

@@ -18,10 +18,10 @@ from fulltilt.errors import RunFolderError, StoppedEarly
 from fulltilt.recorder import attach
 from fulltilt.recorder.session import Session
 from fulltilt.records import Run, Span
+from fulltilt.train.config import TrainSettings
 from fulltilt.train.loop import train
-from fulltilt.train.outcome import StepEnd
 from fulltilt.train.progress import Screen
-from fulltilt.train.settings import TrainSettings
+from fulltilt.train.train_state import StepEnd
 from tests.faults import victim
 
 

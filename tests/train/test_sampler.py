@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fulltilt.feed.draws import mix
-from fulltilt.train.rng import sample_seed
-from fulltilt.train.sampler import EpochPlan, RankBatches
+from fulltilt.train.sampler import EpochPlan, RankBatches, sample_seed
 
 plans = st.builds(
     EpochPlan,

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from fulltilt import store
+from fulltilt.diagnosis.forecast import Forecast, forecast
 from fulltilt.errors import UsageError
 from fulltilt.records import SCHEMA_VERSION
 from fulltilt.report.screen import open_console
-from fulltilt.train.forecast import Forecast, forecast
 from fulltilt.tuning.plan import view
 from fulltilt.tuning.plan.gpu_models import GPU_MODELS, find_gpu
 from fulltilt.tuning.plan.plan import Plan, make_plan, with_target

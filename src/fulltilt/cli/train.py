@@ -50,7 +50,7 @@ def run_recipe(recipe: Recipe, given: dict[str, Any], config: Path | None = None
     asked = flagged.read(recipe, given, config, RUNS / recipe.name)
     from fulltilt.train import exit_code_of
     from fulltilt.train.distributed import detect
-    from fulltilt.train.launching import relaunch
+    from fulltilt.train.launch import relaunch
 
     out = Path(asked.place.out) if asked.place.out is not None else RUNS / recipe.name
     if os.path.lexists(out):

@@ -29,10 +29,10 @@ from fulltilt.recipes import RECIPES
 from fulltilt.recorder.launch import job_command, job_name
 from fulltilt.recorder.overrides import LOADER
 from fulltilt.records import Settings, Trial
+from fulltilt.records.durations import duration_s
 from fulltilt.report.screen import open_console
 from fulltilt.report.wording import seconds
 from fulltilt.store import OwnedFolder
-from fulltilt.train.config import duration_s
 from fulltilt.tuning.learning_rate import CONTRASTIVE_WARNING, looks_contrastive, looks_deeply_supervised
 from fulltilt.tuning.solutions import (
     OVERLAPPING_PASSES,

@@ -14,7 +14,7 @@ from fulltilt.probes.host import cpu_capacity
 from fulltilt.recipes import run_folder
 from fulltilt.recipes.recipe import Recipe, Request, option
 from fulltilt.train import config
-from fulltilt.train.settings import TrainSettings
+from fulltilt.train.config import TrainSettings
 
 Record = TypeVar("Record")
 
@@ -127,7 +127,7 @@ def _newest_in(path: Path) -> Path:
     root = path / "checkpoints"
     if not root.is_dir():
         return path
-    from fulltilt.train.find import newest_complete
+    from fulltilt.train.checkpoint import newest_complete
 
     found = newest_complete(root).checkpoint
     if found is None:

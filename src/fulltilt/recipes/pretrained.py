@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fulltilt.errors import DataError, FulltiltError, UsageError
-from fulltilt.train.foreign import reason
-from fulltilt.train.step import is_out_of_memory
+from fulltilt.train.guards import is_out_of_memory
+from fulltilt.train.weight_import import reason
 
 
 def refuse_unavailable(model: str, instead: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fulltilt.train.settings import TrainSettings
+from fulltilt.train.config import TrainSettings
 
 if TYPE_CHECKING:
     from fulltilt.train.job import Job

@@ -20,7 +20,7 @@ from fulltilt.errors import ForeignFiles, FulltiltError, UsageError
 from fulltilt.recipes.recipe import Recipe, Request
 from fulltilt.store.writing import TRAINING
 from fulltilt.train import config
-from fulltilt.train.settings import TrainSettings
+from fulltilt.train.config import TrainSettings
 
 RECIPE_FILE = "recipe.json"
 LOADING_FILE = "loading.json"

@@ -1,4 +1,4 @@
-"""The engine: loop, precision, distributed, checkpoint, guard, schedule, progress, forecast.
+"""The engine: loop, precision, distributed, checkpoint, guards, schedule, progress.
 
 from fulltilt.train import Job, TrainSettings, train
 train(Job(model=net, loss=loss, data=dataset), TrainSettings(epochs=20), Path("out"))
@@ -9,14 +9,14 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-# Loaded when first asked for: the forecast and the schedule are of use without torch.
+# Loaded when first asked for: the settings and the schedule are of use without torch.
 _HOMES = {
     "Job": "job",
-    "Outcome": "outcome",
+    "Outcome": "train_state",
     "Stage": "schedule",
-    "StepEnd": "outcome",
-    "TrainSettings": "settings",
-    "exit_code_of": "ending",
+    "StepEnd": "train_state",
+    "TrainSettings": "config",
+    "exit_code_of": "launch",
     "train": "loop",
 }
 __all__ = sorted(_HOMES)  # noqa: PLE0605 - one list of the names is enough

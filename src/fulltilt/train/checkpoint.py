@@ -1,15 +1,4 @@
-"""Checkpoints as folders that are either complete or not there.
-
-    OUT/checkpoints/step-00000120/
-        model.safetensors    weights and buffers
-        state.safetensors    the tensors of everything else
-        state.json           the plain values of everything else
-        manifest.json        size and SHA-256 of each file, and of itself
-
-A checkpoint is written into ``.partial-…`` beside the others, file by file to the disk, the manifest last; then one
-rename makes it appear under its name. A kill at any point leaves the previous checkpoints as they were. Only what the
-marker of OUT lists is ever moved or removed: what somebody else has put into a checkpoint folder stays.
-"""
+"""Which checkpoint a run resumes from: the newest that passes its checksums, and what that loses."""
 
 from __future__ import annotations
 
@@ -19,19 +8,55 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 
 from fulltilt import store
 from fulltilt.errors import ForeignFiles, MachineError
 from fulltilt.store.writing import TRAINING
-from fulltilt.train import durable, tensorfile, tree
-from fulltilt.train.durable import FileSum
-from fulltilt.train.keep import KeepPolicy, steps_to_delete
+from fulltilt.train import checkpoint_files
+from fulltilt.train.checkpoint_files import FileSum
+
+
+class Rated(Protocol):
+    """A checkpoint as the policy sees it."""
+
+    @property
+    def step(self) -> int: ...  # noqa: D102
+    @property
+    def metric(self) -> float | None: ...  # noqa: D102
+
+
+@dataclass(frozen=True, slots=True)
+class KeepPolicy:
+    """Keep the ``last`` newest and the ``best`` ones by metric; ``mode`` says which end of the metric is good."""
+
+    last: int = 2
+    best: int = 1
+    mode: Literal["max", "min"] = "max"
+
+    @property
+    def most(self) -> int:
+        """The largest number of checkpoints that this policy keeps at once."""
+        return self.last + self.best
+
+
+def steps_to_delete(checkpoints: Collection[Rated], policy: KeepPolicy) -> list[int]:
+    """The steps whose checkpoints go, oldest first. The newest always stays; equal metrics favour the older one."""
+    by_age = sorted(checkpoints, key=lambda c: c.step)
+    rated = [(c.metric, c.step) for c in by_age if c.metric is not None and c.metric == c.metric]
+    sign = -1.0 if policy.mode == "max" else 1.0
+    rated.sort(key=lambda pair: (sign * pair[0], pair[1]))
+    kept = {c.step for c in by_age[-max(policy.last, 1) :]} | {step for _, step in rated[: policy.best]}
+    return [c.step for c in by_age if c.step not in kept]
+
+
+# --------------------------------------------------------------------------- checkpoint
+
 
 SCHEMA_VERSION = 1
 MODEL_FILE = "model.safetensors"
@@ -63,7 +88,7 @@ class Snapshot:
     def size_bytes(self) -> int:
         """How many bytes its checkpoint takes on the disk, without the manifest."""
         values = len(json.dumps(self.values))
-        return tensorfile.size_bytes(self.model) + tensorfile.size_bytes(self.tensors) + values
+        return checkpoint_files.tensor_bytes(self.model) + checkpoint_files.tensor_bytes(self.tensors) + values
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +130,7 @@ def prepare(root: Path) -> None:
         folder.make(root)
         folder.remove(folder.make(folder.temporary(root / "probe")))
     except OSError as error:
-        raise durable.cannot_write(root, error) from error
+        raise checkpoint_files.cannot_write(root, error) from error
 
 
 def sweep(root: Path) -> None:
@@ -125,7 +150,7 @@ def write(root: Path, snapshot: Snapshot) -> Checkpoint:
         manifest = _write_files(partial, snapshot, needed)
         return _appear(partial, root / folder_name(snapshot.step), manifest)
     except OSError as error:
-        raise durable.cannot_write(partial or root, error, needed) from error
+        raise checkpoint_files.cannot_write(partial or root, error, needed) from error
     finally:
         if partial is not None:
             _discard(partial)
@@ -149,11 +174,11 @@ def adopt(root: Path, made: Path, step: int, epoch: int, metric: float | None) -
     Raises MachineError.
     """
     try:
-        sums = {path.name: durable.sync_file(path) for path in sorted(made.iterdir()) if path.is_file()}
+        sums = {path.name: checkpoint_files.sync_file(path) for path in sorted(made.iterdir()) if path.is_file()}
         manifest = _write_manifest(made, step, epoch, metric, sums, None)
         return _appear(made, root / folder_name(step), manifest)
     except OSError as error:
-        raise durable.cannot_write(made, error) from error
+        raise checkpoint_files.cannot_write(made, error) from error
 
 
 def _owner(root: Path) -> store.OwnedFolder:
@@ -166,13 +191,13 @@ def _owner(root: Path) -> store.OwnedFolder:
 def _appear(partial: Path, final: Path, manifest: dict[str, Any]) -> Checkpoint:
     folder = _owner(final)
     folder.record(partial, *(partial / name for name in (*manifest["files"], MANIFEST_FILE)))
-    durable.sync_folder(partial)
+    checkpoint_files.sync_folder(partial)
     displaced = final.with_name(f".displaced-{final.name}.{uuid.uuid4().hex[:12]}")
     try:
         if os.path.lexists(final):  # the run went back and came here again; `sweep` knows the way out of each state
             folder.check(final)
-            durable.rename(folder, final, displaced)
-        durable.rename(folder, partial, final)
+            checkpoint_files.rename(folder, final, displaced)
+        checkpoint_files.rename(folder, partial, final)
     finally:
         if displaced.exists():
             _settle(displaced, final)
@@ -183,7 +208,7 @@ def _settle(displaced: Path, final: Path) -> None:
     if final.exists():
         _discard(displaced)
     elif (folder := _owner(final)).owns(displaced):
-        durable.rename(folder, displaced, final)
+        checkpoint_files.rename(folder, displaced, final)
 
 
 def _discard(path: Path) -> None:
@@ -199,11 +224,11 @@ def _discard(path: Path) -> None:
 
 def _write_files(folder: Path, snapshot: Snapshot, needed: int) -> dict[str, Any]:
     contents = {
-        MODEL_FILE: tensorfile.parts(snapshot.model),
-        TENSORS_FILE: tensorfile.parts(snapshot.tensors),
+        MODEL_FILE: checkpoint_files.tensor_parts(snapshot.model),
+        TENSORS_FILE: checkpoint_files.tensor_parts(snapshot.tensors),
         VALUES_FILE: iter([json.dumps(snapshot.values).encode()]),
     }
-    sums = {name: durable.write_file(folder / name, parts, needed) for name, parts in contents.items()}
+    sums = {name: checkpoint_files.write_file(folder / name, parts, needed) for name, parts in contents.items()}
     return _write_manifest(folder, snapshot.step, snapshot.epoch, snapshot.metric, sums, needed)
 
 
@@ -217,7 +242,7 @@ def _write_manifest(
         "metric": metric,
         "files": {name: {"bytes": total.bytes, "sha256": total.sha256} for name, total in sums.items()},
     }
-    durable.write_file(folder / MANIFEST_FILE, [_seal(body)], needed)
+    checkpoint_files.write_file(folder / MANIFEST_FILE, [_seal(body)], needed)
     return body
 
 
@@ -235,7 +260,7 @@ def delete_old(root: Path, policy: KeepPolicy) -> list[int]:
     for step in doomed:
         # Renamed first: a half-deleted folder must not look like a damaged checkpoint.
         hidden = root / f".deleted-{folder_name(step)}.{uuid.uuid4().hex[:12]}"
-        durable.rename(folder, root / folder_name(step), hidden)
+        checkpoint_files.rename(folder, root / folder_name(step), hidden)
         _discard(hidden)
     return doomed
 
@@ -254,7 +279,7 @@ def verify(folder: Path) -> Checkpoint:
     manifest = _manifest(folder)
     for name, expected in manifest["files"].items():
         try:
-            found = durable.hash_file(folder / name)
+            found = checkpoint_files.hash_file(folder / name)
         except OSError as error:
             raise DamagedCheckpoint(f"{folder / name}: {error.strerror or error}") from error
         if found.bytes != expected["bytes"]:
@@ -282,8 +307,8 @@ def load(folder: Path) -> tuple[dict[str, torch.Tensor], Any]:
     verify(folder)
     try:
         values = json.loads((folder / VALUES_FILE).read_bytes())
-        state = tree.unflatten(values, tensorfile.read(folder / TENSORS_FILE))
-        return tensorfile.read(folder / MODEL_FILE), state
+        state = checkpoint_files.unflatten_state(values, checkpoint_files.read_tensors(folder / TENSORS_FILE))
+        return checkpoint_files.read_tensors(folder / MODEL_FILE), state
     except (OSError, ValueError, KeyError) as error:
         raise DamagedCheckpoint(f"{folder}: cannot be read back ({error})") from error
 
@@ -321,3 +346,38 @@ def _described_or_none(folder: Path) -> Checkpoint | None:
         return _described(folder, _manifest(folder))
     except MachineError:
         return None  # a damaged one stays where it is: it may be all the user has
+
+
+# --------------------------------------------------------------------------- find
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The newest complete checkpoint, or None when there is none at all; and why newer ones were refused."""
+
+    checkpoint: Checkpoint | None
+    warnings: tuple[str, ...] = ()
+
+
+def newest_complete(root: Path) -> Found:
+    """Verify from the newest on until one passes. Raises MachineError when there are some and none passes."""
+    refused: list[tuple[Path, str]] = []
+    for folder in folders(root) if root.is_dir() else ():
+        try:
+            found = verify(folder)
+        except DamagedCheckpoint as damage:
+            refused.append((folder, damage.what))
+            continue
+        return Found(found, tuple(_fallback_warning(path, why, found) for path, why in refused))
+    if refused:
+        raise MachineError(
+            f"none of the checkpoints in {root} ({len(refused)}) is intact; the newest: {refused[0][1]}",
+            "Start again from nothing with --fresh, or give another one with --resume-from.",
+        )
+    return Found(None)
+
+
+def _fallback_warning(refused: Path, why: str, taken: Checkpoint) -> str:
+    lost = int(refused.name.removeprefix("step-")) - taken.step
+    told = "1 step is" if lost == 1 else f"{lost} steps are"
+    return f"{refused.name} is refused: {why}. Falling back to {taken.folder.name}: {told} lost."

@@ -1,19 +1,107 @@
-"""Ranks under torchrun or Slurm: who we are, what our part of the totals is, and how the ranks agree."""
+"""Ranks under torchrun or Slurm: who we are, how the ranks meet and agree, and how their gradients come together."""
 
 from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Mapping, Sequence
+import re
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from fulltilt.errors import MachineError, UsageError
-from fulltilt.train import slurm
-from fulltilt.train.meeting import own_store
+from fulltilt.train.job import Loss
+
+# The ports that no service and no outgoing connection takes for itself.
+_PORTS = range(20_000, 32_000)
+
+
+def slurm_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT of a task of an srun step. Pure.
+
+    Empty outside a step of several tasks: a batch script is no rank. What is set already stays as it is.
+    """
+    tasks = env.get("SLURM_STEP_NUM_TASKS", "1")
+    if "SLURM_PROCID" not in env or "SLURM_STEP_ID" not in env or tasks == "1":
+        return {}
+    numbers = [env.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+    job, step = (int(number) if number.isdigit() else 0 for number in numbers)
+    found = {
+        "RANK": env["SLURM_PROCID"],
+        "WORLD_SIZE": tasks,
+        "LOCAL_RANK": env.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": _tasks_on(env.get("SLURM_NODEID", "0"), env.get("SLURM_STEP_TASKS_PER_NODE", "1")),
+        "MASTER_ADDR": first_host(env.get("SLURM_STEP_NODELIST", "")) or "127.0.0.1",
+        "MASTER_PORT": str(_PORTS[(job * 16 + step) % len(_PORTS)]),  # alike on all ranks, another for each step
+    }
+    return {name: env.get(name, value) for name, value in found.items()}
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm list: ``gpu[03-05,9]`` gives ``gpu03``."""
+    match = re.match(r"([^,\[]*)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodes)
+    return "".join(part or "" for part in match.groups()) if match else ""
+
+
+def _tasks_on(node: str, tasks_per_node: str) -> str:
+    """``2(x3),1`` are two tasks on each of three nodes and one on the fourth."""
+    counts = [
+        count for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node) for _ in range(int(times or 1))
+    ]
+    return counts[int(node)] if node.isdigit() and int(node) < len(counts) else "1"
+
+
+# --------------------------------------------------------------------------- meeting
+
+
+_LOOK_AGAIN_S = 0.02
+
+
+def rendezvous_store(rank: int, world: int, timeout: datetime.timedelta) -> Any:
+    """The launcher's store, with a corner for this start of the job. Raises RuntimeError when ranks stay away."""
+    for name, value in slurm_environment(os.environ).items():
+        os.environ.setdefault(name, value)  # torch looks for the first rank's address there
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store: Any = dist.TCPStore(address, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined, unused-ignore]
+    else:
+        store, _, _ = next(rendezvous("env://", rank, world, timeout=timeout))
+    name = agree_on_start_name(store, rank, world, timeout.total_seconds())
+    return dist.PrefixStore(f"fulltilt/start-{name}", store)  # type: ignore[attr-defined, unused-ignore]
+
+
+def agree_on_start_name(store: Any, rank: int, world: int, timeout_s: float) -> str:
+    """A name that only the living ranks of this start know. Raises RuntimeError when not all come in time."""
+    corner = f"fulltilt/ranks-{world}"
+    own = uuid.uuid4().hex
+    if rank:
+        store.set(f"{corner}/asks-{rank}", own)
+        name: str = store.get(f"{corner}/answer-{own}").decode()  # waits for it
+        store.set(f"{corner}/{name}-knows-{rank}", "")
+        return name
+    absent = set(range(1, world))
+    deadline_s = time.monotonic() + timeout_s
+    while absent:
+        for other in sorted(absent):
+            if store.check([f"{corner}/{own}-knows-{other}"]):
+                absent.discard(other)
+            elif store.check([f"{corner}/asks-{other}"]):
+                # It may be the question of a dead predecessor; then nobody reads the answer, and we look again.
+                store.set(f"{corner}/answer-{store.get(f'{corner}/asks-{other}').decode()}", own)
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"{len(absent)} of {world} ranks did not come, among them rank {min(absent)}")
+        time.sleep(_LOOK_AGAIN_S)
+    return own
+
+
+# --------------------------------------------------------------------------- distributed
+
 
 _AFTER_THE_WATCHDOG_S = 30.0
 
@@ -32,7 +120,7 @@ def detect(environment: Mapping[str, str] | None = None) -> Ranks:
     """Our place as torchrun states it, or Slurm's srun where torchrun is not in between; otherwise one process."""
     env = os.environ if environment is None else environment
     if "RANK" not in env or "WORLD_SIZE" not in env:
-        env = slurm.torch_environment(env)
+        env = slurm_environment(env)
     defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     try:
         return Ranks(*(int(env.get(name, default)) for name, default in defaults.items()))
@@ -75,7 +163,7 @@ def _of_each(total: int, ranks: Ranks) -> str:
 
 
 def device_lines(devices: Sequence[str]) -> list[str]:
-    """Which GPUs train, in the words of the guides (row V9)."""
+    """``Using 2 GPUs for training``, and the name of each."""
     if not devices:
         return []
     noun = "GPU" if len(devices) == 1 else "GPUs"
@@ -97,7 +185,7 @@ class Group:
             try:
                 dist.init_process_group(
                     backend,
-                    store=own_store(ranks.rank, ranks.world, timeout),
+                    store=rendezvous_store(ranks.rank, ranks.world, timeout),
                     rank=ranks.rank,
                     world_size=ranks.world,
                     timeout=timeout,
@@ -197,3 +285,112 @@ def bit_hash(tensors: Sequence[torch.Tensor]) -> int:
             places = torch.arange(1, piece.numel() + 1, device=piece.device)
             total = total * 31 + (piece * places).sum()
     return int(total) % 2**52
+
+
+# --------------------------------------------------------------------------- placement
+
+
+Piece = tuple[Any, int]
+
+
+class Placement(Protocol):
+    """Brings the gradients of one step together over the ranks."""
+
+    @property
+    def divisor(self) -> int:
+        """Losses and gradients come out divided by this; they have to go in multiplied by it."""
+
+    @property
+    def left_out(self) -> bool:
+        """Whether this rank left some parameters out of its step."""
+
+    @property
+    def lockstep(self) -> bool:
+        """Every forward needs all ranks at once, also those without data, and one that failed cannot be repeated."""
+
+    def use(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """These are trained from now on. All ranks take part."""
+
+    def pieces(self, own: list[Piece]) -> list[Piece]:
+        """What this rank computes in a step, each piece with its number of samples."""
+
+    def zero_gradients(self) -> None:
+        """Begin a step."""
+
+    def loss_of(self, piece: Any, *, last: bool) -> Any:
+        """What the job's loss says about ``piece``; ``last``: it is the last of its step."""
+
+    def evaluate(self, loss: Any, piece: Any) -> Any:
+        """What ``loss`` says about ``piece``, without gradients."""
+
+    def finish(self, loss: torch.Tensor) -> None:
+        """After the last backward, or one that failed: complete the exchange, and average ``loss`` in place."""
+
+    def forget_left_out(self) -> None:
+        """Take the gradient from parameters that every rank left out, as in one process. All ranks take part."""
+
+    def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """The norm of all gradients together."""
+
+
+class LossModule(torch.nn.Module):
+    """The loss with the model inside it."""
+
+    def __init__(self, model: torch.nn.Module, compiled: Callable[..., Any], loss: Loss) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        self._compiled = (compiled,)  # in a tuple: as a module of ours it would bring every weight a second time
+
+    def forward(self, piece: Any, loss: Any = None) -> Any:
+        """The job's loss of ``piece``, or another. None stands for no data: a zero that every weight takes part in."""
+        return zero_loss(self.model.parameters()) if piece is None else (loss or self.loss)(self._compiled[0], piece)  # type: ignore[arg-type]
+
+
+def zero_loss(parameters: Any) -> torch.Tensor:
+    """A zero whose backward adds nothing to the gradient of each of ``parameters``, but reaches all of them."""
+    return torch.stack([parameter.sum().float() * 0 for parameter in parameters if parameter.requires_grad]).sum()
+
+
+class SingleProcess:
+    """All there is: no other rank has to be asked."""
+
+    divisor = 1
+    left_out = False
+    lockstep = False
+
+    def __init__(self, whole: LossModule) -> None:
+        self._whole = whole
+        self._parameters: Sequence[torch.nn.Parameter] = ()
+
+    def use(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """See Placement. What is frozen now must not move by its last gradient."""
+        self.zero_gradients()
+        self._parameters = parameters
+
+    def pieces(self, own: list[Piece]) -> list[Piece]:
+        """See Placement."""
+        return own
+
+    def zero_gradients(self) -> None:
+        """See Placement."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def loss_of(self, piece: Any, *, last: bool) -> Any:  # noqa: ARG002 - nothing follows from it here
+        """See Placement."""
+        return self._whole(piece)
+
+    def evaluate(self, loss: Any, piece: Any) -> Any:
+        """See Placement."""
+        return self._whole(piece, loss)
+
+    def finish(self, loss: torch.Tensor) -> None:
+        """See Placement."""
+
+    def forget_left_out(self) -> None:
+        """See Placement. They got none."""
+
+    def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """See Placement."""
+        return torch.nn.utils.get_total_norm(gradients)

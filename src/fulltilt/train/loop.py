@@ -12,25 +12,77 @@ from pathlib import Path
 from typing import NoReturn
 
 from fulltilt.errors import Diverged, FulltiltError, MachineError, StoppedEarly, UsageError
-from fulltilt.train import config, find, state, workers
+from fulltilt.train import config, train_state
+from fulltilt.train.build import build, enter_stage, learning_rate_of
+from fulltilt.train.checkpoint import Snapshot, newest_complete
+from fulltilt.train.checkpoint_writer import HostMemory
+from fulltilt.train.config import TrainSettings
+from fulltilt.train.data_source import StepData
 from fulltilt.train.evaluate import evaluate, watched
-from fulltilt.train.guard import StepFigures
+from fulltilt.train.guards import StepFigures, explain_dead_worker, worker_limits
 from fulltilt.train.job import Job
-from fulltilt.train.machine import MachineWatch
-from fulltilt.train.outcome import Hook, Outcome, StepEnd
-from fulltilt.train.profiling import StepProfiler
+from fulltilt.train.metrics_log import AsyncMetrics
 from fulltilt.train.progress import Screen
-from fulltilt.train.readout import Readout
-from fulltilt.train.record import TrainingRecord
+from fulltilt.train.record import MachineWatch, StepProfiler, TrainingRecord
 from fulltilt.train.resume import resume
-from fulltilt.train.rig import Rig
-from fulltilt.train.saving import Saving
-from fulltilt.train.settings import TrainSettings
-from fulltilt.train.setup import rig_up
-from fulltilt.train.sources import StepData
-from fulltilt.train.staging import enter_stage, learning_rate_of
 from fulltilt.train.stop import StopRequest
+from fulltilt.train.train_state import Hook, Outcome, StepEnd, TrainState
 from fulltilt.train.watchdog import Watchdog
+
+
+class Saving:
+    """The saves of one run. All ranks call all of this together; the first one writes."""
+
+    def __init__(self, state: TrainState, watchdog: Watchdog) -> None:
+        self._state, self._watchdog = state, watchdog
+        self._memory = HostMemory()
+        self._saved_at: tuple[int, int] | None = self._here() if state.progress.step else None
+
+    @property
+    def up_to_date(self) -> bool:
+        """The present state is saved already, or is being written."""
+        return self._saved_at == self._here()
+
+    def save(self, metric: float | None = None, *, background: bool = True) -> None:
+        """Save the present state unless it is saved; a ``metric`` is always worth a save."""
+        self.wait_for_disk()
+        if self.up_to_date and metric is None:
+            return
+        snapshot = self.freeze(metric)
+        if snapshot is not None:
+            self._state.writer.save(snapshot, background=background)
+        self._saved_at = self._here()
+
+    def freeze(self, metric: float | None = None) -> Snapshot | None:
+        """The state as it is now, for the writer; None on the other ranks.
+
+        Raises Diverged rather than keep weights that nothing can be trained from: the checkpoint before is better.
+        """
+        state = self._state
+        broken = state.broken_weights()
+        if state.group.agree([broken is not None])[0]:
+            what = f"the weights are no longer finite at step {state.progress.step}: {broken or 'on another rank'}"
+            raise Diverged(what, "Lower lr, set clip_norm, or train in a wider precision.")
+        self.wait_for_disk()  # what is being written lies in the memory that is used now
+        self._watchdog.beat(f"saving step {state.progress.step}")
+        state.share_buffers()
+        states = {name: part.state_dict() for name, part in state.parts().items()}
+        if state.group.first:
+            return train_state.freeze(state.model, states, state.progress, metric, self._memory)
+        if state.stepper.placement.lockstep:
+            train_state.help_freeze(state.model, states)
+        return None
+
+    def wait_for_disk(self) -> None:
+        """Wait until everything saved is on the disk. Raises what the writer met."""
+        self._watchdog.beat("waiting for the disk")
+        self._state.writer.wait()
+
+    def _here(self) -> tuple[int, int]:
+        return self._state.progress.step, self._state.progress.epoch
+
+
+# --------------------------------------------------------------------------- loop
 
 
 def train(
@@ -53,15 +105,15 @@ def train(
     settings, out = config.checked(settings), Path(out)
     stop = StopRequest(settings.max_time_s)
     with stop.listening(), contextlib.ExitStack() as cleanup:
-        rig = rig_up(job, settings, out, screen)
-        cleanup.push(lambda kind, _error, _trace: rig.close(failed=kind not in (None, StoppedEarly)))
-        watchdog = Watchdog(settings.hang_timeout_s, out / f"stacks.rank-{rig.group.ranks.rank}.log")
-        cleanup.callback(rig.writer.finish)
-        cleanup.enter_context(rig.screen)
+        state = build(job, settings, out, screen)
+        cleanup.push(lambda kind, _error, _trace: state.close(failed=kind not in (None, StoppedEarly)))
+        watchdog = Watchdog(settings.hang_timeout_s, out / f"stacks.rank-{state.group.ranks.rank}.log")
+        cleanup.callback(state.writer.finish)
+        cleanup.enter_context(state.screen)
         cleanup.enter_context(watchdog)
-        resume(rig, resume_from=None if resume_from is None else Path(resume_from), fresh=fresh)
+        resume(state, resume_from=None if resume_from is None else Path(resume_from), fresh=fresh)
         watch = MachineWatch(began_ns)
-        loop = Loop(rig, stop, watchdog, TrainingRecord(rig, began_ns, watch), on_step)
+        loop = Loop(state, stop, watchdog, TrainingRecord(state, began_ns, watch), on_step)
         if loop.steps_left:  # a run that was done already keeps the record that it has
             cleanup.enter_context(loop.record)
             cleanup.enter_context(watch)
@@ -70,59 +122,61 @@ def train(
 
 
 class Loop:
-    """One run over its rig."""
+    """One run over its state."""
 
     def __init__(
-        self, rig: Rig, stop: StopRequest, watchdog: Watchdog, record: TrainingRecord, on_step: Hook | None
+        self, state: TrainState, stop: StopRequest, watchdog: Watchdog, record: TrainingRecord, on_step: Hook | None
     ) -> None:
-        self.rig, self.stop, self.watchdog, self.record, self.on_step = rig, stop, watchdog, record, on_step
-        rig.stepper.marks = record
-        rank = rig.group.ranks.rank
-        self.profiler = StepProfiler(rig.settings.profile_steps, rig.out, rank, rig.screen, record)
-        self.readout: Readout[tuple[int, StepData]] = Readout(rig.device)
-        self.saving = Saving(rig, watchdog)
+        self.state, self.stop, self.watchdog, self.record, self.on_step = state, stop, watchdog, record, on_step
+        state.stepper.marks = record
+        rank = state.group.ranks.rank
+        self.profiler = StepProfiler(state.settings.profile_steps, state.out, rank, state.screen, record)
+        self.readout: AsyncMetrics[tuple[int, StepData]] = AsyncMetrics(state.device)
+        self.saving = Saving(state, watchdog)
         self.metrics: dict[str, float] = {}
 
     @property
     def steps_left(self) -> bool:
         """Whether anything is left to train."""
-        return self.rig.progress.epoch < self.rig.epochs and not self._steps_used_up()
+        return self.state.progress.epoch < self.state.epochs and not self._steps_used_up()
 
     def run(self) -> Outcome:
         """Train to the end."""
-        rig, progress = self.rig, self.rig.progress
-        rig.screen.begin(rig.job.name, rig.settings, rig.precision.name, rig.epochs, rig.gpu_names())
+        state, progress = self.state, self.state.progress
+        state.screen.begin(state.job.name, state.settings, state.precision.name, state.epochs, state.gpu_names())
         if not self.steps_left:
-            rig.screen.say(f"Nothing is left to train: step {progress.step} is done already; --fresh begins anew")
-        around = workers.look()
+            state.screen.say(f"Nothing is left to train: step {progress.step} is done already; --fresh begins anew")
+        around = worker_limits()
         try:
             while self.steps_left:
                 self._epoch()
         except RuntimeError as error:
             # torch raises the death of a worker wherever the training thread stands, also in the middle of a step.
-            explained = workers.explain(error, around, workers.look()) if "DataLoader worker" in str(error) else None
+            explained = (
+                explain_dead_worker(error, around, worker_limits()) if "DataLoader worker" in str(error) else None
+            )
             if explained is None:
                 raise
             raise explained from error
         with self.record.checkpoint():
             self.saving.wait_for_disk()
-        rig.screen.end(self.metrics)
-        best, newest = rig.history.best, rig.writer.newest
-        return Outcome(progress.step, progress.epoch, self.metrics, best, newest, rig.guard.skipped)
+        state.screen.end(self.metrics)
+        best, newest = state.history.best, state.writer.newest
+        return Outcome(progress.step, progress.epoch, self.metrics, best, newest, state.guard.skipped)
 
     # ----------------------------------------------------------------------- an epoch
 
     def _epoch(self) -> None:
-        rig, progress = self.rig, self.rig.progress
-        enter_stage(rig, progress.epoch)
-        rig.model.train()
-        asked = rig.stages[rig.stage_index].batch_size or rig.settings.batch_size
-        done = rig.source.steps_done(progress.consumed)
-        most = rig.settings.max_steps
+        state, progress = self.state, self.state.progress
+        enter_stage(state, progress.epoch)
+        state.model.train()
+        asked = state.stages[state.stage_index].batch_size or state.settings.batch_size
+        done = state.source.steps_done(progress.consumed)
+        most = state.settings.max_steps
         left = None if most is None else most - progress.step
-        rig.screen.epoch_begins(progress.epoch, rig.source.steps_per_epoch(), done, asked, left)
+        state.screen.epoch_begins(progress.epoch, state.source.steps_per_epoch(), done, asked, left)
         self.record.mark_epoch(progress.epoch)
-        steps = self.record.steps(rig.source.steps(progress.epoch, progress.consumed))
+        steps = self.record.steps(state.source.steps(progress.epoch, progress.consumed))
         begins = progress.consumed == 0
         while not self._steps_used_up():
             self.watchdog.beat(f"waiting for the data of step {progress.step + 1}")
@@ -130,133 +184,133 @@ class Loop:
             try:
                 data = next(steps, None)
             except MachineError:
-                if self.stop.reason is None or not rig.group.alone:
+                if self.stop.reason is None or not state.group.alone:
                     raise
                 self._stop_here()  # the workers got the same signal as we did; the last step is whole
             if data is None:
                 if begins and progress.consumed == 0:
                     raise _no_batch(progress.epoch)
                 break
-            rig.screen.loaded(time.perf_counter() - began, len(data.batches))
+            state.screen.loaded(time.perf_counter() - began, len(data.batches))
             self._step(data)
         self._end_epoch(cut_short=self._steps_used_up())
 
     def _step(self, data: StepData) -> None:
-        rig, progress = self.rig, self.rig.progress
+        state, progress = self.state, self.state.progress
         number = progress.step + 1
         self.watchdog.beat(f"in step {number}")
-        for group in rig.stepper.optimizer.param_groups:
-            group["lr"] = learning_rate_of(rig) * group.get("lr_factor", 1.0)
-        rig.stepper.wish = float(self.stop.reason is not None)
-        figures = rig.stepper.step(data.batches, data.samples, number, rig.totals)
-        rig.screen.stepped(data.samples, len(data.batches))
+        for group in state.stepper.optimizer.param_groups:
+            group["lr"] = learning_rate_of(state) * group.get("lr_factor", 1.0)
+        state.stepper.wish = float(self.stop.reason is not None)
+        figures = state.stepper.step(data.batches, data.samples, number, state.totals)
+        state.screen.stepped(data.samples, len(data.batches))
         progress.step = number
         progress.consumed = data.consumed
         progress.samples += data.samples
         self.readout.push((number, data), figures)
         self._judge()
         if self.on_step is not None:
-            self.on_step(StepEnd(number, progress.epoch, rig, data.names))
+            self.on_step(StepEnd(number, progress.epoch, state, data.names))
         self.profiler.step(number)
         self._between_steps()
 
     def _between_steps(self) -> None:
         """What may follow a step: an error of the writer, a stop, a save, a look at the other ranks' weights."""
-        rig, settings = self.rig, self.rig.settings
-        rig.writer.check()
-        self.stop.step_done(rig.writer.longest_save_s)
-        if rig.stepper.agreed_wish or (rig.group.alone and self.stop.reason):
+        state, settings = self.state, self.state.settings
+        state.writer.check()
+        self.stop.step_done(state.writer.longest_save_s)
+        if state.stepper.agreed_wish or (state.group.alone and self.stop.reason):
             self._stop_here()
-        if settings.save_every and rig.progress.step % settings.save_every == 0:
+        if settings.save_every and state.progress.step % settings.save_every == 0:
             self._save()
-        if settings.drift_every and rig.progress.step % settings.drift_every == 0:
-            rig.check_drift()
+        if settings.drift_every and state.progress.step % settings.drift_every == 0:
+            state.check_drift()
 
     def _end_epoch(self, *, cut_short: bool) -> None:
         """Evaluate and save. An epoch cut short by max_steps is evaluated too, but a longer run goes on within it."""
-        rig, progress = self.rig, self.rig.progress
+        state, progress = self.state, self.state.progress
         self._judge(everything=True)
-        rig.screen.epoch_trained()
-        self.metrics = {f"train_{name}": value for name, value in rig.totals.means(rig.group).items()}
+        state.screen.epoch_trained()
+        self.metrics = {f"train_{name}": value for name, value in state.totals.means(state.group).items()}
         metric = None
         number = progress.epoch + 1
-        due = cut_short or number == rig.epochs or number % rig.settings.eval_every == 0
-        if rig.eval_source is not None and due:
+        due = cut_short or number == state.epochs or number % state.settings.eval_every == 0
+        if state.eval_source is not None and due:
             found = self._evaluate()
             self.metrics.update({f"eval_{name}": value for name, value in found.items()})
-            metric = watched(rig, found)
-        rig.screen.epoch_ends(progress.epoch, self.metrics)
-        if metric is not None and rig.settings.target is not None:
-            rig.screen.outlook(rig.history.values, rig.settings.target, rig.settings.monitor_mode)
+            metric = watched(state, found)
+        state.screen.epoch_ends(progress.epoch, self.metrics)
+        if metric is not None and state.settings.target is not None:
+            state.screen.outlook(state.history.values, state.settings.target, state.settings.monitor_mode)
         if not cut_short:
-            rig.totals.reset()
+            state.totals.reset()
             progress.epoch += 1
             progress.consumed = 0
         self._save(metric)
 
     def _evaluate(self) -> dict[str, float]:
         """The metrics. An evaluation that fails or is to stop loses no step: it is done again after a resume."""
-        rig = self.rig
+        state = self.state
         with self.record.checkpoint():
-            before = None if self.saving.up_to_date or rig.stepper.placement.lockstep else self.saving.freeze()
-        averaged = rig.ema.applied(rig.model) if rig.ema is not None else contextlib.nullcontext()
+            before = None if self.saving.up_to_date or state.stepper.placement.lockstep else self.saving.freeze()
+        averaged = state.ema.applied(state.model) if state.ema is not None else contextlib.nullcontext()
         try:
             with self.record.validation():
-                rig.share_buffers()
+                state.share_buffers()
                 with averaged:
-                    found = evaluate(rig, self.watchdog.beat, self._wants_to_stop)
+                    found = evaluate(state, self.watchdog.beat, self._wants_to_stop)
         except Exception:
             if before is not None:
                 with contextlib.suppress(FulltiltError):  # what went wrong first is told
-                    rig.writer.save(before, background=False)
+                    state.writer.save(before, background=False)
             raise
         if found is None:
             self._stop_here()
         if not found:
-            rig.screen.warn("eval_data gave no batch, so nothing was evaluated")
+            state.screen.warn("eval_data gave no batch, so nothing was evaluated")
         self.stop.pause_done()
         return found
 
     def _wants_to_stop(self) -> bool:
-        return self.stop.wanted(self.rig.writer.longest_save_s)
+        return self.stop.wanted(self.state.writer.longest_save_s)
 
     def _steps_used_up(self) -> bool:
-        most = self.rig.settings.max_steps
-        return most is not None and self.rig.progress.step >= most
+        most = self.state.settings.max_steps
+        return most is not None and self.state.progress.step >= most
 
     # ----------------------------------------------------------------------- the guard's verdicts
 
     def _judge(self, *, everything: bool = False) -> None:
-        rig = self.rig
+        state = self.state
         for (number, data), (loss, norm, bad, scale) in self.readout.drain() if everything else self.readout.due():
-            figures = StepFigures(number, loss, norm, bool(bad), scale if rig.scale.active else None)
-            rig.totals.add_read("loss", loss, data.samples)
-            rig.screen.step(figures, data.samples)
-            verdict = rig.guard.judge(figures)
+            figures = StepFigures(number, loss, norm, bool(bad), scale if state.scale.active else None)
+            state.totals.add_read("loss", loss, data.samples)
+            state.screen.step(figures, data.samples)
+            verdict = state.guard.judge(figures)
             if verdict.why is not None:
-                rig.screen.warn(f"{verdict.why}; {data.names()}")
+                state.screen.warn(f"{verdict.why}; {data.names()}")
             if verdict.action == "stop":
                 self.saving.wait_for_disk()
                 remedy = "Lower lr, lengthen the warm-up, set clip_norm, or look at the samples named above."
-                raise Diverged(f"{verdict.why}; {rig.guard.rollbacks} rollbacks done", remedy)
+                raise Diverged(f"{verdict.why}; {state.guard.rollbacks} rollbacks done", remedy)
             if verdict.action == "rollback":
                 self._roll_back(verdict.why or "")
                 return
 
     def _roll_back(self, why: str) -> None:
         """Take the weights of the last checkpoint and go on behind the data that led here."""
-        rig = self.rig
+        state = self.state
         self.saving.wait_for_disk()
-        rig.group.barrier()
-        found = find.newest_complete(rig.root).checkpoint
+        state.group.barrier()
+        found = newest_complete(state.root).checkpoint
         if found is None:
-            if broken := rig.broken_weights():
+            if broken := state.broken_weights():
                 raise Diverged(f"{why}; the weights themselves are not finite: {broken}", "Look where they come from.")
             raise Diverged(f"{why}; there is no checkpoint to go back to", "Lower lr, or save earlier with save_every.")
-        parts = {name: part for name, part in rig.parts().items() if name in state.WEIGHT_PARTS}
-        state.restore(found.folder, rig.model, parts)
+        parts = {name: part for name, part in state.parts().items() if name in train_state.WEIGHT_PARTS}
+        train_state.restore(found.folder, state.model, parts)
         self.readout.clear()
-        rig.screen.warn(f"went back to the weights of {found.folder.name}; going on after the present data")
+        state.screen.warn(f"went back to the weights of {found.folder.name}; going on after the present data")
 
     # ----------------------------------------------------------------------- saving
 
@@ -267,12 +321,12 @@ class Loop:
             self.stop.pause_done()
 
     def _stop_here(self) -> NoReturn:
-        rig = self.rig
+        state = self.state
         self._save(background=False)
         self.saving.wait_for_disk()
-        rig.group.barrier()  # a launcher that sees one rank gone ends the others, also one that still writes
+        state.group.barrier()  # a launcher that sees one rank gone ends the others, also one that still writes
         reason = self.stop.reason or "another rank was asked to stop"
-        where = f"step {rig.progress.step} is saved in {rig.root}"
+        where = f"step {state.progress.step} is saved in {state.root}"
         raise StoppedEarly(f"stopped: {reason}; {where}", "Run the same command again to go on from there.")
 
 

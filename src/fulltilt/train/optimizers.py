@@ -1,13 +1,17 @@
-"""Optimizers by name: weight decay on matrices only, fused kernels on the GPU, 8-bit states on request."""
+"""Optimizers by name (weight decay on matrices only, fused, 8-bit on request), and the average of the weights."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fulltilt.errors import UsageError
-from fulltilt.train.settings import TrainSettings
+from fulltilt.train.config import TrainSettings
+from fulltilt.train.fsdp import local_shard, sharded_like
 
 
 def build(model: torch.nn.Module, settings: TrainSettings, device: torch.device) -> torch.optim.Optimizer:
@@ -61,3 +65,49 @@ def step_unless(optimizer: torch.optim.Optimizer, bad: torch.Tensor) -> None:
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
     elif not bool(bad):
         optimizer.step()
+
+
+# --------------------------------------------------------------------------- ema
+
+
+class Ema:
+    """The averaged weights. Buffers are not averaged: evaluation uses the model's own."""
+
+    def __init__(self, model: torch.nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.average = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    @torch.no_grad()
+    def update(self, model: torch.nn.Module) -> None:
+        """One step of the average. After a skipped step the weights are the old ones, which does no harm."""
+        weights = [p.detach() for p in model.parameters()]
+        torch._foreach_lerp_(list(self.average.values()), weights, 1.0 - self.decay)
+
+    @contextlib.contextmanager
+    def applied(self, model: torch.nn.Module) -> Iterator[None]:
+        """Within it, ``model`` has the averaged weights. Nothing is copied."""
+        self._swap(model)
+        try:
+            yield
+        finally:
+            self._swap(model)
+
+    def _swap(self, model: torch.nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            if isinstance(parameter, DTensor):
+                # FSDP has noted where its part lies, so the values change places instead of the tensors.
+                ours, averaged = local_shard(parameter.detach()), local_shard(self.average[name])
+                kept = ours.clone()
+                ours.copy_(averaged)
+                averaged.copy_(kept)
+            else:
+                parameter.data, self.average[name] = self.average[name], parameter.data
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """For the checkpoint."""
+        return dict(self.average)
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """From the checkpoint."""
+        for name, tensor in self.average.items():
+            tensor.copy_(sharded_like(state[name], tensor))

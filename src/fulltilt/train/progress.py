@@ -1,33 +1,200 @@
-"""What a run shows while it trains: a bar with live figures, the status of the machine, and a summary of each epoch."""
+"""What a training shows: its lines, to the letter where users rely on them, and a bar where there is a terminal."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import logging
 import os
+import shutil
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Literal, TextIO, TypeVar
 
 import torch
 
+from fulltilt.diagnosis.forecast import forecast
 from fulltilt.errors import FulltiltError
 from fulltilt.probes.counters import rates_between, read_counters
-from fulltilt.records import Buckets, Sample
+from fulltilt.records import Buckets, GpuReading, Sample
+from fulltilt.report.plain_text import encodable
 from fulltilt.report.status import memory_line, status_line
-from fulltilt.train import wording
+from fulltilt.report.wording import clean
+from fulltilt.train.config import TrainSettings
 from fulltilt.train.distributed import device_lines
-from fulltilt.train.forecast import forecast
-from fulltilt.train.guard import StepFigures
-from fulltilt.train.logs import MetricLog
-from fulltilt.train.peaks import higher
-from fulltilt.train.settings import TrainSettings
-from fulltilt.train.terminal import Terminal
-from fulltilt.train.trackers import Trackers
+from fulltilt.train.guards import StepFigures
+from fulltilt.train.metrics_log import MetricLog, Trackers
 
-# The guides want fresh figures at least every tenth of an epoch. A log file gets little more than that, a terminal
+
+def epoch_time_line(seconds: float, samples: int, batches: int) -> str:
+    """``Epoch time: 120s (412 samples/sec, 3.2 batches/sec)``."""
+    safe_s = max(seconds, 1e-9)
+    steps = batches / safe_s
+    told = f"{steps:.1f}" if steps >= 1 else rate_text(steps)
+    return f"Epoch time: {seconds:.0f}s ({rate_text(samples / safe_s)} samples/sec, {told} batches/sec)"
+
+
+def rate_text(per_s: float) -> str:
+    """``412``; of a slow one two digits, since 0 would say that nothing moved."""
+    return f"{per_s:.0f}" if per_s >= 9.95 else f"{per_s:.2g}"
+
+
+def batch_size_line(in_force: int, asked: int) -> str:
+    """``Batch size: 128 (expected: 128)``."""
+    return f"Batch size: {in_force} (expected: {asked})"
+
+
+def loader_profile_line(waits_s: list[float]) -> str:
+    """``[TRAIN PROFILE] DataLoader avg: 25.3ms, max: 78.1ms``."""
+    mean_s = sum(waits_s) / len(waits_s) if waits_s else 0.0
+    return f"[TRAIN PROFILE] DataLoader avg: {1e3 * mean_s:.1f}ms, max: {1e3 * max(waits_s, default=0.0):.1f}ms"
+
+
+def duration_text(seconds: float) -> str:
+    """``45s``, ``3m05s`` or ``2h07m``."""
+    whole = max(round(seconds), 0)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def bar_text(done: int, total: int | None, width: int = 20) -> str:
+    """``[██████····] 60%``; only a count when the total is not known."""
+    if not total:
+        return f"step {done}"
+    filled = min(width * done // total, width)
+    return f"[{'█' * filled}{'·' * (width - filled)}] {min(100 * done // total, 100):3d}%"
+
+
+def metrics_text(values: dict[str, float]) -> str:
+    """``train_loss 0.1234, eval_accuracy 0.9``."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+
+
+def watched_metric(values: Mapping[str, float], watched: str | None) -> tuple[str, float] | None:
+    """The metric worth a place beside the bar: the watched one, else the first of the evaluation that is no loss."""
+    if watched is not None:
+        name = f"eval_{watched.removeprefix('eval_')}"
+        return (name, values[name]) if name in values else None
+    found = (pair for pair in values.items() if pair[0].startswith("eval_") and pair[0] != "eval_loss")
+    return next(found, None)
+
+
+# --------------------------------------------------------------------------- peaks
+
+
+Figure = TypeVar("Figure", int, float)
+
+
+def peak_of(before: Sample | None, now: Sample) -> Sample:
+    """``now`` with each figure of the status line at its highest so far; what was never measured stays None."""
+    if before is None:
+        return now
+    host = replace(
+        now.host,
+        cpu_pct=_highest(before.host.cpu_pct, now.host.cpu_pct),
+        mem_used_bytes=_highest(before.host.mem_used_bytes, now.host.mem_used_bytes),
+    )
+    known = {gpu.uuid: gpu for gpu in before.gpus}
+    return replace(now, host=host, gpus=tuple(_gpu_peak(known.get(gpu.uuid, gpu), gpu) for gpu in now.gpus))
+
+
+def _gpu_peak(before: GpuReading, now: GpuReading) -> GpuReading:
+    return replace(
+        now,
+        util_pct=_highest(before.util_pct, now.util_pct),
+        vram_used_bytes=_highest(before.vram_used_bytes, now.vram_used_bytes),
+        temperature_c=_highest(before.temperature_c, now.temperature_c),
+        sm_active_pct=_highest(before.sm_active_pct, now.sm_active_pct),
+    )
+
+
+def _highest(a: Figure | None, b: Figure | None) -> Figure | None:
+    return max((value for value in (a, b) if value is not None), default=None)
+
+
+# --------------------------------------------------------------------------- terminal
+
+
+class Terminal:
+    """Writes to ``stream``. Where that is no terminal, what would be drawn anew is written as an ordinary line."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._gone = stream is None  # the command was started with its output closed
+        self.stream = stream if stream is not None else io.StringIO()
+        self.live = self.stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self._rows = 0
+        self._lock = threading.Lock()  # warnings come from the thread that samples the machine
+
+    def line(self, text: str) -> None:
+        """Write a line that stays, above the bar."""
+        with self._lock:
+            self._write(f"{self._wiped()}{_one_row(text)}\n")
+
+    def bar(self, parts: Sequence[str]) -> None:
+        """Draw the bar: its parts in one row where they fit, else a row each, cut at the window's edge."""
+        parts = [_one_row(part) for part in parts]
+        whole = " | ".join(parts)
+        if not self.live:
+            with self._lock:
+                self._write(f"{whole}\n")
+            return
+        columns = shutil.get_terminal_size().columns - 1  # a full last column would wrap into the next row
+        rows = [whole] if len(whole) <= columns else [part[:columns] for part in parts]
+        with self._lock:
+            self._write(self._wiped() + "\n".join(rows))
+            self._rows = len(rows)
+
+    def keep(self) -> None:
+        """Let the bar stand as it is; what comes next goes below it."""
+        with self._lock:
+            if self._rows:
+                self._rows = 0
+                self._write("\n")
+
+    def _wiped(self) -> str:
+        rows, self._rows = self._rows, 0
+        return "\r" + "\x1b[1A" * (rows - 1) + "\x1b[J" if rows else ""
+
+    def _write(self, text: str) -> None:
+        if self._gone:
+            return
+        try:
+            self.stream.write(_encodable(text, self.stream))
+            self.stream.flush()
+        except (OSError, ValueError):  # ValueError: somebody has closed the stream
+            self._gone = True  # the window was closed, the reader of the pipe has ended: the training goes on
+            _forget_the_rest(self.stream)
+
+
+def _forget_the_rest(stream: TextIO) -> None:
+    """What is still buffered cannot be written either; Python would complain of it at its own end, with code 120."""
+    if stream is sys.stdout:
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _one_row(text: str) -> str:
+    """Names come from anywhere: no codes for the terminal, no line of their own."""
+    return clean(text).replace("\n", " ")
+
+
+def _encodable(text: str, stream: TextIO) -> str:
+    """A terminal without Unicode (LANG=C) shows plainer characters."""
+    return encodable(text, getattr(stream, "encoding", None) or "utf-8")
+
+
+# --------------------------------------------------------------------------- progress
+
+
+# Fresh figures at least every tenth of an epoch. A log file gets little more than that, a terminal
 # what an eye can follow.
 REFRESH_SHARE = 0.1
 LOG_EVERY_S = 60.0
@@ -145,7 +312,7 @@ class Screen:
         rest = self._steps is not None and 1 < self._steps == self._resumed_at + self._queued
         if self._asked is not None and self._asked != self._batch_told and not rest:
             self._batch_told = self._asked
-            self.say(wording.batch_size(-(-samples // max(batches, 1)), self._asked))
+            self.say(batch_size_line(-(-samples // max(batches, 1)), self._asked))
             self._say_memory()
 
     def step(self, figures: StepFigures, samples: int) -> None:
@@ -179,13 +346,13 @@ class Screen:
         seconds = time.monotonic() - self._began_s
         self._terminal.keep()
         self._metrics = metrics
-        self.say(f"Epoch {epoch + 1}/{self._epochs}: {wording.metrics(metrics)}")
-        self.say(wording.epoch_time(self._trained_s or seconds, self._samples, self._batches))
+        self.say(f"Epoch {epoch + 1}/{self._epochs}: {metrics_text(metrics)}")
+        self.say(epoch_time_line(self._trained_s or seconds, self._samples, self._batches))
         self._say_memory()
         if self.latest is not None:
             self.say(f"Final - {status_line(self.latest)}")
             self.say(f"Peak - {status_line(self._peak or self.latest)}")
-        self.debug(wording.loader_profile(self.waits_s))
+        self.debug(loader_profile_line(self.waits_s))
         if self._log is not None:
             try:
                 self._log.write(epoch + 1, metrics, seconds)
@@ -204,7 +371,7 @@ class Screen:
 
     def end(self, metrics: dict[str, float]) -> None:
         """The run is over."""
-        self.debug(f"done: {wording.metrics(metrics)}")
+        self.debug(f"done: {metrics_text(metrics)}")
 
     def note(self, sample: Sample) -> None:
         """What the machine does now; called from the sampler's thread."""
@@ -212,21 +379,21 @@ class Screen:
             so_far = rates_between(self._before_sampling, read_counters(time.monotonic()))
             sample = dataclasses.replace(sample, host=dataclasses.replace(sample.host, cpu_pct=so_far.cpu_pct))
         self.latest = sample
-        self._peak = higher(self._peak, sample)
+        self._peak = peak_of(self._peak, sample)
 
     # ----------------------------------------------------------------------- how it looks
 
     def _bar(self, figures: StepFigures, now: float) -> list[str]:
         rate = self._samples / max(now - self._began_s, 1e-9)
-        parts = [f"Epoch {self._epoch + 1}/{self._epochs} {wording.bar(self._done, self._steps)}"]
-        parts.append(f"{wording.rate(rate)} samples/s")
+        parts = [f"Epoch {self._epoch + 1}/{self._epochs} {bar_text(self._done, self._steps)}"]
+        parts.append(f"{rate_text(rate)} samples/s")
         if self._last and self._done > self._resumed_at:
             left = (self._last - self._done) * (now - self._began_s) / (self._done - self._resumed_at)
-            parts.append(f"ETA {wording.duration(left)}")
+            parts.append(f"ETA {duration_text(left)}")
         parts.append(f"loss {figures.loss:.4g}")
-        watched = wording.watched_metric(self._metrics, self._watched)
+        watched = watched_metric(self._metrics, self._watched)
         if watched is not None:
-            parts.append(wording.metrics(dict([watched])))
+            parts.append(metrics_text(dict([watched])))
         line = " ".join(parts)
         return [line] if self.latest is None else [line, status_line(self.latest)]
 

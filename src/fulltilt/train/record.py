@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,22 +22,192 @@ from typing import Any
 import torch
 
 from fulltilt import store
-from fulltilt.errors import FulltiltError, StoppedEarly
+from fulltilt.diagnosis.low_gpu import likely_cause, low_gpu_warning
+from fulltilt.errors import FulltiltError, RunFolderError, StoppedEarly
+from fulltilt.probes.gpu import Gpus
+from fulltilt.probes.host import HostProbe, cpu_capacity
+from fulltilt.probes.sampler import Sampler
 from fulltilt.recorder import attach
+from fulltilt.recorder.following import WARN_AFTER_S, Following
 from fulltilt.recorder.loader_tap import ENGINE, LoaderTap, TappedIterator
 from fulltilt.recorder.loop_marks import LoopMarks
-from fulltilt.recorder.run_files import Ended, RunFiles
+from fulltilt.recorder.run_files import Ended, RunFiles, job_root
 from fulltilt.recorder.session import Session
 from fulltilt.recorder.tapped import described, tap_on
-from fulltilt.records import RankRecord, RunRecord, Settings
+from fulltilt.records import Buckets, LoaderRecord, RankRecord, RunRecord, Sample, Settings
 from fulltilt.report.explain import explain
 from fulltilt.report.terminal import verdict_lines
-from fulltilt.train import batches
-from fulltilt.train.idle_gpu import IdleGpu
+from fulltilt.train.config import TrainSettings
+from fulltilt.train.data_source import BatchSource, MapSource, StepData, samples_in_batch
 from fulltilt.train.job import samples_in
-from fulltilt.train.machine import MachineWatch
-from fulltilt.train.rig import Rig
-from fulltilt.train.sources import BatchSource, MapSource, StepData
+from fulltilt.train.progress import Screen
+from fulltilt.train.train_state import TrainState
+
+Listener = Callable[[Sample], None]
+
+
+class MachineWatch:
+    """Samples the machine inside its ``with`` block and tells every listener; without listeners it does nothing."""
+
+    def __init__(self, t0_ns: int) -> None:
+        self.listeners: list[Listener] = []
+        self._t0_ns = t0_ns
+        self._sampler: Sampler | None = None
+
+    @cached_property
+    def gpus(self) -> Gpus:
+        """The GPUs of the job, opened when they are first asked for: the driver may take its time."""
+        return Gpus.open(root_pid=job_root())
+
+    def __enter__(self) -> MachineWatch:
+        if self.listeners:
+            self._sampler = Sampler(self._tell, gpus=self.gpus, host=HostProbe(job_root()), t0=self._t0_ns * 1e-9)
+            self._sampler.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # A thread that is still in the driver would read on in what closing gives back: the process would crash.
+        if self._sampler is not None and self._sampler.stop():
+            self.gpus.close()
+
+    def _tell(self, sample: Sample) -> None:
+        for listener in self.listeners:
+            listener(sample)
+
+
+# --------------------------------------------------------------------------- idle gpu
+
+
+NAMED = ("batch_size", "accumulation", "workers", "prefetch", "residency", "precision", "compile", "channels_last")
+
+
+class IdleGpu:
+    """Listens to the samples of a training on a GPU. ``recorded`` is its run folder, None when there is none."""
+
+    def __init__(self, settings: TrainSettings, screen: Screen, recorded: Path | None) -> None:
+        self._settings, self._screen = settings, screen
+        self._following = Following(recorded) if recorded is not None else None
+        self._usable_cpus = cpu_capacity().usable
+        self._samples: deque[Sample] = deque(maxlen=int(WARN_AFTER_S))
+        self._told: set[str] = set()
+
+    def __call__(self, sample: Sample) -> None:
+        """Take one sample and warn if the last twenty seconds call for it."""
+        self._samples.append(sample)
+        used = [gpu.util_pct for one in self._samples for gpu in one.gpus if gpu.util_pct is not None]
+        buckets = self._recent()
+        if not used or buckets.total_s - buckets.startup_s < WARN_AFTER_S:
+            return
+        warning = low_gpu_warning(sum(used) / len(used), buckets, self._loader(), self._usable_cpus)
+        cause = likely_cause(buckets, on_gpu=True)
+        if warning is not None and cause not in self._told:
+            self._told.add(cause)
+            now = ", ".join(f"{name} {getattr(self._settings, name)}" for name in NAMED)
+            for line in (*warning.splitlines(), f"   - Settings in force: {now}"):
+                self._screen.say(line)
+
+    def _recent(self) -> Buckets:
+        if self._following is None:
+            return self._screen.epoch_so_far()
+        try:
+            self._following.read()
+        except RunFolderError:
+            return Buckets()  # told at the end; the training comes first
+        return self._following.recent_buckets(WARN_AFTER_S)
+
+    def _loader(self) -> LoaderRecord:
+        settings, waits_s = self._settings, self._screen.waits_s
+        return LoaderRecord(
+            loader_id=0,
+            role="train",
+            where=None,
+            dataset="",
+            dataset_len=None,
+            iterable=False,
+            batch_size=settings.batch_size,
+            num_workers=settings.workers,
+            prefetch_factor=settings.prefetch,
+            pin_memory=True,
+            persistent_workers=True,
+            drop_last=settings.drop_last,
+            shuffle=True,
+            sampler=None,
+            collate=None,
+            start_method=None,
+            made_by=ENGINE,
+            batches=len(waits_s),
+            wait_s=sum(waits_s),
+        )
+
+
+# --------------------------------------------------------------------------- profiling
+
+
+# The first steps compile, allocate and fill caches; then the profiler itself needs a step or two.
+PROFILER_SKIPS = 3
+PROFILER_WARM_UP = 2
+
+
+class StepProfiler:
+    """Profiles ``steps`` steps once they have settled. ``step`` is told of every one; None profiles nothing."""
+
+    def __init__(self, steps: int | None, out: Path, rank: int, screen: Screen, marks: LoopMarks) -> None:
+        self._folder, self._rank, self._screen, self._marks = out / "profile", rank, screen, marks
+        self._left = None if steps is None else PROFILER_SKIPS + PROFILER_WARM_UP + steps
+        self._profile: Any = None
+        self._number = 0
+        if steps is not None:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            schedule = torch.profiler.schedule(wait=PROFILER_SKIPS, warmup=PROFILER_WARM_UP, active=steps, repeat=1)
+            self._profile = torch.profiler.profile(
+                activities=activities, schedule=schedule, on_trace_ready=self._write, record_shapes=True
+            )
+
+    def __enter__(self) -> StepProfiler:
+        if self._profile is not None:
+            self._marks.mark_profiling(True)
+            self._profile.start()
+        return self
+
+    def step(self, number: int) -> None:
+        """Step ``number`` has ended."""
+        if self._profile is None or self._left is None:
+            return
+        self._number = number
+        self._profile.step()
+        self._left -= 1
+        if self._left <= 0:
+            self._end()
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        profile, self._profile = self._profile, None
+        if profile is not None:
+            profile.stop()
+            self._marks.mark_profiling(False)
+
+    def _write(self, profile: Any) -> None:
+        path = self._folder / f"step-{self._number:08d}.rank-{self._rank}.json.gz"
+        try:
+            folder = store.OwnedFolder.around(self._folder)
+            if folder is None:  # a rank on a machine that does not share OUT
+                return
+            folder.make(self._folder)
+            folder.announce(path)
+            profile.export_chrome_trace(str(path))
+            folder.record(path)
+        except (OSError, RuntimeError, FulltiltError) as error:  # a look at a training must not end it
+            self._screen.warn(f"the profile was not written: {error}")
+            return
+        self._screen.say(f"Profile: {path} (open it at https://ui.perfetto.dev)")
+
+
+# --------------------------------------------------------------------------- record
+
 
 # How long the first rank waits for the others' last lines before it explains the run.
 PATIENCE_S = 3.0
@@ -44,39 +216,41 @@ PATIENCE_S = 3.0
 class TrainingRecord(LoopMarks):
     """Records one attempt, from its first step to its end however that comes."""
 
-    def __init__(self, rig: Rig, t0_ns: int, watch: MachineWatch) -> None:
+    def __init__(self, state: TrainState, t0_ns: int, watch: MachineWatch) -> None:
         # Under `fulltilt run` this process is being recorded already; then only the marks are of use.
         super().__init__(attach.current)
-        self._rig, self._t0_ns, self._watch = rig, t0_ns, watch
+        self._state, self._t0_ns, self._watch = state, t0_ns, watch
         self._own: Session | None = None
         self._files: RunFiles | None = None
         self._tap: LoaderTap | None = None
 
     def __enter__(self) -> TrainingRecord:
-        rig = self._rig
-        if rig.screen.sampled:
-            self._watch.listeners.append(rig.screen.note)
+        state = self._state
+        if state.screen.sampled:
+            self._watch.listeners.append(state.screen.note)
         attached = self._session is not None  # then `fulltilt run` warns
-        if not attached and rig.settings.record:
+        if not attached and state.settings.record:
             try:
                 self._begin()
             except Exception as error:
-                rig.screen.warn(f"this run is not recorded: {error}")
-        if rig.screen.speaks and rig.device.type == "cuda" and not attached:
-            self._watch.listeners.append(IdleGpu(rig.settings, rig.screen, rig.out if self._own is not None else None))
+                state.screen.warn(f"this run is not recorded: {error}")
+        if state.screen.speaks and state.device.type == "cuda" and not attached:
+            self._watch.listeners.append(
+                IdleGpu(state.settings, state.screen, state.out if self._own is not None else None)
+            )
         # Nobody writes into the folder before the first rank has cleared it.
-        rig.group.barrier()
+        state.group.barrier()
         return self
 
     def _begin(self) -> None:
-        rig = self._rig
-        if rig.group.first:
-            self._files = RunFiles(rig.out, rig.job.name, self._t0_ns, self._watch.gpus, _asked(rig))
+        state = self._state
+        if state.group.first:
+            self._files = RunFiles(state.out, state.job.name, self._t0_ns, self._watch.gpus, _asked(state))
             self._watch.listeners.append(self._files.take)
             if self._files.aside is not None:
                 _mark_killed(self._files.aside)
-        self._own = self._session = Session(torch, rig.out, self._t0_ns)
-        for source in (rig.source, rig.eval_source):
+        self._own = self._session = Session(torch, state.out, self._t0_ns)
+        for source in (state.source, state.eval_source):
             if isinstance(loader := getattr(source, "_loader", None), torch.utils.data.DataLoader):
                 self._own.taps.of(loader).made_by = ENGINE
         self._own.begin_here()
@@ -91,26 +265,26 @@ class TrainingRecord(LoopMarks):
             return
         try:
             self._files.close(*_ending(error))
-            _wait_for_the_others(self._rig.out)
-            _, diagnosis = explain(self._rig.out)
+            _wait_for_the_others(self._state.out)
+            _, diagnosis = explain(self._state.out)
         except Exception as problem:
             why = problem.what if isinstance(problem, FulltiltError) else problem
-            self._rig.screen.warn(f"this run has no report: {why}")
+            self._state.screen.warn(f"this run has no report: {why}")
             return
-        for line in verdict_lines(diagnosis, self._rig.out):
-            self._rig.screen.say(line)
+        for line in verdict_lines(diagnosis, self._state.out):
+            self._state.screen.say(line)
 
     def communication(self) -> contextlib.AbstractContextManager[None]:
         """See LoopMarks. A rank that is alone waits for nobody."""
-        return contextlib.nullcontext() if self._rig.group.alone else super().communication()
+        return contextlib.nullcontext() if self._state.group.alone else super().communication()
 
     def steps(self, drawn: Iterator[StepData]) -> Iterator[StepData]:
         """The steps of an epoch with the wait for each of them measured."""
-        source, session = self._rig.source, self._session
+        source, session = self._state.source, self._session
         if session is None or _has_a_loader(source):
             return drawn  # torch's own loader is measured at its own next()
         if self._tap is None:
-            self._tap = tap_on(session.taps, _describe(self._rig), None, made_by=ENGINE)
+            self._tap = tap_on(session.taps, _describe(self._state), None, made_by=ENGINE)
         self._tap.passes += 1
         return _MeasuredSteps(session.taps, self._tap, drawn)
 
@@ -119,7 +293,7 @@ class _MeasuredSteps(TappedIterator):
     """Counts the samples of a step on this rank."""
 
     def _count(self, batch: StepData) -> int | None:
-        tap, samples = self._tap, sum(batches.size(one) for one in batch.batches)
+        tap, samples = self._tap, sum(samples_in_batch(one) for one in batch.batches)
         tap.batches += 1
         tap.samples += samples
         tap.counted = True
@@ -133,9 +307,9 @@ def _has_a_loader(source: Any) -> bool:
     return isinstance(source, MapSource)
 
 
-def _describe(rig: Rig) -> dict[str, Any]:
-    data: Any = rig.job.data
-    settings = rig.settings
+def _describe(state: TrainState) -> dict[str, Any]:
+    data: Any = state.job.data
+    settings = state.settings
     return described(
         data,
         dataset_len=samples_in(data),
@@ -146,15 +320,15 @@ def _describe(rig: Rig) -> dict[str, Any]:
     )
 
 
-def _asked(rig: Rig) -> Settings:
-    settings = rig.settings
+def _asked(state: TrainState) -> Settings:
+    settings = state.settings
     return Settings(
         num_workers=settings.workers,
         prefetch_factor=settings.prefetch,
         # Stages may each have their own.
-        batch_size=None if any(stage.batch_size for stage in rig.stages) else settings.batch_size,
+        batch_size=None if any(stage.batch_size for stage in state.stages) else settings.batch_size,
         accumulation=settings.accumulation,
-        precision=rig.precision.name,
+        precision=state.precision.name,
         compile=settings.compile,
         residency=settings.residency,
     )

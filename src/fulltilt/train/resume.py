@@ -7,79 +7,79 @@ from pathlib import Path
 
 from fulltilt import store
 from fulltilt.errors import MachineError
-from fulltilt.train import checkpoint, durable, find, foreign, state
-from fulltilt.train.checkpoint import METRICS_FILE
-from fulltilt.train.rig import Rig
-from fulltilt.train.staging import enter_stage, last_trained_epoch
+from fulltilt.train import checkpoint, checkpoint_files, train_state, weight_import
+from fulltilt.train.build import enter_stage, last_trained_epoch
+from fulltilt.train.checkpoint import METRICS_FILE, newest_complete
+from fulltilt.train.train_state import TrainState
 
 # An optimizer's own state comes back with these as they were; a setting that was changed since has to win.
 _SETTINGS_IN_GROUPS = ("weight_decay", "momentum")
 
 
-def resume(rig: Rig, *, resume_from: Path | None = None, fresh: bool = False) -> None:
-    """Bring the rig to its starting point and say which that is. Raises FulltiltErrors."""
-    if fresh and rig.group.first and (aside := set_aside(rig.root)) is not None:
-        rig.screen.say(f"The checkpoints of the run before are now in {aside}")
-    rig.group.barrier()
+def resume(state: TrainState, *, resume_from: Path | None = None, fresh: bool = False) -> None:
+    """Bring the state to its starting point and say which that is. Raises FulltiltErrors."""
+    if fresh and state.group.first and (aside := set_aside(state.root)) is not None:
+        state.screen.say(f"The checkpoints of the run before are now in {aside}")
+    state.group.barrier()
     if not fresh:
         # The first rank chooses for all: on a network disk the others may not see the newest one yet.
-        found = rig.group.from_first(find.newest_complete(rig.root) if rig.group.first else None)
+        found = state.group.from_first(newest_complete(state.root) if state.group.first else None)
         for warning in found.warnings:
-            rig.screen.warn(warning)
+            state.screen.warn(warning)
         if found.checkpoint is not None:
             # A run that was started with --resume-from goes on with its own checkpoints once it has some.
-            _restore(rig, found.checkpoint.folder)
-            rig.writer.newest = found.checkpoint
+            _restore(state, found.checkpoint.folder)
+            state.writer.newest = found.checkpoint
             return
     if resume_from is None:
         return
-    source = foreign.place_of(resume_from)
+    source = weight_import.place_of(resume_from)
     if checkpoint.is_ours(source):
         checkpoint.verify(source)
-        _restore(rig, source)
+        _restore(state, source)
     else:
-        taken = foreign.load_weights(rig.model, source)
-        _average_from_here(rig)
+        taken = weight_import.load_weights(state.model, source)
+        _average_from_here(state)
         for line in taken.lines():
-            rig.screen.say(line)
+            state.screen.say(line)
 
 
-def _restore(rig: Rig, folder: Path) -> None:
+def _restore(state: TrainState, folder: Path) -> None:
     if not folder.is_dir():
         raise MachineError(
-            f"{folder}, from which the first rank goes on, is not there for rank {rig.group.ranks.rank}",
+            f"{folder}, from which the first rank goes on, is not there for rank {state.group.ranks.rank}",
             "Give an --out on storage that all machines share.",
         )
     saved = checkpoint.values(folder)
     # The optimizer has to be that of the last step before its state comes in. The next stage makes its own.
     epoch = last_trained_epoch(saved["progress"]["epoch"], saved["progress"]["consumed"])
-    enter_stage(rig, min(epoch, rig.epochs - 1))
-    groups = rig.stepper.optimizer.param_groups
+    enter_stage(state, min(epoch, state.epochs - 1))
+    groups = state.stepper.optimizer.param_groups
     asked = [{name: group[name] for name in _SETTINGS_IN_GROUPS if name in group} for group in groups]
-    parts = rig.parts()
-    average_begins = rig.ema is not None and "ema" not in saved
+    parts = state.parts()
+    average_begins = state.ema is not None and "ema" not in saved
     if average_begins:
         del parts["ema"]
-    state.restore(folder, rig.model, parts)
-    for group, wishes in zip(rig.stepper.optimizer.param_groups, asked, strict=True):
-        group.update({name: value for name, value in wishes.items() if name in rig.kept_settings.changed})
-    epoch, within = rig.progress.epoch, rig.progress.consumed > 0
+    train_state.restore(folder, state.model, parts)
+    for group, wishes in zip(state.stepper.optimizer.param_groups, asked, strict=True):
+        group.update({name: value for name, value in wishes.items() if name in state.kept_settings.changed})
+    epoch, within = state.progress.epoch, state.progress.consumed > 0
     where = f"in epoch {epoch + 1}" if within or not epoch else f"after epoch {epoch}"
-    rig.screen.say(f"Resuming from {folder} (step {rig.progress.step}, {where})")
+    state.screen.say(f"Resuming from {folder} (step {state.progress.step}, {where})")
     if average_begins:
-        _average_from_here(rig)
-        rig.screen.say("The average of the weights begins here: the checkpoint has none")
-    if rig.kept_settings.changed:
-        rig.screen.say(f"Changed since: {', '.join(rig.kept_settings.changes)}")
-    if within and "samples" in rig.kept_settings.changed:
-        rig.screen.warn(
+        _average_from_here(state)
+        state.screen.say("The average of the weights begins here: the checkpoint has none")
+    if state.kept_settings.changed:
+        state.screen.say(f"Changed since: {', '.join(state.kept_settings.changes)}")
+    if within and "samples" in state.kept_settings.changed:
+        state.screen.warn(
             f"the rest of epoch {epoch + 1} is drawn from the changed data: a sample may come twice, or not"
         )
 
 
-def _average_from_here(rig: Rig) -> None:
-    if rig.ema is not None:
-        rig.ema.load_state_dict({name: parameter.detach() for name, parameter in rig.model.named_parameters()})
+def _average_from_here(state: TrainState) -> None:
+    if state.ema is not None:
+        state.ema.load_state_dict({name: parameter.detach() for name, parameter in state.model.named_parameters()})
 
 
 def set_aside(root: Path) -> Path | None:
@@ -98,9 +98,9 @@ def set_aside(root: Path) -> Path | None:
         number += 1
     folder = store.OwnedFolder.around(root)
     assert folder is not None, "the folder was claimed at the start"
-    durable.rename(folder, root, aside)
+    checkpoint_files.rename(folder, root, aside)
     checkpoint.prepare(root)
     # Its epochs are no part of the fresh run's history, which forecasts are made from.
     if folder.owns(log):
-        durable.rename(folder, log, log_aside)
+        checkpoint_files.rename(folder, log, log_aside)
     return aside

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from fulltilt.train.settings import TrainSettings
+from fulltilt.train.config import TrainSettings
 
 
 @dataclass(frozen=True, slots=True)

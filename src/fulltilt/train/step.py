@@ -14,58 +14,18 @@ import torch
 
 from fulltilt.errors import DoesNotFit, UsageError
 from fulltilt.recorder.loop_marks import LoopMarks
-from fulltilt.train import batches, optimizers, shards
-from fulltilt.train.distributed import Group
-from fulltilt.train.ema import Ema
-from fulltilt.train.loss_value import value_and_means, with_gradient
-from fulltilt.train.placement import Placement
+from fulltilt.train import optimizers
+from fulltilt.train.cuda_graphs import GraphedModel
+from fulltilt.train.data_source import split_batch, to_device
+from fulltilt.train.distributed import Group, Placement
+from fulltilt.train.fsdp import local_shard
+from fulltilt.train.guards import MicroBatch, RankDoesNotFit, is_out_of_memory
+from fulltilt.train.job import value_and_means, with_gradient
+from fulltilt.train.metrics_log import EpochTotals
+from fulltilt.train.optimizers import Ema
 from fulltilt.train.precision import LossScale, Precision
-from fulltilt.train.replaying import Replaying
-from fulltilt.train.totals import Totals
 
 Say = Callable[[str], None]
-
-
-class RankDoesNotFit(DoesNotFit):
-    """Memory ran out on this rank, and the others do not know."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """True for a device, or the host, that had no memory left for a tensor."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    signs = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", "CUDNN_STATUS_ALLOC_FAILED")
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
-
-
-class MicroBatch:
-    """The most samples that go through the model at once on a rank; None until memory has run out."""
-
-    def __init__(self, *, splittable: bool) -> None:
-        self.most: int | None = None
-        self.splittable = splittable
-
-    def halve(self, largest: int, where: str) -> None:
-        """Halve what ran out of memory. Raises DoesNotFit when nothing is left to halve."""
-        if largest <= 1:
-            raise DoesNotFit(
-                f"memory ran out {where} with a single sample",
-                "Use gradient_checkpointing, precision: bf16, optimizer: adamw8bit, smaller inputs or a smaller model.",
-            )
-        if not self.splittable:
-            raise DoesNotFit(
-                f"memory ran out {where} with {largest} samples, and this loss compares the samples of a batch",
-                "Lower batch_size: splitting the batch would change what is trained.",
-            )
-        self.most = (largest + 1) // 2
-
-    def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint."""
-        return {"most": self.most}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From the checkpoint."""
-        self.most = state["most"]
 
 
 class Stepper:
@@ -88,7 +48,7 @@ class Stepper:
         self.clip_norm: float | None = None
         self.ema: Ema | None = None
         self.memory_format: torch.memory_format | None = None
-        self.replaying: Replaying | None = None
+        self.replaying: GraphedModel | None = None
         self.optimizer: torch.optim.Optimizer
         self.marks = LoopMarks()
         self._parameters: list[torch.nn.Parameter] = []
@@ -102,7 +62,7 @@ class Stepper:
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.placement.use(self._parameters)
 
-    def step(self, taken: list[Any], samples: int, number: int, totals: Totals) -> torch.Tensor:
+    def step(self, taken: list[Any], samples: int, number: int, totals: EpochTotals) -> torch.Tensor:
         """Train on ``taken``, this rank's part of ``samples`` samples. Returns loss, gradient norm, bad, loss scale."""
         while True:
             loss, means, failed_at = self._attempt(taken, samples)
@@ -139,14 +99,14 @@ class Stepper:
         failed_at = 0
         try:
             self.placement.zero_gradients()
-            pieces = [piece for batch in taken for piece in batches.split(batch, self.micro.most)]
+            pieces = [piece for batch in taken for piece in split_batch(batch, self.micro.most)]
             largest = max((count for _, count in pieces), default=0)
             if self.joint:
                 pieces = [([piece for piece, _ in pieces], sum(count for _, count in pieces))]
             pieces = self.placement.pieces(pieces)
             for place, (piece, running) in enumerate(pieces):
                 with self.marks.transfer():
-                    on_device = batches.to_device(piece, device, self.memory_format)
+                    on_device = to_device(piece, device, self.memory_format)
                 with self.precision.context():
                     outcome = self.placement.loss_of(on_device, last=place == len(pieces) - 1)
                 value, metrics, _ = value_and_means(outcome, device)
@@ -194,7 +154,7 @@ class Stepper:
         bad = ((norm + loss) * 0).ne(0).float()
         factor = self._gradient_factor(norm)
         if factor is not None and gradients:
-            torch._foreach_mul_([shards.local(gradient) for gradient in gradients], factor)
+            torch._foreach_mul_([local_shard(gradient) for gradient in gradients], factor)
         figures = torch.stack([loss, norm.float(), bad, self.scale.scale])
         try:
             optimizers.step_unless(self.optimizer, bad)

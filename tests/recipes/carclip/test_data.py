@@ -16,7 +16,7 @@ from fulltilt.recipes.carclip.options import TEMPLATES, CarClipOptions
 from fulltilt.recipes.carclip.samples import CarPictures, CarViews, decoded, prompts
 from fulltilt.recipes.carclip.table import Picture, check_readable, read, read_templates
 from fulltilt.recipes.recipe import Request
-from fulltilt.train.settings import TrainSettings
+from fulltilt.train.config import TrainSettings
 
 
 def put(path: Path, size: tuple[int, int] = (40, 30), colour: str = "red") -> Path:

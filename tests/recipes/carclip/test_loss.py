@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from fulltilt.recipes.carclip.loss import MOST_LOG_SCALE, compared, contrastive_loss
-from fulltilt.train.step import is_out_of_memory
+from fulltilt.train.guards import is_out_of_memory
 
 SAMPLES = 24
 

@@ -20,7 +20,7 @@ from fulltilt.recipes.carclip import RECIPE, build, tokens
 from fulltilt.recipes.carclip.loss import contrastive_loss
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.synthetic import make_folder
-from fulltilt.train.settings import TrainSettings
+from fulltilt.train.config import TrainSettings
 
 GUIDE = Path(__file__).parents[3] / "guides" / "scripts" / "train_car_clip.py"
 

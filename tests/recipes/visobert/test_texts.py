@@ -211,7 +211,7 @@ def test_of_two_settings_that_exclude_each_other_none_is_silently_ignored(given:
         options.read(RECIPE, given)
 
 
-def test_row_24_every_problem_of_a_hugging_face_config_at_once_under_its_own_names(tmp_path: Path) -> None:
+def test_every_problem_of_a_hugging_face_config_at_once_under_its_own_names(tmp_path: Path) -> None:
     """Seen to fail: the first two were told alone, and the others later as batch_size, lr and max_time_s."""
     (tmp_path / "config.yaml").write_text(
         "per_device_train_batch_siz: 8\nfp16: maybe\nper_device_eval_batch_size: -4\nlearning_rate: .inf\n"

@@ -32,8 +32,8 @@ from fulltilt.recipes.visobert.batches import BucketSampler, Picks, ResidentText
 from fulltilt.recipes.visobert.disk import refusals_told
 from fulltilt.recipes.visobert.trainer import ClassLoss, TextTrainer
 from fulltilt.recorder.explicit import Recording
-from fulltilt.train import checkpoint, durable
-from fulltilt.train.settings import TrainSettings
+from fulltilt.train import checkpoint, checkpoint_files
+from fulltilt.train.config import TrainSettings
 
 SMALL = (
     *("--epochs", "2", "--batch-size", "8", "--accumulation", "2", "--vocab-size", "200", "--max-length", "16"),
@@ -356,9 +356,7 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused(whole: Path, data
         assert told in capsys.readouterr().err
 
 
-def test_row_7_a_checkpoint_that_would_run_code_is_refused(
-    whole: Path, data: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_a_checkpoint_that_would_run_code_is_refused(whole: Path, data: Path, tmp_path: Path, capsys: Any) -> None:
     class Payload:
         def __reduce__(self) -> tuple[Any, ...]:
             return Path.touch, (tmp_path / "ran",)
@@ -374,10 +372,10 @@ def test_row_7_a_checkpoint_that_would_run_code_is_refused(
     assert not (tmp_path / "ran").exists()
 
 
-def test_rows_2_and_3_a_disk_too_small_is_told_before_the_first_step(
+def test_a_disk_too_small_is_told_before_the_first_step(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(durable, "free_bytes", lambda folder: 1234)
+    monkeypatch.setattr(checkpoint_files, "free_bytes", lambda folder: 1234)
     assert train("--data", data, "--out", tmp_path) == 7
     shown = capsys.readouterr()
     assert "1,234 bytes free; 3 kept checkpoints and one being written need" in shown.err
@@ -397,10 +395,10 @@ def test_rows_2_and_3_a_disk_too_small_is_told_before_the_first_step(
         (OSError(errno.ENOSPC, "No space left on device", "config.json"), 10, "cannot write config.json"),
     ],
 )
-def test_row_2_what_torch_and_safetensors_say_of_a_full_disk(
+def test_what_torch_and_safetensors_say_of_a_full_disk(
     error: Exception, free: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(durable, "free_bytes", lambda folder: free)
+    monkeypatch.setattr(checkpoint_files, "free_bytes", lambda folder: free)
     with pytest.raises(MachineError, match=told), refusals_told(tmp_path, 100):
         raise error
 

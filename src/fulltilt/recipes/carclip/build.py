@@ -20,10 +20,10 @@ from fulltilt.recipes.carclip.towers import Loaded, Towers
 from fulltilt.recipes.pretrained import refuse_unavailable
 from fulltilt.recipes.recipe import Request, on_engine
 from fulltilt.recipes.run_folder import refuse_foreign, refuse_to_replace, written_by_library
+from fulltilt.train.config import TrainSettings
 from fulltilt.train.distributed import detect, device_of
 from fulltilt.train.job import Job
 from fulltilt.train.schedule import Stage
-from fulltilt.train.settings import TrainSettings
 
 # Above it a pretrained CLIP forgets more than it learns; guide 2 uses 2e-5.
 GENTLE_LR = 1e-4

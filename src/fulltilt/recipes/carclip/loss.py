@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from fulltilt.train.rows import counts_of_all, rows_of_all
-from fulltilt.train.step import is_out_of_memory
+from fulltilt.train.data_source import counts_of_all, rows_of_all
+from fulltilt.train.guards import is_out_of_memory
 
 # CLIP's own bound: beyond a scale of 100 the softmax is so sharp that training becomes unstable.
 MOST_LOG_SCALE = math.log(100.0)

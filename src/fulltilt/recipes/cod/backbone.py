@@ -12,7 +12,7 @@ from torch import nn
 
 from fulltilt.errors import UsageError
 from fulltilt.recipes.pretrained import only_kept_files
-from fulltilt.train.foreign import compare, read_weights
+from fulltilt.train.weight_import import compare, read_weights
 
 # The decoder works from stride 4 down: finer maps cost most of the time and tell little.
 FINEST_STRIDE = 4

@@ -23,9 +23,10 @@ from fulltilt.recipes.hdf5.data import Found, Part, hdf5_files, keys_of, look, r
 from fulltilt.recipes.hdf5.metrics import Calibration, summary
 from fulltilt.recipes.hdf5.model import WindowNet, binary_loss
 from fulltilt.recipes.recipe import Request
-from fulltilt.train import Job, rng, train
+from fulltilt.train import Job, train
 from fulltilt.train.distributed import detect, device_of
 from fulltilt.train.progress import Screen
+from fulltilt.train.sampler import seed_everything
 
 CALIBRATION_FILE = "calibration.json"
 # A copy keeps the time of its original, on some file systems to two seconds.
@@ -63,7 +64,7 @@ def run(request: Request) -> Mapping[str, float]:
 def build(request: Request, found: Found, data: Hdf5Loader, eval_data: Hdf5Loader) -> Job:
     """The engine's job."""
     options: Options = request.options
-    rng.seed_everything(request.settings.seed)  # the weights are drawn here, before the engine seeds itself
+    seed_everything(request.settings.seed)  # the weights are drawn here, before the engine seeds itself
     model = WindowNet(found.feature_count, options.width, options.heads, options.dropout)
     # A weight on the positives moves every logit by its logarithm; taken off again, logits mean what they say.
     shift = math.log(found.pos_weight) if options.imbalance == "pos_weight" else 0.0

@@ -15,8 +15,8 @@ from fulltilt.recipes.pretrained import refuse_unavailable
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.run_folder import refuse_to_replace
 from fulltilt.train import precision
+from fulltilt.train.config import TrainSettings
 from fulltilt.train.distributed import Ranks, detect, device_of, part_of
-from fulltilt.train.settings import TrainSettings
 
 if TYPE_CHECKING:
     from fulltilt.recipes.visobert import Options

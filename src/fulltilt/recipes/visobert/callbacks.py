@@ -12,10 +12,10 @@ from fulltilt.errors import Diverged
 from fulltilt.integrations.huggingface import FulltiltCallback
 from fulltilt.recipes.visobert.batches import BucketSampler
 from fulltilt.recipes.visobert.trainer import ClassLoss, TextTrainer
-from fulltilt.train.guard import StepFigures
+from fulltilt.train.config import TrainSettings
+from fulltilt.train.guards import StepFigures
+from fulltilt.train.metrics_log import AsyncMetrics
 from fulltilt.train.progress import Screen
-from fulltilt.train.readout import Readout
-from fulltilt.train.settings import TrainSettings
 from fulltilt.train.stop import StopRequest
 
 # fp16 skips steps while it seeks its loss scale; this many in a row are no search. Any other step moves the weights.
@@ -37,7 +37,7 @@ class Figures(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self.screen, self.settings, self.loss, self.sampler = screen, settings, loss, sampler
         self.texts, self.per_epoch = texts, per_epoch
-        self.readout: Readout[tuple[int, int]] = Readout(device)
+        self.readout: AsyncMetrics[tuple[int, int]] = AsyncMetrics(device)
         self._served = 0
         self._bad = 0
         self._allowed = 0

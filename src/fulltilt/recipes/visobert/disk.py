@@ -12,8 +12,8 @@ from typing import Any
 from safetensors import SafetensorError
 
 from fulltilt.errors import MachineError
-from fulltilt.train import durable
-from fulltilt.train.step import is_out_of_memory
+from fulltilt.train import checkpoint_files
+from fulltilt.train.guards import is_out_of_memory
 
 
 def expected_bytes(model: Any, optimizer: str = "") -> int:
@@ -31,13 +31,13 @@ def refusals_told(folder: Path, needed_bytes: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise durable.cannot_write(Path(error.filename or folder), error, needed_bytes) from error
+        raise checkpoint_files.cannot_write(Path(error.filename or folder), error, needed_bytes) from error
     except (RuntimeError, SafetensorError) as error:
         if is_out_of_memory(error):
             raise
-        if durable.free_bytes(folder) < needed_bytes:
+        if checkpoint_files.free_bytes(folder) < needed_bytes:
             full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            raise durable.cannot_write(folder, full, needed_bytes) from error
+            raise checkpoint_files.cannot_write(folder, full, needed_bytes) from error
         if isinstance(error, SafetensorError):
             raise MachineError(f"cannot write {folder}: {error}") from error
         raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fulltilt.errors import DoesNotFit, UsageError
-from fulltilt.train.foreign import reason
+from fulltilt.train.weight_import import reason
 
 
 def last_metrics(history: list[dict[str, float]]) -> dict[str, float]:

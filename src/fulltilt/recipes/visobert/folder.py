@@ -11,10 +11,11 @@ from typing import Any
 from fulltilt.errors import UsageError
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.run_folder import claim, refuse_foreign, remove_private
-from fulltilt.train import checkpoint, find, tensorfile
-from fulltilt.train.foreign import compare
+from fulltilt.train import checkpoint, checkpoint_files
+from fulltilt.train.checkpoint import newest_complete
 from fulltilt.train.progress import Screen
 from fulltilt.train.resume import set_aside
+from fulltilt.train.weight_import import compare
 
 STATE_FILE = "trainer_state.json"  # Hugging Face's own
 OPTIMIZER_FILE = "optim.json"  # which optimizer the state is of, after how many steps, and the settings of that run
@@ -36,7 +37,7 @@ def take_folder(request: Request, root: Path, screen: Screen, cleanup: contextli
 
 def starting_point(request: Request, root: Path, screen: Screen) -> Path | None:
     """The checkpoint to go on from, None to begin. Raises UsageError, MachineError."""
-    found = find.newest_complete(root)
+    found = newest_complete(root)
     for warning in found.warnings:
         screen.warn(warning)
     if found.checkpoint is not None:
@@ -56,7 +57,7 @@ def refuse_other(folder: Path, model: Any, optimizer: str) -> None:
     """Raise UsageError for a checkpoint of another model, or of an optimizer whose state this one cannot go on with."""
     own = model.state_dict()
     weights = sorted(folder.glob("model*.safetensors"))
-    given = {name: tensor for path in weights for name, tensor in tensorfile.read(path).items()}
+    given = {name: tensor for path in weights for name, tensor in checkpoint_files.read_tensors(path).items()}
     fit = compare(own, given, str(folder))
     # Of weights that share their memory only one is saved.
     there = {own[name].data_ptr() for name in fit.taken}

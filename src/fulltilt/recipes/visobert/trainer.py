@@ -22,11 +22,11 @@ from fulltilt.recipes.visobert.folder import LOSSES_FILE, OPTIMIZER_FILE
 from fulltilt.recipes.visobert.regrouping import set_schedule
 from fulltilt.store import OwnedFolder
 from fulltilt.train import checkpoint
-from fulltilt.train.keep import KeepPolicy
-from fulltilt.train.replaying import Replaying
-from fulltilt.train.setup import SLOW_DISK_BYTES_PER_S
-from fulltilt.train.state import KeptSettings
-from fulltilt.train.writer import check_space
+from fulltilt.train.build import SLOW_DISK_BYTES_PER_S
+from fulltilt.train.checkpoint import KeepPolicy
+from fulltilt.train.checkpoint_writer import check_space
+from fulltilt.train.cuda_graphs import GraphedModel
+from fulltilt.train.train_state import KeptSettings
 
 
 class ClassLoss:
@@ -89,7 +89,7 @@ class TextTrainer(Trainer):  # type: ignore[misc]
             if self._whole_masks and isinstance(texts, ResidentTexts):
                 texts.mask_type = torch.bool  # which they would be turned into
         if replays is not None:
-            Replaying(self.model, self.model, replays)
+            GraphedModel(self.model, self.model, replays)
         self._dense_parameters = self.model.num_parameters(exclude_embeddings=True)
         self.checkpoint_bytes = expected_bytes(self.model, optimizer_name(self.args))
         self.longest_save_s = self.checkpoint_bytes / SLOW_DISK_BYTES_PER_S  # until one has been measured

@@ -43,15 +43,15 @@ from fulltilt.recipes.visobert.regrouping import DECISIVE, position_in, regroupe
 from fulltilt.recipes.visobert.texts import Split, Texts, read_texts
 from fulltilt.recipes.visobert.trainer import ClassLoss, TextTrainer
 from fulltilt.records import Sample, Settings
-from fulltilt.train import rng
+from fulltilt.train.checkpoint import KeepPolicy
+from fulltilt.train.cuda_graphs import graphs_wanted
 from fulltilt.train.distributed import Group, detect, device_of
-from fulltilt.train.idle_gpu import IdleGpu
-from fulltilt.train.keep import KeepPolicy
+from fulltilt.train.guards import is_out_of_memory
 from fulltilt.train.progress import Screen
-from fulltilt.train.replaying import wanted
-from fulltilt.train.state import KeptSettings
-from fulltilt.train.step import is_out_of_memory
+from fulltilt.train.record import IdleGpu
+from fulltilt.train.sampler import seed_everything
 from fulltilt.train.stop import StopRequest
+from fulltilt.train.train_state import KeptSettings
 
 
 def run(request: Request) -> Mapping[str, float]:
@@ -74,7 +74,7 @@ def run(request: Request) -> Mapping[str, float]:
         if group.first:
             keep_tokenizer(request.options, texts.train.texts, request.out / "tokenizer", fresh=request.fresh)
         group.barrier()
-        rng.seed_everything(settings.seed)
+        seed_everything(settings.seed)
         made = Fitting(request, texts, screen, stop)
         if begin is not None:
             made.take_up(begin)
@@ -198,7 +198,7 @@ class Fitting:
             self.screen, settings, loss, self.sampler, len(texts.train.texts), self.per_epoch, device
         )
         self.stopper = StopAndSave(self.stop, settings.save_every, self.per_epoch, self.recorder)
-        replays = wanted(settings, device, alone=detect().world == 1) and not settings.compile
+        replays = graphs_wanted(settings, device, alone=detect().world == 1) and not settings.compile
         self.trainer = self.stopper.trainer = TextTrainer(
             sampler=self.sampler,
             root=self.root,

@@ -1,0 +1,132 @@
+"""When will the metric reach its target? From its history alone: a rate, a range, and saturation said plainly. Pure.
+
+Two laws are fitted to the recent history: a straight line, and an approach to a limit, which is
+what metrics do. The limit decides whether the target is reached at all; together they give the range.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+# The latest epochs say most about the next ones; a whole history of fast early gains would promise too much.
+WINDOW = 12
+LEAST_HISTORY = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """``epochs`` and ``hours`` are ranges (soonest, latest); None when it will not be reached or nobody knows."""
+
+    state: Literal["reached", "ahead", "saturates", "flat", "unknown"]
+    rate_per_epoch: float | None
+    limit: float | None
+    epochs: tuple[float, float] | None
+    hours: tuple[float, float] | None
+    sentence: str
+
+
+def forecast(
+    history: Sequence[tuple[float, float]],
+    target: float,
+    epoch_s: float | None = None,
+    mode: Literal["max", "min"] = "max",
+) -> Forecast:
+    """Epochs and hours from the last of ``history`` (epoch, value) to ``target``; ``mode`` says where good is."""
+    sign = 1.0 if mode == "max" else -1.0
+    points = [(epoch, sign * value) for epoch, value in history if math.isfinite(value)][-WINDOW:]
+    goal = sign * target
+    if points and max(value for _, value in points) >= goal:
+        return Forecast("reached", None, None, (0.0, 0.0), (0.0, 0.0), f"the target {target:g} is reached")
+    if len(points) < LEAST_HISTORY or points[-1][0] <= points[0][0]:
+        needed = max(LEAST_HISTORY - len(points), 1)
+        more = "1 more epoch is" if needed == 1 else f"{needed} more epochs are"
+        return Forecast("unknown", None, None, None, None, f"{more} needed for a forecast")
+    rate, level, error = _line(points)
+    limit = _limit(points)
+    shown = f"{sign * rate:+.3g} per epoch"
+    if rate <= 2.0 * error or rate <= 0.0:
+        return Forecast("flat", sign * rate, None, None, None, f"no progress beyond the noise ({shown})")
+    if limit is not None and limit[0] < goal:
+        sentence = f"it levels off near {sign * limit[0]:.4g}: the target {target:g} will not be reached ({shown})"
+        return Forecast("saturates", sign * rate, sign * limit[0], None, None, sentence)
+    if limit is not None:  # a line through the whole curve would lie far above its end
+        level = points[-1][1]
+        rate, _, error = _line(points[len(points) // 2 :])
+    missing = goal - level
+    soonest = max(missing / (rate + 2.0 * error), 0.0)
+    latest = max(missing / max(rate - 2.0 * error, 1e-12), soonest)
+    if limit is not None:
+        latest = max(latest, _epochs_to(goal, level, *limit))
+    hours = None if epoch_s is None else (soonest * epoch_s / 3600.0, latest * epoch_s / 3600.0)
+    sentence = f"{shown}: the target {target:g} in {_epochs(soonest, latest)}"
+    if hours is not None:
+        sentence += f", {_hours(*hours)}"
+    return Forecast(
+        "ahead", sign * rate, None if limit is None else sign * limit[0], (soonest, latest), hours, sentence
+    )
+
+
+def _epochs(soonest: float, latest: float) -> str:
+    """``3 to 7 epochs``; a part of an epoch is one, since a metric is known at its end."""
+    ends = [1 if count <= 1 else round(count) if math.isfinite(count) else count for count in (soonest, latest)]
+    if ends[0] != ends[1]:
+        return f"{ends[0]:.0f} to {ends[1]:.0f} epochs"
+    return "1 epoch" if ends[0] == 1 else f"{ends[0]:.0f} epochs"
+
+
+def _hours(soonest: float, latest: float) -> str:
+    """``2.5 to 4.0 hours``; of a short run its minutes."""
+    count, unit = (1, "hours") if latest >= 1 else (60, "minutes")
+    ends = [f"{count * end:.1f}" for end in (soonest, latest)]
+    return f"{' to '.join(dict.fromkeys(ends))} {unit}"
+
+
+def _line(points: list[tuple[float, float]]) -> tuple[float, float, float]:
+    """Least squares: slope, value on the line at the last epoch, standard error of the slope."""
+    count = len(points)
+    mean_x = sum(x for x, _ in points) / count
+    mean_y = sum(y for _, y in points) / count
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
+    residual = sum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in points)
+    error = math.sqrt(residual / max(count - 2, 1) / spread)
+    return slope, mean_y + slope * (points[-1][0] - mean_x), error
+
+
+def _limit(points: list[tuple[float, float]]) -> tuple[float, float] | None:
+    """The limit of ``y = limit − gap · share^x`` and the share of the gap that an epoch leaves; None without one.
+
+    The gains of the first and second half give the share: they shrink geometrically on the way to a limit.
+    """
+    if len(points) < 4:
+        return None
+    half = len(points) // 2
+    first, second = points[: half + 1], points[-half - 1 :]
+    early, _, early_error = _line(first)
+    late, _, late_error = _line(second)
+    if early <= 0 or late <= 0 or late >= early - 2.0 * math.hypot(early_error, late_error):
+        return None
+    middle = [sum(x for x, _ in part) / len(part) for part in (first, second)]
+    share = (late / early) ** (1.0 / (middle[1] - middle[0]))
+    gap = late / -math.log(share)  # the slope of the law at the second half's middle is gap · −ln(share)
+    centre = sum(y for _, y in second) / len(second)
+    return centre + gap, share
+
+
+def _epochs_to(goal: float, level: float, limit: float, share: float) -> float:
+    if limit <= goal:
+        return math.inf
+    return max(math.log((limit - goal) / max(limit - level, 1e-300)) / math.log(share), 0.0)
+
+
+def compared(forecasts: dict[str, Forecast]) -> list[str]:
+    """Names of setups, the one that reaches the target soonest first; those that do not reach it come last."""
+    return sorted(forecasts, key=lambda name: _latest(forecasts[name]))
+
+
+def _latest(one: Forecast) -> float:
+    span = one.hours if one.hours is not None else one.epochs
+    return math.inf if span is None else span[1]

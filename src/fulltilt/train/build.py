@@ -1,0 +1,287 @@
+"""Putting a training together before its first step: device, ranks, model, data, guards; and its stages."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Sized
+from pathlib import Path
+
+import torch
+
+from fulltilt.errors import UsageError
+from fulltilt.train import checkpoint, cuda_graphs, optimizers, precision
+from fulltilt.train.checkpoint import KeepPolicy
+from fulltilt.train.checkpoint_writer import Writer, check_space
+from fulltilt.train.config import TrainSettings
+from fulltilt.train.data_source import LoaderSettings, Source, make_source
+from fulltilt.train.ddp import Replicated
+from fulltilt.train.distributed import Group, LossModule, Placement, SingleProcess, detect, device_of, divided
+from fulltilt.train.fsdp import Sharded
+from fulltilt.train.guards import Guard, Limits, MicroBatch
+from fulltilt.train.job import Job, samples_in
+from fulltilt.train.metrics_log import EpochTotals
+from fulltilt.train.optimizers import Ema
+from fulltilt.train.precision import LossScale
+from fulltilt.train.progress import Screen
+from fulltilt.train.sampler import EpochPlan, seed_everything
+from fulltilt.train.schedule import Stage, stage_at, stage_rate, trainable
+from fulltilt.train.step import Stepper
+from fulltilt.train.train_state import KeptSettings, MetricHistory, Progress, TrainState, expected_bytes
+
+
+def recompute(model: torch.nn.Module) -> None:
+    """Switch it on. Raises UsageError when the model has no switch for it."""
+    for name in ("gradient_checkpointing_enable", "set_grad_checkpointing"):  # Hugging Face, timm
+        if callable(switch := getattr(model, name, None)):
+            switch()
+            return
+    raise UsageError(
+        f"gradient_checkpointing: {type(model).__name__} does not offer it",
+        "Give the model a method gradient_checkpointing_enable(), or leave the setting out.",
+    )
+
+
+# --------------------------------------------------------------------------- staging
+
+
+def enter_stage(state: TrainState, epoch: int) -> None:
+    """Set up the stage that ``epoch`` lies in: optimizer, batch, and which parameters move in this epoch."""
+    index, epoch_in_stage = stage_at(state.stages, epoch)
+    stage = state.stages[index]
+    named = dict(state.model.named_parameters())
+    names = frozenset(trainable(named, stage, epoch_in_stage, state.brought_frozen))
+    thawed = names != state.trained
+    if thawed:
+        if not names:
+            raise UsageError(_nothing_moves(stage, has_parameters=bool(named)))
+        for name, parameter in named.items():
+            parameter.requires_grad_(name in names)
+    if index != state.stage_index:
+        settings = state.settings
+        accumulation = stage.accumulation or settings.accumulation
+        state.source = state.source.resized(stage.batch_size or settings.batch_size, accumulation)
+        if state.stage_index < 0 or stage.fresh_optimizer:
+            state.stepper.optimizer = _optimizer(state)
+        if state.job.on_stage is not None:
+            state.job.on_stage(stage, state.model)
+    if index != state.stage_index or thawed:
+        state.stepper.use(state.stepper.optimizer)
+    state.stage_index, state.trained = index, names
+
+
+def learning_rate_of(state: TrainState) -> float:
+    """The rate of the next step, before the factors of the optimizer's groups."""
+    settings, stages, progress = state.settings, state.stages, state.progress
+    index, epoch_in_stage = stage_at(stages, progress.epoch)
+    per_epoch = state.source.steps_per_epoch()
+    if settings.max_steps is not None and (len(stages) == 1 or per_epoch is None):
+        return stage_rate(settings, stages[index], progress.step, settings.max_steps, per_epoch or 0)
+    assert per_epoch is not None
+    step = epoch_in_stage * per_epoch + state.source.steps_done(progress.consumed)
+    return stage_rate(settings, stages[index], step, stages[index].epochs * per_epoch, per_epoch)
+
+
+def last_trained_epoch(epoch: int, consumed: int) -> int:
+    """The epoch whose stage the optimizer of a checkpoint belongs to: a new stage begins with its first step."""
+    return epoch - 1 if epoch and not consumed else epoch
+
+
+def _optimizer(state: TrainState) -> torch.optim.Optimizer:
+    make = state.job.optimizer or optimizers.build
+    made = make(state.model, state.settings, state.device)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise UsageError(f"optimizer(model, settings, device) returned {type(made).__name__}, which is no optimizer")
+    closure = inspect.signature(made.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UsageError(
+            f"{type(made).__name__} asks for the loss several times a step through a closure; the engine has none",
+            "Take one that steps without a closure, such as AdamW or SGD.",
+        )
+    optimizers.note_rates(made, state.settings.lr)
+    return made
+
+
+def _nothing_moves(stage: Stage, *, has_parameters: bool) -> str:
+    if not has_parameters:
+        return "the model has no parameters, so there is nothing to train"
+    return f"stage {stage.name}: all parameters of the model are frozen, so there is nothing to train"
+
+
+# --------------------------------------------------------------------------- setup
+
+
+# What a time limit reckons with before the first save: a network disk on a bad day.
+SLOW_DISK_BYTES_PER_S = 100e6
+
+
+def build(job: Job, settings: TrainSettings, out: Path, screen: Screen | None = None) -> TrainState:
+    """Build the run. Everything that can be wrong before step 0 is found here. Raises FulltiltErrors."""
+    with contextlib.ExitStack() as undo:  # a notebook lives on after a mistake, and with it what was begun
+        state = _built(job, settings, out, screen, undo)
+        undo.pop_all()
+    return state
+
+
+def _built(
+    job: Job, settings: TrainSettings, out: Path, screen: Screen | None, undo: contextlib.ExitStack
+) -> TrainState:
+    _check_model(job)
+    ranks = detect()
+    device = device_of(settings.device, ranks.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    group = Group(ranks, device, settings.hang_timeout_s)
+    undo.callback(group.close, failed=True)
+    policy = KeepPolicy(settings.keep_last, settings.keep_best if settings.monitor else 0, settings.monitor_mode)
+    root = out / "checkpoints"
+    lock = contextlib.ExitStack()
+    undo.callback(lock.close)
+    if group.first:
+        lock.enter_context(checkpoint.claim(out).locked(f"another training uses {out}"))
+        checkpoint.prepare(root)
+        checkpoint.sweep(root)  # only now: what looks left over could have been another run's, in the making
+    group.barrier()
+    seed_everything(settings.seed)  # alike on every rank: models that draw their weights late must agree
+    precision.set_tf32(settings.tf32)
+    if settings.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = False
+
+    memory_format = torch.channels_last if settings.channels_last else torch.preserve_format
+    sharded = settings.sharding == "full" and not group.alone
+    # A model that does not fit into one GPU goes there part by part.
+    model = job.model.to(device="cpu" if sharded else device, memory_format=memory_format)  # type: ignore[call-overload]
+    if settings.gradient_checkpointing:
+        recompute(model)
+    group.copy_from_first([*model.parameters(), *model.buffers()])
+    seed_everything(settings.seed, ranks.rank)
+
+    arithmetic = precision.choose(settings.precision, device)
+    scale = LossScale(device, active=arithmetic.scaled)
+    micro = MicroBatch(splittable=job.splittable)
+    stages = job.stages or (Stage("training", settings.epochs),)
+    shown = screen or Screen(out, speaks=group.first)
+    compiled = torch.compile(model) if settings.compile else model
+    if isinstance(job.loss, torch.nn.Module):
+        job.loss.to(device)  # class weights have to be where the batches are
+    whole = LossModule(model, compiled, job.loss)
+    placement: Placement = SingleProcess(whole)
+    if not group.alone:
+        placement = Sharded(whole, group) if sharded else Replicated(whole, group)
+    stepper = Stepper(model, placement, arithmetic, scale, micro, group, shown.warn, joint=job.joint)
+    stepper.clip_norm = settings.clip_norm
+    stepper.memory_format = torch.channels_last if settings.channels_last else None
+    if cuda_graphs.graphs_wanted(settings, device, alone=group.alone):
+        stepper.replaying = cuda_graphs.GraphedModel(model, compiled, shown.warn)
+        undo.callback(stepper.replaying.undo)
+    ema = stepper.ema = Ema(model, settings.ema_decay) if settings.ema_decay is not None else None
+
+    shares = divided(settings.batch_size, settings.workers, ranks)
+    if not group.alone:
+        if device.type == "cpu":
+            shown.say(f"Using {ranks.world} processes on the CPU for training")
+        shown.say(shares)
+    loading = LoaderSettings(
+        settings.workers,
+        settings.prefetch,
+        pin_memory=device.type == "cuda",
+        stack_log=out / f"stacks.rank-{ranks.rank}.log",
+        device=device,
+        residency=settings.residency,
+        on_bad_sample=settings.on_bad_sample,
+        max_bad_share=settings.max_bad_share,
+    )
+    plan = EpochPlan(
+        samples=0,
+        batch_size=settings.batch_size,
+        accumulation=settings.accumulation,
+        seed=settings.seed,
+        rank=ranks.rank,
+        world=ranks.world,
+        drop_last=settings.drop_last,
+    )
+    data = make_source(job.data, plan, loading, job.collate, job.augment)
+    undo.callback(data.close)
+    if data.steps_per_epoch() is None and settings.max_steps is None:
+        raise UsageError("the data has no length, so nobody knows when it ends", "Set max_steps.")
+    if data.steps_per_epoch() == 0:
+        raise UsageError(
+            "an epoch has no step: the training data is smaller than one batch",
+            f"Lower batch_size (now {settings.batch_size * settings.accumulation} samples a step).",
+        )
+
+    eval_data = _eval_source(job, settings, plan, loading)
+    if settings.monitor is not None and eval_data is None:
+        shown.warn(f"monitor: {settings.monitor} is never measured, because there is no eval_data")
+
+    state = TrainState(
+        job=job,
+        settings=settings,
+        out=out,
+        device=device,
+        group=group,
+        model=model,
+        compiled=compiled,
+        precision=arithmetic,
+        stages=stages,
+        source=data,
+        eval_source=eval_data,
+        stepper=stepper,
+        scale=scale,
+        micro=micro,
+        eval_micro=MicroBatch(splittable=job.splittable),
+        ema=ema,
+        totals=EpochTotals(device),
+        guard=Guard(_limits(settings)),
+        history=MetricHistory(settings.monitor_mode),
+        progress=Progress(),
+        kept_settings=KeptSettings(settings, samples_in(job.data)),
+        writer=Writer(root, policy),
+        screen=shown,
+        lock=lock,
+        brought_frozen=frozenset(name for name, p in model.named_parameters() if not p.requires_grad),
+    )
+    enter_stage(state, 0)
+    size = expected_bytes(model, stepper.optimizer, averaged=ema is not None)
+    if group.first:
+        check_space(root, size, policy)
+    state.writer.longest_save_s = size / SLOW_DISK_BYTES_PER_S  # until one has been measured
+    return state
+
+
+def _limits(settings: TrainSettings) -> Limits:
+    return Limits(
+        settings.bad_steps_in_a_row,
+        settings.rollbacks,
+        settings.spike_factor,
+        settings.on_spike,
+        settings.loss_scale_floor,
+    )
+
+
+def _check_model(job: Job) -> None:
+    """Raise UsageError for a model and a loss that cannot be trained."""
+    if not isinstance(job.model, torch.nn.Module):
+        raise UsageError(f"the model should be a torch.nn.Module, not {type(job.model).__name__}")
+    if not callable(job.loss):
+        raise UsageError(f"the loss should be a function of model and batch, not {type(job.loss).__name__}")
+    lazy = [name for name, p in job.model.named_parameters() if isinstance(p, torch.nn.UninitializedParameter)]
+    if lazy:
+        raise UsageError(f"{lazy[0]} has no shape yet: its layer is lazy", "Run one batch through the model first.")
+    if isinstance(job.loss, torch.nn.Module):
+        known = {id(parameter) for parameter in job.model.parameters()}
+        own = [name for name, p in job.loss.named_parameters() if p.requires_grad and id(p) not in known]
+        if own:
+            what = f"the loss has parameters that the optimizer would not see: {', '.join(own[:3])}"
+            raise UsageError(what, "Make them part of the model.")
+
+
+def _eval_source(job: Job, settings: TrainSettings, plan: EpochPlan, loading: LoaderSettings) -> Source | None:
+    if job.eval_data is None:
+        return None
+    if isinstance(job.eval_data, Sized) and len(job.eval_data) == 0:
+        raise UsageError("eval_data is empty", "Give it samples, or leave it out.")
+    size = settings.eval_batch_size or settings.batch_size
+    quiet = EpochPlan(samples=0, batch_size=size, seed=plan.seed, rank=plan.rank, world=plan.world, shuffle=False)
+    return make_source(job.eval_data, quiet, loading, job.collate, job.eval_augment)

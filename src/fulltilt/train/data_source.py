@@ -1,0 +1,552 @@
+"""Where the batches of a step come from: the feed, a DataLoader that the engine shuffles, or ready batches."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import signal
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from fulltilt.errors import DataError, UsageError
+from fulltilt.feed import FeedLoader
+from fulltilt.feed.augment import Augmentation, as_augmentation
+from fulltilt.feed.bad_samples import BadSamples, Policy, ShapesDiffer
+from fulltilt.feed.draws import mix
+from fulltilt.feed.handles import shared_handle
+from fulltilt.feed.inspection import inspect
+from fulltilt.feed.places import home_of
+from fulltilt.feed.readers import Failure, name_of, one_line
+from fulltilt.feed.residency import Residence
+from fulltilt.feed.structure import own_move
+from fulltilt.feed.tiers import Residency
+from fulltilt.train.distributed import Ranks, part_of
+from fulltilt.train.guards import explain_dead_worker, worker_exit_codes, worker_limits
+from fulltilt.train.sampler import EpochPlan, RankBatches, sample_seed
+from fulltilt.train.watchdog import listen_in_worker
+
+
+def samples_in_batch(batch: Any) -> int:
+    """The number of samples: the length of the first tensor or list in the batch. Raises UsageError without one."""
+    found = _samples_in(batch)
+    if found is None:
+        raise UsageError(f"cannot tell how many samples a batch of type {type(batch).__name__} has")
+    return found
+
+
+def _samples_in(node: Any) -> int | None:
+    if isinstance(node, torch.Tensor):
+        return int(node.shape[0]) if node.ndim else None
+    children = node.values() if isinstance(node, Mapping) else node if isinstance(node, list | tuple) else ()
+    for child in children:
+        found = _samples_in(child)
+        if found is not None:
+            return found
+    if isinstance(node, list) and node:  # a list of texts or numbers has one entry a sample
+        return len(node)
+    return None
+
+
+def split_batch(batch: Any, most: int | None) -> Iterator[tuple[Any, int]]:
+    """The batch in parts of at most ``most`` samples, each with its number of samples."""
+    total = samples_in_batch(batch)
+    if most is None or total <= most:
+        yield batch, total
+        return
+    for first in range(0, total, most):
+        end = min(first + most, total)
+        yield _cut(batch, first, end, total), end - first
+
+
+def _cut(node: Any, first: int, end: int, total: int) -> Any:
+    if isinstance(node, torch.Tensor):
+        return node[first:end] if node.ndim and node.shape[0] == total else node
+    if isinstance(node, Mapping):
+        return {key: _cut(value, first, end, total) for key, value in node.items()}
+    if (
+        isinstance(node, list)
+        and len(node) == total
+        and _samples_in(node) in (None, total)
+        and not _holds_tensors(node)
+    ):
+        return node[first:end]
+    if isinstance(node, list | tuple):
+        parts = [_cut(value, first, end, total) for value in node]
+        return _rebuilt(node, parts)
+    return node
+
+
+def _holds_tensors(node: list[Any]) -> bool:
+    return any(isinstance(child, torch.Tensor | Mapping | tuple | list) for child in node)
+
+
+def to_device(batch: Any, device: torch.device, memory_format: torch.memory_format | None = None) -> Any:
+    """The batch on ``device``. Copies from pinned memory do not wait. Images may change to channels-last."""
+    if isinstance(batch, torch.Tensor):
+        if memory_format is not None and batch.ndim == 4 and batch.is_floating_point():
+            return batch.to(device, non_blocking=True, memory_format=memory_format)
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device, memory_format) for key, value in batch.items()}
+    if (move := own_move(batch)) is not None:
+        return move(device)
+    if isinstance(batch, list | tuple):
+        return _rebuilt(batch, [to_device(value, device, memory_format) for value in batch])
+    return batch
+
+
+def _rebuilt(original: Any, parts: list[Any]) -> Any:
+    if isinstance(original, tuple):
+        return type(original)(*parts) if hasattr(original, "_fields") else tuple(parts)
+    return parts
+
+
+# --------------------------------------------------------------------------- rows
+
+
+def counts_of_all(count: int) -> list[int]:
+    """Every rank's ``count``. Host to host; the GPUs run on."""
+    mine = torch.tensor([count])
+    counts = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, mine)
+    return [int(each) for each in counts]
+
+
+def rows_of_all(rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """The rows of all ranks, ``counts`` of them each. Gradients flow to our own rows only."""
+    most, rank = max(counts), dist.get_rank()
+    padded = rows.detach().new_zeros(most, *rows.shape[1:])
+    padded[: len(rows)] = rows.detach()
+    gathered = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(gathered, padded)
+    parts = [part[:count] for part, count in zip(gathered, counts, strict=True)]
+    parts[rank] = rows
+    return torch.cat(parts)
+
+
+# --------------------------------------------------------------------------- skipping
+
+
+log = logging.getLogger("fulltilt.train")
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Fetched(NamedTuple):
+    """A batch with holes: what is left of it (None when nothing is), and the samples that are not."""
+
+    batch: Any
+    failures: list[Failure]
+
+
+def failure_of(samples: Any, index: int, error: Exception) -> Failure:
+    """What is handed on in the place of sample ``index``."""
+    name = name_of(samples, index) or getattr(error, "filename", None)
+    return Failure(index, "corrupt", one_line(error), name and str(name), traceback.format_exc(limit=-6))
+
+
+class CollateRest:
+    """Collates what could be read. A batch without failures is what it always was."""
+
+    def __init__(self, collate: Collate) -> None:
+        self.collate = collate
+        self.__qualname__ = getattr(collate, "__qualname__", type(collate).__name__)  # what a report calls it
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """A batch, or a Fetched."""
+        failures = [sample for sample in samples if isinstance(sample, Failure)]
+        if not failures:
+            return self.collate(samples)
+        good = [sample for sample in samples if not isinstance(sample, Failure)]
+        return Fetched(self.collate(good) if good else None, failures)
+
+
+def without_failures(
+    taken: list[Any], indices: list[torch.Tensor], bad: BadSamples
+) -> tuple[list[Any], list[torch.Tensor]]:
+    """The batches of a step as far as they could be read, and the samples in each.
+
+    Names what is skipped; raises DataError as the policy says. A skipped sample keeps its place in the step: its batch
+    weighs as much less as it is smaller.
+    """
+    if not any(isinstance(one, Fetched) for one in taken):
+        return taken, indices
+    failures = [failure for one in taken if isinstance(one, Fetched) for failure in one.failures]
+    try:
+        new = bad.note(failures)
+    except DataError as error:
+        raise error from RuntimeError(failures[0].trace)  # the log has the worker's own traceback
+    for failure in new:
+        log.warning("skipped %s: %s", failure.where(), failure.message)
+    rest = [one.batch if isinstance(one, Fetched) else one for one in taken]
+    left = [(batch, bad.without_bad(ids)) for batch, ids in zip(rest, indices, strict=True) if batch is not None]
+    return [batch for batch, _ in left], [ids for _, ids in left]
+
+
+# --------------------------------------------------------------------------- sources
+
+
+@dataclass(frozen=True, slots=True)
+class StepData:
+    """The batches of one step on this rank. ``samples`` counts all ranks; ``consumed`` is the position after it."""
+
+    batches: list[Any]
+    samples: int
+    consumed: int
+    names: Callable[[], str]
+
+
+class Source(Protocol):
+    """Gives the steps of an epoch from a position on."""
+
+    def steps(self, epoch: int, consumed: int) -> Iterator[StepData]:
+        """The steps left in ``epoch`` after ``consumed`` (samples or batches) were used."""
+
+    def steps_per_epoch(self) -> int | None:
+        """Steps of a whole epoch, or None if nobody knows."""
+
+    def steps_done(self, consumed: int) -> int:
+        """How many steps of an epoch ``consumed`` makes."""
+
+    def resized(self, batch_size: int, accumulation: int) -> Source:
+        """The same data in other batches."""
+
+    def close(self) -> None:
+        """End the workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderSettings:
+    """How samples are fetched, and where they are kept. ``workers`` is the total over the ranks."""
+
+    workers: int = 0
+    prefetch: int = 2
+    pin_memory: bool = False
+    stack_log: Path | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    residency: Residency = "none"
+    on_bad_sample: Policy = "stop"
+    max_bad_share: float = 0.01
+
+
+class SeededSamples(torch.utils.data.Dataset[Any]):
+    """A data set whose random draws depend on (seed, epoch, index) only: not on workers, ranks or resumes."""
+
+    def __init__(self, samples: Any, seed: int) -> None:
+        self.samples = samples
+        self.seed = seed
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        epoch, index = key
+        with sample_seed(self.seed, epoch, index):
+            try:
+                return self.samples[index]
+            except MemoryError:
+                raise  # not the sample's fault
+            except Exception as error:
+                return failure_of(self.samples, index, error)
+
+
+class MapSource:
+    """A map-style data set behind a DataLoader whose workers live as long as the run."""
+
+    def __init__(
+        self,
+        samples: Any,
+        plan: EpochPlan,
+        loading: LoaderSettings,
+        collate: Callable[[list[Any]], Any] | None = None,
+        augment: Augmentation | None = None,
+    ) -> None:
+        self.samples, self.plan, self.loading, self.collate, self.augment = samples, plan, loading, collate, augment
+        self._batches = RankBatches(plan)
+        self._bad = BadSamples(len(samples), loading.on_bad_sample, loading.max_bad_share)
+        count = part_of(loading.workers, Ranks(plan.rank, plan.world))
+        self._generator = torch.Generator()
+        self._loader = torch.utils.data.DataLoader(
+            SeededSamples(samples, plan.seed),
+            batch_sampler=self._batches,
+            collate_fn=CollateRest(collate or torch.utils.data.default_collate),
+            num_workers=count,
+            prefetch_factor=loading.prefetch if count else None,
+            persistent_workers=count > 0,
+            pin_memory=loading.pin_memory,
+            worker_init_fn=WorkerStart(loading.stack_log) if count else None,
+            generator=self._generator,  # the loader's own draws must not move the run's random state
+        )
+
+    def steps(self, epoch: int, consumed: int) -> Iterator[StepData]:
+        """See Source. ``consumed`` counts samples over all ranks."""
+        plan = replace(self.plan, epoch=epoch, start=consumed)
+        self._batches.begin(plan)
+        self._generator.manual_seed(mix(plan.seed, epoch))
+        order = self._batches
+        before = worker_limits()
+        drawn = iter(self._loader) if len(order) else iter(())
+        for step in range(plan.steps):
+            first, end = plan.span(step)
+            try:
+                taken = [next(drawn) for _ in plan.shares(step)]
+            except (RuntimeError, OSError, EOFError) as error:
+                codes = worker_exit_codes(getattr(drawn, "_workers", ()))
+                explained = explain_dead_worker(error, before, worker_limits(), codes)
+                if explained is None:
+                    raise
+                raise explained from error
+            shares = [order.order[low:high] for low, high in plan.shares(step)]
+            taken, shares = without_failures(taken, shares, self._bad)
+            if self.augment is not None:
+                taken = [self._augmented(*pair, epoch) for pair in zip(taken, shares, strict=True)]
+            yield StepData(taken, end - first, end, partial(sample_names, order.order[first:end]))
+
+    def steps_per_epoch(self) -> int:
+        """See Source."""
+        return self.plan.steps
+
+    def steps_done(self, consumed: int) -> int:
+        """See Source."""
+        return consumed // self.plan.step_samples
+
+    def resized(self, batch_size: int, accumulation: int) -> MapSource:
+        """See Source."""
+        if (batch_size, accumulation) == (self.plan.batch_size, self.plan.accumulation):
+            return self
+        self.close()
+        plan = replace(self.plan, batch_size=batch_size, accumulation=accumulation)
+        return MapSource(self.samples, plan, self.loading, self.collate, self.augment)
+
+    def _augmented(self, batch: Any, indices: torch.Tensor, epoch: int) -> Any:
+        assert self.augment is not None
+        device = self.loading.device
+        return self.augment(to_device(batch, device), self.plan.seed, epoch, indices.to(device))
+
+    def close(self) -> None:
+        """See Source. Left to themselves the workers would notice up to five seconds later that we are gone."""
+        iterator = getattr(self._loader, "_iterator", None)
+        if iterator is not None:
+            iterator._shutdown_workers()
+            for worker in getattr(iterator, "_workers", ()):
+                worker.kill()  # one that is stuck in a sample does not heed SIGTERM; see WorkerStart
+
+
+class BatchSource:
+    """Ready batches from any iterable. A resume goes to its position, or draws and drops what was used already."""
+
+    def __init__(self, iterable: Any, accumulation: int, world: int) -> None:
+        self.iterable, self.accumulation, self.world = iterable, accumulation, world
+
+    def steps(self, epoch: int, consumed: int) -> Iterator[StepData]:
+        """See Source. ``consumed`` counts batches of this rank."""
+        positioned = hasattr(self.iterable, "begin_at")  # the feed's loaders find any batch without drawing to it
+        if positioned:
+            self.iterable.begin_at(epoch, consumed)
+        elif hasattr(self.iterable, "set_epoch"):
+            self.iterable.set_epoch(epoch)
+        drawn = iter(self.iterable)
+        for _ in range(0 if positioned else consumed):
+            next(drawn, None)
+        while True:
+            taken = list(itertools.islice(drawn, self.accumulation))
+            samples = sum(samples_in_batch(batch) for batch in taken)
+            if self.world > 1:  # a rank whose batches are used up takes part until those of all ranks are
+                samples = sum(counts_of_all(samples))
+            if not samples:
+                return
+            # Counted from one, as the progress bar counts.
+            numbers = f"es {consumed + 1} to {consumed + len(taken)}" if len(taken) > 1 else f" {consumed + 1}"
+            span = f"batch{numbers} of epoch {epoch + 1}"
+            consumed += len(taken)
+            yield StepData(taken, samples, consumed, lambda span=span: span)  # type: ignore[misc]
+
+    def steps_per_epoch(self) -> int | None:
+        """See Source."""
+        try:
+            return -(-len(self.iterable) // self.accumulation)
+        except TypeError:
+            return None
+
+    def steps_done(self, consumed: int) -> int:
+        """See Source."""
+        return consumed // self.accumulation
+
+    def resized(self, batch_size: int, accumulation: int) -> BatchSource:  # noqa: ARG002 - the batches are ready-made
+        """See Source. Only the accumulation can change."""
+        return BatchSource(self.iterable, accumulation, self.world)
+
+    def close(self) -> None:
+        """See Source. The iterable's workers are its owner's."""
+
+
+class WorkerStart:
+    """What a worker does first: leave signals to the parent, which saves; and show its stack when asked.
+
+    Slurm and torchrun send SIGTERM to all processes of a job. The parent needs its workers for one step more.
+    """
+
+    def __init__(self, stack_log: Path | None) -> None:
+        self.stack_log = stack_log
+
+    def __call__(self, _worker: int = 0) -> None:
+        """Called in the worker."""
+        for name in ("SIGINT", "SIGUSR1"):
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), signal.SIG_IGN)
+        # A handler that does nothing, not SIG_IGN: programs that a data set starts must not inherit it.
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        if self.stack_log is not None:
+            listen_in_worker(self.stack_log)
+
+
+def sample_names(ids: torch.Tensor, most: int = 16) -> str:
+    """Samples in words, by their numbers."""
+    more = f" and {len(ids) - most} more" if len(ids) > most else ""
+    return f"samples {', '.join(map(str, ids[:most].tolist()))}{more}"
+
+
+# --------------------------------------------------------------------------- feeding
+
+
+def make_source(
+    data: Any,
+    plan: EpochPlan,
+    loading: LoaderSettings,
+    collate: Callable[[list[Any]], Any] | None = None,
+    augment: Any = None,
+) -> Source:
+    """The source for a data set or iterable; ``plan`` has the sizes, without its number of samples."""
+    on_device = as_augmentation(augment)
+    streams = isinstance(data, torch.utils.data.IterableDataset)
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not streams:
+        if len(data) == 0:
+            raise UsageError("the data set is empty")
+        if loading.workers and (held := shared_handle(data)) is not None:
+            raise UsageError(
+                f"the data set {type(data).__name__} holds an open {held} that {loading.workers} workers would share",
+                "Open it in __getitem__, once in each process, or set workers: 0.",
+            )
+        plan = replace(plan, samples=len(data))
+        # Only the feed finishes batches on the device, for data sets that leave that to it.
+        through_feed = loading.residency != "none" or getattr(data, "finishes_on_device", False)
+        fed = _fed(data, plan, loading, on_device) if through_feed and collate is None else None
+        return fed or MapSource(data, plan, loading, collate, on_device)
+    if streams:
+        raise UsageError(
+            "an IterableDataset does not say whether it gives samples or batches",
+            "Give DataLoader(data, batch_size=…) for samples, or DataLoader(data, batch_size=None) for ready batches.",
+        )
+    if hasattr(data, "__iter__"):
+        if on_device is not None:
+            raise UsageError(
+                "ready batches do not say which samples are in them, which augmentation goes by",
+                "Give the data set itself as data, or the augmentation to feed.loader(..., augment=...).",
+            )
+        return BatchSource(data, plan.accumulation, plan.world)
+    raise UsageError(f"data of type {type(data).__name__} is neither a data set nor an iterable of batches")
+
+
+class PlannedOrder:
+    """An epoch plan as the feed asks for it: this rank's micro-batches of the steps that are left."""
+
+    def __init__(self, plan: EpochPlan) -> None:
+        self.plan = plan
+        self.permutation = plan.order()
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the largest micro-batch on a rank."""
+        return -(-self.plan.batch_size // self.plan.world)
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+        return self.plan.seed
+
+    def batches(self, epoch: int) -> list[torch.Tensor]:
+        """The sample numbers of each micro-batch; the plan is of this ``epoch`` alone."""
+        assert epoch == self.plan.epoch
+        shares = [share for step in range(self.plan.steps) for share in self.plan.shares(step)]
+        return [self.permutation[low:high] for low, high in shares]
+
+    def batches_per_epoch(self) -> int:
+        """How many micro-batches this rank has."""
+        return sum(len(self.plan.shares(step)) for step in range(self.plan.steps))
+
+
+class FeedSource:
+    """A map-style data set behind the feed: the batches of MapSource, already on the device."""
+
+    def __init__(self, loader: FeedLoader, plan: EpochPlan) -> None:
+        self.loader, self.plan = loader, plan
+
+    def steps(self, epoch: int, consumed: int) -> Iterator[StepData]:
+        """See Source. ``consumed`` counts samples over all ranks; a skipped sample counts as used."""
+        plan = replace(self.plan, epoch=epoch, start=consumed)
+        order = PlannedOrder(plan)
+        self.loader.regroup(order)
+        self.loader.set_epoch(epoch)
+        drawn = iter(self.loader)
+        try:
+            for step in range(plan.steps):
+                first, end = plan.span(step)
+                taken = [next(drawn) for _ in plan.shares(step)]
+                if step == plan.steps - 1:
+                    next(drawn, None)  # lets the feed end its epoch: nobody may ask for more after the last step
+                ids = order.permutation[first:end]
+                yield StepData(taken, end - first, end, partial(sample_names, ids))
+        finally:
+            drawn.close()  # type: ignore[attr-defined]
+
+    def steps_per_epoch(self) -> int:
+        """See Source."""
+        return self.plan.steps
+
+    def steps_done(self, consumed: int) -> int:
+        """See Source."""
+        return consumed // self.plan.step_samples
+
+    def resized(self, batch_size: int, accumulation: int) -> FeedSource:
+        """See Source. What the feed keeps stays kept."""
+        return FeedSource(self.loader, replace(self.plan, batch_size=batch_size, accumulation=accumulation))
+
+    def close(self) -> None:
+        """See Source."""
+        self.loader.close()
+
+
+def _fed(data: Any, plan: EpochPlan, loading: LoaderSettings, augment: Augmentation | None) -> FeedSource | None:
+    """The data set behind the feed; None for samples that are no fixed-shape tensors and need the worker path."""
+    order = PlannedOrder(plan)
+    try:
+        found = inspect(data, policy=loading.on_bad_sample, workers=loading.workers)
+    except ShapesDiffer:
+        if order.batch_size > 1:
+            raise
+        return None  # one sample a batch: nothing has to fit together
+    if found.layout is None:
+        if loading.residency != "auto":
+            raise UsageError(
+                f"the data set cannot be kept in {loading.residency}: {found.unstorable_because}",
+                "Use residency: auto or none, or return tensors of one shape.",
+            )
+        return None
+    home = home_of(data, loading.device)
+    loader = FeedLoader(
+        data,
+        order,
+        found,
+        augment=augment,
+        residence=Residence(data, found, loading.residency, home, None, None, None, checks=8),
+        device=loading.device,
+        workers=part_of(loading.workers, Ranks(plan.rank, plan.world)),
+        collate_fn=None,
+        bad=BadSamples(len(data), loading.on_bad_sample, loading.max_bad_share),
+        on_worker_start=WorkerStart(loading.stack_log),
+    )
+    return FeedSource(loader, plan)

@@ -1,0 +1,243 @@
+"""What is done about a bad step (NaN, spikes), about memory that ran out, and about loader workers that died."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import signal
+import statistics
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from fulltilt.errors import DoesNotFit, FulltiltError, MachineError
+
+# A spike is judged against the recent past; with fewer losses than this there is none.
+WINDOW = 100
+LEAST_HISTORY = 20
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """What one step left behind. ``bad``: it was skipped; ``loss_scale`` is None without fp16."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    bad: bool
+    loss_scale: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What follows from a step: go on, go back to the last checkpoint, or stop. ``why`` is for people."""
+
+    action: Literal["go", "rollback", "stop"]
+    why: str | None = None
+    kind: Literal["non-finite", "overflow", "loss-scale", "spike"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When the guard acts. A spike lies ``spike_factor`` times the usual spread above the usual loss."""
+
+    bad_steps_in_a_row: int = 5
+    rollbacks: int = 1
+    spike_factor: float | None = 10.0
+    on_spike: Literal["report", "rollback"] = "report"
+    loss_scale_floor: float = 2.0**-10
+
+
+class Guard:
+    """Counts bad steps and knows the recent losses. Its state is part of the checkpoint."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.skipped = 0
+        self.in_a_row = 0
+        self.rollbacks = 0
+        self.recent: deque[float] = deque(maxlen=WINDOW)
+
+    def judge(self, figures: StepFigures) -> Verdict:
+        """The verdict on one step, in the order of the steps."""
+        scale = figures.loss_scale
+        if scale is not None and scale < self.limits.loss_scale_floor:
+            return Verdict("stop", f"the loss scale fell to {scale:g} at step {figures.step}", "loss-scale")
+        if figures.bad:
+            self.skipped += 1
+            if scale is not None and math.isfinite(figures.loss):
+                # fp16 looks for its scale by overflowing now and then; only the scale's floor ends that.
+                return Verdict("go", None, "overflow")
+            self.in_a_row += 1
+            what = f"loss {figures.loss:g}, gradient norm {figures.grad_norm:g}"
+            why = f"step {figures.step} was skipped: {what}"
+            if self.in_a_row < self.limits.bad_steps_in_a_row:
+                return Verdict("go", why, "non-finite")
+            return self._give_up(f"{why}; {self.in_a_row} such steps in a row", "non-finite")
+        self.in_a_row = 0
+        if self._is_spike(figures.loss):
+            why = f"step {figures.step}: the loss jumped to {figures.loss:g}, far above the usual {self._usual():g}"
+            return self._give_up(why, "spike") if self.limits.on_spike == "rollback" else Verdict("go", why, "spike")
+        self.recent.append(figures.loss)
+        return Verdict("go")
+
+    def _give_up(self, why: str, kind: Literal["non-finite", "spike"]) -> Verdict:
+        self.in_a_row = 0
+        if self.rollbacks >= self.limits.rollbacks:
+            return Verdict("stop", why, kind)
+        self.rollbacks += 1
+        return Verdict("rollback", why, kind)
+
+    def _usual(self) -> float:
+        return statistics.median(self.recent)
+
+    def _is_spike(self, loss: float) -> bool:
+        factor = self.limits.spike_factor
+        if factor is None or len(self.recent) < LEAST_HISTORY:
+            return False
+        usual = self._usual()
+        # A flat loss has no spread of its own; a tenth of its height keeps ordinary noise quiet, and spares nearly
+        # every step the question after the spread.
+        if loss <= usual + factor * 0.1 * abs(usual):
+            return False
+        return loss > usual + factor * statistics.median(abs(known - usual) for known in self.recent)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return {
+            "skipped": self.skipped,
+            "in_a_row": self.in_a_row,
+            "rollbacks": self.rollbacks,
+            "recent": list(self.recent),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From the checkpoint."""
+        self.skipped, self.in_a_row, self.rollbacks = state["skipped"], state["in_a_row"], state["rollbacks"]
+        self.recent = deque(state["recent"], maxlen=WINDOW)
+
+
+# --------------------------------------------------------------------------- oom
+
+
+class RankDoesNotFit(DoesNotFit):
+    """Memory ran out on this rank, and the others do not know."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for a device, or the host, that had no memory left for a tensor."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    signs = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", "CUDNN_STATUS_ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
+class MicroBatch:
+    """The most samples that go through the model at once on a rank; None until memory has run out."""
+
+    def __init__(self, *, splittable: bool) -> None:
+        self.most: int | None = None
+        self.splittable = splittable
+
+    def halve(self, largest: int, where: str) -> None:
+        """Halve what ran out of memory. Raises DoesNotFit when nothing is left to halve."""
+        if largest <= 1:
+            raise DoesNotFit(
+                f"memory ran out {where} with a single sample",
+                "Use gradient_checkpointing, precision: bf16, optimizer: adamw8bit, smaller inputs or a smaller model.",
+            )
+        if not self.splittable:
+            raise DoesNotFit(
+                f"memory ran out {where} with {largest} samples, and this loss compares the samples of a batch",
+                "Lower batch_size: splitting the batch would change what is trained.",
+            )
+        self.most = (largest + 1) // 2
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return {"most": self.most}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From the checkpoint."""
+        self.most = state["most"]
+
+
+# --------------------------------------------------------------------------- workers
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    """What the machine says about the moment. None where it does not say."""
+
+    oom_kills: int | None
+    shm_free_bytes: int | None
+
+
+def worker_limits() -> WorkerLimits:
+    """The cgroup's count of OOM kills and the free bytes of /dev/shm, now."""
+    kills = None
+    for path in (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control")):
+        try:
+            match = re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE)
+        except OSError:
+            continue
+        kills = int(match[1]) if match else None
+        break
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except OSError:
+        free = None
+    return WorkerLimits(kills, free)
+
+
+def worker_exit_codes(processes: Iterable[BaseProcess]) -> list[int | None]:
+    """The exit codes of workers, after a moment in which one that is just dying can end."""
+    known = list(processes)
+    wait([process.sentinel for process in known], timeout=0.2)
+    return [process.exitcode for process in known]
+
+
+def explain_dead_worker(
+    error: BaseException, before: WorkerLimits, after: WorkerLimits, exit_codes: Sequence[int | None] = ()
+) -> FulltiltError | None:
+    """The cause and the fix when ``error`` is torch's word for a dead or starved worker; None for any other error.
+
+    ``exit_codes`` are the workers' own, negative for a signal: torch does not always pass them on.
+    """
+    text = str(error)
+    shm = after.shm_free_bytes
+
+    def died_of(number: signal.Signals) -> bool:
+        return f"killed by signal: {signal.strsignal(number)}" in text or -number in exit_codes
+
+    if "shared memory" in text or "bus error" in text.lower() or died_of(signal.SIGBUS):
+        room = f" ({shm / 2**20:,.0f} MiB free)" if shm is not None else ""
+        return MachineError(
+            f"a loader worker ran out of shared memory: /dev/shm is too small{room}",
+            "Give the container more (docker run --shm-size=8g), or lower workers or prefetch.",
+        )
+    told = "DataLoader worker" in text and ("unexpectedly" in text or "killed by signal" in text)
+    # What a worker sends is fetched from it: one that dies meanwhile breaks the connection before torch notices.
+    cut_off = isinstance(error, OSError | EOFError) and any(exit_codes)
+    if not (told or cut_off):
+        return None
+    if died_of(signal.SIGKILL):
+        killed = before.oom_kills is not None and after.oom_kills is not None and after.oom_kills > before.oom_kills
+        cause = "the kernel's OOM killer ended it" if killed else "it got SIGKILL, most likely from the OOM killer"
+        return MachineError(f"a loader worker died: {cause}", "Lower workers or prefetch, or give the job more memory.")
+    if died_of(signal.SIGSEGV):
+        return MachineError(
+            "a loader worker died of a segmentation fault in native code",
+            "Run once with workers: 0 to see which sample or library; do not open HDF5 files before the workers start.",
+        )
+    return MachineError(
+        f"a loader worker died: {(text.strip() or type(error).__name__).splitlines()[0][:160]}",
+        "Run once with workers: 0 to see the error itself.",
+    )

@@ -1,0 +1,284 @@
+"""Metrics: read from the GPU without stopping it, averaged over an epoch, written as CSV and to trackers."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import importlib.util
+import io
+import math
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+import torch
+
+from fulltilt import store
+from fulltilt.errors import ForeignFiles
+from fulltilt.train import checkpoint_files
+from fulltilt.train.checkpoint import METRICS_FILE
+from fulltilt.train.distributed import Group
+
+Label = TypeVar("Label")
+
+
+class AsyncMetrics(Generic[Label]):
+    """A queue of small device vectors, each with a label from the host."""
+
+    def __init__(self, device: torch.device, lag: int | None = None) -> None:
+        self.lag = (8 if device.type == "cuda" else 0) if lag is None else lag
+        self._queue: deque[tuple[Label, torch.Tensor, torch.cuda.Event | None]] = deque()
+        self._spare: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+
+    def push(self, label: Label, figures: torch.Tensor) -> None:
+        """Queue the figures of one step."""
+        if not figures.is_cuda:
+            self._queue.append((label, figures, None))
+            return
+        if not self._spare:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
+            self._spare.append((torch.empty_like(figures, device="cpu", pin_memory=True), event))
+        host, event = self._spare.pop()
+        host.copy_(figures, non_blocking=True)
+        event.record()
+        self._queue.append((label, host, event))
+
+    def due(self) -> Iterator[tuple[Label, list[float]]]:
+        """What was queued more than ``lag`` steps ago. The GPU has long passed there, so this hardly ever waits."""
+        while len(self._queue) > self.lag:
+            yield self._take()
+
+    def drain(self) -> Iterator[tuple[Label, list[float]]]:
+        """Everything queued. Waits for the GPU."""
+        while self._queue:
+            yield self._take()
+
+    def clear(self) -> None:
+        """Forget what is queued, after the run went back to an earlier state."""
+        for _ in self.drain():
+            pass
+
+    def _take(self) -> tuple[Label, list[float]]:
+        label, host, event = self._queue.popleft()
+        if event is not None:
+            event.synchronize()
+        figures: list[float] = host.tolist()
+        if event is not None:
+            self._spare.append((host, event))
+        return label, figures
+
+
+# --------------------------------------------------------------------------- totals
+
+
+class EpochTotals:
+    """Weighted sums by name. Adding to them never waits for the device; what is not finite is left out."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._sums: dict[tuple[str, ...], torch.Tensor] = {}
+        self._read: dict[str, tuple[float, float]] = {}
+
+    def add(self, means: Mapping[str, torch.Tensor], samples: int) -> None:
+        """Add the means over ``samples`` samples."""
+        names = tuple(means)
+        values = torch.stack([mean.detach().double() for mean in means.values()])
+        finite = torch.isfinite(values)
+        # One row of weighted sums and one of weights.
+        rows = torch.stack([torch.where(finite, values, 0.0), finite.double()]) * samples
+        self._sums[names] = self._sums[names].add_(rows) if names in self._sums else rows
+
+    def add_read(self, name: str, mean: float, samples: int) -> None:
+        """Add a mean that has been read from the device already."""
+        if math.isfinite(mean):
+            total, weight = self._read.get(name, (0.0, 0.0))
+            self._read[name] = total + mean * samples, weight + samples
+
+    def reset(self) -> None:
+        """Start a new epoch."""
+        self._sums.clear()
+        self._read.clear()
+
+    def means(self, group: Group | None = None) -> dict[str, float]:
+        """The means so far, over the ranks of ``group`` if given. Waits for the device. NaN: nothing was finite."""
+        sums, weights = self._by_name()
+        if group is not None and not group.alone:
+            # A rank that got no sample does not know the names yet.
+            names = list(dict.fromkeys(name for known in group.gather(list(sums)) for name in known))
+            rows = [[known.get(name, 0.0) for name in names] for known in (sums, weights)]
+            totals, counts = group.sum_(torch.tensor(rows, dtype=torch.float64)).tolist()
+            sums, weights = dict(zip(names, totals, strict=True)), dict(zip(names, counts, strict=True))
+        return {name: sums[name] / weights[name] if weights[name] else math.nan for name in sums}
+
+    def _by_name(self) -> tuple[dict[str, float], dict[str, float]]:
+        sums = {name: total for name, (total, _) in self._read.items()}
+        weights = {name: weight for name, (_, weight) in self._read.items()}
+        for names, rows in self._sums.items():
+            for name, total, weight in zip(names, *rows.tolist(), strict=True):
+                sums[name] = sums.get(name, 0.0) + total
+                weights[name] = weights.get(name, 0.0) + weight
+        return sums, weights
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return {
+            "sums": [[list(names), rows] for names, rows in self._sums.items()],
+            "read": [[name, *sums] for name, sums in self._read.items()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From the checkpoint."""
+        self._sums = {tuple(names): rows.to(self.device) for names, rows in state["sums"]}
+        self._read = {name: (total, weight) for name, total, weight in state.get("read", [])}
+
+
+# --------------------------------------------------------------------------- logs
+
+
+Row = dict[str, str]
+
+
+class MetricLog:
+    """Keeps a row an epoch in ``OUT/metrics.csv``. An epoch that is trained once more has its row replaced.
+
+    A run comes back to an epoch after a fall-back to an earlier checkpoint, or to finish one that was cut short.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.path = out / METRICS_FILE
+        self._rows: dict[int, Row] | None = None
+
+    def write(self, epoch: int, metrics: dict[str, float], seconds: float) -> None:
+        """Log one epoch. Raises MachineError when the disk refuses, ForeignFiles for a file that we did not write."""
+        row = {"epoch": str(epoch), "seconds": str(round(seconds, 3))}
+        row.update({name: str(value) for name, value in metrics.items()})
+        try:
+            if self._rows is None:  # not before: a fresh run has put the file of the run before aside by now
+                self._rows = dict(_csv_rows(self.path.read_bytes().decode())) if self.path.exists() else {}
+        except OSError as error:
+            raise checkpoint_files.cannot_write(self.path, error) from error
+        except (ValueError, csv.Error) as error:
+            raise ForeignFiles(f"{self.path} is not a table of epochs and is left as it is") from error
+        self._rows[epoch] = row
+        text = io.StringIO(newline="")
+        columns = dict.fromkeys(name for number in sorted(self._rows) for name in self._rows[number])
+        writer = csv.DictWriter(text, list(columns))
+        writer.writeheader()
+        writer.writerows(self._rows[number] for number in sorted(self._rows))
+        store.write_text(self.path, text.getvalue())
+
+
+def _csv_rows(text: str) -> list[tuple[int, Row]]:
+    """The epochs of the runs before. Several headers may stand between them; a line that a kill cut short is dropped.
+
+    Raises ValueError and csv.Error for lines that are not ours.
+    """
+    found: list[tuple[int, Row]] = []
+    header: list[str] = []
+    for line in csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline="")):
+        if line[:1] == ["epoch"]:
+            header = line
+        else:
+            row = dict(zip(header, line, strict=True))
+            found.append((int(row.get("epoch", "")), row))
+    return found
+
+
+# --------------------------------------------------------------------------- trackers
+
+
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
+
+
+class Tracker(Protocol):
+    """Something that draws curves."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Add one point to each curve."""
+
+    def close(self) -> None:
+        """Let go, with everything written."""
+
+
+class TensorBoard:
+    """Event files in ``OUT/tensorboard``."""
+
+    def __init__(self, out: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(store.OwnedFolder(out).make(out / "tensorboard")))  # type: ignore[no-untyped-call, unused-ignore]
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """See Tracker."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """See Tracker."""
+        self._writer.close()
+
+
+class Hosted:
+    """wandb, or trackio, which took over its calls. A resumed training goes on with the curves it began."""
+
+    def __init__(self, module: str, out: Path, project: str, config: Mapping[str, Any]) -> None:
+        # The name of a folder is no name for a run: another machine has a folder of that name, too.
+        path = out / f"{module}-run.txt"
+        if not path.exists():
+            store.write_text(path, f"{out.resolve().name}-{uuid.uuid4().hex[:8]}\n")
+        name = path.read_text(encoding="utf-8").strip()
+        own = {"id": name, "dir": str(out)} if module == "wandb" else {}
+        self._run: Any = importlib.import_module(module).init(
+            project=project, name=name, config=dict(config), resume="allow", **own
+        )
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """See Tracker."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """See Tracker."""
+        self._run.finish()
+
+
+class Trackers:
+    """Those that were asked for and could be opened. One that fails is named once and left out from then on."""
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._open: dict[str, Tracker] = {}
+
+    def start(self, asked: Sequence[TrackerName] | None, out: Path, project: str, config: Mapping[str, Any]) -> None:
+        """Open them. Without a wish (None) TensorBoard is written where it is installed."""
+        for name in ("tensorboard",) if asked is None else dict.fromkeys(asked):
+            if importlib.util.find_spec(name) is None:
+                if asked is not None:
+                    self._warn(f"{name} is not installed, so nothing is logged there: pip install {name}")
+                continue
+            try:
+                self._open[name] = TensorBoard(out) if name == "tensorboard" else Hosted(name, out, project, config)
+            except Exception as error:
+                self._give_up(name, error)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """One point for each of ``metrics``."""
+        for name, tracker in list(self._open.items()):
+            try:
+                tracker.log(metrics, step)
+            except Exception as error:
+                self._give_up(name, error)
+
+    def close(self) -> None:
+        """Let them write the rest."""
+        for name, tracker in list(self._open.items()):
+            try:
+                tracker.close()
+            except Exception as error:
+                self._give_up(name, error)
+
+    def _give_up(self, name: str, error: Exception) -> None:
+        self._open.pop(name, None)
+        first = (str(error).strip().splitlines() or [""])[0][:200]
+        self._warn(f"{name} failed and is left out from here on ({type(error).__name__}: {first})")

@@ -1,0 +1,332 @@
+"""Everything a training works with and needs to go on exactly: named parts, frozen into one snapshot."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+from fulltilt.errors import MachineError, UsageError
+from fulltilt.train import checkpoint, checkpoint_files
+from fulltilt.train.checkpoint import Checkpoint, DamagedCheckpoint, Snapshot
+from fulltilt.train.checkpoint_writer import HostMemory, Writer
+from fulltilt.train.config import TrainSettings
+from fulltilt.train.data_source import Source
+from fulltilt.train.distributed import Group, same_everywhere
+from fulltilt.train.fsdp import OptimizerState, all_sharded_like, help_gather, local_shard
+from fulltilt.train.guards import Guard, MicroBatch
+from fulltilt.train.job import Job
+from fulltilt.train.metrics_log import EpochTotals
+from fulltilt.train.optimizers import Ema
+from fulltilt.train.precision import LossScale, Precision
+from fulltilt.train.progress import Screen
+from fulltilt.train.sampler import restore_rng, rng_state
+from fulltilt.train.schedule import Stage
+from fulltilt.train.step import Stepper
+from fulltilt.train.weight_import import compare
+
+# What a rollback takes back. The rest (where the run is, what the guard has seen) goes on.
+WEIGHT_PARTS = ("optimizer", "ema", "loss_scale")
+
+
+class Part(Protocol):
+    """Something with a state that the checkpoint keeps."""
+
+    def state_dict(self) -> Any: ...  # noqa: D102
+    def load_state_dict(self, state: Any, /) -> Any: ...  # noqa: D102
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where the run is. ``consumed`` is the position in the epoch of what was trained on, not of what was fetched."""
+
+    step: int = 0
+    epoch: int = 0
+    consumed: int = 0
+    samples: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return {"step": self.step, "epoch": self.epoch, "consumed": self.consumed, "samples": self.samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From the checkpoint."""
+        self.step, self.epoch = state["step"], state["epoch"]
+        self.consumed, self.samples = state["consumed"], state["samples"]
+
+
+class MetricHistory:
+    """The watched metric after each evaluation, and the best of them."""
+
+    def __init__(self, mode: Literal["max", "min"]) -> None:
+        self.mode = mode
+        self.values: list[tuple[int, float]] = []
+
+    def add(self, epoch: int, value: float) -> bool:
+        """Note a value; True when it is the best so far."""
+        before = self.best
+        self.values.append((epoch, value))
+        return self.best != before
+
+    @property
+    def best(self) -> float | None:
+        """The best value so far; one that is no number is none."""
+        values = [value for _, value in self.values if not math.isnan(value)]
+        return (max if self.mode == "max" else min)(values, default=None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return {"values": [list(pair) for pair in self.values]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From the checkpoint."""
+        self.values = [(epoch, value) for epoch, value in state["values"]]
+
+
+class KeptSettings:
+    """The settings and the number of samples a checkpoint was made with: a resume tells what is different now."""
+
+    def __init__(self, settings: TrainSettings, samples: int | None) -> None:
+        self.now = asdict(settings) | ({} if samples is None else {"samples": samples})
+        self.before: dict[str, Any] = {}
+
+    @property
+    def changed(self) -> list[str]:
+        """The settings that differ from the checkpoint's."""
+        return [name for name in self.now if name in self.before and self.before[name] != self.now[name]]
+
+    @property
+    def changes(self) -> list[str]:
+        """What differs from the checkpoint's settings, in words."""
+        return [f"{name} {self.before[name]} → {self.now[name]}" for name in self.changed]
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return self.now
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From the checkpoint: remembered, not taken over."""
+        self.before = state
+
+
+class RandomStates:
+    """The random state of every rank."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint: all ranks take part."""
+        return {"ranks": self.group.gather(rng_state(self.group.device))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From the checkpoint. A rank that was not there before keeps the state it was seeded with."""
+        rank = self.group.ranks.rank
+        if rank < len(state["ranks"]):
+            restore_rng(state["ranks"][rank], self.group.device)
+
+
+def freeze(
+    model: torch.nn.Module,
+    states: dict[str, Any],
+    progress: Progress,
+    metric: float | None,
+    memory: HostMemory,
+) -> Snapshot:
+    """A snapshot on the host that later steps cannot change. Waits for the device once."""
+    values, tensors = checkpoint_files.flatten_state(states)
+    weights = memory.freeze(model.state_dict(), "model")
+    frozen = memory.freeze(tensors, "state")
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return Snapshot(progress.step, progress.epoch, metric, weights, frozen, values)
+
+
+def help_freeze(model: torch.nn.Module, states: dict[str, Any]) -> None:
+    """What the other ranks do while the first one freezes sharded tensors: give their parts, in the same order."""
+    help_gather([*model.state_dict().values(), *checkpoint_files.flatten_state(states)[1].values()])
+
+
+def restore(folder: Path, model: torch.nn.Module, parts: dict[str, Part]) -> None:
+    """Put every part back as the checkpoint has it.
+
+    Raises DamagedCheckpoint when it lacks a part, UsageError listing the keys when it is of another model.
+    """
+    weights, state = checkpoint.load(folder)
+    missing = [name for name in parts if name not in state]
+    if missing:
+        raise DamagedCheckpoint(
+            f"{folder} lacks {', '.join(missing)}", "Take its weights alone with --resume-from, or start with --fresh."
+        )
+    fit = compare(model.state_dict(), weights, str(folder))
+    if not fit.complete:
+        remedy = "Give the settings of that model, another --out, or --fresh."
+        raise UsageError(f"this is the checkpoint of another model: {'; '.join(fit.lines(3))}", remedy)
+    model.load_state_dict(all_sharded_like(weights, model.state_dict()))
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
+
+
+def expected_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, averaged: bool) -> int:
+    """About how large a checkpoint will be, before the optimizer has made its state: two moments for each weight.
+
+    Raises UsageError for a model that no checkpoint can hold.
+    """
+    weights = checkpoint_files.tensor_bytes(_checked(model.state_dict()))
+    trained: int = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
+    moments = 1 if isinstance(optimizer, torch.optim.SGD) else 2
+    return weights + trained * moments + (trained if averaged else 0) + 2**16
+
+
+def _checked(weights: dict[str, Any]) -> dict[str, torch.Tensor]:
+    for name, value in weights.items():
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            kind = value.layout if isinstance(value, torch.Tensor) else type(value).__name__
+            raise UsageError(
+                f"cannot save {name} of the model: {kind} is not an ordinary tensor",
+                "Leave it out of the model's state_dict().",
+            )
+    return weights
+
+
+# --------------------------------------------------------------------------- state
+
+
+@dataclass(slots=True)
+class TrainState:
+    """Everything a run works with. ``source`` and the stepper's optimizer change with the stage."""
+
+    job: Job
+    settings: TrainSettings
+    out: Path
+    device: torch.device
+    group: Group
+    model: torch.nn.Module
+    compiled: Callable[..., Any]
+    precision: Precision
+    stages: tuple[Stage, ...]
+    source: Source
+    eval_source: Source | None
+    stepper: Stepper
+    scale: LossScale
+    micro: MicroBatch
+    eval_micro: MicroBatch
+    ema: Ema | None
+    totals: EpochTotals
+    guard: Guard
+    history: MetricHistory
+    progress: Progress
+    kept_settings: KeptSettings
+    writer: Writer
+    screen: Screen
+    lock: contextlib.ExitStack
+    stage_index: int = -1
+    # What the job itself had frozen stays so; what the present epoch trains.
+    brought_frozen: frozenset[str] = frozenset()
+    trained: frozenset[str] | None = None
+
+    @property
+    def root(self) -> Path:
+        """Where the checkpoints are."""
+        return self.writer.root
+
+    @property
+    def epochs(self) -> int:
+        """Epochs of all stages together."""
+        return sum(stage.epochs for stage in self.stages)
+
+    def gpu_names(self) -> list[str]:
+        """The names of all ranks' GPUs, the first rank's first; none on the CPU."""
+        if self.device.type != "cuda":
+            return []
+        return [str(name) for name in self.group.gather(torch.cuda.get_device_name(self.device))]
+
+    def parts(self) -> dict[str, Part]:
+        """What a checkpoint holds besides the model."""
+        parts: dict[str, Part] = {
+            "progress": self.progress,
+            "optimizer": OptimizerState(self.stepper.optimizer, self.screen.warn),
+            "loss_scale": self.scale,
+            "random": RandomStates(self.group),
+            "totals": self.totals,
+            "guard": self.guard,
+            "micro_batch": self.micro,
+            "eval_micro_batch": self.eval_micro,
+            "history": self.history,
+            "settings": self.kept_settings,
+        }
+        if self.ema is not None:
+            parts["ema"] = self.ema
+        return parts
+
+    def close(self, *, failed: bool = False) -> None:
+        """End the loader's workers and leave the group of ranks; ``failed``: the others may not know yet."""
+        for data in (self.source, self.eval_source):
+            if data is not None:
+                data.close()
+        if self.stepper.replaying is not None:
+            self.stepper.replaying.undo()
+        for name, parameter in self.model.named_parameters():  # a model may be trained further by another call
+            parameter.requires_grad_(name not in self.brought_frozen)
+        self.group.close(failed=failed)
+        self.lock.close()
+
+    def share_buffers(self) -> None:
+        """Give every rank the first rank's buffers: running statistics differ, and only one set counts."""
+        self.group.copy_from_first(list(self.model.buffers()))
+
+    def broken_weights(self) -> str | None:
+        """The first trained parameters with values that are not finite, in words. Waits for the device."""
+        local = [(name, local_shard(p.detach())) for name, p in self.model.named_parameters() if p.requires_grad]
+        named = [(name, tensor) for name, tensor in local if tensor.numel()]  # a shard may be empty
+        largest = torch._foreach_norm([tensor for _, tensor in named], math.inf)  # which no large tensor overflows
+        norms = torch.stack([one.float() for one in largest] or [torch.zeros(())])
+        names = [name for (name, _), whole in zip(named, torch.isfinite(norms).tolist(), strict=False) if not whole]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"{', '.join(names[:3])}{more}" if names else None
+
+    def check_drift(self) -> None:
+        """Raise MachineError when the ranks no longer hold the same weights."""
+        if not self.stepper.placement.lockstep and not same_everywhere(list(self.model.parameters()), self.group):
+            raise MachineError(
+                f"the ranks' weights differ at step {self.progress.step}: one GPU computed wrongly",
+                "Resume from the last checkpoint, and have that machine's memory checked.",
+            )
+
+
+# --------------------------------------------------------------------------- outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended: its steps, its last metrics, and where its newest checkpoint is."""
+
+    steps: int
+    epochs: int
+    metrics: dict[str, float]
+    best: float | None
+    checkpoint: Checkpoint | None
+    skipped_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    """What a step hook sees: the run's parts after the step."""
+
+    step: int
+    epoch: int
+    state: TrainState
+    names: Callable[[], str]
+
+    @property
+    def samples(self) -> str:
+        """The names of its samples; put together only when asked for."""
+        return self.names()
+
+
+Hook = Callable[[StepEnd], None]

@@ -1,0 +1,196 @@
+"""Weights from elsewhere: one of our folders or a `.pth`/`.safetensors` of another trainer, taken as far as they fit.
+
+Nothing is unpickled without ``weights_only``, and a file that needs more is refused, not tried again unsafely.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fulltilt.errors import DataError, UsageError
+from fulltilt.train import checkpoint, checkpoint_files
+from fulltilt.train.checkpoint import newest_complete
+from fulltilt.train.fsdp import all_sharded_like
+
+# Where trainers put the weights inside their own checkpoint dicts.
+_WEIGHT_KEYS = (
+    *("model_state_dict", "state_dict", "model_state", "model", "net", "network", "weights", "params", "module"),
+    *("ema_state_dict", "model_ema", "params_ema", "ema"),
+)
+# Where Hugging Face puts them in a folder; the index names the files of weights in several parts.
+_WHOLE = ("model.safetensors", "pytorch_model.bin")
+_FOLDER_FILES = (*_WHOLE, *(f"{name}.index.json" for name in _WHOLE))
+_WHAT_TO_GIVE = "Give a checkpoint folder, or a file of weights."
+_REMOTE = re.compile(r"(?:https?|s3|gs|hf|ftp):/+")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightMatch:
+    """What came over from a foreign file: names taken, missing in it, unexpected in it, and of another shape."""
+
+    source: str
+    taken: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Every weight of the model was taken and none was left over."""
+        return not (self.missing or self.unexpected or self.mismatched)
+
+    def lines(self, most: int = 5) -> list[str]:
+        """What was taken and what not, for people."""
+        lines = [f"{self.source}: {len(self.taken)} tensors taken"]
+        for title, names in (
+            ("missing in the file", self.missing),
+            ("unexpected in the file", self.unexpected),
+            ("of another shape", self.mismatched),
+            ("not taken", self.left_out),
+        ):
+            if names:
+                more = f" and {len(names) - most} more" if len(names) > most else ""
+                lines.append(f"{len(names)} {title}: {', '.join(names[:most])}{more}")
+        return lines
+
+
+def compare(model: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor], source: str) -> WeightMatch:
+    """Which of the given tensors fit the model. Pure."""
+    mismatched = {name for name in model.keys() & given.keys() if model[name].shape != given[name].shape}
+    return WeightMatch(
+        source,
+        taken=tuple(name for name in model if name in given and name not in mismatched),
+        missing=tuple(name for name in model if name not in given),
+        unexpected=tuple(name for name in given if name not in model),
+        mismatched=tuple(
+            f"{name} ({_shape(given[name])} in the file, {_shape(model[name])} here)"
+            for name in model
+            if name in mismatched
+        ),
+    )
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return "×".join(map(str, tensor.shape)) or "a number"
+
+
+def load_weights(model: torch.nn.Module, path: Path, *, strict: bool = False) -> WeightMatch:
+    """Load what fits from ``path`` into ``model`` and say what. Raises UsageError, with ``strict`` for any misfit."""
+    given, left_out = read_weights(path)
+    own = model.state_dict()
+    given = _without_prefix(given, own)
+    plan = compare(own, given, str(path))
+    plan = WeightMatch(plan.source, plan.taken, plan.missing, plan.unexpected, plan.mismatched, left_out)
+    if not plan.taken or (strict and not plan.complete):
+        raise UsageError("; ".join(plan.lines()), "Give a checkpoint of the same model with --resume-from.")
+    model.load_state_dict(all_sharded_like({name: given[name] for name in plan.taken}, own), strict=False)
+    return plan
+
+
+def place_of(path: Path) -> Path:
+    """What a path to resume from stands for: the folder of a run for its newest checkpoint, any other for itself.
+
+    Raises UsageError when nothing is there, MachineError when no checkpoint of a run is intact.
+    """
+    if _REMOTE.match(str(path)):
+        raise UsageError(f"{path} is not on this machine", "Download it first.")
+    if not path.exists():
+        raise UsageError(f"{path} does not exist", _WHAT_TO_GIVE)
+    for root in (path / "checkpoints", path):
+        if root.is_dir() and checkpoint.folders(root) and (found := newest_complete(root).checkpoint):
+            return found.folder
+    return path
+
+
+def read_weights(path: Path) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
+    """The named tensors of a checkpoint folder or file, and the names of what else it holds. Raises UsageError."""
+    path = place_of(path)
+    if checkpoint.is_ours(path):
+        return checkpoint.load(path)[0], ("the rest of the state",)
+    if path.is_dir():
+        path = _weights_of_folder(path)
+    if path.name.endswith(".index.json"):
+        return _in_parts(path), ()
+    return _weights_in(_content(path), path)
+
+
+def _weights_of_folder(folder: Path) -> Path:
+    for name in _FOLDER_FILES:
+        if (folder / name).is_file():
+            return folder / name
+    raise DataError(f"{folder} is no checkpoint folder and has no {' or '.join(_WHOLE)}", _WHAT_TO_GIVE)
+
+
+def _in_parts(index: Path) -> dict[str, torch.Tensor]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [index.parent / Path(name).name for name in names]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{index} cannot be read: {reason(error)}") from error
+    return {name: tensor for file in files for name, tensor in _weights_in(_content(file), file)[0].items()}
+
+
+def _content(path: Path) -> Any:
+    try:
+        if path.suffix == ".safetensors":
+            return checkpoint_files.read_tensors(path)
+        with path.open("rb") as file:
+            head = file.read(2)
+        if head != b"PK" and not head.startswith(b"\x80"):  # neither torch's zip nor a pickle
+            raise DataError(f"{path} is {'no checkpoint' if head else 'empty'}: torch.save has not written it")
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        raise DataError(
+            f"{path} is refused: it holds more than weights{f' ({found[1]})' if found else ''}, "
+            "and loading it could run code",
+            "Export its weights with safetensors, or torch.save(model.state_dict()).",
+        ) from error
+    except (OSError, ValueError, EOFError, RuntimeError, KeyError, AttributeError, TypeError, IndexError) as error:
+        raise DataError(f"{path} cannot be read: {reason(error)}") from error
+
+
+def reason(error: Exception) -> str:
+    """The part of an error of torch's or safetensors' that says what is wrong, without its advice."""
+    refused = re.search(r"GLOBAL (\S+)", str(error))
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    return refused[1] if refused else first.partition(". ")[0][:120]
+
+
+def _weights_in(content: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
+    left_out: tuple[str, ...] = ()
+    if isinstance(content, dict):
+        for key in _WEIGHT_KEYS:
+            inner = content.get(key)
+            if isinstance(inner, Mapping) and any(isinstance(value, torch.Tensor) for value in inner.values()):
+                left_out = tuple(str(name) for name in content if name != key)
+                content = inner
+                break
+        tensors = {str(name): value for name, value in content.items() if isinstance(value, torch.Tensor)}
+        if tensors:
+            return tensors, left_out
+    raise DataError(f"{path} holds no weights", f"Its weights should be the file itself or under {_WEIGHT_KEYS[0]}.")
+
+
+def _without_prefix(given: dict[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Strip what DataParallel, torch.compile, Lightning and the like put before names: what makes most of them fit.
+
+    Not every name need have it: Lightning saves the model beside its losses and metrics.
+    """
+    fitting: Counter[str] = Counter()
+    for name in given:
+        parts = name.split(".")
+        cuts = (cut for cut in range(len(parts)) if ".".join(parts[cut:]) in own)
+        fitting.update("".join(f"{part}." for part in parts[:cut]) for cut in cuts)
+    prefix = max(fitting, key=lambda one: (fitting[one], -len(one)), default="")
+    return {name.removeprefix(prefix): tensor for name, tensor in given.items()}

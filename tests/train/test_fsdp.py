@@ -1,0 +1,108 @@
+"""Weights divided among the ranks: the same training, exact resume, and checkpoints that fit any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fulltilt.train import fsdp
+from fulltilt.train.fsdp import blocks
+from tests.faults import ranks, victim
+from tests.faults.ranks import exit_codes
+from tests.faults.test_ranks import ids, stop_rank_0, weights
+from tests.faults.victim import Order
+
+# 43 of 44 samples, then one: in every second step a rank has nothing of its own to compute.
+UNEVEN: dict[str, Any] = {"batch_size": 43, "epochs": 3, "save_every": 1, "sharding": "full"}
+
+
+class Blocks(torch.nn.Module):
+    """Two blocks and something beside them; nothing in it depends on how a batch is divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.ReLU(), torch.nn.Linear(7, 6)) for _ in range(2)
+        )
+        self.last = torch.nn.Linear(6, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            inputs = inputs + block(inputs)
+        return self.last(inputs).squeeze(1)
+
+
+def even_handed(model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    inputs, labels = batch
+    outputs = model(inputs)
+    value = torch.nn.functional.binary_cross_entropy_with_logits(outputs, labels.float())
+    return value, {"accuracy": ((outputs > 0) == labels).float().mean()}
+
+
+def small_blocks(order: Order) -> dict[str, Any]:
+    fsdp.LEAST_BLOCK_PARAMETERS = 1
+    torch.manual_seed(7)
+    return {"model": Blocks(), "loss": even_handed}
+
+
+def test_resume_is_exact(tmp_path: Path) -> None:
+    """With dropout, batch norm, EMA, clipping, evaluation and moments. Seen to fail: with `OptimizerState` loading
+    what it is given, the optimizer refuses whole moments beside sharded weights; with an `Ema` that swaps the tensors
+    instead of their values, evaluation sees the plain weights and the best checkpoint is another."""
+    settings = {"sharding": "full", "batch_size": 12}
+    assert exit_codes(tmp_path / "whole", 2, settings=settings) == [0, 0], victim.told(tmp_path / "whole")
+    assert exit_codes(tmp_path / "cut", 2, settings=settings, on_step=stop_rank_0) == [3, 3]
+    assert exit_codes(tmp_path / "cut", 2, settings=settings) == [0, 0]
+    assert victim.chain(tmp_path / "cut") == victim.chain(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_from_one_process_to_shards_on_two_and_three_ranks(tmp_path: Path) -> None:
+    """Weights and metrics are those of a run that stayed in one process. Seen to fail: without `Sharded.pieces` a rank
+    without samples leaves the other waiting for ever."""
+    moves = {"stayed": [(6, 1, "none")], "moved": [(1, 1, "none"), (4, 2, "full"), (6, 3, "full")]}
+    for name, starts in moves.items():
+        for steps, world, sharding in starts:
+            settings = {**UNEVEN, "sharding": sharding, "max_steps": steps, "schedule": "constant"}
+            codes = exit_codes(tmp_path / name, world, settings=settings, prepare=small_blocks)
+            assert codes == [0] * world, victim.told(tmp_path / name)
+    assert ids(tmp_path / "moved") == ids(tmp_path / "stayed")
+    stayed = weights(tmp_path / "stayed")
+    for name, tensor in weights(tmp_path / "moved").items():
+        torch.testing.assert_close(tensor, stayed[name], rtol=1e-3, atol=1e-5, msg=name)
+    first, second = (last_metrics(tmp_path / name) for name in moves)
+    assert first == pytest.approx(second, rel=1e-3, abs=1e-5)
+
+
+def last_metrics(out: Path) -> dict[str, float]:
+    names, *_, values = (line.split(",") for line in (out / "metrics.csv").read_text().splitlines())
+    return {name: float(value) for name, value in zip(names, values, strict=True) if name.startswith(("train", "eval"))}
+
+
+def full_on_rank_1(order: Order) -> dict[str, Any]:
+    def loss(model: torch.nn.Module, batch: Any) -> Any:
+        if order.rank == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory (pretended)")
+        return even_handed(model, batch)
+
+    return {**small_blocks(order), "loss": loss}
+
+
+def test_out_of_memory_ends_the_run_with_a_word(tmp_path: Path) -> None:
+    codes = ranks.run_as_torchrun(ranks.start(tmp_path, 2, settings=UNEVEN, prepare=full_on_rank_1))
+    assert codes[1] == 5
+    told = victim.told(tmp_path, 1)
+    assert "memory ran out with" in told
+    assert "raise accumulation" in told
+
+
+def test_blocks_are_found_where_networks_keep_them() -> None:
+    layer = torch.nn.TransformerEncoderLayer(128, 4)
+    encoder = torch.nn.TransformerEncoder(layer, 3)
+    assert blocks(encoder) == list(encoder.layers)
+    wide = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512))
+    assert blocks(wide) == [wide[0], wide[2]]
+    assert blocks(torch.nn.Linear(512, 512)) == []
