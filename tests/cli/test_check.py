@@ -57,7 +57,7 @@ def test_one_gpu_fits_on_one_screen_of_80_by_24(
     assert all(len(line) <= 80 and line == line.rstrip() for line in lines)
     for part in (
         "NVIDIA H200, no process on it",
-        "VRAM 0.0 of 141.0 GiB",
+        "VRAM 0 of 141 GiB",
         "40 of 87 °C, 75 of 700 W",
         "0 % busy, SM 0 %",
     ):
@@ -71,7 +71,7 @@ def test_one_gpu_fits_on_one_screen_of_80_by_24(
     ("nvml", "line"),
     [
         (two_t4s(), "ok   GPU         2 × Tesla T4"),
-        (two_t4s(), "warn VRAM        GPU 0: 6.0 of 15.0 GiB free"),
+        (two_t4s(), "warn VRAM        GPU 0: 6 of 15 GiB free"),
         (shared_gpu(), "warn sharing"),
         (throttled_gpu(after_s=-1.0), "warn throttling  GPU 0: thermal (600 of 1590 MHz)"),
         (throttled_gpu(after_s=-1.0), "fail temperature GPU 0: 94 °C, slows down at 93 °C"),
@@ -129,7 +129,7 @@ def test_the_plan_reaches_the_preflight(monkeypatch: pytest.MonkeyPatch, capsys:
     lines = {line["name"]: line for line in json.loads(check(capsys, "--json", *flags))["preflight"]}
     assert lines["/dev/shm"]["state"] in ("fail", "skip")
     if lines["/dev/shm"]["state"] == "fail":
-        assert "16.0 TiB needed: 4096 workers × 4 × 1 GiB" in lines["/dev/shm"]["figure"]
+        assert "16 TiB needed: 4,096 workers × 4 × 1 GiB" in lines["/dev/shm"]["figure"]
     assert "4096 workers asked for" in lines["CPUs"]["figure"]
 
 

@@ -36,7 +36,7 @@ def test_pageable_copies_should_be_pinned_and_not_wait() -> None:
     finding = found(transfer_blocking(gather(run)))
     assert finding.share == pytest.approx(20 / 110)
     assert finding.where == "train.py:40"
-    assert "2 copies a step, 19 MB each, 100 % from pageable memory, 100 % blocking" in finding.evidence
+    assert "2 copies a step, 18.1 MiB each, 100 % from pageable memory, 100 % blocking" in finding.evidence
     assert finding.fix == (
         "Pin the batches: DataLoader(..., pin_memory=True) at train.py:31 "
         "and copy without waiting: .to(device, non_blocking=True) at train.py:40."

@@ -137,7 +137,7 @@ def test_serial_loading_says_how_many_workers_its_cost_needs() -> None:
     assert finding.share == pytest.approx(62 / 110)
     assert finding.severity == "severe"
     assert finding.where == "train.py:31"
-    assert finding.evidence[0] == "waiting for data takes 62 % of the time after start-up: 62 s, 62 ms a step"
+    assert finding.evidence[0] == "waiting for data takes 62 % of the time after start-up: 1 min 02 s, 62 ms a step"
     assert "62 ms a batch, 97 % of it on the CPU" in finding.evidence[1]
     assert finding.fix.startswith(
         "Set num_workers=2 at train.py:31: DataLoader(..., num_workers=2, persistent_workers=True)."
@@ -326,15 +326,15 @@ def test_waiting_workers_are_raised_beyond_the_cpus_and_the_data_staged() -> Non
     assert run.run.data is None
     finding = found(input_io_bound(gather(run)))
     assert "2 workers at 162 ms a batch, 93 % waiting, not computing, idle 2.4 % of the time" in finding.evidence
-    assert "the workers read 5 GB from storage, 50 MB/s" in finding.evidence
+    assert "the workers read 4.7 GiB from storage, 47.7 MiB/s" in finding.evidence
     assert "num_workers 2 → 5" in finding.fix
     idle_disk = found(input_io_bound(gather(fed(workers(**IO_WORKERS, read_bytes=4096)))))
-    assert "the workers read only 4.1 kB from storage: they wait for a lock, a sleep or a service" in idle_disk.evidence
+    assert "the workers read only 4 KiB from storage: they wait for a lock, a sleep or a service" in idle_disk.evidence
     staged = StorageReading("/data", "nfs4", kind="network", total_bytes=12_000_000_000, fits_in_ram=True)
     run = run_of(*run.ranks, spans=run.spans, run={"data": staged})
     finding = found(input_io_bound(gather(run)))
     assert "the data in /data lies on network (nfs4)" in finding.evidence
-    assert finding.fix.endswith("Its 12 GB fit in RAM: copying /data to a RAM disk ends the waiting.")
+    assert finding.fix.endswith("Its 11.2 GiB fit in RAM: copying /data to a RAM disk ends the waiting.")
 
 
 def test_little_cpu_time_on_a_crowded_machine_without_queue_times_proves_nothing() -> None:
@@ -361,7 +361,7 @@ def test_numpy_batches_should_become_tensors() -> None:
     )
     finding = found(input_handover(gather(slow)))
     assert "2 workers could give 1,049 samples/s; idle 56 % of the time" in finding.evidence
-    assert "a batch has 19 MB as numpy" in finding.evidence
+    assert "a batch has 18.1 MiB as numpy" in finding.evidence
     assert finding.fix.startswith("Let the collate function stack_arrays at train.py:31 return tensors")
     assert finding.fix.endswith(
         "Or fetch without workers (num_workers=0): fetching a batch takes 18 ms, waiting for a worker's 62 ms."
@@ -490,7 +490,9 @@ def test_loaders_that_one_line_makes_of_a_changing_data_set_are_one() -> None:
     assert "8 passes, 8.57 s for each new one" in finding.evidence
     assert "its 2 workers are started anew for each pass (the DataLoader is made 8 times)" in finding.evidence
     assert finding.fix.endswith("persistent_workers=True), made once before the loop over epochs.")
-    assert answer(run).verdict.sentence.startswith("Restarting: 60 % of the time goes into starting 8 passes")
+    assert answer(run).verdict.sentence.startswith(
+        "Workers restarted every epoch: starting 8 passes over the data takes 60 %"
+    )
 
 
 def test_joined_loaders_keep_what_they_and_their_workers_did() -> None:
@@ -567,8 +569,8 @@ def test_batches_beyond_shared_memory_are_fatal() -> None:
     assert finding.severity == "severe"
     assert finding.predicted_speedup is None
     assert finding.evidence == (
-        "1 worker × 2 batches ahead × 100 MB = 200 MB in shared memory",
-        "/dev/shm has 64 MB",
+        "1 worker × 2 batches ahead × 95.4 MiB = 190.7 MiB in shared memory",
+        "/dev/shm has 61 MiB",
     )
     assert "--shm-size=1g" in finding.fix
 
@@ -583,7 +585,7 @@ def test_ranks_on_one_machine_share_its_shared_memory() -> None:
     settings = loader(num_workers=4, prefetch_factor=2, batch_bytes=100_000_000)
     ranks = [rank(n, world_size=2, loaders=(settings,)) for n in range(2)]
     finding = found(shm_small(gather(run_of(*ranks, on=machine(shm_total_bytes=2_000_000_000)))))
-    assert "4 workers × 2 batches ahead × 2 ranks × 100 MB = 1.6 GB in shared memory" in finding.evidence
+    assert "4 workers × 2 batches ahead × 2 ranks × 95.4 MiB = 1.5 GiB in shared memory" in finding.evidence
 
 
 def test_shared_memory_with_room_or_unused_is_left_alone() -> None:

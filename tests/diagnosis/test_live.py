@@ -85,7 +85,7 @@ def test_a_run_that_ends_in_a_trial_tells_what_was_proven_and_what_was_not() -> 
     assert not any("6 workers" in fact for fact in finding.evidence)
     sentence = told.verdict.sentence
     assert all(part in sentence for part in ("num_workers 0 → 4", "3.0 × as many", "still on trial: 6 workers"))
-    assert "to gain" not in sentence  # the rate of the whole run belongs to none of the settings
+    assert "as fast" not in sentence  # the rate of the whole run belongs to none of the settings
     assert dict(told.settings)["live.why"] == "still on trial: 6 workers, prefetch 2"
 
 

@@ -30,9 +30,9 @@ def test_reading_back_swap_is_fatal_and_comes_first() -> None:
     finding = found(memory_pressure(gather(run)))
     assert (finding.severity, finding.predicted_speedup) == ("severe", None)
     assert finding.share == pytest.approx(100 / 110)
-    assert finding.evidence == ("40 MB/s are read back from swap", "RAM is at 97 % of its limit")
+    assert finding.evidence == ("38.1 MiB/s are read back from swap", "RAM is at 97 % of its limit")
     assert finding.fix == (
-        "Lower num_workers 8 → 4 at train.py:31 and prefetch_factor 4 → 2 (32 MB of batches are kept ready)."
+        "Lower num_workers 8 → 4 at train.py:31 and prefetch_factor 4 → 2 (30.5 MiB of batches are kept ready)."
     )
     assert answer(run).verdict.code == "memory_pressure"
 
@@ -163,7 +163,7 @@ THEIRS = GpuProcess(999, "ollama", 20 * 10**9, ours=False)
 def test_another_process_on_the_gpu_is_named() -> None:
     finding = found(gpu_shared(gather(on_gpu(processes=(OURS, THEIRS)))))
     assert finding.severity == "warn"
-    assert finding.evidence == ("GPU 0 also runs ollama (pid 999, 20 GB)",)
+    assert finding.evidence == ("GPU 0 also runs ollama (pid 999, 18.6 GiB)",)
     assert finding.predicted_speedup == (1.0, 2.0)  # two that compute take turns
 
 

@@ -1,3 +1,4 @@
+import typing
 from typing import Any
 
 import pytest
@@ -5,7 +6,7 @@ import pytest
 from fulltilt.diagnosis import Thresholds, answer, diagnose
 from fulltilt.diagnosis.gains import expected
 from fulltilt.diagnosis.rules import RULES, code_of
-from fulltilt.diagnosis.verdict import ordered
+from fulltilt.diagnosis.verdict import TITLES, ordered
 from fulltilt.records import Buckets, Finding, FindingCode, HotLine, LoaderRecord, Settings, Span
 from tests.diagnosis.examples import gpu, gpu_rank, host, loader, rank, run_of, sampled, spans_of, workers
 
@@ -18,9 +19,7 @@ def finding(code: FindingCode, gain: tuple[float, float] | None, severity: Any =
 
 
 def test_there_is_one_rule_for_each_code_named_like_it() -> None:
-    from typing import get_args
-
-    assert tuple(code_of(rule) for rule in RULES) == get_args(FindingCode)
+    assert tuple(code_of(rule) for rule in RULES) == typing.get_args(FindingCode)
 
 
 # --------------------------------------------------------------------------- order
@@ -75,19 +74,22 @@ def starved_by_workers() -> tuple[LoaderRecord, ...]:
         (
             run_of(gpu_rank(workers=(workers(),), loaders=starved_by_workers()), data_wait=62.0, compute=38.0),
             "input_cpu_bound",
-            "Starved: 62 % of the time the GPU waits for data; at most 2.6 × to gain: "
+            "Data loading CPU-bound: the GPU waits for data in 62 % of the time after start-up; at most 2.6 × as "
+            "fast without it: "
             "the loader gives 320 samples/s, the GPU could take 842.",
         ),
         (
             run_of(rank(loaders=(loader(wait_s=62.0),)), data_wait=62.0, compute=38.0),
             "input_serial",
-            "Starved: 62 % of the time training waits for data; at most 2.6 × to gain: "
+            "Data loading no workers: training waits for data in 62 % of the time after start-up; at most 2.6 × as "
+            "fast without it: "
             "training gets 320 samples/s, compute could take 842.",
         ),
         (  # the rate of the whole run, which stands beside it in every report, is 278
             run_of(rank(loaders=(loader(wait_s=62.0),)), data_wait=62.0, compute=38.0, validation=15.0),
             "input_serial",
-            "Starved: 54 % of the time training waits for data; at most 2.2 × to gain: "
+            "Data loading no workers: training waits for data in 54 % of the time after start-up; at most 2.2 × as "
+            "fast without it: "
             "between validations and saves training gets 320 samples/s, compute could take 842.",
         ),
         (  # validation beside it: the loader gives what it gives, but there is less to gain
@@ -98,58 +100,62 @@ def starved_by_workers() -> tuple[LoaderRecord, ...]:
                 validation=15.0,
             ),
             "input_cpu_bound",
-            "Starved: 54 % of the time the GPU waits for data; at most 2.2 × to gain: "
+            "Data loading CPU-bound: the GPU waits for data in 54 % of the time after start-up; at most 2.2 × as "
+            "fast without it: "
             "the loader gives 320 samples/s, the GPU could take 842.",
         ),
         (
             run_of(rank(loaders=()), spans=(spans_of(samples=False, data_wait=50.0, compute=50.0),)),
             "input_serial",
-            "Starved: 50 % of the time training waits for data; at most 2.0 × to gain.",
+            "Data loading no workers: training waits for data in 50 % of the time after start-up; at most 2.0 × as "
+            "fast without it.",
         ),
         (
             run_of(rank(loaders=(loader(passes=41),)), epoch_turnover=40.0, compute=60.0),
             "epoch_restart",
-            "Restarting: 40 % of the time goes into starting 41 passes over the data; at most 1.7 × to gain.",
+            "Workers restarted every epoch: starting 41 passes over the data takes 40 % of the time after "
+            "start-up; at most 1.7 × as fast without it.",
         ),
         (
             run_of(rank(host_lines=(HotLine("train.py:55", "main", 49.0),)), host_code=50.0, compute=50.0),
             "host_code",
-            "Held up: 50 % of the time goes into the script's own code (train.py:55); at most 2.0 × to gain.",
+            "Python code between steps: the script's own code takes 50 % of the time after start-up (train.py:55); "
+            "at most 2.0 × as fast without it.",
         ),
         (
             run_of(gpu_rank(gpu_busy_step_s=0.095), samples=sampled(gpu()), compute=95.0, host_code=5.0),
             "compute_bound",
-            "Full tilt: 95 % of the time is compute; 320 samples/s, 95 % of the compute ceiling.",
+            "Compute-bound: 95 % of the time after start-up is compute; 320 samples/s, 95 % of the compute ceiling.",
         ),
         (
             run_of(rank(), compute=70.0, validation=15.0, host_code=8.0, checkpoint=4.0, epoch_turnover=3.0),
             "compute_bound",
-            "Mostly compute: 70 % of the time, and no single cause takes much of the rest; "
+            "Mostly compute: 70 % of the time after start-up, and no single cause takes much of the rest; "
             "320 samples/s, 70 % of the compute ceiling.",
         ),
         (
             run_of(rank(), compute=96.0, host_code=4.0, run={"state": "crashed", "exit_code": 1}),
             "compute_bound",
-            "Full tilt: 96 % of the time is compute; 320 samples/s, 96 % of the compute ceiling; "
-            "the script ended with exit code 1 after 1000 steps.",
+            "Compute-bound: 96 % of the time after start-up is compute; 320 samples/s, 96 % of the compute ceiling; "
+            "the script ended with exit code 1 after 1,000 steps.",
         ),
         (
             run_of(rank(), compute=96.0, host_code=4.0, run={"state": "interrupted", "exit_code": 130}),
             "compute_bound",
-            "Full tilt: 96 % of the time is compute; 320 samples/s, 96 % of the compute ceiling; "
-            "it was interrupted after 1000 steps.",
+            "Compute-bound: 96 % of the time after start-up is compute; 320 samples/s, 96 % of the compute ceiling; "
+            "it was interrupted after 1,000 steps.",
         ),
         (
             run_of(rank(), compute=96.0, host_code=4.0, run=STOPPED),
             "compute_bound",
-            "Full tilt: 96 % of the time is compute; 320 samples/s, 96 % of the compute ceiling; "
-            "stopped after 1000 steps by StoppedEarly.",
+            "Compute-bound: 96 % of the time after start-up is compute; 320 samples/s, 96 % of the compute ceiling; "
+            "stopped after 1,000 steps by StoppedEarly.",
         ),
         (
             run_of(rank(finished=False, t1_s=110.0), compute=96.0, host_code=4.0, run=KILLED),
             "compute_bound",
-            "Full tilt: 96 % of the time is compute; 320 samples/s, 96 % of the compute ceiling; "
-            "it was killed by SIGKILL after at least 1000 steps, and what it did last was not recorded.",
+            "Compute-bound: 96 % of the time after start-up is compute; 320 samples/s, 96 % of the compute ceiling; "
+            "it was killed by SIGKILL after at least 1,000 steps, and what it did last was not recorded.",
         ),
         (
             run_of(
@@ -159,8 +165,9 @@ def starved_by_workers() -> tuple[LoaderRecord, ...]:
                 run=KILLED,
             ),
             "compute_bound",
-            "Full tilt: 96 % of the time is compute; 320 samples/s, 96 % of the compute ceiling; it was killed by "
-            "SIGKILL after at least 1000 steps; for the last 40 s before that it made none: it waited for data.",
+            "Compute-bound: 96 % of the time after start-up is compute; 320 samples/s, 96 % of the compute "
+            "ceiling; it was killed by "
+            "SIGKILL after at least 1,000 steps; for the last 40 s before that it made none: it waited for data.",
         ),
         (
             run_of(
@@ -170,25 +177,27 @@ def starved_by_workers() -> tuple[LoaderRecord, ...]:
                 run=KILLED,
             ),
             "compute_bound",
-            "Full tilt: 96 % of the time is compute; 320 samples/s, 96 % of the compute ceiling; "
-            "it was killed by SIGKILL after at least 1000 steps, and what it did last was not recorded.",
+            "Compute-bound: 96 % of the time after start-up is compute; 320 samples/s, 96 % of the compute ceiling; "
+            "it was killed by SIGKILL after at least 1,000 steps, and what it did last was not recorded.",
         ),
         (
             run_of(rank(finished=False, t1_s=110.0), compute=96.0, host_code=4.0, run={**KILLED, "oom_kills": 1}),
             "compute_bound",
-            "Full tilt: 96 % of the time is compute; 320 samples/s, 96 % of the compute ceiling; it was killed by the "
-            "kernel for lack of memory (SIGKILL) after at least 1000 steps, and what it did last was not recorded.",
+            "Compute-bound: 96 % of the time after start-up is compute; 320 samples/s, 96 % of the compute "
+            "ceiling; it was killed by the "
+            "kernel for lack of memory (SIGKILL) after at least 1,000 steps, and what it did last was not recorded.",
         ),
         (
             run_of(rank(), compute=96.0, host_code=4.0, run={"state": "crashed", "exit_code": 1, "oom_kills": 2}),
             "compute_bound",
-            "Full tilt: 96 % of the time is compute; 320 samples/s, 96 % of the compute ceiling; the script ended with "
-            "exit code 1 after 1000 steps, and the kernel killed 2 processes for lack of memory.",
+            "Compute-bound: 96 % of the time after start-up is compute; 320 samples/s, 96 % of the compute "
+            "ceiling; the script ended with "
+            "exit code 1 after 1,000 steps, and the kernel killed 2 processes for lack of memory.",
         ),
         (
             run_of(rank(finished=False, t1_s=110.0), compute=96.0, host_code=4.0),
             "compute_bound",
-            "Full tilt: 96 % of the time is compute; 320 samples/s, 96 % of the compute ceiling; "
+            "Compute-bound: 96 % of the time after start-up is compute; 320 samples/s, 96 % of the compute ceiling; "
             "its end was not recorded.",
         ),
         (
@@ -240,7 +249,9 @@ def test_time_that_nobody_saw_is_no_part_of_a_share() -> None:
     """A killed process loses its last second: of a run of two seconds that made half of every share."""
     killed = rank(finished=False, t1_s=110.0)
     run = run_of(killed, host_code=50.0, compute=50.0, run={**KILLED, "wall_s": 210.0})
-    assert answer(run).verdict.sentence.startswith("Held up: 50 % of the time")
+    assert answer(run).verdict.sentence.startswith(
+        "Python code between steps: the script's own code takes 50 % of the time"
+    )
     assert answer(run).ledger.buckets.unattributed_s == pytest.approx(100.0)
 
 
@@ -280,3 +291,7 @@ def test_the_settings_in_force_and_those_asked_for() -> None:
     assert settings["asked.num_workers"] == 4
     assert "asked.batch_size" not in settings
     assert dict(answer(run_of()).settings)["num_workers"] is None
+
+
+def test_every_finding_code_has_a_title() -> None:
+    assert set(typing.get_args(FindingCode)) <= set(TITLES)

@@ -114,9 +114,9 @@ def test_it_shows_the_gpu_the_host_and_the_job() -> None:
         "CPU     45 %",
         "2 CPUs  load 1.2  I/O wait 3 %",
         "RAM     25 %",
-        "16.0 of 64.0 GiB",
-        "read 120 MB/s",
-        "4242  python +8         20260101-train     0      8.0 GiB   812 %   12.0 GiB",
+        "16 of 64 GiB",
+        "114.4 MiB/s, at most 114.4 MiB/s",
+        "4242  python +8         20260101-train     0        8 GiB   812 %     12 GiB",
     ):
         assert part in shown
     assert "\nSM" not in shown  # there is no GPM on a T4
@@ -138,7 +138,7 @@ def test_charts_follow_the_samples() -> None:
 
 
 def test_a_container_limit_is_what_ram_is_measured_against() -> None:
-    assert "16.0 of 32.0 GiB (limit)" in text(view(host=dataclasses.replace(HOST, mem_limit_bytes=32 * GIB)))
+    assert "16 of 32 GiB (limit)" in text(view(host=dataclasses.replace(HOST, mem_limit_bytes=32 * GIB)))
 
 
 def test_without_a_gpu_it_shows_the_host_and_says_so() -> None:

@@ -32,7 +32,7 @@ def cache(
         raise UsageError(f"cache knows list and clear, not {action!r}")
     from fulltilt.feed.disk_cache import default_cache_dir, folder_of_caches, list_caches, remove, sweep
     from fulltilt.feed.tiers import in_words
-    from fulltilt.report.wording import one_line
+    from fulltilt.figures import one_line
 
     where = folder_of_caches(folder if folder is not None else default_cache_dir())
     entries = [

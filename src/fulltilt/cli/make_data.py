@@ -21,7 +21,7 @@ def make_data(
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same files.")] = 0,
 ) -> None:
     """Make a data set that can be learnt but is not easy, in the format that its recipe reads."""
-    from fulltilt.diagnosis.words import count
+    from fulltilt.figures import count
     from fulltilt.recipes.synthetic import KINDS, make_folder
 
     began_s = time.monotonic()

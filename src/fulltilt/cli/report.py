@@ -13,11 +13,11 @@ from fulltilt import store
 from fulltilt.cli.streams import tell
 from fulltilt.diagnosis import answer
 from fulltilt.errors import FulltiltError, UsageError
+from fulltilt.figures import clean
 from fulltilt.report import page, terminal
 from fulltilt.report.answer import to_plain
 from fulltilt.report.comparison import Reported
 from fulltilt.report.screen import open_console
-from fulltilt.report.wording import clean
 
 RUNS_FOLDER = Path("fulltilt-runs")
 COMPARISON_FILE = Path("fulltilt-report.html")

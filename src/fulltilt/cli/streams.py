@@ -52,6 +52,6 @@ def complain(message: str) -> None:
 
 def tell(line: str = "") -> None:
     """Print a line on standard error. Names of files and processes in it may hold anything."""
-    from fulltilt.report.wording import clean
+    from fulltilt.figures import clean
 
     print(clean(line), file=sys.stderr, flush=True)

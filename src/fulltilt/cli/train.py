@@ -89,7 +89,7 @@ def run_recipe(recipe: Recipe, given: dict[str, Any], config: Path | None = None
 
 
 def _make(recipe: Recipe, folder: Path) -> None:
-    from fulltilt.diagnosis.words import count
+    from fulltilt.figures import count
     from fulltilt.recipes.synthetic import KINDS, make_folder
 
     if make_folder(recipe.made, folder, recipe.made_size, 0):

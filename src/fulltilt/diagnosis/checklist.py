@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from fulltilt.diagnosis.evidence import Evidence
-from fulltilt.diagnosis.words import number, percent
+from fulltilt.figures import number, percent
 from fulltilt.records import CheckLine, LoaderRecord
 
 # How the batch size is called on command lines: --batch_size 128, --batch-size=128, per_device_train_batch_size=128.

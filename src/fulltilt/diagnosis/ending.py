@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from fulltilt.diagnosis.words import count, seconds
+from fulltilt.figures import count, seconds
 from fulltilt.records import BUCKETS, Run, RunRecord, Span
 
 # A job that was killed this long after its last step hung, and so many times as long as a step takes.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fulltilt.diagnosis.ledger import training_window
 from fulltilt.diagnosis.thresholds import Thresholds
-from fulltilt.diagnosis.words import percent
+from fulltilt.figures import percent
 from fulltilt.records import GpuProcess, GpuReading, GpuSummary, Run, Sample
 
 # Limits that every busy GPU runs into sooner or later: throttling only when the clock falls far for them.

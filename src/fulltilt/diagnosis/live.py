@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from fulltilt.diagnosis.words import count, number, percent, times
+from fulltilt.figures import count, number, percent, times
 from fulltilt.records import LiveRecord, LoaderRecord, RankRecord, Settings
 
 Value = str | int | float | bool | None

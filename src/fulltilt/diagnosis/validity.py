@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fulltilt.diagnosis.evidence import Evidence
-from fulltilt.diagnosis.words import percent
+from fulltilt.figures import percent
 from fulltilt.records import GpuSummary
 
 

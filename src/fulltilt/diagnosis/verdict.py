@@ -10,7 +10,7 @@ from fulltilt.diagnosis.gains import amdahl, expected
 from fulltilt.diagnosis.ledger import rate_while_drawing
 from fulltilt.diagnosis.live import live_record, live_words
 from fulltilt.diagnosis.rules.arithmetic import share_of_ceiling
-from fulltilt.diagnosis.words import count, number, percent, seconds, times
+from fulltilt.figures import count, number, percent, seconds, times
 from fulltilt.records import BUCKETS, Finding, Verdict
 
 _FATAL = ("memory_pressure", "shm_small")
@@ -19,7 +19,7 @@ _FATAL = ("memory_pressure", "shm_small")
 def ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """What fixing would win most comes first; the healthy end stands before mere remarks, behind all else.
 
-    A job about to die of memory (or one that did) has nothing to win before that is mended.
+    A job short of memory comes first: it may end before anything else matters.
     """
 
     def place(finding: Finding) -> tuple[int, float, float]:
@@ -50,50 +50,86 @@ def reach_verdict(evidence: Evidence, findings: tuple[Finding, ...]) -> Verdict:
 
 # --------------------------------------------------------------------------- sentences
 
-_STARVED = "Starved: {share} of the time {trainee} waits for data{room}"
+TITLES: dict[str, str] = {
+    "input_serial": "Data loading: no workers",
+    "input_cpu_bound": "Data loading: CPU-bound",
+    "input_io_bound": "Data loading: I/O-bound",
+    "input_handover": "Data loading: slow hand-over from the workers",
+    "epoch_restart": "Workers restarted every epoch",
+    "transfer_blocking": "Blocking copies to the GPU",
+    "sync_point": "Host waits for the GPU",
+    "launch_bound": "Launch-bound",
+    "batch_too_small": "Batch too small",
+    "precision_unused": "Tensor cores unused",
+    "padding_waste": "Padding",
+    "host_code": "Python code between steps",
+    "validation_heavy": "Validation",
+    "checkpoint_stall": "Blocking checkpoints",
+    "memory_pressure": "Memory pressure",
+    "cpu_oversubscribed": "CPU oversubscribed",
+    "shm_small": "Shared memory too small",
+    "throttled": "GPU throttled",
+    "gpu_shared": "GPU shared",
+    "straggler": "Straggler",
+    "communication_bound": "Communication-bound",
+    "compute_bound": "Compute-bound",
+    "no_steps": "No training steps",
+    "too_short": "Run too short",
+    "unexplained": "No cause found",
+}
+
+
+def title(code: str) -> str:
+    """A finding's code in the words of the field."""
+    return TITLES.get(code, code)
+
+
+# Behind the title. {share} is of the time after start-up.
+_DATA_WAIT = "{trainee} waits for data in {share}{gain}"
 
 _SENTENCES: dict[str, str] = {
-    "input_serial": _STARVED,
-    "input_cpu_bound": _STARVED,
-    "input_io_bound": _STARVED,
-    "input_handover": _STARVED,
-    "epoch_restart": "Restarting: {share} of the time goes into starting {passes} over the data{win}",
-    "transfer_blocking": "Held up: the GPU idles {share} of the time while batches are copied to it{place}{win}",
-    "sync_point": "Held up: the GPU idles {share} of the time because the script waits for it{place}{win}",
-    "launch_bound": "Launch-bound: the GPU idles {share} of the time between kernels that come too slowly{win}",
-    "batch_too_small": "Half empty: the batch is too small to fill the GPU{win}",
-    "precision_unused": "Computing the dear way: float32 leaves the GPU's tensor cores idle{win}",
-    "padding_waste": "Computing on nothing: {fact}{win}",
-    "host_code": "Held up: {share} of the time goes into the script's own code{place}{win}",
-    "validation_heavy": "Validating: {share} of the time goes into validation{win}",
-    "checkpoint_stall": "Saving: {share} of the time training stands still for checkpoints{place}{win}",
-    "memory_pressure": "Short of memory: {fact}",
-    "cpu_oversubscribed": "Crowded: {fact} and get in each other's way{win}",
-    "shm_small": "Short of shared memory: {fact}",
-    "throttled": "Throttled: {fact}{win}",
-    "gpu_shared": "Not alone: {fact}{win}",
-    "straggler": "Out of step: {fact}{win}",
-    "communication_bound": "Talking: {share} of the time goes into exchanging gradients{win}",
-    "compute_bound": "{health}",
+    "input_serial": _DATA_WAIT,
+    "input_cpu_bound": _DATA_WAIT,
+    "input_io_bound": _DATA_WAIT,
+    "input_handover": _DATA_WAIT,
+    "epoch_restart": "starting {passes} over the data takes {share}{win}",
+    "transfer_blocking": "the GPU is idle in {share} while batches are copied to it{place}{win}",
+    "sync_point": "the GPU is idle in {share} because the script waits for its results{place}{win}",
+    "launch_bound": "the GPU is idle between kernels in {share}{win}",
+    "batch_too_small": "it does not fill the GPU{win}",
+    "precision_unused": "the model computes in float32{win}",
+    "padding_waste": "{fact}{win}",
+    "host_code": "the script's own code takes {share}{place}{win}",
+    "validation_heavy": "it takes {share}{win}",
+    "checkpoint_stall": "training stands still for them in {share}{place}{win}",
+    "memory_pressure": "{fact}",
+    "cpu_oversubscribed": "{fact} and slow each other down{win}",
+    "shm_small": "{fact}",
+    "throttled": "{fact}{win}",
+    "gpu_shared": "{fact}{win}",
+    "straggler": "{fact}{win}",
+    "communication_bound": "exchanging gradients takes {share}{win}",
 }
 
 
 def _sentence(evidence: Evidence, finding: Finding) -> str:
     share = evidence.active_share(finding.share * evidence.ledger.wall_s)
     predicted = finding.predicted_speedup
-    return _SENTENCES[finding.code].format(
-        share=percent(share),
+    if finding.code == "compute_bound":
+        return _compute_bound(evidence, share)
+    told = _SENTENCES[finding.code].format(
+        share=f"{percent(share)} of the time after start-up",
         fact=finding.evidence[0],
         place=f" ({finding.where})" if finding.where else "",
-        win=f"; at most {times(predicted[1])} to gain" if predicted and predicted[1] > 1 else "",
+        win=f"; at most {times(predicted[1])} as fast without it" if predicted and predicted[1] > 1 else "",
         trainee=evidence.trainee,
         passes=count("pass", evidence.loader.passes) if evidence.loader else "passes",
-        room=_room(evidence, share),
-        health=_health(evidence, share),
+        gain=_gain(evidence, share),
     )
+    return f"{title(finding.code).replace(':', '')}: {told}"
 
 
-def _room(evidence: Evidence, share: float) -> str:
+def _gain(evidence: Evidence, share: float) -> str:
     """How much there is to gain at most when training no longer waits for data.
 
     The rate of a run under live tuning is that of no settings in particular: its gain is told by what was tried.
@@ -104,12 +140,12 @@ def _room(evidence: Evidence, share: float) -> str:
     rate, ceiling = rate_while_drawing(evidence.run), evidence.ceilings.compute_samples_per_s
     if rate and ceiling and ceiling > rate:
         taker = "the GPU" if evidence.on_gpu else "compute"
-        giver = _giver(evidence, rate)
+        most = times(min(ceiling / rate, amdahl(share)))
         return (
-            f"; at most {times(min(ceiling / rate, amdahl(share)))} to gain: {giver} {number(rate)} samples/s, "
+            f"; at most {most} as fast without it: {_giver(evidence, rate)} {number(rate)} samples/s, "
             f"{taker} could take {number(ceiling)}"
         )
-    return f"; at most {times(amdahl(share))} to gain"
+    return f"; at most {times(amdahl(share))} as fast without it"
 
 
 def _giver(evidence: Evidence, rate: float) -> str:
@@ -120,7 +156,7 @@ def _giver(evidence: Evidence, rate: float) -> str:
     return "between validations and saves training gets" if pauses else "training gets"
 
 
-def _health(evidence: Evidence, share: float) -> str:
+def _compute_bound(evidence: Evidence, share: float) -> str:
     reached = share_of_ceiling(evidence)
     rate = ""
     if reached is not None:
@@ -128,8 +164,10 @@ def _health(evidence: Evidence, share: float) -> str:
             f"; {number(evidence.throughput.samples_per_s or 0.0)} samples/s, {percent(reached)} of the compute ceiling"
         )
     if share >= evidence.thresholds.full_tilt_share:
-        return f"Full tilt: {percent(share)} of the time is compute{rate}"
-    return f"Mostly compute: {percent(share)} of the time, and no single cause takes much of the rest{rate}"
+        return f"{title('compute_bound')}: {percent(share)} of the time after start-up is compute{rate}"
+    return (
+        f"Mostly compute: {percent(share)} of the time after start-up, and no single cause takes much of the rest{rate}"
+    )
 
 
 def _tuned(evidence: Evidence) -> str:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import PurePath
 from typing import TypeAlias
 
+from fulltilt import figures
 from fulltilt.records import Diagnosis, Run
 from fulltilt.report import wording
 from fulltilt.report.palette import BUCKET_TINTS
@@ -42,7 +43,7 @@ def compare(runs: Sequence[Reported]) -> tuple[Row, ...]:
     for name, cell in (*_USE, *_shares(answers), *_SPEED):
         rows.append(_row(name, [cell(answer) for answer in answers]))
     rows.append(_row("speed against the first", _against_first(_speeds(answers))))
-    return tuple(row for row in rows if any(cell != wording.NOT_MEASURED for cell in row.cells))
+    return tuple(row for row in rows if any(cell != figures.NOT_MEASURED for cell in row.cells))
 
 
 def _row(name: str, cells: Sequence[str]) -> Row:
@@ -57,12 +58,12 @@ def _speeds(answers: Sequence[Diagnosis]) -> list[float | None]:
 
 def _against_first(rates: Sequence[float | None]) -> list[str]:
     first = rates[0]
-    return [f"{rate / first:.2f} ×" if rate is not None and first else wording.NOT_MEASURED for rate in rates]
+    return [f"{rate / first:.2f} ×" if rate is not None and first else figures.NOT_MEASURED for rate in rates]
 
 
 def _fullest_gpu(answer: Diagnosis) -> str:
     peaks = [gpu.vram_peak_bytes for gpu in answer.gpu if gpu.vram_peak_bytes is not None]
-    return wording.size(max(peaks, default=None))
+    return figures.size(max(peaks, default=None))
 
 
 Cell: TypeAlias = Callable[[Diagnosis], str]
@@ -87,18 +88,18 @@ def _part(bucket: str, answer: Diagnosis) -> float:
 
 
 def _share(bucket: str, answer: Diagnosis) -> str:
-    return wording.share(_part(bucket, answer)) if answer.ledger.wall_s > 0 else wording.NOT_MEASURED
+    return figures.percent(_part(bucket, answer)) if answer.ledger.wall_s > 0 else figures.NOT_MEASURED
 
 
 _USE: tuple[tuple[str, Cell], ...] = (
-    ("GPU use", lambda answer: wording.percent_range([gpu.util_pct for gpu in answer.gpu])),
-    ("SM active", lambda answer: wording.percent_range([gpu.sm_active_pct for gpu in answer.gpu])),
+    ("GPU use", lambda answer: figures.pct_range([gpu.util_pct for gpu in answer.gpu])),
+    ("SM active", lambda answer: figures.pct_range([gpu.sm_active_pct for gpu in answer.gpu])),
     ("GPU memory, peak", _fullest_gpu),
 )
 _SPEED: tuple[tuple[str, Cell], ...] = (
-    ("wall time", lambda answer: wording.seconds(answer.ledger.wall_s)),
-    ("steps", lambda answer: wording.count(answer.throughput.steps)),
-    ("steps/s", lambda answer: wording.number(answer.throughput.steps_per_s)),
-    ("compute ceiling, samples/s", lambda answer: wording.number(answer.ceilings.compute_samples_per_s)),
-    ("samples/s", lambda answer: wording.number(answer.throughput.samples_per_s)),
+    ("wall time", lambda answer: figures.seconds(answer.ledger.wall_s)),
+    ("steps", lambda answer: figures.whole(answer.throughput.steps)),
+    ("steps/s", lambda answer: figures.number(answer.throughput.steps_per_s)),
+    ("compute ceiling, samples/s", lambda answer: figures.number(answer.ceilings.compute_samples_per_s)),
+    ("samples/s", lambda answer: figures.number(answer.throughput.samples_per_s)),
 )

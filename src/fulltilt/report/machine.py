@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.text import Text
 
+from fulltilt import figures
+from fulltilt.figures import NOT_MEASURED, clean
 from fulltilt.records import CheckLine, GpuReading, HostReading, Machine, StorageReading
-from fulltilt.report import wording
-from fulltilt.report.wording import NOT_MEASURED, clean
 
 STATE_STYLES = {"ok": "green", "warn": "bold yellow", "fail": "bold red", "skip": "dim"}
 
@@ -55,10 +55,10 @@ def _facts(machine: Machine, host: HostReading, storage: StorageReading | None) 
         yield "GPU", "none"
     load = "" if host.load_1min is None else f", load {host.load_1min:.1f}"
     yield "CPUs", f"{machine.cpu.usable:g} usable of {machine.cpu.present} present{load}"
-    allowed, present = machine.mem_limit_bytes, wording.size(machine.mem_total_bytes)
-    cap = present if allowed is None else f"{wording.size(allowed)} allowed ({present} present)"
-    memory = f"{wording.size(host.mem_used_bytes)} used of {cap}"
-    shared = f"/dev/shm {wording.size(machine.shm_free_bytes)} free of {wording.size(machine.shm_total_bytes)}"
+    allowed, present = machine.mem_limit_bytes, figures.size(machine.mem_total_bytes)
+    cap = present if allowed is None else f"{figures.size(allowed)} allowed ({present} present)"
+    memory = f"{figures.size(host.mem_used_bytes)} used of {cap}"
+    shared = f"/dev/shm {figures.size(machine.shm_free_bytes)} free of {figures.size(machine.shm_total_bytes)}"
     yield "memory", f"{memory}; {shared if machine.shm_total_bytes is not None else 'no /dev/shm'}"
     driver = "no NVIDIA driver" if machine.driver is None else f"driver {machine.driver}{_cuda(machine.driver_cuda)}"
     yield "torch", f"{machine.torch or 'not installed'}{_cuda(machine.cuda)}, {driver}"
@@ -82,9 +82,9 @@ def _tenants(gpu: GpuReading) -> str:
 def _gpu_use(gpu: GpuReading) -> str:
     throttled = ", ".join(gpu.throttle_reasons or ()).replace("_", " ")
     parts = [
-        f"{wording.percent(gpu.util_pct)} busy",
-        "" if gpu.sm_active_pct is None else f"SM {wording.percent(gpu.sm_active_pct)}",
-        f"VRAM {_of(_gib(gpu.vram_used_bytes), _gib(gpu.vram_total_bytes), 'GiB', 1)}",
+        f"{figures.pct(gpu.util_pct)} busy",
+        "" if gpu.sm_active_pct is None else f"SM {figures.pct(gpu.sm_active_pct)}",
+        f"VRAM {_vram(gpu)}",
         _of(gpu.temperature_c, gpu.temperature_limit_c, "°C"),
         _of(gpu.power_w, gpu.power_limit_w, "W"),
         f"throttled: {throttled}" if throttled else "",
@@ -92,15 +92,17 @@ def _gpu_use(gpu: GpuReading) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _of(value: float | None, limit: float | None, unit: str, decimals: int = 0) -> str:
+def _of(value: float | None, limit: float | None, unit: str) -> str:
     """``40 of 87 °C``, as far as it is known."""
     if value is None:
         return NOT_MEASURED
-    return f"{value:.{decimals}f}{'' if limit is None else f' of {limit:.{decimals}f}'} {unit}"
+    return f"{value:.0f}{'' if limit is None else f' of {limit:.0f}'} {unit}"
 
 
-def _gib(count: int | None) -> float | None:
-    return None if count is None else count / 1024**3
+def _vram(gpu: GpuReading) -> str:
+    if gpu.vram_used_bytes is None or gpu.vram_total_bytes is None:
+        return figures.size(gpu.vram_used_bytes)
+    return figures.used_of(gpu.vram_used_bytes, gpu.vram_total_bytes)
 
 
 def _storage_facts(storage: StorageReading) -> Iterator[tuple[str, str]]:
@@ -108,7 +110,7 @@ def _storage_facts(storage: StorageReading) -> Iterator[tuple[str, str]]:
     on = f"on {storage.device} ({place})" if storage.device and place else place
     count = "?" if storage.files is None else f"{storage.files:,}"
     more = "" if storage.counted_fully else "more than "
-    yield "data", f"{storage.path}: {more}{count} files, {wording.size(storage.total_bytes)}, {on}"
+    yield "data", f"{storage.path}: {more}{count} files, {figures.size(storage.total_bytes)}, {on}"
     yield "", f"uncached {_rates(storage, 'cold')}; cached {_rates(storage, 'warm')}"
 
 
@@ -117,7 +119,7 @@ def _rates(storage: StorageReading, state: str) -> str:
     files_per_s: float | None = getattr(storage, f"small_{state}_files_per_s")
     parts = []
     if bytes_per_s is not None:
-        parts.append(f"{bytes_per_s / 1e6:,.0f} MB/s")
+        parts.append(f"{figures.size(bytes_per_s)}/s")
     if files_per_s is not None:
-        parts.append(f"{files_per_s:,.0f} files/s")
+        parts.append(f"{figures.number(files_per_s)} files/s")
     return ", ".join(parts) or NOT_MEASURED

@@ -9,7 +9,7 @@ import html
 from collections.abc import Iterable
 from typing import TypeAlias
 
-from fulltilt.report.wording import clean
+from fulltilt.figures import clean
 
 
 class Markup(str):

@@ -13,6 +13,8 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 
+from fulltilt import figures
+from fulltilt.diagnosis.verdict import title
 from fulltilt.records import Diagnosis, Run
 from fulltilt.report import page_parts as parts
 from fulltilt.report import page_surroundings as surroundings
@@ -65,7 +67,7 @@ def _verdict(run: Run, diagnosis: Diagnosis) -> Markup:
     invalid = diagnosis.invalid_because
     return element(
         "header",
-        element("p", wording.title(verdict.code), class_=f"eyebrow {severity}"),
+        element("p", title(verdict.code), class_=f"eyebrow {severity}"),
         element("h1", wording.glued(verdict.sentence)),
         running if record.state == "running" else None,
         element("p", wording.not_valid(invalid), class_="running") if invalid is not None else None,
@@ -85,14 +87,14 @@ def _verdict(run: Run, diagnosis: Diagnosis) -> Markup:
 
 def _key_figures(diagnosis: Diagnosis) -> list[Markup]:
     speed, gpus = diagnosis.throughput, diagnosis.gpu
-    figures = [
-        ("samples/s", wording.number(speed.samples_per_s)),
-        ("GPU use", wording.percent_range([gpu.util_pct for gpu in gpus])),
-        ("SM active", wording.percent_range([gpu.sm_active_pct for gpu in gpus])),
-        ("steps", wording.count(speed.steps)),
-        ("wall time", wording.seconds(diagnosis.ledger.wall_s)),
+    facts = [
+        ("samples/s", figures.number(speed.samples_per_s)),
+        ("GPU use", figures.pct_range([gpu.util_pct for gpu in gpus])),
+        ("SM active", figures.pct_range([gpu.sm_active_pct for gpu in gpus])),
+        ("steps", figures.whole(speed.steps)),
+        ("wall time", figures.seconds(diagnosis.ledger.wall_s)),
     ]
-    known = [(name, figure) for name, figure in figures if figure != wording.NOT_MEASURED]
+    known = [(name, figure) for name, figure in facts if figure != figures.NOT_MEASURED]
     return [element("div", element("dt", name), element("dd", figure)) for name, figure in known]
 
 
@@ -107,13 +109,13 @@ def _sections(run: Run, diagnosis: Diagnosis) -> list[Child]:
             "Where the time went",
             ledger_bar(diagnosis.ledger.buckets, order) if order else None,
             ledger_table(diagnosis.ledger, order) if order else None,
-            note=wording.seconds(diagnosis.ledger.wall_s),
+            note=figures.seconds(diagnosis.ledger.wall_s),
         ),
         parts.section("What to change", parts.finding_cards(diagnosis.findings), note="in order of what it would win"),
         parts.section(
             "One step, to scale",
             step_lanes(picture) if picture else None,
-            note=f"{wording.seconds(picture.step_s)}, mean of {wording.count(picture.steps)} steps{of_rank}"
+            note=f"{figures.seconds(picture.step_s)}, mean of {figures.whole(picture.steps)} steps{of_rank}"
             if picture
             else None,
         ),
@@ -159,13 +161,13 @@ def _comparison(runs: Sequence[Reported]) -> list[Child]:
     ledgers: list[Child] = []
     steps: list[Child] = []
     for name, (_, diagnosis), picture in zip(names, runs, pictures, strict=True):
-        heading = element("h3", name, element("small", wording.seconds(diagnosis.ledger.wall_s)))
+        heading = element("h3", name, element("small", figures.seconds(diagnosis.ledger.wall_s)))
         bar = ledger_bar(diagnosis.ledger.buckets, bucket_order(diagnosis.ledger))
         ledgers.append(
             element("div", heading, bar, element("p", wording.glued(diagnosis.verdict.sentence)), class_="beside")
         )
         if picture is not None:
-            heading = element("h3", name, element("small", wording.seconds(picture.step_s)))
+            heading = element("h3", name, element("small", figures.seconds(picture.step_s)))
             steps.append(element("div", heading, step_lanes(picture, scale_s), class_="beside"))
     return [
         element(
@@ -185,7 +187,7 @@ def _comparison(runs: Sequence[Reported]) -> list[Child]:
 def _speeds(names: Sequence[str], runs: Sequence[Reported]) -> list[Markup]:
     rates = [diagnosis.throughput.samples_per_s for _, diagnosis in runs]
     return [
-        element("div", element("dt", f"samples/s, {name}"), element("dd", wording.number(rate)))
+        element("div", element("dt", f"samples/s, {name}"), element("dd", figures.number(rate)))
         for name, rate in zip(names, rates, strict=True)
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from fulltilt import figures
 from fulltilt.records import Buckets, Ceilings, Ledger, Throughput
 from fulltilt.report import wording
 from fulltilt.report.markup import Markup, element
@@ -35,12 +36,12 @@ def ledger_bar(buckets: Buckets, order: Sequence[str], height: int = BAR_HEIGHT)
     """Where the time went, as one bar with the large parts named in it."""
     total_s = buckets.total_s
     sizes = [(name, getattr(buckets, name) / total_s) for name in order] if total_s > 0 else []
-    spoken = ", ".join(f"{BUCKET_TINTS[name].label} {wording.share(size)}" for name, size in sizes)
+    spoken = ", ".join(f"{BUCKET_TINTS[name].label} {figures.percent(size)}" for name, size in sizes)
     segments = []
     start = 0.0
     for name, size in sizes:
         tint = BUCKET_TINTS[name]
-        segments.append(_segment(start, size, f"{tint.label} {wording.share(size)}", bucket_class(name), height))
+        segments.append(_segment(start, size, f"{tint.label} {figures.percent(size)}", bucket_class(name), height))
         start += size
     return _bar(segments, f"Where the time went: {spoken}", height)
 
@@ -54,7 +55,7 @@ def ledger_table(ledger: Ledger, order: Iterable[str]) -> Markup:
             element("th", swatch(bucket_class(name)), BUCKET_TINTS[name].label, scope="row"),
             element("td", BUCKET_TINTS[name].meaning, class_="meaning"),
             element("td", f"{getattr(ledger.buckets, name):.{decimals}f} s", class_="figure"),
-            element("td", wording.share(getattr(ledger.buckets, name) / ledger.wall_s), class_="figure strong"),
+            element("td", figures.percent(getattr(ledger.buckets, name) / ledger.wall_s), class_="figure strong"),
         )
         for name in order
     ]
@@ -81,7 +82,7 @@ def _lane(lane: Lane, scale_s: float) -> Markup:
     segments, legend, spoken = [], [], []
     for part in lane.parts:
         label = PHASE_TINTS[part.kind].label
-        figure = wording.seconds(part.length_s)
+        figure = figures.seconds(part.length_s)
         colour = phase_class(part.kind)
         segments.append(_segment(part.start_s / scale_s, part.length_s / scale_s, label, colour, BAR_HEIGHT))
         spoken.append(f"{label} {figure}")
@@ -113,8 +114,8 @@ def speed_bars(throughput: Throughput, ceilings: Ceilings) -> Markup | None:
         element(
             "div",
             element("span", name, class_="speed-name"),
-            _bar([_segment(0.0, rate / top, "", colour, 14)], f"{name}: {wording.number(rate)} samples/s", 14),
-            element("span", element("b", wording.number(rate)), " samples/s", class_="speed-rate"),
+            _bar([_segment(0.0, rate / top, "", colour, 14)], f"{name}: {figures.number(rate)} samples/s", 14),
+            element("span", element("b", figures.number(rate)), " samples/s", class_="speed-rate"),
             class_="speed-row",
         )
         for name, rate, colour in known

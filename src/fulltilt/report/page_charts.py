@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fulltilt import figures
 from fulltilt.records import BUCKETS
-from fulltilt.report import wording
 from fulltilt.report.markup import Markup, element
 from fulltilt.report.page_bars import bucket_class, swatch
 from fulltilt.report.palette import BUCKET_TINTS
@@ -66,7 +66,7 @@ def line_chart(chart: Chart) -> Markup | None:
         *(_stroke(line, chart, top) for line in lines),
     ]
     legend = [(line.colour, line.label) for line in lines]
-    named = [f"{mark.label} {wording.number(mark.value * chart.scale)}" for mark in chart.marks]
+    named = [f"{mark.label} {figures.number(mark.value * chart.scale)}" for mark in chart.marks]
     return _figure(chart.title, chart.unit, legend, named, drawing, top, chart.wall_s, spoken=_spoken(chart, lines))
 
 
@@ -219,7 +219,7 @@ def _spoken(chart: Chart, lines: Sequence[Line]) -> str:
     """The chart in words, for those who do not see it."""
     ranges = []
     for line in lines:
-        low = wording.number(min(point.low for point in line.points) * chart.scale)
-        high = wording.number(max(point.high for point in line.points) * chart.scale)
+        low = figures.number(min(point.low for point in line.points) * chart.scale)
+        high = figures.number(max(point.high for point in line.points) * chart.scale)
         ranges.append(f"{line.label} between {low} and {high} {chart.unit}")
-    return f"{chart.title} over {wording.seconds(chart.wall_s)}: {'; '.join(ranges)}"
+    return f"{chart.title} over {figures.seconds(chart.wall_s)}: {'; '.join(ranges)}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from fulltilt import figures
+from fulltilt.diagnosis.verdict import title
 from fulltilt.records import CheckLine, Diagnosis, Finding, GpuSummary, HotLine, RankRecord, Run
 from fulltilt.report import wording
 from fulltilt.report.comparison import Row
@@ -33,16 +35,16 @@ def finding_cards(findings: Sequence[Finding]) -> Markup | None:
 
 
 def _finding_card(finding: Finding) -> Markup:
-    gain = wording.speedup(finding.predicted_speedup)
+    gain = figures.speedup(finding.predicted_speedup)
     facts: list[Child] = [
         element("span", finding.severity, class_=f"pill {finding.severity}"),
-        element("span", f"{wording.share(finding.share)} of the wall time"),
+        element("span", f"{figures.percent(finding.share)} of the wall time"),
         element("code", finding.code),
         element("code", finding.where, class_="where") if finding.where else None,
     ]
     return element(
         "li",
-        element("h3", wording.title(finding.code)),
+        element("h3", title(finding.code)),
         element("p", gain, class_="gain") if gain else None,
         element("p", facts, class_="facts"),
         element("ul", [element("li", wording.glued(line)) for line in finding.evidence]) if finding.evidence else None,
@@ -76,7 +78,7 @@ def _line_table(name: str, lines: Sequence[HotLine], total_s: float | None) -> M
             "tr",
             element(
                 "td",
-                wording.share(line.seconds / total_s) if total_s else wording.seconds(line.seconds),
+                figures.percent(line.seconds / total_s) if total_s else figures.seconds(line.seconds),
                 class_="figure",
             ),
             element(
@@ -84,7 +86,7 @@ def _line_table(name: str, lines: Sequence[HotLine], total_s: float | None) -> M
                 ["in ", line.function, ", ", element("code", line.where, class_="where")]
                 if line.where
                 else element("code", line.function),  # a kernel has no line of its own
-                element("code", wording.brief(line.call, 100), class_="call") if line.call else None,
+                element("code", figures.brief(line.call, 100), class_="call") if line.call else None,
             ),
         )
         for line in costliest
@@ -107,7 +109,7 @@ def rank_bars(diagnosis: Diagnosis) -> Markup | None:
             ledger_bar(rank.buckets, order, height=22),
             element(
                 "span",
-                element("b", "slowest") if rank.slowest else f"waits {wording.seconds(rank.waits_s)}",
+                element("b", "slowest") if rank.slowest else f"waits {figures.seconds(rank.waits_s)}",
                 class_="speed-rate",
             ),
             class_="speed-row",
@@ -122,14 +124,14 @@ def gpu_table(gpus: Sequence[GpuSummary]) -> Markup | None:
     if not gpus:
         return None
     columns: tuple[tuple[str, Callable[[GpuSummary], str]], ...] = (
-        ("use", lambda g: wording.percent(g.util_pct)),
-        ("SM active", lambda g: wording.percent(g.sm_active_pct)),
-        ("tensor cores", lambda g: wording.percent(g.tensor_active_pct)),
-        ("memory bus", lambda g: wording.percent(g.dram_active_pct)),
-        ("memory, peak", lambda g: f"{wording.size(g.vram_peak_bytes)} / {wording.size(g.vram_total_bytes)}"),
-        ("power", lambda g: wording.power(g.power_w)),
-        ("hottest", lambda g: wording.temperature(g.temperature_peak_c)),
-        ("throttled", lambda g: wording.share(g.throttled_share)),
+        ("use", lambda g: figures.pct(g.util_pct)),
+        ("SM active", lambda g: figures.pct(g.sm_active_pct)),
+        ("tensor cores", lambda g: figures.pct(g.tensor_active_pct)),
+        ("memory bus", lambda g: figures.pct(g.dram_active_pct)),
+        ("memory, peak", lambda g: f"{figures.size(g.vram_peak_bytes)} / {figures.size(g.vram_total_bytes)}"),
+        ("power", lambda g: figures.watts(g.power_w)),
+        ("hottest", lambda g: figures.celsius(g.temperature_peak_c)),
+        ("throttled", lambda g: figures.percent(g.throttled_share)),
     )
     head = [element("th", name, class_="figure", scope="col") for name, _ in columns]
     rows = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from fulltilt import figures
 from fulltilt.records import Diagnosis, LoaderRecord, Machine, RankRecord
 from fulltilt.report import wording
 from fulltilt.report.loaders import loader_sites
@@ -12,7 +13,7 @@ from fulltilt.report.markup import Markup, element
 
 def definitions(name: str, pairs: Iterable[tuple[str, str | None]]) -> Markup | None:
     """Names with their values; what is not known is left out."""
-    known = [(term, value) for term, value in pairs if value not in (None, "", wording.NOT_MEASURED)]
+    known = [(term, value) for term, value in pairs if value not in (None, "", figures.NOT_MEASURED)]
     if not known:
         return None
     items = [element("div", element("dt", term), element("dd", value)) for term, value in known]
@@ -43,13 +44,13 @@ def _loader_facts(loader: LoaderRecord) -> list[tuple[str, str | None]]:
     return [
         ("made at", loader.where),
         ("data set", loader.dataset),
-        ("samples in it", None if loader.dataset_len is None else wording.count(loader.dataset_len)),
+        ("samples in it", None if loader.dataset_len is None else figures.whole(loader.dataset_len)),
         ("workers", str(loader.num_workers)),
-        ("batches", wording.count(loader.batches)),
-        ("batch", wording.size(loader.batch_bytes)),
+        ("batches", figures.whole(loader.batches)),
+        ("batch", figures.size(loader.batch_bytes)),
         ("start method", loader.start_method),
-        ("waited for it", wording.seconds(loader.wait_s)),
-        ("worker restarts", wording.seconds(loader.restart_s)),
+        ("waited for it", figures.seconds(loader.wait_s)),
+        ("worker restarts", figures.seconds(loader.restart_s)),
     ]
 
 
@@ -62,8 +63,8 @@ def machine(machine: Machine) -> Markup | None:
             ("host", machine.hostname),
             ("system", machine.platform),
             ("CPUs", f"{cpu.usable:g} usable of {cpu.present}"),
-            ("memory", wording.size(machine.mem_limit_bytes or machine.mem_total_bytes)),
-            ("/dev/shm", wording.size(machine.shm_total_bytes)),
+            ("memory", figures.size(machine.mem_limit_bytes or machine.mem_total_bytes)),
+            ("/dev/shm", figures.size(machine.shm_total_bytes)),
             ("GPU", ", ".join(gpu.name for gpu in machine.gpus) or machine.why_no_gpu),
             ("driver", machine.driver),
             ("Python", machine.python),

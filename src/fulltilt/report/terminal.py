@@ -11,6 +11,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from fulltilt import figures
+from fulltilt.diagnosis.verdict import title
+from fulltilt.figures import clean, one_line
 from fulltilt.records import BUCKETS, Diagnosis, Finding, Ledger, Run
 from fulltilt.report import wording
 from fulltilt.report.comparison import Reported, compare, told_apart
@@ -18,7 +21,6 @@ from fulltilt.report.palette import BUCKET_TINTS, bucket_order
 from fulltilt.report.step import step_picture
 from fulltilt.report.terminal_bars import Ink, bucket_parts, hanging, heading, ledger_bar, step_lines
 from fulltilt.report.terminal_details import show_checklist, show_gpus, show_hot_lines, show_notes, show_ranks
-from fulltilt.report.wording import clean, one_line
 from fulltilt.store import REPORT_FILE
 
 SEVERITY_STYLES = {"severe": "bold red", "warn": "yellow", "info": "cyan"}
@@ -31,10 +33,10 @@ def verdict_lines(diagnosis: Diagnosis, folder: str | Path | None) -> list[str]:
     """
     lines = [one_line(diagnosis.verdict.sentence)]
     for place, finding in enumerate(diagnosis.findings[:3], start=1):
-        gain = wording.speedup(finding.predicted_speedup)
+        gain = figures.speedup(finding.predicted_speedup)
         # The sentence above speaks of the time after start-up.
-        figures = f"{wording.share(finding.share)} of the wall time" + (f", {gain}" if gain else "")
-        lines.append(f"  {place}. {wording.title(finding.code)} ({figures}): {one_line(finding.fix)}")
+        told = f"{figures.percent(finding.share)} of the wall time" + (f", {gain}" if gain else "")
+        lines.append(f"  {place}. {title(finding.code)} ({told}): {one_line(finding.fix)}")
     return [*lines, f"  report: {clean(str(Path(folder) / REPORT_FILE))}"] if folder is not None else lines
 
 
@@ -81,15 +83,15 @@ def _show_head(console: Console, run: Run, diagnosis: Diagnosis) -> None:
 def _figures(diagnosis: Diagnosis) -> Iterable[str]:
     speed, ceilings = diagnosis.throughput, diagnosis.ceilings
     if speed.samples_per_s is not None:
-        parts = [f"{wording.number(speed.samples_per_s)} samples/s"]
+        parts = [f"{figures.number(speed.samples_per_s)} samples/s"]
         if ceilings.loader_samples_per_s is not None:
-            parts.append(f"loader ceiling {wording.number(ceilings.loader_samples_per_s)}")
+            parts.append(f"loader ceiling {figures.number(ceilings.loader_samples_per_s)}")
         if ceilings.compute_samples_per_s is not None:
-            parts.append(f"compute ceiling {wording.number(ceilings.compute_samples_per_s)}")
+            parts.append(f"compute ceiling {figures.number(ceilings.compute_samples_per_s)}")
         yield " · ".join(parts)
     if speed.steps_per_s is not None:
-        rate = f"{wording.number(speed.steps_per_s)} steps/s"
-        yield f"{wording.count(speed.steps)} steps · {rate} · {wording.seconds(diagnosis.ledger.wall_s)} in all"
+        rate = f"{figures.number(speed.steps_per_s)} steps/s"
+        yield f"{figures.whole(speed.steps)} steps · {rate} · {figures.seconds(diagnosis.ledger.wall_s)} in all"
     settings = [f"{name}={wording.setting(value)}" for name, value in diagnosis.settings if value is not None]
     if settings:
         yield one_line(" · ".join(settings))
@@ -99,7 +101,7 @@ def _show_ledger(console: Console, ledger: Ledger, ink: Ink) -> None:
     parts = bucket_parts(ledger.buckets, bucket_order(ledger))
     if not parts or ledger.wall_s <= 0:
         return
-    heading(console, "Where the time went", wording.seconds(ledger.wall_s))
+    heading(console, "Where the time went", figures.seconds(ledger.wall_s))
     console.print(ledger_bar(parts, console.width, ink))
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column()
@@ -109,7 +111,7 @@ def _show_ledger(console: Console, ledger: Ledger, ink: Ink) -> None:
     for place, (tint, size) in enumerate(parts):
         character, style = ink.fill(tint, place)
         label = Text(character * 2, style).append(f" {tint.label}", "default")
-        row: list[Text | str] = [label, f"{size:.{decimals}f} s", wording.share(size / ledger.wall_s)]
+        row: list[Text | str] = [label, f"{size:.{decimals}f} s", figures.percent(size / ledger.wall_s)]
         if console.width >= 100:
             row.append(Text(tint.meaning, "dim"))
         table.add_row(*row)
@@ -120,7 +122,7 @@ def _show_step(console: Console, run: Run, diagnosis: Diagnosis, ink: Ink) -> No
     picture = step_picture(run, diagnosis)
     if picture is None:
         return
-    heading(console, "One step, to scale", f"{wording.seconds(picture.step_s)}, mean of {wording.count(picture.steps)}")
+    heading(console, "One step, to scale", f"{figures.seconds(picture.step_s)}, mean of {figures.whole(picture.steps)}")
     for line in step_lines(picture, console.width, ink):
         console.print(line)
 
@@ -130,14 +132,14 @@ def _show_findings(console: Console, findings: Sequence[Finding], ink: Ink) -> N
         return
     heading(console, "What to change", "in order of what it would win")
     for place, finding in enumerate(findings, start=1):
-        head = Text(f"{place:>2}  {wording.title(finding.code)}", "bold")
-        gain = wording.speedup(finding.predicted_speedup)
+        head = Text(f"{place:>2}  {title(finding.code)}", "bold")
+        gain = figures.speedup(finding.predicted_speedup)
         if gain:
             room = console.width - head.cell_len - len(gain)
             head.append(" " * room if room > 1 else "  ").append(gain, "bold green")
         console.print(head)
         label = Text().append(finding.severity, SEVERITY_STYLES[finding.severity])
-        details = [f"{wording.share(finding.share)} of the wall time", finding.code, finding.where]
+        details = [f"{figures.percent(finding.share)} of the wall time", finding.code, finding.where]
         label.append("".join(f" {ink.bullet} {one_line(detail)}" for detail in details if detail), "dim")
         console.print(Padding(label, (0, 0, 0, 4), expand=False))
         for evidence in finding.evidence:
@@ -159,7 +161,7 @@ def _show_comparison(console: Console, runs: Sequence[Reported], ink: Ink) -> No
     console.print(table)
     order = [name for name in BUCKETS if any(getattr(answer.ledger.buckets, name) > 0 for _, answer in runs)]
     for name, (_, diagnosis) in zip(names, runs, strict=True):
-        heading(console, name, wording.seconds(diagnosis.ledger.wall_s))
+        heading(console, name, figures.seconds(diagnosis.ledger.wall_s))
         console.print(ledger_bar(bucket_parts(diagnosis.ledger.buckets, order), console.width, ink))
         console.print(Text(clean(diagnosis.verdict.sentence)))
         for finding in diagnosis.findings[:1]:

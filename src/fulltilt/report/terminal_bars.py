@@ -13,8 +13,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from fulltilt import figures
 from fulltilt.records import Buckets
-from fulltilt.report import wording
 from fulltilt.report.palette import BUCKET_TINTS, IDLE, PHASE_TINTS, Tint
 from fulltilt.report.step import Lane, StepPicture
 
@@ -104,8 +104,8 @@ class _Figures:
     def of(cls, picture: StepPicture) -> _Figures:
         lengths = [part.length_s for lane in picture.lanes for part in lane.parts]
         return cls(
-            max(len(wording.seconds(length)) for length in [picture.scale_s, *lengths]),
-            max(len(wording.share(length / picture.scale_s)) for length in [picture.scale_s, *lengths]),
+            max(len(figures.seconds(length)) for length in [picture.scale_s, *lengths]),
+            max(len(figures.percent(length / picture.scale_s)) for length in [picture.scale_s, *lengths]),
         )
 
     @property
@@ -113,7 +113,7 @@ class _Figures:
         return self.seconds_width + 2 + self.share_width
 
     def row(self, length_s: float, share: float) -> str:
-        return f"{wording.seconds(length_s):>{self.seconds_width}}  {wording.share(share):>{self.share_width}}"
+        return f"{figures.seconds(length_s):>{self.seconds_width}}  {figures.percent(share):>{self.share_width}}"
 
 
 def _lane_lines(lane: Lane, scale_s: float, name_width: int, bar_width: int, figures: _Figures, ink: Ink) -> list[Text]:

@@ -8,12 +8,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fulltilt import figures
+from fulltilt.figures import one_line
 from fulltilt.records import CheckLine, Diagnosis, GpuSummary, HotLine, Run
 from fulltilt.report import wording
 from fulltilt.report.loaders import fetching_title, worker_lines
 from fulltilt.report.palette import bucket_order
 from fulltilt.report.terminal_bars import Ink, bucket_parts, hanging, heading, ledger_bar
-from fulltilt.report.wording import one_line
 
 STATE_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 MOST_LINES = 5
@@ -30,7 +31,7 @@ def show_hot_lines(console: Console, run: Run) -> None:
     _show_lines(console, "Lines that wait for the GPU", rank.sync_lines)
     _show_lines(console, "Saving", rank.checkpoint_lines)
     if rank.deep is not None:
-        facts = [f"{name} {figure}" for name, figure in wording.deep_facts(rank.deep) if figure != wording.NOT_MEASURED]
+        facts = [f"{name} {figure}" for name, figure in wording.deep_facts(rank.deep) if figure != figures.NOT_MEASURED]
         heading(console, "A step under the profiler")
         console.print(Text(one_line(" · ".join(facts))))
         _show_lines(console, "Synchronising calls, per step", rank.deep.sync_calls)
@@ -45,12 +46,12 @@ def _show_lines(console: Console, name: str, lines: Sequence[HotLine], total_s: 
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
     for line in sorted(lines, key=lambda line: -line.seconds)[:MOST_LINES]:
-        figure = wording.share(line.seconds / total_s) if total_s else wording.seconds(line.seconds)
+        figure = figures.percent(line.seconds / total_s) if total_s else figures.seconds(line.seconds)
         what = Text(one_line(line.function))  # a kernel has no line of its own
         if line.where:
             what = Text(f"in {one_line(line.function)}, ").append(one_line(line.where), "bold")
         if line.call:
-            what.append(f"  {wording.brief(line.call, 60)}", "dim")
+            what.append(f"  {figures.brief(line.call, 60)}", "dim")
         table.add_row(figure, what)
     console.print(table)
 
@@ -64,7 +65,7 @@ def show_ranks(console: Console, diagnosis: Diagnosis, ink: Ink) -> None:
     longest_wait_s = max(rank.waits_s for rank in ranks)
     detail = ""
     if slowest is not None and longest_wait_s > 0:
-        detail = f"rank {slowest.rank} is the slowest; the others wait up to {wording.seconds(longest_wait_s)} for it"
+        detail = f"rank {slowest.rank} is the slowest; the others wait up to {figures.seconds(longest_wait_s)} for it"
     heading(console, "Ranks", detail)
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column()
@@ -75,8 +76,8 @@ def show_ranks(console: Console, diagnosis: Diagnosis, ink: Ink) -> None:
         table.add_row(
             Text(f"rank {rank.rank}", "bold" if rank.slowest else ""),
             ledger_bar(bucket_parts(rank.buckets, order), max(console.width - 46, 10), ink),
-            f"works {wording.seconds(rank.own_work_s)}",
-            Text("slowest" if rank.slowest else f"waits {wording.seconds(rank.waits_s)}", "dim"),
+            f"works {figures.seconds(rank.own_work_s)}",
+            Text("slowest" if rank.slowest else f"waits {figures.seconds(rank.waits_s)}", "dim"),
         )
     console.print(table)
 
@@ -91,14 +92,14 @@ def show_gpus(console: Console, gpus: Sequence[GpuSummary]) -> None:
     for name in ("use", "SM active", "memory, peak", "power", "hottest"):
         table.add_column(name, justify="right", no_wrap=True)
     for gpu in gpus:
-        memory = f"{wording.size(gpu.vram_peak_bytes)} of {wording.size(gpu.vram_total_bytes)}"
+        memory = f"{figures.size(gpu.vram_peak_bytes)} of {figures.size(gpu.vram_total_bytes)}"
         table.add_row(
             Text(f"{gpu.index} {one_line(gpu.name)}"),
-            wording.percent(gpu.util_pct),
-            wording.percent(gpu.sm_active_pct),
-            memory if gpu.vram_peak_bytes is not None else wording.NOT_MEASURED,
-            wording.power(gpu.power_w),
-            wording.temperature(gpu.temperature_peak_c),
+            figures.pct(gpu.util_pct),
+            figures.pct(gpu.sm_active_pct),
+            memory if gpu.vram_peak_bytes is not None else figures.NOT_MEASURED,
+            figures.watts(gpu.power_w),
+            figures.celsius(gpu.temperature_peak_c),
         )
     console.print(table)
 

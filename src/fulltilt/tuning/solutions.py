@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fulltilt import figures
 from fulltilt.records import Settings, Trial
 from fulltilt.report import wording
 from fulltilt.tuning.learning_rate import Scaled, figure, scale
@@ -156,11 +157,11 @@ def show_solutions(console: Console, rows: Sequence[Solution]) -> None:
             _batch(trial),
             rate_words(trial),
             "1 ×" if row.speedup is None else f"{row.speedup:.2f} ×",
-            wording.percent(trial.gpu_util_pct),
+            figures.pct(trial.gpu_util_pct),
             _gib(trial.vram_peak_bytes),
             _gib(trial.ram_peak_bytes),
-            wording.percent(trial.cpu_pct),
-            wording.NOT_MEASURED if row.learning_rate is None else figure(row.learning_rate.rate),
+            figures.pct(trial.cpu_pct),
+            figures.NOT_MEASURED if row.learning_rate is None else figure(row.learning_rate.rate),
         )
     console.print(table)
     for row in rows:
@@ -190,10 +191,10 @@ def show_trials(console: Console, trials: Sequence[Trial]) -> None:
             str(number),
             (what or in_words(trial.settings, shown)) + mark,
             STATES[trial.state],
-            rate_words(trial) if trial.state in ("ok", "throttled") else wording.NOT_MEASURED,
-            wording.share(trial.data_wait_share),
-            wording.seconds(trial.wall_s),
-            wording.brief(trial.note or "", 70),
+            rate_words(trial) if trial.state in ("ok", "throttled") else figures.NOT_MEASURED,
+            figures.percent(trial.data_wait_share),
+            figures.seconds(trial.wall_s),
+            figures.brief(trial.note or "", 70),
         )
     console.print(table)
 
@@ -226,7 +227,9 @@ def nothing_tried_sentence(trials: Sequence[Trial], stopped: bool = False) -> st
         return None
     waits = start.data_wait_share or 0.0
     if waits < WAITS:
-        return f"Nothing else was tried: training waits for data {wording.share(waits)} of its time; the loader stays."
+        return (
+            f"Nothing else was tried: training waits for data {figures.percent(waits)} of its time; the loader stays."
+        )
     if stopped:
         return "Nothing else was tried: the study was stopped."
     return "Nothing else was tried: the time was over. Give it more with --budget."
@@ -283,19 +286,19 @@ def progress_line(number: int, trial: Trial, best: Trial | None) -> str:
 def rate_words(trial: Trial) -> str:
     """A rate with half its interval: ``480 ± 9``."""
     if trial.samples_per_s is None:
-        return wording.NOT_MEASURED
+        return figures.NOT_MEASURED
     low, high = trial.samples_per_s_low, trial.samples_per_s_high
     if low is None or high is None or math.isinf(high):
-        return wording.number(trial.samples_per_s)
-    return f"{wording.number(trial.samples_per_s)} ± {wording.number((high - low) / 2)}"
+        return figures.number(trial.samples_per_s)
+    return f"{figures.number(trial.samples_per_s)} ± {figures.number((high - low) / 2)}"
 
 
 def _gib(value: int | None) -> str:
-    return wording.NOT_MEASURED if value is None else f"{value / (1 << 30):.1f}"
+    return figures.NOT_MEASURED if value is None else f"{value / (1 << 30):.1f}"
 
 
 def _batch(trial: Trial) -> str:
     batch, parts = trial.in_force.batch_size, trial.in_force.accumulation or 1
     if batch is None:
-        return wording.NOT_MEASURED
+        return figures.NOT_MEASURED
     return str(batch) if parts == 1 else f"{batch} × {parts}"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import shlex
 
-from fulltilt.diagnosis.preflight.figures import memory
 from fulltilt.diagnosis.preflight.limits import PreflightLimits
-from fulltilt.diagnosis.words import number, size
+from fulltilt.figures import number, size
 from fulltilt.records import CheckLine, Machine, StorageReading
 
 _PLACES = {
@@ -64,7 +63,7 @@ def check_staging(storage: StorageReading, machine: Machine, limits: PreflightLi
         return CheckLine("RAM disk", "ok", "the data is on one")
     if storage.total_bytes is None or storage.fits_in_ram is None:
         return CheckLine("RAM disk", "skip", "the size of the set is not known")
-    held = f"{'' if storage.counted_fully else 'at least '}{memory(storage.total_bytes)}"
+    held = f"{'' if storage.counted_fully else 'at least '}{size(storage.total_bytes)}"
     slow = is_slow(storage, limits)
     if not storage.fits_in_ram:
         figure = f"the set ({held}) does not fit in RAM, so every epoch reads the disk"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fulltilt.diagnosis.preflight.figures import memory, used_of
 from fulltilt.diagnosis.preflight.limits import PreflightLimits
+from fulltilt.figures import size, used_of
 from fulltilt.records import CheckLine, GpuReading, Machine
 
 _SHOWN_TENANTS = 3
@@ -92,7 +92,7 @@ def check_tenants(gpus: Sequence[GpuReading], limits: PreflightLimits) -> CheckL
         return CheckLine("sharing", "skip", "the driver does not tell which processes are on the GPU")
     tenants = [
         f"GPU {gpu.index}: {process.name or 'a process'} (pid {process.pid})"
-        + ("" if process.vram_used_bytes is None else f" holds {memory(process.vram_used_bytes)}")
+        + ("" if process.vram_used_bytes is None else f" holds {size(process.vram_used_bytes)}")
         for gpu in gpus
         for process in gpu.processes or ()
         if not process.ours and (process.vram_used_bytes is None or process.vram_used_bytes >= limits.tenant_bytes)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-from fulltilt.diagnosis.preflight.figures import memory, plural, used_of
 from fulltilt.diagnosis.preflight.limits import LoaderPlan, PreflightLimits
-from fulltilt.diagnosis.words import number
+from fulltilt.figures import count, number, size, used_of
 from fulltilt.records import CheckLine, Machine, Sample
 
 GIB = 1024**3
@@ -27,7 +26,7 @@ def check_cpus(machine: Machine, plan: LoaderPlan) -> CheckLine:
         figure += f" (affinity: {cpu.affinity})"
     fitting = whole_cpus(machine)
     if plan.workers is not None and plan.workers > fitting:
-        remedy = f"Start from {plural(fitting, 'worker')}: past the CPUs, more workers are slower."
+        remedy = f"Start from {count('worker', fitting)}: past the CPUs, more workers are slower."
         return CheckLine("CPUs", "warn", f"{figure}, {plan.workers} workers asked for", remedy)
     if cpu.usable < cpu.present:
         remedy = (
@@ -47,10 +46,10 @@ def check_memory(machine: Machine, sample: Sample | None, plan: LoaderPlan, limi
     limited = " (the cgroup's limit)" if machine.mem_total_bytes is not None and cap < machine.mem_total_bytes else ""
     used = sample.host.mem_used_bytes if sample is not None else None
     if used is None:
-        return CheckLine("memory", "ok", f"{memory(cap)}{limited}")
+        return CheckLine("memory", "ok", f"{size(cap)}{limited}")
     figure = f"{used_of(used, cap)}{limited} used"
     if plan.workers:
-        figure += f", {memory(max(0, cap - used) // plan.workers)} left for each of {plural(plan.workers, 'worker')}"
+        figure += f", {size(max(0, cap - used) // plan.workers)} left for each of {count('worker', plan.workers)}"
     if used < limits.memory_warn_share * cap:
         return CheckLine("memory", "ok", figure)
     remedy = "End what is not needed, or use fewer workers and a shorter queue."
@@ -71,10 +70,7 @@ def check_shm(machine: Machine, plan: LoaderPlan, limits: PreflightLimits) -> Ch
     need = workers * prefetch * batch_bytes
     given = {"workers": plan.workers, "prefetch": plan.prefetch, "batch": plan.batch_bytes}
     assumed = [name for name, value in given.items() if value is None]
-    figure = (
-        f"{memory(free)} {said}, {memory(need)} needed: "
-        f"{plural(workers, 'worker')} × {prefetch} × {memory(batch_bytes)}"
-    )
+    figure = f"{size(free)} {said}, {size(need)} needed: {count('worker', workers)} × {prefetch} × {size(batch_bytes)}"
     if assumed:
         figure += " (assumed)" if len(assumed) == len(given) else f" ({' and '.join(assumed)} assumed)"
     if need <= limits.shm_share * free:

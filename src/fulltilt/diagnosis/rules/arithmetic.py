@@ -6,7 +6,7 @@ from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.gains import by_removing, by_speeding_up
 from fulltilt.diagnosis.gpus import is_it_real
 from fulltilt.diagnosis.rules.wording import Judgement, at, found, time_spent
-from fulltilt.diagnosis.words import number, percent
+from fulltilt.figures import number, percent
 from fulltilt.records import Abstention, GpuSummary
 
 # --------------------------------------------------------------------------- too little work at a time

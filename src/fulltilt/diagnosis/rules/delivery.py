@@ -8,7 +8,7 @@ from fulltilt.diagnosis.rules.hanging import hung_fetch
 from fulltilt.diagnosis.rules.staffing import gain_without_wait, workers_unmeasured
 from fulltilt.diagnosis.rules.wording import Judgement, Severity, at, found, made_for_each_pass, rewritten, time_spent
 from fulltilt.diagnosis.supply import Limit, Supply
-from fulltilt.diagnosis.words import count, number, percent, seconds, size
+from fulltilt.figures import count, number, percent, seconds, size
 from fulltilt.records import Abstention, LoaderRecord
 
 # --------------------------------------------------------------------------- handing over

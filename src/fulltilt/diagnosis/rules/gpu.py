@@ -7,7 +7,7 @@ import re
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.gains import by_removing
 from fulltilt.diagnosis.rules.wording import Judgement, at, found, line_cost, time_spent
-from fulltilt.diagnosis.words import capital, number, percent, seconds, size
+from fulltilt.figures import capital, number, percent, seconds, size
 from fulltilt.records import Abstention, TransferRecord
 
 # --------------------------------------------------------------------------- copies

@@ -6,7 +6,7 @@ from fulltilt.diagnosis.evidence import Evidence, waited_behind_loaders_s
 from fulltilt.diagnosis.gains import Gain, amdahl, by_removing, gain
 from fulltilt.diagnosis.rules.staffing import unplanned_workers
 from fulltilt.diagnosis.rules.wording import at, costliest_line, found, line_cost, rewritten, time_spent
-from fulltilt.diagnosis.words import percent
+from fulltilt.figures import percent
 from fulltilt.records import Finding, HotLine, LoaderRecord
 
 

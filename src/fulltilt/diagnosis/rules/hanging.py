@@ -5,7 +5,7 @@ from __future__ import annotations
 from fulltilt.diagnosis.ending import hung_stretch
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.rules.wording import at, costliest_line, found, time_spent
-from fulltilt.diagnosis.words import seconds
+from fulltilt.figures import seconds
 from fulltilt.records import Finding, FindingCode, LoaderRecord
 
 

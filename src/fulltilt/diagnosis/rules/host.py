@@ -7,7 +7,7 @@ import re
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.gains import amdahl, by_removing, gain, rarer, share_left
 from fulltilt.diagnosis.rules.wording import Judgement, at, costliest_lines, found, rewritten, time_spent
-from fulltilt.diagnosis.words import count, percent, seconds
+from fulltilt.figures import count, percent, seconds
 from fulltilt.records import Abstention, HotLine, LoaderRecord
 
 # --------------------------------------------------------------------------- the user's own code

@@ -26,7 +26,7 @@ from fulltilt.diagnosis.rules.wording import (
     time_spent,
 )
 from fulltilt.diagnosis.supply import Limit, Supply, sampling_share
-from fulltilt.diagnosis.words import count, cpus, percent, seconds, size
+from fulltilt.figures import count, cpus, percent, seconds, size
 from fulltilt.records import Finding, FindingCode, HotLine, LoaderRecord
 
 # --------------------------------------------------------------------------- no workers

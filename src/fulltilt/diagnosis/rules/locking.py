@@ -7,7 +7,7 @@ import re
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.gains import amdahl, gain
 from fulltilt.diagnosis.rules.wording import at, found, line_cost, time_spent
-from fulltilt.diagnosis.words import count
+from fulltilt.figures import count
 from fulltilt.records import Finding, FindingCode, HotLine, LoaderRecord
 
 # Where nothing but the source tells: calls into C, and libraries that sleep until a file is free.

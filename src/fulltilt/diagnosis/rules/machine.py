@@ -19,7 +19,7 @@ from fulltilt.diagnosis.rules.wording import (
     time_spent,
 )
 from fulltilt.diagnosis.supply import Limit, is_crowded
-from fulltilt.diagnosis.words import capital, count, cpus, number, percent, size
+from fulltilt.figures import capital, count, cpus, number, percent, size
 from fulltilt.records import Abstention
 
 # --------------------------------------------------------------------------- memory

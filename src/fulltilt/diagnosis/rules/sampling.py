@@ -6,7 +6,7 @@ from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.gains import by_removing
 from fulltilt.diagnosis.rules.wording import at, found, line_cost, time_spent
 from fulltilt.diagnosis.supply import sampling_share
-from fulltilt.diagnosis.words import count, percent
+from fulltilt.figures import count, percent
 from fulltilt.records import Finding, LoaderRecord
 
 

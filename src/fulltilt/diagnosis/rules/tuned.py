@@ -13,7 +13,7 @@ from fulltilt.diagnosis.gains import Gain, by_removing
 from fulltilt.diagnosis.live import changes, live_record, on_trial, settings_words
 from fulltilt.diagnosis.rules.staffing import gain_without_wait
 from fulltilt.diagnosis.rules.wording import Judgement, at, costliest_line, line_cost, rewritten, time_spent
-from fulltilt.diagnosis.words import number, percent
+from fulltilt.figures import number, percent
 from fulltilt.records import Finding, LiveMove, LiveRecord, LoaderRecord, Settings
 
 _INPUT = ("input_serial", "input_cpu_bound", "input_io_bound", "input_handover")

@@ -9,7 +9,7 @@ from typing import Literal
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.gains import Gain
 from fulltilt.diagnosis.thresholds import Thresholds
-from fulltilt.diagnosis.words import number, percent, seconds
+from fulltilt.figures import number, percent, seconds
 from fulltilt.records import Abstention, Finding, FindingCode, HotLine, LoaderRecord
 
 # A rule finds its cause, lacks the evidence to judge, or has looked and found nothing.

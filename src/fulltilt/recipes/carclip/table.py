@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fulltilt.diagnosis.words import count
 from fulltilt.errors import DataError, UsageError
+from fulltilt.figures import count
 from fulltilt.recipes import tables
 from fulltilt.recipes.picture_files import SUFFIXES
 

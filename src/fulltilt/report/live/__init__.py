@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
+from fulltilt.figures import clean
 from fulltilt.report.live.gpus import gpu_block, gpu_line
 from fulltilt.report.live.host import core_lines, host_block
 from fulltilt.report.live.jobs import job_lines
 from fulltilt.report.live.parts import DIM, HEAD, PLAIN, WatchView, side_by_side, spread
-from fulltilt.report.wording import clean
 
 __all__ = ["WatchView", "watch_lines"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from rich.text import Text
 
+from fulltilt import figures
 from fulltilt.diagnosis.preflight import PreflightLimits
+from fulltilt.figures import clean
 from fulltilt.records import GpuReading
-from fulltilt.report import wording
 from fulltilt.report.blocks import chart_rows
 from fulltilt.report.live.parts import GIB, HEAD, PLAIN, WatchView, series, spread
-from fulltilt.report.wording import clean
 
 BUSY, SM, VRAM = "#2b6cd4", "#0e9a78", "#9a6fd0"
 
@@ -62,9 +62,9 @@ def gpu_line(view: WatchView, place: int, width: int) -> Text:
     """One GPU in one line, for many GPUs in a small window."""
     gpu = view.now.gpus[place]
     left = Text(f"GPU {gpu.index:<2}", HEAD)
-    left.append(f" {wording.percent(gpu.util_pct):>5} ", "not bold " + BUSY)
-    held = "VRAM " + wording.percent(_vram_pct(gpu))
-    heat = Text("lost", "bold red") if gpu.lost else Text(wording.temperature(gpu.temperature_c), _heat(gpu))
+    left.append(f" {figures.pct(gpu.util_pct):>5} ", "not bold " + BUSY)
+    held = "VRAM " + figures.pct(_vram_pct(gpu))
+    heat = Text("lost", "bold red") if gpu.lost else Text(figures.celsius(gpu.temperature_c), _heat(gpu))
     right = Text(f"  {held:>10}  ").append_text(heat)
     past = [sample.gpus[place].util_pct if place < len(sample.gpus) else None for sample in view.samples]
     room = max(0, width - left.cell_len - right.cell_len)

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from fulltilt.figures import size, used_of
 from fulltilt.report.blocks import bar, cells, chart_rows
-from fulltilt.report.live.parts import GIB, HEAD, LABEL_WIDTH, WatchView, label_text, series, spread
+from fulltilt.report.live.parts import HEAD, LABEL_WIDTH, WatchView, label_text, series, spread
 
 CPU, RAM, DISK = "#d96a0b", "#b5596a", "#5f8f4e"
 
@@ -55,7 +56,7 @@ def _ram_line(view: WatchView, width: int) -> Text:
     if host.mem_used_bytes is None or not total:
         return label_text("RAM", None)
     share = host.mem_used_bytes / total
-    right = f" {host.mem_used_bytes / GIB:.1f} of {total / GIB:.1f} GiB" + (" (limit)" if host.mem_limit_bytes else "")
+    right = f" {used_of(host.mem_used_bytes, total)}" + (" (limit)" if host.mem_limit_bytes else "")
     room = max(0, width - LABEL_WIDTH - len(right))
     return label_text("RAM", 100 * share).append(bar(share, room, blocks=view.blocks), RAM).append(right)
 
@@ -65,7 +66,7 @@ def _disk_line(read: Sequence[float | None], width: int, blocks: bool) -> Text:
     room = width - LABEL_WIDTH
     top = max((value for value in read[-max(0, room) :] if value is not None), default=0.0)
     now = read[-1] if read else None
-    line = Text(f"read {'–' if now is None else f'{now / 1e6:.0f} MB/s':>8} ".ljust(LABEL_WIDTH))
-    highest = f" at most {top / 1e6:.0f} MB/s"
+    line = Text("disk reads".ljust(LABEL_WIDTH))
+    highest = f" {size(now)}/s, at most {size(top)}/s"
     line.append(chart_rows(read, max(0, room - len(highest)), 1, max(top, 1e6), blocks=blocks)[0], DISK)
     return line.append(highest)

@@ -6,10 +6,10 @@ from pathlib import PurePath
 
 from rich.text import Text
 
+from fulltilt import figures
+from fulltilt.figures import clean
 from fulltilt.records import JobProcess
-from fulltilt.report import wording
 from fulltilt.report.live.parts import DIM, HEAD, PLAIN, WatchView
-from fulltilt.report.wording import clean
 
 _NONE = "no process is on a GPU, and no run of Fulltilt's is under way"
 
@@ -42,9 +42,9 @@ def _job_line(view: WatchView, job: JobProcess, run_width: int) -> Text:
         _one_line(job.name or "?") + (f" +{job.children}" if job.children else ""),
         "not Fulltilt's" if job.run_folder is None else _one_line(PurePath(job.run_folder).name or job.run_folder),
         ",".join(str(index) for index, _ in held),
-        wording.size(sum(sizes) if sizes else None),
-        wording.percent(job.cpu_pct),
-        wording.size(job.pss_bytes),
+        figures.size(sum(sizes) if sizes else None),
+        figures.pct(job.cpu_pct),
+        figures.size(job.pss_bytes),
     )
     return Text(line, DIM if job.run_folder is None else "")
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
+from fulltilt import figures
 from fulltilt.records import HostReading, JobProcess, Sample
-from fulltilt.report import wording
 from fulltilt.report.blocks import chart_rows
 
 GIB = 1024**3
@@ -59,7 +59,7 @@ def series(
 
 def label_text(label: str, pct: float | None) -> Text:
     """The left margin of a chart: its name and its figure."""
-    return Text(f"{label:<6}{wording.percent(pct):>6}".ljust(LABEL_WIDTH))
+    return Text(f"{label:<6}{figures.pct(pct):>6}".ljust(LABEL_WIDTH))
 
 
 def _mean(values: Sequence[float | None]) -> str:

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fulltilt.report import wording
+from fulltilt import figures
 from fulltilt.tuning.learning_rate import WARM_UP, figure
 from fulltilt.tuning.memory_line import USABLE_VRAM
 from fulltilt.tuning.plan.plan import GpuCandidate, Hours, Plan
@@ -33,11 +33,11 @@ def _headline(plan: Plan) -> str:
     if plan.batch is not None:
         parts.append(f"batch {plan.batch}")
     if plan.samples_per_s is not None:
-        parts.append(f"{wording.number(plan.samples_per_s)} samples/s")
+        parts.append(f"{figures.number(plan.samples_per_s)} samples/s")
     if plan.compute_samples_per_s is not None:
-        parts.append(f"the GPU could take {wording.number(plan.compute_samples_per_s)}")
+        parts.append(f"the GPU could take {figures.number(plan.compute_samples_per_s)}")
     if plan.loader_samples_per_s is not None:
-        parts.append(f"the loader could give {wording.number(plan.loader_samples_per_s)}")
+        parts.append(f"the loader could give {figures.number(plan.loader_samples_per_s)}")
     return ", ".join(parts)
 
 
@@ -50,15 +50,15 @@ def _table(title: str, left: tuple[str, ...], right: tuple[str, ...]) -> Table:
 
 def _show_vram(console: Console, plan: Plan, budget: VramBudget) -> None:
     table = _table("\nGPU memory by part", ("part",), ("bytes",))
-    table.add_row("weights", wording.size(budget.weights_bytes))
-    table.add_row("gradients", wording.size(budget.gradients_bytes))
-    table.add_row("optimizer", wording.size(budget.optimizer_bytes))
-    table.add_row("all else that stays", wording.size(budget.other_bytes))
-    table.add_row("a step, whatever the batch", wording.size(budget.workspace_bytes))
-    table.add_row("activations, each sample", wording.size(round(budget.activations_bytes_per_sample)))
+    table.add_row("weights", figures.size(budget.weights_bytes))
+    table.add_row("gradients", figures.size(budget.gradients_bytes))
+    table.add_row("optimizer", figures.size(budget.optimizer_bytes))
+    table.add_row("all else that stays", figures.size(budget.other_bytes))
+    table.add_row("a step, whatever the batch", figures.size(budget.workspace_bytes))
+    table.add_row("activations, each sample", figures.size(round(budget.activations_bytes_per_sample)))
     if plan.batch is not None:
-        table.add_row(f"together at batch {plan.batch}", wording.size(budget.needed_bytes(plan.batch)))
-    table.add_row("CUDA itself", wording.size(CONTEXT_BYTES))
+        table.add_row(f"together at batch {plan.batch}", figures.size(budget.needed_bytes(plan.batch)))
+    table.add_row("CUDA itself", figures.size(CONTEXT_BYTES))
     console.print(table)
     if plan.largest_batch is not None:
         reserve = f"{100 * (1 - USABLE_VRAM):.0f} % of the GPU kept free"
@@ -70,10 +70,10 @@ def _show_batches(console: Console, plan: Plan) -> None:
     for row in plan.batches:
         table.add_row(
             str(row.batch),
-            wording.size(row.vram_bytes),
-            wording.share(row.vram_share),
-            wording.number(row.samples_per_s) if row.samples_per_s is not None else wording.NOT_MEASURED,
-            wording.NOT_MEASURED if row.learning_rate is None else figure(row.learning_rate.rate),
+            figures.size(row.vram_bytes),
+            figures.percent(row.vram_share),
+            figures.number(row.samples_per_s) if row.samples_per_s is not None else figures.NOT_MEASURED,
+            figures.NOT_MEASURED if row.learning_rate is None else figure(row.learning_rate.rate),
             _hours(row.hours),
         )
     console.print(table)
@@ -93,11 +93,11 @@ def _show_loading(console: Console, plan: Plan) -> None:
     for row in plan.loading:
         table.add_row(
             str(row.workers),
-            wording.size(row.workers_bytes),
+            figures.size(row.workers_bytes),
             str(row.queued_batches),
-            wording.size(row.queued_bytes),
-            wording.seconds(row.buffer_s) if row.queued_batches else wording.NOT_MEASURED,
-            wording.NOT_MEASURED if row.fits is None else "yes" if row.fits else "no",
+            figures.size(row.queued_bytes),
+            figures.seconds(row.buffer_s) if row.queued_batches else figures.NOT_MEASURED,
+            figures.NOT_MEASURED if row.fits is None else "yes" if row.fits else "no",
         )
     console.print(table)
 
@@ -124,26 +124,26 @@ def _as_here(plan: Plan) -> tuple[str, ...]:
 
 def _parts(row: GpuCandidate) -> str:
     if row.accumulation is None:
-        return "whole" if row.fits else wording.NOT_MEASURED
+        return "whole" if row.fits else figures.NOT_MEASURED
     return " × ".join(map(str, row.accumulation))
 
 
 def _largest(row: GpuCandidate) -> str:
     if row.largest_batch is None:
-        return wording.NOT_MEASURED
+        return figures.NOT_MEASURED
     return "does not fit" if row.largest_batch == 0 else str(row.largest_batch)
 
 
 def _speed(row: GpuCandidate) -> tuple[str, str, str, str]:
     if row.speed is None or row.largest_batch == 0:
-        return (wording.NOT_MEASURED,) * 4
-    rates = (wording.number(rate) for rate in (row.speed.likely, row.speed.low, row.speed.high))
+        return (figures.NOT_MEASURED,) * 4
+    rates = (figures.number(rate) for rate in (row.speed.likely, row.speed.low, row.speed.high))
     likely, low, high = rates
     return likely, low, high, row.speed.precision
 
 
 def _hours(hours: Hours | None) -> str:
     if hours is None:
-        return wording.NOT_MEASURED
+        return figures.NOT_MEASURED
     low, high = (f"{value:.1f}" for value in hours)
     return low if low == high else f"{low} to {high}"
