@@ -131,6 +131,22 @@ def test_a_namespace_keeps_every_write_of_a_trial(kept_apart: Isolation, as_user
     assert not Path("/dev/shm/fulltilt-test-segment").exists()
 
 
+@as_root
+@pytest.mark.parametrize(("kept_apart", "as_user"), [(ROOT, False), (USER, True)])
+def test_data_in_shared_memory_are_seen_and_stay(kept_apart: Isolation, as_user: bool) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+        Path(place).chmod(0o755)
+        job = _files_in(Path(place))
+        if as_user:
+            give_away(Path(place))
+        before = state(Path(place))
+        ended = run(kept_apart, job, [sys.executable, "train.py"], as_user)
+        assert ended.returncode == 0, ended.stderr
+        after = state(Path(place))
+        after.pop("records")
+        assert after == before
+
+
 @pytest.mark.parametrize("write", ["open('notes.txt', 'a')", "os.remove('notes.txt')", "os.mkdir('new')"])
 def test_landlock_refuses_writes_outside_of_the_scratch_folder(write: str, job: Path) -> None:
     before = state(job.parent)

@@ -104,6 +104,8 @@ def _files_of_an_unread_end(end: Callable[[], None], out: Path, monkeypatch: pyt
     return sum(file.exists() for file in files)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_trials_that_fail_are_results_and_the_users_files_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

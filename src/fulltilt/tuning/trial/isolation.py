@@ -272,7 +272,8 @@ def _main(plan: dict[str, Any], command: list[str]) -> int:
         elif plan["kind"] == "landlock":
             _restrict([plan["scratch"], plan["folder"], "/dev", "/proc"])
     except OSError as error:
-        print(f"fulltilt: this trial cannot be kept from your files: {error.strerror}", file=sys.stderr)
+        where = f": {error.filename}" if error.filename else ""
+        print(f"fulltilt: this trial cannot be kept from your files: {error.strerror}{where}", file=sys.stderr)
         return CANNOT_ISOLATE
     _call("prctl", "prctl", PR_SET_CHILD_SUBREAPER, 1)
     job = os.fork()
@@ -317,7 +318,6 @@ def _lay_over(plan: dict[str, Any]) -> None:
     home = f"/proc/self/fd/{os.open(scratch, os.O_PATH)}"  # the path itself may be laid over
     os.mkdir(f"{home}/records")
     _mount(folder, f"{home}/records", None, MS_BIND)
-    shared = os.statvfs("/dev/shm")
     points = [point for point in _mount_points() if not _is_below(point, (scratch, *DEVICES))]
     # No layer may lie inside of what it covers; in a user namespace, neither may another mount.
     apart = [*([] if plan["in_memory"] else [scratch]), *(points if plan["with_user"] else [])]
@@ -338,11 +338,22 @@ def _lay_over(plan: dict[str, Any]) -> None:
             _mount(target, f"{home}/{number}/merged", None, MS_BIND | MS_REC)  # as it is, read-only
     for number, target in enumerate(covered):
         _mount(f"{home}/{number}/merged", target, None, MS_MOVE)
+    _private_shared_memory(f"{home}/shared", plan["with_user"])
     _mount(f"{home}/records", folder, None, MS_MOVE)
-    _mount("tmpfs", "/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, f"mode=1777,size={shared.f_blocks * shared.f_frsize}")
     if plan["own_pids"]:
         _mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV)
     os.chdir(plan["cwd"])
+
+
+def _private_shared_memory(layer: str, with_user: bool) -> None:
+    """A /dev/shm of the same size that ends with the trial; laid over the real one where data lie in that."""
+    found = os.statvfs("/dev/shm")
+    os.mkdir(layer)
+    _mount("tmpfs", layer, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=1777,size={found.f_blocks * found.f_frsize}")
+    if _subfolders("/dev/shm"):
+        _cover("/dev/shm", f"{layer}/cover", with_user)
+        layer = f"{layer}/cover/merged"
+    _mount(layer, "/dev/shm", None, MS_MOVE)
 
 
 def _cover(target: str, layer: str, with_user: bool) -> None:
