@@ -116,7 +116,7 @@ def test_the_arithmetic_is_printed(
     assert learning_rate.scale(rate, batch, new, optimizer, deep).arithmetic == arithmetic
 
 
-def test_deep_supervision_follows_guide_1() -> None:
+def test_deep_supervision_lowers_the_rate() -> None:
     factors = [learning_rate.deep_supervision_factor(ratio) for ratio in (1.0, 1.25, 1.5, 2.0, 8.0)]
     assert factors == pytest.approx([0.6, 0.58, 0.56, 0.5, 0.5])
 

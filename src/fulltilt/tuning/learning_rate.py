@@ -1,7 +1,7 @@
 """The learning rate for another batch size, with its arithmetic. Pure functions.
 
-Square root for optimizers that divide by the gradients' size (Adam and its like), linear for SGD. Guide 1 lowers the
-rate under deep supervision: 0.6 of it at the batch it was found for, 0.56 at one and a half, half at twice that.
+Square root for optimizers that divide by the gradients' size (Adam and its like), linear for SGD. Deep supervision adds
+up several losses, so the rate is lower: 0.6 of it at the batch it was found for, 0.56 at one and a half, half at twice.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ Rule = Literal["sqrt", "linear"]
 
 # Plain gradient steps: their noise falls with the batch as their length grows with the rate. All others normalise.
 _LINEAR = frozenset({"SGD", "ASGD", "LARS"})
-# Deep supervision by the ratio of the batch sizes: guide 1's three rows.
+# Deep supervision by the ratio of the batch sizes.
 _DEEP_SUPERVISION = ((1.0, 0.6), (1.5, 0.56), (2.0, 0.5))
 # A rate this many times as high should not be met by fresh weights at once.
 WARM_UP_FROM = 1.3
-WARM_UP = "warm up to it over the first 3 epochs (guide 1), or 500 steps"
+WARM_UP = "warm up to it over the first 3 epochs, or 500 steps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def scale(
 
 
 def deep_supervision_factor(ratio: float) -> float:
-    """What deep supervision leaves of the rate at so many times the batch: between guide 1's figures, in between."""
+    """What deep supervision leaves of the rate at so many times the batch: linear between the figures above."""
     if ratio <= 1.0:
         return _DEEP_SUPERVISION[0][1]
     for (low, at_low), (high, at_high) in itertools.pairwise(_DEEP_SUPERVISION):
@@ -96,7 +96,7 @@ def looks_contrastive(source: str) -> bool:
 
 
 def looks_deeply_supervised(command: tuple[str, ...]) -> bool:
-    """Whether a command asks for deep supervision, as guide 1's does."""
+    """Whether a command asks for deep supervision."""
     return any(argument.lstrip("-").replace("_", "-").startswith("deep-supervision") for argument in command)
 
 

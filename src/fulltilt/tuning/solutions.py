@@ -144,7 +144,7 @@ def _effective_batch(trial: Trial) -> int | None:
 
 
 def show_solutions(console: Console, rows: Sequence[Solution]) -> None:
-    """The guides' table, with measured figures; below it what each row sets and risks."""
+    """The table, with measured figures; below it what each row sets and risks."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("")
     for name in ("workers", "batch", "samples/s", "speed", "GPU", "VRAM\nGiB", "RAM\nGiB", "CPU", "LR"):

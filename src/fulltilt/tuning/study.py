@@ -27,7 +27,7 @@ from fulltilt.tuning.source_edit import fingerprint, source_file
 from fulltilt.tuning.space import Attempt, Space, best_of, is_valid, rate, start_of, streams_alone
 from fulltilt.tuning.trial.assignment import ANSWER_FILE, Answer, Assignment, TrainingLoader
 from fulltilt.tuning.trial.isolation import Isolation
-from fulltilt.tuning.trial.launch import Limits, recipe_flags, run_trial
+from fulltilt.tuning.trial.launch import SCRATCH, Limits, recipe_flags, run_trial
 from fulltilt.tuning.trial.outcome import conclude
 from fulltilt.tuning.trial.throughput import Patience
 from fulltilt.tuning.verify import LEAST_PAIRS, next_verification, pairs_to_keep, rivals_of
@@ -161,8 +161,8 @@ class Study:
         name = self._new_folder()
         folder = self.folder.path / name
         is_recipe = self._arguments[:2] == ["fulltilt", "train"]
-        # Flags put a recipe's settings in force; its --out lies where the trial's writes are thrown away.
-        flags = [*recipe_flags(attempt.settings), "--out", f"{folder}/recipe", "--fresh"] if is_recipe else []
+        # Flags put a recipe's settings in force; its --out is deleted with the trial.
+        flags = [*recipe_flags(attempt.settings), "--fresh", "--out", SCRATCH] if is_recipe else []
         loader = self.record.loader
         assignment = Assignment(
             settings=Settings() if is_recipe else attempt.settings,

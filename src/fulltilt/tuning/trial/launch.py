@@ -28,6 +28,8 @@ SAMPLE_EVERY_S = 0.5
 # Having answered, a trial has this long to end by itself; other ranks may wait for the one that answered.
 LAST_WORDS_S = 5.0
 TAIL_BYTES = 8192
+# In a command: a folder that is deleted with the trial.
+SCRATCH = "{scratch}"
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -60,6 +62,7 @@ class TrialProcess:
         self.scratch = isolation.scratch()
         if isolation.kind == "landlock":
             assignment = replace(assignment, scratch=str(self.scratch))
+        command = [f"{self.scratch}/out" if word == SCRATCH else word for word in command]
         store.write_json(folder / ASSIGNMENT_FILE, assignment)
         try:
             owned = store.OwnedFolder.around(folder / OUTPUT_FILE)

@@ -6,14 +6,21 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from fulltilt.cli.plan import show
 from fulltilt.errors import UsageError
 from fulltilt.records import MemoryRecord, Run
-from fulltilt.tuning.plan.elsewhere import memory_bound_share, speed_there
-from fulltilt.tuning.plan.gpu_models import find_gpu
-from fulltilt.tuning.plan.plan import Plan, make_plan, with_target
-from fulltilt.tuning.plan.target import parse_target, read_history
-from fulltilt.tuning.plan.view import show
-from fulltilt.tuning.plan.vram import CONTEXT_BYTES, vram_budget
+from fulltilt.tuning.gpu_models import find_gpu
+from fulltilt.tuning.plan import (
+    CONTEXT_BYTES,
+    Plan,
+    make_plan,
+    memory_bound_share,
+    parse_target,
+    read_history,
+    speed_there,
+    vram_budget,
+    with_target,
+)
 from tests.diagnosis.examples import gpu, gpu_rank, host, loader, machine, rank, run_of, sampled, spans_of, workers
 
 MIB = 1 << 20

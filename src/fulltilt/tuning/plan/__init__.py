@@ -1,1 +1,0 @@
-"""From a run to the next one: memory by part, other GPUs, the loader's RAM, learning rates, time to a target."""
