@@ -111,6 +111,7 @@ class Hdf5Loader:
         self._at_once_bytes = max(AT_ONCE_BYTES, int(memory * AT_ONCE_SHARE))
         self._kept: tuple[list[torch.Tensor], torch.Tensor] | None = None
         self._stores: list[DiskStore] = []
+        self._idle: list[WorkerPool] = []
         self._upcoming: tuple[int, Future[torch.Tensor]] | None = None
         self._drawing = ThreadPoolExecutor(1, "fulltilt-order", _enter_thread, (self._where,))
         copies = device.type == "cuda" and self.tier != "vram"
@@ -179,6 +180,8 @@ class Hdf5Loader:
         self._kept = self._upcoming = None
         while self._stores:
             self._stores.pop().close()
+        while self._idle:
+            self._idle.pop().close()
 
     def __enter__(self) -> Hdf5Loader:
         return self
@@ -231,8 +234,10 @@ class Hdf5Loader:
     # ----------------------------------------------------------------- streamed rows
 
     def _streamed(self, epoch: int, first: int) -> Generator[Samples, None, None]:
-        with self._pool() as pool:  # forked here, on the caller's thread
-            yield from self._ahead(self._groups(pool, epoch, first))
+        # Forked here, on the caller's thread, and kept for the next pass; an iterator put aside has its own.
+        pool = self._idle.pop() if self._idle else self._pool()
+        yield from self._ahead(self._groups(pool, epoch, first))
+        self._idle.append(pool)
 
     def _groups(self, pool: WorkerPool, epoch: int, first: int) -> Generator[Samples, None, None]:
         """This rank's blocks in groups, the samples of each group mixed, from batch number ``first`` on."""
