@@ -17,7 +17,7 @@ from fulltilt.recipes.cod.options import CodOptions
 from fulltilt.recipes.cod.pictures import Pair, Pictures
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.synthetic.cod import draw
-from fulltilt.recipes.synthetic.parallel import spread
+from fulltilt.recipes.synthetic.folder import spread
 from fulltilt.train import Job, TrainSettings
 from recipebench.measuring import Bench, plain_step, stock_rate
 from recipebench.turns import Turns, engine_turns, steps_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -238,12 +239,8 @@ def test_made_data_is_the_same_for_the_same_seed_in_the_layout_of_cod10k(data: P
 
 @pytest.fixture
 def spoilt(data: Path, tmp_path: Path) -> Path:
-    """The data as links, so that a test may break them."""
-    for path in data.rglob("*.*g"):
-        link = tmp_path / "data" / path.relative_to(data)
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(path)
-    return tmp_path / "data"
+    """A copy of the data that a test may break."""
+    return Path(shutil.copytree(data, tmp_path / "data"))
 
 
 def break_it(folder: Path, how: str) -> str:

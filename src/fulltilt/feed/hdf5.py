@@ -297,9 +297,11 @@ class Hdf5Loader:
             for number, slot in zip(numbers, slots, strict=True):
                 if slot.failures:
                     raise DataError(slot.failures[0].message, DAMAGED)
-                yield number, slot.rows[0]
-                self._synchronize()
-                pool.release(slot)
+                try:
+                    yield number, slot.rows[0]
+                finally:
+                    self._synchronize()
+                    pool.release(slot)
 
     def _empty(self, rows: int) -> list[torch.Tensor]:
         return [

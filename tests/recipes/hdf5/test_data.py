@@ -14,6 +14,7 @@ from fulltilt.recipes.hdf5 import Options
 from fulltilt.recipes.hdf5.data import look
 from fulltilt.recipes.synthetic import hdf5 as made
 from fulltilt.recipes.synthetic import make_folder
+from fulltilt.store.owned_folder import MARKER
 
 
 def write(path: Path, rows: int = 40, shape: tuple[int, ...] = (8, 3), **keys: object) -> Path:
@@ -139,11 +140,11 @@ def test_a_limit_on_the_size_of_files_is_told_and_leaves_nothing(tmp_path: Path)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
     try:
-        with pytest.raises(MachineError, match=r"made: File too large\nRaise the limit on the size of files"):
-            make_folder("hdf5", tmp_path / "made", 4000, 0)
+        with pytest.raises(MachineError, match=r"data: File too large\nRaise the limit on the size of files"):
+            make_folder("hdf5", tmp_path / "data", 4000, 0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert not any(tmp_path.iterdir())
+    assert [path.name for path in (tmp_path / "data").iterdir()] == [MARKER]
 
 
 @pytest.mark.parametrize(

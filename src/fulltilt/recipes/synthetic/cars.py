@@ -1,16 +1,23 @@
-"""Made cars: makes, models, years and paints, in folders ``make/model/year`` with a table of captions."""
+"""Synthetic cars: makes, models, years and paints, in folders ``make/model/year`` with a table of captions.
+
+Pictures are side views. The make shows in badge, wheels and roof, the model in body and proportions, the year in lamps
+and trim. Street, weather, distance, direction and light change from picture to picture and mean nothing.
+"""
 
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from PIL import Image, ImageDraw
 
-from fulltilt.recipes.synthetic.car_pictures import BODIES, COLOURS, Look, picture
-from fulltilt.recipes.synthetic.parallel import spread
+from fulltilt.recipes.synthetic.folder import spread
 
 CAPTIONS = "captions.csv"
 COLUMNS = ("image", "caption", "make", "model", "year", "colour", "body", "split")
@@ -38,6 +45,89 @@ PHRASES = (
     "{colour} {body}: {make} {model}, {year}",
     "this {make} {model} of {year} is {colour}",
 )
+
+IMAGE_PX = 224
+# Drawn at twice the size and averaged: smooth edges, and a slanted line is told from a straight one.
+FINER = 2
+
+Point = tuple[float, float]
+Rgb = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What is seen of a car: body and paint by name, make, model and year by their place in the tables."""
+
+    body: str
+    colour: str
+    make: int
+    model: int
+    year: int
+
+
+# Length, height, outline above the sill, window: rear at x = 0 and front at 1, sill at y = 0 and roof at 1.
+BODIES: dict[str, tuple[float, float, list[Point], list[Point]]] = {
+    "saloon": (
+        1.00,
+        0.29,
+        [(0, 0.48), (0.17, 0.54), (0.31, 0.96), (0.58, 1), (0.73, 0.57), (1, 0.42)],
+        [(0.24, 0.58), (0.34, 0.9), (0.56, 0.93), (0.68, 0.58)],
+    ),
+    "hatchback": (
+        0.84,
+        0.31,
+        [(0, 0.5), (0.05, 0.58), (0.15, 0.95), (0.55, 1), (0.74, 0.56), (1, 0.42)],
+        [(0.13, 0.6), (0.19, 0.89), (0.53, 0.93), (0.68, 0.6)],
+    ),
+    "estate": (
+        1.02,
+        0.30,
+        [(0, 0.5), (0.03, 0.94), (0.6, 1), (0.75, 0.56), (1, 0.44)],
+        [(0.06, 0.6), (0.08, 0.88), (0.57, 0.93), (0.7, 0.6)],
+    ),
+    "coupe": (
+        0.94,
+        0.25,
+        [(0, 0.5), (0.12, 0.56), (0.42, 0.97), (0.55, 1), (0.74, 0.55), (1, 0.36)],
+        [(0.31, 0.62), (0.44, 0.9), (0.54, 0.92), (0.68, 0.62)],
+    ),
+    "suv": (
+        0.95,
+        0.38,
+        [(0, 0.55), (0.03, 0.97), (0.62, 1), (0.74, 0.62), (1, 0.56)],
+        [(0.07, 0.64), (0.09, 0.91), (0.59, 0.94), (0.69, 0.64)],
+    ),
+    "pickup": (
+        1.08,
+        0.35,
+        [(0, 0.52), (0.4, 0.52), (0.43, 0.98), (0.66, 1), (0.77, 0.58), (1, 0.52)],
+        [(0.47, 0.6), (0.48, 0.9), (0.64, 0.92), (0.72, 0.6)],
+    ),
+    "van": (
+        1.0,
+        0.42,
+        [(0, 0.97), (0.7, 1), (0.88, 0.58), (1, 0.44)],
+        [(0.56, 0.6), (0.56, 0.9), (0.7, 0.92), (0.82, 0.6)],
+    ),
+    "cabriolet": (
+        0.92,
+        0.24,
+        [(0, 0.54), (0.3, 0.6), (0.36, 0.72), (0.42, 0.6), (0.57, 0.58), (0.6, 1), (0.63, 1), (0.74, 0.56), (1, 0.4)],
+        [(0.6, 0.6), (0.61, 0.94), (0.63, 0.94), (0.71, 0.6)],
+    ),
+}
+COLOURS: dict[str, Rgb] = {
+    "red": (196, 30, 34),
+    "blue": (32, 70, 190),
+    "green": (28, 128, 58),
+    "yellow": (236, 202, 44),
+    "orange": (236, 120, 28),
+    "purple": (116, 44, 150),
+    "brown": (112, 70, 38),
+    "white": (240, 240, 236),
+    "black": (28, 28, 30),
+    "silver": (170, 176, 182),
+}
 
 
 def make(folder: Path, size: int, seed: int) -> Iterator[int]:
@@ -76,3 +166,125 @@ def _words(make: int, model: int, year: int, colour: int) -> dict[str, str]:
     body = list(BODIES)[(3 * make + 2 * model + model // 2) % len(BODIES)]
     label = {"make": name, "model": MAKES[name][model], "year": str(YEARS[year])}
     return {**label, "colour": list(COLOURS)[colour], "body": body}
+
+
+# --------------------------------------------------------------------------- pictures
+
+
+def picture(car: Look, rng: np.random.Generator) -> Image.Image:
+    """The car on some street."""
+    side = IMAGE_PX * FINER
+    image = Image.new("RGB", (side, side))
+    pen = ImageDraw.Draw(image)
+    ground = side * rng.uniform(0.62, 0.74)
+    _street(pen, rng, side, ground)
+    _Sketch(pen, car, rng, side, ground).draw()
+    if rng.random() < 0.5:
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    return _weather(image.reduce(FINER), rng)
+
+
+def _street(pen: ImageDraw.ImageDraw, rng: np.random.Generator, side: int, ground: float) -> None:
+    sky, road = rng.integers(90, 250, 3), int(rng.integers(60, 170))
+    pen.rectangle((0, 0, side, ground), fill=_rgb(sky))
+    for _ in range(int(rng.integers(2, 7))):
+        left, width, height = rng.uniform(-0.1, 1) * side, rng.uniform(0.08, 0.35) * side, rng.uniform(0.1, 0.6) * side
+        shade = _rgb(rng.integers(40, 220, 3))
+        box = (left, ground - height, left + width, ground)
+        (pen.rectangle if rng.random() < 0.6 else pen.ellipse)(box, fill=shade)
+    pen.rectangle((0, ground - 0.06 * side, side, side), fill=(road, road, road - int(rng.integers(0, 12))))
+
+
+def _weather(image: Image.Image, rng: np.random.Generator) -> Image.Image:
+    light = rng.uniform(0.7, 1.15)
+    grain = rng.integers(-14, 15, (IMAGE_PX, IMAGE_PX), dtype=np.int16)
+    pixels = np.asarray(image) * np.float32(light) + grain[:, :, None]
+    return Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
+
+
+def _rgb(values: Any) -> Rgb:
+    red, green, blue = (int(value) for value in values)
+    return red, green, blue
+
+
+class _Sketch:
+    """One car on the canvas, seen from its right side: its parts from the shadow up."""
+
+    def __init__(self, pen: ImageDraw.ImageDraw, car: Look, rng: np.random.Generator, side: int, ground: float) -> None:
+        self.pen, self.car = pen, car
+        length, height, self.outline, self.window = BODIES[car.body]
+        scale = side * rng.uniform(0.72, 0.86)
+        # Two models with the same body differ in proportion.
+        self.length = scale * length * (0.94 + 0.04 * (car.model % 3))
+        self.height = scale * height * (0.92 + 0.05 * ((car.make + car.model) % 4))
+        self.left = rng.uniform(0.02, 0.98 - self.length / side) * side
+        self.wheel = scale * 0.085 * (1.2 if car.body in ("suv", "pickup") else 1.0)
+        self.sill = ground - self.wheel * 0.75
+        self.ground = ground
+        shine = rng.uniform(-12, 12, 3)
+        self.paint = _rgb(np.clip(np.array(COLOURS[car.colour]) + shine, 0, 255))
+
+    def draw(self) -> None:
+        """Shadow, body, roof, window, trim, lamps, wheels, badge."""
+        self.pen.ellipse((*self.at(-0.02, 0, self.ground - 6), *self.at(1.02, 0, self.ground + 12)), fill=(30, 30, 32))
+        self.shape([(0, 0), *self.outline, (1, 0)], self.paint)
+        self.roof()
+        self.shape(self.window, (44, 58, 74))
+        self.trim()
+        self.lamps()
+        for x in (0.2, 0.8):
+            self.turn(x)
+        self.badge()
+
+    def at(self, x: float, y: float, base: float | None = None) -> Point:
+        """A point of the car on the canvas."""
+        return self.left + x * self.length, (self.sill if base is None else base) - y * self.height
+
+    def shape(self, points: list[Point], colour: Rgb) -> None:
+        """A filled polygon in the car's coordinates."""
+        self.pen.polygon([self.at(x, y) for x, y in points], fill=colour)
+
+    def roof(self) -> None:
+        """A third of the makes paint the roof black, a third white."""
+        style = self.car.make % 3
+        if style:
+            top = [(x, y) for x, y in self.outline if y > 0.9]
+            colour = (24, 24, 26) if style == 1 else (238, 238, 238)
+            self.pen.line([self.at(x, y - 0.02) for x, y in top], fill=colour, width=max(int(0.1 * self.height), 3))
+
+    def trim(self) -> None:
+        """Lines along the side: their number and height tell the year."""
+        dark = tuple(int(0.55 * part) for part in self.paint)
+        for line in range(self.car.year % 3 + 1):
+            y = 0.16 + 0.09 * line + 0.05 * (self.car.year // 3)
+            self.pen.line((*self.at(0.02, y), *self.at(0.98, y)), fill=dark, width=3)
+
+    def lamps(self) -> None:
+        """Headlamps grow longer and flatter with the years; old ones are round."""
+        year = self.car.year
+        width, height = 0.05 + 0.025 * year, 0.16 - 0.022 * year
+        for x, colour in ((1.0 - width, (255, 246, 196)), (0.0, (214, 36, 30))):
+            box = (*self.at(x, 0.36 + height / 2), *self.at(x + width, 0.36 - height / 2))
+            (self.pen.ellipse if year < 2 else self.pen.rectangle)(box, fill=colour, outline=(20, 20, 20))
+
+    def turn(self, x: float) -> None:
+        """A wheel; the spokes are the make's."""
+        (cx, cy), r = self.at(x, 0), self.wheel
+        self.pen.ellipse((cx - r, cy - r, cx + r, cy + r), fill=(22, 22, 24))
+        rim = 0.68 * r
+        self.pen.ellipse((cx - rim, cy - rim, cx + rim, cy + rim), fill=(196, 198, 202))
+        spokes = 3 + self.car.make % 4
+        for spoke in range(spokes):
+            angle = 2 * math.pi * spoke / spokes + 0.3
+            end = (cx + rim * math.cos(angle), cy + rim * math.sin(angle))
+            self.pen.line((cx, cy, *end), fill=(40, 40, 44), width=max(int(0.16 * r), 2))
+
+    def badge(self) -> None:
+        """The make's sign on the door: a shape and a colour of its own."""
+        (cx, cy), r = self.at(0.5, 0.3), 0.17 * self.height
+        fill = ((250, 250, 250), (250, 214, 40), (20, 20, 20), (70, 200, 240))[self.car.make // 3]
+        corners = (0, 3, 4)[self.car.make % 3]
+        if corners:
+            self.pen.regular_polygon((cx, cy, r * 1.15), corners, fill=fill, outline=(128, 128, 128))
+        else:
+            self.pen.ellipse((cx - r, cy - r, cx + r, cy + r), fill=fill, outline=(128, 128, 128))

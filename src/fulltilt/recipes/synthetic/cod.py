@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from fulltilt.recipes.synthetic.parallel import spread
+from fulltilt.recipes.synthetic.folder import spread
 
 Array = np.ndarray[Any, Any]
 
@@ -44,7 +44,7 @@ def _write(folder: Path, seed: int, numbers: range) -> None:
 
 def _name(number: int) -> str:
     if _is_empty(number):
-        return f"COD10K-NonCAM-1-Background-1-Made-{number + 1}"
+        return f"COD10K-NonCAM-1-Background-1-Synthetic-{number + 1}"
     kind = number % len(CREATURES)
     family, creature = CREATURES[kind].split("-")
     return f"COD10K-CAM-1-{family}-{kind + 1}-{creature}-{number + 1}"

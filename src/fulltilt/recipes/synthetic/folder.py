@@ -1,26 +1,32 @@
-"""A folder of made data: written beside its place and renamed when complete, so that half of one is never used."""
+"""Folders of synthetic data: complete or not to be used, and never somebody else's."""
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import errno
 import importlib
 import json
+import multiprocessing
 import os
 import shutil
+import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typing import Any
 
 from fulltilt.errors import MachineError, UsageError
+from fulltilt.probes.host import cpu_capacity
+from fulltilt.store.owned_folder import OwnedFolder
 
 # Kind → what one of its samples is called.
 KINDS = {"cod": "image", "cars": "image", "text": "text", "hdf5": "window"}
-MARK = "made-by-fulltilt.json"
+# What the folder holds. Written last: a folder without it is not complete.
+DESCRIPTION = "synthetic.json"
+# Samples in a piece: handing one out costs nothing beside it, and the progress bar moves.
+PIECE = 50
 _REMEDIES = {
     errno.ENOSPC: "Make room there, or give another folder.",
     errno.EDQUOT: "Make room there, or give another folder.",
@@ -29,40 +35,67 @@ _REMEDIES = {
 
 
 def make_folder(kind: str, folder: Path, size: int, seed: int) -> bool:
-    """Fill ``folder`` with made data; False when exactly this was in it already. Raises UsageError, MachineError.
+    """Fill ``folder`` with synthetic data; False when exactly this was in it already. Raises UsageError, MachineError.
 
-    A folder that holds anything else is refused. Of several ranks that ask for the same folder, one makes it.
+    A folder that holds anything else is refused. Of several ranks that ask for the same folder, one fills it.
     """
-    mark = {"kind": _known(kind), "size": size, "seed": seed}
-    if _is_there(folder, mark):
+    if kind not in KINDS:
+        close = difflib.get_close_matches(kind[:80], KINDS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise UsageError(f"there is no synthetic data {kind!r}{hint}", f"Kinds: {', '.join(KINDS)}.")
+    wanted = {"kind": kind, "size": size, "seed": seed}
+    if _holds(folder, wanted):
         return False
+    owned = OwnedFolder.claim(folder, "data set", flag="DIR")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(folder.with_name(f".{folder.name}.lock")):
-            if _is_there(folder, mark):
+        with owned.locked(f"{folder} is being filled", wait=True):
+            if _holds(folder, wanted):
                 return False
-            _make(kind, folder, size, seed, mark)
+            _fill(owned, kind, size, seed)
+            owned.write(DESCRIPTION, json.dumps(wanted).encode() + b"\n")
     except OSError as error:
         remedy = _REMEDIES.get(error.errno or 0, "Give another folder.")
         raise MachineError(f"cannot make {folder}: {error.strerror or error}", remedy) from error
     return True
 
 
-def _make(kind: str, folder: Path, size: int, seed: int, mark: dict[str, object]) -> None:
-    aside = folder.with_name(f".{folder.name}.making")
-    shutil.rmtree(aside, ignore_errors=True)  # of a maker that was killed
-    aside.mkdir()
+def _holds(folder: Path, wanted: dict[str, Any]) -> bool:
+    """Whether the folder holds this data. Raises UsageError for other synthetic data."""
     try:
-        _show(importlib.import_module(f"{__package__}.{kind}").make(aside, size, seed), size, f"making {kind}")
-        (aside / MARK).write_text(json.dumps(mark) + "\n")
-        if folder.exists():
-            folder.rmdir()  # it is empty: anything else was refused
-        aside.rename(folder)
+        found = json.loads((folder / DESCRIPTION).read_text())
+    except (OSError, ValueError):
+        return False
+    if found == wanted:
+        return True
+    holds = ", ".join(f"{key} {value}" for key, value in found.items())
+    raise UsageError(f"{folder} holds other synthetic data ({holds})", "Give another folder, or remove that one.")
+
+
+def _fill(owned: OwnedFolder, kind: str, size: int, seed: int) -> None:
+    """Make the data in a private folder inside, then move it to its place."""
+    for name in owned.entries():  # of one that was killed
+        _remove_private(owned, owned.path / name)
+        owned.remove(name)
+    private = owned.make(owned.temporary("making"))
+    try:
+        _show(importlib.import_module(f"{__package__}.{kind}").make(private, size, seed), size, f"making {kind}")
+        owned.record_tree(private)
+        for entry in sorted(private.iterdir()):
+            owned.move(entry, owned.path / entry.name)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        _remove_private(owned, private)
+
+
+def _remove_private(owned: OwnedFolder, private: Path) -> None:
+    """Remove a private folder of ours with whatever was written there before the end."""
+    if private.suffix == ".tmp" and owned.owns(private):
+        shutil.rmtree(private, ignore_errors=True)
 
 
 def _show(done: Iterator[int], size: int, label: str) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task(label, total=size)
@@ -70,48 +103,40 @@ def _show(done: Iterator[int], size: int, label: str) -> None:
             bar.update(task, completed=number)
 
 
-def _known(kind: str) -> str:
-    if kind not in KINDS:
-        close = difflib.get_close_matches(kind[:80], KINDS, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise UsageError(f"there is no made data {kind!r}{hint}", f"Kinds: {', '.join(KINDS)}.")
-    return kind
+def spread(write: Callable[[range], None], size: int) -> Iterator[int]:
+    """Call ``write`` with every piece of ``range(size)`` in some process; yields how many samples are done so far.
 
-
-def _is_there(folder: Path, mark: dict[str, object]) -> bool:
-    try:
-        if not folder.exists() or not any(folder.iterdir()):
-            return False
-        found = json.loads((folder / MARK).read_text())
-    except NotADirectoryError as error:
-        raise UsageError(f"{folder} is a file, not a folder") from error
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{folder} is not empty, and Fulltilt did not make it", "Give an empty or new folder."
-        ) from error
-    if found != mark:
-        holds = ", ".join(f"{key} {value}" for key, value in found.items())
-        raise UsageError(f"{folder} holds other made data ({holds})", "Give another folder, or remove that one.")
-    return True
-
-
-@contextlib.contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Wait until nobody else makes the same folder. The lock goes with the process, however it ends."""
-    try:
-        import fcntl
-    except ImportError:  # Windows has one rank
-        yield
+    The pieces do not depend on the number of processes.
+    """
+    pieces = [range(first, min(first + PIECE, size)) for first in range(0, size, PIECE)]
+    processes = min(int(cpu_capacity().usable), len(pieces))
+    done = 0
+    if processes < 2:
+        for piece in pieces:
+            write(piece)
+            done += len(piece)
+            yield done
         return
-    while True:
-        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        fcntl.lockf(fd, fcntl.LOCK_EX)
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(fd), lock.stat()):
-                break
-        os.close(fd)  # who held it before us has removed it, and somebody else may have made it anew
+    start = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context(start), initializer=_end_with_the_parent)
     try:
-        yield
+        waiting = {pool.submit(write, piece): len(piece) for piece in pieces}
+        for finished in as_completed(waiting):
+            finished.result()
+            done += waiting[finished]
+            yield done
     finally:
-        lock.unlink(missing_ok=True)
-        os.close(fd)
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C or a full disk, what is begun is waited for and nothing else
+
+
+def _end_with_the_parent() -> None:
+    """Leave Ctrl-C to the parent, and do not outlive it: a killed one cannot tell."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -9,13 +9,12 @@ import numpy as np
 
 from fulltilt.recipes.carclip.table import read
 from fulltilt.recipes.synthetic import make_folder
-from fulltilt.recipes.synthetic.car_pictures import BODIES, COLOURS, Look, picture
-from fulltilt.recipes.synthetic.cars import MAKES, described
+from fulltilt.recipes.synthetic.cars import BODIES, COLOURS, MAKES, Look, described, picture
 
 
 def test_the_same_seed_gives_the_same_files(tmp_path: Path) -> None:
     def digest(folder: Path) -> dict[str, str]:
-        files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+        files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name[0] != ".")
         return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):

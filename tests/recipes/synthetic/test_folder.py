@@ -1,4 +1,4 @@
-"""Folders of made data: complete or not there, and never somebody else's."""
+"""Folders of synthetic data: complete or not to be used, and never somebody else's."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import pytest
 
 from fulltilt.cli import main as command
 from fulltilt.errors import UsageError
-from fulltilt.recipes.synthetic import folder as made
-from fulltilt.recipes.synthetic.parallel import spread
+from fulltilt.recipes.synthetic import folder as synthetic
+from fulltilt.recipes.synthetic.folder import spread
+from fulltilt.store.owned_folder import MARKER, OwnedFolder
 
 
 @pytest.fixture(autouse=True)
@@ -54,46 +55,68 @@ def test_it_makes_once_and_knows_what_it_made(
     assert quick == [(3, 5)]
     assert run("text", str(tmp_path / "one"), "--size", "1") == 0
     assert capsys.readouterr().out.startswith("Made 1 text in ")
-    assert json.loads((folder / made.MARK).read_text()) == {"kind": "text", "size": 3, "seed": 5}
+    assert json.loads((folder / synthetic.DESCRIPTION).read_text()) == {"kind": "text", "size": 3, "seed": 5}
     assert sorted(path.name for path in folder.parent.iterdir()) == ["b"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        MARKER,
+        "0.txt",
+        "1.txt",
+        "2.txt",
+        synthetic.DESCRIPTION,
+    ]
 
 
-def test_it_refuses_a_folder_that_it_did_not_make(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_foreign_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     assert run("text", str(tmp_path), "--size", "3") == 2
-    assert "Fulltilt did not make it" in capsys.readouterr().err
+    assert "holds files that Fulltilt did not write: mine.txt" in capsys.readouterr().err
     assert run("text", str(tmp_path / "mine.txt"), "--size", "3") == 2
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+    assert run("text", str(tmp_path / "run"), "--size", "1") == 0
+    OwnedFolder.claim(tmp_path / "other", "run folder")
+    assert run("text", str(tmp_path / "other"), "--size", "1") == 2
 
 
-def test_it_refuses_other_made_data_and_unknown_kinds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_synthetic_data_and_unknown_kinds_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("text", str(tmp_path / "d"), "--size", "3") == 0
     assert run("text", str(tmp_path / "d"), "--size", "4") == 2
-    assert "holds other made data (kind text, size 3, seed 0)" in capsys.readouterr().err
+    assert "holds other synthetic data (kind text, size 3, seed 0)" in capsys.readouterr().err
     with pytest.raises(UsageError, match="did you mean text"):
-        made.make_folder("txt", tmp_path / "e", 1, 0)
+        synthetic.make_folder("txt", tmp_path / "e", 1, 0)
 
 
-def test_a_maker_that_failed_or_was_killed_leaves_nothing_that_could_be_used(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failure_leaves_nothing_but_the_marker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "d"
     assert run("text", str(folder), "--size", "13") == 7
     told = capsys.readouterr().err
     assert "No space left" in told
     assert "Make room there" in told
-    assert not any(tmp_path.iterdir()), "nothing of it, not even the lock"
-    left = tmp_path / ".d.making"
-    left.mkdir()
-    (left / "0.txt").write_text("half")
-    (left / "rubbish.txt").write_text("half")
+    assert [path.name for path in folder.iterdir()] == [MARKER]
     assert run("text", str(folder), "--size", "2") == 0
-    assert sorted(path.name for path in folder.iterdir()) == ["0.txt", "1.txt", made.MARK]
-    assert not left.exists()
+
+
+def test_leftovers_of_a_killed_maker_are_removed(tmp_path: Path) -> None:
+    owned = OwnedFolder.claim(tmp_path / "d", "data set")
+    left = owned.make(owned.temporary("making"))
+    (left / "0.txt").write_text("half")
+    owned.write("1.txt", b"moved before the kill")
+    (owned.path / "notes.md").write_text("mine")
+    assert run("text", str(owned.path), "--size", "1") == 0
+    assert sorted(path.name for path in owned.path.iterdir()) == [MARKER, "0.txt", "notes.md", synthetic.DESCRIPTION]
+    assert (owned.path / "0.txt").read_text() == "0\n"
+
+
+def test_a_file_in_the_way_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    owned = OwnedFolder.claim(tmp_path / "d", "data set")
+    (owned.path / "0.txt").write_text("mine")
+    assert run("text", str(owned.path), "--size", "2") == 2
+    assert "was not written by Fulltilt" in capsys.readouterr().err
+    assert (owned.path / "0.txt").read_text() == "mine"
+    assert not (owned.path / synthetic.DESCRIPTION).exists()
 
 
 def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
-    assert made.make_folder("text", tmp_path, 1, 0)
+    assert synthetic.make_folder("text", tmp_path, 1, 0)
     assert (tmp_path / "0.txt").exists()
 
 
@@ -116,7 +139,7 @@ def touch_slowly(folder: Path, numbers: range) -> None:
 
 def test_what_is_not_begun_is_left_when_somebody_stops_it(tmp_path: Path) -> None:
     """Seen to fail: Ctrl-C waited until everything was made."""
-    made_so_far = spread(functools.partial(touch_slowly, tmp_path), 5000)
-    next(made_so_far)
-    made_so_far.close()
+    begun = spread(functools.partial(touch_slowly, tmp_path), 5000)
+    next(begun)
+    begun.close()
     assert len([*tmp_path.iterdir()]) < 2500
