@@ -32,8 +32,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from fulltilt.recorder import looks
 from fulltilt.recorder.session import Session
+from fulltilt.recorder.stacks.frames import stack_sampler as looks
 
 # name, width, depth, batch
 SIZES = {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fulltilt.recorder.batches import count_bytes, count_samples, kind_of, padding_share
+from fulltilt.recorder.loaders.batches import count_bytes, count_samples, kind_of, padding_share
 
 IMAGE = torch.zeros(3, 8, 8)
 PACKED = torch.nn.utils.rnn.pack_sequence([torch.zeros(2 + n % 3, 4) for n in range(6)], enforce_sorted=False)

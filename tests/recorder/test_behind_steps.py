@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fulltilt.recorder.behind_steps import BehindSteps
+from fulltilt.recorder.intervals import TileBuilder
 from fulltilt.recorder.marks import Activity, BackwardBegan, Mark
-from fulltilt.recorder.tiles import TileBuilder
+from fulltilt.recorder.steps import BehindSteps
 
 BATCH, FORWARD, BACKWARD = Activity.NEXT, Activity.USER, Activity.BACKWARD
 STEP, SAVE = Activity.OPTIMIZER, Activity.SAVE

@@ -7,11 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fulltilt.recorder.booking import Booking
-from fulltilt.recorder.marks import Activity
-from fulltilt.recorder.notes import RankNotes
-from fulltilt.recorder.shelves import Shelves
-from fulltilt.recorder.tile import Tile
+from fulltilt.recorder.intervals import Tile
+from fulltilt.recorder.marks import Activity, Shelves
+from fulltilt.recorder.rank_state import RankNotes
+from fulltilt.recorder.spans import Booking
 
 S = 1_000_000_000
 FORWARD = {Activity.USER: {"torch": 1.0}}

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from fulltilt.recorder.c_calls import work_at
+from fulltilt.recorder.stacks.expressions import work_at
 
 GLOBALS: dict[str, Any] = {
     "torch": torch,

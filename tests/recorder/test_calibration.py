@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fulltilt.recorder.calibration import AGAIN, FIRST_AT_STEP, LEAD, LONGEST_DELAY_S, UNTIL_KNOWN, Calibration
+from fulltilt.recorder.gpu_clock import AGAIN, FIRST_AT_STEP, LEAD, LONGEST_DELAY_S, UNTIL_KNOWN, Calibration
 from fulltilt.recorder.marks import Point
 
 

@@ -12,10 +12,10 @@ import pytest
 
 from fulltilt.cli.ending import state_of
 from fulltilt.errors import StoppedEarly
-from fulltilt.recorder.patches import exits
-from fulltilt.recorder.patches.exchange import Exchange
-from fulltilt.recorder.patches.exits import ExitPatches
-from fulltilt.recorder.run_files import ending_of
+from fulltilt.recorder.hooks import exits
+from fulltilt.recorder.hooks.exchange import Exchange
+from fulltilt.recorder.hooks.processes import ExitPatches
+from fulltilt.recorder.recording import ending_of
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fulltilt
 from fulltilt.diagnosis import answer
-from fulltilt.recorder.evaluation import Evaluation, function_that_draws, function_that_switches
-from fulltilt.recorder.stacks import Stack, stack_of
+from fulltilt.recorder.stacks.frames import Stack, stack_of
+from fulltilt.recorder.stacks.loop_frames import Evaluation, function_that_draws, function_that_switches
 
 
 def here() -> Stack:

@@ -6,7 +6,7 @@ import linecache
 
 import pytest
 
-from fulltilt.recorder.expressions import expression_at, shown_at
+from fulltilt.recorder.stacks.expressions import expression_at, shown_at
 
 SOURCE = """\
 def environment(action):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fulltilt.recorder.lines import MOST_LINES, LineTimes
+from fulltilt.recorder.stacks.frames import MOST_LINES, LineTimes
 from fulltilt.records import HotLine
 
 

@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from fulltilt.recorder.attribution import Seen
-from fulltilt.recorder.behind_steps import BehindSteps
-from fulltilt.recorder.evaluation import Evaluation
-from fulltilt.recorder.looks import EARLY_LOOK_EVERY_S, LATE_NS, LOOK_AT_REST_EVERY, LOOK_EVERY_S, Looks
 from fulltilt.recorder.marks import Activity
-from fulltilt.recorder.rest import LONG_STEP_NS, Rest
-from fulltilt.recorder.stacks import StackView
-from fulltilt.recorder.way_in import WayIn
+from fulltilt.recorder.stacks.frames import StackView
+from fulltilt.recorder.stacks.loop_frames import Evaluation, WayIn
+from fulltilt.recorder.stacks.stack_sampler import EARLY_LOOK_EVERY_S, LATE_NS, LOOK_AT_REST_EVERY, LOOK_EVERY_S, Looks
+from fulltilt.recorder.step_sampling import LONG_STEP_NS, Rest
+from fulltilt.recorder.steps import BehindSteps
 
 
 @dataclass
@@ -211,7 +210,7 @@ def test_what_is_done_behind_a_step_is_the_scripts_own_where_a_batch_is_drawn_ne
     kind: str,
 ) -> None:
     view = StackView(seen, "train.py:7", "follow", "kept.mul_(0.9)", of_training=in_model)
-    monkeypatch.setattr("fulltilt.recorder.looks.look", lambda *_: view)
+    monkeypatch.setattr("fulltilt.recorder.stacks.stack_sampler.look", lambda *_: view)
     looks = Looks(recorder)
     recorder.activity, recorder.left, recorder.step_ns = Activity.USER, Activity.OPTIMIZER, 1
     for _ in range(3):

@@ -1,6 +1,6 @@
 import torch
 
-from fulltilt.recorder.memory_parts import memory_parts
+from fulltilt.recorder.rank_state import memory_parts
 
 
 def test_adam_holds_two_states_a_weight() -> None:

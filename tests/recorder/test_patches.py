@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from fulltilt.recorder.hooks import COLLECTIVES, READS
 from fulltilt.recorder.marks import Activity
-from fulltilt.recorder.patches import COLLECTIVES, READS
 from fulltilt.recorder.session import Session
 
 

@@ -21,9 +21,9 @@ import pytest
 import torch
 
 import fulltilt
-from fulltilt.recorder import feed_tap
-from fulltilt.recorder.owners import owner
-from fulltilt.recorder.stacks import Stack, StackView, look, stack_of, user_code_in_backward, users_line
+from fulltilt.recorder.loaders import loader_hooks
+from fulltilt.recorder.stacks.frames import Stack, StackView, look, stack_of, user_code_in_backward, users_line
+from fulltilt.recorder.user_code import owner
 
 
 def looks_at(
@@ -363,6 +363,6 @@ def test_what_starts_our_own_command_line_is_no_line_of_the_users() -> None:
 
 
 def test_the_feeds_loaders_have_a_place_only_where_the_user_draws_from_them() -> None:
-    where, made_by = called_from("feed/loader.py", feed_tap._place)
+    where, made_by = called_from("feed/loader.py", loader_hooks._place)
     assert (where.partition(":")[0], made_by) == ("tests/recorder/test_stacks.py", None)
-    assert called_from("train/evaluate.py", feed_tap._place) == (None, "fulltilt")
+    assert called_from("train/evaluate.py", loader_hooks._place) == (None, "fulltilt")

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fulltilt.recorder.attribution import attribute
+from fulltilt.recorder.intervals import Tile, TileBuilder
 from fulltilt.recorder.marks import (
+    SHELF,
     Activity,
     BackwardBegan,
     BackwardEnded,
@@ -24,12 +26,10 @@ from fulltilt.recorder.marks import (
     PassEnded,
     Point,
     Rested,
+    Shelves,
     WaitBegan,
 )
-from fulltilt.recorder.rest import Rest, RestPlan, Usual
-from fulltilt.recorder.shelves import SHELF, Shelves
-from fulltilt.recorder.tile import Tile
-from fulltilt.recorder.tiles import TileBuilder
+from fulltilt.recorder.step_sampling import Rest, RestPlan, Usual
 from fulltilt.records import BUCKETS
 
 MS = 1_000_000

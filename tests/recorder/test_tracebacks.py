@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
+from fulltilt.recorder.hooks.exchange import Exchange, timed
+from fulltilt.recorder.hooks.processes import ErrorPatches
 from fulltilt.recorder.marks import Activity
-from fulltilt.recorder.patches.errors import ErrorPatches
-from fulltilt.recorder.patches.exchange import Exchange
-from fulltilt.recorder.patches.timed import timed
-from fulltilt.recorder.tracebacks import leave_out_ours
+from fulltilt.recorder.user_code import leave_out_ours
 
 
 class Elsewhere:

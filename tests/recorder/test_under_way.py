@@ -11,8 +11,8 @@ import pytest
 
 from fulltilt import store
 from fulltilt.diagnosis.ledger import make_ledger
+from fulltilt.recorder.intervals import TileBuilder
 from fulltilt.recorder.marks import Activity, BackwardBegan, BackwardEnded, OptimizerStepped
-from fulltilt.recorder.tiles import TileBuilder
 from fulltilt.records import Buckets, Span
 from tests.diagnosis.examples import rank, run_of
 

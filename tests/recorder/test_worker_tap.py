@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from fulltilt import store
-from fulltilt.recorder.notes import RankNotes
+from fulltilt.recorder.loaders.workers import EARLY_LOOK_EVERY_S, EARLY_LOOKS, LOOK_EVERY_S, FetchMeter, Mailbox
 from fulltilt.recorder.rank_files import RankFiles
-from fulltilt.recorder.worker_tap import EARLY_LOOK_EVERY_S, EARLY_LOOKS, LOOK_EVERY_S, FetchMeter, Mailbox
+from fulltilt.recorder.rank_state import RankNotes
 
 
 def meter_of(loader_id: int) -> tuple[Mailbox, FetchMeter]:

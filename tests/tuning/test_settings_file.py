@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fulltilt import store
 from fulltilt.cli.ending import settings_not_in_force
 from fulltilt.errors import UsageError
-from fulltilt.recorder.overrides import LoaderOverride, read_loader, read_settings
+from fulltilt.recorder.loaders.overrides import LoaderOverride, read_loader, read_settings
 from fulltilt.records import Settings
 from fulltilt.tuning.live.window import Knobs
 from tests.tuning.live_jobs import Squares, tuning

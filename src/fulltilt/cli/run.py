@@ -21,7 +21,7 @@ from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.machine import describe_machine
 from fulltilt.recorder import attach
 from fulltilt.recorder.launch import job_command, job_name
-from fulltilt.recorder.overrides import read_settings
+from fulltilt.recorder.loaders.overrides import read_settings
 from fulltilt.records import RunRecord, Settings
 
 # Each process of the job imports it once torch is there; this one need not.

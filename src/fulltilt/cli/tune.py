@@ -28,7 +28,7 @@ from fulltilt.figures import seconds
 from fulltilt.probes.host import cpu_capacity, memory_headroom_bytes
 from fulltilt.recipes import RECIPES
 from fulltilt.recorder.launch import job_command, job_name
-from fulltilt.recorder.overrides import LOADER
+from fulltilt.recorder.loaders.overrides import LOADER
 from fulltilt.records import Settings, Trial
 from fulltilt.records.durations import duration_s
 from fulltilt.report.screen import open_console

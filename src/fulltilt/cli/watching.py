@@ -16,7 +16,7 @@ from fulltilt.diagnosis import low_gpu_warning
 from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.host import HostProbe, cpu_capacity
 from fulltilt.probes.sampler import Sampler
-from fulltilt.recorder.following import WARN_AFTER_S, Following
+from fulltilt.recorder.rank_files import WARN_AFTER_S, Following
 from fulltilt.records import Sample
 from fulltilt.report.status import status_line
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fulltilt.errors import UsageError
-from fulltilt.recorder.explicit import Recording
+from fulltilt.recorder.recording import Recording
 from fulltilt.records import Sample, Settings
 
 try:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from fulltilt.recorder import attached, owners
+from fulltilt.recorder import user_code
 
 if TYPE_CHECKING:
     from fulltilt.recorder.session import Session
@@ -58,7 +58,7 @@ def environment(folder: Path, t0_ns: int, settings: Path | None, deep: int) -> d
 def when_torch_is_imported() -> None:
     """Start a session as soon as this process has imported torch."""
     _told.update((name, value) for name, value in os.environ.items() if name.startswith("FULLTILT_"))
-    owners.began_in()  # before the script goes elsewhere
+    user_code.began_in()  # before the script goes elsewhere
     if "torch" in sys.modules:
         start(sys.modules["torch"])
     else:
@@ -80,7 +80,6 @@ def start(torch: ModuleType) -> None:
             settings=_told.get(SETTINGS),
             deep=int(_told.get(DEEP) or 0),
         )
-        attached.recorder = current.recorder
         current.install()
         _finish_with_process()
         for name in filter(None, _told.get(ALSO, "").split(",")):
@@ -116,7 +115,7 @@ def _start_afresh() -> None:
     current.recorder.active = False
     if not current.taps.starting_workers:
         current.patches.restore()
-        current = attached.recorder = None
+        current = None
         start(sys.modules["torch"])
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
+from fulltilt.recorder.intervals import Tile
 from fulltilt.recorder.marks import Activity
-from fulltilt.recorder.rest import Usual
-from fulltilt.recorder.tile import Tile
+from fulltilt.recorder.step_sampling import Usual
 from fulltilt.records import BUCKETS, Buckets, Phases
 
 NS = 1e-9

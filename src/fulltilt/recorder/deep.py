@@ -10,7 +10,7 @@ from typing import Any
 
 from fulltilt.recorder.marks import Activity
 from fulltilt.recorder.recorder import Recorder
-from fulltilt.recorder.stacks import users_line
+from fulltilt.recorder.stacks.frames import users_line
 from fulltilt.records import DeepRecord, HotLine
 
 # Steps before the profiler starts: compilation, autotuning and the allocator have settled by then.

@@ -18,20 +18,17 @@ from random import Random
 from typing import Any
 
 from fulltilt import captures
-from fulltilt.recorder.behind_steps import BehindSteps
-from fulltilt.recorder.booking import Booking
-from fulltilt.recorder.calibration import Calibration
-from fulltilt.recorder.clock import CudaClock
-from fulltilt.recorder.evaluation import Evaluation
+from fulltilt.recorder.gpu_clock import Calibration, CudaClock
 from fulltilt.recorder.interpreter_lock import LockTurns, own_cpu_clock, wake_on_time
-from fulltilt.recorder.looks import Looks
-from fulltilt.recorder.marks import Activity, BookedApart, EvalMode, Finished, Point, Rested
-from fulltilt.recorder.notes import RankNotes
+from fulltilt.recorder.intervals import TileBuilder
+from fulltilt.recorder.marks import SHELF, Activity, BookedApart, EvalMode, Finished, Point, Rested
 from fulltilt.recorder.rank_files import RankFiles
-from fulltilt.recorder.rest import LONG_STEP_NS, Rest, plan
-from fulltilt.recorder.shelves import SHELF
-from fulltilt.recorder.tiles import TileBuilder
-from fulltilt.recorder.way_in import WayIn
+from fulltilt.recorder.rank_state import RankNotes
+from fulltilt.recorder.spans import Booking
+from fulltilt.recorder.stacks.loop_frames import Evaluation, WayIn
+from fulltilt.recorder.stacks.stack_sampler import Looks
+from fulltilt.recorder.step_sampling import LONG_STEP_NS, Rest, plan
+from fulltilt.recorder.steps import BehindSteps
 
 DRAIN_EVERY_S = 0.2
 WRITE_EVERY_S = 1.0

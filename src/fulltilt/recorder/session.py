@@ -10,11 +10,11 @@ from typing import Any
 
 from fulltilt import onlookers
 from fulltilt.recorder.deep import DeepLook
-from fulltilt.recorder.feed_tap import FeedTaps
-from fulltilt.recorder.loader_tap import LoaderTaps
-from fulltilt.recorder.notes import RankNotes
-from fulltilt.recorder.overrides import LoaderOverride, read_loader, read_settings
-from fulltilt.recorder.patches import Patches
+from fulltilt.recorder.hooks import Patches
+from fulltilt.recorder.loaders import LoaderTaps
+from fulltilt.recorder.loaders.loader_hooks import FeedTaps
+from fulltilt.recorder.loaders.overrides import LoaderOverride, read_loader, read_settings
+from fulltilt.recorder.rank_state import RankNotes
 from fulltilt.recorder.recorder import Recorder
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fulltilt.errors import DoesNotFit, UsageError
-from fulltilt.recorder.loop_marks import LoopMarks
+from fulltilt.recorder.recording import LoopMarks
 from fulltilt.train import optimizers
 from fulltilt.train.cuda_graphs import GraphedModel
 from fulltilt.train.data_source import split_batch, to_device

@@ -31,7 +31,7 @@ from fulltilt.recipes.visobert import Options, arguments, texts
 from fulltilt.recipes.visobert.batches import BucketSampler, Picks, ResidentTexts, TokenisedTexts, resident
 from fulltilt.recipes.visobert.disk import refusals_told
 from fulltilt.recipes.visobert.trainer import ClassLoss, TextTrainer
-from fulltilt.recorder.explicit import Recording
+from fulltilt.recorder.recording import Recording
 from fulltilt.train import checkpoint, checkpoint_files
 from fulltilt.train.config import TrainSettings
 

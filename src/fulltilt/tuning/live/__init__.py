@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fulltilt import store
 from fulltilt.errors import FulltiltError
-from fulltilt.recorder.overrides import LOADER
+from fulltilt.recorder.loaders.overrides import LOADER
 from fulltilt.records import LiveRecord, Settings
 from fulltilt.tuning.live.limits import DEFAULT, Limits
 from fulltilt.tuning.space import rid_of_none
@@ -23,7 +23,7 @@ from fulltilt.tuning.space import rid_of_none
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fulltilt.recorder.loader_tap import LoaderTap
+    from fulltilt.recorder.loaders import LoaderTap
     from fulltilt.recorder.session import Session
     from fulltilt.tuning.live.tuner import LoaderTuner
 

@@ -21,7 +21,7 @@ from torch.utils.data import _utils, dataloader
 from torch.utils.data._utils import signal_handling
 
 from fulltilt.probes.tree import proportional_bytes
-from fulltilt.recorder.loader_tap import LoaderTap, LoaderTaps
+from fulltilt.recorder.loaders import LoaderTap, LoaderTaps
 from fulltilt.tuning.live.orders import Orders, Share
 from fulltilt.tuning.live.window import Knobs
 from fulltilt.tuning.live.witness import Differs, Witness, is_same

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from fulltilt.recorder.owners import owner
+from fulltilt.recorder.user_code import owner
 
 # How code asks for environment variables, which a worker has as they were at its start.
 ENVIRONMENT = frozenset({"environ", "getenv"})

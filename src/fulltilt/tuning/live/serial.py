@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fulltilt.feed.generators import Generators
-from fulltilt.recorder.batches import count_bytes
+from fulltilt.recorder.loaders.batches import count_bytes
 from fulltilt.tuning.live.anatomy import anatomy
 from fulltilt.tuning.live.large_sums import LargeSums
 from fulltilt.tuning.live.witness import Witnesses

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from fulltilt.probes.host import cpu_capacity, memory_headroom_bytes, shared_memory_bytes
-from fulltilt.recorder.loader_tap import LoaderTap
-from fulltilt.recorder.notes import RankNotes
+from fulltilt.recorder.loaders import LoaderTap
+from fulltilt.recorder.rank_state import RankState
 from fulltilt.recorder.session import Session
 from fulltilt.tuning.live.room import Room
 from fulltilt.tuning.live.window import Fetches
@@ -39,13 +39,13 @@ def measure_room(session: Session, tuners: Mapping[int, LoaderTuner], tuner: Loa
     )
 
 
-def fetches_so_far(notes: RankNotes, tap: LoaderTap) -> Fetches:
+def fetches_so_far(notes: RankState, tap: LoaderTap) -> Fetches:
     """What the workers of a loader have told of their fetches."""
     workers = notes.workers.get(tap.loader_id)
     return Fetches(workers.batches, workers.fetch_s) if workers is not None else Fetches()
 
 
-def _cpu_share(notes: RankNotes, tap: LoaderTap) -> float | None:
+def _cpu_share(notes: RankState, tap: LoaderTap) -> float | None:
     """The part of fetching in which a CPU is used or queued for."""
     workers = notes.workers.get(tap.loader_id)
     if workers is not None and workers.fetch_s > 0:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from fulltilt.recorder.loader_tap import LoaderTap
+from fulltilt.recorder.loaders import LoaderTap
 from fulltilt.tuning.live.controller import Settle, Situation, Try, best_of, decide, pays
 from fulltilt.tuning.live.diary import Diary, failure, in_force, short
 from fulltilt.tuning.live.limits import Limits

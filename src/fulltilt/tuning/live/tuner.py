@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fulltilt.recorder.loader_tap import LoaderTap
+from fulltilt.recorder.loaders import LoaderTap
 from fulltilt.tuning.live.diary import Diary, failure, in_force
 from fulltilt.tuning.live.limits import Limits
 from fulltilt.tuning.live.pools import Pool

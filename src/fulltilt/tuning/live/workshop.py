@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from fulltilt.recorder.loader_tap import LoaderTap, LoaderTaps
+from fulltilt.recorder.loaders import LoaderTap, LoaderTaps
 from fulltilt.tuning.live.anatomy import Anatomy, anatomy
 from fulltilt.tuning.live.limits import Limits
 from fulltilt.tuning.live.orders import Orders

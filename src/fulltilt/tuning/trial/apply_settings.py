@@ -10,8 +10,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from fulltilt.recorder.loader_tap import call_sites
-from fulltilt.recorder.overrides import apply, looks_like_training
+from fulltilt.recorder.loaders import call_sites
+from fulltilt.recorder.loaders.overrides import apply, looks_like_training
 from fulltilt.records import Settings
 from fulltilt.tuning.trial.accumulation import Accumulation, around
 from fulltilt.tuning.trial.assignment import TrainingLoader

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from fulltilt import store
-from fulltilt.recorder.loader_tap import LoaderTap
+from fulltilt.recorder.loaders import LoaderTap
 from fulltilt.recorder.session import Session
 from fulltilt.tuning.trial.apply_settings import AppliedSettings
 from fulltilt.tuning.trial.assignment import ANSWER_FILE, ASSIGNMENT, Answer, Assignment

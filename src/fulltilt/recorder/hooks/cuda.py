@@ -1,0 +1,187 @@
+"""Where the host copies to the GPU, and where it waits for it."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from fulltilt.recorder.hooks.exchange import Exchange
+from fulltilt.recorder.hooks.training import Captured, SteppingPatches
+from fulltilt.recorder.marks import Activity, Point
+from fulltilt.recorder.recorder import Recorder
+from fulltilt.recorder.stacks.frames import users_line
+
+# Methods of a tensor whose answer the host has to wait for, as a user writes them.
+READS = {
+    "item": ".item()",
+    "tolist": ".tolist()",
+    "cpu": ".cpu()",
+    "nonzero": ".nonzero()",
+    "__bool__": "bool()",
+    "__float__": "float()",
+    "__int__": "int()",
+}
+ASK_PINNED_FIRST = 8
+ASK_PINNED_EVERY = 64
+# A copy that took the host longer than this did not merely queue itself.
+BLOCKED_S = 0.0002
+LARGE_COPY_BYTES = 1 << 20
+
+
+class DevicePatches:
+    """Marks copies to the GPU and calls that wait for it."""
+
+    def __init__(self, torch: Any, recorder: Recorder) -> None:
+        self._torch = torch
+        self._recorder = recorder
+        self._notes = recorder.notes
+        self._copies_seen = 0
+        self._exchange: Exchange | None = None
+        self._on_gpu = False
+        self.watches_copies = False
+
+    def install(self, exchange: Exchange) -> None:
+        """Stand at the tensor's methods that copy, at synchronize, and where a GPU trains at those that wait."""
+        torch = self._torch
+        self._exchange = exchange
+        # torchvision keeps a set of these very functions from the moment it is imported: then they must stay.
+        self.watches_copies = "torchvision.tv_tensors" not in sys.modules
+        if self.watches_copies:
+            for name in ("to", "cuda"):
+                exchange.swap(torch.Tensor, name, self._copy)
+        exchange.swap(torch.cuda, "synchronize", self._synchronize)
+        if self._on_gpu:
+            self._watch_reads(exchange)
+
+    def trains_on_gpu(self) -> None:
+        """The job trains on a GPU: note what it waits for.
+
+        Not before: a warning of torch's inside float(loss) names the file that made the call, which would be ours.
+        """
+        if not self._on_gpu and self._exchange is not None:
+            self._on_gpu = True
+            self._watch_reads(self._exchange)
+
+    def _watch_reads(self, exchange: Exchange) -> None:
+        for name, written in READS.items():
+            exchange.swap(self._torch.Tensor, name, functools.partial(self._read, written))
+
+    def _copy(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        recorder, copies, torch = self._recorder, self._notes.copies, self._torch
+
+        def copy(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if recorder.clock is None or recorder.rest.on or torch.compiler.is_compiling():
+                return original(tensor, *args, **kwargs)
+            if tensor.is_cuda or not recorder.mine() or recorder.activity is not Activity.USER:
+                return original(tensor, *args, **kwargs)
+            before = recorder.switch(Activity.COPY)
+            began = time.perf_counter()
+            moved = False
+            try:
+                result = original(tensor, *args, **kwargs)
+                moved = bool(result.is_cuda)
+                return result
+            finally:
+                took = time.perf_counter() - began
+                worth_an_event = moved and (took > BLOCKED_S or tensor.nbytes >= LARGE_COPY_BYTES)
+                recorder.switch(before, None, Point.COPY if worth_an_event else Point.NONE)
+                if moved:
+                    blocking = not (kwargs.get("non_blocking") or (len(args) > 1 and args[1] is True))
+                    copies.add(tensor.nbytes, took, blocking, recorder.rest.stands_for)
+                    self._copies_seen += 1
+                    if self._copies_seen <= ASK_PINNED_FIRST or self._copies_seen % ASK_PINNED_EVERY == 0:
+                        copies.asked += 1
+                        copies.pageable += not tensor.is_pinned()
+                    if worth_an_event:
+                        copies.lines.charge(*users_line(recorder.way_in.spots), took)
+                    if recorder.calibration.under_way and took > BLOCKED_S:
+                        recorder.lost_its_lead()
+
+        return copy
+
+    def _read(self, written: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        recorder, torch = self._recorder, self._torch
+
+        def read(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if recorder.clock is None or recorder.rest.on or torch.compiler.is_compiling():
+                return original(tensor, *args, **kwargs)
+            if not tensor.is_cuda or not recorder.mine():
+                return original(tensor, *args, **kwargs)
+            return self._blocked(original, written, tensor, *args, **kwargs)
+
+        return read
+
+    def _synchronize(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        recorder = self._recorder
+
+        def synchronize(*args: Any, **kwargs: Any) -> Any:
+            if recorder.clock is None or recorder.rest.on or not recorder.mine():
+                return original(*args, **kwargs)
+            return self._blocked(original, "torch.cuda.synchronize()", *args, **kwargs)
+
+        return synchronize
+
+    def _blocked(self, original: Callable[..., Any], call: str, *args: Any, **kwargs: Any) -> Any:
+        """A call that waits for the GPU."""
+        recorder, notes = self._recorder, self._notes
+        if recorder.activity is Activity.SYNC:
+            return original(*args, **kwargs)
+        before = recorder.switch(Activity.SYNC, None, Point.SYNCED if recorder.calibration.under_way else Point.NONE)
+        began = time.perf_counter()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            recorder.switch(before)
+            took = time.perf_counter() - began
+            if before is not Activity.SAVE:
+                line = users_line(recorder.way_in.spots)
+                notes.waited_for_gpu(*line, call, took, recorder.rest.stands_for)
+            if recorder.calibration.under_way:
+                recorder.lost_its_lead()
+
+
+class GraphPatches:
+    """Learns what of a step each graph holds, and marks that at every replay."""
+
+    def __init__(self, torch: Any, recorder: Recorder, stepping: SteppingPatches) -> None:
+        self._torch, self._recorder, self._stepping = torch, recorder, stepping
+        self._captured: weakref.WeakKeyDictionary[Any, Captured] = weakref.WeakKeyDictionary()
+
+    def install(self, exchange: Exchange) -> None:
+        """Stand where a capture begins and ends, and at replays."""
+        graphs = self._torch.cuda.CUDAGraph
+        exchange.swap(graphs, "capture_begin", self._begin)
+        exchange.swap(graphs, "capture_end", self._end)
+        exchange.swap(graphs, "replay", self._replay)
+
+    def _begin(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(graph, *args, **kwargs)
+            if self._recorder.mine():
+                self._stepping.capture = Captured()
+            return result
+
+        return capture_begin
+
+    def _end(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def capture_end(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            captured, self._stepping.capture = self._stepping.capture, None
+            result = original(graph, *args, **kwargs)
+            if captured is not None and captured.holds_steps:
+                self._captured[graph] = captured
+            return result
+
+        return capture_end
+
+    def _replay(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def replay(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            captured = self._captured.get(graph)
+            if captured is None:
+                return original(graph, *args, **kwargs)
+            return self._stepping.replayed(captured, lambda: original(graph, *args, **kwargs))
+
+        return replay

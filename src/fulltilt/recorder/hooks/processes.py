@@ -1,0 +1,147 @@
+"""Where several processes meet, where one leaves without exit handlers, and where an uncaught error is shown.
+
+The record is written before the process leaves as asked. A kill cannot be met. These can, because Python code calls
+them: a handler of SIGTERM, a watchdog, a forked child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from fulltilt.recorder.hooks.exchange import Exchange, timed
+from fulltilt.recorder.marks import Activity
+from fulltilt.recorder.recorder import Recorder
+from fulltilt.recorder.user_code import leave_out_ours
+
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+)
+
+
+class RankPatches:
+    """Marks collectives and remembers replicas, which keep timings of their own."""
+
+    def __init__(self, torch: Any, recorder: Recorder) -> None:
+        self._torch, self._recorder = torch, recorder
+
+    def install(self, exchange: Exchange) -> None:
+        """Stand at the collectives and at DistributedDataParallel's constructor."""
+        torch = self._torch
+        exchange.swap(torch.nn.parallel.DistributedDataParallel, "__init__", self._replica_init)
+        if torch.distributed.is_available():
+            for name in COLLECTIVES:
+                if hasattr(torch.distributed, name):
+                    exchange.swap(torch.distributed, name, self._collective)
+
+    def _collective(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        measured = timed(self._recorder, original, Activity.COMM)
+
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            return original(*args, **kwargs) if kwargs.get("async_op") else measured(*args, **kwargs)
+
+        return collective
+
+    def _replica_init(self, original: Callable[..., None]) -> Callable[..., None]:
+        def __init__(replica: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            original(replica, *args, **kwargs)
+            if self._recorder.active:
+                self._recorder.notes.replicas.append(weakref.ref(replica))
+                if replica.device_type == "cpu":
+                    # Its default, every 100th step, is right for a GPU, where reading the timers costs a wait.
+                    replica._set_ddp_runtime_logging_sample_rate(10)
+
+        return __init__
+
+
+# Whoever leaves at once may do so because something hangs, and a lock that is never let go would hang us too.
+PATIENCE_S = 3.0
+
+
+class ExitPatches:
+    """Has the record written before os._exit, os.abort and os.exec*."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        # Told the status before the process leaves. Where a run is recorded by hand, its folder is closed as well.
+        self.write_record: Callable[[int], None] = lambda _: recorder.finish()
+
+    def install(self, exchange: Exchange) -> None:
+        """Stand at the functions of os that end this program."""
+        exchange.swap(os, "_exit", self._leaving)
+        exchange.swap(os, "abort", self._leaving)
+        # The other six forms end in these two. The program that follows goes on with the record.
+        for name in ("execv", "execve"):
+            exchange.swap(os, name, self._replacing)
+
+    def _leaving(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def leave(*status: int) -> Any:
+            self._before_leaving(lambda: self.write_record(status[0] if status else -signal.SIGABRT))
+            return original(*status)
+
+        return leave
+
+    def _replacing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def execute(*args: Any, **kwargs: Any) -> Any:
+            self._before_leaving(self._recorder.flush)
+            return original(*args, **kwargs)  # may fail, and then the job goes on
+
+        return execute
+
+    def _before_leaving(self, write: Callable[[], None]) -> None:
+        recorder = self._recorder
+        if not recorder.active or os.getpid() != recorder.pid:
+            return  # a loader's worker, or a child that was forked
+        # Whatever happens here, and it may happen inside a signal handler: the process leaves.
+        with contextlib.suppress(BaseException):
+            if recorder.mine():
+                recorder.wake()
+            writer = threading.Thread(target=write, name="fulltilt-leaving", daemon=True)
+            writer.start()
+            writer.join(PATIENCE_S)
+
+
+class ErrorPatches:
+    """Stands at the functions that show an error which nobody has caught."""
+
+    def install(self, exchange: Exchange) -> None:
+        """Those of the process and of its threads. A script that has hooks of its own meanwhile keeps them."""
+        shows, shows_threads = sys.excepthook, threading.excepthook
+
+        def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+            leave_out_ours(error)
+            return shows(kind, error, error.__traceback__ if trace is not None else None)
+
+        def show_thread(ended: Any) -> Any:
+            leave_out_ours(ended.exc_value)
+            trace = ended.exc_traceback and getattr(ended.exc_value, "__traceback__", None)
+            return shows_threads(type(ended)((ended.exc_type, ended.exc_value, trace, ended.thread)))
+
+        def restore() -> None:
+            if sys.excepthook is show:
+                sys.excepthook = shows
+            if threading.excepthook is show_thread:
+                threading.excepthook = shows_threads
+
+        sys.excepthook, threading.excepthook = show, show_thread
+        exchange.undo_by(restore)

@@ -1,0 +1,382 @@
+"""Where backward runs and optimizers step, and whether the trained model is in evaluation mode."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fulltilt.recorder.hooks.exchange import Exchange, timed
+from fulltilt.recorder.loaders import LoaderTaps, given_arguments
+from fulltilt.recorder.marks import Activity, BackwardBegan, BackwardEnded, EvalMode, OptimizerStepped, Point
+from fulltilt.recorder.rank_state import memory_parts
+from fulltilt.recorder.recorder import Recorder
+from fulltilt.recorder.stacks.frames import users_line
+from fulltilt.records import MemoryRecord
+
+
+class LoadingPatches:
+    """Puts a tap on every DataLoader."""
+
+    def __init__(self, torch: Any, recorder: Recorder, taps: LoaderTaps) -> None:
+        self._torch, self._recorder, self._taps = torch, recorder, taps
+
+    def install(self, exchange: Exchange) -> None:
+        """Stand at DataLoader's constructor and at its iter()."""
+        loader = self._torch.utils.data.DataLoader
+        exchange.swap(loader, "__init__", self._loader_init)
+        exchange.swap(loader, "__iter__", self._loader_iter)
+
+    def _loader_init(self, original: Callable[..., None]) -> Callable[..., None]:
+        def __init__(loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            if self._taps.override is not None and self._recorder.active:
+                args, kwargs = self._taps.override(original, loader, args, kwargs)
+            original(loader, *args, **kwargs)
+            if self._recorder.active:
+                self._taps.constructed(loader, given_arguments(original, args, kwargs))
+
+        return __init__
+
+    def _loader_iter(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def __iter__(loader: Any) -> Any:  # noqa: N807
+            return self._taps.iterate(original, loader)
+
+        return __iter__
+
+
+ASK_REPLICAS_EVERY = 16
+# Where an optimizer or backward() follows, it does with the first batch.
+GRADIENTS_ALONE = 3
+# An early step, but not the first: some optimizers make their states later.
+ASK_MEMORY_AT = 3
+
+
+@dataclass
+class Captured:
+    """What of a step a CUDA graph holds."""
+
+    backwards: int = 0
+    optimizers: list[weakref.ref[Any]] = field(default_factory=list)
+
+    @property
+    def holds_steps(self) -> bool:
+        """Whether a replay is a step, or a part of one."""
+        return self.backwards > 0 or bool(self.optimizers)
+
+
+class SteppingPatches:
+    """Marks backward, steps and evaluation mode."""
+
+    def __init__(self, torch: Any, recorder: Recorder, taps: LoaderTaps, trains_on_gpu: Callable[[], None]) -> None:
+        self._torch = torch
+        self._trains_on_gpu = trains_on_gpu
+        self._recorder = recorder
+        self._taps = taps
+        self._notes = recorder.notes
+        self._stepping: list[int] = []
+        self._steps_count: set[int] = set()
+        self._depth_of_train = 0
+        self._calls_backward = False
+        self._drawn_before = self._alone = 0
+        self._around_steps = Activity.USER  # backward, where its hooks step
+        self._trained: set[int] = set()
+        self._known: list[weakref.ref[Any]] = []
+        self.capture: Captured | None = None  # while the training thread captures a CUDA graph
+
+    def install(self, exchange: Exchange) -> None:
+        """Stand at backward, at every optimizer's step, at the gradient scaler's, at autocast and at train()."""
+        torch = self._torch
+        exchange.swap(torch.autograd, "backward", self._backward)
+        exchange.swap(torch.autograd, "grad", self._grad)
+        exchange.swap(torch.amp.grad_scaler.GradScaler, "step", self._scaler_step)
+        exchange.swap(torch.amp.autocast_mode.autocast, "__enter__", self._autocast)
+        exchange.swap(torch.nn.Module, "train", self._train)
+        hooks = importlib.import_module(torch.optim.Optimizer.__module__)
+        for handle in (
+            hooks.register_optimizer_step_pre_hook(self._before_step),
+            hooks.register_optimizer_step_post_hook(self._after_step),
+        ):
+            exchange.undo_by(handle.remove)
+
+    def replayed(self, captured: Captured, launch: Callable[[], Any]) -> Any:
+        """Replay a graph by ``launch``, and mark what it holds of a step."""
+        result = self._backward(launch)() if captured.backwards else launch()
+        for reference in captured.optimizers:
+            if (optimizer := reference()) is not None:
+                self._before_step(optimizer, (optimizer,), {})
+                self._after_step(optimizer, (optimizer,), {})
+        return result
+
+    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        recorder = self._recorder
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if self.capture is not None and recorder.mine():
+                self.capture.backwards += 1
+                return original(*args, **kwargs)
+            if not recorder.active or self._around_steps is Activity.BACKWARD:
+                return original(*args, **kwargs)
+            if recorder.rest.on:
+                return self._at_rest(original, *args, **kwargs) if recorder.mine() else original(*args, **kwargs)
+            if not recorder.mine():
+                if recorder.notes.steps:
+                    return original(*args, **kwargs)
+                recorder.adopt()
+            recorder.ensure_started()
+            self._calls_backward = True
+            self._trains()
+            before = recorder.switch(Activity.BACKWARD, BackwardBegan(), Point.BACKWARD)
+            recorder.calibrate_if_asked(Point.BACKWARD)
+            self._around_steps = Activity.BACKWARD
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._around_steps = Activity.USER
+                if not recorder.rest.on:  # it may have begun with a step inside
+                    recorder.switch(before, BackwardEnded())
+
+        return backward
+
+    def _at_rest(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._around_steps = Activity.BACKWARD
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._around_steps = Activity.USER
+            if not self._recorder.rest.on:  # a step inside has ended it
+                self._recorder.switch(Activity.USER)
+
+    def _grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        recorder = self._recorder
+        timed_grad = timed(recorder, original, Activity.BACKWARD)
+
+        def grad(*args: Any, **kwargs: Any) -> Any:
+            slopes = timed_grad(*args, **kwargs)
+            if not self._calls_backward and not self._notes.optimizers and recorder.mine():
+                self._update_by_hand()
+            return slopes
+
+        return grad
+
+    def _update_by_hand(self) -> None:
+        """Gradients were asked for, and there has been no backward() and no optimizer: once a batch, it is a step."""
+        drawn = sum(tap.batches for tap in self._taps.all)
+        if drawn > self._drawn_before:
+            self._drawn_before = drawn
+            self._alone += 1
+            if self._alone == GRADIENTS_ALONE:
+                for _ in range(GRADIENTS_ALONE - 1):  # now it is known, and those before are made up for
+                    self._stand_in_for_backward()
+            if self._alone >= GRADIENTS_ALONE:
+                self._stand_in_for_backward()
+
+    def _trains_here(self) -> bool:
+        """Whether this thread trains: the one that calls backward, or one of autograd's that runs it with its hooks.
+
+        Such a thread is none of Python's, and the training thread waits for it.
+        """
+        recorder = self._recorder
+        if recorder.mine():
+            return True
+        if not recorder.active or self._around_steps is not Activity.BACKWARD:
+            return False
+        return threading.get_ident() not in {thread.ident for thread in threading.enumerate()}
+
+    def _trains(self) -> None:
+        self._recorder.training = True
+        self._recorder.eval_mode = self._taps.was_evaluating = False
+        self._recorder.evaluation.forget()
+        self._taps.trained()
+
+    def _stand_in_for_backward(self) -> None:
+        """Gradients that backward() has not made (torch.autograd.grad, torch.func, none at all) train as well."""
+        self._trains()
+        self._recorder.switch(self._recorder.activity, BackwardBegan())
+        self._recorder.switch(self._recorder.activity, BackwardEnded())
+
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorder = self._recorder
+        if self.capture is not None and recorder.mine():
+            self.capture.optimizers.append(weakref.ref(optimizer))
+            return
+        if not recorder.active or recorder.rest.on or self._torch.compiler.is_compiling():
+            return
+        if not self._trains_here():
+            if recorder.notes.steps:
+                return
+            recorder.adopt()
+        key = id(optimizer)
+        if key not in self._notes.optimizers:
+            self._meet(optimizer)
+        if key in self._stepping:
+            self._stepping.clear()  # the last step of this optimizer ended in an exception
+        self._stepping.append(key)
+        # A closure holds the whole step (LBFGS, Lightning): its code is the user's, and only looks can tell it apart.
+        if len(self._stepping) == 1 and not any(callable(given) for given in (*args[1:], *kwargs.values())):
+            recorder.switch(Activity.OPTIMIZER)
+
+    def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        recorder = self._recorder
+        if self.capture is not None:
+            return
+        if recorder.rest.on and self._trains_here():
+            if id(optimizer) in self._steps_count:
+                recorder.stepped_at_rest()
+            return
+        if not self._trains_here() or id(optimizer) not in self._stepping or self._torch.compiler.is_compiling():
+            return
+        while self._stepping and self._stepping.pop() != id(optimizer):
+            pass
+        if self._stepping:
+            return  # an optimizer inside another one: the outer one's step is the step
+        if not self._calls_backward:
+            if not _has_gradients(optimizer):
+                recorder.switch(Activity.USER)  # it changes nothing: some scripts please a scheduler's check with it
+                return
+            self._stand_in_for_backward()
+        self._stepped(id(optimizer), skipped=False)
+
+    def _stepped(self, key: int, skipped: bool) -> None:
+        recorder = self._recorder
+        self._notes.optimizer_calls += 1
+        self._steps_count.add(key)
+        recorder.calibration.under_way = False
+        recorder.switch(self._around_steps, OptimizerStepped(key, skipped), Point.STEP)
+        if not recorder.notes.taps or not recorder.notes.taps.all:
+            recorder.calibrate_if_asked(Point.BATCH)
+        if self._notes.replicas and _asks_replicas(self._notes.optimizer_calls):
+            self._notes.read_communication()
+        if self._notes.memory is None and self._notes.optimizer_calls >= ASK_MEMORY_AT:
+            self._weigh()
+        recorder.stepped()
+
+    def _weigh(self) -> None:
+        """Ask for the memory by part at the end of a step, when the gradients still lie there."""
+        known = [optimizer for reference in self._known if (optimizer := reference()) is not None]
+        try:
+            self._notes.memory = memory_parts(self._torch, known, self._recorder.clock is not None)
+        except Exception as error:  # an optimizer of another shape is no reason to stop anybody's training
+            self._notes.memory = MemoryRecord(0, 0, 0, 0)
+            self._notes.remark(f"memory by part: {type(error).__name__}: {error}")
+
+    def _meet(self, optimizer: Any) -> None:
+        """The first step of an optimizer: note what it trains and on which device."""
+        self._recorder.ensure_started()
+        self._notes.learn_rank()
+        self._notes.optimizers[id(optimizer)] = type(optimizer).__name__
+        self._known.append(weakref.ref(optimizer))
+        groups = optimizer.param_groups
+        self._notes.learning_rate = _number(groups[0].get("lr")) if groups else None
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        self._trained.update(id(parameter) for parameter in parameters)
+        if parameters:
+            self._notes.parameter_dtype = str(parameters[0].dtype).removeprefix("torch.")
+            if parameters[0].is_cuda:
+                self._recorder.trains_on_gpu(self._torch)
+                self._trains_on_gpu()
+
+    def _scaler_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        recorder, notes = self._recorder, self._notes
+
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if not recorder.mine() or not scaler.is_enabled():
+                return original(scaler, optimizer, *args, **kwargs)
+            recorder.wake()
+            notes.scaler = True
+            calls = notes.optimizer_calls
+            before = recorder.switch(Activity.OPTIMIZER)
+            try:
+                return original(scaler, optimizer, *args, **kwargs)
+            finally:
+                if notes.optimizer_calls == calls and recorder.mine():
+                    inner = getattr(optimizer, "optimizer", optimizer)
+                    self._stepped(id(inner), skipped=True)
+                else:
+                    recorder.switch(before)
+
+        return step
+
+    def _autocast(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        notes = self._notes
+
+        def __enter__(context: Any) -> Any:  # noqa: N807
+            if notes.autocast is None and getattr(context, "_enabled", False):
+                notes.autocast = str(getattr(context, "fast_dtype", "")).removeprefix("torch.") or None
+            return original(context)
+
+        return __enter__
+
+    def _train(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        recorder = self._recorder
+
+        def train(module: Any, mode: bool = True) -> Any:
+            if not recorder.mine() or self._depth_of_train:
+                return original(module, mode)
+            self._depth_of_train += 1
+            try:
+                return original(module, mode)
+            finally:
+                self._depth_of_train -= 1
+                changes = recorder.eval_mode == bool(mode) or recorder.evaluation.in_sight
+                if changes and self._is_trained(module):
+                    recorder.wake()
+                    recorder.evaluation.forget() if mode else recorder.evaluation.switched(module, sys._getframe(1))
+                    recorder.eval_mode = not mode
+                    self._taps.was_evaluating = recorder.eval_mode
+                    recorder.switch(recorder.activity, EvalMode(not mode), Point.EVAL)
+
+        return train
+
+    def _is_trained(self, module: Any) -> bool:
+        parameter = next((p for p in module.parameters() if p.requires_grad), None)
+        return parameter is not None and id(parameter) in self._trained
+
+
+def _has_gradients(optimizer: Any) -> bool:
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _asks_replicas(calls: int) -> bool:
+    """Early too: what is known from the second step on is known of nearly all of a short run."""
+    return calls % ASK_REPLICAS_EVERY == 0 or (1 < calls < ASK_REPLICAS_EVERY and calls & (calls - 1) == 0)
+
+
+class SavingPatches:
+    """Marks torch.save and names the line that calls it."""
+
+    def __init__(self, torch: Any, recorder: Recorder) -> None:
+        self._torch, self._recorder, self._notes = torch, recorder, recorder.notes
+
+    def install(self, exchange: Exchange) -> None:
+        """Stand at torch.save."""
+        exchange.swap(self._torch, "save", self._save)
+
+    def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        recorder, notes = self._recorder, self._notes
+
+        def save(*args: Any, **kwargs: Any) -> Any:
+            if not recorder.mine() or recorder.activity is Activity.SAVE:
+                return original(*args, **kwargs)
+            recorder.wake()
+            where, function = users_line(recorder.way_in.spots)
+            began = time.perf_counter()
+            before = recorder.switch(Activity.SAVE)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                recorder.switch(before)
+                notes.checkpoint_lines.charge(where, function, time.perf_counter() - began, "torch.save")
+
+        return save

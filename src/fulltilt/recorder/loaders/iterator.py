@@ -1,0 +1,353 @@
+"""One loader and its iterator: how it was made, every wait for a batch, every batch counted.
+
+The tap's iterator stands between the loop and torch's iterator, its ``source``. ``LoaderTaps.live`` may give it another
+source: live tuning does, and exchanges the pool of workers behind it between two batches.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fulltilt.recorder.loaders.batches import count_bytes, count_samples, kind_of, padding_share
+from fulltilt.recorder.marks import Activity, BatchArrived, PassEnded, Point, WaitBegan
+from fulltilt.recorder.stacks.frames import LineTimes
+from fulltilt.recorder.step_sampling import LONG_WAIT_NS
+from fulltilt.records import LoaderRecord
+
+# A batch's size and padding are measured on the first few batches and then on every so many.
+INSPECT_FIRST = 4
+INSPECT_EVERY = 32
+
+
+@dataclass
+class LoaderTap:
+    """One DataLoader: how it was made and what passed through it."""
+
+    loader_id: int
+    where: str | None
+    given: tuple[str, ...]
+    loader: Callable[[], Any]
+    described: dict[str, Any] = field(default_factory=dict)
+    asked_for: int | None = None  # indices in each request, where there is no batch size: 1 without batching
+    asked_in_vain: int = 0
+    eval_batches: int = 0
+    passes: int = 0
+    in_pass: bool = False
+    made_by: str | None = None
+    constructed: int = 0
+    trains: bool = False
+    batches: int = 0
+    samples: int = 0
+    counted: bool = False
+    wait_s: float = 0.0
+    waiting_since_s: float | None = None
+    timed_wait_s: float = 0.0
+    timed_cpu_s: float = 0.0
+    first_wait_s: float = 0.0
+    restart_s: float = 0.0
+    batch_bytes: int | None = None
+    batch_kind: str | None = None
+    padding: float = 0.0
+    padding_seen: int = 0
+    sampler_lines: LineTimes = field(default_factory=LineTimes)
+    # What live tuning has put in force instead of the loader's own arguments.
+    in_force: dict[str, Any] = field(default_factory=dict)
+    serving_workers: int | None = None  # of the pool that serves now, on trial or in force
+
+    def retired(self) -> bool:
+        """Whether this loader has served its passes, so that one made at the same place stands for it."""
+        return self.loader() is None or (self.passes > 0 and not self.in_pass)
+
+    @property
+    def serial(self) -> bool:
+        """Whether the training thread fetches its batches itself."""
+        serving = self.serving_workers
+        return (self.described.get("num_workers") if serving is None else serving) == 0
+
+    @property
+    def waited_s(self) -> float:
+        """The waits so far, with the one under way: a loader that hangs never ends it."""
+        since_s = self.waiting_since_s
+        return self.wait_s + (time.perf_counter() - since_s if since_s is not None else 0.0)
+
+    @property
+    def wait_cpu_s(self) -> float:
+        """CPU time of the training thread inside next(), from the waits in which it was measured."""
+        return self.wait_s * self.timed_cpu_s / self.timed_wait_s if self.timed_wait_s else 0.0
+
+    def inspect(self, batch: Any) -> None:
+        """Look into some of the batches."""
+        if self.batches > INSPECT_FIRST and self.batches % INSPECT_EVERY:
+            return
+        self.batch_bytes = max(self.batch_bytes or 0, count_bytes(batch))
+        self.batch_kind = self.batch_kind or kind_of(batch)
+        share = padding_share(batch)
+        if share is not None:
+            self.padding += share
+            self.padding_seen += 1
+
+    def record(self, trained: bool) -> LoaderRecord:
+        """The loader as a record."""
+        loader = self.loader()
+        if loader is not None:
+            self.described = describe(loader)
+        role = "train" if trained else "eval" if self.batches else "unused"
+        return LoaderRecord(
+            loader_id=self.loader_id,
+            role=role,  # type: ignore[arg-type]
+            where=self.where,
+            made_by=self.made_by,
+            given=self.given,
+            constructed=max(self.constructed, 1),  # none where it was made before anybody looked
+            passes=self.passes,
+            batches=self.batches,
+            eval_batches=self.eval_batches,
+            samples=self.samples if self.counted else None,
+            batch_bytes=self.batch_bytes,
+            batch_kind=self.batch_kind,
+            wait_s=self.waited_s,
+            wait_cpu_s=self.wait_cpu_s,
+            first_wait_s=self.first_wait_s,
+            restart_s=self.restart_s,
+            padding_share=self.padding / self.padding_seen if self.padding_seen else None,
+            sampler_lines=self.sampler_lines.top(),
+            **{**self.described, **self.in_force},
+        )
+
+
+def describe(loader: Any) -> dict[str, Any]:
+    """The arguments in force of a DataLoader, as plain values."""
+    dataset, sampler = loader.dataset, getattr(loader, "sampler", None)
+    name = type(sampler).__name__ if sampler is not None else None
+    context: Any = getattr(loader, "multiprocessing_context", None)
+    return {
+        "dataset": type(_users_own(dataset)).__name__,
+        "dataset_len": _length(_users_own(dataset)),
+        "iterable": is_iterable(loader),
+        "batch_size": _batch_size(loader),
+        "num_workers": int(loader.num_workers),
+        "prefetch_factor": loader.prefetch_factor,
+        "pin_memory": bool(loader.pin_memory),
+        "persistent_workers": bool(loader.persistent_workers),
+        "drop_last": bool(loader.drop_last),
+        "shuffle": {"RandomSampler": True, "SequentialSampler": False}.get(name or ""),
+        "sampler": name,
+        "collate": _name(loader.collate_fn),
+        "start_method": context.get_start_method() if context is not None else None,
+    }
+
+
+def _users_own(dataset: Any) -> Any:
+    """The data set that the user knows: the engine puts one of its own around it."""
+    return getattr(dataset, "samples", dataset) if type(dataset).__module__.startswith("fulltilt.") else dataset
+
+
+def is_iterable(loader: Any) -> bool:
+    """Whether a loader's data set has no indices to draw."""
+    from torch.utils.data import IterableDataset
+
+    return isinstance(loader.dataset, IterableDataset)
+
+
+def _batch_size(loader: Any) -> int | None:
+    size = loader.batch_size
+    if size is None:
+        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except Exception:
+        return None
+
+
+def _name(function: Any) -> str | None:
+    return getattr(function, "__qualname__", None) or type(function).__name__
+
+
+class Drawing:
+    """What the taps of a process know together."""
+
+    def __init__(self, recorder: Any, gradients: Callable[[], bool]) -> None:
+        self.recorder = recorder
+        self.gradients = gradients
+        self.was_evaluating = False
+        # Whether a thread of the user's own draws batches for the training thread.
+        self.drawn_elsewhere = False
+        self.waiting_for: LoaderTap | None = None
+        self.feeding: LoaderTap | None = None
+
+    def evaluating(self, tap: LoaderTap) -> bool:
+        """Whether what is drawn now is for evaluation: gradients are off, or the trained model is in eval mode.
+
+        Hugging Face's Trainer draws the next batches before it switches the model back: a loader that has trained
+        goes on training.
+        """
+        return not self.gradients() or (self.recorder.eval_mode and not tap.trains)
+
+    def trained(self) -> None:
+        """backward() is called: the loader drawn last is one that trains."""
+        if self.feeding is not None:
+            self.feeding.trains = True
+
+
+# Reading a thread's CPU clock is a system call: done for the first batches and then for every so many.
+TIME_CPU_FIRST = 64
+TIME_CPU_EVERY = 8
+# After so many requests for one sample each that all brought a batch, the next ones will, too.
+ASKED_IN_VAIN = 64
+WAITS = {False: WaitBegan(False), True: WaitBegan(True)}
+
+
+class TappedIterator:
+    """A loader's iterator with a meter. Everything it does not know itself it asks its source."""
+
+    def __init__(self, taps: Drawing, tap: LoaderTap, source: Any) -> None:
+        self._taps = taps
+        self._tap = tap
+        self._first = True
+        self.source = source
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # isinstance() answers as it would without us
+        return type(self.source)
+
+    @property
+    def workers(self) -> int:
+        """How many workers the batches come from at this moment."""
+        return int(getattr(self.source, "_num_workers", 0))
+
+    def __iter__(self) -> TappedIterator:
+        return self
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)
+
+    def __next__(self) -> Any:
+        taps, tap = self._taps, self._tap
+        recorder = taps.recorder
+        if not recorder.mine():
+            return self._from_another_thread(recorder)
+        evaluating = taps.evaluating(tap)
+        if recorder.rest.on:
+            if not evaluating and not self._first:
+                return self.at_rest(recorder)
+            recorder.wake()
+        changed = evaluating != taps.was_evaluating
+        taps.was_evaluating = evaluating
+        taps.waiting_for = tap
+        before = recorder.switch(Activity.NEXT, WAITS[evaluating], Point.EVAL if changed else Point.NONE)
+        first, self._first = self._first, False
+        workers = self.workers
+        timed = first or tap.batches < TIME_CPU_FIRST or tap.batches % TIME_CPU_EVERY == 0
+        cpu = time.thread_time() if timed else 0.0
+        began = tap.waiting_since_s = time.perf_counter()
+        try:
+            batch = self.source.__next__()
+        except StopIteration:
+            tap.waiting_since_s = None
+            tap.restart_s += time.perf_counter() - began
+            tap.in_pass = False
+            taps.was_evaluating = recorder.eval_mode
+            recorder.switch(
+                before, PassEnded(tap.loader_id, evaluating, workers), Point.EVAL if evaluating else Point.NONE
+            )
+            raise
+        except BaseException:
+            # Often Ctrl-C, because nothing comes any more: that wait is the loader's, too, and costs no CPU time.
+            cpu_s = time.thread_time() - cpu if timed else 0.0
+            self._note_wait(first and workers > 0, time.perf_counter() - began, cpu_s)
+            recorder.switch(before)
+            raise
+        waited = time.perf_counter() - began
+        self._note_wait(first and workers > 0, waited, time.thread_time() - cpu if timed else None)
+        samples = self._count(batch)
+        doubtful = evaluating and taps.gradients()
+        fact = BatchArrived(tap.loader_id, samples, evaluating, first, workers, doubtful)
+        recorder.switch(before, fact, Point.NONE if evaluating else Point.BATCH)
+        if evaluating:
+            tap.eval_batches += 1
+            recorder.evaluation.drew(sys._getframe(1))
+        else:
+            taps.feeding = tap
+            recorder.calibrate_if_asked(Point.BATCH)
+        return batch
+
+    def at_rest(self, recorder: Any) -> Any:
+        """A batch that is only counted."""
+        tap, rest = self._tap, recorder.rest
+        began = time.perf_counter_ns()
+        try:
+            batch = self.source.__next__()
+        except StopIteration:
+            recorder.wake()
+            tap.in_pass = False
+            recorder.switch(recorder.activity, PassEnded(tap.loader_id, False, self.workers))
+            raise
+        except BaseException:
+            tap.timed_wait_s += self._waited_at_rest(began)  # as in __next__
+            recorder.wake()
+            raise
+        self._waited_at_rest(began)
+        rest.draw(tap.loader_id, self._count(batch) or 0)
+        return batch
+
+    def _waited_at_rest(self, began_ns: int) -> float:
+        ended_ns = time.perf_counter_ns()
+        wait_s = (ended_ns - began_ns) * 1e-9
+        self._tap.wait_s += wait_s
+        if ended_ns - began_ns > LONG_WAIT_NS:
+            self._taps.recorder.waited_at_rest(began_ns, ended_ns)
+        return wait_s
+
+    def _note_wait(self, first: bool, wait_s: float, cpu_s: float | None) -> None:
+        tap = self._tap
+        tap.waiting_since_s = None
+        if first and tap.passes == 1:
+            tap.first_wait_s += wait_s
+        elif first:
+            tap.restart_s += wait_s
+        else:
+            tap.wait_s += wait_s
+            if cpu_s is not None:
+                tap.timed_wait_s += wait_s
+                tap.timed_cpu_s += cpu_s
+
+    def _count(self, batch: Any) -> int | None:
+        tap = self._tap
+        samples = count_samples(batch, tap.described.get("batch_size") or tap.asked_for)
+        tap.batches += 1
+        if tap.asked_for is not None:
+            tap.asked_in_vain = 0 if samples == tap.asked_for else tap.asked_in_vain + 1
+            if tap.asked_in_vain == ASKED_IN_VAIN:
+                tap.asked_for = None  # what one request brings is a batch, whose own shape is quicker to read
+        if samples is not None:
+            tap.samples += samples
+            tap.counted = True
+        tap.inspect(batch)
+        return samples
+
+    def _from_another_thread(self, recorder: Any) -> Any:
+        """A prefetching thread of the user's draws: count the batch, but the training thread did not wait for it.
+
+        One that evaluates beside the training takes none of its time.
+        """
+        batch = self.source.__next__()
+        if recorder.active:
+            samples = self._count(batch)
+            if self._taps.evaluating(self._tap):
+                self._tap.eval_batches += 1
+            else:
+                self._taps.feeding = self._tap
+                self._taps.drawn_elsewhere = True
+                recorder.note(BatchArrived(self._tap.loader_id, samples, False, False, 1))
+        return batch

@@ -1,0 +1,282 @@
+"""All loaders of the process: DataLoaders from their construction on, the feed's own, and any iterable of batches."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from types import CodeType, FrameType, FunctionType
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from fulltilt.recorder.loaders import workers
+from fulltilt.recorder.loaders.iterator import Drawing, LoaderTap, TappedIterator, describe, is_iterable
+from fulltilt.recorder.marks import Activity, PassBegan
+from fulltilt.recorder.stacks.frames import users_line
+from fulltilt.recorder.user_code import owner, shown_path
+
+# What a loader is ``made_by`` when the engine has made it from the settings of a training.
+ENGINE = "fulltilt"
+
+
+class CallSites(NamedTuple):
+    """Where a loader was constructed: the user's line, the library that line calls, and the nearest lines of all."""
+
+    where: str | None
+    made_by: str | None
+    nearest: tuple[str, ...]
+
+
+def call_sites(loader: Any, most: int = 4) -> CallSites:
+    """The calls that led to the construction of a loader, outside of torch and of the construction itself."""
+    sites: list[str] = []
+    where: str | None = None
+    library: str | None = None
+    constructors = _constructors(type(loader))
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (where is None or len(sites) < most):
+        code = frame.f_code
+        who = owner(code.co_filename)
+        if who in ("user", "site") and code not in constructors:
+            sites.append(f"{shown_path(code.co_filename)}:{frame.f_lineno}")
+            if where is None and who == "user":
+                where = sites[-1]
+            elif where is None and library != ENGINE:
+                library = str(frame.f_globals.get("__name__", "")).partition(".")[0] or None
+        elif who == "fulltilt" and where is None and not _only_observes(code.co_filename):
+            library = ENGINE
+        frame = frame.f_back
+    if library == ENGINE:
+        # Settings make the loader; on the line that starts the training there is nothing to change.
+        return CallSites(None, ENGINE, tuple(sites[:most]))
+    return CallSites(where or (sites[0] if sites else None), library, tuple(sites[:most]))
+
+
+def _constructors(kind: type) -> set[CodeType]:
+    """The code of the constructors of a class and its bases, with the wrappers that libraries put around them.
+
+    Known by their code and not by their ``self``: reading a frame's locals keeps all of them alive until it returns.
+    """
+    found: set[CodeType] = set()
+    for base in kind.__mro__:
+        function = vars(base).get("__init__")
+        while function is not None:
+            if isinstance(function, FunctionType):
+                found.add(function.__code__)
+            function = getattr(function, "__wrapped__", None)
+    return found
+
+
+def _only_observes(filename: str) -> bool:
+    """Whether a file of Fulltilt's stands in a call of the user's, rather than making one of its own."""
+    path = filename.replace("\\", "/")
+    return "/fulltilt/recorder/" in path or "/fulltilt/tuning/" in path
+
+
+def given_arguments(original: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """The names of the arguments that the user wrote in a DataLoader(...) call."""
+    try:
+        bound = inspect.signature(original).bind(None, *args, **kwargs)
+    except TypeError:
+        return tuple(kwargs)
+    return tuple(name for name in bound.arguments if name != "self")
+
+
+class LoaderTaps(Drawing):
+    """All DataLoaders of the process."""
+
+    def __init__(self, recorder: Any, torch: Any) -> None:
+        super().__init__(recorder, torch.is_grad_enabled)
+        self.mailbox = workers.Mailbox()
+        self.starting_workers = False
+        self.override: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+        # Called for each pass with the loader, its tap and what would begin the pass; returns the source of batches.
+        self.live: Callable[[Any, LoaderTap, Callable[[], Any]], Any] | None = None
+        self._torch = torch
+        self._taps: weakref.WeakKeyDictionary[Any, LoaderTap] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+        self.all: list[LoaderTap] = []
+        # A loader made anew in each epoch is one loader to its user: same lines of the script, same length.
+        self._made_before: dict[tuple[Any, ...], LoaderTap] = {}
+
+    def of(self, loader: Any) -> LoaderTap:
+        """The tap of a loader, made when it is first seen."""
+        with self._lock:
+            tap = self._taps.get(loader)
+            if tap is None:
+                tap = self._taps[loader] = self._new(loader)
+            return tap
+
+    def _new(self, loader: Any) -> LoaderTap:
+        unbatched = getattr(loader, "batch_sampler", None) is None and not is_iterable(loader)
+        tap = LoaderTap(len(self.all), None, (), weakref.ref(loader), asked_for=1 if unbatched else None)
+        self.all.append(tap)
+        return tap
+
+    def constructed(self, loader: Any, given: tuple[str, ...]) -> None:
+        """Remember where a loader was constructed and which arguments were written there."""
+        self.recorder.ensure_started()
+        sites = call_sites(loader)
+        described = describe(loader)
+        key = (*sites.nearest, described["dataset_len"])
+        with self._lock:
+            tap = self._made_before.get(key)
+            if tap is None or not tap.retired():
+                self._made_before[key] = tap = self._new(loader)
+            tap.loader = weakref.ref(loader)
+            tap.constructed += 1
+            self._taps[loader] = tap
+        tap.where, tap.made_by, tap.given = sites.where, sites.made_by, given
+        tap.described = described
+        if sites.made_by is not None:
+            self._inherit(tap, loader.dataset)
+
+    def _inherit(self, tap: LoaderTap, dataset: Any) -> None:
+        """A library made this loader out of one of the user's (accelerate does): then the user's call is the place."""
+        for other in self.all:
+            made = other.loader()
+            if other.made_by is None and other is not tap and made is not None and made.dataset is dataset:
+                tap.where, tap.made_by, tap.given = other.where, None, other.given
+                return
+
+    def iterate(self, original: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
+        """DataLoader.__iter__ with the tap in between."""
+        recorder = self.recorder
+        tap = self.of(loader)
+        if not recorder.active:
+            return original(loader)
+        recorder.wake()
+        tap.described = describe(loader)
+        tap.passes += 1
+        tap.in_pass = True
+        if not recorder.mine():
+            return TappedIterator(self, tap, self._begin(original, loader, tap))
+        evaluating = self.evaluating(tap)
+        began = time.perf_counter()
+        before = recorder.switch(Activity.ITER, PassBegan(tap.loader_id, evaluating))
+        try:
+            source = self._begin(original, loader, tap)
+        finally:
+            recorder.switch(before)
+        if tap.passes > 1:
+            tap.restart_s += time.perf_counter() - began
+        return TappedIterator(self, tap, source)
+
+    def _begin(self, original: Callable[[Any], Any], loader: Any, tap: LoaderTap) -> Any:
+        begin = partial(self.with_meters, partial(original, loader), tap)
+        return begin() if self.live is None else self.live(loader, tap, begin)
+
+    def with_meters(self, start: Callable[[], Any], tap: LoaderTap) -> Any:
+        """Let torch start workers while its worker loop is exchanged for the measured one."""
+        torchs = self._torch.utils.data._utils.worker
+        mailbox = self.mailbox.opened()
+        if mailbox is None:
+            return start()
+        plain = workers.plain_loop = torchs._worker_loop
+        torchs._worker_loop = partial(workers.run_worker, mailbox, tap.loader_id)
+        self.starting_workers = True
+        try:
+            return start()
+        finally:
+            self.starting_workers = False
+            torchs._worker_loop = plain
+
+
+Item = TypeVar("Item")
+
+
+class TappedIterable(Generic[Item]):
+    """Any iterable of batches with the loader's meter on it."""
+
+    def __init__(self, taps: LoaderTaps, batches: Iterable[Item]) -> None:
+        self._taps = taps
+        self._batches = batches
+        where, _ = users_line()
+        self._tap = tap_on(taps, described(batches), where, made_by="script")
+
+    def __iter__(self) -> Iterator[Item]:
+        self._tap.passes += 1
+        return TappedIterator(self._taps, self._tap, iter(self._batches))
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+
+def tap_on(taps: LoaderTaps, what: dict[str, Any], where: str | None, made_by: str | None = None) -> LoaderTap:
+    """A new tap for something that is no DataLoader: what ``what`` says of it stays as it is."""
+    tap = LoaderTap(len(taps.all), where, (), lambda: None, what, made_by=made_by)
+    taps.all.append(tap)
+    return tap
+
+
+def described(batches: Iterable[Any], **known: Any) -> dict[str, Any]:
+    """What a loader record says of an iterable; what is not ``known`` is as for one on the training thread."""
+    return {
+        "dataset": type(batches).__name__,
+        "dataset_len": None,
+        "iterable": True,
+        "batch_size": None,
+        "num_workers": 0,
+        "prefetch_factor": None,
+        "pin_memory": False,
+        "persistent_workers": False,
+        "drop_last": False,
+        "shuffle": None,
+        "sampler": None,
+        "collate": None,
+        "start_method": None,
+        **known,
+    }
+
+
+class FeedTaps:
+    """All of the feed's loaders in this process; ``look`` is what ``fulltilt.onlookers`` calls for each pass."""
+
+    def __init__(self, taps: LoaderTaps) -> None:
+        self._all = taps
+        self._taps: weakref.WeakKeyDictionary[Any, LoaderTap] = weakref.WeakKeyDictionary()
+
+    def look(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of one pass, each wait for one measured."""
+        recorder = self._all.recorder
+        recorder.ensure_started()
+        # Inside another meter's next() this loader is a part of what is measured there: the engine's steps are.
+        if not recorder.active or (recorder.mine() and recorder.activity is Activity.NEXT):
+            return batches
+        tap = self._taps.get(loader)
+        if tap is None:
+            tap = self._taps[loader] = tap_on(self._all, _describe(loader), *_place())
+        tap.passes += 1
+        return TappedIterator(self._all, tap, batches)
+
+
+def _place() -> tuple[str | None, str | None]:
+    """The user's line that draws the batches, or nothing and ENGINE: settings make its loaders, not a line."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        filename = frame.f_code.co_filename.replace("\\", "/")
+        if owner(filename) == "user":
+            return f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}", None
+        if owner(filename) == "fulltilt" and any(room in filename for room in ("/train/", "/recipes/")):
+            return None, ENGINE
+        frame = frame.f_back
+    return None, None
+
+
+def _describe(loader: Any) -> dict[str, Any]:
+    dataset, order = getattr(loader, "dataset", loader), getattr(loader, "order", None)
+    return described(
+        dataset,
+        dataset_len=len(dataset) if dataset is not loader else getattr(order, "samples", None),
+        iterable=False,
+        batch_size=getattr(order, "batch_size", None),
+        num_workers=getattr(loader, "workers", 0),
+        persistent_workers=True,
+        shuffle=getattr(order, "shuffle", None),
+    )

@@ -1,0 +1,340 @@
+"""Inside a loader worker: what fetching costs, in CPU and in waiting, and on which lines.
+
+The training process replaces torch's worker loop by :func:`run_worker`, which runs the original loop with a clock
+around each fetch and a light stack sampler beside it. Figures go to the recorder in datagrams, two a second, through a
+socket that only workers inherit: no file, no name, no lock, and a worker that dies loses at most its last moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from random import Random
+from typing import Any, NamedTuple
+
+from fulltilt import store
+from fulltilt.recorder.interpreter_lock import LockTurns, own_cpu_clock, wake_on_time
+from fulltilt.recorder.stacks.frames import LineTimes, look, stack_of
+from fulltilt.recorder.user_code import leave_out_ours
+from fulltilt.records import HotLine, WorkerRecord
+
+# A look costs the worker 0.4 ms: often at first, so that short jobs have their lines, then so that it costs nothing.
+EARLY_LOOKS, EARLY_LOOK_EVERY_S = 500, 0.02
+LOOK_EVERY_S = 0.1
+SEND_EVERY_S = 0.5
+LARGEST_DATAGRAM = 65_536
+QUEUE_BYTES = 1 << 20  # what many workers that end together tell at once
+LARGEST_FIGURE = 1 << 60  # more bytes, batches or seconds than any job has; NaN is not below it either
+
+# torch's own worker loop. A forked worker inherits it from here; a spawned one finds it in torch.
+plain_loop: Callable[..., None] | None = None
+
+
+@dataclass(frozen=True)
+class WorkerMessage:
+    """What one worker did since its last message. ``read_bytes`` is a total, ``pss_bytes`` a level."""
+
+    loader: int
+    pid: int
+    batches: int
+    fetch_s: float
+    fetch_cpu_s: float
+    cpu_wait_s: float | None
+    idle_s: float
+    process_cpu_s: float
+    read_bytes: int | None
+    pss_bytes: int | None
+    lines: tuple[HotLine, ...]
+
+
+class Mailbox:
+    """The recorder's end of a nameless pair of sockets: only the workers that inherit the other end can write to it."""
+
+    def __init__(self) -> None:
+        self._receiving: socket.socket | None = None
+        self._sending: socket.socket | None = None
+        self.dropped = 0
+
+    def opened(self) -> socket.socket | None:
+        """The end for workers, made when the first ones start; None where the system has no such sockets."""
+        if self._sending is None and hasattr(socket, "AF_UNIX"):
+            with contextlib.suppress(OSError):
+                self._receiving, self._sending = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+                self._receiving.setblocking(False)
+                self._sending.setblocking(False)
+                self._sending.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, QUEUE_BYTES)
+        return self._sending
+
+    def receive(self) -> Iterator[WorkerMessage]:
+        """The messages that have arrived since the last call. What is no message of a worker is counted and dropped."""
+        while self._receiving is not None:
+            try:
+                data = self._receiving.recv(LARGEST_DATAGRAM)
+            except (BlockingIOError, InterruptedError, OSError):
+                return
+            message = checked(data)
+            if message is None:
+                self.dropped += 1
+            else:
+                yield message
+
+
+def checked(data: bytes) -> WorkerMessage | None:
+    """The message that ``data`` holds; None unless every field has its type and a value that a worker can have."""
+    try:
+        message = store.decode(WorkerMessage, json.loads(data))
+    except (ValueError, RecursionError):
+        return None
+    figures: list[float | None] = [getattr(message, field.name) for field in fields(message)[:-1]]
+    figures += [line.seconds for line in message.lines]
+    return message if all(figure is None or 0 <= figure < LARGEST_FIGURE for figure in figures) else None
+
+
+class Fetched(NamedTuple):
+    """Fetches since the last message."""
+
+    batches: int = 0
+    fetch_s: float = 0.0
+    fetch_cpu_s: float = 0.0
+    cpu_wait_s: float = 0.0
+
+
+class Clocks(NamedTuple):
+    """Where the clocks of the fetching thread stand: on the wall, its CPU time, and its time in the CPU's queue."""
+
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    delay_s: float | None = None
+
+
+class FetchMeter:
+    """Adds up what this worker's fetches cost and sends it off now and then."""
+
+    def __init__(self, mailbox: socket.socket, loader_id: int) -> None:
+        self._socket = mailbox
+        self._loader_id = loader_id
+        self._lines = LineTimes()
+        self._began = time.perf_counter()
+        self._process_cpu = time.process_time()
+        self._last_look = time.perf_counter()
+        self.thread_id = threading.get_ident()
+        self._cpu_clock = own_cpu_clock()  # without one, other threads cannot tell what a fetch under way has cost
+        self._thread_native = threading.get_native_id()
+        self.fetching = False
+        self._sent = 0
+        self._counting = threading.Lock()  # fetches go on while a message is made
+        self._since = Clocks()
+        self._fetched = Fetched()
+
+    def fetch(self, original: Callable[..., Any], *args: Any) -> Any:
+        """One fetch, measured."""
+        self._since = self._clocks()
+        self.fetching = True
+        batches = 0
+        try:
+            batch = original(*args)
+            batches = 1
+            return batch
+        finally:
+            with self._counting:
+                self.fetching = False
+                self._book(batches)
+
+    def _book(self, batches: int) -> None:
+        """Count the fetch under way up to now. One that never ends is told of all the same."""
+        since, self._since = self._since, self._clocks()
+        so_far, now = self._fetched, self._since
+        waited = 0.0 if since.delay_s is None or now.delay_s is None else now.delay_s - since.delay_s
+        self._fetched = Fetched(
+            so_far.batches + batches,
+            so_far.fetch_s + now.wall_s - since.wall_s,
+            so_far.fetch_cpu_s + now.cpu_s - since.cpu_s,
+            so_far.cpu_wait_s + waited,
+        )
+
+    def _clocks(self) -> Clocks:
+        cpu_s = time.thread_time() if self._cpu_clock is None else time.clock_gettime(self._cpu_clock)
+        return Clocks(time.perf_counter(), cpu_s, self._run_delay_s())
+
+    def _run_delay_s(self) -> float | None:
+        """Seconds the fetching thread was ready to run and waited for a CPU; None where the kernel does not say."""
+        try:
+            with open(f"/proc/self/task/{self._thread_native}/schedstat", "rb") as file:  # noqa: PTH123 - hot
+                return int(file.read().split()[1]) * 1e-9
+        except (OSError, IndexError, ValueError):
+            return None
+
+    def observe(self, stop: threading.Event) -> None:
+        """The sampler beside the loop, on a thread of its own."""
+        wake_on_time()
+        lock_turns = LockTurns()
+        lock_turns.share()
+        lock_turns.begin_wait(self._cpu_clock)
+        next_send = time.perf_counter() + SEND_EVERY_S
+        jitter = Random()  # our own: the job's random numbers are the job's
+        looks, every_s = 0, EARLY_LOOK_EVERY_S
+        while not stop.wait(every_s * (0.5 + jitter.random())):
+            lock_turns.end_wait()
+            now = time.perf_counter()
+            since, self._last_look = now - self._last_look, now
+            if self.fetching and (stack := stack_of(self.thread_id)) is not None:
+                view = look(stack, FetchMeter.fetch.__code__)
+                if view is not None:
+                    self._lines.add(view, min(since, 5 * every_s))
+                looks += 1
+            every_s = lock_turns.every_s(EARLY_LOOK_EVERY_S if looks < EARLY_LOOKS else LOOK_EVERY_S)
+            if now >= next_send:
+                next_send = now + SEND_EVERY_S
+                lock_turns.share()
+                self.send()
+            lock_turns.begin_wait(self._cpu_clock)
+
+    def _pss_bytes(self) -> int | None:
+        """Memory of this worker, asked for at every doubling of its messages: the kernel walks all pages for it."""
+        self._sent += 1
+        if self._sent & (self._sent - 1):
+            return None
+        from fulltilt.probes.tree import proportional_bytes  # brings psutil, which a job may not need
+
+        return proportional_bytes(os.getpid())
+
+    def send(self) -> None:
+        """Tell the recorder what happened since the last message."""
+        pss_bytes, read_bytes, lines = self._pss_bytes(), _read_bytes(), self._lines.take()
+        with self._counting:
+            if self.fetching and self._cpu_clock is not None:
+                self._book(batches=0)
+            fetched, self._fetched = self._fetched, Fetched()
+            now, cpu = time.perf_counter(), time.process_time()
+            alive, self._began = now - self._began, now
+            process_cpu, self._process_cpu = cpu - self._process_cpu, cpu
+        message = WorkerMessage(
+            loader=self._loader_id,
+            pid=os.getpid(),
+            batches=fetched.batches,
+            fetch_s=fetched.fetch_s,
+            fetch_cpu_s=max(0.0, fetched.fetch_cpu_s),
+            cpu_wait_s=fetched.cpu_wait_s if self._run_delay_s() is not None else None,
+            idle_s=max(0.0, alive - fetched.fetch_s),
+            process_cpu_s=process_cpu,
+            read_bytes=read_bytes,
+            pss_bytes=pss_bytes,
+            lines=lines,
+        )
+        with contextlib.suppress(OSError):
+            self._socket.send(json.dumps(store.encode(message), separators=(",", ":")).encode())
+
+
+def _read_bytes() -> int | None:
+    """Bytes this process has had to fetch from storage so far; None where the kernel does not say."""
+    try:
+        with open("/proc/self/io", encoding="ascii") as file:  # noqa: PTH123 - small and plain
+            for line in file:
+                if line.startswith("read_bytes:"):
+                    return int(line.split()[1])
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def run_worker(mailbox: socket.socket, loader_id: int, *args: Any) -> None:
+    """torch's worker loop with a meter around each fetch. Anything wrong with the meter leaves the loop as it is."""
+    from torch.utils.data._utils import worker
+
+    from fulltilt.recorder import attach
+
+    original = plain_loop or worker._worker_loop
+    if attach.current is not None:
+        attach.current.recorder.active = False  # a spawned worker attached itself like any Python process
+    try:
+        meter = FetchMeter(mailbox, loader_id)
+        stop = threading.Event()
+        _measure_fetches(meter)
+        threading.Thread(target=meter.observe, args=(stop,), name="fulltilt-worker", daemon=True).start()
+    except Exception:
+        original(*args)
+        return
+    try:
+        original(*args)
+    finally:
+        stop.set()
+        meter.send()
+
+
+def _measure_fetches(meter: FetchMeter) -> None:
+    from torch._utils import ExceptionWrapper
+    from torch.utils.data._utils import fetch as fetchers
+
+    wrapper: Any = ExceptionWrapper
+    wraps = wrapper.__init__
+
+    def wrap(self: Any, *args: Any, **kwargs: Any) -> None:
+        leave_out_ours(sys.exc_info()[1])  # torch writes the traceback down for the training process
+        wraps(self, *args, **kwargs)
+
+    wrapper.__init__ = wrap
+
+    kinds: list[Any] = [fetchers._MapDatasetFetcher, fetchers._IterableDatasetFetcher]
+    for kind in kinds:
+        unmeasured = kind.fetch
+
+        def fetch(self: Any, index: Any, _unmeasured: Callable[..., Any] = unmeasured) -> Any:
+            return meter.fetch(_unmeasured, self, index)
+
+        kind.fetch = fetch
+
+
+@dataclass
+class WorkerTotals:
+    """What the workers of one loader told so far."""
+
+    pids: set[int] = field(default_factory=set)
+    batches: int = 0
+    fetch_s: float = 0.0
+    fetch_cpu_s: float = 0.0
+    cpu_wait_s: float | None = 0.0
+    idle_s: float = 0.0
+    process_cpu_s: float = 0.0
+    read_bytes: dict[int, int] = field(default_factory=dict)
+    pss_bytes: dict[int, int] = field(default_factory=dict)
+    lines: LineTimes = field(default_factory=LineTimes)
+
+    def add(self, message: WorkerMessage) -> None:
+        """Take one message of a worker."""
+        self.pids.add(message.pid)
+        self.batches += message.batches
+        self.fetch_s += message.fetch_s
+        self.fetch_cpu_s += message.fetch_cpu_s
+        self.idle_s += message.idle_s
+        self.process_cpu_s += message.process_cpu_s
+        waited = message.cpu_wait_s
+        self.cpu_wait_s = None if waited is None or self.cpu_wait_s is None else self.cpu_wait_s + waited
+        if message.read_bytes is not None:
+            self.read_bytes[message.pid] = message.read_bytes
+        if message.pss_bytes is not None:
+            self.pss_bytes[message.pid] = max(message.pss_bytes, self.pss_bytes.get(message.pid, 0))
+        self.lines.merge(message.lines)
+
+    def record(self, loader_id: int) -> WorkerRecord:
+        """The totals as a record."""
+        return WorkerRecord(
+            loader_id=loader_id,
+            processes=len(self.pids),
+            batches=self.batches,
+            fetch_s=self.fetch_s,
+            fetch_cpu_s=self.fetch_cpu_s,
+            cpu_wait_s=self.cpu_wait_s,
+            idle_s=self.idle_s,
+            process_cpu_s=self.process_cpu_s,
+            read_bytes=sum(self.read_bytes.values()) if self.read_bytes else None,
+            lines=self.lines.top(),
+            pss_bytes=round(statistics.mean(self.pss_bytes.values())) if self.pss_bytes else None,
+        )

@@ -1,0 +1,335 @@
+"""What one rank's recorder notes besides its time: loaders, workers, lines, copies, precision, communication."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fulltilt.recorder.intervals import TileBuilder
+from fulltilt.recorder.loaders import LoaderTaps
+from fulltilt.recorder.loaders.workers import WorkerTotals
+from fulltilt.recorder.marks import Activity
+from fulltilt.recorder.stacks.frames import LineTimes, StackView
+from fulltilt.records import (
+    CommunicationRecord,
+    DeepRecord,
+    LiveRecord,
+    MemoryRecord,
+    PrecisionRecord,
+    RankRecord,
+    TransferRecord,
+    WorkerRecord,
+)
+
+
+def memory_parts(torch: Any, optimizers: Iterable[Any], on_gpu: bool) -> MemoryRecord:
+    """The parts as they are now. Call it when an optimizer has just stepped: gradients and states are there then."""
+    parameters: dict[int, Any] = {}
+    states = 0
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            parameters.update((id(parameter), parameter) for parameter in group["params"])
+        states += sum(_bytes(tensor) for tensor in _tensors(torch, list(optimizer.state.values())))
+    weights = sum(_bytes(parameter) for parameter in parameters.values())
+    gradients = sum(_bytes(parameter.grad) for parameter in parameters.values() if parameter.grad is not None)
+    other = None
+    if on_gpu:
+        other = max(0, int(torch.cuda.memory_allocated()) - weights - gradients - states)
+    count = sum(int(parameter.numel()) for parameter in parameters.values())
+    return MemoryRecord(count, weights, gradients, states, other)
+
+
+def _tensors(torch: Any, node: Any) -> Iterator[Any]:
+    if isinstance(node, torch.Tensor):
+        yield node
+    elif isinstance(node, dict | list | tuple):
+        for child in node.values() if isinstance(node, dict) else node:
+            yield from _tensors(torch, child)
+
+
+def _bytes(tensor: Any) -> int:
+    local = getattr(tensor, "_local_tensor", tensor)  # a sharded tensor: only its own part lies on this GPU
+    return int(local.numel() * local.element_size())
+
+
+@dataclass
+class Copies:
+    """Host-to-GPU copies of the training thread."""
+
+    copies: float = 0.0
+    bytes: float = 0.0
+    blocked_s: float = 0.0
+    asked: int = 0
+    pageable: int = 0
+    blocking: float = 0.0
+    lines: LineTimes = field(default_factory=LineTimes)
+
+    def add(self, copied_bytes: int, took_s: float, blocking: bool, stands_for: float) -> None:
+        """A copy, which stands for so many like it."""
+        self.copies += stands_for
+        self.bytes += stands_for * copied_bytes
+        self.blocked_s += stands_for * took_s
+        self.blocking += stands_for * blocking
+
+    def record(self, stretch: float) -> TransferRecord | None:
+        """The copies as a record, stretched to the whole run; None when there were none."""
+        if not self.copies:
+            return None
+        top = self.lines.top(1)
+        return TransferRecord(
+            copies=round(stretch * self.copies),
+            bytes=round(stretch * self.bytes),
+            blocked_s=stretch * self.blocked_s,
+            pageable_share=self.pageable / self.asked if self.asked else None,
+            blocking_share=self.blocking / self.copies,
+            where=top[0].where if top else None,
+        )
+
+
+MOST_REMARKS = 20
+
+
+class RankNotes:
+    """Everything that ends in a RankRecord."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        # A launcher says so in the environment; ranks that the script itself spawns know it once they have met.
+        self.rank = _number_in("RANK", 0)
+        self.world_size = _number_in("WORLD_SIZE", 1)
+        self._parent_pid = os.getppid()  # now: it may end before this process does
+        self.taps: LoaderTaps | None = None
+        self.steps = 0
+        self.steps_attributed = 0
+        self.launch_s = 0.0
+        self.gpu_busy_s = 0.0
+        self.gpu_steps = 0
+        self.looks = 0
+        self.observer_s: float | None = None
+        self.host_lines = LineTimes()
+        self.sync_lines = LineTimes()
+        self.checkpoint_lines = LineTimes()
+        self.load_lines: dict[int, LineTimes] = {}
+        self.workers: dict[int, WorkerTotals] = {}
+        self.syncs = 0.0
+        self.sync_blocked_s = 0.0
+        self.copies = Copies()
+        self.optimizers: dict[int, str] = {}
+        self.optimizer_calls = 0
+        self.learning_rate: float | None = None
+        self.parameter_dtype: str | None = None
+        self.memory: MemoryRecord | None = None
+        self.autocast: str | None = None
+        self.scaler = False
+        self.replicas: list[weakref.ref[Any]] = []
+        self.communication: CommunicationRecord | None = None
+        self.deep: DeepRecord | None = None
+        self.remarks: list[str] = []
+        self._vram_peak_bytes: int | None = None
+        # What live tuning did, asked for each time that the record is written.
+        self.live: Callable[[], tuple[LiveRecord, ...]] = tuple
+
+    # ------------------------------------------------------------------ while it runs
+
+    def remark(self, text: str) -> None:
+        """Remember something odd, once."""
+        if text not in self.remarks and len(self.remarks) < MOST_REMARKS:
+            self.remarks.append(text)
+
+    def wants_lines(self, activity: Activity) -> bool:
+        """Whether a look at the stack during this activity may name lines of use.
+
+        Without workers the training thread fetches in next(); with them it still runs the sampler there.
+        """
+        return activity is Activity.NEXT and self.taps is not None and self.taps.waiting_for is not None
+
+    def understood(self, view: StackView) -> StackView:
+        """A view with its meaning in this job: who waits for others waits for data unless loaders bring it."""
+        if view.kind != "waiting":
+            return view
+        taps = self.taps
+        fed = taps is not None and not taps.drawn_elsewhere and any(tap.trains for tap in taps.all)
+        return replace(view, kind="host" if fed else "data")
+
+    def looked(self, activity: Activity, view: StackView, weight_s: float) -> None:
+        """A look at the training thread."""
+        self.looks += 1
+        if activity is Activity.NEXT:
+            waiting = self.taps.waiting_for if self.taps is not None else None
+            if waiting is not None and waiting.serial:
+                self.load_lines.setdefault(waiting.loader_id, LineTimes()).add(view, weight_s)
+            if waiting is not None and view.sampling:
+                waiting.sampler_lines.add(view, weight_s)
+        elif view.kind in ("host", "data"):
+            self.host_lines.add(view, weight_s)
+        elif view.kind == "checkpoint":
+            self.checkpoint_lines.add(view, weight_s)
+
+    def waited_for_gpu(self, where: str, function: str, call: str, took_s: float, stands_for: float) -> None:
+        """A call waited for the GPU; it stands for so many like it."""
+        self.syncs += stands_for
+        self.sync_blocked_s += stands_for * took_s
+        self.sync_lines.charge(where, function, stands_for * took_s, call)
+
+    def evaluating(self, eval_mode: bool) -> bool:
+        """Whether the training thread evaluates at this moment: the tiles, made later, are too late for a look."""
+        return eval_mode or (self.taps is not None and self.taps.was_evaluating)
+
+    def poll(self) -> None:
+        """Take in what the workers have told."""
+        if self.taps is None:
+            return
+        for message in self.taps.mailbox.receive():
+            if message.loader < len(self.taps.all):
+                self.workers.setdefault(message.loader, WorkerTotals()).add(message)
+            else:
+                self.taps.mailbox.dropped += 1
+
+    def exposed_communication_s(self) -> float:
+        """Seconds of gradient exchange a step that no computation hides."""
+        seen = self.communication
+        if seen is None or seen.communication_s is None:
+            return 0.0
+        return max(0.0, seen.communication_s - (seen.overlapped_s or 0.0))
+
+    def read_communication(self) -> None:
+        """Ask DistributedDataParallel for its own timings. On the training thread only."""
+        for reference in self.replicas:
+            replica = reference()
+            if replica is None:
+                continue
+            data = replica._get_ddp_logging_data()
+            communication = data.get("avg_backward_comm_time")
+            if communication:
+                self.communication = CommunicationRecord(
+                    backward_s=data.get("avg_backward_compute_time", 0) * 1e-9,
+                    communication_s=communication * 1e-9,
+                    overlapped_s=data.get("avg_backward_compute_comm_overlap_time", 0) * 1e-9,
+                    source="DistributedDataParallel",
+                )
+
+    # ------------------------------------------------------------------ who this is
+
+    def learn_rank(self) -> None:
+        """Ask torch which rank this process is, while it knows: most scripts leave the group before they end."""
+        module = sys.modules.get("torch.distributed")
+        if module is not None and module.is_available() and module.is_initialized():
+            self.rank, self.world_size = int(module.get_rank()), int(module.get_world_size())
+
+    # ------------------------------------------------------------------ the record
+
+    def trained(self, builder: TileBuilder) -> bool:
+        """Whether this process has begun to train at all. Launchers and helpers never do."""
+        drawn = self.taps is not None and any(tap.batches for tap in self.taps.all)
+        return bool(self.steps or builder.counter.backwards or drawn)
+
+    def record(
+        self, stream: int, t1_s: float, finished: bool, builder: TileBuilder, on_gpu: bool, stretch: float
+    ) -> RankRecord:
+        """Everything noted so far; ``stretch`` is what the calls that were noted must be stretched by to be all."""
+        trained = builder.counter.train_loaders
+        taps = self.taps.all if self.taps is not None else []
+        cuda = self._torch.cuda if on_gpu else None
+        stats = cuda.memory_stats() if cuda is not None else {}
+        return RankRecord(
+            rank=stream,
+            world_size=self.world_size,
+            local_rank=int(os.environ.get("LOCAL_RANK", "0") or 0),
+            pid=os.getpid(),
+            parent_pid=self._parent_pid,
+            hostname=socket.gethostname(),
+            device=f"cuda:{cuda.current_device()}" if cuda is not None else "cpu",
+            gpu_uuid=self._gpu_uuid(cuda),
+            t0_s=0.0,
+            t1_s=t1_s,
+            finished=finished,
+            steps=self.steps_attributed,
+            backwards=builder.counter.backwards,
+            optimizers=tuple(self.optimizers.values()),
+            optimizer_calls=self.optimizer_calls,
+            learning_rate=self.learning_rate,
+            loaders=tuple(tap.record(tap.loader_id in trained) for tap in taps),
+            workers=self._worker_records(),
+            host_lines=self.host_lines.top(),
+            sync_lines=self.sync_lines.top(stretch=stretch),
+            checkpoint_lines=self.checkpoint_lines.top(),
+            syncs=round(stretch * self.syncs),
+            sync_blocked_s=stretch * self.sync_blocked_s,
+            transfer=self.copies.record(stretch),
+            precision=self._precision(),
+            communication=self.communication,
+            deep=self.deep,
+            gpu_busy_step_s=self.gpu_busy_s / self.gpu_steps if self.gpu_steps else None,
+            launch_s=self.launch_s if on_gpu else None,
+            vram_peak_bytes=self._highest_peak(stats.get("allocated_bytes.all.peak")),
+            vram_reserved_bytes=stats.get("reserved_bytes.all.peak"),
+            alloc_retries=stats.get("num_alloc_retries"),
+            memory=self.memory,
+            torch_threads=self._torch.get_num_threads(),
+            stack_samples=self.looks,
+            observer_s=self.observer_s,
+            worker_messages_dropped=self.taps.mailbox.dropped if self.taps is not None else 0,
+            notes=tuple(self.remarks),
+            live=self.live(),
+        )
+
+    def _highest_peak(self, now_bytes: int | None) -> int | None:
+        """The highest so far: loops that print the peak of each epoch reset torch's own."""
+        seen = [peak for peak in (self._vram_peak_bytes, now_bytes) if peak is not None]
+        self._vram_peak_bytes = max(seen, default=None)
+        return self._vram_peak_bytes
+
+    def _worker_records(self) -> tuple[WorkerRecord, ...]:
+        records = [totals.record(loader_id) for loader_id, totals in self.workers.items()]
+        for tap in self.taps.all if self.taps is not None else []:
+            lines = self.load_lines.get(tap.loader_id)
+            if lines is not None and tap.loader_id not in self.workers:
+                # The training thread is its own worker: what next() cost is what fetching cost.
+                records.append(
+                    WorkerRecord(
+                        loader_id=tap.loader_id,
+                        processes=0,
+                        batches=tap.batches,
+                        fetch_s=tap.waited_s,
+                        fetch_cpu_s=tap.wait_cpu_s,
+                        cpu_wait_s=None,
+                        idle_s=0.0,
+                        process_cpu_s=tap.wait_cpu_s,
+                        read_bytes=None,
+                        lines=lines.top(),
+                    )
+                )
+        return tuple(records)
+
+    def _precision(self) -> PrecisionRecord:
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        graphs = dynamo.counters["stats"].get("unique_graphs", 0) if dynamo is not None else 0
+        return PrecisionRecord(
+            autocast=self.autocast,
+            parameters=self.parameter_dtype,
+            tf32=self._tf32(),
+            scaler=self.scaler,
+            compiled=bool(graphs),
+        )
+
+    def _tf32(self) -> bool | None:
+        try:
+            return bool(self._torch.get_float32_matmul_precision() != "highest")
+        except RuntimeError:  # torch's old and new ways to set this were mixed
+            return None
+
+    def _gpu_uuid(self, cuda: Any) -> str | None:
+        if cuda is None:
+            return None
+        uuid = getattr(cuda.get_device_properties(cuda.current_device()), "uuid", None)
+        return None if uuid is None else f"GPU-{uuid}"
+
+
+def _number_in(variable: str, otherwise: int) -> int:
+    value = os.environ.get(variable, "")
+    return int(value) if value.isdigit() else otherwise

@@ -1,0 +1,314 @@
+"""Recording by hand: ``with fulltilt.record("runs/a") as rec`` for those who would rather write it than attach.
+
+The same recorder as under `fulltilt run`; inside a notebook the report appears below the cell.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+
+from fulltilt import __version__, store
+from fulltilt.errors import StoppedEarly
+from fulltilt.probes.gpu import Gpus
+from fulltilt.probes.host import HostProbe
+from fulltilt.probes.machine import describe_machine
+from fulltilt.probes.sampler import Sampler
+from fulltilt.recorder import attach
+from fulltilt.recorder.loaders.loader_hooks import TappedIterable
+from fulltilt.recorder.marks import Activity, EpochBegan, EvalMode, Point
+from fulltilt.recorder.recorder import Recorder
+from fulltilt.recorder.session import Session
+from fulltilt.records import RunRecord, Sample, Settings
+
+Ended = Literal["done", "crashed", "interrupted", "killed"]
+
+
+class RunFiles:
+    """Writes run.json and samples.jsonl: one process of a job does, the first rank's."""
+
+    def __init__(self, folder: Path, name: str, t0_ns: int, gpus: Gpus, asked: Settings | None = None) -> None:
+        self.folder = folder
+        self._t0_ns = t0_ns
+        store.create_folder(folder)
+        self.aside = store.move_earlier_run(folder)  # where an earlier run in this folder has gone
+        self._record = RunRecord(
+            name=name,
+            command=tuple(sys.argv),
+            started_at=datetime.now().astimezone().isoformat(timespec="seconds"),
+            machine=describe_machine(gpus),
+            fulltilt=__version__,
+            asked=asked or Settings(),
+        )
+        store.write_json(folder / store.RUN_FILE, self._record)
+        self._samples = store.LineWriter(folder / store.SAMPLES_FILE)
+
+    def take(self, sample: Sample) -> None:
+        """Append what the machine did at one moment."""
+        self._samples.write([sample])
+
+    def close(self, state: Ended, exit_code: int | None = None, ended_by: str | None = None) -> None:
+        """The run is over. Raises RunFolderError when the disk refuses."""
+        self._samples.close()
+        wall_s = (time.perf_counter_ns() - self._t0_ns) * 1e-9
+        ended = replace(self._record, state=state, wall_s=wall_s, exit_code=exit_code, ended_by=ended_by)
+        store.write_json(self.folder / store.RUN_FILE, ended)
+
+
+def ending_of(error: BaseException | None) -> tuple[Ended, int | None, str | None]:
+    """How a run ended that this error left: its state, the exit code where that is known, and else the error's name."""
+    if error is None:
+        return "done", None, None
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        return ("crashed" if code else "done"), code, None
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", None, None
+    if isinstance(error, StoppedEarly):
+        return "interrupted", error.exit_code, None
+    return "crashed", None, type(error).__name__
+
+
+def job_root() -> int:
+    """The process under which the whole job runs: under a launcher the other ranks are its children, and ours."""
+    return os.getppid() if "LOCAL_RANK" in os.environ else os.getpid()
+
+
+Item = TypeVar("Item")
+
+
+class LoopMarks:
+    """Marks of a loop. Without a session, and on a thread that does not train, they do nothing."""
+
+    def __init__(self, session: Session | None = None) -> None:
+        self._session = session
+
+    def loader(self, batches: Iterable[Item]) -> Iterable[Item]:
+        """The same batches, measured. A DataLoader is measured anyway; this also takes any other iterable."""
+        import torch
+
+        session = self._session
+        if session is None or isinstance(batches, torch.utils.data.DataLoader):
+            return batches
+        return TappedIterable(session.taps, batches)
+
+    @contextlib.contextmanager
+    def validation(self) -> Iterator[None]:
+        """What happens inside is evaluation."""
+        self.mark_validation(True)
+        try:
+            yield
+        finally:
+            self.mark_validation(False)
+
+    @contextlib.contextmanager
+    def checkpoint(self) -> Iterator[None]:
+        """What happens inside is saving."""
+        self.mark_checkpoint(True)
+        try:
+            yield
+        finally:
+            self.mark_checkpoint(False)
+
+    def transfer(self) -> contextlib.AbstractContextManager[None]:
+        """What happens inside is the copy of a batch to the GPU; noted where Tensor.to could not be watched."""
+        session = self._session
+        if session is None or session.recorder.clock is None or session.patches.watches_copies:
+            return _NOTHING
+        return _During(session.recorder, Activity.COPY, Point.COPY)
+
+    def communication(self) -> contextlib.AbstractContextManager[None]:
+        """What happens inside is waiting for other ranks."""
+        return _NOTHING if self._session is None else _During(self._session.recorder, Activity.COMM, Point.NONE)
+
+    def mark_validation(self, on: bool) -> None:
+        """Evaluation begins or ends here. Saying so twice does no harm."""
+        recorder = self._on_training_thread()
+        if recorder is None:
+            return
+        recorder.evaluation.declare(on)
+        if recorder.eval_mode != on:
+            recorder.eval_mode = on
+            recorder.switch(recorder.activity, EvalMode(on), Point.EVAL)
+
+    def mark_checkpoint(self, on: bool) -> None:
+        """Saving begins or ends here. Saying so twice does no harm."""
+        recorder = self._on_training_thread()
+        if recorder is not None and (recorder.activity is Activity.SAVE) != on:
+            recorder.switch(Activity.SAVE if on else Activity.USER)
+
+    def mark_epoch(self, number: int) -> None:
+        """The epoch with this number begins."""
+        recorder = self._on_training_thread()
+        if recorder is not None:
+            recorder.note(EpochBegan(number))
+
+    def mark_profiling(self, on: bool) -> None:
+        """The job is under a profiler of its own from here, or no longer: no delays are queued meanwhile."""
+        recorder = self._on_training_thread()
+        if recorder is not None:
+            recorder.profiling = on
+
+    def _on_training_thread(self) -> Recorder | None:
+        recorder = self._session.recorder if self._session is not None else None
+        if recorder is None or not recorder.mine():
+            return None
+        recorder.wake()
+        return recorder
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+class _During(contextlib.AbstractContextManager[None]):
+    """An activity inside a step. It is on the path of every step, so it neither wakes the recorder nor nests."""
+
+    def __init__(self, recorder: Recorder, activity: Activity, end: Point) -> None:
+        self._recorder, self._activity, self._end = recorder, activity, end
+        self._on = False
+
+    def __enter__(self) -> None:
+        recorder = self._recorder
+        self._on = recorder.mine() and recorder.activity is Activity.USER
+        if self._on:
+            recorder.switch(self._activity)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._on:
+            self._recorder.switch(Activity.USER, None, self._end)
+
+
+class Recording(LoopMarks):
+    """A run being recorded. Use it in a ``with`` block, or call ``start`` and ``stop`` in different notebook cells.
+
+    ``on_sample`` is told, from another thread, what the machine does about once a second.
+    """
+
+    def __init__(
+        self, folder: str | Path, name: str | None = None, on_sample: Callable[[Sample], None] | None = None
+    ) -> None:
+        super().__init__()
+        self.folder = Path(folder)
+        self._name = name or self.folder.name
+        self._attached = False
+        self._on_sample = on_sample
+        self._files: RunFiles | None = None
+        self._sampler: Sampler | None = None
+
+    # ------------------------------------------------------------------ from start to stop
+
+    def start(self, asked: Settings | None = None) -> Recording:
+        """Begin to record. Under `fulltilt run` the job is recorded already: then this joins that run.
+
+        ``asked``: the settings that the job was told, where the command line does not show them.
+        """
+        import torch
+
+        if attach.current is not None:
+            self._session, self._attached = attach.current, True
+            self.folder = attach.current.recorder.folder
+            return self
+        t0_ns = time.perf_counter_ns()
+        gpus = Gpus.open(root_pid=job_root())
+        self._files = RunFiles(self.folder, self._name, t0_ns, gpus, asked)
+        if self._files.aside is not None:
+            print(f"fulltilt: {self.folder} held a run already; it is now in {self._files.aside}", file=sys.stderr)
+        self._sampler = Sampler(self._take, gpus=gpus, host=HostProbe(os.getpid()), t0=t0_ns * 1e-9)
+        self._sampler.start()
+        self._session = Session(torch, self.folder, t0_ns)
+        self._session.begin_here()
+        self._session.patches.exits.write_record = self._write_record
+        atexit.register(self._stop_with_process)
+        return self
+
+    def _take(self, sample: Sample) -> None:
+        if self._files is not None:
+            self._files.take(sample)
+        if self._on_sample is not None:
+            self._on_sample(sample)
+
+    def stop(self, failed: bool = False, *, interrupted: bool = False, error: BaseException | None = None) -> None:
+        """End the recording and write its report. ``error`` is what ended the loop, where it is known.
+
+        In a notebook the report is shown.
+        """
+        if error is not None:
+            self._stop(*ending_of(error))
+        else:
+            self._stop("crashed" if failed else "interrupted" if interrupted else "done")
+
+    def _stop(self, state: Ended, exit_code: int | None = None, ended_by: str | None = None) -> None:
+        session, self._session = self._session, None
+        atexit.unregister(self._stop_with_process)
+        if session is None or self._attached or self._files is None:
+            return
+        if os.getpid() != session.recorder.pid:
+            return  # a forked child came to its end: the run is its parent's
+        session.finish()
+        if self._sampler is not None:
+            self._sampler.stop()
+        self._files.close(state, exit_code, ended_by)
+        _show(self.folder)
+
+    def _write_record(self, status: int) -> None:
+        """The process is about to leave at once: there is time to write the record, but not to explain it."""
+        if self._session is not None and self._files is not None:
+            self._session.recorder.finish()
+            self._files.close("killed" if status < 0 else "crashed" if status else "done", status)
+
+    def _stop_with_process(self) -> None:
+        """The script has come to its end and never called ``stop``."""
+        self._stop(*ending_of(getattr(sys, "last_value", None)))
+
+    def __enter__(self) -> Recording:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop(*ending_of(error))
+
+
+def record(folder: str | Path, name: str | None = None) -> Recording:
+    """Record a training loop into a run folder: ``with fulltilt.record("runs/a") as rec: …``."""
+    return Recording(folder, name)
+
+
+def _show(folder: Path) -> None:
+    """Explain the run: the page into the folder, and below the cell where there is one."""
+    from fulltilt.report.explain import explain
+    from fulltilt.report.terminal import verdict_lines
+
+    _, diagnosis = explain(folder)
+    shell = _notebook()
+    if shell is None:
+        for line in verdict_lines(diagnosis, folder):
+            print(line, file=sys.stderr)
+        return
+    from html import escape
+
+    from IPython.display import HTML, display
+
+    text = (folder / store.REPORT_FILE).read_text(encoding="utf-8")
+    style = "width:100%;height:640px;border:0"
+    # The div keeps IPython from advising another way of showing frames, which needs a server.
+    frame = f'<div><iframe sandbox="allow-scripts" style="{style}" srcdoc="{escape(text)}"></iframe></div>'
+    display(HTML(frame))
+
+
+def _notebook() -> Any:
+    """The running notebook's shell, or None in a terminal or script."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell if type(shell).__name__ == "ZMQInteractiveShell" else None

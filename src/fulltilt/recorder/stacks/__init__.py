@@ -1,0 +1,1 @@
+"""What the training thread is at, seen by samples of its Python stack."""
