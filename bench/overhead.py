@@ -33,7 +33,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from fulltilt.recorder.session import Session
-from fulltilt.recorder.stacks.frames import stack_sampler as looks
+from fulltilt.recorder.stacks import stack_sampler
 
 # name, width, depth, batch
 SIZES = {
@@ -119,16 +119,16 @@ def observed(loop: Loop) -> Iterator[Block]:
         session.install()
         loop.run(0.0, WARM_UP_STEPS)
         session.patches.restore()
-        look_every_s = looks.LOOK_EVERY_S
+        sample_every_s = stack_sampler.SAMPLE_EVERY_S
 
         def block(seconds: float) -> list[float]:
-            looks.LOOK_EVERY_S = look_every_s
+            stack_sampler.SAMPLE_EVERY_S = sample_every_s
             session.patches.install()
             try:
                 return loop.run(seconds)
             finally:
                 session.patches.restore()
-                looks.LOOK_EVERY_S = 0.2
+                stack_sampler.SAMPLE_EVERY_S = 0.2
 
         yield block
         session.finish()

@@ -12,7 +12,7 @@ import pytest
 
 from fulltilt.cli.ending import state_of
 from fulltilt.errors import StoppedEarly
-from fulltilt.recorder.hooks import exits
+from fulltilt.recorder.hooks import processes
 from fulltilt.recorder.hooks.exchange import Exchange
 from fulltilt.recorder.hooks.processes import ExitPatches
 from fulltilt.recorder.recording import ending_of
@@ -90,7 +90,7 @@ def test_the_record_is_written_before_the_process_leaves_with_its_own_code(patch
 def test_a_record_that_hangs_or_fails_keeps_nobody_from_leaving(
     patched: Any, happened: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exits, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(processes, "PATIENCE_S", 0.01)
     for_ever = threading.Event()
     patched().write_record = lambda _: for_ever.wait() and None
     os._exit(3)

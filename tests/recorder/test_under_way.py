@@ -11,7 +11,7 @@ import pytest
 
 from fulltilt import store
 from fulltilt.diagnosis.ledger import make_ledger
-from fulltilt.recorder.intervals import TileBuilder
+from fulltilt.recorder.intervals import IntervalBuilder
 from fulltilt.recorder.marks import Activity, BackwardBegan, BackwardEnded, OptimizerStepped
 from fulltilt.records import Buckets, Span
 from tests.diagnosis.examples import rank, run_of
@@ -57,8 +57,8 @@ def test_a_job_that_hangs_and_is_killed_tells_where_it_hung(tmp_path: Path, in_l
     assert loader["wait_s"] == pytest.approx(buckets["data_wait_s"], abs=0.1)
 
 
-def builder_after_a_step() -> TileBuilder:
-    builder = TileBuilder(0)
+def builder_after_a_step() -> IntervalBuilder:
+    builder = IntervalBuilder(0)
     for mark in (
         (1_000, Activity.BACKWARD, BackwardBegan()),
         (3_000, Activity.USER, BackwardEnded()),
@@ -71,18 +71,18 @@ def builder_after_a_step() -> TileBuilder:
 
 def test_what_passed_since_the_last_step_is_told_without_changing_anything() -> None:
     builder = builder_after_a_step()
-    builder.feed((7_000, Activity.NEXT, None, 0, None))
+    builder.feed((7_000, Activity.DATA_WAIT, None, 0, None))
     first, again = builder.under_way(9_000), builder.under_way(12_000)
     assert first is not None
     assert again is not None
-    assert (first.t0_ns, first.t1_ns, first.steps, first.shelves.time) == (
+    assert (first.t0_ns, first.t1_ns, first.steps, first.times.by_label) == (
         5_000,
         9_000,
         0,
         {"user": 2_000, "data_wait": 2_000},
     )
-    assert again.shelves.time == {"user": 2_000, "data_wait": 5_000}
-    assert TileBuilder(0).under_way(9_000) is None
+    assert again.times.by_label == {"user": 2_000, "data_wait": 5_000}
+    assert IntervalBuilder(0).under_way(9_000) is None
 
 
 def test_nothing_is_told_at_rest() -> None:

@@ -63,7 +63,7 @@ class DeepLook:
 
     def _start(self) -> None:
         self._recorder.wake()
-        before = self._recorder.switch(Activity.OBSERVE)
+        before = self._recorder.switch(Activity.OBSERVER)
         try:
             kinds = self._torch.profiler.ProfilerActivity
             activities = [kinds.CPU, *([kinds.CUDA] if self._recorder.clock is not None else [])]
@@ -81,7 +81,7 @@ class DeepLook:
             self._recorder.switch(before)
 
     def _summarise(self) -> None:
-        before = self._recorder.switch(Activity.OBSERVE)
+        before = self._recorder.switch(Activity.OBSERVER)
         profiler, self._profiler = self._profiler, None
         self._recorder.profiling = False
         steps = max(1, self._seen - WARM_UP_STEPS)

@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from fulltilt.recorder.marks import Point, Shelves
+from fulltilt.recorder.marks import ActivityTimes, Point
 
 
 class CudaClock:
@@ -106,9 +106,9 @@ class Calibration:
         return self._delay_s
 
 
-# While the host is on one of these shelves it queues no kernels, so a GPU that has run dry stays idle throughout.
+# While the host is on one of these times it queues no kernels, so a GPU that has run dry stays idle throughout.
 QUEUES_NOTHING = frozenset(
-    {"data_wait", "turnover", "checkpoint", "communication", "transfer", "validation", "startup", "observer"}
+    {"data_wait", "epoch_turnover", "checkpoint", "communication", "transfer", "validation", "startup", "observer"}
 )
 QUEUES_KERNELS = frozenset({"user", "backward", "optimizer"})
 # Stretches between these points hold no kernels of the user's, as long as nothing better is known.
@@ -116,17 +116,17 @@ NO_WORK = {
     (Point.STEP, Point.BATCH),
     (Point.STEP, Point.EVAL),
     (Point.EVAL, Point.BATCH),
-    (Point.BATCH, Point.COPY),
-    (Point.COPY, Point.COPY),
+    (Point.BATCH, Point.TRANSFER),
+    (Point.TRANSFER, Point.TRANSFER),
 }
 # Between these points the GPU does nothing but copy.
-COPIES = {(Point.BATCH, Point.COPY), (Point.COPY, Point.COPY)}
+COPIES = {(Point.BATCH, Point.TRANSFER), (Point.TRANSFER, Point.TRANSFER)}
 # A running mean over about this many stretches follows a job whose work changes.
 REMEMBERED = 32
 # A calibrated stretch may have been idle for so much of its time and still teach how long the work in it takes.
 DOUBT = 0.15
 
-Held = tuple[float, float, str]  # a stretch of host time: begin, end, shelf
+Held = tuple[float, float, str]  # a stretch of host time: begin, end, label
 
 
 @dataclass
@@ -166,7 +166,7 @@ class GpuTime:
         # Parts of a stretch that calibrating delays cut off, and how long the GPU may have been idle in them.
         self._partial_ns = self._doubtful_ns = 0.0
 
-    def advance(self, host_ns: float, gpu_ns: float, point: Point, shelves: Shelves) -> None:
+    def advance(self, host_ns: float, gpu_ns: float, point: Point, times: ActivityTimes) -> None:
         """The host set a mark at ``host_ns``, the GPU reached its event at ``gpu_ns``: book the stretch it ends."""
         begin, end = self.position_ns, max(gpu_ns, self.position_ns)
         self.position_ns = end
@@ -176,66 +176,66 @@ class GpuTime:
         dry_until = min(host_ns, end)
         starved = max(0.0, dry_until - begin)
         if point is Point.DELAY:
-            shelves.put("observer", span)
+            times.put("observer", span)
             return
         if point is Point.SYNCED:
-            shelves.put("busy", span)
+            times.put("busy", span)
             self._partial_ns += span
             self._doubtful_ns += starved
             return
         kind, self._point = (self._point, point), point
         partial, doubtful = self._partial_ns, self._doubtful_ns + starved
         self._partial_ns = self._doubtful_ns = 0.0
-        if any(shelf == "validation" for *_, shelf in held):
-            idle = _book_behind_validation(begin, dry_until, held, shelves)
-            shelves.put("validation", span - idle)
+        if any(label == "validation" for *_, label in held):
+            idle = _book_behind_validation(begin, dry_until, held, times)
+            times.put("validation", span - idle)
             return
-        if any(shelf == "rest" for *_, shelf in held):
-            waited = min(span, sum(ended - began for began, ended, shelf in held if shelf == "data_wait"))
-            shelves.put("data_wait", waited)
-            shelves.put("rest", span - waited)
+        if any(label == "rest" for *_, label in held):
+            waited = min(span, sum(ended - began for began, ended, label in held if label == "data_wait"))
+            times.put("data_wait", waited)
+            times.put("rest", span - waited)
             return
         if not doubtful or (partial and doubtful <= DOUBT * (partial + span)):
             self.work.learn(kind, partial + span - doubtful / 2)
         expected = self.work.expected(kind)
         idle = 0.0 if expected is None else min(max(0.0, span - expected), starved)
-        shelves.put("transfer" if kind in COPIES else "busy", span - idle)
+        times.put("transfer" if kind in COPIES else "busy", span - idle)
         if idle:
-            _book_idle(idle, begin, dry_until, held, shelves)
+            _book_idle(idle, begin, dry_until, held, times)
 
-    def drain(self, host_ns: float, shelves: Shelves) -> None:
+    def drain(self, host_ns: float, times: ActivityTimes) -> None:
         """The job is over and the queue empty: what the host did since the last event is what remained."""
-        for began, ended, shelf in self.held:
-            shelves.put(shelf, max(0.0, ended - max(began, self.position_ns)))
+        for began, ended, label in self.held:
+            times.put(label, max(0.0, ended - max(began, self.position_ns)))
         self.held.clear()
         self.position_ns = max(host_ns, self.position_ns)
 
 
-def _book_behind_validation(begin: float, end: float, held: list[Held], shelves: Shelves) -> float:
+def _book_behind_validation(begin: float, end: float, held: list[Held], times: ActivityTimes) -> float:
     """Book what the host did behind a validation, when the GPU had done that one's work. Returns how long it was."""
-    first = next(place for place, (*_, shelf) in enumerate(held) if shelf == "validation")
-    later = [(began, ended, shelf) for began, ended, shelf in held[first:] if shelf != "validation"]
+    first = next(place for place, (*_, label) in enumerate(held) if label == "validation")
+    later = [(began, ended, label) for began, ended, label in held[first:] if label != "validation"]
     idle = sum(max(0.0, min(ended, end) - max(began, begin)) for began, ended, _ in later)
     if idle:
-        _book_idle(idle, begin, end, later, shelves)
+        _book_idle(idle, begin, end, later, times)
     return idle
 
 
-def _book_idle(idle: float, begin: float, end: float, held: list[Held], shelves: Shelves) -> None:
+def _book_idle(idle: float, begin: float, end: float, held: list[Held], times: ActivityTimes) -> None:
     quiet: dict[str, float] = {}
     loud: dict[str, float] = {}
-    for began, ended, shelf in held:
+    for began, ended, label in held:
         overlap = min(ended, end) - max(began, begin)
         if overlap <= 0:
             continue
-        if shelf in QUEUES_NOTHING:
-            quiet[shelf] = quiet.get(shelf, 0.0) + overlap
-        elif shelf in QUEUES_KERNELS:
+        if label in QUEUES_NOTHING:
+            quiet[label] = quiet.get(label, 0.0) + overlap
+        elif label in QUEUES_KERNELS:
             # Not so while the host is blocked in a synchronising call: then the GPU is at work.
-            loud[shelf] = loud.get(shelf, 0.0) + overlap
+            loud[label] = loud.get(label, 0.0) + overlap
     total = sum(quiet.values())
     booked = min(idle, total)
-    for shelf, overlap in quiet.items():
-        shelves.put(shelf, booked * overlap / total)
-    shelves.put("starved", idle - booked)
-    shelves.phase("starved_user", loud.get("user", 0.0))
+    for label, overlap in quiet.items():
+        times.put(label, booked * overlap / total)
+    times.put("starved", idle - booked)
+    times.phase("starved_user", loud.get("user", 0.0))

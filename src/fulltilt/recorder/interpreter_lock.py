@@ -1,6 +1,6 @@
-"""How soon an observing thread gets the interpreter lock when its look is due.
+"""How soon an observing thread gets the interpreter lock when its sample is due.
 
-A look that comes late has slipped from a short stretch of Python code into the call behind it that gives up the lock
+A sample that comes late has slipped from a short stretch of Python code into the call behind it that gives up the lock
 by itself, mostly one of torch's: the script's own code passes for compute.
 """
 
@@ -19,11 +19,11 @@ ALONE_S, IN_COMPANY_S = 0.000005, 0.0001
 # asks again after every turn: short ones take 70 % of a core meanwhile. These take a few per cent, and see as much.
 PATIENT_S = 0.0005
 # A wait that took this much of the CPU was in vain for the most part: for such a call, or for a thread that holds the
-# lock and has no CPU. There, long turns would come too late for all short stretches, so that looks become fewer.
+# lock and has no CPU. There, long turns would come too late for all short stretches, so that samples become fewer.
 COSTLY_S = 0.0001
 # So much of a core may go into waiting for calls, so much into waiting for threads without a CPU, and so much at once.
 FOR_CALLS, FOR_CPUS, AT_ONCE_S = 0.01, 0.02, 0.05
-# Looks become fewer until they cost this much, but no fewer than this.
+# StackSampler become fewer until they cost this much, but no fewer than this.
 CROWDED_SHARE, LONGEST_EVERY_S, REMEMBERED_LOOKS = 0.01, 0.05, 50
 # The training thread and the observer.
 WITHOUT_OTHERS = 2
@@ -52,7 +52,7 @@ class LockTurns:
 
     def __init__(self) -> None:
         self._for_calls, self._for_cpus = Account(FOR_CALLS), Account(FOR_CPUS)
-        self._crowded_s = 0.0  # what a look costs for want of CPUs, lately
+        self._crowded_s = 0.0  # what a sample costs for want of CPUs, lately
         self._worked_s = self._began_s = self._settled_at_s = time.monotonic()
         self._clock: int | None = None
         self._observed_s = 0.0
@@ -68,13 +68,13 @@ class LockTurns:
         return max(usual_s, min(self._crowded_s / CROWDED_SHARE, LONGEST_EVERY_S))
 
     def begin_wait(self, observed: int | None) -> None:
-        """The observing thread is about to sleep until its next look at another thread, whose CPU clock is given."""
+        """The observing thread is about to sleep until its next sample of another thread, whose CPU clock is given."""
         self._clock = observed
         self._observed_s = _cpu_s(observed) or 0.0
         self._worked_s, self._began_s = time.thread_time(), time.monotonic()
 
     def end_wait(self) -> None:
-        """The look is due, and the lock is ours."""
+        """The sample is due, and the lock is ours."""
         was_patient, cost_s, now_s = self._patient, time.thread_time() - self._worked_s, time.monotonic()
         cost_s = cost_s if cost_s > COSTLY_S else 0.0
         of_cpus_s = min(cost_s, self._without_cpu_s(now_s)) if cost_s else 0.0

@@ -1,8 +1,8 @@
-"""From marks to tiles: every nanosecond of the training thread's life in one place. Pure, no torch.
+"""From marks to intervals: every nanosecond of the training thread's life in one place. Pure, no torch.
 
-Without a GPU a tile is host time: each stretch between two marks goes to the activity it was spent in. On a GPU a tile
-is GPU time, cut at the events (see gpu_time). A tile ends with a step: the first hundred hold one step each, later
-ones as many as pass in a twentieth of a second or in 1/2000 of the run, so that their number grows with its logarithm.
+Without a GPU an interval is host time: each stretch between two marks goes to the activity it was spent in. On a GPU it
+is GPU time, cut at the events (see gpu_clock). It ends with a step: the first hundred hold one step each, later ones as
+many as pass in a twentieth of a second or in 1/2000 of the run, so that their number grows with its logarithm.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any
 
 from fulltilt.recorder.gpu_clock import GpuTime
 from fulltilt.recorder.marks import (
+    LABEL,
     PHASE,
-    PHASE_OF_SHELF,
-    SHELF,
+    PHASE_OF_LABEL,
     Activity,
+    ActivityTimes,
     BackwardBegan,
     BackwardEnded,
     BatchArrived,
@@ -29,16 +30,15 @@ from fulltilt.recorder.marks import (
     PassBegan,
     PassEnded,
     Rested,
-    Shelves,
     WaitBegan,
 )
 from fulltilt.recorder.step_sampling import LONG_STEP_NS, LONG_WAIT_NS
-from fulltilt.recorder.steps import BehindSteps, StepCounter
+from fulltilt.recorder.steps import AfterStep, StepCounter
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """A stretch of the job's time with ``steps`` steps in it. ``shelves`` add up to ``t1_ns - t0_ns``."""
+class Interval:
+    """A stretch of the job's time with ``steps`` steps in it. ``times`` add up to ``t1_ns - t0_ns``."""
 
     t0_ns: float
     t1_ns: float
@@ -47,29 +47,29 @@ class Tile:
     batches: int
     samples: int | None
     epoch: int
-    shelves: Shelves
+    times: ActivityTimes
     step_max_ns: float
     data_wait_max_ns: float
     sync_blocked_ns: float
     gpu: bool
     # What of it was not spent as in most steps: at rest it would be booked by itself.
-    unusual: Shelves = field(default_factory=Shelves)
+    unusual: ActivityTimes = field(default_factory=ActivityTimes)
 
     @property
     def queueing_ns(self) -> float:
         """Host time a step that may queue work for a GPU."""
-        busy = sum(self.shelves.phases.get(phase, 0.0) for phase in ("user", "backward", "optimizer"))
+        busy = sum(self.times.phases.get(phase, 0.0) for phase in ("user", "backward", "optimizer"))
         return busy / max(self.steps, 1)
 
 
 @dataclass(slots=True)
-class OpenTile:
-    """The tile under way, with what its shelves held when its last step ended."""
+class OpenInterval:
+    """The interval under way, with what its times held when its last step ended."""
 
     t0_ns: float
-    shelves: Shelves = field(default_factory=Shelves)
-    unusual: Shelves = field(default_factory=Shelves)
-    at_step_end: Shelves = field(default_factory=Shelves)
+    times: ActivityTimes = field(default_factory=ActivityTimes)
+    unusual: ActivityTimes = field(default_factory=ActivityTimes)
+    at_step_end: ActivityTimes = field(default_factory=ActivityTimes)
     steps: int = 0
     skipped: int = 0
     batches: int = 0
@@ -84,27 +84,27 @@ class OpenTile:
         if samples is not None:
             self.samples = (self.samples or 0) + samples
 
-    def set_apart(self, shelf: str, ns: float) -> None:
-        """This much of a shelf was not spent as in most steps."""
-        self.unusual.put(shelf, ns)
-        if shelf in PHASE_OF_SHELF:
-            self.unusual.phase(PHASE_OF_SHELF[shelf], ns)
+    def set_apart(self, label: str, ns: float) -> None:
+        """This much of a label was not spent as in most steps."""
+        self.unusual.put(label, ns)
+        if label in PHASE_OF_LABEL:
+            self.unusual.phase(PHASE_OF_LABEL[label], ns)
 
     def set_step_apart(self) -> None:
         """The step that just ended took long: it did something that most steps do not. Its long waits are apart."""
-        for shelf, ns in self.shelves.time.items():
-            if shelf != SHELF[Activity.NEXT]:
-                self.set_apart(shelf, max(0.0, ns - self.at_step_end.time.get(shelf, 0.0)))
+        for label, ns in self.times.by_label.items():
+            if label != LABEL[Activity.DATA_WAIT]:
+                self.set_apart(label, max(0.0, ns - self.at_step_end.by_label.get(label, 0.0)))
         for after, ns in self.since_step().user_after.items():
             self.unusual.user(after, ns)
 
-    def since_step(self) -> Shelves:
+    def since_step(self) -> ActivityTimes:
         """What has been booked since the last step ended."""
-        return self.shelves.beyond(self.at_step_end)
+        return self.times.beyond(self.at_step_end)
 
-    def close(self, t1_ns: float, epoch: int, gpu: bool) -> Tile:
-        """The finished tile."""
-        return Tile(
+    def close(self, t1_ns: float, epoch: int, gpu: bool) -> Interval:
+        """The finished interval."""
+        return Interval(
             t0_ns=self.t0_ns,
             t1_ns=t1_ns,
             steps=self.steps,
@@ -112,7 +112,7 @@ class OpenTile:
             batches=self.batches,
             samples=self.samples,
             epoch=epoch,
-            shelves=self.shelves,
+            times=self.times,
             step_max_ns=self.step_max_ns,
             data_wait_max_ns=self.wait_max_ns,
             sync_blocked_ns=self.blocked_ns,
@@ -125,20 +125,20 @@ ONE_BY_ONE = 100
 SHORTEST_NS = 50e6
 RESOLUTION = 2000
 
-NEXT, OPTIMIZER, SAVE, SYNC = Activity.NEXT, Activity.OPTIMIZER, Activity.SAVE, Activity.SYNC
+DATA_WAIT, OPTIMIZER, CHECKPOINT, SYNC = Activity.DATA_WAIT, Activity.OPTIMIZER, Activity.CHECKPOINT, Activity.SYNC
 USER = Activity.USER
 
 
-class TileBuilder:
-    """Feeds on marks in order, with the GPU's time of each event already resolved; finished tiles are in ``closed``."""
+class IntervalBuilder:
+    """Feeds on marks in order, with the GPU's time of each event already resolved; finished ones are in ``closed``."""
 
     def __init__(self, t0_ns: int) -> None:
         self.counter = StepCounter()
-        self.closed: list[Tile] = []
+        self.closed: list[Interval] = []
         self.epoch = 0
         self.validating = False
         self.gpu: GpuTime | None = None
-        self.behind_steps = BehindSteps()
+        self.after_step = AfterStep()
         self._t0_ns = t0_ns
         self._now: float = t0_ns
         self._activity = self._after = Activity.USER
@@ -153,9 +153,9 @@ class TileBuilder:
         self._undeclared: dict[str, float] = {}
         self.steps = 0
         self.calls = 0
-        self._tiles = 0
+        self._intervals = 0
         self._step_end: float = t0_ns
-        self._tile = OpenTile(t0_ns)
+        self._interval = OpenInterval(t0_ns)
         self._meaning: dict[type, Callable[[Any], None]] = {
             BatchArrived: self._batch,
             BackwardBegan: self._backward_began,
@@ -183,38 +183,38 @@ class TileBuilder:
                 # The first event: the queue was drained for it, so that host and GPU stand at the same moment.
                 self.gpu = GpuTime(self._now, point)
             else:
-                self.gpu.advance(float(t_ns), gpu_ns, point, self._tile.shelves)
+                self.gpu.advance(float(t_ns), gpu_ns, point, self._interval.times)
         if fact is not None:
             self._meaning[type(fact)](fact)
         if activity is not None and activity is not self._activity:
             if self._after is OPTIMIZER and self._activity is USER and not self.validating:
-                self.behind_steps.ended(self._now - self._since, activity)
+                self.after_step.ended(self._now - self._since, activity)
             self._after, self._activity, self._since = self._activity, activity, self._now
 
     def _spend(self, t_ns: int) -> None:
-        """Book the host time since the last mark on the shelf it was spent on."""
+        """Book the host time since the last mark on the label it was spent on."""
         began, self._now = self._now, float(t_ns)
         spent, activity = self._now - began, self._activity
-        shelf = self._shelf()
+        label = self._label()
         if not self._preparing and not self.validating:
-            if activity is NEXT:
+            if activity is DATA_WAIT:
                 self._wait += spent
             elif activity is SYNC:
-                self._tile.blocked_ns += spent
+                self._interval.blocked_ns += spent
             elif activity is USER:
-                self._tile.shelves.user(self._after, spent)
-            phases, phase = self._tile.shelves.phases, PHASE.get(activity, "other")
+                self._interval.times.user(self._after, spent)
+            phases, phase = self._interval.times.phases, PHASE.get(activity, "other")
             phases[phase] = phases.get(phase, 0.0) + spent
         if self.gpu is None:
-            time = self._tile.shelves.time
-            time[shelf] = time.get(shelf, 0.0) + spent
+            time = self._interval.times.by_label
+            time[label] = time.get(label, 0.0) + spent
         else:
-            self.gpu.held.append((began, self._now, shelf))
+            self.gpu.held.append((began, self._now, label))
 
-    def _shelf(self) -> str:
+    def _label(self) -> str:
         if self._preparing:
             return "startup"
-        return "validation" if self.validating and self._activity is not SAVE else SHELF[self._activity]
+        return "validation" if self.validating and self._activity is not CHECKPOINT else LABEL[self._activity]
 
     # ------------------------------------------------------------------ what facts mean
 
@@ -225,30 +225,30 @@ class TileBuilder:
         self.counter.batch(fact.loader_id, fact.samples, fact.evaluating, fact.doubtful)
         if not self._started:
             # Whatever came before the batch of the first backward was preparation.
-            self._tile.shelves.time = {"startup": sum(self._tile.shelves.time.values())}
-            self._tile.shelves.phases.clear()
-            self._tile.shelves.user_after.clear()
+            self._interval.times.by_label = {"startup": sum(self._interval.times.by_label.values())}
+            self._interval.times.phases.clear()
+            self._interval.times.user_after.clear()
             self._preparing = False
         elif fact.evaluating:
             self._relabel_wait("validation")
         elif fact.first and fact.workers:
-            self._relabel_wait("turnover")
+            self._relabel_wait("epoch_turnover")
         else:
-            self._tile.wait_max_ns = max(self._tile.wait_max_ns, self._wait)
+            self._interval.wait_max_ns = max(self._interval.wait_max_ns, self._wait)
             if self._wait > LONG_WAIT_NS:
-                self._tile.set_apart("data_wait", self._wait)
+                self._interval.set_apart("data_wait", self._wait)
         self._wait = 0.0
 
-    def _relabel_wait(self, shelf: str) -> None:
+    def _relabel_wait(self, label: str) -> None:
         """The wait that just ended was not the usual one."""
         if self.gpu is None:
-            self._tile.shelves.move("data_wait", shelf, self._wait)
+            self._interval.times.move("data_wait", label, self._wait)
         elif self.gpu.held and self.gpu.held[-1][2] == "data_wait":
             began, ended, _ = self.gpu.held[-1]
-            self.gpu.held[-1] = (began, ended, shelf)
+            self.gpu.held[-1] = (began, ended, label)
 
     def _pass_began(self, fact: PassBegan) -> None:
-        self._before_pass[fact.loader_id] = dict(self._tile.shelves.time)
+        self._before_pass[fact.loader_id] = dict(self._interval.times.by_label)
         if not fact.evaluating:
             self.counter.pass_began(fact.loader_id)
         self._evaluate(fact.evaluating)
@@ -262,17 +262,18 @@ class TileBuilder:
         elif trained:
             self.epoch += 1
             if fact.workers:
-                self._relabel_wait("turnover")
+                self._relabel_wait("epoch_turnover")
         elif self.gpu is None and self._started:
             # A whole pass with gradients on and no backward in it: an evaluation that nobody declared, unless
             # backward comes next (then it was drawn ahead, to be accumulated).
-            self._undeclared = {shelf: ns - before.get(shelf, 0.0) for shelf, ns in self._tile.shelves.time.items()}
+            spent = self._interval.times.by_label
+            self._undeclared = {label: ns - before.get(label, 0.0) for label, ns in spent.items()}
         self._wait = 0.0
 
     def _settle_undeclared(self) -> None:
-        for shelf, ns in self._undeclared.items():
-            if shelf != "checkpoint":
-                self._tile.shelves.move(shelf, "validation", ns)
+        for label, ns in self._undeclared.items():
+            if label != "checkpoint":
+                self._interval.times.move(label, "validation", ns)
         self._undeclared = {}
 
     def _evaluate(self, on: bool) -> None:
@@ -312,27 +313,27 @@ class TileBuilder:
         new = self.counter.begins_new_step(fact.optimizer_id)
         self.counter.optimizer_stepped(fact.optimizer_id)
         if new:
-            self._tile.skipped += fact.skipped
+            self._interval.skipped += fact.skipped
             if self.gpu is None and self._now - self._step_end > LONG_STEP_NS:
-                self._tile.set_step_apart()
+                self._interval.set_step_apart()
             self._end_step(1)
 
     def _booked_apart(self, fact: BookedApart) -> None:
-        self._tile.set_apart(fact.shelf, fact.ns)
-        if fact.shelf == SHELF[USER]:
-            self._tile.unusual.user(Activity.REST, fact.ns)
-        self._tile.wait_max_ns = max(self._tile.wait_max_ns, self._wait)
+        self._interval.set_apart(fact.label, fact.ns)
+        if fact.label == LABEL[USER]:
+            self._interval.unusual.user(Activity.REST, fact.ns)
+        self._interval.wait_max_ns = max(self._interval.wait_max_ns, self._wait)
         self._wait = 0.0
 
     def _rested(self, fact: Rested) -> None:
         steps = fact.calls * self.steps // self.calls if self.calls else 0
         batches, samples = self.counter.drawn_at_rest(fact.drawn)
-        self._tile.count(batches, samples or None)
+        self._interval.count(batches, samples or None)
         self.calls += fact.calls
         if steps:
             self._end_step(steps)
 
-    # ------------------------------------------------------------------ tiles out
+    # ------------------------------------------------------------------ intervals out
 
     def _position(self) -> float:
         """Where the job's time stands: the GPU's, once there is one."""
@@ -340,36 +341,36 @@ class TileBuilder:
 
     def _end_step(self, steps: int) -> None:
         position = self._position()
-        self._tile.steps += steps
+        self._interval.steps += steps
         self.steps += steps
-        self._tile.step_max_ns = max(self._tile.step_max_ns, (position - self._step_end) / steps)
+        self._interval.step_max_ns = max(self._interval.step_max_ns, (position - self._step_end) / steps)
         self._step_end = position
-        self._tile.count(*self.counter.take_counts())
+        self._interval.count(*self.counter.take_counts())
         long_enough = max(SHORTEST_NS, (position - self._t0_ns) / RESOLUTION)
-        if self._tiles < ONE_BY_ONE or position - self._tile.t0_ns >= long_enough:
+        if self._intervals < ONE_BY_ONE or position - self._interval.t0_ns >= long_enough:
             self._close(position)
-        self._tile.at_step_end = self._tile.shelves.copy()
+        self._interval.at_step_end = self._interval.times.copy()
 
     def _close(self, position: float) -> None:
-        self.closed.append(self._tile.close(position, self.epoch, self.gpu is not None))
-        self._tiles += 1
-        self._tile = OpenTile(position)
+        self.closed.append(self._interval.close(position, self.epoch, self.gpu is not None))
+        self._intervals += 1
+        self._interval = OpenInterval(position)
 
-    def under_way(self, now_ns: float) -> Tile | None:
+    def under_way(self, now_ns: float) -> Interval | None:
         """What has passed since the last step, up to now: all that will be known of it if the job is killed.
 
         None before the first step, and at rest, where nobody knows what is waited for.
         """
         if not self.steps or self._activity is Activity.REST or now_ns <= self._step_end:
             return None
-        shelves = self._tile.since_step()
-        for began, ended, shelf in self.gpu.held if self.gpu is not None else ():
-            shelves.put(shelf, ended - began)
-        shelves.put(self._shelf(), now_ns - self._now)
-        if self._shelf() == SHELF[USER]:
-            shelves.user(self._after, now_ns - self._now)
+        times = self._interval.since_step()
+        for began, ended, label in self.gpu.held if self.gpu is not None else ():
+            times.put(label, ended - began)
+        times.put(self._label(), now_ns - self._now)
+        if self._label() == LABEL[USER]:
+            times.user(self._after, now_ns - self._now)
         gpu = self.gpu is not None
-        return Tile(self._step_end, now_ns, 0, 0, 0, None, self.epoch, shelves, 0.0, 0.0, 0.0, gpu)
+        return Interval(self._step_end, now_ns, 0, 0, 0, None, self.epoch, times, 0.0, 0.0, 0.0, gpu)
 
     def _finish(self, _: Finished) -> None:
         self.counter.settle()
@@ -377,15 +378,15 @@ class TileBuilder:
         if self._hand_steps:
             self._end_step(self._hand_steps)
         if self.gpu is not None:
-            self.gpu.drain(self._now, self._tile.shelves)
-        if self._tile.steps and self._position() > self._step_end:
+            self.gpu.drain(self._now, self._interval.times)
+        if self._interval.steps and self._position() > self._step_end:
             self._close_behind_last_step()
-        if self._position() > self._tile.t0_ns or self._tile.steps:
+        if self._position() > self._interval.t0_ns or self._interval.steps:
             self._close(self._position())
 
     def _close_behind_last_step(self) -> None:
-        """What follows the last step is no part of the training: it gets a tile of its own."""
-        later = self._tile.since_step()
-        self._tile.shelves = self._tile.at_step_end
+        """What follows the last step is no part of the training: it gets an interval of its own."""
+        later = self._interval.since_step()
+        self._interval.times = self._interval.at_step_end
         self._close(self._step_end)
-        self._tile.shelves = later
+        self._interval.times = later

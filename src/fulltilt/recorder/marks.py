@@ -15,15 +15,15 @@ class Activity(IntEnum):
     """What the training thread is doing. USER is everything that is not one of the others."""
 
     USER = 0
-    NEXT = 1  # waiting in a loader's next()
-    ITER = 2  # creating a loader's iterator: worker processes start here
+    DATA_WAIT = 1  # waiting in a loader's next()
+    EPOCH_TURNOVER = 2  # creating a loader's iterator: worker processes start here
     BACKWARD = 3
     OPTIMIZER = 4
-    SAVE = 5  # torch.save and its like
+    CHECKPOINT = 5  # torch.save and its like
     SYNC = 6  # blocked until the GPU has finished: .item(), .cpu(), synchronize()
-    COPY = 7  # host to GPU copies
-    COMM = 8  # explicit collectives
-    OBSERVE = 9  # Fulltilt's own work on this thread
+    TRANSFER = 7  # host to GPU copies
+    COMMUNICATION = 8  # explicit collectives
+    OBSERVER = 9  # Fulltilt's own work on this thread
     REST = 10  # not looked at in detail: short steps between two bursts of measuring
 
 
@@ -34,7 +34,7 @@ class Point(IntEnum):
     BATCH = 1  # a training batch has arrived
     BACKWARD = 2  # backward begins
     STEP = 3  # an optimizer has stepped
-    COPY = 4  # a copy to the GPU has been queued, or is done
+    TRANSFER = 4  # a copy to the GPU has been queued, or is done
     EVAL = 5  # evaluation begins or ends
     DELAY = 6  # a calibrating delay has been queued
     SYNCED = 7  # a blocking call begins while calibrating: all that it waits for has been queued
@@ -111,9 +111,9 @@ class Rested(NamedTuple):
 
 
 class BookedApart(NamedTuple):
-    """So much of the time at rest was not spent as usual: it has been booked on a shelf of its own."""
+    """So much of the time at rest was not spent as usual: it has been booked on a label of its own."""
 
-    shelf: str
+    label: str
     ns: int
 
 
@@ -133,47 +133,35 @@ class Finished(NamedTuple):
     """The job is over."""
 
 
-# Where time of an activity goes, by its number. USER time is split later by what the looks at the stack saw in it.
-SHELF = {
-    Activity.USER: "user",
-    Activity.NEXT: "data_wait",
-    Activity.ITER: "turnover",
-    Activity.BACKWARD: "backward",
-    Activity.OPTIMIZER: "optimizer",
-    Activity.SAVE: "checkpoint",
-    Activity.SYNC: "sync",
-    Activity.COPY: "transfer",
-    Activity.COMM: "communication",
-    Activity.OBSERVE: "observer",
-    Activity.REST: "rest",
-}
+# Where time of an activity goes, by its number. USER time is split later by what the stack samples saw in it.
+LABEL = {activity: activity.name.lower() for activity in Activity}
 PHASE = {
     Activity.USER: "user",
-    Activity.NEXT: "load",
+    Activity.DATA_WAIT: "data_wait",
     Activity.BACKWARD: "backward",
     Activity.OPTIMIZER: "optimizer",
-    Activity.COPY: "transfer",
+    Activity.TRANSFER: "transfer",
     Activity.REST: "rest",  # not a phase: the measured steps stand for what was not looked at
 }
 Key = TypeVar("Key")
-PHASE_OF_SHELF = {SHELF[activity]: phase for activity, phase in PHASE.items()}
+PHASE_OF_LABEL = {LABEL[activity]: phase for activity, phase in PHASE.items()}
 
 
 @dataclass
-class Shelves:
-    """Nanoseconds by shelf, with the host's own phases of a step beside them.
+class ActivityTimes:
+    """Nanoseconds by label, with the host's own phases of a step beside them.
 
     ``user_after`` is the user's own time by what came before it: behind a batch comes another code than behind a step.
     """
 
-    time: dict[str, float] = field(default_factory=dict)
+    by_label: dict[str, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
     user_after: dict[Activity, float] = field(default_factory=dict)
 
-    def put(self, shelf: str, ns: float) -> None:
-        """Book time on a shelf."""
+    def put(self, label: str, ns: float) -> None:
+        """Book time on a label."""
         if ns:
-            self.time[shelf] = self.time.get(shelf, 0.0) + ns
+            self.by_label[label] = self.by_label.get(label, 0.0) + ns
 
     def phase(self, name: str, ns: float) -> None:
         """Book host time of a phase of the step."""
@@ -185,23 +173,23 @@ class Shelves:
         if ns:
             self.user_after[after] = self.user_after.get(after, 0.0) + ns
 
-    def copy(self) -> Shelves:
+    def copy(self) -> ActivityTimes:
         """The same again, to be kept."""
-        return Shelves(dict(self.time), dict(self.phases), dict(self.user_after))
+        return ActivityTimes(dict(self.by_label), dict(self.phases), dict(self.user_after))
 
-    def beyond(self, earlier: Shelves) -> Shelves:
+    def beyond(self, earlier: ActivityTimes) -> ActivityTimes:
         """What has been booked since there was only ``earlier``."""
-        return Shelves(
-            _beyond(self.time, earlier.time),
+        return ActivityTimes(
+            _beyond(self.by_label, earlier.by_label),
             _beyond(self.phases, earlier.phases),
             _beyond(self.user_after, earlier.user_after),
         )
 
     def move(self, source: str, target: str, ns: float) -> None:
-        """Move up to ``ns`` from one shelf to another."""
-        moved = min(ns, self.time.get(source, 0.0))
+        """Move up to ``ns`` from one label to another."""
+        moved = min(ns, self.by_label.get(source, 0.0))
         if moved > 0:
-            self.time[source] -= moved
+            self.by_label[source] -= moved
             self.put(target, moved)
 
 

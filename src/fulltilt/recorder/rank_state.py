@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fulltilt.recorder.intervals import TileBuilder
+from fulltilt.recorder.intervals import IntervalBuilder
 from fulltilt.recorder.loaders import LoaderTaps
 from fulltilt.recorder.loaders.workers import WorkerTotals
 from fulltilt.recorder.marks import Activity
@@ -94,7 +94,7 @@ class Copies:
 MOST_REMARKS = 20
 
 
-class RankNotes:
+class RankState:
     """Everything that ends in a RankRecord."""
 
     def __init__(self, torch: Any) -> None:
@@ -109,7 +109,7 @@ class RankNotes:
         self.launch_s = 0.0
         self.gpu_busy_s = 0.0
         self.gpu_steps = 0
-        self.looks = 0
+        self.stack_samples = 0
         self.observer_s: float | None = None
         self.host_lines = LineTimes()
         self.sync_lines = LineTimes()
@@ -142,11 +142,11 @@ class RankNotes:
             self.remarks.append(text)
 
     def wants_lines(self, activity: Activity) -> bool:
-        """Whether a look at the stack during this activity may name lines of use.
+        """Whether a stack sample during this activity may name lines of use.
 
         Without workers the training thread fetches in next(); with them it still runs the sampler there.
         """
-        return activity is Activity.NEXT and self.taps is not None and self.taps.waiting_for is not None
+        return activity is Activity.DATA_WAIT and self.taps is not None and self.taps.waiting_for is not None
 
     def understood(self, view: StackView) -> StackView:
         """A view with its meaning in this job: who waits for others waits for data unless loaders bring it."""
@@ -154,18 +154,18 @@ class RankNotes:
             return view
         taps = self.taps
         fed = taps is not None and not taps.drawn_elsewhere and any(tap.trains for tap in taps.all)
-        return replace(view, kind="host" if fed else "data")
+        return replace(view, kind="host" if fed else "data_wait")
 
-    def looked(self, activity: Activity, view: StackView, weight_s: float) -> None:
-        """A look at the training thread."""
-        self.looks += 1
-        if activity is Activity.NEXT:
+    def sampled(self, activity: Activity, view: StackView, weight_s: float) -> None:
+        """A stack sample of the training thread."""
+        self.stack_samples += 1
+        if activity is Activity.DATA_WAIT:
             waiting = self.taps.waiting_for if self.taps is not None else None
             if waiting is not None and waiting.serial:
                 self.load_lines.setdefault(waiting.loader_id, LineTimes()).add(view, weight_s)
             if waiting is not None and view.sampling:
                 waiting.sampler_lines.add(view, weight_s)
-        elif view.kind in ("host", "data"):
+        elif view.kind in ("host", "data_wait"):
             self.host_lines.add(view, weight_s)
         elif view.kind == "checkpoint":
             self.checkpoint_lines.add(view, weight_s)
@@ -177,7 +177,7 @@ class RankNotes:
         self.sync_lines.charge(where, function, stands_for * took_s, call)
 
     def evaluating(self, eval_mode: bool) -> bool:
-        """Whether the training thread evaluates at this moment: the tiles, made later, are too late for a look."""
+        """Whether the training thread evaluates now: the intervals, made later, are too late for a stack sample."""
         return eval_mode or (self.taps is not None and self.taps.was_evaluating)
 
     def poll(self) -> None:
@@ -223,13 +223,13 @@ class RankNotes:
 
     # ------------------------------------------------------------------ the record
 
-    def trained(self, builder: TileBuilder) -> bool:
+    def trained(self, builder: IntervalBuilder) -> bool:
         """Whether this process has begun to train at all. Launchers and helpers never do."""
         drawn = self.taps is not None and any(tap.batches for tap in self.taps.all)
         return bool(self.steps or builder.counter.backwards or drawn)
 
     def record(
-        self, stream: int, t1_s: float, finished: bool, builder: TileBuilder, on_gpu: bool, stretch: float
+        self, stream: int, t1_s: float, finished: bool, builder: IntervalBuilder, on_gpu: bool, stretch: float
     ) -> RankRecord:
         """Everything noted so far; ``stretch`` is what the calls that were noted must be stretched by to be all."""
         trained = builder.counter.train_loaders
@@ -271,7 +271,7 @@ class RankNotes:
             alloc_retries=stats.get("num_alloc_retries"),
             memory=self.memory,
             torch_threads=self._torch.get_num_threads(),
-            stack_samples=self.looks,
+            stack_samples=self.stack_samples,
             observer_s=self.observer_s,
             worker_messages_dropped=self.taps.mailbox.dropped if self.taps is not None else 0,
             notes=tuple(self.remarks),

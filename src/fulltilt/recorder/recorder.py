@@ -20,15 +20,15 @@ from typing import Any
 from fulltilt import captures
 from fulltilt.recorder.gpu_clock import Calibration, CudaClock
 from fulltilt.recorder.interpreter_lock import LockTurns, own_cpu_clock, wake_on_time
-from fulltilt.recorder.intervals import TileBuilder
-from fulltilt.recorder.marks import SHELF, Activity, BookedApart, EvalMode, Finished, Point, Rested
+from fulltilt.recorder.intervals import IntervalBuilder
+from fulltilt.recorder.marks import LABEL, Activity, BookedApart, EvalMode, Finished, Point, Rested
 from fulltilt.recorder.rank_files import RankFiles
-from fulltilt.recorder.rank_state import RankNotes
+from fulltilt.recorder.rank_state import RankState
 from fulltilt.recorder.spans import Booking
-from fulltilt.recorder.stacks.loop_frames import Evaluation, WayIn
-from fulltilt.recorder.stacks.stack_sampler import Looks
+from fulltilt.recorder.stacks.loop_frames import Evaluation, LoopFrames
+from fulltilt.recorder.stacks.stack_sampler import StackSampler
 from fulltilt.recorder.step_sampling import LONG_STEP_NS, Rest, plan
-from fulltilt.recorder.steps import BehindSteps
+from fulltilt.recorder.steps import AfterStep
 
 DRAIN_EVERY_S = 0.2
 WRITE_EVERY_S = 1.0
@@ -40,7 +40,7 @@ NS = 1e-9
 class Recorder:
     """Records one process of a training job into a run folder."""
 
-    def __init__(self, folder: Path, t0_ns: int, notes: RankNotes) -> None:
+    def __init__(self, folder: Path, t0_ns: int, notes: RankState) -> None:
         self.folder = folder
         self.notes = notes
         self.activity = Activity.USER
@@ -54,12 +54,12 @@ class Recorder:
         self.calibration = Calibration()
         self.profiling = False
         self.rest = Rest()
-        self.way_in = WayIn()
+        self.loop_frames = LoopFrames()
         self._t0_ns = t0_ns
         self._marks: deque[tuple[Any, ...]] = deque()
-        self._builder = TileBuilder(t0_ns)
-        self._looks = Looks(self)
-        self._booking = Booking(t0_ns, notes, self._looks)
+        self._builder = IntervalBuilder(t0_ns)
+        self._sampler = StackSampler(self)
+        self._booking = Booking(t0_ns, notes, self._sampler)
         self.left = self.left_after = Activity.USER
         self._out: RankFiles | None = None
         self.last_switch_ns = self.step_ns = self.previous_step_ns = time.perf_counter_ns()
@@ -94,8 +94,8 @@ class Recorder:
 
     def switch(self, activity: Activity, fact: Any = None, point: Point = Point.NONE) -> Activity:
         """From now on the training thread does ``activity``. Returns what it did before."""
-        if self.way_in.learning and self.training and not self.notes.evaluating(self.eval_mode):
-            self.way_in.see(activity, sys._getframe(1))
+        if self.loop_frames.learning and self.training and not self.notes.evaluating(self.eval_mode):
+            self.loop_frames.see(activity, sys._getframe(1))
         event = self.clock.record() if point and self.clock is not None else None
         now = time.perf_counter_ns()
         self._marks.append((now, activity, fact, point, event))
@@ -135,10 +135,10 @@ class Recorder:
     def waited_at_rest(self, began_ns: int, ended_ns: int) -> None:
         """Book a long wait for data as it is."""
         self._passed_at_rest(began_ns)
-        self._book_apart(Activity.NEXT, began_ns, ended_ns)
+        self._book_apart(Activity.DATA_WAIT, began_ns, ended_ns)
 
     def _passed_at_rest(self, now_ns: int) -> None:
-        """A step at rest, or its part before a long wait, has passed. A long one is booked by what the looks saw.
+        """A step at rest, or its part before a long wait, has passed. A long one is booked by what the samples saw.
 
         Not on a GPU: there it is not the host's time that is divided.
         """
@@ -147,7 +147,7 @@ class Recorder:
         self.rest.booked_ns = now_ns
 
     def _book_apart(self, activity: Activity, began_ns: int, ended_ns: int) -> None:
-        apart = BookedApart(SHELF[activity], ended_ns - began_ns)
+        apart = BookedApart(LABEL[activity], ended_ns - began_ns)
         self._marks.append((began_ns, activity, None, Point.NONE, None))
         self._marks.append((ended_ns, Activity.REST, apart, Point.NONE, None))
         self.rest.booked_ns = ended_ns
@@ -205,16 +205,16 @@ class Recorder:
     # ------------------------------------------------------------------ on the observer thread
 
     def evaluates(self, on: bool) -> None:
-        """A look has shown whether the training thread evaluates, whatever mode the model is in."""
+        """A sample has shown whether the training thread evaluates, whatever mode the model is in."""
         self.eval_mode = on
         if self.notes.taps is not None:
             self.notes.taps.was_evaluating = on
         self.note(EvalMode(on))
 
     @property
-    def behind_steps(self) -> BehindSteps:
+    def after_step(self) -> AfterStep:
         """What the marks so far tell of the stretches behind steps."""
-        return self._builder.behind_steps
+        return self._builder.after_step
 
     def _observe(self) -> None:
         wake_on_time()
@@ -223,8 +223,8 @@ class Recorder:
         jitter = Random()  # our own: the job's random numbers are the job's
         ruins_nothing = False
         while True:
-            # Never in step with the job: looks at a fixed interval would always meet a 10 ms step at the same place.
-            every_s = self._lock_turns.every_s(self._looks.usually_every_s)
+            # Never in step with the job: samples at a fixed interval would always meet a 10 ms step at the same place.
+            every_s = self._lock_turns.every_s(self._sampler.usually_every_s)
             pause_s = every_s * (0.5 + jitter.random())
             self._lock_turns.begin_wait(self._cpu_clock)
             due_ns = time.perf_counter_ns() + int(pause_s * 1e9)
@@ -234,7 +234,7 @@ class Recorder:
                 return
             try:
                 ruins_nothing = ruins_nothing or (self.clock is not None and captures.leave_alone())
-                self._looks.take(due_ns, every_s)
+                self._sampler.take(due_ns, every_s)
                 now = time.monotonic()
                 if now >= next_drain:
                     next_drain = now + DRAIN_EVERY_S
@@ -243,8 +243,8 @@ class Recorder:
                     self.notes.poll()
                 if now >= next_write:
                     next_write = now + min(max(LOST_SHARE * (now - began), DRAIN_EVERY_S), WRITE_EVERY_S)
-                    # Before the first look at the user's own time nobody could say what that went into.
-                    if not self._looks.none_yet or now - began > WRITE_EVERY_S:
+                    # Before the first sample of the user's own time nobody could say what that went into.
+                    if not self._sampler.none_yet or now - began > WRITE_EVERY_S:
                         self._write_spans()
                 if now >= next_record:
                     next_record = now + WRITE_EVERY_S
@@ -266,7 +266,7 @@ class Recorder:
             self._stop.set()
 
     def _drain(self, patience_s: float = 0.0) -> None:
-        """Turn the marks whose events have been reached into tiles."""
+        """Turn the marks whose events have been reached into intervals."""
         deadline = time.monotonic() + patience_s
         marks, clock, builder = self._marks, self.clock, self._builder
         while marks:
@@ -284,15 +284,15 @@ class Recorder:
         self.notes.steps = builder.steps
         self._plan_calibration()
         if builder.closed:
-            tile = builder.closed[-1]
-            step_s = (tile.t1_ns - tile.t0_ns) * NS / max(tile.steps, 1)
+            interval = builder.closed[-1]
+            step_s = (interval.t1_ns - interval.t0_ns) * NS / max(interval.steps, 1)
             self.rest.plan = plan(builder.steps, builder.calls, step_s, self.notes.scaler)
 
     def _plan_calibration(self) -> None:
-        gpu, tiles, steps = self._builder.gpu, self._builder.closed, self.notes.steps
-        if gpu is None or not tiles or "rest" in tiles[-1].shelves.time or not self.calibration.due(steps):
+        gpu, intervals, steps = self._builder.gpu, self._builder.closed, self.notes.steps
+        if gpu is None or not intervals or "rest" in intervals[-1].times.by_label or not self.calibration.due(steps):
             return
-        queueing_s, behind_s = tiles[-1].queueing_ns * NS, gpu.lag_ns * NS
+        queueing_s, behind_s = intervals[-1].queueing_ns * NS, gpu.lag_ns * NS
         self.calibration.ask(steps, queueing_s, behind_s, self.notes.syncs, gpu.work.knows_a_step)
 
     def _write_spans(self, final: bool = False) -> None:
@@ -311,7 +311,7 @@ class Recorder:
         now_ns = time.perf_counter_ns()
         now_s, on_gpu = (now_ns - self._t0_ns) * NS, self.clock is not None
         record = self.notes.record(self._out.stream, now_s, final, self._builder, on_gpu, self.rest.not_stood_for)
-        tile = None if final else self._builder.under_way(now_ns)
-        if tile is not None:
-            record = replace(record, under_way=self._booking.under_way(tile, self._builder.steps))
+        interval = None if final else self._builder.under_way(now_ns)
+        if interval is not None:
+            record = replace(record, under_way=self._booking.under_way(interval, self._builder.steps))
         self._out.write_record(record)

@@ -124,11 +124,12 @@ class LoopMarks:
         session = self._session
         if session is None or session.recorder.clock is None or session.patches.watches_copies:
             return _NOTHING
-        return _During(session.recorder, Activity.COPY, Point.COPY)
+        return _During(session.recorder, Activity.TRANSFER, Point.TRANSFER)
 
     def communication(self) -> contextlib.AbstractContextManager[None]:
         """What happens inside is waiting for other ranks."""
-        return _NOTHING if self._session is None else _During(self._session.recorder, Activity.COMM, Point.NONE)
+        session = self._session
+        return _NOTHING if session is None else _During(session.recorder, Activity.COMMUNICATION, Point.NONE)
 
     def mark_validation(self, on: bool) -> None:
         """Evaluation begins or ends here. Saying so twice does no harm."""
@@ -143,8 +144,8 @@ class LoopMarks:
     def mark_checkpoint(self, on: bool) -> None:
         """Saving begins or ends here. Saying so twice does no harm."""
         recorder = self._on_training_thread()
-        if recorder is not None and (recorder.activity is Activity.SAVE) != on:
-            recorder.switch(Activity.SAVE if on else Activity.USER)
+        if recorder is not None and (recorder.activity is Activity.CHECKPOINT) != on:
+            recorder.switch(Activity.CHECKPOINT if on else Activity.USER)
 
     def mark_epoch(self, number: int) -> None:
         """The epoch with this number begins."""

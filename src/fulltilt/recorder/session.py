@@ -14,7 +14,7 @@ from fulltilt.recorder.hooks import Patches
 from fulltilt.recorder.loaders import LoaderTaps
 from fulltilt.recorder.loaders.loader_hooks import FeedTaps
 from fulltilt.recorder.loaders.overrides import LoaderOverride, read_loader, read_settings
-from fulltilt.recorder.rank_state import RankNotes
+from fulltilt.recorder.rank_state import RankState
 from fulltilt.recorder.recorder import Recorder
 
 
@@ -23,7 +23,7 @@ class Session:
 
     def __init__(self, torch: ModuleType, folder: Path, t0_ns: int, settings: str | None = None, deep: int = 0) -> None:
         self._torch: Any = torch
-        self.notes = RankNotes(torch)
+        self.notes = RankState(torch)
         self.recorder = Recorder(folder, t0_ns, self.notes)
         self.taps = LoaderTaps(self.recorder, torch)
         self.notes.taps = self.taps
@@ -39,7 +39,7 @@ class Session:
             if self._settings.torch_threads:
                 self._torch.set_num_threads(self._settings.torch_threads)
         self.patches.install()
-        onlookers.look = FeedTaps(self.taps).look
+        onlookers.look = FeedTaps(self.taps).observe
         if self._deep is not None:
             self._deep.install()
 

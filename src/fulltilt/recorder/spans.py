@@ -6,9 +6,9 @@ from dataclasses import replace
 from statistics import median
 
 from fulltilt.recorder.attribution import attribute
-from fulltilt.recorder.intervals import Tile
-from fulltilt.recorder.rank_state import RankNotes
-from fulltilt.recorder.stacks.stack_sampler import Looks
+from fulltilt.recorder.intervals import Interval
+from fulltilt.recorder.rank_state import RankState
+from fulltilt.recorder.stacks.stack_sampler import StackSampler
 from fulltilt.recorder.step_sampling import Usual
 from fulltilt.records import Buckets, Span
 
@@ -90,55 +90,55 @@ NS = 1e-9
 
 
 class Booking:
-    """Books tiles in order; the first spans are held back until warming up is told apart."""
+    """Books intervals in order; the first spans are held back until warming up is told apart."""
 
-    def __init__(self, t0_ns: int, notes: RankNotes, looks: Looks) -> None:
+    def __init__(self, t0_ns: int, notes: RankState, sampler: StackSampler) -> None:
         self._t0_ns = t0_ns
         self._notes = notes
-        self._looks = looks
+        self._sampler = sampler
         self._usual = Usual()
         self._warm_up = WarmUp()
         self._ready: list[Span] = []
         # Of the first step, until it is known how much of it was warming up: launching, and the GPU's work.
         self._first: tuple[float, float] | None = None
 
-    def book(self, tiles: list[Tile]) -> None:
-        """Make spans of these tiles, which are taken out of the list."""
-        if not tiles:
+    def book(self, intervals: list[Interval]) -> None:
+        """Make spans of these intervals, which are taken out of the list."""
+        if not intervals:
             return
         notes = self._notes
-        seen, seen_apart = self._looks.splits()
-        in_backward = self._looks.backward.split()
+        seen, seen_apart = self._sampler.splits()
+        in_backward = self._sampler.backward.split()
         exposed_s = notes.exposed_communication_s()
-        for tile in tiles:
+        for interval in intervals:
             # What follows the last step is no step: it divides as what takes long.
-            here = seen if tile.steps else seen_apart
-            attributed = attribute(tile, here, seen_apart, self._usual, exposed_s, in_backward)
+            here = seen if interval.steps else seen_apart
+            attributed = attribute(interval, here, seen_apart, self._usual, exposed_s, in_backward)
             notes.launch_s += attributed.launch_s
-            busy_s = attributed.buckets.compute_s if tile.gpu and tile.steps else 0.0
+            busy_s = attributed.buckets.compute_s if interval.gpu and interval.steps else 0.0
             notes.gpu_busy_s += busy_s
-            notes.gpu_steps += tile.steps if tile.gpu else 0
-            if tile.steps and not notes.steps_attributed:
+            notes.gpu_steps += interval.steps if interval.gpu else 0
+            if interval.steps and not notes.steps_attributed:
                 self._first = attributed.launch_s, busy_s
             span = Span(
-                t0_s=self._since_start_s(tile.t0_ns),
-                t1_s=self._since_start_s(tile.t1_ns),
+                t0_s=self._since_start_s(interval.t0_ns),
+                t1_s=self._since_start_s(interval.t1_ns),
                 first_step=notes.steps_attributed,
-                steps=tile.steps,
-                batches=tile.batches,
-                samples=tile.samples,
+                steps=interval.steps,
+                batches=interval.batches,
+                samples=interval.samples,
                 buckets=attributed.buckets,
-                epoch=tile.epoch,
-                skipped_steps=tile.skipped,
-                step_max_s=tile.step_max_ns * NS if tile.steps else None,
-                data_wait_max_s=tile.data_wait_max_ns * NS,
-                phases=attributed.phases if tile.steps else None,
+                epoch=interval.epoch,
+                skipped_steps=interval.skipped,
+                step_max_s=interval.step_max_ns * NS if interval.steps else None,
+                data_wait_max_s=interval.data_wait_max_ns * NS,
+                phases=attributed.phases if interval.steps else None,
             )
-            notes.steps_attributed += tile.steps
+            notes.steps_attributed += interval.steps
             self._ready.extend(self._warm_up.add(span))
         self._leave_out_warm_up()
-        tiles.clear()
-        self._looks.begin_window()
+        intervals.clear()
+        self._sampler.begin_window()
 
     def take(self, final: bool) -> list[Span]:
         """The spans that can be written now; with ``final`` all there are."""
@@ -148,12 +148,12 @@ class Booking:
         ready, self._ready = self._ready, []
         return ready
 
-    def under_way(self, tile: Tile, steps: int) -> Span:
+    def under_way(self, interval: Interval, steps: int) -> Span:
         """The step under way, behind ``steps`` others: all that is known of it if the job is killed."""
-        _, seen_apart = self._looks.splits()
-        buckets = attribute(tile, seen_apart, seen_apart, Usual(), 0.0, self._looks.backward.split()).buckets
-        t0_s, t1_s = self._since_start_s(tile.t0_ns), self._since_start_s(tile.t1_ns)
-        return Span(t0_s, t1_s, steps, 0, 0, None, buckets, tile.epoch)
+        _, seen_apart = self._sampler.splits()
+        buckets = attribute(interval, seen_apart, seen_apart, Usual(), 0.0, self._sampler.backward.split()).buckets
+        t0_s, t1_s = self._since_start_s(interval.t0_ns), self._since_start_s(interval.t1_ns)
+        return Span(t0_s, t1_s, steps, 0, 0, None, buckets, interval.epoch)
 
     def _leave_out_warm_up(self) -> None:
         """What was warming up is neither launching nor work that the next steps have, too."""

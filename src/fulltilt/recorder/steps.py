@@ -214,7 +214,7 @@ class StepCounter:
 
 
 @dataclass
-class BehindSteps:
+class AfterStep:
     """How long the user's code runs between an optimizer's step and what comes next, and how often that is a batch.
 
     Where a batch is drawn next, there is no forward pass in between: what torch does there (averaged weights, metrics)
@@ -226,7 +226,7 @@ class BehindSteps:
 
     def ended(self, ns: float, by: Activity) -> None:
         """Such a stretch is over. One that a save or a collective ends says nothing."""
-        if by in (Activity.NEXT, Activity.ITER):
+        if by in (Activity.DATA_WAIT, Activity.EPOCH_TURNOVER):
             self.to_batch_ns += ns
         elif by is Activity.BACKWARD:
             self.to_backward_ns += ns

@@ -78,7 +78,7 @@ class DevicePatches:
                 return original(tensor, *args, **kwargs)
             if tensor.is_cuda or not recorder.mine() or recorder.activity is not Activity.USER:
                 return original(tensor, *args, **kwargs)
-            before = recorder.switch(Activity.COPY)
+            before = recorder.switch(Activity.TRANSFER)
             began = time.perf_counter()
             moved = False
             try:
@@ -88,7 +88,7 @@ class DevicePatches:
             finally:
                 took = time.perf_counter() - began
                 worth_an_event = moved and (took > BLOCKED_S or tensor.nbytes >= LARGE_COPY_BYTES)
-                recorder.switch(before, None, Point.COPY if worth_an_event else Point.NONE)
+                recorder.switch(before, None, Point.TRANSFER if worth_an_event else Point.NONE)
                 if moved:
                     blocking = not (kwargs.get("non_blocking") or (len(args) > 1 and args[1] is True))
                     copies.add(tensor.nbytes, took, blocking, recorder.rest.stands_for)
@@ -97,7 +97,7 @@ class DevicePatches:
                         copies.asked += 1
                         copies.pageable += not tensor.is_pinned()
                     if worth_an_event:
-                        copies.lines.charge(*users_line(recorder.way_in.spots), took)
+                        copies.lines.charge(*users_line(recorder.loop_frames.spots), took)
                     if recorder.calibration.under_way and took > BLOCKED_S:
                         recorder.lost_its_lead()
 
@@ -137,8 +137,8 @@ class DevicePatches:
         finally:
             recorder.switch(before)
             took = time.perf_counter() - began
-            if before is not Activity.SAVE:
-                line = users_line(recorder.way_in.spots)
+            if before is not Activity.CHECKPOINT:
+                line = users_line(recorder.loop_frames.spots)
                 notes.waited_for_gpu(*line, call, took, recorder.rest.stands_for)
             if recorder.calibration.under_way:
                 recorder.lost_its_lead()

@@ -55,7 +55,7 @@ class RankPatches:
                     exchange.swap(torch.distributed, name, self._collective)
 
     def _collective(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        measured = timed(self._recorder, original, Activity.COMM)
+        measured = timed(self._recorder, original, Activity.COMMUNICATION)
 
         def collective(*args: Any, **kwargs: Any) -> Any:
             return original(*args, **kwargs) if kwargs.get("async_op") else measured(*args, **kwargs)

@@ -216,7 +216,7 @@ class SteppingPatches:
         if key in self._stepping:
             self._stepping.clear()  # the last step of this optimizer ended in an exception
         self._stepping.append(key)
-        # A closure holds the whole step (LBFGS, Lightning): its code is the user's, and only looks can tell it apart.
+        # A closure holds the whole step (LBFGS, Lightning): its code is the user's, and only samples can tell it apart.
         if len(self._stepping) == 1 and not any(callable(given) for given in (*args[1:], *kwargs.values())):
             recorder.switch(Activity.OPTIMIZER)
 
@@ -367,12 +367,12 @@ class SavingPatches:
         recorder, notes = self._recorder, self._notes
 
         def save(*args: Any, **kwargs: Any) -> Any:
-            if not recorder.mine() or recorder.activity is Activity.SAVE:
+            if not recorder.mine() or recorder.activity is Activity.CHECKPOINT:
                 return original(*args, **kwargs)
             recorder.wake()
-            where, function = users_line(recorder.way_in.spots)
+            where, function = users_line(recorder.loop_frames.spots)
             began = time.perf_counter()
-            before = recorder.switch(Activity.SAVE)
+            before = recorder.switch(Activity.CHECKPOINT)
             try:
                 return original(*args, **kwargs)
             finally:

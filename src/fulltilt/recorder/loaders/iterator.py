@@ -80,7 +80,7 @@ class LoaderTap:
         return self.wait_s * self.timed_cpu_s / self.timed_wait_s if self.timed_wait_s else 0.0
 
     def inspect(self, batch: Any) -> None:
-        """Look into some of the batches."""
+        """StackSample into some of the batches."""
         if self.batches > INSPECT_FIRST and self.batches % INSPECT_EVERY:
             return
         self.batch_bytes = max(self.batch_bytes or 0, count_bytes(batch))
@@ -245,7 +245,7 @@ class TappedIterator:
         changed = evaluating != taps.was_evaluating
         taps.was_evaluating = evaluating
         taps.waiting_for = tap
-        before = recorder.switch(Activity.NEXT, WAITS[evaluating], Point.EVAL if changed else Point.NONE)
+        before = recorder.switch(Activity.DATA_WAIT, WAITS[evaluating], Point.EVAL if changed else Point.NONE)
         first, self._first = self._first, False
         workers = self.workers
         timed = first or tap.batches < TIME_CPU_FIRST or tap.batches % TIME_CPU_EVERY == 0

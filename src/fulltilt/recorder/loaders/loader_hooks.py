@@ -156,7 +156,7 @@ class LoaderTaps(Drawing):
             return TappedIterator(self, tap, self._begin(original, loader, tap))
         evaluating = self.evaluating(tap)
         began = time.perf_counter()
-        before = recorder.switch(Activity.ITER, PassBegan(tap.loader_id, evaluating))
+        before = recorder.switch(Activity.EPOCH_TURNOVER, PassBegan(tap.loader_id, evaluating))
         try:
             source = self._begin(original, loader, tap)
         finally:
@@ -236,18 +236,18 @@ def described(batches: Iterable[Any], **known: Any) -> dict[str, Any]:
 
 
 class FeedTaps:
-    """All of the feed's loaders in this process; ``look`` is what ``fulltilt.onlookers`` calls for each pass."""
+    """All of the feed's loaders in this process; ``observe`` is what ``fulltilt.onlookers`` calls for each pass."""
 
     def __init__(self, taps: LoaderTaps) -> None:
         self._all = taps
         self._taps: weakref.WeakKeyDictionary[Any, LoaderTap] = weakref.WeakKeyDictionary()
 
-    def look(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
+    def observe(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches of one pass, each wait for one measured."""
         recorder = self._all.recorder
         recorder.ensure_started()
         # Inside another meter's next() this loader is a part of what is measured there: the engine's steps are.
-        if not recorder.active or (recorder.mine() and recorder.activity is Activity.NEXT):
+        if not recorder.active or (recorder.mine() and recorder.activity is Activity.DATA_WAIT):
             return batches
         tap = self._taps.get(loader)
         if tap is None:

@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 
 from fulltilt import store
 from fulltilt.recorder.interpreter_lock import LockTurns, own_cpu_clock, wake_on_time
-from fulltilt.recorder.stacks.frames import LineTimes, look, stack_of
+from fulltilt.recorder.stacks.frames import LineTimes, stack_of, view_of
 from fulltilt.recorder.user_code import leave_out_ours
 from fulltilt.records import HotLine, WorkerRecord
 
-# A look costs the worker 0.4 ms: often at first, so that short jobs have their lines, then so that it costs nothing.
-EARLY_LOOKS, EARLY_LOOK_EVERY_S = 500, 0.02
-LOOK_EVERY_S = 0.1
+# A stack sample costs the worker 0.4 ms: often at first, so that short jobs have their lines, then rarely.
+EARLY_SAMPLES, EARLY_SAMPLE_EVERY_S = 500, 0.02
+SAMPLE_EVERY_S = 0.1
 SEND_EVERY_S = 0.5
 LARGEST_DATAGRAM = 65_536
 QUEUE_BYTES = 1 << 20  # what many workers that end together tell at once
@@ -124,7 +124,7 @@ class FetchMeter:
         self._lines = LineTimes()
         self._began = time.perf_counter()
         self._process_cpu = time.process_time()
-        self._last_look = time.perf_counter()
+        self._last_sample = time.perf_counter()
         self.thread_id = threading.get_ident()
         self._cpu_clock = own_cpu_clock()  # without one, other threads cannot tell what a fetch under way has cost
         self._thread_native = threading.get_native_id()
@@ -180,17 +180,17 @@ class FetchMeter:
         lock_turns.begin_wait(self._cpu_clock)
         next_send = time.perf_counter() + SEND_EVERY_S
         jitter = Random()  # our own: the job's random numbers are the job's
-        looks, every_s = 0, EARLY_LOOK_EVERY_S
+        sampled, every_s = 0, EARLY_SAMPLE_EVERY_S
         while not stop.wait(every_s * (0.5 + jitter.random())):
             lock_turns.end_wait()
             now = time.perf_counter()
-            since, self._last_look = now - self._last_look, now
+            since, self._last_sample = now - self._last_sample, now
             if self.fetching and (stack := stack_of(self.thread_id)) is not None:
-                view = look(stack, FetchMeter.fetch.__code__)
+                view = view_of(stack, FetchMeter.fetch.__code__)
                 if view is not None:
                     self._lines.add(view, min(since, 5 * every_s))
-                looks += 1
-            every_s = lock_turns.every_s(EARLY_LOOK_EVERY_S if looks < EARLY_LOOKS else LOOK_EVERY_S)
+                sampled += 1
+            every_s = lock_turns.every_s(EARLY_SAMPLE_EVERY_S if sampled < EARLY_SAMPLES else SAMPLE_EVERY_S)
             if now >= next_send:
                 next_send = now + SEND_EVERY_S
                 lock_turns.share()

@@ -72,7 +72,7 @@ class Stack(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StackView:
-    """One look at a thread: the kind of its work, the user's line that caused it, and the expression there.
+    """One sample of a thread: the kind of its work, the user's line that caused it, and the expression there.
 
     ``of_training``: a model or an optimizer was called, and not some function of torch's alone. ``sampling``: a
     loader's sampler was at work. ``waits``: for another thread or process.
@@ -147,17 +147,17 @@ def spots(frame: FrameType | None) -> frozenset[Spot]:
     return frozenset(found)
 
 
-def look(
+def view_of(
     stack: Stack,
     inside: CodeType | None = None,
-    ways_in: frozenset[Spot] = frozenset(),
+    loop_frames: frozenset[Spot] = frozenset(),
     loop: frozenset[CodeType] = frozenset(),
 ) -> StackView | None:
     """What a thread with this stack was doing, and on which line of the user's.
 
-    Only calls made by ``inside`` count; None when the thread has left it already. A line that is one of ``ways_in`` is
-    not named where a library's line says more: it only led into the training loop (``trainer.train()``). A generator
-    that is one of ``loop`` makes no batches: it yields what training brings.
+    Only calls made by ``inside`` count; None when the thread has left it already. A line of ``loop_frames`` is not
+    named where a library's line says more: it only led into the training loop (``trainer.train()``). A generator that
+    is one of ``loop`` makes no batches: it yields what training brings.
     """
     calls = _since_the_command(stack.calls)
     if inside is not None and not any(code is inside for code, _ in calls):
@@ -166,7 +166,7 @@ def look(
     top_owner = owner(top[0].co_filename)
     user: Spot | None = None
     outside: Spot | None = None
-    way_in: Spot | None = None
+    in_loop: Spot | None = None
     in_module = in_generator = in_library_module = of_training = sampling = False
     special: str | None = None
     for depth, spot in enumerate(calls):
@@ -185,7 +185,7 @@ def look(
         elif who == "torch_data":
             sampling = sampling or code.co_name == ASKS_THE_SAMPLER
             if code.co_name == "_shutdown_workers":
-                special = "turnover"
+                special = "epoch_turnover"
         elif code is deepcopy.__code__:
             special = special or "host"  # weights kept aside: torch's work, but no part of the step
         elif who == "torch_distributed" and top_owner == who:
@@ -197,20 +197,21 @@ def look(
         elif who == "torch":
             of_training = of_training or _is_an_optimizers(code.co_filename)
         elif who == "user":
-            if spot in ways_in:
-                way_in = way_in or spot
+            if spot in loop_frames:
+                in_loop = in_loop or spot
             else:
                 user = user or spot
             if code.co_name in SAVING:
                 special = special or "checkpoint"
             if not in_module and _is_drawn_from(code, calls[depth + 1 :]) and code not in loop:
                 in_generator = True
-    named = user or outside or way_in or next((spot for spot in calls if owner(spot[0].co_filename) != "fulltilt"), top)
+    others = (spot for spot in calls if owner(spot[0].co_filename) != "fulltilt")
+    named = user or outside or in_loop or next(others, top)
     # The Python inside a library's model is part of what the model costs; only a model of the user's can be changed.
     kind = special or ("torch" if in_library_module else _kind(top, stack.names, top_owner, in_module))
     if kind != "torch" and special is None and in_generator and not in_module:
-        kind = "data"
-    waits = kind in ("host", "data") and waits_for_others(top[0])
+        kind = "data_wait"
+    waits = kind in ("host", "data_wait") and waits_for_others(top[0])
     if kind == "host" and waits and may_bring_a_batch([code for code, _ in calls]):
         kind = "waiting"
     return _view(named, kind, of_training, sampling, waits)
@@ -273,7 +274,7 @@ def _kind(top: Spot, names: Mapping[str, Any], top_owner: str, in_module: bool) 
     return work_at(*top, names) or ("torch" if in_module else "host")
 
 
-def users_line(ways_in: frozenset[Spot] = frozenset()) -> tuple[str, str]:
+def users_line(loop_frames: frozenset[Spot] = frozenset()) -> tuple[str, str]:
     """file:line and function of the innermost code that is the user's, or at least not torch's or ours.
 
     A line of the user's that only leads into a library's training loop is passed over, and so is the script that starts
@@ -284,7 +285,7 @@ def users_line(ways_in: frozenset[Spot] = frozenset()) -> tuple[str, str]:
     while frame is not None and not _is_command_line(frame.f_code.co_filename):
         code = frame.f_code
         who = owner(code.co_filename)
-        if who == "user" and (code, frame.f_lasti) not in ways_in:
+        if who == "user" and (code, frame.f_lasti) not in loop_frames:
             return f"{shown_path(code.co_filename)}:{frame.f_lineno}", code.co_qualname
         if who == "site" and outside is None:
             outside = f"{shown_path(code.co_filename)}:{frame.f_lineno}", code.co_qualname

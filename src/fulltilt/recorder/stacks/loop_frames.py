@@ -14,12 +14,12 @@ from fulltilt.recorder.marks import Activity
 from fulltilt.recorder.stacks.frames import GENERATOR, Spot, Stack, is_model_call, spots
 from fulltilt.recorder.user_code import owner
 
-PARTS_OF_A_STEP = frozenset({Activity.NEXT, Activity.BACKWARD, Activity.OPTIMIZER})
+PARTS_OF_A_STEP = frozenset({Activity.DATA_WAIT, Activity.BACKWARD, Activity.OPTIMIZER})
 EVERY_STEP_HAS = (Activity.BACKWARD, Activity.OPTIMIZER)
-LOOKS_AT_EACH = 3
+SAMPLES_AT_EACH = 3
 
 
-class WayIn:
+class LoopFrames:
     """Learns in the first steps, on the training thread, which calls lead into the loop.
 
     ``loop`` are the functions that hold it, and those that called them: whatever they are, they make no batches.
@@ -31,20 +31,20 @@ class WayIn:
         self.learning = True
         self._common: frozenset[Spot] | None = None
         self._holding: frozenset[CodeType] | None = None
-        self._looks: dict[Activity, int] = {}
+        self._seen: dict[Activity, int] = {}
 
     def see(self, activity: Activity, frame: FrameType) -> None:
         """Take in the stack at the beginning of an activity, if it is a part of a step."""
-        if activity not in PARTS_OF_A_STEP or self._looks.get(activity, 0) == LOOKS_AT_EACH:
+        if activity not in PARTS_OF_A_STEP or self._seen.get(activity, 0) == SAMPLES_AT_EACH:
             return
         here = spots(frame)
         functions = frozenset(code for code, _ in here)
         self._common = here if self._common is None else self._common & here
         self._holding = functions if self._holding is None else self._holding & functions
-        self._looks[activity] = self._looks.get(activity, 0) + 1
-        if len(self._looks) > 1:
+        self._seen[activity] = self._seen.get(activity, 0) + 1
+        if len(self._seen) > 1:
             self.spots, self.loop = self._common, self._holding
-        self.learning = any(self._looks.get(part, 0) < LOOKS_AT_EACH for part in EVERY_STEP_HAS)
+        self.learning = any(self._seen.get(part, 0) < SAMPLES_AT_EACH for part in EVERY_STEP_HAS)
 
 
 class Evaluation:
@@ -58,7 +58,7 @@ class Evaluation:
 
     @property
     def in_sight(self) -> bool:
-        """Whether looks can tell when it is over. What the user declares ends where the user says so."""
+        """Whether samples can tell when it is over. What the user declares ends where the user says so."""
         return not self.declared and (self._model is not None or self._drawing is not None)
 
     def declare(self, on: bool) -> None:

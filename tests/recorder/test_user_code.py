@@ -49,9 +49,9 @@ def test_our_frames_are_left_out_of_an_error_and_of_its_causes(job: Any) -> None
         passed_through(job)
     before = shown(caught.value)
     leave_out_ours(caught.value)
-    assert "timed.py" in before
-    assert "timed.py" not in shown(caught.value)
-    frames = [line for line in before.splitlines() if line.startswith("  File") and "timed.py" not in line]
+    assert "exchange.py" in before
+    assert "exchange.py" not in shown(caught.value)
+    frames = [line for line in before.splitlines() if line.startswith("  File") and "exchange.py" not in line]
     assert [line for line in shown(caught.value).splitlines() if line.startswith("  File")] == frames
 
 
@@ -59,7 +59,7 @@ def test_an_error_that_begins_in_our_code_keeps_its_frames() -> None:
     with pytest.raises(TypeError) as caught:
         passed_through(None)
     leave_out_ours(caught.value)
-    assert "timed.py" in shown(caught.value)
+    assert "exchange.py" in shown(caught.value)
 
 
 def test_errors_without_a_traceback_or_in_circles_are_no_problem() -> None:
@@ -88,7 +88,7 @@ def test_threads_show_theirs_without_ours_too(capsys: pytest.CaptureFixture[str]
     told = capsys.readouterr().err
     assert told.count("ValueError: the job's own") == 2
     assert told.count("in fail") == 2
-    assert "timed.py" not in told
+    assert "exchange.py" not in told
 
 
 def test_hooks_that_the_script_has_set_meanwhile_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,14 +22,14 @@ import torch
 
 import fulltilt
 from fulltilt.recorder.loaders import loader_hooks
-from fulltilt.recorder.stacks.frames import Stack, StackView, look, stack_of, user_code_in_backward, users_line
+from fulltilt.recorder.stacks.frames import Stack, StackView, stack_of, user_code_in_backward, users_line, view_of
 from fulltilt.recorder.user_code import owner
 
 
 def looks_at(
     work: Callable[[], Any], seconds: float = 0.25, holding: frozenset[CodeType] = frozenset()
 ) -> list[StackView]:
-    """Looks at a thread that does ``work`` over and over."""
+    """StackSampler at a thread that does ``work`` over and over."""
     going = [True]
 
     def loop() -> None:
@@ -43,7 +43,7 @@ def looks_at(
     while time.monotonic() < deadline:
         time.sleep(0.005)
         stack = stack_of(thread.ident or 0)
-        if stack is not None and (view := look(stack, loop=holding)) is not None:
+        if stack is not None and (view := view_of(stack, loop=holding)) is not None:
             views.append(view)
     going[0] = False
     thread.join()
@@ -105,7 +105,7 @@ def test_json_of_weights_is_the_users_line() -> None:
     views = looks_at(work)
     assert share(views, "host") > 0.8
     line = work.__code__.co_firstlineno + 1
-    assert any(view.where.endswith(f"test_stacks.py:{line}") for view in views)
+    assert any(view.where.endswith(f"test_frames.py:{line}") for view in views)
 
 
 def test_tolist_is_the_hosts_time_and_not_computation() -> None:
@@ -156,7 +156,7 @@ def test_a_generator_makes_data_only_where_it_is_drawn_from() -> None:
 
     function, expression = endless(), (nap(n) for n in range(10**9))
     for work in (lambda: next(function), lambda: next(expression), lambda: loop(expression)):
-        assert share(looks_at(work, 0.15), "data") > 0.8
+        assert share(looks_at(work, 0.15), "data_wait") > 0.8
     for work in (lambda: sum(nap(n) for n in range(3)), lambda: max(n for n in (nap(n) for n in range(3)))):
         assert share(looks_at(work, 0.15), "host") > 0.8
     assert share(looks_at(enter_and_leave, 0.15), "host") > 0.8
@@ -174,7 +174,7 @@ class Reader:
 
 def test_an_iterator_of_the_users_own_makes_data() -> None:
     read = iter(Reader())
-    assert share(looks_at(lambda: next(read)), "data") > 0.7
+    assert share(looks_at(lambda: next(read)), "data_wait") > 0.7
 
 
 def test_a_generator_that_holds_the_training_loop_makes_no_data() -> None:
@@ -187,7 +187,7 @@ def test_a_generator_that_holds_the_training_loop_makes_no_data() -> None:
 
     holds = {code for code in train.__code__.co_consts if isinstance(code, CodeType)} | {train.__code__}
     kinds = {loop: {view.kind for view in looks_at(spin, holding=loop)} for loop in (frozenset(), frozenset(holds))}
-    assert ["data" in seen for seen in kinds.values()] == [True, False]
+    assert ["data_wait" in seen for seen in kinds.values()] == [True, False]
 
 
 @pytest.mark.parametrize("ends", [False, True])
@@ -263,7 +263,7 @@ def test_code_of_the_users_inside_backward_is_seen_and_torchs_own_is_not() -> No
     def note(gradient: torch.Tensor) -> torch.Tensor:
         stack = stack_of(threading.get_ident())
         assert stack is not None
-        seen.append((user_code_in_backward(stack), look(stack)))
+        seen.append((user_code_in_backward(stack), view_of(stack)))
         return gradient
 
     note(torch.ones(1))
@@ -274,7 +274,7 @@ def test_code_of_the_users_inside_backward_is_seen_and_torchs_own_is_not() -> No
     assert outside is None
     assert inside is True
     assert view is not None
-    assert view.where.startswith("tests/recorder/test_stacks.py:")
+    assert view.where.startswith("tests/recorder/test_frames.py:")
 
 
 def test_owners() -> None:
@@ -309,7 +309,7 @@ def test_a_look_keeps_nothing_that_a_function_has_let_go_of() -> None:
     for _ in range(20):
         stack = stack_of(thread.ident or 0)
         assert stack is not None
-        look(stack)
+        view_of(stack)
     looked.set()
     assert dropped.wait(10)
     assert alive[0]() is None
@@ -321,10 +321,10 @@ def test_what_started_our_own_trainings_is_not_named() -> None:
     home = Path(fulltilt.__file__).parent
     files = [home / "train" / "step.py", home / "cli" / "train.py", Path("/x/site-packages/typer/main.py")]
     step, command, typer = ((compile("pass", str(file), "exec"), 0) for file in files)
-    view = look(Stack([step, command, typer], {}))
+    view = view_of(Stack([step, command, typer], {}))
     assert view is not None
     assert view.where.endswith("train/step.py:1")
-    view = look(Stack([step, typer], {}))
+    view = view_of(Stack([step, typer], {}))
     assert view is not None
     assert view.where == "typer/main.py:1"
 
@@ -333,7 +333,7 @@ def test_a_line_that_leads_into_the_loop_is_named_before_one_of_pythons_own_libr
     """A loop under asyncio was blamed on line 468 of selectors.py."""
     waits = (asyncio.SelectorEventLoop.run_forever.__code__, 0)
     begins = (compile("asyncio.run(main())", "train.py", "exec"), 0)
-    view = look(Stack([waits, begins], {}), ways_in=frozenset({begins}))
+    view = view_of(Stack([waits, begins], {}), loop_frames=frozenset({begins}))
     assert view is not None
     assert view.where == "train.py:1"
 
@@ -358,11 +358,11 @@ def called_from(part: str, function: Callable[[], Any]) -> Any:
 
 def test_what_starts_our_own_command_line_is_no_line_of_the_users() -> None:
     """A recipe's validation was blamed on line 10 of the script that pip writes for `fulltilt`."""
-    assert called_from("feed/loader.py", users_line)[0].startswith("tests/recorder/test_stacks.py:")
+    assert called_from("feed/loader.py", users_line)[0].startswith("tests/recorder/test_frames.py:")
     assert called_from("cli/train.py", users_line) == ("unknown:0", "unknown")
 
 
 def test_the_feeds_loaders_have_a_place_only_where_the_user_draws_from_them() -> None:
     where, made_by = called_from("feed/loader.py", loader_hooks._place)
-    assert (where.partition(":")[0], made_by) == ("tests/recorder/test_stacks.py", None)
+    assert (where.partition(":")[0], made_by) == ("tests/recorder/test_frames.py", None)
     assert called_from("train/evaluate.py", loader_hooks._place) == (None, "fulltilt")

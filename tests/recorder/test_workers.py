@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from fulltilt import store
-from fulltilt.recorder.loaders.workers import EARLY_LOOK_EVERY_S, EARLY_LOOKS, LOOK_EVERY_S, FetchMeter, Mailbox
+from fulltilt.recorder.loaders.workers import EARLY_SAMPLE_EVERY_S, EARLY_SAMPLES, SAMPLE_EVERY_S, FetchMeter, Mailbox
 from fulltilt.recorder.rank_files import RankFiles
-from fulltilt.recorder.rank_state import RankNotes
+from fulltilt.recorder.rank_state import RankState
 
 
 def meter_of(loader_id: int) -> tuple[Mailbox, FetchMeter]:
@@ -82,12 +82,12 @@ class CountedWaits(threading.Event):
 
 def test_a_worker_that_fetches_for_long_is_looked_at_less_often() -> None:
     _, meter = meter_of(0)
-    idle, busy = CountedWaits(EARLY_LOOKS + 50), CountedWaits(EARLY_LOOKS + 50)
+    idle, busy = CountedWaits(EARLY_SAMPLES + 50), CountedWaits(EARLY_SAMPLES + 50)
     meter.observe(idle)
-    assert max(idle.waits) <= 1.5 * EARLY_LOOK_EVERY_S  # nothing was seen yet
+    assert max(idle.waits) <= 1.5 * EARLY_SAMPLE_EVERY_S  # nothing was seen yet
     meter.fetch(meter.observe, busy)
-    assert max(busy.waits[:EARLY_LOOKS]) <= 1.5 * EARLY_LOOK_EVERY_S
-    assert min(busy.waits[EARLY_LOOKS:]) >= 0.5 * LOOK_EVERY_S
+    assert max(busy.waits[:EARLY_SAMPLES]) <= 1.5 * EARLY_SAMPLE_EVERY_S
+    assert min(busy.waits[EARLY_SAMPLES:]) >= 0.5 * SAMPLE_EVERY_S
 
 
 GOOD = {
@@ -129,7 +129,7 @@ def damaged() -> list[bytes]:
 
 def test_forged_messages_are_dropped_and_counted() -> None:
     taps: Any = SimpleNamespace(mailbox=Mailbox(), all=[object()])
-    notes = RankNotes(torch)
+    notes = RankState(torch)
     notes.taps = taps
     sending = taps.mailbox.opened()
     sending.send(json.dumps(GOOD).encode())

@@ -132,7 +132,7 @@ def test_whatever_a_script_reads_from_the_gpu_is_a_wait(tmp_path: Path, read: An
         session.recorder.clock = None
         session.finish()
     assert line.call == call
-    assert line.where.startswith("tests/recorder/test_patches.py:")
+    assert line.where.startswith("tests/recorder/test_hooks.py:")
 
 
 def test_a_compiled_model_still_compiles_whole(tmp_path: Path) -> None:

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fulltilt.recorder.intervals import Tile
-from fulltilt.recorder.marks import Activity, Shelves
-from fulltilt.recorder.rank_state import RankNotes
+from fulltilt.recorder.intervals import Interval
+from fulltilt.recorder.marks import Activity, ActivityTimes
+from fulltilt.recorder.rank_state import RankState
 from fulltilt.recorder.spans import Booking
 
 S = 1_000_000_000
 FORWARD = {Activity.USER: {"torch": 1.0}}
 
 
-class Looks(SimpleNamespace):
+class StackSampler(SimpleNamespace):
     """The training thread was always seen in torch."""
 
     backward = SimpleNamespace(split=dict)
@@ -28,19 +28,19 @@ class Looks(SimpleNamespace):
         pass
 
 
-def step(at_s: float, busy_s: float, starved_s: float) -> Tile:
-    shelves = Shelves({"busy": busy_s * S, "starved": starved_s * S})
+def step(at_s: float, busy_s: float, starved_s: float) -> Interval:
+    times = ActivityTimes({"busy": busy_s * S, "starved": starved_s * S})
     took_ns = (busy_s + starved_s) * S
-    return Tile(at_s * S, at_s * S + took_ns, 1, 0, 1, 32, 0, shelves, took_ns, 0.0, 0.0, gpu=True)
+    return Interval(at_s * S, at_s * S + took_ns, 1, 0, 1, 32, 0, times, took_ns, 0.0, 0.0, gpu=True)
 
 
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("steps", [3, 20])
 def test_the_first_step_counts_as_one_like_the_next_ones(steps: int, at_once: bool) -> None:
-    notes = RankNotes(torch)
-    booking = Booking(0, notes, Looks())
-    tiles = [step(0.0, 1.5, 1.0), *(step(2.5 + 0.04 * number, 0.03, 0.01) for number in range(steps - 1))]
-    for batch in [tiles] if at_once else [[tile] for tile in tiles]:
+    notes = RankState(torch)
+    booking = Booking(0, notes, StackSampler())
+    intervals = [step(0.0, 1.5, 1.0), *(step(2.5 + 0.04 * number, 0.03, 0.01) for number in range(steps - 1))]
+    for batch in [intervals] if at_once else [[interval] for interval in intervals]:
         booking.book(batch)
     spans = booking.take(final=True)
 

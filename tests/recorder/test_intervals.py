@@ -1,4 +1,4 @@
-"""Tiles close: whatever the marks, every nanosecond is on one shelf of one tile."""
+"""Tiles close: whatever the marks, every nanosecond is on one label of one interval."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fulltilt.recorder.attribution import attribute
-from fulltilt.recorder.intervals import Tile, TileBuilder
+from fulltilt.recorder.intervals import Interval, IntervalBuilder
 from fulltilt.recorder.marks import (
-    SHELF,
+    LABEL,
     Activity,
+    ActivityTimes,
     BackwardBegan,
     BackwardEnded,
     BatchArrived,
@@ -26,7 +27,6 @@ from fulltilt.recorder.marks import (
     PassEnded,
     Point,
     Rested,
-    Shelves,
     WaitBegan,
 )
 from fulltilt.recorder.step_sampling import Rest, RestPlan, Usual
@@ -40,7 +40,7 @@ class Loop:
 
     def __init__(self) -> None:
         self.t = 0
-        self.builder = TileBuilder(0)
+        self.builder = IntervalBuilder(0)
         self.gpu = False
         self.gpu_free = 0.0
 
@@ -51,7 +51,7 @@ class Loop:
         self.builder.feed(Mark(self.t, activity, fact, point), reached)
 
     @property
-    def tiles(self) -> list[Tile]:
+    def intervals(self) -> list[Interval]:
         return self.builder.closed
 
     def spend(self, ms: float, gpu_ms: float = 0.0) -> None:
@@ -61,7 +61,7 @@ class Loop:
         self.t += int(ms * MS)
 
     def draw(self, ms: float, loader: int = 0, evaluating: bool = False, first: bool = False, workers: int = 0) -> None:
-        self.mark(Activity.NEXT, WaitBegan(evaluating))
+        self.mark(Activity.DATA_WAIT, WaitBegan(evaluating))
         self.spend(ms)
         fact = BatchArrived(loader, 8, evaluating, first, workers)
         self.mark(Activity.USER, fact, Point.NONE if evaluating else Point.BATCH)
@@ -76,26 +76,26 @@ class Loop:
         self.spend(ms)
         self.mark(Activity.USER, OptimizerStepped(optimizer, skipped), Point.STEP)
 
-    def finish(self) -> list[Tile]:
+    def finish(self) -> list[Interval]:
         self.mark(Activity.USER, Finished())
-        return self.tiles
+        return self.intervals
 
-    def shelf(self, name: str) -> float:
-        return sum(tile.shelves.time.get(name, 0.0) for tile in self.tiles) / MS
+    def label(self, name: str) -> float:
+        return sum(interval.times.by_label.get(name, 0.0) for interval in self.intervals) / MS
 
     @property
     def steps(self) -> int:
-        return sum(tile.steps for tile in self.tiles)
+        return sum(interval.steps for interval in self.intervals)
 
     @property
     def samples(self) -> int:
-        return sum(tile.samples or 0 for tile in self.tiles)
+        return sum(interval.samples or 0 for interval in self.intervals)
 
 
-def closes(tiles: list[Tile]) -> bool:
-    for tile in tiles:
-        assert sum(tile.shelves.time.values()) == pytest.approx(tile.t1_ns - tile.t0_ns, abs=2)
-    for one, other in pairwise(tiles):
+def closes(intervals: list[Interval]) -> bool:
+    for interval in intervals:
+        assert sum(interval.times.by_label.values()) == pytest.approx(interval.t1_ns - interval.t0_ns, abs=2)
+    for one, other in pairwise(intervals):
         assert one.t1_ns == other.t0_ns
     return True
 
@@ -115,11 +115,11 @@ def test_a_plain_loop_is_booked_by_activity() -> None:
     loop.spend(7)
     assert closes(loop.finish())
     assert (loop.steps, loop.samples) == (5, 40)
-    assert loop.shelf("startup") == 102  # up to and with the first batch
-    assert loop.shelf("data_wait") == 8
-    assert loop.shelf("backward") == 20
-    assert loop.shelf("optimizer") == 5
-    assert loop.shelf("user") == 15 + 7
+    assert loop.label("startup") == 102  # up to and with the first batch
+    assert loop.label("data_wait") == 8
+    assert loop.label("backward") == 20
+    assert loop.label("optimizer") == 5
+    assert loop.label("user") == 15 + 7
 
 
 def test_accumulation_makes_one_step_of_several_batches() -> None:
@@ -130,7 +130,7 @@ def test_accumulation_makes_one_step_of_several_batches() -> None:
             loop.backward(2)
         loop.step(1)
     assert closes(loop.finish())
-    assert (loop.steps, loop.samples, sum(t.batches for t in loop.tiles)) == (3, 96, 12)
+    assert (loop.steps, loop.samples, sum(t.batches for t in loop.intervals)) == (3, 96, 12)
 
 
 def test_two_optimizers_in_one_iteration_are_one_step() -> None:
@@ -154,7 +154,7 @@ def test_without_a_loader_the_same_optimizer_again_is_a_new_step() -> None:
         loop.step(1)
     assert closes(loop.finish())
     assert loop.steps == 6
-    assert all(tile.samples is None for tile in loop.tiles)
+    assert all(interval.samples is None for interval in loop.intervals)
 
 
 def test_weights_updated_by_hand_count_a_step_for_each_backward() -> None:
@@ -173,11 +173,11 @@ def test_validation_is_apart_and_its_batches_do_not_count() -> None:
     for _ in range(4):
         loop.draw(5, loader=1, evaluating=True)
         loop.spend(6)
-    loop.mark(Activity.NEXT, WaitBegan(True))
+    loop.mark(Activity.DATA_WAIT, WaitBegan(True))
     loop.mark(Activity.USER, PassEnded(1, True, 0))
     train(loop, 3)
     assert closes(loop.finish())
-    assert loop.shelf("validation") == 44
+    assert loop.label("validation") == 44
     assert (loop.steps, loop.samples) == (6, 48)
 
 
@@ -189,49 +189,49 @@ def test_eval_mode_is_validation_without_any_loader() -> None:
     loop.mark(Activity.USER, EvalMode(False))
     train(loop, 2)
     assert closes(loop.finish())
-    assert loop.shelf("validation") == 30
+    assert loop.label("validation") == 30
 
 
 def test_an_undeclared_evaluation_is_found_at_the_end_of_its_pass() -> None:
     loop = Loop()
     train(loop, 3)
-    loop.mark(Activity.ITER, PassBegan(1, False))
+    loop.mark(Activity.EPOCH_TURNOVER, PassBegan(1, False))
     loop.mark(Activity.USER)
     for _ in range(5):
         loop.draw(4, loader=1)
         loop.spend(6)
-    loop.mark(Activity.NEXT, WaitBegan(False))
+    loop.mark(Activity.DATA_WAIT, WaitBegan(False))
     loop.mark(Activity.USER, PassEnded(1, False, 0))
     train(loop, 3)
     assert closes(loop.finish())
-    assert loop.shelf("validation") == 50
+    assert loop.label("validation") == 50
     assert (loop.steps, loop.samples) == (6, 48)
 
 
 def test_restarting_workers_is_turnover() -> None:
     loop = Loop()
     train(loop, 2)
-    loop.mark(Activity.ITER, PassBegan(0, False))
+    loop.mark(Activity.EPOCH_TURNOVER, PassBegan(0, False))
     loop.spend(40)
     loop.mark(Activity.USER)
     loop.draw(25, first=True, workers=2)
     loop.backward(4)
     loop.step(1)
     assert closes(loop.finish())
-    assert loop.shelf("turnover") == 65
+    assert loop.label("epoch_turnover") == 65
 
 
 def test_saving_is_a_checkpoint_also_inside_validation() -> None:
     loop = Loop()
     train(loop, 2)
     loop.mark(Activity.USER, EvalMode(True))
-    loop.mark(Activity.SAVE)
+    loop.mark(Activity.CHECKPOINT)
     loop.spend(50)
     loop.mark(Activity.USER)
     loop.mark(Activity.USER, EvalMode(False))
     train(loop, 1)
     assert closes(loop.finish())
-    assert loop.shelf("checkpoint") == 50
+    assert loop.label("checkpoint") == 50
 
 
 def test_a_skipped_step_is_a_step() -> None:
@@ -241,7 +241,7 @@ def test_a_skipped_step_is_a_step() -> None:
         loop.backward(1)
         loop.step(1, skipped=number == 2)
     assert closes(loop.finish())
-    assert (loop.steps, sum(tile.skipped for tile in loop.tiles)) == (4, 1)
+    assert (loop.steps, sum(interval.skipped for interval in loop.intervals)) == (4, 1)
 
 
 def test_a_million_steps_make_few_tiles_that_still_close() -> None:
@@ -252,8 +252,8 @@ def test_a_million_steps_make_few_tiles_that_still_close() -> None:
         loop.step(0.3)
     assert closes(loop.finish())
     assert (loop.steps, loop.samples) == (20_000, 160_000)
-    assert len(loop.tiles) < 1000
-    assert max(tile.step_max_ns for tile in loop.tiles[1:]) == pytest.approx(1.5 * MS)
+    assert len(loop.intervals) < 1000
+    assert max(interval.step_max_ns for interval in loop.intervals[1:]) == pytest.approx(1.5 * MS)
 
 
 def test_time_at_rest_is_kept_apart_and_its_steps_count() -> None:
@@ -261,36 +261,36 @@ def test_time_at_rest_is_kept_apart_and_its_steps_count() -> None:
     train(loop, 20)
     loop.mark(Activity.REST)
     loop.spend(200)
-    loop.mark(Activity.NEXT)  # a long wait is booked even then
+    loop.mark(Activity.DATA_WAIT)  # a long wait is booked even then
     loop.spend(30)
     loop.mark(Activity.REST)
     loop.mark(Activity.USER, Rested(calls=25, drawn={0: (25, 200)}))
     train(loop, 20)
     assert closes(loop.finish())
     assert (loop.steps, loop.samples) == (65, 520)
-    assert loop.shelf("rest") == 200
-    assert loop.shelf("data_wait") == 2 * 39 + 30
+    assert loop.label("rest") == 200
+    assert loop.label("data_wait") == 2 * 39 + 30
 
 
 def test_what_follows_the_last_step_is_a_tile_of_its_own() -> None:
     loop = Loop()
-    train(loop, 150)  # by now a tile holds several steps
+    train(loop, 150)  # by now an interval holds several steps
     loop.mark(Activity.USER, EvalMode(True))
     loop.spend(2000)
     assert closes(loop.finish())
-    assert (loop.tiles[-1].steps, loop.tiles[-1].t1_ns - loop.tiles[-1].t0_ns) == (0, 2000 * MS)
-    assert loop.tiles[-1].shelves.time == {"validation": 2000 * MS}
+    assert (loop.intervals[-1].steps, loop.intervals[-1].t1_ns - loop.intervals[-1].t0_ns) == (0, 2000 * MS)
+    assert loop.intervals[-1].times.by_label == {"validation": 2000 * MS}
     assert loop.steps == 150
 
 
 TORCH = {Activity.USER: {"torch": 1.0}}
 
 
-def divided(tiles: list[Tile], seen: dict[str, float]) -> dict[str, float]:
+def divided(intervals: list[Interval], seen: dict[str, float]) -> dict[str, float]:
     """Seconds by bucket, with time at rest divided as the rest of it."""
     usual, total = Usual(), dict.fromkeys(BUCKETS, 0.0)
-    for tile in tiles:
-        buckets = attribute(tile, {Activity.USER: seen}, {Activity.USER: {"host": 1.0}}, usual).buckets
+    for interval in intervals:
+        buckets = attribute(interval, {Activity.USER: seen}, {Activity.USER: {"host": 1.0}}, usual).buckets
         for name in BUCKETS:
             total[name] += getattr(buckets, name)
     return total
@@ -298,31 +298,31 @@ def divided(tiles: list[Tile], seen: dict[str, float]) -> dict[str, float]:
 
 def test_what_long_steps_wait_for_other_ranks_is_communication() -> None:
     """Long steps are set apart, and what they exchanged had stayed compute."""
-    shelves = Shelves({"backward": 8e9, "optimizer": 1e9, "data_wait": 1e9})
-    apart = Shelves({"backward": 6e9})
-    for unusual, waited in ((Shelves(), 3.0), (apart, 3.0), (apart, 30.0)):
-        tile = Tile(0.0, 10e9, 2, 0, 2, 8, 0, shelves, 5e9, 0.0, 0.0, gpu=False, unusual=unusual)
-        buckets = attribute(tile, TORCH, {}, Usual(), exposed_communication_s=waited / 2).buckets
+    times = ActivityTimes({"backward": 8e9, "optimizer": 1e9, "data_wait": 1e9})
+    apart = ActivityTimes({"backward": 6e9})
+    for unusual, waited in ((ActivityTimes(), 3.0), (apart, 3.0), (apart, 30.0)):
+        interval = Interval(0.0, 10e9, 2, 0, 2, 8, 0, times, 5e9, 0.0, 0.0, gpu=False, unusual=unusual)
+        buckets = attribute(interval, TORCH, {}, Usual(), exposed_communication_s=waited / 2).buckets
         assert buckets.communication_s == pytest.approx(min(waited, 9.0))
         assert buckets.compute_s + buckets.communication_s == pytest.approx(9.0)
 
 
 def test_what_hooks_take_inside_backward_is_host_code() -> None:
-    shelves = Shelves({"backward": 8e9, "optimizer": 1e9, "user": 1e9})
-    tile = Tile(0.0, 10e9, 1, 0, 1, 8, 0, shelves, 10e9, 0.0, 0.0, gpu=False)
-    buckets = attribute(tile, TORCH, {}, Usual(), in_backward={"host": 3.0, "torch": 1.0}).buckets
+    times = ActivityTimes({"backward": 8e9, "optimizer": 1e9, "user": 1e9})
+    interval = Interval(0.0, 10e9, 1, 0, 1, 8, 0, times, 10e9, 0.0, 0.0, gpu=False)
+    buckets = attribute(interval, TORCH, {}, Usual(), in_backward={"host": 3.0, "torch": 1.0}).buckets
     assert (buckets.host_code_s, buckets.compute_s) == (pytest.approx(6.0), pytest.approx(4.0))
-    assert attribute(tile, TORCH, {}, Usual()).buckets.compute_s == pytest.approx(10.0)
+    assert attribute(interval, TORCH, {}, Usual()).buckets.compute_s == pytest.approx(10.0)
 
 
 def rest(loop: Loop, steps: int, wait: float, other: float, apart: Activity | None = None) -> None:
     """So many steps at rest; what is ``apart``, the wait or the other time, is booked as it is."""
     loop.mark(Activity.REST)
     for _ in range(steps):
-        for activity, ms in ((Activity.NEXT, wait), (Activity.USER, other)):
+        for activity, ms in ((Activity.DATA_WAIT, wait), (Activity.USER, other)):
             loop.mark(activity if activity is apart else Activity.REST)
             loop.spend(ms)
-            booked = BookedApart(SHELF[activity], int(ms * MS)) if activity is apart else None
+            booked = BookedApart(LABEL[activity], int(ms * MS)) if activity is apart else None
             loop.mark(Activity.REST, booked)
     loop.mark(Activity.USER, Rested(calls=steps, drawn={0: (steps, 8 * steps)}))
 
@@ -331,11 +331,11 @@ def test_waits_that_are_booked_at_rest_are_not_divided_into_it_again() -> None:
     loop = Loop()
     for _ in range(4):
         train(loop, 20, wait=3, user=0, backward=0.5, step=0.5)
-        rest(loop, 100, wait=3, other=1, apart=Activity.NEXT)
+        rest(loop, 100, wait=3, other=1, apart=Activity.DATA_WAIT)
     assert closes(loop.finish())
-    found = divided(loop.tiles, {"torch": 1.0})
+    found = divided(loop.intervals, {"torch": 1.0})
     assert found["data_wait_s"] == pytest.approx(0.75 * sum(found.values()), rel=0.02)
-    assert max(tile.data_wait_max_ns for tile in loop.tiles) == 3 * MS
+    assert max(interval.data_wait_max_ns for interval in loop.intervals) == 3 * MS
 
 
 def test_a_rare_long_step_is_not_taken_for_the_usual_one() -> None:
@@ -347,7 +347,7 @@ def test_a_rare_long_step_is_not_taken_for_the_usual_one() -> None:
         rest(loop, 100, wait=0, other=1)
         rest(loop, 1, wait=0, other=50, apart=Activity.USER)  # and again while it rests
     assert closes(loop.finish())
-    found = divided(loop.tiles, {"torch": 1.0})
+    found = divided(loop.intervals, {"torch": 1.0})
     assert found["host_code_s"] == pytest.approx(8 * 0.05, rel=0.02)
 
 
@@ -398,9 +398,9 @@ def test_a_gpu_that_never_waits_is_busy_throughout() -> None:
     for _ in range(20):
         gpu_step(loop, wait=1, queue=4, work=20)
     assert closes(loop.finish())
-    tiles = loop.tiles[2:-2]
-    busy = sum(tile.shelves.time.get("busy", 0.0) for tile in tiles)
-    whole = sum(tile.t1_ns - tile.t0_ns for tile in tiles)
+    intervals = loop.intervals[2:-2]
+    busy = sum(interval.times.by_label.get("busy", 0.0) for interval in intervals)
+    whole = sum(interval.t1_ns - interval.t0_ns for interval in intervals)
     assert busy / whole > 0.99
 
 
@@ -411,10 +411,10 @@ def test_a_starved_gpu_waits_for_data() -> None:
     for _ in range(50):
         gpu_step(loop, wait=40, queue=1, work=10)
     assert closes(loop.finish())
-    tiles = loop.tiles[6:-2]
-    whole = sum(tile.t1_ns - tile.t0_ns for tile in tiles)
-    waited = sum(tile.shelves.time.get("data_wait", 0.0) for tile in tiles)
-    busy = sum(tile.shelves.time.get("busy", 0.0) for tile in tiles)
+    intervals = loop.intervals[6:-2]
+    whole = sum(interval.t1_ns - interval.t0_ns for interval in intervals)
+    waited = sum(interval.times.by_label.get("data_wait", 0.0) for interval in intervals)
+    busy = sum(interval.times.by_label.get("busy", 0.0) for interval in intervals)
     # Of 41 ms a step the GPU works 10, and the host waits for data while it is idle.
     assert busy / whole == pytest.approx(10 / 41, abs=0.03)
     assert waited / whole == pytest.approx(31 / 41, abs=0.04)
@@ -426,18 +426,18 @@ def test_what_the_host_does_behind_a_validation_is_not_the_gpus_validating() -> 
         gpu_step(loop, wait=0, queue=1, work=10)
     loop.mark(Activity.USER, EvalMode(True), Point.EVAL)
     loop.spend(100, 30)
-    loop.mark(Activity.NEXT, WaitBegan(True))
+    loop.mark(Activity.DATA_WAIT, WaitBegan(True))
     loop.mark(Activity.USER, PassEnded(1, True, 0), Point.EVAL)
     loop.spend(40)  # a metric, as far as anybody knows
     loop.builder.feed(Mark(loop.t, None, EvalMode(False)))  # type: ignore[arg-type]  # a look has shown its end
     loop.spend(300)
-    loop.mark(Activity.SAVE)
+    loop.mark(Activity.CHECKPOINT)
     loop.spend(100)
     loop.mark(Activity.USER)
     gpu_step(loop, wait=0, queue=1, work=10)
     assert closes(loop.finish())
-    assert loop.shelf("checkpoint") == 100
-    assert loop.shelf("starved") == 300
+    assert loop.label("checkpoint") == 100
+    assert loop.label("starved") == 300
 
 
 def reading_step(loop: Loop, lead: float = 0.0, last: float | None = None) -> None:
@@ -469,9 +469,9 @@ def test_readings_that_let_the_gpu_run_dry_are_charged_with_it() -> None:
     for number in range(60):
         reading_step(loop, lead=8.0 if number == 12 else 0.0)
     assert closes(loop.finish())
-    tiles = loop.tiles[20:-2]
-    whole = sum(tile.t1_ns - tile.t0_ns for tile in tiles)
-    seen = [attribute(tile, TORCH, {}, Usual()) for tile in tiles]
+    intervals = loop.intervals[20:-2]
+    whole = sum(interval.t1_ns - interval.t0_ns for interval in intervals)
+    seen = [attribute(interval, TORCH, {}, Usual()) for interval in intervals]
     # A step takes 6.3 ms for the first reading and 9 × 0.35 ms for the others: 6.5 ms of it are work.
     assert sum(one.buckets.compute_s for one in seen) * 1e9 / whole == pytest.approx(6.5 / 9.65, abs=0.06)
     assert sum(one.buckets.sync_s for one in seen) * 1e9 / whole == pytest.approx(3.15 / 9.65, abs=0.06)
@@ -483,9 +483,9 @@ def test_a_lead_that_ends_a_little_early_teaches_all_the_same() -> None:
     for number in range(60):
         reading_step(loop, lead=8.0 if number == 12 else 0.0, last=0.05)
     assert closes(loop.finish())
-    tiles = loop.tiles[20:-2]
-    whole = sum(tile.t1_ns - tile.t0_ns for tile in tiles)
-    seen = [attribute(tile, TORCH, {}, Usual()) for tile in tiles]
+    intervals = loop.intervals[20:-2]
+    whole = sum(interval.t1_ns - interval.t0_ns for interval in intervals)
+    seen = [attribute(interval, TORCH, {}, Usual()) for interval in intervals]
     assert sum(one.buckets.compute_s for one in seen) * 1e9 / whole == pytest.approx(6.5 / 9.65, abs=0.08)
 
 
@@ -499,8 +499,8 @@ def test_time_that_looks_miss_counts_by_what_it_came_after() -> None:
         loop.step(1)
         loop.spend(5)  # asleep
     loop.finish()
-    seen = {Activity.NEXT: {"torch": 1.0}, Activity.OPTIMIZER: {"host": 300.0}}
-    buckets = [attribute(tile, seen, seen, Usual()).buckets for tile in loop.tiles[1:-1]]
+    seen = {Activity.DATA_WAIT: {"torch": 1.0}, Activity.OPTIMIZER: {"host": 300.0}}
+    buckets = [attribute(interval, seen, seen, Usual()).buckets for interval in loop.intervals[1:-1]]
     host_s, all_s = sum(one.host_code_s for one in buckets), sum(one.total_s for one in buckets)
     assert host_s / all_s == pytest.approx(5 / 9, abs=0.01)
 
@@ -543,10 +543,12 @@ def test_every_sequence_of_marks_closes(marks: list[tuple[Any, ...]], gpu: bool)
     for activity, fact, point, ms, gpu_ms in marks:
         loop.mark(activity, fact, point)
         loop.spend(ms, gpu_ms if gpu else 0.0)
-    tiles = loop.finish()
-    assert closes(tiles)
-    end = tiles[-1].t1_ns if tiles else 0.0
-    assert sum(sum(tile.shelves.time.values()) for tile in tiles) == pytest.approx(end, abs=len(tiles) + 2)
+    intervals = loop.finish()
+    assert closes(intervals)
+    end = intervals[-1].t1_ns if intervals else 0.0
+    assert sum(sum(interval.times.by_label.values()) for interval in intervals) == pytest.approx(
+        end, abs=len(intervals) + 2
+    )
     assert end >= loop.t - 1
 
 
@@ -559,10 +561,10 @@ def test_time_at_rest_is_no_phase_and_the_mean_step_keeps_its_length(measured: i
     rest(loop, 200, wait=2, other=2)
     train(loop, measured, wait=1, user=1, backward=1, step=1)
     steps = seconds = 0.0
-    for tile in loop.finish():
-        phases = attribute(tile, TORCH, {}, Usual()).phases
-        if tile.steps and phases is not None:
-            steps += tile.steps
+    for interval in loop.finish():
+        phases = attribute(interval, TORCH, {}, Usual()).phases
+        if interval.steps and phases is not None:
+            steps += interval.steps
             seconds += phases.load_s + phases.forward_s + phases.backward_s + phases.optimizer_s + phases.other_s
     assert steps >= 100
     assert seconds / steps == pytest.approx(0.004, rel=0.05)

@@ -1,4 +1,4 @@
-"""Looks go on while the recorder rests: fewer of them, and all of them at a step that takes long."""
+"""StackSampler go on while the recorder rests: fewer of them, and all of them at a step that takes long."""
 
 from __future__ import annotations
 
@@ -14,10 +14,16 @@ import torch
 from fulltilt.recorder.attribution import Seen
 from fulltilt.recorder.marks import Activity
 from fulltilt.recorder.stacks.frames import StackView
-from fulltilt.recorder.stacks.loop_frames import Evaluation, WayIn
-from fulltilt.recorder.stacks.stack_sampler import EARLY_LOOK_EVERY_S, LATE_NS, LOOK_AT_REST_EVERY, LOOK_EVERY_S, Looks
+from fulltilt.recorder.stacks.loop_frames import Evaluation, LoopFrames
+from fulltilt.recorder.stacks.stack_sampler import (
+    EARLY_SAMPLE_EVERY_S,
+    LATE_NS,
+    SAMPLE_AT_REST_EVERY,
+    SAMPLE_EVERY_S,
+    StackSampler,
+)
 from fulltilt.recorder.step_sampling import LONG_STEP_NS, Rest
-from fulltilt.recorder.steps import BehindSteps
+from fulltilt.recorder.steps import AfterStep
 
 
 @dataclass
@@ -35,7 +41,7 @@ class FakeNotes:
     def evaluating(self, eval_mode: bool) -> bool:
         return eval_mode
 
-    def looked(self, activity: Activity, view: StackView, weight_s: float) -> None:
+    def sampled(self, activity: Activity, view: StackView, weight_s: float) -> None:
         self.lines.append((view.kind, view.call, weight_s))
 
 
@@ -47,7 +53,7 @@ class FakeRecorder:
     notes: Any = field(default_factory=FakeNotes)
     clock: Any = None
     rest: Rest = field(default_factory=Rest)
-    way_in: WayIn = field(default_factory=WayIn)
+    loop_frames: LoopFrames = field(default_factory=LoopFrames)
     activity: Activity = Activity.REST
     left: Activity = Activity.USER
     left_after: Activity = Activity.USER
@@ -57,7 +63,7 @@ class FakeRecorder:
     training: bool = True
     eval_mode: bool = False
     evaluation: Evaluation = field(default_factory=Evaluation)
-    behind_steps: BehindSteps = field(default_factory=BehindSteps)
+    after_step: AfterStep = field(default_factory=AfterStep)
 
     def evaluates(self, on: bool) -> None:
         self.eval_mode = on
@@ -78,20 +84,20 @@ def weight_of(seen: Seen) -> float:
 
 
 def test_at_rest_a_few_looks_stand_for_the_others(recorder: FakeRecorder) -> None:
-    looks = Looks(recorder)
-    for _ in range(3 * LOOK_AT_REST_EVERY):
+    looks = StackSampler(recorder)
+    for _ in range(3 * SAMPLE_AT_REST_EVERY):
         recorder.rest.booked_ns = time.perf_counter_ns() + LONG_STEP_NS  # a step has just ended
-        looks.take(0, EARLY_LOOK_EVERY_S)
-    assert [weight for _, _, weight in recorder.notes.lines] == [LOOK_AT_REST_EVERY * EARLY_LOOK_EVERY_S] * 3
+        looks.take(0, EARLY_SAMPLE_EVERY_S)
+    assert [weight for _, _, weight in recorder.notes.lines] == [SAMPLE_AT_REST_EVERY * EARLY_SAMPLE_EVERY_S] * 3
     usual, _ = looks.splits()
-    assert weight_of(usual) == pytest.approx(3 * LOOK_AT_REST_EVERY * EARLY_LOOK_EVERY_S)
+    assert weight_of(usual) == pytest.approx(3 * SAMPLE_AT_REST_EVERY * EARLY_SAMPLE_EVERY_S)
 
 
 def test_a_long_step_at_rest_is_looked_at_all_the_time_and_divides_by_itself(recorder: FakeRecorder) -> None:
-    looks = Looks(recorder)
+    looks = StackSampler(recorder)
     recorder.rest.booked_ns = time.perf_counter_ns() - 20 * LONG_STEP_NS
     for _ in range(3):
-        looks.take(0, EARLY_LOOK_EVERY_S)
+        looks.take(0, EARLY_SAMPLE_EVERY_S)
     weights = [weight for _, _, weight in recorder.notes.lines]
     assert len(weights) == 3
     assert weights[0] >= 20 * LONG_STEP_NS * 1e-9  # the first stands for all of it so far
@@ -102,28 +108,28 @@ def test_a_long_step_at_rest_is_looked_at_all_the_time_and_divides_by_itself(rec
 
 
 def test_a_step_shows_to_be_long_only_later_and_takes_its_first_looks_along(recorder: FakeRecorder) -> None:
-    looks = Looks(recorder)
+    looks = StackSampler(recorder)
     recorder.activity = Activity.USER
     recorder.step_ns = time.perf_counter_ns() + 60 * LONG_STEP_NS
-    looks.take(time.perf_counter_ns(), EARLY_LOOK_EVERY_S)
+    looks.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
     recorder.step_ns -= 120 * LONG_STEP_NS  # the same look, a minute of steps later: another step, and a long one
-    looks.take(time.perf_counter_ns(), EARLY_LOOK_EVERY_S)
-    looks.take(time.perf_counter_ns(), EARLY_LOOK_EVERY_S)
+    looks.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
+    looks.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
     usual, apart = looks.splits()
-    assert weight_of(usual) == pytest.approx(LOOK_EVERY_S, rel=0.5)
-    assert weight_of(apart) == pytest.approx(2 * LOOK_EVERY_S, rel=0.5)
+    assert weight_of(usual) == pytest.approx(SAMPLE_EVERY_S, rel=0.5)
+    assert weight_of(apart) == pytest.approx(2 * SAMPLE_EVERY_S, rel=0.5)
 
 
 def test_one_early_look_at_a_long_step_is_a_look_at_a_long_step(recorder: FakeRecorder) -> None:
-    looks = Looks(recorder)
+    looks = StackSampler(recorder)
     recorder.activity = Activity.USER
     recorder.step_ns = time.perf_counter_ns()
-    looks.take(time.perf_counter_ns(), EARLY_LOOK_EVERY_S)
+    looks.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
     assert looks.splits() == ({}, {})  # whether the step takes long is not known yet
     recorder.previous_step_ns, recorder.step_ns = recorder.step_ns, recorder.step_ns + 2 * LONG_STEP_NS
     usual, apart = looks.splits()
     assert not usual
-    assert weight_of(apart) == pytest.approx(LOOK_EVERY_S, rel=0.5)
+    assert weight_of(apart) == pytest.approx(SAMPLE_EVERY_S, rel=0.5)
 
 
 @pytest.mark.parametrize("activity", [Activity.BACKWARD, Activity.REST])
@@ -143,13 +149,13 @@ def test_a_hook_that_holds_backward_up_is_told_from_torchs_own_part(activity: Ac
     while not inside and thread.is_alive():
         time.sleep(0.001)
     recorder = FakeRecorder(thread.ident, activity=activity)
-    looks = Looks(recorder)
-    for _ in range(LOOK_AT_REST_EVERY):
+    looks = StackSampler(recorder)
+    for _ in range(SAMPLE_AT_REST_EVERY):
         recorder.rest.booked_ns = time.perf_counter_ns() + LONG_STEP_NS
-        looks.take(time.perf_counter_ns(), EARLY_LOOK_EVERY_S)
+        looks.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
     done.append(True)
     thread.join()
-    assert looks.backward.split() == {"host": pytest.approx(LOOK_AT_REST_EVERY * EARLY_LOOK_EVERY_S)}
+    assert looks.backward.split() == {"host": pytest.approx(SAMPLE_AT_REST_EVERY * EARLY_SAMPLE_EVERY_S)}
     assert looks.splits() == ({}, {})
     assert {kind for kind, _, _ in recorder.notes.lines} == {"host"}
 
@@ -161,9 +167,9 @@ def test_on_a_gpu_looks_at_long_steps_divide_all_of_them(
     """No step is set apart there: looks kept apart would leave what the steps did unexplained."""
     recorder.clock, recorder.activity = clock, Activity.USER
     recorder.last_switch_ns = recorder.step_ns = time.perf_counter_ns() - 3 * LONG_STEP_NS
-    looks = Looks(recorder)
+    looks = StackSampler(recorder)
     for _ in range(4):
-        looks.take(time.perf_counter_ns(), EARLY_LOOK_EVERY_S)
+        looks.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
     recorder.previous_step_ns, recorder.step_ns = recorder.step_ns, time.perf_counter_ns()
     looks.splits()
     assert (looks.usual.in_window, looks.apart.in_window) == (usual_looks, 4 - usual_looks)
@@ -171,33 +177,33 @@ def test_on_a_gpu_looks_at_long_steps_divide_all_of_them(
 
 def test_a_late_look_at_what_began_after_it_weighs_nothing(recorder: FakeRecorder) -> None:
     """The training thread may switch between the clock and the look: such looks had weighed less than nothing."""
-    looks = Looks(recorder)
+    looks = StackSampler(recorder)
     looks._last_ns -= 10**9
     recorder.activity, recorder.last_switch_ns = Activity.USER, time.perf_counter_ns() + 10**9
-    looks.take(time.perf_counter_ns(), EARLY_LOOK_EVERY_S)
+    looks.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
     assert [weight for _, _, weight in recorder.notes.lines] == [0.0]
 
 
 def test_a_look_that_was_missed_stands_for_nothing_where_late_looks_weigh_nothing(recorder: FakeRecorder) -> None:
     """It was a division by zero, and all that the observer had to do then was left out."""
-    looks = Looks(recorder)
+    looks = StackSampler(recorder)
     looks._last_ns -= 10**9
     recorder.activity, recorder.last_switch_ns = Activity.USER, time.perf_counter_ns() + 10**9
-    looks.take(time.perf_counter_ns() - LATE_NS, EARLY_LOOK_EVERY_S)
+    looks.take(time.perf_counter_ns() - LATE_NS, EARLY_SAMPLE_EVERY_S)
     recorder.activity, recorder.left = Activity.OPTIMIZER, Activity.USER
-    looks.take(time.perf_counter_ns(), EARLY_LOOK_EVERY_S)
+    looks.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
     assert weight_of(looks.splits()[0]) == 0.0
 
 
 @pytest.mark.parametrize(
     ("seen", "in_model", "comes_next", "kind"),
     [
-        ("torch", False, Activity.NEXT, "host"),
-        ("torch", True, Activity.NEXT, "torch"),
+        ("torch", False, Activity.DATA_WAIT, "host"),
+        ("torch", True, Activity.DATA_WAIT, "torch"),
         ("torch", False, Activity.BACKWARD, "torch"),
-        ("torch", False, Activity.SAVE, "torch"),
-        ("data", False, Activity.NEXT, "host"),
-        ("data", False, Activity.BACKWARD, "data"),
+        ("torch", False, Activity.CHECKPOINT, "torch"),
+        ("data_wait", False, Activity.DATA_WAIT, "host"),
+        ("data_wait", False, Activity.BACKWARD, "data_wait"),
     ],
     ids=["a batch next", "in a model", "backward next", "nothing known", "a generator", "a generator of batches"],
 )
@@ -210,12 +216,12 @@ def test_what_is_done_behind_a_step_is_the_scripts_own_where_a_batch_is_drawn_ne
     kind: str,
 ) -> None:
     view = StackView(seen, "train.py:7", "follow", "kept.mul_(0.9)", of_training=in_model)
-    monkeypatch.setattr("fulltilt.recorder.stacks.stack_sampler.look", lambda *_: view)
-    looks = Looks(recorder)
+    monkeypatch.setattr("fulltilt.recorder.stacks.stack_sampler.view_of", lambda *_: view)
+    looks = StackSampler(recorder)
     recorder.activity, recorder.left, recorder.step_ns = Activity.USER, Activity.OPTIMIZER, 1
     for _ in range(3):
-        looks.take(time.perf_counter_ns(), EARLY_LOOK_EVERY_S)
-    recorder.behind_steps.ended(1e6, comes_next)  # it shows only now
+        looks.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
+    recorder.after_step.ended(1e6, comes_next)  # it shows only now
     recorder.previous_step_ns, recorder.step_ns = 1, 2
     usual, _ = looks.splits()
     assert list(usual[Activity.OPTIMIZER]) == [kind]

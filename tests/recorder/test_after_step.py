@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from fulltilt.recorder.intervals import TileBuilder
+from fulltilt.recorder.intervals import IntervalBuilder
 from fulltilt.recorder.marks import Activity, BackwardBegan, Mark
-from fulltilt.recorder.steps import BehindSteps
+from fulltilt.recorder.steps import AfterStep
 
-BATCH, FORWARD, BACKWARD = Activity.NEXT, Activity.USER, Activity.BACKWARD
-STEP, SAVE = Activity.OPTIMIZER, Activity.SAVE
+BATCH, FORWARD, BACKWARD = Activity.DATA_WAIT, Activity.USER, Activity.BACKWARD
+STEP, SAVE = Activity.OPTIMIZER, Activity.CHECKPOINT
 
 
-def after_ten_rounds(*order: tuple[Activity, int]) -> BehindSteps:
+def after_ten_rounds(*order: tuple[Activity, int]) -> AfterStep:
     """A loop of activities, each of which lasts so long."""
-    builder, now_ns = TileBuilder(0), 0
+    builder, now_ns = IntervalBuilder(0), 0
     for _ in range(10):
         for activity, ns in order:
             builder.feed(Mark(now_ns, activity, BackwardBegan() if activity is BACKWARD else None))
             now_ns += ns
-    return builder.behind_steps
+    return builder.after_step
 
 
 PLAIN = ((BATCH, 1), (FORWARD, 9), (BACKWARD, 9), (STEP, 2), (FORWARD, 5))
@@ -49,7 +49,7 @@ def test_it_is_the_scripts_own_where_no_forward_pass_can_be_in_it(
 
 
 def test_a_mark_in_the_middle_does_not_end_a_stretch() -> None:
-    builder = TileBuilder(0)
+    builder = IntervalBuilder(0)
     for now_ns, activity in enumerate((BACKWARD, STEP, FORWARD, None, FORWARD, None, BATCH)):
         builder.feed(Mark(10 * now_ns, activity, BackwardBegan() if activity is BACKWARD else None))
-    assert builder.behind_steps == BehindSteps(to_batch_ns=40.0)
+    assert builder.after_step == AfterStep(to_batch_ns=40.0)
