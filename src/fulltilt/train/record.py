@@ -28,12 +28,11 @@ from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.host import HostProbe, cpu_capacity
 from fulltilt.probes.sampler import Sampler
 from fulltilt.recorder import attach
-from fulltilt.recorder.rank_files import WARN_AFTER_S, Following
 from fulltilt.recorder.loaders import ENGINE, LoaderTap, TappedIterator
-from fulltilt.recorder.recording import LoopMarks
-from fulltilt.recorder.recording import Ended, RunFiles, job_root
-from fulltilt.recorder.session import Session
 from fulltilt.recorder.loaders.loader_hooks import described, tap_on
+from fulltilt.recorder.rank_files import WARN_AFTER_S, Following
+from fulltilt.recorder.recording import Ended, LoopMarks, RunFiles, job_root
+from fulltilt.recorder.session import Session
 from fulltilt.records import Buckets, LoaderRecord, RankRecord, RunRecord, Sample, Settings
 from fulltilt.report.explain import explain
 from fulltilt.report.terminal import verdict_lines
