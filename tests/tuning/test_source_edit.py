@@ -111,6 +111,11 @@ def test_two_calls_of_one_line_are_told_apart_by_their_arguments() -> None:
     assert edited == source.replace("shuffle=True)", "shuffle=True, num_workers=8)")
 
 
+def test_what_was_written_since_is_left_as_it_is() -> None:
+    source = "x = DataLoader(ds, num_workers=8)\n"
+    assert edit_call(source, 1, {"num_workers": 8}, {"num_workers": 0}) == (source, False)
+
+
 def test_torchs_own_defaults_are_not_written() -> None:
     edited, _ = edit_call("x = DataLoader(ds)\n", 1, {**WANTED, "prefetch_factor": 2}, {"num_workers": 0})
     assert edited == "x = DataLoader(ds, num_workers=8, pin_memory=True, persistent_workers=True)\n"

@@ -156,6 +156,7 @@ def tuned(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_ctrl_c_keeps_what_was_learned_and_the_study_goes_on(tmp_path: Path) -> None:
     checkpoint_of(tmp_path)
     process = subprocess.Popen(
@@ -171,20 +172,21 @@ def test_ctrl_c_keeps_what_was_learned_and_the_study_goes_on(tmp_path: Path) -> 
     assert "Go on with: fulltilt tune --out study --allow batch train.py" in errors
     assert "Current" in out
     learned = (tmp_path / "study" / TRIALS_FILE).read_text().count("\n")
-    done = tuned(tmp_path, "--budget", "90s", "--allow", "batch")
+    done = tuned(tmp_path, "--budget", "600s", "--allow", "batch")
     assert done.returncode == 0
     assert f"has {learned} trial" in done.stderr
     assert "trial 1:" not in done.stderr
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_verified_change_is_applied_and_a_study_of_another_command_is_refused(tmp_path: Path) -> None:
     checkpoint_of(tmp_path)
-    done = tuned(tmp_path, "--budget", "150s", "--apply")
+    done = tuned(tmp_path, "--budget", "600s", "--apply")
     assert done.returncode == 0, done.stderr
     assert "num_workers=" in (tmp_path / "train.py").read_text()
     assert "batch_size=8" in (tmp_path / "train.py").read_text()
-    again = tuned(tmp_path, "--budget", "150s", "--apply")  # verified already: no trial is made
+    again = tuned(tmp_path, "--budget", "600s", "--apply")  # verified already: no trial is made
     assert again.returncode == 0, again.stderr
     assert "nothing is left to write" in again.stdout
     other = tuned(tmp_path, "--allow", "batch")
@@ -193,6 +195,7 @@ def test_a_verified_change_is_applied_and_a_study_of_another_command_is_refused(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_script_that_breaks_as_it_is_says_so_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import torch\nraise KeyError('lr')\n")
     began = time.monotonic()

@@ -23,6 +23,7 @@ from pathlib import Path
 from fulltilt.diagnosis.rules.wording import made_for_each_pass
 from fulltilt.errors import MachineError, UsageError
 from fulltilt.records import LoaderRecord, Settings
+from fulltilt.tuning.space import LOADER_SETTINGS
 
 DEFAULTS: Mapping[str, object] = {
     "num_workers": 0,
@@ -85,13 +86,7 @@ def propose(
     with_batch: bool = False,
 ) -> SourceChange | WriteYourself:
     """The change that puts the loader's part of ``in_force`` into the user's source."""
-    names = (
-        "num_workers",
-        "prefetch_factor",
-        "pin_memory",
-        "persistent_workers",
-        *(["batch_size"] if with_batch else []),
-    )
+    names = (*LOADER_SETTINGS, *(["batch_size"] if with_batch else []))
     wanted = {name: value for name in names if (value := getattr(in_force, name)) is not None}
     if not in_force.num_workers:
         wanted = {name: value for name, value in wanted.items() if name not in NEED_WORKERS}
@@ -247,6 +242,8 @@ def edit_call(
                 raise Unclear(f"{which} is {ast.unparse(expression)} there, not a number or a word")
         assert written is None or isinstance(written, ast.Constant)
         now = DEFAULTS.get(name) if written is None else written.value
+        if now == value:  # written since
+            continue
         if now != in_force.get(name, DEFAULTS.get(name)) and not (now is None and name in ONCE_THERE_ARE_WORKERS):
             raise Unclear(f"{name} is {now!r} there, but {in_force.get(name)!r} was in force")
         if value == ONCE_THERE_ARE_WORKERS.get(name, ...) and (written is None or written.value is None):

@@ -50,7 +50,7 @@ def test_only_the_training_loader_is_changed() -> None:
 
 def test_a_loader_is_known_by_its_line_and_its_length() -> None:
     line = test_a_loader_is_known_by_its_line_and_its_length.__code__.co_firstlineno + 4
-    install(Settings(num_workers=2), TrainingLoader(f"tests/tuning/test_changes.py:{line}", 32))
+    install(Settings(num_workers=2), TrainingLoader(f"tests/tuning/test_apply_settings.py:{line}", 32))
     # Not shuffled, made in one loop: only the length tells them apart.
     made = [DataLoader(data, 4) for data in (DATA, TensorDataset(torch.zeros(5)))]
     assert [loader.num_workers for loader in made] == [2, 0]

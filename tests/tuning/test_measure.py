@@ -1,0 +1,119 @@
+"""What a trial sees of its loaders and saves: passes at once, loaders side by side, the last batch, checkpoints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch.utils.data import DataLoader
+
+from fulltilt.tuning.space import Space
+from fulltilt.tuning.study import Study
+from fulltilt.tuning.trial.isolation import Isolation
+from fulltilt.tuning.trial.measure import LoaderSupply, OverlappingPasses, Saves, TrainingLoaders
+from tests.tuning.live_jobs import Squares
+
+
+def seen(*, peeks: bool, abandons: bool = False, persists: bool = False) -> bool:
+    overlap = OverlappingPasses()
+    workers = {"num_workers": 1, "persistent_workers": True} if persists else {}
+    loader = DataLoader(Squares(8), batch_size=2, **workers)
+
+    def begun() -> Iterator[Any]:
+        source = iter(loader)
+        overlap.began(0, source)
+        return source
+
+    for _ in range(2):
+        source = begun()
+        next(source)
+        if peeks:
+            next(begun())
+            next(source)
+        if abandons:
+            source = begun()
+            next(source)
+    return overlap.seen
+
+
+def test_only_a_pass_that_goes_on_overlaps() -> None:
+    assert seen(peeks=True)
+    assert not seen(peeks=False)
+    assert not seen(peeks=False, abandons=True)
+    assert not seen(peeks=True, persists=True)
+
+
+def test_a_study_of_overlapping_passes_keeps_no_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    study = Study(["train.py"], ["python", "train.py"], tmp_path / "study", Space(2), Isolation("none"))
+    assert study.space.may_persist
+    study.record = replace(study.record, passes_overlap=True)
+    assert not study.space.may_persist
+    study.close()
+
+
+@dataclass
+class Tap:
+    loader_id: int
+    trains: bool = False
+    batches: int = 0
+
+
+def test_a_loader_that_is_drawn_from_beside_the_one_that_trains_does_not_interrupt_it() -> None:
+    """zip(labelled, unlabelled): backward() comes after a batch of the second; such a trial never measured anything."""
+    labelled, unlabelled, validation = Tap(0), Tap(1, trains=True), Tap(2, batches=7)
+    company = TrainingLoaders()
+    for step in range(20):
+        labelled.batches += 1
+        unlabelled.batches += 1
+        validation.batches += 5 if step % 10 == 9 else 0
+        found = company.after_step([labelled, unlabelled, validation])
+    assert found == [labelled, unlabelled]
+
+
+def test_a_job_that_draws_no_more_batches_is_not_waited_for() -> None:
+    """itertools.cycle keeps the batches of the first pass; validation and slow steps do not count."""
+    never, cycles, slow = LoaderSupply(), LoaderSupply(), LoaderSupply()
+    assert not any(never.has_ended(0.1 * step, step, 0) for step in range(150))
+    assert never.has_ended(21.0, 210, 0)
+    assert not any(cycles.has_ended(0.01 * step, step, step) for step in range(1000))
+    assert not cycles.has_ended(14.0, 1400, 999)
+    assert cycles.has_ended(15.5, 1550, 999)
+    assert not cycles.has_ended(15.6, 1560, 1000)
+    assert not any(slow.has_ended(10.0 * step, step, 7) for step in range(40))
+
+
+def test_saves_go_to_the_scratch_folder_and_are_found_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("save", "load"):
+        monkeypatch.setattr(torch, name, getattr(torch, name))  # put back afterwards
+    for name in ("save_file", "save_model"):
+        monkeypatch.setattr(safetensors.torch, name, getattr(safetensors.torch, name))
+    monkeypatch.chdir(tmp_path)
+    Path("model.pt").write_text("the user's")
+    saves = Saves(str(tmp_path / "scratch"))
+    saves.install()
+    torch.save({"step": 1}, "model.pt")
+    torch.save({"step": 2}, f=Path("deep/other.pt"))
+    safetensors.torch.save_file({"weight": torch.zeros(1)}, "model.safetensors")
+    assert torch.load("model.pt") == {"step": 1}
+    assert torch.load("deep/other.pt") == {"step": 2}
+    assert saves.count == 3
+    assert Path("model.pt").read_text() == "the user's"
+    assert sorted(os.listdir()) == ["model.pt", "scratch"]
+
+
+def test_saves_are_only_counted_where_nothing_is_pointed_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "save", torch.save)
+    saves = Saves(None)
+    saves.install()
+    torch.save({"step": 1}, tmp_path / "model.pt")
+    assert saves.count == 1
+    assert torch.load(tmp_path / "model.pt") == {"step": 1}

@@ -1,0 +1,91 @@
+"""How sure a rate is, which losses differ, and memory as a line: pure figures."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import pytest
+
+from fulltilt.records import Settings, Trial
+from fulltilt.tuning.memory_line import fit_line, vram_line
+from fulltilt.tuning.trial.outcome import compared_steps, is_worse, mean_loss
+from fulltilt.tuning.trial.throughput import Block, Patience, is_enough, rate_of
+
+# --------------------------------------------------------------------------- rates
+
+
+def test_a_rate_is_all_samples_over_all_seconds() -> None:
+    rate = rate_of([Block(100, 1.0), Block(300, 2.0)])
+    assert rate is not None
+    assert rate.mean == pytest.approx(400 / 3)
+    assert rate.low < rate.mean < rate.high
+    assert rate_of([]) is None
+
+
+def test_one_block_is_not_sure_of_anything() -> None:
+    rate = rate_of([Block(100, 1.0)])
+    assert rate is not None
+    assert (rate.low, math.isinf(rate.high)) == (0.0, True)
+
+
+def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
+    random = Random(1)
+    hits = 0
+    for _ in range(400):
+        blocks = [Block(round(random.gauss(500, 40)), 1.0) for _ in range(8)]
+        rate = rate_of(blocks)
+        assert rate is not None
+        hits += rate.low <= 500 <= rate.high
+    assert 0.91 <= hits / 400 <= 0.985
+
+
+def test_a_trial_stops_as_soon_as_it_knows_and_not_before() -> None:
+    patience = Patience(wanted_error=0.02, least_blocks=5, least_s=1.0, most_s=10.0)
+    steady = [Block(100, 0.3)] * 5
+    assert not is_enough(steady[:4], patience)
+    assert is_enough(steady, patience)
+    restless = [Block(50, 0.3), Block(150, 0.3)] * 5
+    assert not is_enough(restless, patience)
+    assert is_enough(restless * 4, patience)  # its time is over
+
+
+def test_a_trial_that_cannot_win_any_more_stops_early() -> None:
+    restless = [Block(80, 0.3), Block(120, 0.3)] * 5  # 333 samples/s, not known well
+    assert not is_enough(restless, Patience(to_beat=300.0))
+    assert is_enough(restless, Patience(to_beat=900.0))
+
+
+# --------------------------------------------------------------------------- losses
+
+
+def test_the_later_half_of_the_common_steps_is_compared() -> None:
+    assert compared_steps([1.0] * 40, [1.0] * 20) == range(10, 20)
+    assert compared_steps([1.0] * 40, [1.0] * 9) is None
+    assert mean_loss([1.0] * 10 + [3.0] * 10, range(10, 20)) == 3.0
+
+
+def test_a_setting_that_breaks_training_is_told_from_noise() -> None:
+    random = Random(0)
+    falling = [2.3 * math.exp(-step / 50) + random.gauss(0, 0.05) for step in range(60)]
+    again = [2.3 * math.exp(-step / 50) + random.gauss(0, 0.05) for step in range(60)]
+    stuck = [2.3 + random.gauss(0, 0.05) for _ in range(60)]
+    assert not is_worse(falling, falling)
+    assert not is_worse(falling, again)
+    assert is_worse(falling, stuck)
+    assert not is_worse(stuck, falling)
+
+
+# --------------------------------------------------------------------------- memory
+
+
+def test_vram_is_a_line_over_the_batch() -> None:
+    trials = [
+        Trial(Settings(), "ok", vram_peak_bytes=1000 + 10 * size, in_force=Settings(batch_size=size))
+        for size in (8, 16)
+    ]
+    line = vram_line([*trials, Trial(Settings(), "oom", in_force=Settings(batch_size=999))])
+    assert line is not None
+    assert (line.fixed_bytes, line.each_bytes) == pytest.approx((1000, 10))
+    assert line.most_within(2000) == 100
+    assert fit_line([(8, 100), (8, 120)]) is None
