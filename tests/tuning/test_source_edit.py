@@ -237,14 +237,14 @@ def test_what_to_write_by_hand_is_only_what_changes(tmp_path: Path) -> None:
     assert change.write == "DataLoader(…, num_workers=8, prefetch_factor=2)"
 
 
-def test_workers_of_a_loader_that_each_epoch_makes_anew_are_not_told_to_stay(tmp_path: Path) -> None:
+def test_workers_of_a_loader_made_for_each_epoch_are_not_told_to_stay(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("for epoch in range(5):\n    loader = DataLoader(ds, 8)\n")
     loader = examples.loader(where="train.py:2", num_workers=0, batch_size=8, constructed=5, passes=5)
     change = propose(loader, IN_FORCE, tmp_path)
     assert isinstance(change, SourceChange)
     assert "num_workers" in change.diff
     assert "persistent_workers" not in change.diff
-    assert change.remarks[-1].startswith("the loader is made anew for each epoch")
+    assert change.remarks[-1].startswith("the loader is made again for each epoch")
 
 
 def test_a_flag_of_the_command_is_named(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_persistent_workers_are_told_to_change_later_shuffles(tmp_path: Path) ->
 
 
 def test_persistent_workers_do_change_later_shuffles() -> None:
-    """As torch has it today; if it ever seeds them anew, the remark is to go."""
+    """As torch has it today; if it ever seeds them again, the remark is to go."""
 
     def orders(**more: bool) -> list[list[int]]:
         torch.manual_seed(0)

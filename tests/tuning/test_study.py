@@ -230,7 +230,7 @@ def test_a_study_does_not_go_on_with_a_script_that_has_changed(
     study.close()
 
 
-def test_a_study_in_which_nothing_worked_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_in_which_nothing_worked_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The user has installed what was missing: the old failure is no news."""
     monkeypatch.chdir(tmp_path)
     told: list[str] = []
@@ -239,7 +239,7 @@ def test_a_study_in_which_nothing_worked_begins_anew(tmp_path: Path, monkeypatch
         assert not study.trials
         study._writer.write([Trial(Settings(), "crashed", purpose="start", note="No module named 'timm'")])
         study.close()
-    assert [line.partition(";")[2] for line in told] == [" the study begins anew"]
+    assert [line.partition(";")[2] for line in told] == [" the study starts over"]
 
 
 def test_a_study_stopped_before_its_first_trial_claims_nothing(

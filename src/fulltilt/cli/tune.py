@@ -327,7 +327,7 @@ def _hand_over(
         back = shlex.join(["patch", "-R", *files])
         console.print(Text(f"Written into {change.path}; take it back with: {back}"), soft_wrap=True)
     else:
-        # Not by --apply: the study would go on, or begin anew, and may write another one.
+        # Not by --apply: the study would go on, or start over, and may write another one.
         write = shlex.join(["patch", *files])
         console.print(Text(f"The diff is in {folder / DIFF_FILE}; write it with: {write}"), soft_wrap=True)
 

@@ -85,7 +85,7 @@ def accumulation_for(batch: int, fits: int) -> tuple[int, int] | None:
 
 _CONTRASTIVE = re.compile(r"contrastive|info_?nce|nt_?xent|logit_scale|\bclip_?(?:loss|model)|simclr", re.IGNORECASE)
 CONTRASTIVE_WARNING = (
-    "The loss looks contrastive: each sample is told apart from the others of its batch. Accumulation does not make"
+    "The loss looks contrastive: each sample is contrasted with the others of its batch. Accumulation does not make"
     " that batch larger, it only adds up the gradients of small ones (fewer negatives); GradCache does."
 )
 

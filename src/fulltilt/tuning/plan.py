@@ -251,7 +251,7 @@ def _lacks(
     elif len(budget.fitted_at) < 2:
         yield (
             f"one batch size ({budget.fitted_at[0]}) was measured: give a second run at another one, and activations "
-            "are told apart from what does not grow with the batch"
+            "are separated from what does not grow with the batch"
         )
     if gpu is not None and here is None:
         yield f"{gpu.name} is not in the table of GPUs: no speed on others"

@@ -260,7 +260,7 @@ def workers_stay_sentence(trials: Sequence[Trial]) -> str | None:
 
 
 def changing_data_set_sentence(where: str) -> str:
-    """Why workers are started anew for each epoch."""
+    """Why workers are started again for each epoch."""
     return (
         f"Workers were not kept from epoch to epoch: {where} changes the data set between epochs, and workers that "
         "live on have it as it was when they started."
@@ -269,7 +269,7 @@ def changing_data_set_sentence(where: str) -> str:
 
 OVERLAPPING_PASSES = (
     "Workers were not kept from epoch to epoch: the script begins a pass over its loader while another goes on, and "
-    "workers that live on would begin anew for both."
+    "workers that live on would start over for both."
 )
 
 

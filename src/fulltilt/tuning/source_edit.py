@@ -67,7 +67,7 @@ OTHER_SHUFFLES = (
     "workers that persist are seeded once, so that shuffles from the second epoch on come in another order than before"
 )
 SEVERAL_LOADERS = "this line makes other loaders too, which change with it"
-MAKE_ONCE = "the loader is made anew for each epoch: made once before the loop, it could keep its workers"
+MAKE_ONCE = "the loader is made again for each epoch: made once before the loop, it could keep its workers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,8 @@ def propose(
     wanted = {name: value for name in names if (value := getattr(in_force, name)) is not None}
     if not in_force.num_workers:
         wanted = {name: value for name, value in wanted.items() if name not in NEED_WORKERS}
-    made_anew = loader is not None and made_for_each_pass(loader)
-    if made_anew:
+    made_again = loader is not None and made_for_each_pass(loader)
+    if made_again:
         wanted.pop("persistent_workers", None)  # workers live no longer than their loader
     if loader is not None and loader.made_by == "fulltilt":
         return WriteYourself(
@@ -127,11 +127,11 @@ def propose(
     except Unclear as unclear:
         return WriteYourself(f"{loader.where}: {unclear}", _call("DataLoader(…", news))
     new = edited.encode(encoding)
-    shuffles_anew = bool(loader.shuffle) and news.get("persistent_workers") is True
+    shuffles_otherwise = bool(loader.shuffle) and news.get("persistent_workers") is True
     remarks = (
         *((SEVERAL_LOADERS,) if several else ()),
-        *((OTHER_SHUFFLES,) if shuffles_anew else ()),
-        *((MAKE_ONCE,) if made_anew else ()),
+        *((OTHER_SHUFFLES,) if shuffles_otherwise else ()),
+        *((MAKE_ONCE,) if made_again else ()),
     )
     # A mark at the beginning of the file is part of its first line to patch and git.
     encoding = "utf-8" if encoding == "utf-8-sig" else encoding
@@ -182,7 +182,7 @@ def apply_change(change: SourceChange, studied_sha256: str | None) -> None:
     if fingerprint(change.path) != hashlib.sha256(change.old).hexdigest() or (
         studied_sha256 is not None and studied_sha256 != hashlib.sha256(change.old).hexdigest()
     ):
-        raise UsageError(f"{change.path} has changed since it was studied; nothing was written", "Study it anew.")
+        raise UsageError(f"{change.path} has changed since it was studied; nothing was written", "Tune it again.")
     path = change.path.resolve()  # a link stays one
     if not os.access(path, os.W_OK):
         raise MachineError(

@@ -94,7 +94,7 @@ class Study:
         self.trials: list[Trial] = list(store.read_lines(self.folder.path / TRIALS_FILE, Trial))
         if self.trials and not any(map(is_valid, self.trials)):
             # The user has mended what made them fail, or would like to know whether it still does.
-            tell(f"nothing could be measured in {folder} so far; the study begins anew")
+            tell(f"nothing could be measured in {folder} so far; the study starts over")
             self.trials = []
             self.folder.remove(TRIALS_FILE)
         self._writer = store.LineWriter(self.folder.path / TRIALS_FILE)
@@ -153,7 +153,7 @@ class Study:
         if file is not None:
             raise UsageError(
                 f"{file} has changed since the first of the {len(self.trials)} trials in {self.folder.path} was made",
-                "Study it anew: choose another folder with --out.",
+                "Start a new study: choose another folder with --out.",
             )
 
     def measure(self, attempt: Attempt, limits: Limits, tick: Callable[[float], None] = lambda _: None) -> Trial:

@@ -1,4 +1,4 @@
-"""The winner against the start, measured anew in turns. Pure functions over trials.
+"""The winner against the start, measured again in turns. Pure functions over trials.
 
 The search picks the best of many noisy trials, which flatters it; so only trials made for the purpose count here.
 """

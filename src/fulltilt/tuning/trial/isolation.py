@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import itertools
 import json
 import os
@@ -23,6 +24,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -76,7 +78,7 @@ class Isolation:
         plan = {**asdict(self), "scratch": str(scratch), "folder": str(folder.resolve()), "study": os.getpid()}
         places = [Path.cwd(), Path.home().resolve(), _script_folder(command)]
         plan["cwd"], plan["needed"] = str(Path.cwd()), sorted(_needed(places, self.with_user))
-        plan["more"] = sorted(set(_own_folders())) if self.with_user else []
+        plan["more"] = _own_folders() if self.with_user else []
         return [sys.executable, "-I", "-S", str(Path(__file__).resolve()), json.dumps(plan), *command]
 
 
@@ -100,7 +102,7 @@ def choose(in_place: bool = False) -> tuple[Isolation | None, list[str]]:
 
 
 def _candidates() -> Iterator[Isolation]:
-    disk = not any(Path("/var/tmp") in (path, *path.parents) for path in (Path.cwd(), Path.home()))
+    disk = not {Path.cwd(), Path.home()} & {Path("/var"), Path("/var/tmp")}  # the scratch folder cannot lie below
     for with_user in (False, True) if os.geteuid() == 0 else (True,):
         for own_pids in (True, False):
             for in_memory in (False, True) if disk and os.access("/var/tmp", os.W_OK) else (True,):
@@ -155,15 +157,13 @@ def _try_out(isolation: Isolation) -> str | None:
 
 
 def remove_scratch(scratch: Path) -> None:
-    """Delete a folder that `mkdtemp` made for a trial, with what overlayfs left in it."""
-
-    def allowed(_function: object, path: str, _error: object) -> None:
-        with contextlib.suppress(OSError):  # the working folder of an overlay may not be read
-            os.chmod(os.path.dirname(path), stat.S_IRWXU)
-            os.chmod(path, stat.S_IRWXU)
-            shutil.rmtree(path, ignore_errors=True) if os.path.isdir(path) else os.unlink(path)
-
-    shutil.rmtree(scratch, onerror=allowed)
+    """Delete a folder that `mkdtemp` made for a trial, with what overlayfs and the trial left in it."""
+    for folder, names, _ in os.walk(scratch):
+        for name in names:
+            if not os.path.islink(f"{folder}/{name}"):
+                with contextlib.suppress(OSError):
+                    os.chmod(f"{folder}/{name}", stat.S_IRWXU)  # overlayfs has folders that nobody may read
+    shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _needed(places: Sequence[Path], with_user: bool) -> set[str]:
@@ -179,14 +179,19 @@ def _needed(places: Sequence[Path], with_user: bool) -> set[str]:
     return found
 
 
-def _own_folders(most: int = 100) -> Iterator[str]:
-    """Other folders of this user's that lie in folders of somebody else's, a few levels deep."""
-    tops = [entry for entry in _subfolders("/") if entry not in SYSTEM]
-    others = [entry for top in tops for entry in _subfolders(top) if not _is_own(entry)]
-    deeper = [entry for other in others for entry in _subfolders(other)]
-    found = [entry for entry in deeper if _is_own(entry)]
-    found += [last for entry in deeper if not _is_own(entry) for last in _subfolders(entry) if _is_own(last)]
-    yield from found[:most]
+def _own_folders(limit_s: float = 0.5, most: int = 100) -> list[str]:
+    """Other folders of this user's that lie in folders of somebody else's, as far as they are found in this time."""
+    deadline, found = time.monotonic() + limit_s, list[str]()
+    todo = [(top, 0) for top in _subfolders("/") if top not in SYSTEM]
+    for folder, depth in todo:  # grows meanwhile
+        if time.monotonic() > deadline:
+            break
+        for entry in _subfolders(folder):
+            if not _is_own(entry):
+                todo += [(entry, depth + 1)] if depth < 2 else []
+            elif depth:
+                found.append(entry)
+    return found[:most]
 
 
 def _subfolders(folder: str, most: int = 300) -> list[str]:
@@ -398,17 +403,13 @@ def _mount_points() -> list[str]:
 
 def _make_read_only(point: str) -> None:
     attributes = (ctypes.c_uint64 * 4)(MS_RDONLY, 0, 0, 0)
-    with contextlib.suppress(FileNotFoundError, PermissionError):  # hidden below another mount, or not ours to see
-        _call(
-            f"making {point} read-only",
-            "syscall",
-            ctypes.c_long(SYS_MOUNT_SETATTR),
-            -100,
-            point,
-            0,
-            attributes,
-            ctypes.c_size_t(32),
-        )
+    number, size = ctypes.c_long(SYS_MOUNT_SETATTR), ctypes.c_size_t(ctypes.sizeof(attributes))
+    try:
+        _call(f"making {point} read-only", "syscall", number, -100, point, 0, attributes, size)
+    except OSError as error:
+        # Hidden below another mount, or where this user cannot go: nor can the trial.
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EINVAL):
+            raise
 
 
 def _restrict(writable: Sequence[str]) -> None:

@@ -311,7 +311,7 @@ class TrainingLoaders:
 class OverlappingPasses:
     """Whether one pass over a loader goes on after another has begun, as when a script peeks at its first batch.
 
-    torch has one iterator for all passes of a loader whose workers persist: the second would begin the first anew.
+    torch has one iterator for all passes of a loader whose workers persist: the second would restart the first.
     """
 
     def __init__(self) -> None:
