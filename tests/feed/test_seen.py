@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import fulltilt
-from fulltilt import feed, onlookers
+from fulltilt import batch_observer, feed
 from fulltilt.records import LoaderRecord
 from tests.faults import victim
 
@@ -47,7 +47,7 @@ def test_a_loop_over_a_feed_loader_is_measured(tmp_path: Path) -> None:
     assert seen.where is not None
     assert "test_seen.py" in seen.where
     assert seen.wait_s + seen.first_wait_s + seen.restart_s > 128 * 0.002
-    assert onlookers.look is None, "nobody looks on any more"
+    assert batch_observer.observe is None, "nobody looks on any more"
 
 
 def test_the_engines_own_steps_are_counted_once(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from fulltilt import captures
+from fulltilt import cuda_capture
+from fulltilt.batch_observer import observed
 from fulltilt.errors import DataError, DoesNotFit, UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
 from fulltilt.feed.disk_cache import CacheFull, DiskStore, default_cache_dir, open_cache
@@ -31,7 +32,6 @@ from fulltilt.feed.progress import progress
 from fulltilt.feed.standing import position
 from fulltilt.feed.structure import layout_of
 from fulltilt.feed.tiers import Residency, choose_tier, default_workers, measure_room
-from fulltilt.onlookers import seen
 
 # Rows that are mixed with each other when they are streamed: a gigabyte of them, unless the user asks for more.
 MIXING_BYTES = 1024**3
@@ -132,7 +132,7 @@ class Hdf5Loader:
         self._next_epoch, self._next_batch = position(epoch, batch)
 
     def __iter__(self) -> Iterator[Any]:
-        return seen(self, self._pass())
+        return observed(self, self._pass())
 
     def _pass(self) -> Iterator[Any]:
         epoch, first = self._next_epoch, self._next_batch
@@ -401,7 +401,7 @@ def _draw(order: Order, epoch: int, device: torch.device) -> torch.Tensor:
 def _enter_thread(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # a thread begins with the first device, whichever the process uses
-        captures.leave_alone()
+        cuda_capture.use_thread_local_mode()
 
 
 def _digest(value: Any) -> str:

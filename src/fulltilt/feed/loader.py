@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fulltilt.batch_observer import observed
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
 from fulltilt.feed.bad_samples import BadSamples, Policy, ShapesDiffer, pass_over
@@ -30,7 +31,6 @@ from fulltilt.feed.residency import Residence
 from fulltilt.feed.standing import AGAIN, Standing, begins_again, is_shuffled, resumed_at, told_epoch
 from fulltilt.feed.stock import StockLoader
 from fulltilt.feed.tiers import Residency, Tier, default_workers
-from fulltilt.onlookers import seen
 from fulltilt.records import Settings
 
 
@@ -226,7 +226,7 @@ class FeedLoader:
         self.begin_at(*resumed_at(state, self.order))
 
     def __iter__(self) -> Iterator[Any]:
-        return seen(self, self._pass())
+        return observed(self, self._pass())
 
     def fill(self, *, shown: bool | None = None) -> None:
         """Decode everything now, with a progress bar, instead of while the first epoch trains."""

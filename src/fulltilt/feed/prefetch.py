@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fulltilt import captures
+from fulltilt import cuda_capture
 from fulltilt.feed.threads import end_at_exit
 
 
@@ -125,7 +125,7 @@ class DeviceRing:
         try:
             if self._stream is not None:
                 torch.cuda.set_device(self.device)
-                captures.leave_alone()
+                cuda_capture.use_thread_local_mode()
             for batch in batches:
                 position = free.get()
                 if position is None:

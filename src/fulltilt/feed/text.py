@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from fulltilt.batch_observer import observed
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.draws import as_int64
 from fulltilt.feed.places import device_or_default, ranks
 from fulltilt.feed.standing import Standing, saved_position
 from fulltilt.feed.tokens import Tokens, tokenise
-from fulltilt.onlookers import seen
 
 __all__ = ["Batching", "TextLoader", "Tokens", "padded_length", "padding_waste", "text", "tokenise"]
 
@@ -256,7 +256,7 @@ class TextLoader:
         self.begin_at(*found)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        return seen(self, self._pass())
+        return observed(self, self._pass())
 
     def _pass(self) -> Iterator[dict[str, torch.Tensor]]:
         epoch, first = self._standing.begin()

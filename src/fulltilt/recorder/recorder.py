@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from fulltilt import captures
+from fulltilt import cuda_capture
 from fulltilt.recorder.gpu_clock import Calibration, CudaClock
 from fulltilt.recorder.interpreter_lock import LockTurns, own_cpu_clock, wake_on_time
 from fulltilt.recorder.intervals import IntervalBuilder
@@ -233,7 +233,7 @@ class Recorder:
             if self._stop.is_set() or os.getpid() != self.pid:
                 return
             try:
-                ruins_nothing = ruins_nothing or (self.clock is not None and captures.leave_alone())
+                ruins_nothing = ruins_nothing or (self.clock is not None and cuda_capture.use_thread_local_mode())
                 self._sampler.take(due_ns, every_s)
                 now = time.monotonic()
                 if now >= next_drain:

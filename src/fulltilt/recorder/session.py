@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fulltilt import onlookers
+from fulltilt import batch_observer
 from fulltilt.recorder.deep import DeepLook
 from fulltilt.recorder.hooks import Patches
 from fulltilt.recorder.loaders import LoaderTaps
@@ -39,7 +39,7 @@ class Session:
             if self._settings.torch_threads:
                 self._torch.set_num_threads(self._settings.torch_threads)
         self.patches.install()
-        onlookers.look = FeedTaps(self.taps).observe
+        batch_observer.observe = FeedTaps(self.taps).observe
         if self._deep is not None:
             self._deep.install()
 
@@ -56,7 +56,7 @@ class Session:
         if self._deep is not None:
             self._deep.stop()
         self.patches.restore()
-        onlookers.look = None
+        batch_observer.observe = None
         try:
             if self.notes.replicas:
                 self.notes.read_communication()

@@ -236,7 +236,7 @@ def described(batches: Iterable[Any], **known: Any) -> dict[str, Any]:
 
 
 class FeedTaps:
-    """All of the feed's loaders in this process; ``observe`` is what ``fulltilt.onlookers`` calls for each pass."""
+    """All of the feed's loaders in this process; ``batch_observer`` calls ``observe`` for each pass."""
 
     def __init__(self, taps: LoaderTaps) -> None:
         self._all = taps

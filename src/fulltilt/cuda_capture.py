@@ -13,7 +13,7 @@ import sys
 _THREAD_LOCAL, _SUCCESS = 1, 0
 
 
-def leave_alone() -> bool:
+def use_thread_local_mode() -> bool:
     """Let the calling thread, one of ours, ruin no capture of another. False: CUDA has not begun here, ask again."""
     try:
         driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")

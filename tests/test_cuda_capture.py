@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fulltilt import captures
+from fulltilt import cuda_capture
 
 
 def test_the_thread_asks_for_the_mode_in_which_it_ruins_no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,8 +21,8 @@ def test_the_thread_asks_for_the_mode_in_which_it_ruins_no_capture(monkeypatch: 
 
     library = SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
     monkeypatch.setattr(ctypes, "CDLL", lambda _name: library)
-    assert not captures.leave_alone()
-    assert captures.leave_alone()
+    assert not cuda_capture.use_thread_local_mode()
+    assert cuda_capture.use_thread_local_mode()
     assert modes == [1, 1]
 
 
@@ -34,4 +34,4 @@ def test_without_a_driver_that_knows_it_there_is_nothing_to_ask(library: Any, mo
         return library
 
     monkeypatch.setattr(ctypes, "CDLL", load)
-    assert captures.leave_alone()
+    assert cuda_capture.use_thread_local_mode()
