@@ -25,7 +25,7 @@ from fulltilt.recipes.visobert.texts import Split, Texts, read_texts
 from fulltilt.recipes.visobert.trainer import ClassLoss
 from fulltilt.recipes.visobert.training import Fitting
 from fulltilt.train import TrainSettings, checkpoint
-from fulltilt.train.progress import Silence
+from fulltilt.train.progress import Screen
 from fulltilt.train.stop import StopRequest
 from recipebench.measuring import Bench, plain_step, sampling, stock_rate
 from recipebench.turns import Turns
@@ -98,7 +98,7 @@ def fitted(bench: Bench, data: Path, options: Options, texts: Texts, batch: int)
     )
     out = bench.work / f"fed-{batch}"
     checkpoint.prepare(out / "checkpoints")
-    return Fitting(Request(options, settings, data, out), texts, Silence(out), StopRequest())
+    return Fitting(Request(options, settings, data, out), texts, Screen(out, speaks=False), StopRequest())
 
 
 def trainer_turns(fitting: Fitting, turns: Turns) -> dict[str, Any]:

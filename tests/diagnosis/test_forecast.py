@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fulltilt.diagnosis.forecast import compared, forecast
+from fulltilt.diagnosis.forecast import forecast
 
 
 def approach(limit: float, share: float, epochs: int, noise: float = 0.0) -> list[tuple[float, float]]:
@@ -60,13 +60,6 @@ def test_reached_and_unknown() -> None:
     assert forecast([(1, 0.5)], 0.9).sentence == "2 more epochs are needed for a forecast"
     assert forecast([(1, 0.5), (2, 0.6)], 0.9).sentence == "1 more epoch is needed for a forecast"
     assert forecast([], 0.9).state == "unknown"
-
-
-def test_setups_are_compared_by_when_they_arrive() -> None:
-    slow = forecast([(e, 0.01 * e) for e in range(6)], 0.5, epoch_s=100)
-    fast = forecast([(e, 0.01 * e) for e in range(6)], 0.5, epoch_s=40)
-    never = forecast(approach(0.2, 0.5, 10), 0.5, epoch_s=1)
-    assert compared({"slow": slow, "never": never, "fast": fast}) == ["fast", "slow", "never"]
 
 
 @given(

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from fulltilt.train.checkpoint import newest_complete
-from fulltilt.train.guards import Guard, Limits, StepFigures
+from fulltilt.train.config import TrainSettings
+from fulltilt.train.guards import Guard, StepFigures
 from tests.faults import victim
 from tests.faults.ranks import exit_codes
 from tests.faults.victim import Order
@@ -149,28 +150,28 @@ def judged(guard: Guard, losses: list[float], **figures: Any) -> list[str]:
 
 
 def test_a_single_bad_step_between_good_ones_never_adds_up() -> None:
-    guard = Guard(Limits(bad_steps_in_a_row=3))
+    guard = Guard(TrainSettings(bad_steps_in_a_row=3))
     assert set(judged(guard, [1.0, math.nan, math.nan] * 50)) == {"go"}
     assert guard.skipped == 100
 
 
 def test_ordinary_noise_and_negative_losses_are_no_spikes() -> None:
     for level in (1.0, -3.0, 0.0):
-        guard = Guard(Limits(on_spike="rollback"))
+        guard = Guard(TrainSettings(on_spike="rollback"))
         noise = torch.randn(300, generator=torch.Generator().manual_seed(0)).tolist()
         assert set(judged(guard, [level + 0.1 * n for n in noise])) == {"go"}
 
 
 @pytest.mark.parametrize("kind", ["non-finite", "spike"])
 def test_rollbacks_are_counted_out(kind: str) -> None:
-    guard = Guard(Limits(bad_steps_in_a_row=1, rollbacks=2, on_spike="rollback"))
+    guard = Guard(TrainSettings(bad_steps_in_a_row=1, rollbacks=2, on_spike="rollback"))
     bad = math.inf if kind == "non-finite" else 1e9
     actions = judged(guard, [1.0] * 30 + [bad, 1.0, bad, bad])
     assert actions[30:] == ["rollback", "go", "rollback", "stop"]
 
 
 def test_fp16_looking_for_its_scale_is_not_a_bad_step() -> None:
-    guard = Guard(Limits(bad_steps_in_a_row=2))
+    guard = Guard(TrainSettings(bad_steps_in_a_row=2))
     verdicts = [guard.judge(StepFigures(i, 0.5, math.inf, bad=True, loss_scale=2.0 ** (16 - i))) for i in range(8)]
     assert {verdict.action for verdict in verdicts} == {"go"}
     assert guard.in_a_row == 0

@@ -359,15 +359,6 @@ def test_epochs_without_an_evaluation_share_the_table(tmp_path: Path) -> None:
     assert [bool(line.split(",")[-1]) for line in lines] == [True, False, True, True], "the last is always evaluated"
 
 
-@pytest.mark.parametrize(
-    "text", ["epoch,seconds,loss\r\n1,2.0,0.5\r\n2,2", "epoch,seconds\r\n1,2.0\r\nepoch,loss\r\n2,3\r\n"]
-)
-def test_what_a_kill_left_of_a_table_is_no_row(text: str, tmp_path: Path) -> None:
-    checkpoint.claim(tmp_path).write("metrics.csv", text.encode())
-    MetricLog(tmp_path).write(2, {"loss": 0.25}, 1.0)
-    assert epochs_in(tmp_path) == ["epoch", "1", "2"]
-
-
 def test_a_table_that_is_not_ours_keeps_every_line(tmp_path: Path) -> None:
     checkpoint.claim(tmp_path)
     for theirs in ("fold,epoch,note\na,1,good\n", "epoch,seconds\n1,2.0\n"):

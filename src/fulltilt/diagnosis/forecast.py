@@ -120,13 +120,3 @@ def _epochs_to(goal: float, level: float, limit: float, share: float) -> float:
     if limit <= goal:
         return math.inf
     return max(math.log((limit - goal) / max(limit - level, 1e-300)) / math.log(share), 0.0)
-
-
-def compared(forecasts: dict[str, Forecast]) -> list[str]:
-    """Names of setups, the one that reaches the target soonest first; those that do not reach it come last."""
-    return sorted(forecasts, key=lambda name: _latest(forecasts[name]))
-
-
-def _latest(one: Forecast) -> float:
-    span = one.hours if one.hours is not None else one.epochs
-    return math.inf if span is None else span[1]

@@ -18,7 +18,7 @@ from fulltilt.train.data_source import LoaderSettings, Source, make_source
 from fulltilt.train.ddp import Replicated
 from fulltilt.train.distributed import Group, LossModule, Placement, SingleProcess, detect, device_of, divided
 from fulltilt.train.fsdp import Sharded
-from fulltilt.train.guards import Guard, Limits, MicroBatch
+from fulltilt.train.guards import Guard, MicroBatch
 from fulltilt.train.job import Job, samples_in
 from fulltilt.train.metrics_log import EpochTotals
 from fulltilt.train.optimizers import Ema
@@ -42,7 +42,7 @@ def recompute(model: torch.nn.Module) -> None:
     )
 
 
-# --------------------------------------------------------------------------- staging
+# --------------------------------------------------------------------------- stages
 
 
 def enter_stage(state: TrainState, epoch: int) -> None:
@@ -108,7 +108,7 @@ def _nothing_moves(stage: Stage, *, has_parameters: bool) -> str:
     return f"stage {stage.name}: all parameters of the model are frozen, so there is nothing to train"
 
 
-# --------------------------------------------------------------------------- setup
+# --------------------------------------------------------------------------- the whole
 
 
 # What a time limit reckons with before the first save: a network disk on a bad day.
@@ -233,7 +233,7 @@ def _built(
         eval_micro=MicroBatch(splittable=job.splittable),
         ema=ema,
         totals=EpochTotals(device),
-        guard=Guard(_limits(settings)),
+        guard=Guard(settings),
         history=MetricHistory(settings.monitor_mode),
         progress=Progress(),
         kept_settings=KeptSettings(settings, samples_in(job.data)),
@@ -248,16 +248,6 @@ def _built(
         check_space(root, size, policy)
     state.writer.longest_save_s = size / SLOW_DISK_BYTES_PER_S  # until one has been measured
     return state
-
-
-def _limits(settings: TrainSettings) -> Limits:
-    return Limits(
-        settings.bad_steps_in_a_row,
-        settings.rollbacks,
-        settings.spike_factor,
-        settings.on_spike,
-        settings.loss_scale_floor,
-    )
 
 
 def _check_model(job: Job) -> None:

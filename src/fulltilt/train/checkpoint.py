@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -20,15 +20,6 @@ from fulltilt.errors import ForeignFiles, MachineError
 from fulltilt.store.writing import TRAINING
 from fulltilt.train import checkpoint_files
 from fulltilt.train.checkpoint_files import FileSum
-
-
-class Rated(Protocol):
-    """A checkpoint as the policy sees it."""
-
-    @property
-    def step(self) -> int: ...  # noqa: D102
-    @property
-    def metric(self) -> float | None: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +36,7 @@ class KeepPolicy:
         return self.last + self.best
 
 
-def steps_to_delete(checkpoints: Collection[Rated], policy: KeepPolicy) -> list[int]:
-    """The steps whose checkpoints go, oldest first. The newest always stays; equal metrics favour the older one."""
-    by_age = sorted(checkpoints, key=lambda c: c.step)
-    rated = [(c.metric, c.step) for c in by_age if c.metric is not None and c.metric == c.metric]
-    sign = -1.0 if policy.mode == "max" else 1.0
-    rated.sort(key=lambda pair: (sign * pair[0], pair[1]))
-    kept = {c.step for c in by_age[-max(policy.last, 1) :]} | {step for _, step in rated[: policy.best]}
-    return [c.step for c in by_age if c.step not in kept]
-
-
-# --------------------------------------------------------------------------- checkpoint
+# --------------------------------------------------------------------------- the format
 
 
 SCHEMA_VERSION = 1
@@ -100,6 +81,16 @@ class Checkpoint:
     epoch: int
     metric: float | None
     size_bytes: int
+
+
+def steps_to_delete(checkpoints: Collection[Checkpoint], policy: KeepPolicy) -> list[int]:
+    """The steps whose checkpoints go, oldest first. The newest always stays; equal metrics favour the older one."""
+    by_age = sorted(checkpoints, key=lambda c: c.step)
+    rated = [(c.metric, c.step) for c in by_age if c.metric is not None and c.metric == c.metric]
+    sign = -1.0 if policy.mode == "max" else 1.0
+    rated.sort(key=lambda pair: (sign * pair[0], pair[1]))
+    kept = {c.step for c in by_age[-max(policy.last, 1) :]} | {step for _, step in rated[: policy.best]}
+    return [c.step for c in by_age if c.step not in kept]
 
 
 def folder_name(step: int) -> str:
@@ -348,7 +339,7 @@ def _described_or_none(folder: Path) -> Checkpoint | None:
         return None  # a damaged one stays where it is: it may be all the user has
 
 
-# --------------------------------------------------------------------------- find
+# --------------------------------------------------------------------------- the newest
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ def _same_state(before: Any, now: Any) -> bool:
     return before.equal(now) if isinstance(now, torch.Tensor) else bool(before == now)
 
 
-# --------------------------------------------------------------------------- cuda graphs
+# --------------------------------------------------------------------------- capture
 
 
 WARM_UP = 2
@@ -277,7 +277,7 @@ def _dense(tensor: torch.Tensor) -> torch.memory_format:
     return torch.contiguous_format if 0 in tensor.stride() else torch.preserve_format
 
 
-# --------------------------------------------------------------------------- replaying
+# --------------------------------------------------------------------------- replay
 
 
 # Shapes are recorded when they come so often: the first times libraries and compilers prepare themselves.

@@ -108,7 +108,7 @@ def _rebuilt(original: Any, parts: list[Any]) -> Any:
     return parts
 
 
-# --------------------------------------------------------------------------- rows
+# --------------------------------------------------------------------------- rows of all ranks
 
 
 def counts_of_all(count: int) -> list[int]:
@@ -131,7 +131,7 @@ def rows_of_all(rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
     return torch.cat(parts)
 
 
-# --------------------------------------------------------------------------- skipping
+# --------------------------------------------------------------------------- samples that cannot be read
 
 
 log = logging.getLogger("fulltilt.train")
@@ -410,7 +410,7 @@ def sample_names(ids: torch.Tensor, most: int = 16) -> str:
     return f"samples {', '.join(map(str, ids[:most].tolist()))}{more}"
 
 
-# --------------------------------------------------------------------------- feeding
+# --------------------------------------------------------------------------- the feed
 
 
 def make_source(

@@ -57,7 +57,7 @@ def _tasks_on(node: str, tasks_per_node: str) -> str:
     return counts[int(node)] if node.isdigit() and int(node) < len(counts) else "1"
 
 
-# --------------------------------------------------------------------------- meeting
+# --------------------------------------------------------------------------- rendezvous
 
 
 _LOOK_AGAIN_S = 0.02
@@ -100,7 +100,7 @@ def agree_on_start_name(store: Any, rank: int, world: int, timeout_s: float) -> 
     return own
 
 
-# --------------------------------------------------------------------------- distributed
+# --------------------------------------------------------------------------- ranks
 
 
 _AFTER_THE_WATCHDOG_S = 30.0
@@ -287,7 +287,7 @@ def bit_hash(tensors: Sequence[torch.Tensor]) -> int:
     return int(total) % 2**52
 
 
-# --------------------------------------------------------------------------- placement
+# --------------------------------------------------------------------------- where weights and gradients are
 
 
 Piece = tuple[Any, int]

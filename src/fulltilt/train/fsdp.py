@@ -82,7 +82,7 @@ def _as_parameter(value: Any, parameter: torch.Tensor) -> Any:
     return sharded_like(value, parameter) if moment else value
 
 
-# --------------------------------------------------------------------------- sharded
+# --------------------------------------------------------------------------- the sharded model
 
 
 # Below this a block is gathered together with its neighbours: many small messages are slower than one.

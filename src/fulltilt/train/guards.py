@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 
 from fulltilt.errors import DoesNotFit, FulltiltError, MachineError
+from fulltilt.train.config import TrainSettings
 
 # A spike is judged against the recent past; with fewer losses than this there is none.
 WINDOW = 100
@@ -41,25 +42,13 @@ class Verdict:
 
     action: Literal["go", "rollback", "stop"]
     why: str | None = None
-    kind: Literal["non-finite", "overflow", "loss-scale", "spike"] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """When the guard acts. A spike lies ``spike_factor`` times the usual spread above the usual loss."""
-
-    bad_steps_in_a_row: int = 5
-    rollbacks: int = 1
-    spike_factor: float | None = 10.0
-    on_spike: Literal["report", "rollback"] = "report"
-    loss_scale_floor: float = 2.0**-10
 
 
 class Guard:
     """Counts bad steps and knows the recent losses. Its state is part of the checkpoint."""
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
+    def __init__(self, settings: TrainSettings) -> None:
+        self.limits = settings
         self.skipped = 0
         self.in_a_row = 0
         self.rollbacks = 0
@@ -69,31 +58,31 @@ class Guard:
         """The verdict on one step, in the order of the steps."""
         scale = figures.loss_scale
         if scale is not None and scale < self.limits.loss_scale_floor:
-            return Verdict("stop", f"the loss scale fell to {scale:g} at step {figures.step}", "loss-scale")
+            return Verdict("stop", f"the loss scale fell to {scale:g} at step {figures.step}")
         if figures.bad:
             self.skipped += 1
             if scale is not None and math.isfinite(figures.loss):
                 # fp16 looks for its scale by overflowing now and then; only the scale's floor ends that.
-                return Verdict("go", None, "overflow")
+                return Verdict("go")
             self.in_a_row += 1
             what = f"loss {figures.loss:g}, gradient norm {figures.grad_norm:g}"
             why = f"step {figures.step} was skipped: {what}"
             if self.in_a_row < self.limits.bad_steps_in_a_row:
-                return Verdict("go", why, "non-finite")
-            return self._give_up(f"{why}; {self.in_a_row} such steps in a row", "non-finite")
+                return Verdict("go", why)
+            return self._give_up(f"{why}; {self.in_a_row} such steps in a row")
         self.in_a_row = 0
         if self._is_spike(figures.loss):
             why = f"step {figures.step}: the loss jumped to {figures.loss:g}, far above the usual {self._usual():g}"
-            return self._give_up(why, "spike") if self.limits.on_spike == "rollback" else Verdict("go", why, "spike")
+            return self._give_up(why) if self.limits.on_spike == "rollback" else Verdict("go", why)
         self.recent.append(figures.loss)
         return Verdict("go")
 
-    def _give_up(self, why: str, kind: Literal["non-finite", "spike"]) -> Verdict:
+    def _give_up(self, why: str) -> Verdict:
         self.in_a_row = 0
         if self.rollbacks >= self.limits.rollbacks:
-            return Verdict("stop", why, kind)
+            return Verdict("stop", why)
         self.rollbacks += 1
-        return Verdict("rollback", why, kind)
+        return Verdict("rollback", why)
 
     def _usual(self) -> float:
         return statistics.median(self.recent)
@@ -124,7 +113,7 @@ class Guard:
         self.recent = deque(state["recent"], maxlen=WINDOW)
 
 
-# --------------------------------------------------------------------------- oom
+# --------------------------------------------------------------------------- memory
 
 
 class RankDoesNotFit(DoesNotFit):
@@ -169,7 +158,7 @@ class MicroBatch:
         self.most = state["most"]
 
 
-# --------------------------------------------------------------------------- workers
+# --------------------------------------------------------------------------- loader workers
 
 
 @dataclass(frozen=True, slots=True)

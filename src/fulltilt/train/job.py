@@ -73,7 +73,7 @@ def samples_in(data: Any) -> int | None:
     return samples if isinstance(samples, int) else None
 
 
-# --------------------------------------------------------------------------- loss value
+# --------------------------------------------------------------------------- what the loss returned
 
 
 def value_and_means(outcome: Any, device: torch.device) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[Any]]:

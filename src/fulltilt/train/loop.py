@@ -82,7 +82,7 @@ class Saving:
         return self._state.progress.step, self._state.progress.epoch
 
 
-# --------------------------------------------------------------------------- loop
+# --------------------------------------------------------------------------- the loop
 
 
 def train(

@@ -70,7 +70,7 @@ class AsyncMetrics(Generic[Label]):
         return label, figures
 
 
-# --------------------------------------------------------------------------- totals
+# --------------------------------------------------------------------------- means over an epoch
 
 
 class EpochTotals:
@@ -134,7 +134,7 @@ class EpochTotals:
         self._read = {name: (total, weight) for name, total, weight in state.get("read", [])}
 
 
-# --------------------------------------------------------------------------- logs
+# --------------------------------------------------------------------------- metrics.csv
 
 
 Row = dict[str, str]
@@ -156,10 +156,13 @@ class MetricLog:
         row.update({name: str(value) for name, value in metrics.items()})
         try:
             if self._rows is None:  # not before: a fresh run has put the file of the run before aside by now
-                self._rows = dict(_csv_rows(self.path.read_bytes().decode())) if self.path.exists() else {}
+                self._rows = {}
+                if self.path.exists():
+                    with self.path.open(newline="", encoding="utf-8") as file:
+                        self._rows = {int(row["epoch"]): row for row in csv.DictReader(file)}
         except OSError as error:
             raise checkpoint_files.cannot_write(self.path, error) from error
-        except (ValueError, csv.Error) as error:
+        except (ValueError, KeyError, TypeError, csv.Error) as error:
             raise ForeignFiles(f"{self.path} is not a table of epochs and is left as it is") from error
         self._rows[epoch] = row
         text = io.StringIO(newline="")
@@ -168,22 +171,6 @@ class MetricLog:
         writer.writeheader()
         writer.writerows(self._rows[number] for number in sorted(self._rows))
         store.write_text(self.path, text.getvalue())
-
-
-def _csv_rows(text: str) -> list[tuple[int, Row]]:
-    """The epochs of the runs before. Several headers may stand between them; a line that a kill cut short is dropped.
-
-    Raises ValueError and csv.Error for lines that are not ours.
-    """
-    found: list[tuple[int, Row]] = []
-    header: list[str] = []
-    for line in csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline="")):
-        if line[:1] == ["epoch"]:
-            header = line
-        else:
-            row = dict(zip(header, line, strict=True))
-            found.append((int(row.get("epoch", "")), row))
-    return found
 
 
 # --------------------------------------------------------------------------- trackers

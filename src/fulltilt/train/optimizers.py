@@ -67,7 +67,7 @@ def step_unless(optimizer: torch.optim.Optimizer, bad: torch.Tensor) -> None:
         optimizer.step()
 
 
-# --------------------------------------------------------------------------- ema
+# --------------------------------------------------------------------------- average of the weights
 
 
 class Ema:

@@ -191,7 +191,7 @@ def _encodable(text: str, stream: TextIO) -> str:
     return encodable(text, getattr(stream, "encoding", None) or "utf-8")
 
 
-# --------------------------------------------------------------------------- progress
+# --------------------------------------------------------------------------- the screen
 
 
 # Fresh figures at least every tenth of an epoch. A log file gets little more than that, a terminal
@@ -411,10 +411,3 @@ class _Relay(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._screen.warn(record.getMessage())
-
-
-class Silence(Screen):
-    """A screen that shows and samples nothing, for tests and benchmarks."""
-
-    def __init__(self, out: Path) -> None:
-        super().__init__(out, speaks=False)

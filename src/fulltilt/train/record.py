@@ -74,7 +74,7 @@ class MachineWatch:
             listener(sample)
 
 
-# --------------------------------------------------------------------------- idle gpu
+# --------------------------------------------------------------------------- little GPU use
 
 
 NAMED = ("batch_size", "accumulation", "workers", "prefetch", "residency", "precision", "compile", "channels_last")
@@ -139,7 +139,7 @@ class IdleGpu:
         )
 
 
-# --------------------------------------------------------------------------- profiling
+# --------------------------------------------------------------------------- torch.profiler
 
 
 # The first steps compile, allocate and fill caches; then the profiler itself needs a step or two.
@@ -205,7 +205,7 @@ class StepProfiler:
         self._screen.say(f"Profile: {path} (open it at https://ui.perfetto.dev)")
 
 
-# --------------------------------------------------------------------------- record
+# --------------------------------------------------------------------------- the run record
 
 
 # How long the first rank waits for the others' last lines before it explains the run.

@@ -78,7 +78,7 @@ def _host_states() -> tuple[Any, torch.Tensor, Any]:
     return random.getstate(), torch.default_generator.get_state(), numpy.random.get_state() if numpy else None
 
 
-# --------------------------------------------------------------------------- sampler
+# --------------------------------------------------------------------------- which samples
 
 
 @dataclass(frozen=True, slots=True)
