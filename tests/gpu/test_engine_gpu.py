@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fulltilt.train import checkpoint, sampler
+from fulltilt.train import checkpoint, train_state
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.guards import StepFigures
 from fulltilt.train.job import Job
@@ -118,8 +118,8 @@ def test_resume_is_exact_and_needs_the_gpus_random_state(
     if forgotten is not None:
         restore = restore_rng
         monkeypatch.setattr(
-            sampler,
-            "restore",
+            train_state,
+            "restore_rng",
             lambda states, device: restore({**states, forgotten: rng_state(device)[forgotten]}, device),
         )
     once(tmp_path / "cut", None)
