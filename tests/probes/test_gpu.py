@@ -203,7 +203,7 @@ def test_a_split_gpu_without_devices_is_no_gpu():
 
 
 def test_our_processes_are_told_from_others(monkeypatch):
-    monkeypatch.setattr("fulltilt.probes.tenants._numbers_are_the_drivers", lambda proc: True)  # also in a container
+    monkeypatch.setattr("fulltilt.probes.gpu._numbers_are_the_drivers", lambda proc: True)  # also in a container
     (reading,) = opened(shared_gpu(our_pid=os.getpid(), other_pid=2**22 + 1)).read()
     ours, other = reading.processes
     assert (ours.pid, ours.ours, ours.vram_used_bytes) == (os.getpid(), True, 5 * GIB)

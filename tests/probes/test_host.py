@@ -8,9 +8,15 @@ import psutil
 import pytest
 
 from fulltilt.probes import host as host_module
-from fulltilt.probes.counters import CoreTimes, Counters, rates_between, read_counters
-from fulltilt.probes.host import HostProbe, shared_memory_bytes
-from fulltilt.probes.tree import ProcessTree
+from fulltilt.probes.host import (
+    CoreTimes,
+    Counters,
+    HostProbe,
+    ProcessTree,
+    rates_between,
+    read_counters,
+    shared_memory_bytes,
+)
 from fulltilt.testing import FakeClock, GroupLimits, write_cgroups
 
 GIB = 1024**3
@@ -172,7 +178,7 @@ def test_memory_falls_back_where_pss_is_not_told(monkeypatch):
     # A process of its own: this one may have children that other tests left running.
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as alone:
         time.sleep(0.5)
-        monkeypatch.setattr("fulltilt.probes.tree.open", unreadable, raising=False)
+        monkeypatch.setattr("fulltilt.probes.host.open", unreadable, raising=False)
         monkeypatch.setattr(psutil.Process, "memory_full_info", unreadable)
         size = ProcessTree(alone.pid).pss_bytes()
         monkeypatch.undo()
@@ -188,7 +194,7 @@ def test_with_many_processes_memory_is_measured_in_turns(monkeypatch):
         time.sleep(0.02)
         return 100
 
-    monkeypatch.setattr("fulltilt.probes.tree.proportional_bytes", slow)
+    monkeypatch.setattr("fulltilt.probes.host.proportional_bytes", slow)
     tree = ProcessTree(1)
     members = dict.fromkeys(range(8))
     monkeypatch.setattr(tree, "_walk", lambda: members)
@@ -207,7 +213,7 @@ def test_with_many_processes_memory_is_measured_in_turns(monkeypatch):
 
 def test_the_stalest_process_is_measured_again_first(monkeypatch):
     measured = []
-    monkeypatch.setattr("fulltilt.probes.tree.proportional_bytes", lambda pid: measured.append(pid) or 1)
+    monkeypatch.setattr("fulltilt.probes.host.proportional_bytes", lambda pid: measured.append(pid) or 1)
     tree = ProcessTree(1)
     monkeypatch.setattr(tree, "_walk", lambda: {pid: pid for pid in range(3)})
     monkeypatch.setattr(tree._next_pss, "due", lambda: True)

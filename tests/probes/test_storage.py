@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from fulltilt.errors import MachineError, UsageError
-from fulltilt.probes import readrate, storage
-from fulltilt.probes.census import count_files
-from fulltilt.probes.mounts import Mount, mount_of, read_mounts
-from fulltilt.probes.storage import read_storage, storage_kind
+from fulltilt.probes import storage
+from fulltilt.probes.cgroup import Mount, mount_of, read_mounts
+from fulltilt.probes.storage import count_files, read_storage, storage_kind
 
 MIB = 1024**2
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the page cache can be dropped on Linux")
@@ -58,10 +57,10 @@ def test_the_kernel_confirms_that_dropped_files_are_cold(data):
     file = next(file for file in count_files(data, time.perf_counter() + 9).large)
     Path(file.path).read_bytes()
     with Path(file.path).open("rb") as stream:
-        assert readrate._cached_pages(stream.fileno(), file.size_bytes) > 0
-    assert readrate._make_cold(file) is True
+        assert storage._cached_pages(stream.fileno(), file.size_bytes) > 0
+    assert storage._make_cold(file) is True
     with Path(file.path).open("rb") as stream:
-        assert readrate._cached_pages(stream.fileno(), file.size_bytes) == 0
+        assert storage._cached_pages(stream.fileno(), file.size_bytes) == 0
 
 
 @linux
@@ -94,8 +93,8 @@ def test_a_cold_rate_that_is_not_proven_is_claimed_only_if_it_is_much_slower(dat
         reads.add(file.path)
         return file.size_bytes, file.size_bytes * 1e-9 * (slower if first else 1.0)
 
-    monkeypatch.setattr(readrate, "_make_cold", lambda file: None)
-    monkeypatch.setattr(readrate, "_timed_read", timed)
+    monkeypatch.setattr(storage, "_make_cold", lambda file: None)
+    monkeypatch.setattr(storage, "_timed_read", timed)
     reading = read_storage(data)
     assert reading.sequential_warm_bytes_per_s == pytest.approx(1e9)
     assert (reading.sequential_cold_bytes_per_s is not None) == claimed
@@ -141,7 +140,7 @@ def test_a_large_folder_ends_in_time(tmp_path):
 
 def test_no_more_bytes_are_read_than_allowed(data, monkeypatch):
     total = 0
-    real = readrate._timed_read
+    real = storage._timed_read
 
     def counting(file, buffer, deadline_s):
         nonlocal total
@@ -149,7 +148,7 @@ def test_no_more_bytes_are_read_than_allowed(data, monkeypatch):
         total += size
         return size, seconds
 
-    monkeypatch.setattr(readrate, "_timed_read", counting)
+    monkeypatch.setattr(storage, "_timed_read", counting)
     read_storage(data, budget_bytes=2 * MIB)
     # A pass ends after the file with which it reaches its share: one shard twice, and half a megabyte of images.
     assert 0 < total <= 2 * 4 * MIB + MIB

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fulltilt.probes.visible import visible_uuids
+from fulltilt.probes.gpu import visible_uuids
 
 A, B, C = "GPU-aaaa1111-0000", "GPU-aabb2222-0000", "GPU-cccc3333-0000"
 ALL = (A, B, C)

@@ -1,19 +1,295 @@
-"""GPUs as NVML sees them, addressed by UUID and limited to those that the job may use."""
+"""The GPUs that a job may use: their readings, and the processes on them."""
 
 from __future__ import annotations
 
 import importlib
 import os
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from fulltilt.probes.device import Device, find_devices
-from fulltilt.probes.gpm import GpmReading
-from fulltilt.probes.nvml import GpuLost, Nvml
-from fulltilt.probes.ration import Ration, Turns
-from fulltilt.probes.tenants import Tenants
-from fulltilt.records import GpuReading
+import psutil
+
+from fulltilt.probes.nvml import Gpm, GpmReading, GpuLost, Nvml
+from fulltilt.probes.rate_limit import RateLimit, Turns
+from fulltilt.records import GpuProcess, GpuReading
+
+# --------------------------------------------------------------------------- CUDA_VISIBLE_DEVICES
+
+
+def visible_uuids(value: str | None, gpus: Sequence[str], migs: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """The UUIDs that CUDA shows for a value of CUDA_VISIBLE_DEVICES, in the order of CUDA's ordinals.
+
+    ``gpus`` are all UUIDs in CUDA's own order; ``migs`` maps every name of a MIG device to its UUID.
+    As in CUDA the first entry decides whether the list holds indices, UUIDs or MIG names, the list ends
+    at the first invalid entry, and a device named twice makes the whole list empty.
+    """
+    if value is None:
+        return tuple(gpus)
+    entries = [entry.strip() for entry in value.split(",")]
+    if entries[0].startswith("MIG-"):
+        # CUDA lets a process use one MIG device, whatever else is listed.
+        return tuple(uuid for uuid in [_by_prefix(entries[0], "MIG-", migs or {})] if uuid is not None)
+    by_uuid = entries[0].startswith("GPU-")
+    names = {uuid: uuid for uuid in gpus}
+    chosen: list[str] = []
+    for entry in entries:
+        uuid = _by_prefix(entry, "GPU-", names) if by_uuid else _by_index(entry, gpus)
+        if uuid is None:
+            break
+        if uuid in chosen:
+            return ()
+        chosen.append(uuid)
+    return tuple(chosen)
+
+
+def _by_index(entry: str, gpus: Sequence[str]) -> str | None:
+    number = re.match(r"\+?(\d+)", entry)  # CUDA reads "1gpu" as 1, like C's strtoul
+    index = int(number[1]) if number else len(gpus)
+    return gpus[index] if index < len(gpus) else None
+
+
+def _by_prefix(entry: str, kind: str, names: Mapping[str, str]) -> str | None:
+    if not entry.startswith(kind):
+        return None
+    if entry in names:
+        return names[entry]
+    found = {uuid for name, uuid in names.items() if name.startswith(entry)}
+    return found.pop() if len(found) == 1 else None  # an ambiguous prefix is invalid
+
+
+# --------------------------------------------------------------------------- processes on a GPU
+
+# Linux gives the first PID namespace this inode number (PROC_PID_INIT_INO). In it, the driver's numbers are ours.
+_FIRST_PID_NAMESPACE = 0xEFFFFFFC
+
+
+class GpuProcesses:
+    """Reads the compute processes on a GPU (MPS clients included). Ours are ``root_pid`` and all that it started.
+
+    The driver knows nothing of PID namespaces: inside a container it names processes by the host's numbers, or by 0.
+    A number that cannot be found here may therefore be our own process, and counts as ours: calling the user's own
+    job a stranger would be a false alarm.
+    """
+
+    def __init__(self, nvml: Nvml, root_pid: int, proc: Path = Path("/proc")) -> None:
+        self._nvml = nvml
+        self._root_pid = root_pid
+        self._proc = proc
+        self._same_numbers = _numbers_are_the_drivers(proc)
+        self._known: dict[tuple[int, float | None], tuple[str | None, bool]] = {}  # (pid, start): name, ours
+
+    def read(self, handle: Any) -> tuple[GpuProcess, ...] | None:
+        """The processes in order of their ids; None where the driver does not tell. Raises GpuLost."""
+        compute = self._running("nvmlDeviceGetComputeRunningProcesses", handle)
+        if compute is None:
+            return None
+        held: dict[int, int | None] = {}
+        for process in (*compute, *(self._running("nvmlDeviceGetMPSComputeRunningProcesses", handle) or ())):
+            held[process.pid] = max(held.get(process.pid) or 0, process.usedGpuMemory or 0) or None
+        return tuple(GpuProcess(pid, name, held[pid], ours) for pid in sorted(held) for name, ours in [self._who(pid)])
+
+    def _running(self, function: str, handle: Any) -> Any:
+        # The third version needs a driver from 510 on; the unversioned name raises a foreign exception type.
+        found = self._nvml.query(f"{function}_v3", handle)
+        return found if found is not None else self._nvml.query(f"{function}_v2", handle)
+
+    def _who(self, pid: int) -> tuple[str | None, bool]:
+        """Name of a process, and whether it is ours: found out once, since numbers are used again but not starts."""
+        try:
+            process = psutil.Process(pid) if pid else None
+            key = (pid, None if process is None else process.create_time())
+        except psutil.Error:
+            process, key = None, (pid, None)
+        if key not in self._known:
+            if len(self._known) > 256:
+                self._known.clear()  # a monitor that runs for weeks sees many processes
+            self._known[key] = self._look(pid, process)
+        return self._known[key]
+
+    def _look(self, pid: int, process: psutil.Process | None) -> tuple[str | None, bool]:
+        try:
+            if process is not None:
+                if self._root_pid in (pid, *(parent.pid for parent in process.parents())):
+                    return process.name(), True
+                if self._same_numbers or self._uses_a_gpu(pid):
+                    return process.name(), False
+        except psutil.Error:
+            pass  # it ended while we looked
+        path = self._nvml.query("nvmlSystemGetProcessName", pid) if pid else None
+        name = None if not path else str(path).replace("\\", "/").rsplit("/", 1)[-1]
+        return name, pid == 0 or not self._same_numbers
+
+    def _uses_a_gpu(self, pid: int) -> bool:
+        """Whether the process that has this number here has an NVIDIA device open. False if one cannot look."""
+        try:
+            links = (self._proc / str(pid) / "fd").iterdir()
+            return any(str(link.readlink()).startswith("/dev/nvidia") for link in links)
+        except OSError:
+            return False
+
+
+def _numbers_are_the_drivers(proc: Path) -> bool:
+    try:
+        return (proc / "self/ns/pid").stat().st_ino == _FIRST_PID_NAMESPACE
+    except OSError:
+        return not (proc / "self").exists()  # Windows has no PID namespaces; a Linux that hides them may have one
+
+
+# --------------------------------------------------------------------------- device
+
+
+@dataclass(slots=True)
+class Device:
+    """A GPU with what does not change about it. ``board`` is the whole GPU where ``handle`` is a MIG device."""
+
+    uuid: str
+    index: int
+    handle: Any
+    board: Any
+    name: str = "NVIDIA GPU"
+    gpm: Gpm | None = None
+    sm_clock_max_mhz: float | None = None
+    temperature_limit_c: float | None = None
+
+    def describe(self, nvml: Nvml, clock: Callable[[], float]) -> None:
+        """Ask for everything that does not change. What a lost GPU does not answer stays unknown."""
+        module = nvml.module
+        try:
+            name = nvml.query("nvmlDeviceGetName", self.handle) or nvml.query("nvmlDeviceGetName", self.board)
+            self.name = name or self.name
+            clock_mhz = nvml.query("nvmlDeviceGetMaxClockInfo", self.board, module.NVML_CLOCK_SM)
+            self.sm_clock_max_mhz = None if clock_mhz is None else float(clock_mhz)
+            self.temperature_limit_c = self._slowdown_c(nvml)
+            instance = None if self.handle is self.board else nvml.query("nvmlDeviceGetGpuInstanceId", self.handle)
+            if self.handle is self.board or instance is not None:
+                self.gpm = Gpm.open(nvml, self.board, instance, clock)
+        except GpuLost:
+            pass  # the readings will say so
+
+    def _slowdown_c(self, nvml: Nvml) -> float | None:
+        slowdown = nvml.module.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+        limit = nvml.query("nvmlDeviceGetTemperatureThreshold", self.board, slowdown)
+        if limit is not None:
+            return float(limit)
+        # Newer GPUs tell the distance to that temperature instead.
+        margin, now_c = nvml.query("nvmlDeviceGetMarginTemperature", self.board), self.temperature_c(nvml)
+        return None if margin is None or now_c is None else now_c + margin
+
+    def memory(self, nvml: Nvml) -> Any:
+        """NVML's memory info; from its second version on the driver's own reserve is not counted as used."""
+        second = getattr(nvml.module, "nvmlMemory_v2", None)
+        found = None if second is None else nvml.query("nvmlDeviceGetMemoryInfo", self.handle, second)
+        return found if found is not None else nvml.query("nvmlDeviceGetMemoryInfo", self.handle)
+
+    def temperature_c(self, nvml: Nvml) -> float | None:
+        """The temperature of the GPU."""
+        sensor = nvml.module.NVML_TEMPERATURE_GPU
+        degrees = nvml.query("nvmlDeviceGetTemperatureV", self.board, sensor)
+        if degrees is None:
+            degrees = nvml.query("nvmlDeviceGetTemperature", self.board, sensor)
+        return None if degrees is None else float(degrees)
+
+    def find_again(self, nvml: Nvml, clock: Callable[[], float]) -> None:
+        """Look this GPU up by its UUID, in a session that was begun anew."""
+        try:
+            handle = nvml.query("nvmlDeviceGetHandleByUUID", self.uuid)
+            if handle is None:
+                return
+            board = nvml.query("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
+            self.handle, self.board = handle, handle if board is None else board
+        except GpuLost:
+            return
+        self.describe(nvml, clock)
+
+    def close(self) -> None:
+        """Give back what the driver holds for us."""
+        if self.gpm is not None:
+            try:
+                self.gpm.close()
+            except GpuLost:
+                pass
+
+
+def find_devices(
+    nvml: Nvml, environ: Mapping[str, str] | None, clock: Callable[[], float]
+) -> tuple[tuple[Device, ...], str | None]:
+    """The GPUs that a job with this environment sees (None: every GPU), and why there are none. Raises GpuLost."""
+    boards = dict(_boards(nvml))
+    if not boards:
+        return (), "the NVIDIA driver sees no GPU that this user may use"
+    if environ is None:
+        found = [(uuid, handle, handle) for uuid, handle in boards.items()]
+    else:
+        found = list(_visible(nvml, boards, environ))
+    devices = tuple(Device(uuid, index, handle, board) for index, (uuid, handle, board) in enumerate(found))
+    for device in devices:
+        device.describe(nvml, clock)
+    if devices:
+        return devices, None
+    value = (environ or {}).get("CUDA_VISIBLE_DEVICES")
+    if value is None:
+        return (), "the GPU is split by MIG, and no MIG device has been made on it"
+    return (), f"CUDA_VISIBLE_DEVICES={value!r} shows none of the {len(boards)} GPUs of this machine"
+
+
+def _boards(nvml: Nvml) -> Iterator[tuple[str, Any]]:
+    for number in range(nvml.query("nvmlDeviceGetCount") or 0):
+        try:
+            handle = nvml.query("nvmlDeviceGetHandleByIndex", number)
+            uuid = None if handle is None else nvml.query("nvmlDeviceGetUUID", handle)
+        except GpuLost:
+            continue  # it fell off the bus before we came; the others are still there
+        if uuid is not None:
+            yield uuid, handle
+
+
+def _visible(nvml: Nvml, boards: dict[str, Any], environ: Mapping[str, str]) -> Iterator[tuple[str, Any, Any]]:
+    """(UUID, handle, handle of the board) of each device in CUDA's order."""
+    migs = {uuid: list(_mig_devices(nvml, uuid, handle)) for uuid, handle in boards.items()}
+    mig_names = {name: mig[0] for found in migs.values() for mig, names in found for name in names}
+    by_uuid = {mig[0]: mig for found in migs.values() for mig, _ in found}
+    ordered = list(boards)
+    if environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        # NVML's order is that of the PCI bus; CUDA's own puts the fastest first, by an estimate such as this one.
+        ordered.sort(key=lambda uuid: -_speed(nvml, boards[uuid]))
+    for uuid in visible_uuids(environ.get("CUDA_VISIBLE_DEVICES"), ordered, mig_names):
+        if uuid in by_uuid:
+            yield by_uuid[uuid]
+        elif not _is_split(nvml, boards[uuid]):
+            yield uuid, boards[uuid], boards[uuid]
+        elif migs[uuid]:
+            yield migs[uuid][0][0]  # of a GPU that is split by MIG, CUDA uses the first device
+
+
+def _is_split(nvml: Nvml, board: Any) -> bool:
+    mode = nvml.query("nvmlDeviceGetMigMode", board)
+    return mode is not None and mode[0] == nvml.module.NVML_DEVICE_MIG_ENABLE
+
+
+def _mig_devices(nvml: Nvml, uuid: str, board: Any) -> Iterator[tuple[tuple[str, Any, Any], tuple[str, str]]]:
+    """Each MIG device of a GPU, with the new and the old form of its name."""
+    if not _is_split(nvml, board):
+        return
+    for number in range(nvml.query("nvmlDeviceGetMaxMigDeviceCount", board) or 0):
+        handle = nvml.query("nvmlDeviceGetMigDeviceHandleByIndex", board, number)
+        name = None if handle is None else nvml.query("nvmlDeviceGetUUID", handle)
+        if name is None:
+            continue
+        gpu_instance = nvml.query("nvmlDeviceGetGpuInstanceId", handle)
+        compute_instance = nvml.query("nvmlDeviceGetComputeInstanceId", handle)
+        yield (name, handle, board), (name, f"MIG-{uuid}/{gpu_instance}/{compute_instance}")
+
+
+def _speed(nvml: Nvml, board: Any) -> int:
+    cores = nvml.query("nvmlDeviceGetNumGpuCores", board)
+    return int(cores or 0) * int(nvml.query("nvmlDeviceGetMaxClockInfo", board, nvml.module.NVML_CLOCK_SM) or 0)
+
+
+# --------------------------------------------------------------------------- gpu
 
 # Clock event reasons that slow a busy GPU down. Left out: idle, clocks set by the user, and the display's setting.
 THROTTLE_REASONS = (
@@ -81,10 +357,10 @@ class Gpus:
         version = nvml.query("nvmlSystemGetCudaDriverVersion_v2")
         self.cuda = None if not version else f"{version // 1000}.{version % 1000 // 10}"
         self._devices, self.why_none = find_devices(nvml, environ, clock)
-        self._tenants = Tenants(nvml, root_pid)
+        self._processes = GpuProcesses(nvml, root_pid)
         without_gpm = [device for device in self._devices if device.gpm is None]
-        self._pcie_turns = Turns(without_gpm, Ration(_PCIE_SHARE, clock=clock))
-        self._energy_turns = Turns(self._devices, Ration(_ENERGY_SHARE, clock=clock))
+        self._pcie_turns = Turns(without_gpm, RateLimit(_PCIE_SHARE, clock=clock))
+        self._energy_turns = Turns(self._devices, RateLimit(_ENERGY_SHARE, clock=clock))
 
     def read(self) -> tuple[GpuReading, ...]:
         """One reading of each GPU; a GPU that the driver lost stays in the list with ``lost=True``."""
@@ -113,12 +389,12 @@ class Gpus:
         power_limit_mw = nvml.query("nvmlDeviceGetEnforcedPowerLimit", handle)
         energy_mj = None
         if asks_energy:
-            with self._energy_turns.ration.spend():
+            with self._energy_turns.limit.spend():
                 energy_mj = nvml.query("nvmlDeviceGetTotalEnergyConsumption", handle)
         gpm = device.gpm.read() if device.gpm is not None else GpmReading()
         tx, rx = gpm.pcie_tx_bytes_per_s, gpm.pcie_rx_bytes_per_s
         if asks_pcie:
-            with self._pcie_turns.ration.spend():
+            with self._pcie_turns.limit.spend():
                 tx = _scaled(nvml.query("nvmlDeviceGetPcieThroughput", board, module.NVML_PCIE_UTIL_TX_BYTES), 1024)
                 rx = _scaled(nvml.query("nvmlDeviceGetPcieThroughput", board, module.NVML_PCIE_UTIL_RX_BYTES), 1024)
         return GpuReading(
@@ -144,7 +420,7 @@ class Gpus:
             sm_occupancy_pct=gpm.sm_occupancy_pct,
             tensor_active_pct=gpm.tensor_active_pct,
             dram_active_pct=gpm.dram_active_pct,
-            processes=self._tenants.read(handle),
+            processes=self._processes.read(handle),
         )
 
     def close(self) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 
-from fulltilt.probes.ration import Ration
-from fulltilt.probes.tree import ProcessTree
+from fulltilt.probes.host import ProcessTree
+from fulltilt.probes.rate_limit import RateLimit
 from fulltilt.records import GpuProcess, JobProcess
 
 # `fulltilt run` sets this in the environment of the job, and thereby of every process under it.
@@ -26,7 +26,7 @@ class JobProbe:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._scans = Ration(_SCAN_SHARE)
+        self._scans = RateLimit(_SCAN_SHARE)
         self._processes: dict[int, psutil.Process] = {}
         self._parents: dict[int, int] = {}
         self._folders: dict[int, str | None] = {}

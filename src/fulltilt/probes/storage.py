@@ -1,21 +1,232 @@
-"""A data folder: what it lies on, and how fast its own files read, cold and warm."""
+"""A data folder: its file system, a sample of its files, and how fast they read."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
+import random
 import shutil
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import psutil
 
 from fulltilt.errors import MachineError, UsageError
-from fulltilt.probes.census import Census, count_files
+from fulltilt.probes.cgroup import Mount, mount_of, read_mounts
 from fulltilt.probes.host import memory_headroom_bytes
-from fulltilt.probes.mounts import Mount, mount_of, read_mounts
-from fulltilt.probes.readrate import read_rates
 from fulltilt.records import StorageReading
+
+# --------------------------------------------------------------------------- file sample
+
+# Below this a file is read in one go, and opening it costs as much as reading it.
+SMALL_FILE_BYTES = 1024**2
+
+_SAMPLE_FILES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFile:
+    """A file and its size."""
+
+    path: str
+    size_bytes: int
+
+
+@dataclass(slots=True)
+class FileSample:
+    """What was counted, and a sample of the small and of the large files in which each had the same chance."""
+
+    files: int = 0
+    total_bytes: int = 0
+    fully: bool = True
+    small: list[FoundFile] = field(default_factory=list)
+    large: list[FoundFile] = field(default_factory=list)
+
+
+def count_files(folder: Path, deadline_s: float) -> FileSample:
+    """Count until ``time.perf_counter()`` reaches the deadline. Links to files and folders are followed once."""
+    found = FileSample()
+    draw = random.Random(0)  # the same folder gives the same sample
+    seen = {"small": 0, "large": 0}
+    for entry in _files(folder, found):
+        try:
+            size = entry.stat().st_size
+        except OSError:
+            continue
+        found.files += 1
+        found.total_bytes += size
+        group = "small" if size < SMALL_FILE_BYTES else "large"
+        seen[group] += 1
+        sample: list[FoundFile] = getattr(found, group)
+        if len(sample) < _SAMPLE_FILES:
+            sample.append(FoundFile(entry.path, size))
+        elif (slot := draw.randrange(seen[group])) < _SAMPLE_FILES:
+            sample[slot] = FoundFile(entry.path, size)
+        if time.perf_counter() >= deadline_s:
+            found.fully = False
+            break
+    # Files lie on the disk in the order of their folders; a training job does not read them so.
+    draw.shuffle(found.small)
+    draw.shuffle(found.large)
+    return found
+
+
+def _files(folder: Path, found: FileSample) -> Iterator[os.DirEntry[str]]:
+    todo, visited = [str(folder)], set()
+    while todo:
+        path = todo.pop()
+        try:
+            status = os.stat(path)  # noqa: PTH116 - plain strings keep a million entries cheap
+            if (status.st_dev, status.st_ino) in visited:
+                continue  # a link back to a folder that was counted
+            visited.add((status.st_dev, status.st_ino))
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    if entry.is_dir():
+                        todo.append(entry.path)
+                    elif entry.is_file():
+                        yield entry
+        except OSError:
+            found.fully = False  # a folder that we may not read
+
+
+# --------------------------------------------------------------------------- read rates
+
+_BLOCK_BYTES = 1024**2
+
+# Of one large file at most this much is read, so that one file does not stand for the set.
+_FILE_BYTES = 32 * 1024**2
+
+# Where the kernel does not tell whether pages were still cached, a "cold" read this close to a warm one may be warm.
+_TOO_WARM = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRates:
+    """Rates over one sample of files; None where they could not be measured (or could not be made cold)."""
+
+    cold_bytes_per_s: float | None = None
+    cold_files_per_s: float | None = None
+    warm_bytes_per_s: float | None = None
+    warm_files_per_s: float | None = None
+    mean_bytes: float | None = None
+
+
+@dataclass(slots=True)
+class _Tally:
+    files: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, size_bytes: int, seconds: float) -> None:
+        self.files, self.bytes, self.seconds = self.files + 1, self.bytes + size_bytes, self.seconds + seconds
+
+    def per_s(self, amount: int) -> float | None:
+        return amount / self.seconds if self.files and self.seconds > 0 else None
+
+
+def read_rates(files: Sequence[FoundFile], deadline_s: float, budget_bytes: int, can_be_cold: bool = True) -> ReadRates:
+    """Read the files once cold and once warm until the deadline (``time.perf_counter()``) or the budget.
+
+    Cold means that the file's data was not in memory; its name and its place on the disk may have been.
+    """
+    start_s = time.perf_counter()
+    cold_until_s = start_s + 0.7 * (deadline_s - start_s)
+    first, cold, warm = _Tally(), _Tally(), _Tally()
+    proven = True
+    done = []
+    buffer = bytearray(_BLOCK_BYTES)  # one for all reads, or we would measure the allocator
+    for file in files:
+        if time.perf_counter() >= cold_until_s or first.bytes >= budget_bytes // 2:
+            break
+        was_cold = _make_cold(file) if can_be_cold else False
+        result = _timed_read(file, buffer, cold_until_s)
+        if result is None:
+            continue
+        done.append(file)
+        first.add(*result)
+        if was_cold is not False:
+            cold.add(*result)
+            proven = proven and was_cold is True
+    for file in done:
+        if time.perf_counter() >= deadline_s or warm.bytes >= budget_bytes // 2:
+            break
+        result = _timed_read(file, buffer, deadline_s)
+        if result is not None:
+            warm.add(*result)
+    cold_rate, warm_rate = cold.per_s(cold.bytes), warm.per_s(warm.bytes)
+    if not proven and cold_rate and warm_rate and cold_rate > _TOO_WARM * warm_rate:
+        cold = _Tally()
+    return ReadRates(
+        cold_bytes_per_s=cold.per_s(cold.bytes),
+        cold_files_per_s=cold.per_s(cold.files),
+        warm_bytes_per_s=warm_rate,
+        warm_files_per_s=warm.per_s(warm.files),
+        mean_bytes=first.bytes / first.files if first.files else None,
+    )
+
+
+def _timed_read(file: FoundFile, buffer: bytearray, deadline_s: float) -> tuple[int, float] | None:
+    """Bytes read and seconds taken to open the file, read it up to the limit, and close it."""
+    start_s = time.perf_counter()
+    total = 0
+    try:
+        with Path(file.path).open("rb", buffering=0) as stream:
+            while total < _FILE_BYTES and (count := stream.readinto(buffer)):
+                total += count
+                if time.perf_counter() >= deadline_s:
+                    break
+    except OSError:
+        return None  # it vanished, or we may not read it
+    return total, time.perf_counter() - start_s
+
+
+def _make_cold(file: FoundFile) -> bool | None:
+    """Ask the kernel to drop the file from the page cache. True: it did; False: it did not; None: it does not say."""
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    try:
+        with Path(file.path).open("rb", buffering=0) as stream:
+            os.posix_fadvise(stream.fileno(), 0, _FILE_BYTES, os.POSIX_FADV_DONTNEED)
+            may_know = os.geteuid() in (0, os.fstat(stream.fileno()).st_uid) or os.access(file.path, os.W_OK)
+            length = min(file.size_bytes, _FILE_BYTES)
+            pages = _cached_pages(stream.fileno(), length) if may_know and length else None
+    except OSError:
+        return None
+    return None if pages is None else pages == 0
+
+
+def _cached_pages(descriptor: int, length: int) -> int | None:
+    """Pages of the file's start that are in memory (mincore). The kernel lies to users who do not own the file."""
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_long,
+        )
+        address = libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+        if address in (None, ctypes.c_void_p(-1).value):
+            return None
+        try:
+            pages = (ctypes.c_ubyte * -(-length // mmap.PAGESIZE))()
+            failed = libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(length), pages)
+            return None if failed else sum(page & 1 for page in pages)
+        finally:
+            libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(length))
+    except (OSError, AttributeError):
+        return None  # no such function in this C library
+
+
+# --------------------------------------------------------------------------- storage
 
 Kind = Literal["ssd", "hdd", "nvme", "tmpfs", "network", "overlay", "unknown"]
 
@@ -42,26 +253,26 @@ def read_storage(
     start_s = time.perf_counter()
     end_s = start_s + budget_s
     filesystem, device, kind = _place(path, root)
-    census = count_files(path, start_s + 0.3 * budget_s)
+    found = count_files(path, start_s + 0.3 * budget_s)
     can_be_cold = kind != "tmpfs" and filesystem not in _OWN_CACHE
     halfway_s = (time.perf_counter() + end_s) / 2
-    large = read_rates(census.large, halfway_s, budget_bytes * 3 // 4, can_be_cold)
-    small = read_rates(census.small, end_s, budget_bytes // 4, can_be_cold)
+    large = read_rates(found.large, halfway_s, budget_bytes * 3 // 4, can_be_cold)
+    small = read_rates(found.small, end_s, budget_bytes // 4, can_be_cold)
     return StorageReading(
         path=str(folder),
         filesystem=filesystem,
         device=device,
         kind=kind,
-        files=census.files,
-        total_bytes=census.total_bytes,
-        counted_fully=census.fully,
+        files=found.files,
+        total_bytes=found.total_bytes,
+        counted_fully=found.fully,
         sequential_cold_bytes_per_s=large.cold_bytes_per_s,
         sequential_warm_bytes_per_s=large.warm_bytes_per_s,
         small_cold_files_per_s=small.cold_files_per_s,
         small_warm_files_per_s=small.warm_files_per_s,
         small_file_bytes=small.mean_bytes,
         free_bytes=_free_bytes(path),
-        fits_in_ram=True if kind == "tmpfs" else _fits(census, memory_headroom_bytes(root)),
+        fits_in_ram=True if kind == "tmpfs" else _fits(found, memory_headroom_bytes(root)),
     )
 
 
@@ -78,10 +289,10 @@ def _checked(folder: str | Path) -> Path:
         raise MachineError(f"cannot read the data folder {folder}: {error.strerror or error}") from error
 
 
-def _fits(census: Census, room_bytes: int) -> bool | None:
-    if census.total_bytes > room_bytes:
+def _fits(found: FileSample, room_bytes: int) -> bool | None:
+    if found.total_bytes > room_bytes:
         return False
-    return True if census.fully else None
+    return True if found.fully else None
 
 
 def _free_bytes(path: Path) -> int | None:

@@ -21,7 +21,7 @@ import torch
 from fulltilt.diagnosis.forecast import forecast
 from fulltilt.errors import FulltiltError
 from fulltilt.figures import clean
-from fulltilt.probes.counters import rates_between, read_counters
+from fulltilt.probes.host import rates_between, read_counters
 from fulltilt.records import Buckets, GpuReading, Sample
 from fulltilt.report.plain_text import encodable
 from fulltilt.report.status import memory_line, status_line

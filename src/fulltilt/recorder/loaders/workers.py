@@ -202,7 +202,7 @@ class FetchMeter:
         self._sent += 1
         if self._sent & (self._sent - 1):
             return None
-        from fulltilt.probes.tree import proportional_bytes  # brings psutil, which a job may not need
+        from fulltilt.probes.host import proportional_bytes
 
         return proportional_bytes(os.getpid())
 

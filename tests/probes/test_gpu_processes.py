@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from fulltilt.probes.gpu import GpuProcesses
 from fulltilt.probes.nvml import Nvml
-from fulltilt.probes.tenants import Tenants
 from fulltilt.testing import FakeNvml, t4
 
 OURS = os.getpid()
@@ -24,7 +24,7 @@ def tenants(processes, proc, root_pid=OURS):
     fake = FakeNvml([t4(processes=processes)])
     nvml = Nvml(fake)
     nvml.start()
-    return fake, Tenants(nvml, root_pid, proc)
+    return fake, GpuProcesses(nvml, root_pid, proc)
 
 
 def read(processes, proc, root_pid=OURS):

@@ -1,17 +1,80 @@
-"""The answers of the fake NVML. Methods are named, and take their arguments, as the functions of pynvml do."""
-
-# ruff: noqa: N802, N803, ARG002, D102 - the names, arguments and documentation are NVIDIA's
+"""Fake NVIDIA drivers: whole NVMLs with the GPUs of common machines."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from typing import Any, TypeVar
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
 
 import pynvml
 from pynvml import NVMLError
 
-from fulltilt.testing.gpus import FakeGpu, Figure, at
+from fulltilt.testing.host import FakeClock
+
+# --------------------------------------------------------------------------- nvml
+
+
+class FakeNvml:
+    """Pass it as ``Gpus.open(nvml=...)``. ``calls`` counts the calls of each function."""
+
+    def __init__(
+        self,
+        gpus: Sequence[FakeGpu] = (),
+        clock: Callable[[], float] | None = None,
+        *,
+        init_error: int | None = None,
+        unknown: Sequence[str] = (),
+        slow: Mapping[str, float] | None = None,
+    ) -> None:
+        """``unknown`` names functions that this driver is too old for; ``slow`` those that take seconds."""
+        self.driver = FakeDriver(tuple(gpus), clock or FakeClock(), init_error)
+        self._slow = slow or {}
+        self._unknown = frozenset(unknown)
+        self.calls: Counter[str] = Counter()
+
+    @property
+    def gpus(self) -> tuple[FakeGpu, ...]:
+        """The GPUs in the order of the PCI bus."""
+        return self.driver.gpus
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything that is not a function comes from the real module."""
+        real = getattr(pynvml, name)
+        if not inspect.isfunction(real):
+            return real
+        signature = inspect.signature(real)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            bound = signature.bind(*arguments, **named)
+            bound.apply_defaults()
+            self.calls[name] += 1
+            if isinstance(self.driver.clock, FakeClock):
+                self.driver.clock.advance(self._slow.get(name, 0.0))
+            return self._ask(name, bound.args)
+
+        setattr(self, name, call)
+        return call
+
+    def _ask(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        if name in self._unknown:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+        if name != "nvmlInit" and not self.driver.sessions:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_UNINITIALIZED)
+        answer = getattr(self.driver, name, None)
+        if answer is None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        if arguments and isinstance(arguments[0], FakeGpu):
+            self.driver.raise_if_lost(arguments[0])
+        return answer(*arguments)
+
+
+# --------------------------------------------------------------------------- driver
+
+# ruff: noqa: N802, N803, ARG002, D102 - the names, arguments and documentation are NVIDIA's
+
 
 Value = TypeVar("Value")
 
@@ -227,3 +290,141 @@ def _address(sample: Any) -> int:
 def _mean(figure: Figure, start_s: float, end_s: float) -> float:
     points = 100
     return sum(at(figure, start_s + (end_s - start_s) * (k + 0.5) / points) for k in range(points)) / points
+
+
+# --------------------------------------------------------------------------- gpus
+
+Value = TypeVar("Value")
+Figure: TypeAlias = float | Callable[[float], float]
+Bits: TypeAlias = int | Callable[[float], int]
+Held: TypeAlias = tuple[tuple[int, int | None], ...]  # process ids with their bytes
+
+_GIB = 1024**3
+
+
+def at(value: Value | Callable[[float], Value], t_s: float) -> Value:
+    """The value at a time."""
+    return value(t_s) if callable(value) else value
+
+
+@dataclass(eq=False)
+class FakeGpu:
+    """The script of one GPU. None is what this GPU does not support; ``gpm`` goes by NVML's metric ids."""
+
+    name: str
+    uuid: str
+    vram_total_bytes: int
+    vram_used_bytes: Figure = 0
+    vram_reserved_bytes: int = 300 * 1024**2
+    util_pct: Figure | None = 0
+    mem_util_pct: Figure = 0
+    power_w: Figure | None = 30.0
+    power_limit_w: float | None = 300.0
+    temperature_c: Figure = 40
+    slowdown_c: int | None = 93
+    margin_c: int | None = None
+    sm_clock_mhz: Figure | None = 1000
+    sm_clock_max_mhz: int = 1980
+    mem_clock_mhz: Figure | None = 2000
+    cores: int = 2560
+    clock_events: Bits = 0
+    pcie_tx_bytes_per_s: Figure = 0
+    pcie_rx_bytes_per_s: Figure = 0
+    processes: Held | Callable[[float], Held] = ()
+    gpm: Mapping[int, Figure] | None = None
+    lost_after_s: float | None = None
+    split: bool = False
+    migs: tuple[FakeGpu, ...] = ()
+    gpu_instance: int | None = None
+
+
+def t4(number: int = 0, **figures: object) -> FakeGpu:
+    """A Tesla T4 as on Kaggle: 15 GB, 70 W, no GPM."""
+    given: dict[str, object] = {
+        "name": "Tesla T4",
+        "uuid": f"GPU-{number:08x}-74a0-11ee-b962-0242ac120002",
+        "vram_total_bytes": 15 * _GIB,
+        "power_limit_w": 70.0,
+        "sm_clock_max_mhz": 1590,
+        **figures,
+    }
+    return FakeGpu(**given)  # type: ignore[arg-type]
+
+
+def h200(
+    sm_active_pct: Figure = 0.0,
+    occupancy_pct: Figure = 0.0,
+    tensor_pct: Figure = 0.0,
+    dram_pct: Figure = 0.0,
+    **figures: object,
+) -> FakeGpu:
+    """An H200 with GPM. Its slowdown temperature is told as a distance, as Hopper does."""
+    given: dict[str, object] = {
+        "name": "NVIDIA H200",
+        "uuid": "GPU-a2000000-5c1d-4f2b-9f0a-7d2f8b6c4e11",
+        "vram_total_bytes": 141 * _GIB,
+        "power_limit_w": 700.0,
+        "slowdown_c": None,
+        "margin_c": 47,
+        "cores": 16896,
+        "gpm": {
+            pynvml.NVML_GPM_METRIC_SM_UTIL: sm_active_pct,
+            pynvml.NVML_GPM_METRIC_SM_OCCUPANCY: occupancy_pct,
+            pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL: tensor_pct,
+            pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL: dram_pct,
+            pynvml.NVML_GPM_METRIC_PCIE_TX_PER_SEC: 10.0,
+            pynvml.NVML_GPM_METRIC_PCIE_RX_PER_SEC: 1000.0,
+        },
+        **figures,
+    }
+    return FakeGpu(**given)  # type: ignore[arg-type]
+
+
+# --------------------------------------------------------------------------- presets
+
+_GIB = 1024**3
+
+Clock = Callable[[], float]
+
+
+def two_t4s(clock: Clock | None = None) -> FakeNvml:
+    """Kaggle's machine: two T4s, the first at work and the second idle."""
+    return FakeNvml([t4(0, util_pct=85, vram_used_bytes=9 * _GIB, power_w=62.0), t4(1)], clock)
+
+
+def one_h200(clock: Clock | None = None, busy_after_s: float = 5.0) -> FakeNvml:
+    """An H200 with GPM: idle at first, then busy with matrix products."""
+
+    def busy(high: float, low: float = 0.0) -> Callable[[float], float]:
+        return lambda t_s: high if t_s >= busy_after_s else low
+
+    gpu = h200(busy(96.0), busy(40.0), busy(88.0), busy(35.0), util_pct=busy(100), power_w=busy(650.0, 75.0))
+    return FakeNvml([gpu], clock)
+
+
+def lost_gpu(clock: Clock | None = None, after_s: float = 10.0) -> FakeNvml:
+    """Two T4s of which the second falls off the bus."""
+    return FakeNvml([t4(0, util_pct=90), t4(1, util_pct=90, lost_after_s=after_s)], clock)
+
+
+def throttled_gpu(clock: Clock | None = None, after_s: float = 10.0) -> FakeNvml:
+    """A T4 that grows too hot and clocks down."""
+    thermal = pynvml.nvmlClocksEventReasonSwThermalSlowdown
+    gpu = t4(
+        util_pct=100,
+        temperature_c=lambda t_s: 94 if t_s >= after_s else 70,
+        sm_clock_mhz=lambda t_s: 600 if t_s >= after_s else 1590,
+        clock_events=lambda t_s: thermal if t_s >= after_s else pynvml.nvmlClocksEventReasonGpuIdle,
+    )
+    return FakeNvml([gpu], clock)
+
+
+def shared_gpu(clock: Clock | None = None, our_pid: int = 1000, other_pid: int = 4242) -> FakeNvml:
+    """A T4 with a process of ours and one of somebody else's on it."""
+    processes = ((our_pid, 5 * _GIB), (other_pid, 6 * _GIB))
+    return FakeNvml([t4(util_pct=97, vram_used_bytes=11 * _GIB, processes=processes)], clock)
+
+
+def no_driver() -> FakeNvml:
+    """A machine on which NVML is not installed."""
+    return FakeNvml(init_error=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)

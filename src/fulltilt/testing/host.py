@@ -1,4 +1,4 @@
-"""Fake control groups: trees of /proc and /sys for probes that take a ``root``."""
+"""A clock that tests move by hand, and control groups as files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+# --------------------------------------------------------------------------- clock
+
+
+class FakeClock:
+    """Call it for the time in seconds; ``advance`` moves it."""
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        """The time that it was set to."""
+        return self.now_s
+
+    def advance(self, seconds: float) -> None:
+        """Move time forward."""
+        if seconds < 0:
+            raise ValueError("a monotonic clock does not go back")
+        self.now_s += seconds
+
+
+# --------------------------------------------------------------------------- cgroup
 
 _PERIOD_US = 100_000
 _V1_NO_LIMIT = 9223372036854771712

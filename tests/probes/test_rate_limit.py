@@ -1,10 +1,10 @@
-from fulltilt.probes.ration import Ration
+from fulltilt.probes.rate_limit import RateLimit
 from fulltilt.testing import FakeClock
 
 
 def test_a_costly_reading_is_due_again_when_its_cost_is_worked_off():
     clock = FakeClock()
-    ration = Ration(0.01, clock=clock)
+    ration = RateLimit(0.01, clock=clock)
     assert ration.due()
     with ration.spend():
         clock.advance(0.05)
@@ -16,7 +16,7 @@ def test_a_costly_reading_is_due_again_when_its_cost_is_worked_off():
 
 def test_readings_in_a_row_are_all_paid_for():
     clock = FakeClock()
-    ration = Ration(0.01, clock=clock)
+    ration = RateLimit(0.01, clock=clock)
     for _ in range(3):
         with ration.spend():
             clock.advance(0.01)
@@ -28,7 +28,7 @@ def test_readings_in_a_row_are_all_paid_for():
 
 def test_a_reading_that_failed_is_paid_for_too():
     clock = FakeClock()
-    ration = Ration(0.01, clock=clock)
+    ration = RateLimit(0.01, clock=clock)
     try:
         with ration.spend():
             clock.advance(1.0)
@@ -40,7 +40,7 @@ def test_a_reading_that_failed_is_paid_for_too():
 
 def test_a_credit_can_be_spent_at_once_and_fills_up_again():
     clock = FakeClock()
-    ration = Ration(0.01, credit_s=0.1, clock=clock)
+    ration = RateLimit(0.01, credit_s=0.1, clock=clock)
     readings = 0
     while ration.due():
         readings += 1

@@ -1,4 +1,4 @@
-"""A ration for readings that cost too much to be taken every time."""
+"""A rate limit for readings that cost too much to be taken every time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 Item = TypeVar("Item")
 
 
-class Ration:
+class RateLimit:
     """Lets costly readings through so seldom that they take at most ``share`` of the time of one core.
 
     ``credit_s`` may be spent at once, at the start or after a time without readings.
@@ -42,15 +42,15 @@ class Ration:
 
 
 class Turns(Generic[Item]):
-    """Items that share one ration: when a reading is due, it is the turn of the item that waited longest."""
+    """Items that share one limit: when a reading is due, it is the turn of the item that waited longest."""
 
-    def __init__(self, items: Iterable[Item], ration: Ration) -> None:
+    def __init__(self, items: Iterable[Item], limit: RateLimit) -> None:
         self._queue = deque(items)
-        self.ration = ration
+        self.limit = limit
 
     def next(self) -> Item | None:
         """The item whose turn it is; None while nothing is due."""
-        if not self._queue or not self.ration.due():
+        if not self._queue or not self.limit.due():
             return None
         self._queue.rotate(-1)
         return self._queue[-1]

@@ -4,7 +4,7 @@ import pynvml
 import pytest
 
 from fulltilt.testing import FakeClock, FakeNvml, h200, lost_gpu, no_driver, t4, two_t4s
-from fulltilt.testing.driver import FakeDriver
+from fulltilt.testing.gpu import FakeDriver
 
 ANSWERS = [name for name in vars(FakeDriver) if name.startswith("nvml")]
 

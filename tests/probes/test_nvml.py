@@ -1,8 +1,7 @@
 import pynvml
 import pytest
 
-from fulltilt.probes.gpm import Gpm, GpmReading
-from fulltilt.probes.nvml import GpuLost, Nvml
+from fulltilt.probes.nvml import Gpm, GpmReading, GpuLost, Nvml
 from fulltilt.testing import FakeClock, FakeNvml, h200, one_h200, t4
 
 
