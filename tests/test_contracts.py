@@ -205,7 +205,7 @@ def test_imports_go_downward_only(house: Path) -> None:
     [
         ("records/run.py", "import fulltilt.store", "fulltilt.records is not allowed to import fulltilt.store"),
         (
-            "diagnosis/live.py",
+            "diagnosis/live_tuning.py",
             "import fulltilt.report",
             "fulltilt.diagnosis is not allowed to import fulltilt.report",
         ),

@@ -5,8 +5,16 @@ import pytest
 
 from fulltilt.diagnosis import answer
 from fulltilt.diagnosis.evidence import gather
-from fulltilt.diagnosis.rules.arithmetic import batch_too_small, compute_bound, padding_waste, precision_unused
-from fulltilt.diagnosis.rules.gpu import instead_of, launch_bound, sync_point, transfer_blocking
+from fulltilt.diagnosis.rules.gpu import (
+    batch_too_small,
+    compute_bound,
+    instead_of,
+    launch_bound,
+    padding_waste,
+    precision_unused,
+    sync_point,
+    transfer_blocking,
+)
 from fulltilt.records import Abstention, DeepRecord, Finding, HotLine, PrecisionRecord, Run, Settings, TransferRecord
 from tests.diagnosis.examples import gpu, gpu_rank, loader, rank, run_of, sampled, spans_of
 

@@ -4,7 +4,7 @@ import pytest
 
 from fulltilt.diagnosis import answer
 from fulltilt.diagnosis.evidence import gather
-from fulltilt.diagnosis.gains import rarer, share_left
+from fulltilt.diagnosis.findings import rarer, share_left
 from fulltilt.diagnosis.rules.host import checkpoint_stall, host_code, validation_heavy
 from fulltilt.records import Abstention, Buckets, Finding, HotLine, Settings, Span
 from tests.diagnosis.examples import BATCH, gpu_rank, loader, rank, run_of, spans_of

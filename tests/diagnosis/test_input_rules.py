@@ -5,13 +5,18 @@ from typing import Any
 import pytest
 
 from fulltilt.diagnosis import answer
-from fulltilt.diagnosis.evidence import Evidence, gather
-from fulltilt.diagnosis.loader_lines import one_loader_a_line
-from fulltilt.diagnosis.rules.delivery import epoch_restart, input_handover, shm_small
-from fulltilt.diagnosis.rules.input import input_cpu_bound, input_io_bound, input_serial
-from fulltilt.diagnosis.rules.staffing import plan_workers
-from fulltilt.diagnosis.rules.wording import Judgement
-from fulltilt.diagnosis.supply import Limit
+from fulltilt.diagnosis.evidence import Evidence, gather, one_loader_a_line
+from fulltilt.diagnosis.findings import Judgement
+from fulltilt.diagnosis.loader_limits import Limit
+from fulltilt.diagnosis.rules.data_loading import (
+    epoch_restart,
+    input_cpu_bound,
+    input_handover,
+    input_io_bound,
+    input_serial,
+    shm_small,
+)
+from fulltilt.diagnosis.rules.worker_count import plan_workers
 from fulltilt.records import (
     Abstention,
     Buckets,

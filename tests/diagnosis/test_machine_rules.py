@@ -5,7 +5,7 @@ import pytest
 
 from fulltilt.diagnosis import answer
 from fulltilt.diagnosis.evidence import gather
-from fulltilt.diagnosis.rules.input import input_cpu_bound
+from fulltilt.diagnosis.rules.data_loading import input_cpu_bound
 from fulltilt.diagnosis.rules.machine import cpu_oversubscribed, gpu_shared, memory_pressure, throttled
 from fulltilt.records import Abstention, Finding, GpuProcess, Run
 from tests.diagnosis.examples import gpu, gpu_rank, host, loader, machine, rank, run_of, sampled, workers

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from fulltilt.diagnosis import Thresholds, answer, diagnose
-from fulltilt.diagnosis.gains import expected
+from fulltilt.diagnosis.findings import expected
 from fulltilt.diagnosis.rules import RULES, code_of
 from fulltilt.diagnosis.verdict import TITLES, ordered
 from fulltilt.records import Buckets, Finding, FindingCode, HotLine, LoaderRecord, Settings, Span

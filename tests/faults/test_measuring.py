@@ -46,7 +46,7 @@ TROUBLED = {
 
 @pytest.mark.parametrize("trouble", TROUBLED)
 def test_the_measurement_is_marked_invalid_wherever_it_is_shown(trouble: str, tmp_path: Path) -> None:
-    """Seen to fail: with `_slowed_down` or `_shared` of diagnosis/validity.py giving None a run is called valid."""
+    """Seen to fail: with `_slowed_down` or `_shared` of diagnosis/evidence.py giving None a run is called valid."""
     machine, because = TROUBLED[trouble]
     run = recorded(machine)
     diagnosis = answer(run)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from fulltilt.diagnosis.beside import without_side_jobs
 from fulltilt.diagnosis.checklist import make_checklist
-from fulltilt.diagnosis.evidence import gather
+from fulltilt.diagnosis.evidence import gather, invalid_because, settings_in_force, without_side_jobs
 from fulltilt.diagnosis.ledger import mean_step
 from fulltilt.diagnosis.low_gpu import low_gpu_warning
 from fulltilt.diagnosis.rules import judge
-from fulltilt.diagnosis.settings import settings_in_force
 from fulltilt.diagnosis.thresholds import DEFAULT, Thresholds
-from fulltilt.diagnosis.validity import invalid_because
 from fulltilt.diagnosis.verdict import ordered, reach_verdict
 from fulltilt.records import Abstention, Diagnosis, Finding, Run
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fulltilt.diagnosis.ending import ended_before_training, ending
 from fulltilt.diagnosis.evidence import Evidence
-from fulltilt.diagnosis.gains import amdahl, expected
+from fulltilt.diagnosis.findings import amdahl, expected
 from fulltilt.diagnosis.ledger import rate_while_drawing
-from fulltilt.diagnosis.live import live_record, live_words
-from fulltilt.diagnosis.rules.arithmetic import share_of_ceiling
+from fulltilt.diagnosis.live_tuning import live_record, live_words
+from fulltilt.diagnosis.rules.gpu import share_of_ceiling
+from fulltilt.diagnosis.run_ending import ended_before_training, ending
 from fulltilt.figures import count, number, percent, seconds, times
 from fulltilt.records import BUCKETS, Finding, Verdict
 

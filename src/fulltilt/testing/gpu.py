@@ -294,7 +294,6 @@ def _mean(figure: Figure, start_s: float, end_s: float) -> float:
 
 # --------------------------------------------------------------------------- gpus
 
-Value = TypeVar("Value")
 Figure: TypeAlias = float | Callable[[float], float]
 Bits: TypeAlias = int | Callable[[float], int]
 Held: TypeAlias = tuple[tuple[int, int | None], ...]  # process ids with their bytes
@@ -382,7 +381,6 @@ def h200(
 
 # --------------------------------------------------------------------------- presets
 
-_GIB = 1024**3
 
 Clock = Callable[[], float]
 

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fulltilt.diagnosis.rules.wording import made_for_each_pass
+from fulltilt.diagnosis.findings import made_for_each_pass
 from fulltilt.errors import MachineError, UsageError
 from fulltilt.records import LoaderRecord, Settings
 from fulltilt.tuning.space import LOADER_SETTINGS

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 import fulltilt
 from fulltilt.cli import main as command
 from fulltilt.diagnosis import answer
-from fulltilt.diagnosis.rules import arithmetic
+from fulltilt.diagnosis.rules import gpu
 from fulltilt.errors import MachineError, UsageError
 from fulltilt.feed.text import Batching, TextLoader
 from fulltilt.recipes.synthetic import make_folder
@@ -330,9 +330,9 @@ def test_every_setting_is_heeded_or_refused() -> None:
 
 
 def test_the_advice_knows_the_names_of_our_texts() -> None:
-    assert ResidentTexts.__name__ in arithmetic._OF_LIKE_LENGTH
-    assert TextLoader.__name__ in arithmetic._OF_LIKE_LENGTH
-    assert TokenisedTexts.__name__ == arithmetic._WITHOUT_RESIDENCY
+    assert ResidentTexts.__name__ in gpu._OF_LIKE_LENGTH
+    assert TextLoader.__name__ in gpu._OF_LIKE_LENGTH
+    assert TokenisedTexts.__name__ == gpu._WITHOUT_RESIDENCY
 
 
 def test_a_model_folder_goes_on_with_a_stock_loader_and_other_classes(whole: Path, tmp_path: Path, capsys: Any) -> None:

@@ -10,20 +10,33 @@ from collections.abc import Callable
 from typing import cast
 
 from fulltilt.diagnosis.evidence import Evidence
-from fulltilt.diagnosis.rules.arithmetic import batch_too_small, compute_bound, padding_waste, precision_unused
-from fulltilt.diagnosis.rules.delivery import epoch_restart, input_handover, shm_small
-from fulltilt.diagnosis.rules.gpu import launch_bound, sync_point, transfer_blocking
+from fulltilt.diagnosis.findings import Judgement
+from fulltilt.diagnosis.rules.data_loading import (
+    epoch_restart,
+    input_cpu_bound,
+    input_handover,
+    input_io_bound,
+    input_serial,
+    shm_small,
+)
+from fulltilt.diagnosis.rules.gpu import (
+    batch_too_small,
+    compute_bound,
+    launch_bound,
+    padding_waste,
+    precision_unused,
+    sync_point,
+    transfer_blocking,
+)
 from fulltilt.diagnosis.rules.host import checkpoint_stall, host_code, validation_heavy
-from fulltilt.diagnosis.rules.input import input_cpu_bound, input_io_bound, input_serial
+from fulltilt.diagnosis.rules.live_tuning import as_measured
 from fulltilt.diagnosis.rules.machine import cpu_oversubscribed, gpu_shared, memory_pressure, throttled
 from fulltilt.diagnosis.rules.ranks import communication_bound, straggler
-from fulltilt.diagnosis.rules.tuned import as_measured
-from fulltilt.diagnosis.rules.wording import Judgement
 from fulltilt.records import Abstention, FindingCode
 
 Rule = Callable[[Evidence], Judgement]
 
-# In the order of design.md, which also breaks ties between findings.
+# Data loading first, then copies, GPU, host, machine and ranks. The order also breaks ties between findings.
 RULES: tuple[Rule, ...] = (
     input_serial,
     input_cpu_bound,

@@ -5,8 +5,19 @@ from __future__ import annotations
 import re
 
 from fulltilt.diagnosis.evidence import Evidence
-from fulltilt.diagnosis.gains import amdahl, by_removing, gain, rarer, share_left
-from fulltilt.diagnosis.rules.wording import Judgement, at, costliest_lines, found, rewritten, time_spent
+from fulltilt.diagnosis.findings import (
+    Judgement,
+    amdahl,
+    at,
+    by_removing,
+    costliest_lines,
+    found,
+    gain,
+    rarer,
+    rewritten,
+    share_left,
+    time_spent,
+)
 from fulltilt.figures import count, percent, seconds
 from fulltilt.records import Abstention, HotLine, LoaderRecord
 

@@ -5,20 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fulltilt.diagnosis.evidence import Evidence, crowding
-from fulltilt.diagnosis.gains import amdahl, by_speeding_up, gain
-from fulltilt.diagnosis.gpus import clock_ratio, training_samples, use_before_the_job
-from fulltilt.diagnosis.rules.staffing import allowed_workers
-from fulltilt.diagnosis.rules.wording import (
+from fulltilt.diagnosis.findings import (
     Judgement,
     Severity,
+    amdahl,
     at,
+    by_speeding_up,
     costliest_line,
     found,
+    gain,
     line_cost,
     rewritten,
     time_spent,
 )
-from fulltilt.diagnosis.supply import Limit, is_crowded
+from fulltilt.diagnosis.gpu_summary import clock_ratio, training_samples, use_before_the_job
+from fulltilt.diagnosis.loader_limits import Limit, is_crowded
+from fulltilt.diagnosis.rules.worker_count import allowed_workers
 from fulltilt.figures import capital, count, cpus, number, percent, size
 from fulltilt.records import Abstention
 

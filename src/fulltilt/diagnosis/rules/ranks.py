@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from fulltilt.diagnosis.evidence import Evidence
-from fulltilt.diagnosis.gains import by_removing, share_left
-from fulltilt.diagnosis.rules.wording import Judgement, found, line_cost, time_spent
+from fulltilt.diagnosis.findings import Judgement, by_removing, found, line_cost, share_left, time_spent
 from fulltilt.figures import count, percent, seconds
 from fulltilt.records import BUCKETS, Abstention, FindingCode, RankSummary
 

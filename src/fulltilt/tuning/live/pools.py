@@ -20,7 +20,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import _utils, dataloader
 from torch.utils.data._utils import signal_handling
 
-from fulltilt.probes.tree import proportional_bytes
+from fulltilt.probes.host import proportional_bytes
 from fulltilt.recorder.loaders import LoaderTap, LoaderTaps
 from fulltilt.tuning.live.orders import Orders, Share
 from fulltilt.tuning.live.window import Knobs

@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from statistics import fmean, pvariance
 from typing import Literal
 
-from fulltilt.diagnosis.evidence import Evidence, gather
-from fulltilt.diagnosis.settings import precision_name
+from fulltilt.diagnosis.evidence import Evidence, gather, invalid_because, precision_name
 from fulltilt.diagnosis.thresholds import DEFAULT
-from fulltilt.diagnosis.validity import invalid_because
 from fulltilt.records import LoaderRecord, RankRecord, Run, Settings, Trial
 from fulltilt.tuning.space import Attempt, is_loader_only
 from fulltilt.tuning.trial.assignment import Answer, TrainingLoader

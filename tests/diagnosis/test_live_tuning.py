@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fulltilt.diagnosis import answer
-from fulltilt.diagnosis.live import live_record, live_settings, live_words
+from fulltilt.diagnosis.live_tuning import live_record, live_settings, live_words
 from fulltilt.records import Diagnosis, LiveMove, LiveRecord, Settings
 from tests.diagnosis.examples import loader, machine, rank, run_of, workers
 

@@ -9,10 +9,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fulltilt.diagnosis.evidence import Evidence
-from fulltilt.diagnosis.gains import Gain, by_removing
-from fulltilt.diagnosis.live import changes, live_record, on_trial, settings_words
-from fulltilt.diagnosis.rules.staffing import gain_without_wait
-from fulltilt.diagnosis.rules.wording import Judgement, at, costliest_line, line_cost, rewritten, time_spent
+from fulltilt.diagnosis.findings import (
+    Gain,
+    Judgement,
+    at,
+    by_removing,
+    costliest_line,
+    line_cost,
+    rewritten,
+    time_spent,
+)
+from fulltilt.diagnosis.live_tuning import changes, live_record, on_trial, settings_words
+from fulltilt.diagnosis.rules.worker_count import gain_without_wait
 from fulltilt.figures import number, percent
 from fulltilt.records import Finding, LiveMove, LiveRecord, LoaderRecord, Settings
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fulltilt.diagnosis import answer
-from fulltilt.diagnosis.beside import without_side_jobs
+from fulltilt.diagnosis.evidence import without_side_jobs
 from fulltilt.records import Buckets, Run, Span
 from tests.diagnosis.examples import rank, run_of
 

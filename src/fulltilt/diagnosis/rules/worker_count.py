@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from fulltilt.diagnosis.evidence import Evidence
-from fulltilt.diagnosis.gains import Gain, amdahl, by_removing, by_speeding_up, gain
-from fulltilt.diagnosis.supply import Supply
+from fulltilt.diagnosis.findings import Gain, amdahl, by_removing, by_speeding_up, gain
+from fulltilt.diagnosis.loader_limits import Supply
 from fulltilt.records import Abstention, FindingCode
 
 

@@ -1,0 +1,387 @@
+"""Checks before a run: GPUs, driver, CPUs, memory, shared memory and the data's storage."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fulltilt.figures import count, number, size, used_of
+from fulltilt.records import CheckLine, GpuReading, Machine, Sample, StorageReading
+
+# --------------------------------------------------------------------------- limits
+
+MIB = 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderPlan:
+    """The loader that the user means to run. What is None was not said and is assumed."""
+
+    workers: int | None = None
+    prefetch: int | None = None
+    batch_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreflightLimits:
+    """Shares are of what is there: 0.8 of the memory, of /dev/shm, of the clock."""
+
+    # -- assumed where the user does not say
+    prefetch: int = 2  # DataLoader's own default
+    batch_bytes: int = 64 * 3 * 224 * 224 * 4  # a common batch: 64 images of 3 × 224 × 224 float32
+
+    # -- host
+    shm_share: float = 0.8  # of what is free: collate holds a batch more than the queues do
+    memory_warn_share: float = 0.8  # the rest is where the page cache keeps the data set
+    memory_fail_share: float = 0.95  # the kernel's OOM killer is one batch away
+
+    # -- GPU
+    vram_free_share: float = 0.9  # a desktop and the driver take up to a tenth of an 8 GB card
+    tenant_bytes: int = 64 * MIB  # the smallest CUDA context is about 100 MiB; less is a desktop's window
+    temperature_margin_c: float = 5.0  # clocks begin to fall a few degrees before the limit itself
+    power_capped_clock: float = 0.85  # a GPU at its power limit does its work unless its clock falls below this
+
+    # -- storage, measured with one reader: workers read side by side, but a slow disk stays slow
+    sequential_bytes_per_s: float = 200e6  # a hard disk's best, or 1,500 JPEGs of 130 kB each second
+    small_files_per_s: float = 500.0  # four workers then read 2,000 a second, what one GPU takes of 224 px images
+    staging_gain: float = 2.0  # under twice as fast from RAM, copying the set there first does not pay
+
+
+# --------------------------------------------------------------------------- gpu
+
+_SHOWN_TENANTS = 3
+
+_THROTTLE_REMEDIES = {
+    "thermal": "Improve the cooling: fans, dust, air flow between the cards.",
+    "hw_thermal": "Improve the cooling: fans, dust, air flow between the cards.",
+    "power_cap": "Raise the power limit (nvidia-smi -pl WATTS) if supply and cooling allow it.",
+    "power_brake": "The power supply tells the GPU to slow down: check its cables and rating.",
+    "hw_slowdown": "The board slows the GPU down for heat or power: check cooling and supply.",
+}
+
+
+def check_presence(machine: Machine, gpus: Sequence[GpuReading]) -> CheckLine:
+    """Is there a GPU, and do all of them answer?"""
+    if not gpus:
+        return CheckLine(
+            "GPU",
+            "warn",
+            f"none: {machine.why_no_gpu or 'no GPU was found'}",
+            "Training will run on the CPU. A container needs --gpus all; elsewhere see what nvidia-smi says.",
+        )
+    lost = [f"GPU {gpu.index} ({gpu.name}) no longer answers" for gpu in gpus if gpu.lost]
+    if lost:
+        remedy = "Look for Xid errors in dmesg, then reset it (nvidia-smi --gpu-reset) or restart the machine."
+        return CheckLine("GPU", "fail", "; ".join(lost), remedy)
+    names = [gpu.name for gpu in gpus]
+    return CheckLine("GPU", "ok", ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names)))
+
+
+def check_cuda(machine: Machine, gpus: Sequence[GpuReading]) -> CheckLine:
+    """Can this torch use this driver?"""
+    if machine.torch is None:
+        return CheckLine("CUDA", "fail", "torch is not installed", "Install it: pip install torch")
+    if machine.cuda is None:
+        figure = f"torch {machine.torch} is built without CUDA"
+        if not gpus:
+            return CheckLine("CUDA", "ok", f"{figure}; there is no GPU to use it")
+        remedy = "Install a build for CUDA: https://pytorch.org/get-started/locally"
+        return CheckLine("CUDA", "fail", figure, remedy)
+    if machine.driver_cuda is None:
+        return CheckLine("CUDA", "skip", f"torch is built for CUDA {machine.cuda}; there is no driver to run it")
+    figure = f"torch is built for CUDA {machine.cuda}, the driver runs up to {machine.driver_cuda}"
+    built, runs = _version(machine.cuda), _version(machine.driver_cuda)
+    if built is None or runs is None or built <= runs:
+        return CheckLine("CUDA", "ok", figure)
+    if built[0] == runs[0]:
+        # NVIDIA promises this from CUDA 11 on, for kernels that were compiled before the job.
+        return CheckLine("CUDA", "ok", f"{figure} (the same major version works)")
+    remedy = f"Update the driver to one for CUDA {built[0]}, or install a torch built for CUDA {runs[0]}."
+    return CheckLine("CUDA", "fail", figure, remedy)
+
+
+def _version(text: str) -> tuple[int, ...] | None:
+    try:
+        return tuple(int(part) for part in text.split(".")[:2])
+    except ValueError:
+        return None
+
+
+def check_vram(gpus: Sequence[GpuReading], limits: PreflightLimits) -> CheckLine:
+    """How much of each GPU's memory is free for the job?"""
+    free = [
+        (gpu.vram_total_bytes - gpu.vram_used_bytes, gpu.vram_total_bytes, gpu.index)
+        for gpu in gpus
+        if gpu.vram_used_bytes is not None and gpu.vram_total_bytes
+    ]
+    if not free:
+        return CheckLine("VRAM", "skip", "not told by this GPU")
+    short = [
+        f"GPU {index}: {used_of(left, all_)} free" for left, all_, index in free if left < limits.vram_free_share * all_
+    ]
+    if short:
+        return CheckLine(
+            "VRAM", "warn", "; ".join(short), "Plan the batch for what is free, or end what holds the rest."
+        )
+    left, all_, _ = min(free)
+    return CheckLine("VRAM", "ok", f"{used_of(left, all_)} free" + (" or more on each" if len(free) > 1 else ""))
+
+
+def check_processes(gpus: Sequence[GpuReading], limits: PreflightLimits) -> CheckLine:
+    """Does somebody else compute on these GPUs?"""
+    if all(gpu.processes is None for gpu in gpus):
+        return CheckLine("sharing", "skip", "the driver does not tell which processes are on the GPU")
+    tenants = [
+        f"GPU {gpu.index}: {process.name or 'a process'} (pid {process.pid})"
+        + ("" if process.vram_used_bytes is None else f" holds {size(process.vram_used_bytes)}")
+        for gpu in gpus
+        for process in gpu.processes or ()
+        if not process.ours and (process.vram_used_bytes is None or process.vram_used_bytes >= limits.tenant_bytes)
+    ]
+    if not tenants:
+        return CheckLine("sharing", "ok", "no other process on the GPU" if len(gpus) == 1 else "no others on the GPUs")
+    more = len(tenants) - _SHOWN_TENANTS
+    figure = "; ".join([*tenants[:_SHOWN_TENANTS], *([f"{more} more"] if more > 0 else [])])
+    remedy = "Unless it is your job, it takes time and memory from it. Pick a free GPU: CUDA_VISIBLE_DEVICES."
+    return CheckLine("sharing", "warn", figure, remedy)
+
+
+def check_throttling(gpus: Sequence[GpuReading], limits: PreflightLimits) -> CheckLine:
+    """Is a GPU slowed down right now?"""
+    if all(gpu.throttle_reasons is None for gpu in gpus):
+        return CheckLine("throttling", "skip", "the driver does not tell")
+    slowed = [(gpu, reasons) for gpu in gpus if (reasons := _slowing_reasons(gpu, limits))]
+    if not slowed:
+        return CheckLine("throttling", "ok", "none")
+    figure = "; ".join(
+        f"GPU {gpu.index}: {', '.join(reasons).replace('_', ' ')}{_clock(gpu)}" for gpu, reasons in slowed
+    )
+    remedy = _THROTTLE_REMEDIES.get(slowed[0][1][0], "See nvidia-smi -q -d PERFORMANCE.")
+    return CheckLine("throttling", "warn", figure, remedy)
+
+
+def _slowing_reasons(gpu: GpuReading, limits: PreflightLimits) -> tuple[str, ...]:
+    reasons = gpu.throttle_reasons or ()
+    if reasons == ("power_cap",) and gpu.sm_clock_mhz is not None and gpu.sm_clock_max_mhz:
+        return () if gpu.sm_clock_mhz >= limits.power_capped_clock * gpu.sm_clock_max_mhz else reasons
+    return reasons
+
+
+def _clock(gpu: GpuReading) -> str:
+    if gpu.sm_clock_mhz is None or gpu.sm_clock_max_mhz is None:
+        return ""
+    return f" ({gpu.sm_clock_mhz:.0f} of {gpu.sm_clock_max_mhz:.0f} MHz)"
+
+
+def check_temperature(gpus: Sequence[GpuReading], limits: PreflightLimits) -> CheckLine:
+    """How far is each GPU from the temperature at which it slows itself down?"""
+    known = [
+        (gpu.temperature_limit_c - gpu.temperature_c, gpu)
+        for gpu in gpus
+        if gpu.temperature_c is not None and gpu.temperature_limit_c is not None
+    ]
+    if not known:
+        return CheckLine("temperature", "skip", "the driver does not tell it together with its limit")
+    hot = [(margin, gpu) for margin, gpu in known if margin < limits.temperature_margin_c]
+    if hot:
+        figure = "; ".join(f"GPU {gpu.index}: {_temperature(gpu)}" for _, gpu in hot)
+        remedy = "Improve the cooling, or lower the power: nvidia-smi -pl WATTS"
+        return CheckLine("temperature", "fail" if min(margin for margin, _ in hot) <= 0 else "warn", figure, remedy)
+    _, hottest = min(known, key=lambda entry: entry[0])
+    which = "" if len(known) == 1 else f"GPU {hottest.index} is the hottest: "
+    return CheckLine("temperature", "ok", which + _temperature(hottest))
+
+
+def _temperature(gpu: GpuReading) -> str:
+    return f"{gpu.temperature_c:.0f} °C, slows down at {gpu.temperature_limit_c:.0f} °C"
+
+
+# --------------------------------------------------------------------------- data
+
+_PLACES = {
+    "tmpfs": "in RAM",
+    "hdd": "on a hard disk",
+    "ssd": "on an SSD",
+    "nvme": "on NVMe",
+    "network": "on a network file system",
+    "overlay": "on a container's overlay",
+}
+
+
+def check_storage(storage: StorageReading, limits: PreflightLimits) -> CheckLine:
+    """Does the data lie on something that reads fast enough?"""
+    if storage.files == 0:
+        return CheckLine("data", "warn", f"there is no file in {storage.path}", "Check the folder given with --data.")
+    cold = _rates(storage.sequential_cold_bytes_per_s, storage.small_cold_files_per_s)
+    warm = _rates(storage.sequential_warm_bytes_per_s, storage.small_warm_files_per_s)
+    measured = f"{cold} uncached" if cold else f"{warm} cached" if warm else None
+    figure = ", ".join(part for part in (_PLACES.get(storage.kind), measured) if part)
+    if storage.kind == "tmpfs":
+        return CheckLine("data", "ok", figure)
+    slow = is_slow(storage, limits)
+    if slow is None:
+        unknown = "what it reads uncached could not be measured"
+        return CheckLine("data", "skip", f"{figure}; {unknown}" if figure else unknown)
+    if not slow:
+        return CheckLine("data", "ok", figure)
+    remedy = "Move it to a local SSD, pack small files into large ones, or keep it in RAM (next line)."
+    return CheckLine("data", "warn", figure, remedy)
+
+
+def _rates(bytes_per_s: float | None, files_per_s: float | None) -> str:
+    parts = []
+    if bytes_per_s is not None:
+        parts.append(f"{size(bytes_per_s)}/s")
+    if files_per_s is not None:
+        parts.append(f"{number(files_per_s)} files/s")
+    return " and ".join(parts)
+
+
+def is_slow(storage: StorageReading, limits: PreflightLimits) -> bool | None:
+    """By what was measured uncached; without that, by the kind of disk; None where neither is known."""
+    sequential, small = storage.sequential_cold_bytes_per_s, storage.small_cold_files_per_s
+    if sequential is None and small is None:
+        return True if storage.kind in ("hdd", "network") else None
+    return (sequential is not None and sequential < limits.sequential_bytes_per_s) or (
+        small is not None and small < limits.small_files_per_s
+    )
+
+
+def check_staging(storage: StorageReading, machine: Machine, limits: PreflightLimits) -> CheckLine:
+    """Would a RAM disk help, and does the set fit?"""
+    if storage.kind == "tmpfs":
+        return CheckLine("RAM disk", "ok", "the data is on one")
+    if storage.total_bytes is None or storage.fits_in_ram is None:
+        return CheckLine("RAM disk", "skip", "the size of the set is not known")
+    held = f"{'' if storage.counted_fully else 'at least '}{size(storage.total_bytes)}"
+    slow = is_slow(storage, limits)
+    if not storage.fits_in_ram:
+        figure = f"the set ({held}) does not fit in RAM, so every epoch reads the disk"
+        if not slow:
+            return CheckLine("RAM disk", "ok", figure)
+        return CheckLine("RAM disk", "warn", figure, "Store the set smaller (resized, uint8) or on a faster disk.")
+    gain = _staging_gain(storage)
+    if not slow or (gain is not None and gain < limits.staging_gain):
+        return CheckLine("RAM disk", "ok", f"not needed: the set ({held}) stays cached after one epoch")
+    faster = "" if gain is None else f": RAM reads {number(gain)} × as fast"
+    copy = "Mount a tmpfs of that size and copy the set there."
+    if machine.shm_free_bytes is not None and machine.shm_free_bytes > storage.total_bytes:
+        copy = f"cp -r {shlex.quote(storage.path)} /dev/shm/"
+    return CheckLine("RAM disk", "warn", f"would help{faster}, and the set ({held}) fits", copy)
+
+
+def _staging_gain(storage: StorageReading) -> float | None:
+    """How many times as fast the set reads from RAM: the larger of large and small files."""
+    pairs = (
+        (storage.sequential_warm_bytes_per_s, storage.sequential_cold_bytes_per_s),
+        (storage.small_warm_files_per_s, storage.small_cold_files_per_s),
+    )
+    return max((warm / cold for warm, cold in pairs if warm is not None and cold), default=None)
+
+
+# --------------------------------------------------------------------------- host
+
+GIB = 1024**3
+
+
+def whole_cpus(machine: Machine) -> int:
+    """Whole CPUs that this process may use, at least one: the workers to start from."""
+    return max(1, math.floor(machine.cpu.usable))
+
+
+def check_cpus(machine: Machine, plan: LoaderPlan) -> CheckLine:
+    """May the job use the CPUs that it sees, and are there enough for its workers?"""
+    cpu = machine.cpu
+    figure = f"{number(cpu.usable)} of {cpu.present} usable"
+    if cpu.quota is not None and cpu.quota < min(cpu.present, cpu.affinity):
+        figure += f" (the cgroup's quota is {number(cpu.quota)})"
+    elif cpu.affinity < cpu.present:
+        figure += f" (affinity: {cpu.affinity})"
+    fitting = whole_cpus(machine)
+    if plan.workers is not None and plan.workers > fitting:
+        remedy = f"Start from {count('worker', fitting)}: past the CPUs, more workers are slower."
+        return CheckLine("CPUs", "warn", f"{figure}, {plan.workers} workers asked for", remedy)
+    if cpu.usable < cpu.present:
+        remedy = (
+            f"Size workers and threads by {fitting}, not by os.cpu_count(), or raise the limit "
+            "(docker run --cpus, limits.cpu, --cpus-per-task)."
+        )
+        return CheckLine("CPUs", "warn", figure, remedy)
+    return CheckLine("CPUs", "ok", figure)
+
+
+def check_memory(machine: Machine, sample: Sample | None, plan: LoaderPlan, limits: PreflightLimits) -> CheckLine:
+    """Is there memory left for the job, under the limit that holds for it?"""
+    caps = [cap for cap in (machine.mem_limit_bytes, machine.mem_total_bytes) if cap]
+    if not caps:
+        return CheckLine("memory", "skip", "not measured here")
+    cap = min(caps)
+    limited = " (the cgroup's limit)" if machine.mem_total_bytes is not None and cap < machine.mem_total_bytes else ""
+    used = sample.host.mem_used_bytes if sample is not None else None
+    if used is None:
+        return CheckLine("memory", "ok", f"{size(cap)}{limited}")
+    figure = f"{used_of(used, cap)}{limited} used"
+    if plan.workers:
+        figure += f", {size(max(0, cap - used) // plan.workers)} left for each of {count('worker', plan.workers)}"
+    if used < limits.memory_warn_share * cap:
+        return CheckLine("memory", "ok", figure)
+    remedy = "End what is not needed, or use fewer workers and a shorter queue."
+    return CheckLine("memory", "fail" if used >= limits.memory_fail_share * cap else "warn", figure, remedy)
+
+
+def check_shm(machine: Machine, plan: LoaderPlan, limits: PreflightLimits) -> CheckLine:
+    """Do the batches that the workers hold ready fit into shared memory?"""
+    if machine.shm_free_bytes is None:
+        return CheckLine("/dev/shm", "skip", "there is none here")
+    free, said, flag = machine.shm_free_bytes, "free", "--shm-size"
+    if machine.mem_limit_bytes is not None and machine.mem_limit_bytes < free:
+        # What lies in shared memory counts against the memory limit too.
+        free, said, flag = machine.mem_limit_bytes, "allowed", "--memory"
+    workers = whole_cpus(machine) if plan.workers is None else plan.workers
+    prefetch = limits.prefetch if plan.prefetch is None else plan.prefetch
+    batch_bytes = limits.batch_bytes if plan.batch_bytes is None else plan.batch_bytes
+    need = workers * prefetch * batch_bytes
+    given = {"workers": plan.workers, "prefetch": plan.prefetch, "batch": plan.batch_bytes}
+    assumed = [name for name, value in given.items() if value is None]
+    figure = f"{size(free)} {said}, {size(need)} needed: {count('worker', workers)} × {prefetch} × {size(batch_bytes)}"
+    if assumed:
+        figure += " (assumed)" if len(assumed) == len(given) else f" ({' and '.join(assumed)} assumed)"
+    if need <= limits.shm_share * free:
+        return CheckLine("/dev/shm", "ok", figure)
+    # An assumption proves nothing: only what the user named can fail.
+    fails = need > free and not assumed
+    wanted_gib = math.ceil(need / limits.shm_share / GIB)
+    remedy = f"Enlarge it (docker run {flag}={wanted_gib}g), or use fewer workers or a smaller prefetch."
+    return CheckLine("/dev/shm", "fail" if fails else "warn", figure, remedy)
+
+
+# --------------------------------------------------------------------------- preflight
+
+__all__ = ["LoaderPlan", "PreflightLimits", "preflight"]
+
+
+def preflight(
+    machine: Machine,
+    storage: StorageReading | None = None,
+    sample: Sample | None = None,
+    plan: LoaderPlan | None = None,
+    limits: PreflightLimits | None = None,
+) -> tuple[CheckLine, ...]:
+    """Every line of the preflight. GPUs are judged by ``sample`` where it has some, else by the machine's reading."""
+    plan, limits = plan or LoaderPlan(), limits or PreflightLimits()
+    gpus = sample.gpus if sample is not None and sample.gpus else machine.gpus
+    lines = [check_presence(machine, gpus), check_cuda(machine, gpus)]
+    if gpus:
+        lines += [check(gpus, limits) for check in (check_vram, check_processes, check_throttling, check_temperature)]
+    lines += [
+        check_cpus(machine, plan),
+        check_memory(machine, sample, plan, limits),
+        check_shm(machine, plan, limits),
+    ]
+    if storage is None:
+        lines.append(CheckLine("data", "skip", "not looked at", "Name the folder of your data: --data DIR"))
+    else:
+        lines += [check_storage(storage, limits), check_staging(storage, machine, limits)]
+    return tuple(lines)

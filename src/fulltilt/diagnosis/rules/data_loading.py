@@ -1,0 +1,546 @@
+"""Training waits for data: no workers, workers short of CPU or waiting for I/O, slow hand-over, restarts."""
+
+from __future__ import annotations
+
+import re
+
+from fulltilt.diagnosis.evidence import Evidence, waited_behind_loaders_s
+from fulltilt.diagnosis.findings import (
+    Gain,
+    Judgement,
+    Severity,
+    amdahl,
+    at,
+    by_removing,
+    costliest_line,
+    found,
+    gain,
+    line_cost,
+    made_for_each_pass,
+    rates,
+    rewritten,
+    time_spent,
+)
+from fulltilt.diagnosis.loader_limits import Limit, Supply, sampling_share
+from fulltilt.diagnosis.rules.worker_count import (
+    Staffing,
+    gain_without_wait,
+    plan_workers,
+    unplanned_workers,
+    workers_unmeasured,
+)
+from fulltilt.diagnosis.run_ending import hung_stretch
+from fulltilt.figures import count, cpus, number, percent, seconds, size
+from fulltilt.records import Abstention, Finding, FindingCode, HotLine, LoaderRecord
+
+# --------------------------------------------------------------------------- a fetch that never came back
+
+
+def hung_fetch(evidence: Evidence, loader: LoaderRecord, code: FindingCode) -> Finding | None:
+    """The finding for a job that was stopped while it waited in vain; None where other waits were the larger part."""
+    hung, wait_s = hung_stretch(evidence.run), evidence.buckets.data_wait_s
+    in_vain_s = hung.buckets.data_wait_s if hung is not None else 0.0
+    if in_vain_s <= evidence.thresholds.in_vain_share * wait_s:
+        return None
+    line = costliest_line(evidence)
+    facts = [
+        time_spent(evidence, "waiting for data", wait_s),
+        f"{seconds(in_vain_s)} of it is one wait, from which the job never came back",
+    ]
+    place = f"{line.call or line.function}{at(line.where)}" if line else f"the loader{at(loader.where)}"
+    fix = f"Find out what {place} waited for in vain: a lock, a service, a file system. More workers would wait, too."
+    if loader.num_workers:
+        fix += " With DataLoader(..., timeout=60) such a wait ends in an error that says so."
+    return found(evidence, code, wait_s, facts, fix, line.where if line else loader.where)
+
+
+# --------------------------------------------------------------------------- a slow sampler
+
+
+def slow_sampler(evidence: Evidence, loader: LoaderRecord) -> Finding:
+    """The finding for a loader whose sampler takes most of the wait: workers would not help."""
+    wait_s, share = evidence.buckets.data_wait_s, sampling_share(loader)
+    line = max(loader.sampler_lines, key=lambda line: line.seconds)
+    facts = [
+        time_spent(evidence, "waiting for data", wait_s),
+        f"{percent(share)} of it is the sampler, which the training thread runs itself with any number of workers, in "
+        f"{count('pass', loader.passes)}",
+        f"of the wait, {line_cost(line, loader.wait_s)}",
+    ]
+    fix = (
+        f"Let the sampler of the loader{at(loader.where)} do less; workers would not take it over. Draw only as many "
+        "indices as are used (num_samples), make fewer and longer passes, keep what does not change from pass to pass, "
+        "or work the order out beforehand."
+    )
+    where = loader.where if line.where.startswith("torch/") else line.where  # nobody mends torch's own samplers
+    predicted = by_removing(share * evidence.active_share(wait_s), evidence.thresholds.recovered_low)
+    return found(evidence, "input_serial", wait_s, facts, fix, where, predicted)
+
+
+# --------------------------------------------------------------------------- workers that wait at a lock
+
+# Where nothing but the source tells: calls into C, and libraries that sleep until a file is free.
+_LOCKS = re.compile(r"\.acquire\(|\b(flock|lockf)\(|^with \S*lock", re.IGNORECASE)
+
+
+def contended_lock(evidence: Evidence, loader: LoaderRecord, code: FindingCode) -> Finding | None:
+    """The finding for workers of which only one at a time can go on; None where they seldom wait for a lock."""
+    workers, limits = evidence.workers, evidence.thresholds
+    lines = [line for line in workers.lines if _is_a_lock(line)] if workers else []
+    line = max(lines, key=lambda line: line.seconds, default=None)
+    if workers is None or line is None or line.seconds < limits.contended_share * workers.fetch_s:
+        return None
+    wait_s = evidence.buckets.data_wait_s
+    facts = [
+        time_spent(evidence, "waiting for data", wait_s),
+        f"of the workers' fetching, {line_cost(line, workers.fetch_s)}: there they wait for a lock",
+    ]
+    fix = (
+        f"{line.call}{at(line.where)} lets one process at a time through: {count('worker', loader.num_workers)} "
+        "and more would queue there. Hold the lock only for what has to be alone, "
+        "or give each worker a file, a handle or a connection of its own."
+    )
+    part = min(line.seconds / workers.fetch_s, 1.0)
+    unhindered = amdahl(evidence.active_share(wait_s))
+    predicted = gain(amdahl(part * limits.recovered_low), amdahl(part), cap=unhindered)
+    return found(evidence, code, wait_s, facts, fix, line.where, predicted)
+
+
+def _is_a_lock(line: HotLine) -> bool:
+    call = line.call or ""
+    return (line.waits and call.startswith("with ")) or bool(_LOCKS.search(call))
+
+
+# --------------------------------------------------------------------------- batches that the script makes itself
+
+
+def made_by_hand(evidence: Evidence) -> Finding:
+    """The finding for a job without a loader."""
+    wait_s = evidence.buckets.data_wait_s
+    share = evidence.active_share(wait_s)
+    line = costliest_line(evidence) if evidence.loader else next(iter(evidence.host_lines), None)
+    if line and line.waits:
+        return _made_elsewhere(evidence, line)
+    facts = [
+        time_spent(evidence, "making batches", wait_s),
+        "no DataLoader was seen: the training thread makes each batch itself",
+    ]
+    if line:
+        facts.append(line_cost(line))
+    fix = (
+        f"Make the next batch while this one trains: put the code{at(line.where if line else None)} into a "
+        "torch.utils.data.IterableDataset that yields whole batches, and draw them from "
+        "DataLoader(dataset, batch_size=None, num_workers=1); one worker keeps their order."
+    )
+    predicted = _gain_beside_training(evidence, share)
+    return found(evidence, "input_serial", wait_s, facts, fix, line.where if line else None, predicted)
+
+
+def _made_elsewhere(evidence: Evidence, line: HotLine) -> Finding:
+    wait_s = evidence.buckets.data_wait_s
+    facts = [
+        time_spent(evidence, "waiting for batches", wait_s),
+        "no DataLoader was seen: threads, processes or an event loop of the script's own bring the batches",
+        line_cost(line),
+    ]
+    fix = (
+        f"{line.call or line.function}{at(line.where)} waits for batches that the script makes elsewhere: let more "
+        "threads or processes make them side by side, begin with each one earlier (a longer queue, more requests under "
+        "way), or make each of them cheaper."
+    )
+    predicted = by_removing(evidence.active_share(wait_s), evidence.thresholds.recovered_low)
+    return found(evidence, "input_serial", wait_s, facts, fix, line.where, predicted)
+
+
+def made_behind_loader(evidence: Evidence, loader: LoaderRecord) -> Finding:
+    """The finding for a generator that takes its time with what a loader gave it."""
+    wait_s = evidence.buckets.data_wait_s
+    behind_s = waited_behind_loaders_s(evidence.rank, wait_s)
+    line = next(iter(evidence.host_lines), None)
+    facts = [
+        time_spent(evidence, "waiting for batches", wait_s),
+        f"{percent(behind_s / wait_s)} of it is not the loader{at(loader.where)}: the script's own generator works on "
+        "what it draws from there, in the training thread",
+    ]
+    if line:
+        facts.append(line_cost(line))
+    workers = max(loader.num_workers, 1)
+    fix = (
+        f"Let workers do what the code{at(line.where if line else None)} does to each batch: put it into the data set "
+        f"or the collate_fn of the loader, {rewritten(evidence, loader, num_workers=workers, persistent_workers=True)}"
+        f"{at(loader.where)}."
+    )
+    predicted = _gain_beside_training(evidence, evidence.active_share(behind_s))
+    return found(evidence, "input_serial", wait_s, facts, fix, line.where if line else None, predicted)
+
+
+def drawn_by_own_thread(evidence: Evidence, loader: LoaderRecord) -> Finding:
+    """The finding for a loader without workers that a thread of the script's draws from, beside the training.
+
+    One worker would do no more than that thread does.
+    """
+    wait_s = evidence.buckets.data_wait_s
+    workers = max(unplanned_workers(evidence), 2)
+    facts = [
+        time_spent(evidence, "waiting for data", wait_s),
+        "num_workers=0: a thread of the script's own fetches one batch after another, beside the training",
+    ]
+    if line := next((line for line in evidence.host_lines if line.waits), None):
+        facts.append(line_cost(line))
+    fix = (
+        f"Set num_workers={workers}{at(loader.where)}: "
+        f"{rewritten(evidence, loader, num_workers=workers, persistent_workers=True)}. One worker would fetch no "
+        "faster than the script's own thread does; several fetch side by side."
+    )
+    most = min(workers * (1 + evidence.thresholds.rate_error), amdahl(evidence.active_share(wait_s)))
+    return found(evidence, "input_serial", wait_s, facts, fix, loader.where, gain(1.0, most))
+
+
+def _gain_beside_training(evidence: Evidence, share: float) -> Gain:
+    """One worker hides the shorter of making batches and training on them; more workers divide what one needs."""
+    helpers = max(int(evidence.usable_cpus) - 1, 1)
+    one, several = 1 / max(share, 1 - share), 1 / max(share / helpers, 1 - share)
+    return gain(1 + (one - 1) * evidence.thresholds.recovered_low, several)
+
+
+# --------------------------------------------------------------------------- loading
+
+# --------------------------------------------------------------------------- no workers
+
+
+def input_serial(evidence: Evidence) -> Judgement:
+    """The training thread makes its batches itself: a DataLoader without workers, or none, or its sampler is slow."""
+    if evidence.limit is Limit.BEHIND and evidence.loader is not None:
+        return made_behind_loader(evidence, evidence.loader)
+    if evidence.limit is not Limit.SERIAL:
+        return None
+    if evidence.loader is None or evidence.loader.made_by == "script":
+        return made_by_hand(evidence)
+    if evidence.loader.batches and not evidence.loader.wait_s:
+        return drawn_by_own_thread(evidence, evidence.loader)
+    if sampling_share(evidence.loader) >= evidence.thresholds.sampling_share:
+        return slow_sampler(evidence, evidence.loader)
+    return hung_fetch(evidence, evidence.loader, "input_serial") or _no_workers(evidence, evidence.loader)
+
+
+def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
+    wait_s = evidence.buckets.data_wait_s
+    facts = [time_spent(evidence, "waiting for data", wait_s)]
+    if supply := evidence.supply:
+        facts.append(
+            f"num_workers=0: the training thread fetches each batch itself, {seconds(supply.batch_s)} a batch, "
+            f"{percent(supply.busy_share or 0.0)} of it on the CPU"
+        )
+    if (line := costliest_line(evidence)) and loader.wait_s > 0:
+        facts.append(f"of the fetching, {line_cost(line, loader.wait_s)}")
+    facts += _known(rates(evidence))
+    plan = plan_workers(evidence)
+    workers = plan.advised if plan else unplanned_workers(evidence)
+    fix = (
+        f"Set num_workers={workers}{at(loader.where)}: "
+        f"{rewritten(evidence, loader, num_workers=workers, persistent_workers=True)}."
+    )
+    if plan and supply:
+        fix += (
+            f" A sample takes {seconds(supply.batch_s / supply.samples_per_batch)} to fetch: "
+            f"{_need_and_room(evidence, plan)}."
+        )
+    if loader.iterable:
+        fix += (
+            " Its IterableDataset must split the work by torch.utils.data.get_worker_info(), "
+            "or every worker yields all of it."
+        )
+    predicted = plan.gain if plan else gain_without_wait(evidence)
+    return found(evidence, "input_serial", wait_s, facts, fix, loader.where, predicted)
+
+
+# --------------------------------------------------------------------------- workers at their limit
+
+
+def input_cpu_bound(evidence: Evidence) -> Judgement:
+    """The workers compute all the time and there are too few of them, or their work is too dear."""
+    return _workers_limit(evidence, "input_cpu_bound", Limit.CPU)
+
+
+def input_io_bound(evidence: Evidence) -> Judgement:
+    """The workers spend their time waiting: for a disk, a network, a lock."""
+    return _workers_limit(evidence, "input_io_bound", Limit.IO)
+
+
+def _workers_limit(evidence: Evidence, code: FindingCode, limit: Limit) -> Judgement:
+    if evidence.limit is Limit.UNKNOWN:
+        return workers_unmeasured(evidence, code)
+    loader, supply = evidence.loader, evidence.supply
+    if evidence.limit is not limit or loader is None or supply is None:
+        return None
+    if (hung := hung_fetch(evidence, loader, code)) is not None:
+        return hung
+    if (queued := contended_lock(evidence, loader, code)) is not None:
+        return queued
+    wait_s = evidence.buckets.data_wait_s
+    line = costliest_line(evidence)
+    facts = [time_spent(evidence, "waiting for data", wait_s), _worker_time(supply, limit)]
+    if line and evidence.workers:
+        facts.append(f"of the workers' fetching, {line_cost(line, evidence.workers.fetch_s)}")
+    facts += _known(rates(evidence))
+    if limit is Limit.IO:
+        facts += _storage_facts(evidence)
+    plan = plan_workers(evidence)
+    if plan and plan.raises:
+        fix = _raise_workers(evidence, loader, plan)
+        predicted = plan.gain
+    else:
+        fix = _cheaper_fetch(evidence, loader, limit, line)
+        predicted = _line_gain(evidence, line)
+    if limit is Limit.IO:
+        fix += _stage_data(evidence)
+    return found(evidence, code, wait_s, facts, fix, line.where if line else loader.where, predicted)
+
+
+def _worker_time(supply: Supply, limit: Limit) -> str:
+    busy = supply.busy_share if supply.busy_share is not None else supply.batch_cpu_s / supply.batch_s
+    workers = count("worker", supply.workers)
+    nature = f"{percent(busy)} computing" if limit is Limit.CPU else f"{percent(1 - busy)} waiting, not computing"
+    return f"{workers} at {seconds(supply.batch_s)} a batch, {nature}, idle {percent(supply.idle_share)} of the time"
+
+
+def _raise_workers(evidence: Evidence, loader: LoaderRecord, plan: Staffing) -> str:
+    changes: dict[str, int | bool] = {"num_workers": plan.advised}
+    if not loader.persistent_workers:
+        changes["persistent_workers"] = True
+    return (
+        f"Raise num_workers {plan.now} → {plan.advised}{at(loader.where)}: {rewritten(evidence, loader, **changes)}. "
+        f"At its cost a batch, {_need_and_room(evidence, plan)}."
+    )
+
+
+def _cheaper_fetch(evidence: Evidence, loader: LoaderRecord, limit: Limit, line: HotLine | None) -> str:
+    place = f"{line.function} ({line.where})" if line else f"the data set {loader.dataset}"
+    if limit is Limit.IO:
+        beside = f": {loader.num_workers} workers already wait side by side" if loader.num_workers > 1 else ""
+        return f"Make {place} wait less{beside}. Read larger pieces at a time, or keep what was read."
+    return (
+        f"Make {place} cheaper: {count('worker', loader.num_workers)} and the training fill the CPUs "
+        f"({_cpus(evidence)}). "
+        "Do its deterministic part once and store the result, work on smaller inputs, or move it to the GPU."
+    )
+
+
+def _storage_facts(evidence: Evidence) -> list[str]:
+    facts = []
+    read = evidence.workers.read_bytes if evidence.workers else None
+    if read is not None and read >= evidence.thresholds.storage_read_bytes_per_s * evidence.active_s:
+        facts.append(f"the workers read {size(read)} from storage, {size(read / max(evidence.active_s, 1e-9))}/s")
+    elif read is not None:
+        facts.append(f"the workers read only {size(read)} from storage: they wait for a lock, a sleep or a service")
+    data = evidence.run.run.data
+    if data and data.kind != "unknown":
+        facts.append(f"the data in {data.path} lies on {data.kind} ({data.filesystem or 'file system unknown'})")
+    return facts
+
+
+def _stage_data(evidence: Evidence) -> str:
+    data = evidence.run.run.data
+    if data and data.kind not in ("tmpfs", "unknown") and data.fits_in_ram and data.total_bytes:
+        return f" Its {size(data.total_bytes)} fit in RAM: copying {data.path} to a RAM disk ends the waiting."
+    return ""
+
+
+# --------------------------------------------------------------------------- shared by the rules above
+
+
+def _line_gain(evidence: Evidence, line: HotLine | None) -> Gain:
+    """If the costliest line took half of its time, or none: the loader gets faster until training no longer waits."""
+    if line is None or evidence.workers is None:
+        return gain_without_wait(evidence)
+    part = min(line.seconds / evidence.workers.fetch_s, 1.0)
+    unhindered = amdahl(evidence.active_share(evidence.buckets.data_wait_s))
+    return gain(amdahl(part * evidence.thresholds.recovered_low), amdahl(part), cap=unhindered)
+
+
+def _need_and_room(evidence: Evidence, plan: Staffing) -> str:
+    needed = f"{count('worker', plan.needed)} would hide it"
+    room = f"{_cpus(evidence)}, enough for {count('such worker', plan.allowed)} beside the training"
+    if plan.needed <= plan.allowed:
+        return f"{needed}; {room}"
+    if plan.needed > evidence.thresholds.out_of_reach * plan.allowed:
+        return f"no number of workers that fits here would hide it: {room}; a cheaper fetch must give the rest"
+    return f"{needed}, but {room}; a cheaper fetch must give the rest"
+
+
+def _cpus(evidence: Evidence) -> str:
+    cpu = evidence.machine.cpu
+    source = "the quota allows" if cpu.quota is not None and cpu.quota <= cpu.affinity else "the machine has"
+    shared = " for each rank" if evidence.usable_cpus < cpu.usable else ""
+    return f"{source} {cpus(evidence.usable_cpus)}{shared}"
+
+
+def _known(fact: str | None) -> list[str]:
+    return [fact] if fact else []
+
+
+# --------------------------------------------------------------------------- hand-over and restarts
+
+# --------------------------------------------------------------------------- handing over
+
+
+def input_handover(evidence: Evidence) -> Judgement:
+    """The workers are fast enough, but their batches arrive late: pickling, shared memory, rebuilding, pinning."""
+    if evidence.limit is Limit.UNKNOWN:
+        return workers_unmeasured(evidence, "input_handover")
+    loader, supply = evidence.loader, evidence.supply
+    if evidence.limit is not Limit.HANDOVER or loader is None or supply is None:
+        return None
+    if (hung := hung_fetch(evidence, loader, "input_handover")) is not None:
+        return hung
+    wait_s = evidence.buckets.data_wait_s
+    facts = [
+        time_spent(evidence, "waiting for data", wait_s),
+        f"{count('worker', supply.workers)} could give {number(supply.workers * supply.worker_samples_per_s)} "
+        f"samples/s; idle {percent(supply.idle_share)} of the time",
+        f"handing over costs the training thread {seconds(supply.main_cpu_s)} of CPU a batch "
+        f"({percent(supply.handover_main_share)} of its wait) and the workers "
+        f"{percent(supply.handover_worker_share)} of their time",
+    ]
+    if loader.batch_bytes:
+        facts.append(f"a batch has {size(loader.batch_bytes)} as {loader.batch_kind or 'an unknown kind'}")
+    fix, promised = _lighter_handover(evidence, loader, supply), gain_without_wait(evidence)
+    if fix is None:
+        # What the workers rest is all that there is to win, and nothing if each has its own share of slow batches.
+        fix, promised = _sooner_batches(evidence, loader), gain(1.0, amdahl(supply.idle_share), cap=promised[1])
+    return found(evidence, "input_handover", wait_s, facts, fix, loader.where, promised)
+
+
+def _lighter_handover(evidence: Evidence, loader: LoaderRecord, supply: Supply) -> str | None:
+    """How handing over would cost less; None where it costs next to nothing."""
+    limits = evidence.thresholds
+    costly = max(supply.handover_main_share, supply.handover_worker_share) >= limits.handover_share / 2
+    collate = f"the collate function {loader.collate}" if loader.collate else "the collate function"
+    wait_s = loader.wait_s / loader.batches
+    alone_s = supply.fetch_s - supply.queue_s
+    cheap = alone_s <= limits.cheap_fetch_share * wait_s
+    alone = f"fetching a batch takes {seconds(alone_s)}, waiting for a worker's {seconds(wait_s)}"
+    if costly and not passes_through_shm(loader):
+        fix = (
+            f"Let {collate}{at(loader.where)} return tensors (torch.from_numpy, torch.stack): tensors pass through "
+            "shared memory, everything else is pickled, sent through a pipe and rebuilt."
+        )
+        return f"{fix} Or fetch without workers (num_workers=0): {alone}." if cheap else fix
+    if cheap:
+        return f"Fetch without workers: {rewritten(evidence, loader, num_workers=0)}{at(loader.where)}; {alone}."
+    if costly:
+        return (
+            f"Send fewer and smaller tensors{at(loader.where)}: stack each field into one tensor in {collate}, "
+            "keep integers as uint8 and convert them after the batch has arrived."
+        )
+    return None
+
+
+def _sooner_batches(evidence: Evidence, loader: LoaderRecord) -> str:
+    """Batches are handed out in order: behind one that takes long the others wait, and then the workers do."""
+    hint = ", or pinning: try pin_memory=False" if loader.pin_memory else ""
+    advice = []
+    if loader.made_by is None and "in_order" not in loader.given:
+        as_made = rewritten(evidence, loader, in_order=False)
+        advice.append(f"Take them as they are made{at(loader.where)}: {as_made}; their order then differs between runs")
+    prefetch = loader.prefetch_factor or 2
+    if prefetch < evidence.thresholds.deep_queue:
+        deeper = rewritten(evidence, loader, prefetch_factor=2 * prefetch)
+        advice.append(f"Raise prefetch_factor {prefetch} → {2 * prefetch}{at(loader.where)}: {deeper}")
+    if not advice:
+        advice.append("Make the slowest samples cheaper, or spread them evenly over the batches")
+    why = f"Single batches take long (uneven costs{hint}), and the workers rest until they come, in order."
+    return f"{why} {'. Or: '.join(advice)}."
+
+
+# --------------------------------------------------------------------------- between passes
+
+
+def epoch_restart(evidence: Evidence) -> Judgement:
+    """Each pass over the data begins with starting workers and filling an empty queue."""
+    turnover_s = evidence.buckets.epoch_turnover_s
+    share = evidence.active_share(turnover_s)
+    if share < evidence.thresholds.epoch_turnover_share:
+        return None
+    loader = _restarted_loader(evidence)
+    if loader is None:
+        return Abstention("epoch_restart", "the DataLoader whose passes are being restarted")
+    if loader.passes < 2:
+        return None  # the end of the only pass: its workers are stopped, and nothing begins anew
+    facts = [
+        time_spent(evidence, "starting passes over the data", turnover_s),
+        f"{loader.passes} passes, {seconds(turnover_s / (loader.passes - 1))} for each new one",
+    ]
+    made_anew = made_for_each_pass(loader)
+    if loader.num_workers > 0 and (made_anew or not loader.persistent_workers):
+        why = f"the DataLoader is made {loader.constructed} times" if made_anew else "persistent_workers=False"
+        workers = "its worker is" if loader.num_workers == 1 else f"its {loader.num_workers} workers are"
+        facts.append(f"{workers} started anew for each pass ({why})")
+        call = rewritten(evidence, loader, num_workers=loader.num_workers, persistent_workers=True)
+        fix = f"Keep the workers alive{at(loader.where)}: {call}."
+        if loader.start_method == "spawn":
+            fix += " They are spawned, so each start imports the script and its modules again."
+    else:
+        fix = (
+            f"Make fewer, longer passes{at(loader.where)}: "
+            "RandomSampler(dataset, num_samples=k * len(dataset), replacement=False) goes k times through the data "
+            "in one pass."
+        )
+    low, high = by_removing(share, evidence.thresholds.recovered_low)
+    if loader.batches <= loader.passes * loader.num_workers * (loader.prefetch_factor or 2):
+        # All batches of so short a pass are ordered at its beginning: what they wait for is the start as well.
+        high = amdahl(share + evidence.active_share(evidence.buckets.data_wait_s))
+    return found(evidence, "epoch_restart", turnover_s, facts, fix, loader.where, gain(low, high))
+
+
+def _restarted_loader(evidence: Evidence) -> LoaderRecord | None:
+    loaders = [loader for loader in evidence.rank.loaders if loader.role == "train"] if evidence.rank else []
+    return max(loaders, key=lambda loader: (loader.restart_s, loader.passes), default=None)
+
+
+# --------------------------------------------------------------------------- shared memory
+
+
+def shm_small(evidence: Evidence) -> Judgement:
+    """The batches that the workers keep ready do not fit into /dev/shm: a worker dies with a bus error."""
+    loader, total = evidence.loader, evidence.machine.shm_total_bytes
+    if loader is None or loader.num_workers == 0 or not passes_through_shm(loader):
+        return None
+    if loader.batch_bytes is None:
+        return Abstention("shm_small", "the size of a batch")
+    if total is None:
+        return Abstention("shm_small", "the size of /dev/shm")
+    prefetch = loader.prefetch_factor or 2
+    ranks = max(round(evidence.machine.cpu.usable / max(evidence.usable_cpus, 0.01)), 1)
+    queued = loader.num_workers * prefetch * ranks
+    needed = queued * loader.batch_bytes
+    limit = evidence.thresholds.shm_share
+    if needed < limit * total:
+        return None
+    fits = max(int(limit * total / (loader.num_workers * ranks * loader.batch_bytes)), 0)
+    facts = [
+        f"{count('worker', loader.num_workers)} × {prefetch} batches ahead{f' × {ranks} ranks' if ranks > 1 else ''} × "
+        f"{size(loader.batch_bytes)} = {size(needed)} in shared memory",
+        f"/dev/shm has {size(total)}",
+    ]
+    fix = f"Give the container more shared memory (docker run --shm-size={_gigabytes(2 * needed)}g)"
+    if fits >= 1 and fits < prefetch:
+        fix += f", or lower prefetch_factor {prefetch} → {fits}{at(loader.where)}"
+    elif fits < 1:
+        workers = max(int(limit * total / (ranks * loader.batch_bytes)), 0)
+        if workers >= 1:
+            fix += f", or use num_workers={workers} with prefetch_factor=1{at(loader.where)}"
+    # The batch in training and those being put together come on top: a job that died near the limit died of it.
+    died = evidence.run.run.state in ("crashed", "killed")
+    severity: Severity = "severe" if needed > total or died else "warn"
+    return found(evidence, "shm_small", 0.0, facts, fix + ".", loader.where, None, severity)
+
+
+def passes_through_shm(loader: LoaderRecord) -> bool:
+    """Whether batches travel in shared memory: tensors do, arrays and other objects are pickled through a pipe."""
+    kind = (loader.batch_kind or "tensor").lower()
+    return not any(word in kind for word in ("numpy", "ndarray", "object", "bytes", "str"))
+
+
+def _gigabytes(needed: float) -> int:
+    return max(round(needed / 1e9 + 0.5), 1)
