@@ -59,7 +59,7 @@ TARGETS = {
     "clip_b256": {"fed_over_compute": 0.97, "first_epoch_over_best_stock_first": 1.0},
     "clip_b1024": {"fed_over_compute": 0.97, "first_epoch_over_best_stock_first": 1.0},
     "text": {"fed_over_compute": 0.97, "fed_over_pad_to_128": 1.5},
-    "hdf5": {"fed_over_compute": 0.95, "fed_over_guide_5": 100.0},
+    "hdf5": {"fed_over_compute": 0.95, "fed_over_sample_by_sample": 100.0},
 }
 PACKAGES = ("torch", "torchvision", "timm", "transformers", "h5py", "pillow", "webdataset", "spdl-core")
 HOST_CPU_PCT_AT_MOST = 40.0

@@ -1,10 +1,10 @@
-"""Guide 5: `python train_binary.py` and `TRAINER_LOG_LEVEL=DEBUG python train_binary.py`.
+"""`python train_binary.py` and `TRAINER_LOG_LEVEL=DEBUG python train_binary.py`.
 
-It is `fulltilt train hdf5` with the guide's config object, made below; set there what you want otherwise:
+It is `fulltilt train hdf5` with the config object below; set there what you want otherwise:
 
-    cfg.data = "/DEVELOPMENT/DATASET_REFERENCE"         a folder of HDF5 files; otherwise made data
+    cfg.data = "/DEVELOPMENT/DATASET_REFERENCE"         a folder of HDF5 files; otherwise synthetic data
     cfg.stage_dir = "/mnt/ramdisk"
-    cfg.batch_size, cfg.val_batch_size = 5632, 2048     the guide's values before its changes
+    cfg.batch_size, cfg.val_batch_size = 5632, 2048
     cfg.num_workers, cfg.prefetch_factor = 4, 8
 
 A flag wins over it: `fulltilt train hdf5 --help`.

@@ -1,4 +1,4 @@
-"""HDF5 windows at batch 8192: resident, streamed in blocks, and guide 5's way of reading."""
+"""HDF5 windows at batch 8192: resident, streamed in blocks, and read sample by sample."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fulltilt.train.cuda_graphs import EAGER_FIRST
 
 
 class SampleBySample(Dataset[Any]):
-    """Guide 5's way: ``h5[i]`` in each worker."""
+    """A common way to read HDF5: ``h5[i]`` in each worker."""
 
     def __init__(self, path: str, count: int) -> None:
         self.path, self.count = path, count
@@ -71,7 +71,7 @@ def run_hdf5(bench: Bench) -> None:
             bench.note("hdf5", "feed_streamed_host_cpu_pct", cpu)
             bench.note("hdf5", "feed_streamed_mixing_samples", loader.mixing)
     fed = bench.results["hdf5"][f"feed_{resident}"]
-    for name, workers, prefetch in (("guide_5", 8, 16), ("guide_5_before", 4, 8)):
+    for name, workers, prefetch in (("sample_by_sample", 8, 16), ("sample_by_sample_4_workers", 4, 8)):
         if not bench.has_time_for(25):
             bench.note("hdf5", name, "no time left")
             continue

@@ -1,4 +1,4 @@
-"""hdf5: windows of 64×16 floats, batch 8192, the compact network, against guide 5's own settings (8 workers × 16)."""
+"""hdf5: windows of 64×16 floats, batch 8192, the compact network, against a stock DataLoader, window by window."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from fulltilt.recipes.hdf5 import RECIPE, Options
 from fulltilt.recipes.hdf5.data import Part, look
 from fulltilt.recipes.hdf5.model import WindowNet, binary_loss
-from fulltilt.recipes.hdf5.training import build, reader
+from fulltilt.recipes.hdf5.trainer import build, reader
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.synthetic.hdf5 import CHANNELS, CHUNK, STEPS
 from fulltilt.train import TrainSettings
@@ -72,7 +72,7 @@ def compute_steps(bench: Bench, batch: int) -> Callable[[int], int]:
 
 
 def guide_rate(bench: Bench, data: Path) -> float:
-    """Guide 5's settings: a stock loader that reads one window after the other, 8 workers × 16 batches ahead."""
+    """A stock loader that reads one window after the other, 8 workers × 16 batches ahead."""
     batch, workers = (16, 1) if bench.smoke else (GUIDE_BATCH, GUIDE_WORKERS)
     loader = torch.utils.data.DataLoader(
         OneByOne(data / "train-0.h5"),

@@ -1,12 +1,11 @@
-"""Windows of features in HDF5 files, yes or no (guide 5)."""
+"""Windows of features in HDF5 files, told apart: event or not."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
-from fulltilt.recipes.hdf5.config import Config
 from fulltilt.recipes.recipe import Recipe, Request, option
 
 __all__ = ["RECIPE", "Config", "Options"]
@@ -46,14 +45,14 @@ def _check(request: Request) -> None:
 
 
 def _run(request: Request) -> Mapping[str, float]:
-    from fulltilt.recipes.hdf5.training import run
+    from fulltilt.recipes.hdf5.trainer import run
 
     return run(request)
 
 
 RECIPE = Recipe(
     name="hdf5",
-    about="Tell windows of features in HDF5 files apart: event or not (guide 5).",
+    about="Tell windows of features in HDF5 files apart: event or not.",
     options=Options,
     check=_check,
     run=_run,
@@ -72,3 +71,37 @@ RECIPE = Recipe(
         "monitor": "auroc",
     },
 )
+
+# The config object's names for what every recipe calls otherwise.
+_SHARED = {"val_batch_size": "eval_batch_size", "num_workers": "workers", "prefetch_factor": "prefetch"}
+# Of a stock DataLoader. The reader's buffers are always pinned, and what is read once needs no workers that stay.
+_WITHOUT_WORK = ("pin_memory", "persistent_workers")
+
+
+@dataclass(slots=True)
+class Config:
+    """``cfg = Config(); cfg.batch_size = 5632``. A name that does not exist is an AttributeError."""
+
+    batch_size: int = 8192
+    val_batch_size: int = 4096
+    num_workers: int = 8
+    prefetch_factor: int = 16
+    pin_memory: bool = True
+    persistent_workers: bool = True
+    stage_dir: str | None = None
+    use_specaugment: bool = False
+    profile_performance: bool = True
+    profile_gpu_util: bool = True
+    data: str = "synthetic"
+    out: str | None = None
+    epochs: int = 20
+    lr: float = 3e-3
+
+    def recipe(self) -> Recipe:
+        """The recipe with these values in place of its own defaults; flags win over them."""
+        return replace(RECIPE, settings={**RECIPE.settings, **self.settings()})
+
+    def settings(self) -> dict[str, Any]:
+        """The same under the recipe's names."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return {_SHARED.get(name, name): value for name, value in values.items() if name not in _WITHOUT_WORK}

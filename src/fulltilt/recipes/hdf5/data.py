@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fulltilt.errors import DataError
 from fulltilt.feed.hdf5_files import Source, describe, require_h5py
@@ -156,11 +156,8 @@ def _count_labels(part: Part, key: str) -> tuple[int, int]:
                 labels = file[key][start : min(start + _PIECE, last)].reshape(-1)
                 is_one = labels == 1
                 if (wrong := (~is_one & (labels != 0)).nonzero()[0]).size:
-                    raise _outside(path, key, start + int(wrong[0]), labels[wrong[0]])
+                    what = f"{path}: {key!r} is {labels[wrong[0]]} at row {start + int(wrong[0])}"
+                    raise DataError(f"{what}, outside the classes 0 and 1", "Relabel or remove it.")
                 ones += int(is_one.sum())
                 zeros += len(labels) - int(is_one.sum())
     return zeros, ones
-
-
-def _outside(path: Path, key: str, row: int, value: Any) -> DataError:
-    return DataError(f"{path}: {key!r} is {value} at row {row}, outside the classes 0 and 1", "Relabel or remove it.")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from fulltilt.cli import main as command
 from fulltilt.recipes import hdf5, options
-from fulltilt.recipes.hdf5 import model, training
+from fulltilt.recipes.hdf5 import model, trainer
 from fulltilt.recipes.synthetic import make_folder
 
 SMALL = ("--epochs", "2", "--batch-size", "24", "--width", "8", "--heads", "2", "--workers", "0")
@@ -43,7 +43,7 @@ def test_a_stop_by_sigterm_changes_nothing(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train("--data", data, "--out", tmp_path / "whole", "--use-specaugment") == 0
-    computed, calls = training.binary_loss, 0
+    computed, calls = trainer.binary_loss, 0
 
     def interrupted(*arguments: Any) -> torch.Tensor:
         nonlocal calls
@@ -52,7 +52,7 @@ def test_a_stop_by_sigterm_changes_nothing(
             signal.raise_signal(signal.SIGTERM)
         return computed(*arguments)
 
-    monkeypatch.setattr(training, "binary_loss", interrupted)
+    monkeypatch.setattr(trainer, "binary_loss", interrupted)
     again = ("--data", data, "--out", tmp_path / "stopped", "--use-specaugment")
     assert train(*again) == 3
     monkeypatch.undo()
@@ -118,16 +118,16 @@ def test_what_else_lies_in_stage_dir_is_no_copy(data: Path, tmp_path: Path) -> N
         shutil.rmtree(tmp_path / "ramdisk", ignore_errors=True)
         return Path(shutil.copytree(data, tmp_path / "ramdisk"))
 
-    assert training._is_copy(staged(), data)
+    assert trainer._is_copy(staged(), data)
     (staged() / "other.h5").write_bytes(b"of another data set")
-    assert not training._is_copy(tmp_path / "ramdisk", data)
+    assert not trainer._is_copy(tmp_path / "ramdisk", data)
     one = next(iter(staged().glob("*.h5")))
     one.write_bytes(one.read_bytes() + b"changed")
-    assert not training._is_copy(tmp_path / "ramdisk", data)
+    assert not trainer._is_copy(tmp_path / "ramdisk", data)
     one = next(iter(staged().glob("*.h5")))
     os.utime(one, (0, 0))
-    assert not training._is_copy(tmp_path / "ramdisk", data), "the original was written again since"
-    assert not training._is_copy(tmp_path / "nowhere", data)
+    assert not trainer._is_copy(tmp_path / "ramdisk", data), "the original was written again since"
+    assert not trainer._is_copy(tmp_path / "nowhere", data)
 
 
 def test_a_mistake_ends_before_training_in_three_lines(

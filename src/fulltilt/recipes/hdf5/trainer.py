@@ -20,9 +20,10 @@ from fulltilt.feed.staging import stage_dir
 from fulltilt.probes.host import cpu_capacity
 from fulltilt.recipes.hdf5 import Options
 from fulltilt.recipes.hdf5.data import Found, Part, hdf5_files, keys_of, look, refuse_not_finite
-from fulltilt.recipes.hdf5.metrics import Calibration, summary
-from fulltilt.recipes.hdf5.model import WindowNet, binary_loss
+from fulltilt.recipes.hdf5.model import Calibration, WindowNet, binary_loss, summary
 from fulltilt.recipes.recipe import Request
+from fulltilt.store.owned_folder import OwnedFolder
+from fulltilt.store.writing import TRAINING
 from fulltilt.train import Job, train
 from fulltilt.train.distributed import detect, device_of
 from fulltilt.train.progress import Screen
@@ -69,16 +70,15 @@ def build(request: Request, found: Found, data: Hdf5Loader, eval_data: Hdf5Loade
     # A weight on the positives moves every logit by its logarithm; taken off again, logits mean what they say.
     shift = math.log(found.pos_weight) if options.imbalance == "pos_weight" else 0.0
 
+    def measured(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return binary_loss(logits, labels, options.imbalance, found.pos_weight, options.focal_gamma)
+
     def loss(net: torch.nn.Module, batch: Any) -> torch.Tensor:
-        *features, labels = batch
-        logits = net(_joined(features))
-        return binary_loss(logits, _flat(labels), options.imbalance, found.pos_weight, options.focal_gamma)
+        return measured(*_logits(net, batch))
 
     def eval_loss(net: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, Any], dict[str, torch.Tensor]]:
-        *features, labels = batch
-        logits, truth = net(_joined(features)), _flat(labels)
-        value = binary_loss(logits, truth, options.imbalance, found.pos_weight, options.focal_gamma)
-        return value, {}, {"logits": logits - shift, "labels": truth}
+        logits, labels = _logits(net, batch)
+        return measured(logits, labels), {}, {"logits": logits - shift, "labels": labels}
 
     def eval_metrics(kept: dict[str, torch.Tensor]) -> dict[str, float]:
         if not bool(torch.isfinite(kept["logits"]).all()):
@@ -88,15 +88,7 @@ def build(request: Request, found: Found, data: Hdf5Loader, eval_data: Hdf5Loade
             _write_calibration(request.out, calibration, shift)
         return metrics
 
-    return Job(
-        model,
-        loss,
-        data,
-        eval_data=eval_data,
-        eval_loss=eval_loss,
-        eval_metrics=eval_metrics,
-        name="hdf5",
-    )
+    return Job(model, loss, data, eval_data=eval_data, eval_loss=eval_loss, eval_metrics=eval_metrics, name="hdf5")
 
 
 def reader(request: Request, part: Part, *, training: bool) -> Hdf5Loader:
@@ -105,8 +97,6 @@ def reader(request: Request, part: Part, *, training: bool) -> Hdf5Loader:
     settings, ranks = request.settings, detect()
     keys = keys_of(options)
     size = settings.batch_size if training else settings.eval_batch_size or settings.batch_size
-    # Above memory a recording streams by; pinned memory and a disk cache are no better than the file itself.
-    residency = {"pinned": "ram", "disk": "none"}.get(settings.residency, settings.residency)
     spec = Pipeline([SpecAugment(fill=None)], image=0) if training and options.use_specaugment else None
     return feed.hdf5(
         part.files,
@@ -117,7 +107,7 @@ def reader(request: Request, part: Part, *, training: bool) -> Hdf5Loader:
         window_keys=keys[:-1] if options.window else None,
         part=part.rows,
         augment=spec,
-        residency=residency,  # type: ignore[arg-type]
+        residency=settings.residency,
         shuffle=training,
         drop_last=training and settings.drop_last,
         seed=settings.seed,
@@ -129,7 +119,7 @@ def reader(request: Request, part: Part, *, training: bool) -> Hdf5Loader:
 
 
 def _staged(request: Request, screen: Screen, cleanup: contextlib.ExitStack) -> Path:
-    """The folder to read: as guide 5 does, files that lie in ``stage_dir`` already are taken from there."""
+    """The folder to read: files that lie in ``stage_dir`` already are taken from there, others copied if that pays."""
     options: Options = request.options
     if options.stage_dir is None or not request.data.is_dir():
         return request.data
@@ -160,22 +150,18 @@ def _is_copy(stage: Path, data: Path) -> bool:
 def _described(found: Found, data: Hdf5Loader) -> str:
     share = found.positives / (found.positives + found.negatives)
     files = "1 file" if len(found.train.files) == 1 else f"{len(found.train.files)} files"
-    kept = "read in blocks as they come" if data.tier == "none" else f"kept in {data.tier}"
+    kept = {"none": "streamed in blocks", "disk": "kept on disk"}.get(data.tier, f"kept in {data.tier}")
     return f"{data.source.samples:,} training windows from {files}, {100 * share:.1f} % positive, {kept}"
 
 
-def _joined(features: list[torch.Tensor]) -> torch.Tensor:
+def _logits(net: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The network's logits and the labels, one for each window; several keys are joined along their features."""
+    *features, labels = batch
     parts = [part.float() for part in features]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-
-
-def _flat(labels: torch.Tensor) -> torch.Tensor:
-    return labels.reshape(len(labels))
+    return net(parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)), labels.reshape(len(labels))
 
 
 def _write_calibration(out: Path, calibration: Calibration, shift: float) -> None:
     """How to use the network: sigmoid((logit - logit_shift) / temperature) is a probability, cut at threshold."""
-    path = out / CALIBRATION_FILE
-    making = path.with_name(path.name + ".new")
-    making.write_text(json.dumps({**asdict(calibration), "logit_shift": shift}, indent=1) + "\n")
-    making.replace(path)
+    text = json.dumps({**asdict(calibration), "logit_shift": shift}, indent=1) + "\n"
+    OwnedFolder.claim(out, TRAINING).write(CALIBRATION_FILE, text.encode())
