@@ -22,13 +22,14 @@ import pytest
 from fulltilt.recipes.synthetic import make_folder
 
 JOB = """
-import torch
+import sys, torch
 from torch.utils.data import DataLoader, TensorDataset
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for (batch,) in DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=8):
-    model(batch).sum().backward()
-    optimizer.step()
+for _ in range(int(sys.argv[1]) if len(sys.argv) > 1 else 1):
+    for (batch,) in DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=8):
+        model(batch).sum().backward()
+        optimizer.step()
 """
 FEED = """
 import sys, torch
@@ -94,7 +95,7 @@ class Place:
             "feed": lambda: [sys.executable, "feed_job.py", str(target)],
             "cache": lambda: fulltilt("cache", "clear", "--dir", target),
             "watch": lambda: fulltilt("watch", "--once", "--out", target / "samples.jsonl"),
-            "tune": lambda: fulltilt("tune", "--budget", "20s", "--out", target, "job.py"),
+            "tune": lambda: fulltilt("tune", "--budget", "20s", "--out", target, "job.py", 1_000_000),
         }[self.verb]()
 
     def start(self) -> subprocess.Popen[str]:

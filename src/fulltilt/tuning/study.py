@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from fulltilt.tuning.search import next_attempt
 from fulltilt.tuning.source_edit import fingerprint, source_file
 from fulltilt.tuning.space import Attempt, Space, best_of, is_valid, rate, start_of, streams_alone
 from fulltilt.tuning.trial.assignment import ANSWER_FILE, Answer, Assignment, TrainingLoader
-from fulltilt.tuning.trial.isolation import Isolation
+from fulltilt.tuning.trial.isolation import Isolation, remove_scratch
 from fulltilt.tuning.trial.launch import SCRATCH, Limits, recipe_flags, run_trial
 from fulltilt.tuning.trial.outcome import conclude
 from fulltilt.tuning.trial.throughput import Patience
@@ -98,6 +99,7 @@ class Study:
             self.trials = []
             self.folder.remove(TRIALS_FILE)
         self._writer = store.LineWriter(self.folder.path / TRIALS_FILE)
+        self._caches = Path(tempfile.mkdtemp(prefix="fulltilt-caches-"))
 
     def _open(self) -> StudyRecord:
         path = self.folder.path / STUDY_FILE
@@ -121,6 +123,7 @@ class Study:
     def close(self) -> None:
         """No more trials come."""
         self._writer.close()
+        remove_scratch(self._caches)
 
     @property
     def space(self) -> Space:
@@ -178,7 +181,8 @@ class Study:
             fulltilt=__version__,
             asked=attempt.settings,
         )
-        ended = run_trial(self._isolation, [*self._command, *flags], assignment, record, limits, self._gpus, tick)
+        command = [*self._command, *flags]
+        ended = run_trial(self._isolation, command, assignment, record, limits, self._gpus, self._caches, tick)
         answer, run = _read_answer(folder / ANSWER_FILE), _load(folder)
         start = next((trial for trial in self.trials if trial.purpose == "start" and trial.state == "ok"), None)
         trial = conclude(attempt, ended, answer, run, start, assignment.loader)

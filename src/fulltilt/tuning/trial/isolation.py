@@ -73,9 +73,10 @@ class Isolation:
         base = "/var/tmp" if self.kind == "namespace" and not self.in_memory else None
         return Path(tempfile.mkdtemp(prefix="fulltilt-trial-", dir=base)).resolve()
 
-    def command(self, command: Sequence[str], scratch: Path, folder: Path) -> list[str]:
-        """The command of an isolated trial that may write its records into ``folder``."""
-        plan = {**asdict(self), "scratch": str(scratch), "folder": str(folder.resolve()), "study": os.getpid()}
+    def command(self, command: Sequence[str], scratch: Path, *writable: Path) -> list[str]:
+        """The command of an isolated trial; what it writes into the ``writable`` folders is really there."""
+        plan = {**asdict(self), "scratch": str(scratch), "study": os.getpid()}
+        plan["writable"] = [str(folder.resolve()) for folder in writable]
         places = [Path.cwd(), Path.home().resolve(), _script_folder(command)]
         plan["cwd"], plan["needed"] = str(Path.cwd()), sorted(_needed(places, self.with_user))
         plan["more"] = _own_folders() if self.with_user else []
@@ -275,7 +276,7 @@ def _main(plan: dict[str, Any], command: list[str]) -> int:
             _call("prctl", "prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
             _lay_over(plan)
         elif plan["kind"] == "landlock":
-            _restrict([plan["scratch"], plan["folder"], "/dev", "/proc"])
+            _restrict([plan["scratch"], *plan["writable"], "/dev", "/proc"])
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         print(f"fulltilt: this trial cannot be kept from your files: {error.strerror}{where}", file=sys.stderr)
@@ -314,15 +315,16 @@ def _enter_namespaces(with_user: bool, own_pids: bool) -> None:
 
 def _lay_over(plan: dict[str, Any]) -> None:
     """Lay an empty, writable layer over every folder that is not the system's; all else becomes read-only."""
-    scratch, folder = plan["scratch"], plan["folder"]
+    scratch, writable = plan["scratch"], dict(enumerate(plan["writable"]))
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
     if plan["in_memory"]:
         _mount("tmpfs", scratch, "tmpfs", MS_NOSUID | MS_NODEV, "mode=700")
     else:
         _mount(scratch, scratch, None, MS_BIND)  # a mount of its own stays writable
     home = f"/proc/self/fd/{os.open(scratch, os.O_PATH)}"  # the path itself may be laid over
-    os.mkdir(f"{home}/records")
-    _mount(folder, f"{home}/records", None, MS_BIND)
+    for number, folder in writable.items():
+        os.mkdir(f"{home}/writable-{number}")
+        _mount(folder, f"{home}/writable-{number}", None, MS_BIND)
     points = [point for point in _mount_points() if not _is_below(point, (scratch, *DEVICES))]
     # No layer may lie inside of what it covers; in a user namespace, neither may another mount.
     apart = [*([] if plan["in_memory"] else [scratch]), *(points if plan["with_user"] else [])]
@@ -344,7 +346,8 @@ def _lay_over(plan: dict[str, Any]) -> None:
     for number, target in enumerate(covered):
         _mount(f"{home}/{number}/merged", target, None, MS_MOVE)
     _private_shared_memory(f"{home}/shared", plan["with_user"])
-    _mount(f"{home}/records", folder, None, MS_MOVE)
+    for number, folder in writable.items():
+        _mount(f"{home}/writable-{number}", folder, None, MS_MOVE)
     if plan["own_pids"]:
         _mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV)
     os.chdir(plan["cwd"])

@@ -55,9 +55,12 @@ class Ended:
 class TrialProcess:
     """The process of a trial and everything below it, in a scratch folder of its own."""
 
-    def __init__(self, isolation: Isolation, command: list[str], assignment: Assignment, t0_ns: int) -> None:
+    def __init__(
+        self, isolation: Isolation, command: list[str], assignment: Assignment, caches: Path, t0_ns: int
+    ) -> None:
         folder = Path(assignment.folder)
         self._isolation = isolation
+        self._caches = caches
         self._shared_before = _shared_memory()
         self.scratch = isolation.scratch()
         if isolation.kind == "landlock":
@@ -70,7 +73,7 @@ class TrialProcess:
             with os.fdopen(owned.create(folder / OUTPUT_FILE, 0o600), "ab") as output:
                 # A session of its own: Ctrl-C reaches the study alone, which then ends its trial.
                 self._process = subprocess.Popen(
-                    isolation.command(command, self.scratch, folder),
+                    isolation.command(command, self.scratch, folder, caches),
                     env=self._environment(folder, t0_ns),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -93,9 +96,11 @@ class TrialProcess:
             "PYTHONUNBUFFERED": "1",
         }
         if self._isolation.kind == "landlock":
-            for name in ("TMPDIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-                (self.scratch / name).mkdir()
-                variables[name] = str(self.scratch / name)
+            (self.scratch / "tmp").mkdir()
+            variables["TMPDIR"] = str(self.scratch / "tmp")
+        if self._isolation.kind != "none":  # what one trial compiles, the next need not compile again
+            for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+                variables[name] = str(self._caches / name.lower())
         return variables
 
     def poll(self) -> int | None:
@@ -148,13 +153,17 @@ def run_trial(
     record: RunRecord,
     limits: Limits,
     gpus: Gpus,
+    caches: Path,
     tick: Callable[[float], None] = lambda _: None,
 ) -> Ended:
-    """Run one trial in its folder, which is then a run folder like any other. Ctrl-C ends the trial and is raised."""
+    """Run one trial in its folder, which is then a run folder like any other. Ctrl-C ends the trial and is raised.
+
+    ``caches`` is a folder for what torch compiles, which all trials of a study share.
+    """
     folder = store.create_folder(Path(assignment.folder))
     store.write_json(folder / store.RUN_FILE, record)
     t0_ns = time.perf_counter_ns()
-    process = TrialProcess(isolation, command, assignment, t0_ns)
+    process = TrialProcess(isolation, command, assignment, caches, t0_ns)
     held = _HeldMemory(limits.memory_bytes)
     writer = store.LineWriter(folder / store.SAMPLES_FILE)
 
