@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import builtins
-import functools
-import io
 import json
 import multiprocessing
 import os
 import resource
 import shutil
 import signal
-import sys
 import tempfile
 import time
-import types
 import zlib
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -33,18 +27,18 @@ from fulltilt.feed.disk_cache import (
     ROWS,
     SUB_FOLDER,
     CacheFull,
+    CacheKey,
     default_cache_dir,
     list_caches,
     make_room,
     open_cache,
     sweep,
 )
-from fulltilt.feed.fingerprint import fingerprint
 from fulltilt.feed.structure import layout_of
 from fulltilt.feed.tiers import Room
 from fulltilt.store.owned_folder import OwnedFolder
 
-from .conftest import Drawn, Pixels
+from .conftest import Pixels
 
 
 class Files:
@@ -74,6 +68,7 @@ def files(tmp_path):
 
 
 def run(dataset, cache_dir, epochs=1, **options):
+    options = {"cache_key": f"v{getattr(dataset, 'factor', 1)}", **options}
     with feed.loader(dataset, 4, residency="disk", cache_dir=cache_dir, num_workers=0, **options) as loader:
         served = [torch.cat(list(loader)) for _ in range(epochs)]
     return served, loader
@@ -95,174 +90,29 @@ def test_the_next_run_finds_the_cache(files, cache_dir):
     assert torch.equal(first[1], second[0])
 
 
-def change_content(files):
-    (files / "03.txt").write_text("333")
-
-
-def change_time(files):
-    os.utime(files / "03.txt", (1, 1))
-
-
-def add_file(files):
-    (files / "99.txt").write_text("99")
-
-
-@pytest.mark.parametrize("change", [change_content, change_time])
-def test_a_cache_of_other_files_is_refused(files, cache_dir, change):
-    run(Files(files), cache_dir)
-    change(files)
-    served, loader = run(Files(files), cache_dir)
-    assert "refused as stale" in opened(loader)
-    assert "files" in opened(loader)
-    expected = torch.stack([Files(files)[i] for i in range(len(Files(files)))])
-    assert torch.equal(served[0], expected)
-    assert len(list_caches(cache_dir)) == 1  # the stale one was deleted
-
-
-def test_a_file_more_is_another_data_set(files, cache_dir):
-    run(Files(files), cache_dir)
-    add_file(files)
-    served, loader = run(Files(files), cache_dir)
-    assert "cache new" in opened(loader)
-    assert torch.equal(served[0], torch.stack([Files(files)[i] for i in range(13)]))
-
-
-def test_a_cache_of_other_arguments_or_other_code_is_not_used(files, cache_dir):
+def test_a_cache_of_another_key_is_another_cache(files, cache_dir):
     run(Files(files), cache_dir)
     served, loader = run(Files(files, factor=3), cache_dir)
-    assert "is another (arguments changed)" in opened(loader)
+    assert "cache new" in opened(loader)
     assert served[0][1, 0] == 3
-    assert len(list_caches(cache_dir)) == 2  # training and validation parts of a folder live side by side
+    assert len(list_caches(cache_dir)) == 2
     assert "cache found" in opened(run(Files(files), cache_dir)[1])
 
-    def getitem(self, index):
-        with Path(self.paths[index]).open() as file:
-            return torch.full((64,), int(file.read()) * self.factor + 1)
 
-    original = Files.__getitem__
-    Files.__getitem__ = getitem
-    try:
-        served, loader = run(Files(files, factor=3), cache_dir)
-    finally:
-        Files.__getitem__ = original
-    assert "code" in opened(loader)
-    assert served[0][1, 0] == 4
+def test_without_a_key_a_cache_lives_for_one_run(files, cache_dir):
+    served, loader = run(Files(files), cache_dir, 2, cache_key=None)
+    assert "for this run only" in opened(loader)
+    assert torch.equal(served[1], torch.stack([Files(files)[i] for i in range(12)]))
+    assert list_caches(cache_dir) == []
 
 
-def test_code_that_is_only_called_on_counts_too():
-    def make(step):
-        def inner(index):
-            return index + step
-
-        return Drawn(lambda index: torch.tensor(inner(index)), 4)
-
-    assert fingerprint(make(1)).parts == fingerprint(make(1)).parts
-    assert fingerprint(make(1)).parts != fingerprint(make(2)).parts
-
-
-def scaled_by(factor):
-    return lambda value: value * factor
-
-
-def described(text, calls="helper.load(index)", name="0"):
-    """A data set whose code lies in two modules of the user's own, as text."""
-    helper = types.ModuleType("helper")
-    helper.__file__ = "helper.py"
-    exec(text, vars(helper))
-    for function in vars(helper).values():
-        if isinstance(function, types.FunctionType):
-            function.__module__ = "helper"
-    user: dict[str, object] = {"helper": helper, "__name__": "__main__"}
-    sys.modules["helper"] = helper
-    exec(f"def draw(index):\n    {calls}", user)
-    try:
-        return fingerprint(Drawn(user["draw"], 4)).parts
-    finally:
-        del sys.modules["helper"]
-
-
-DIFFERENCES = {
-    "closures of one factory": lambda n: Drawn([scaled_by(2), scaled_by(n)], 4),
-    "a transform in the class": lambda n: type("Own", (Drawn,), {"transform": scaled_by(n)})(len, 4),
-    "an object in the class": lambda n: type("Own", (Drawn,), {"transform": functools.partial(max, n)})(len, 4),
-    "a cached method": lambda n: Drawn(functools.cache(scaled_by(n)), 4),
-    "a cached property": lambda n: type("Own", (Drawn,), {"x": functools.cached_property(scaled_by(n))})(len, 4),
-    "a default": lambda n: Drawn(lambda index, by=n: index * by, 4),
-    "a method of a builtin": lambda n: Drawn({0: n}.get, 4),
-    "an array of objects": lambda n: Drawn(np.array(["a", n], dtype=object), 4),
-    "an array of texts": lambda n: Drawn(np.array(["a", str(n)]), 4),
-    "which of two": lambda n: Drawn([*(both := [[1], [2]]), both[n % 2]], 4),
-    "a bound method": lambda n: Drawn([n].index, 4),
-}
-
-
-@pytest.mark.parametrize("what", DIFFERENCES)
-def test_every_place_of_an_argument_counts(what):
-    make = DIFFERENCES[what]
-    assert fingerprint(make(3)).parts == fingerprint(make(3)).parts
-    assert fingerprint(make(3)).parts != fingerprint(make(0)).parts
-    assert fingerprint(make(3)).reusable
-
-
-@pytest.mark.parametrize(
-    "calls", ["helper.load(index)", "import helper; return helper.load(index)", "from helper import load; load(index)"]
-)
-def test_code_of_the_users_other_modules_counts(calls):
-    one, same, other = (
-        described(f"def deep(i):\n    return i + {n}\ndef load(i):\n    return deep(i)", calls) for n in (1, 1, 2)
-    )
-    assert one == same
-    assert one["code"] != other["code"]
-
-
-def test_a_set_in_the_code_counts_in_whatever_order_it_lies():
-    """The order of a set of texts is another one in every process; two numbers that collide show the same here."""
-    parts = []
-    for order in ([0, 8], [8, 0]):
-        code = scaled_by.__code__.replace(co_consts=(None, (frozenset(order), "x")))
-        parts.append(fingerprint(Drawn(types.FunctionType(code, {}, "f"), 4)).parts)
-    assert repr(frozenset([0, 8])) != repr(frozenset([8, 0]))
-    assert parts[0] == parts[1]
-
-
-def test_a_file_exchanged_for_one_of_the_same_size_and_time_is_noticed(files):
-    before = fingerprint(Files(files)).parts
-    path = files / "03.txt"
-    status = path.stat()
-    path.write_text("7")
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert fingerprint(Files(files)).parts["files"] != before["files"]
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        lambda index: f"named-in-code/{index}.bin",
-        "named-in-code/{}.bin".format,
-        lambda index: "named-in-code/%d.bin" % index,  # noqa: UP031 - as older code has it
-        lambda index: os.path.join("named-in-code", f"{index}.bin"),  # noqa: PTH118
-        lambda index: next(folder for folder in ("named-in-code", ".")) + f"/{index}.bin",
-    ],
-    ids=["f-string", "format", "%", "join", "tuple"],
-)
-def test_files_that_only_the_code_names_and_c_libraries_open_count(path, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("named-in-code").mkdir()
-    for index in range(4):
-        Path(f"named-in-code/{index}.bin").write_bytes(b"1234")
-
-    def draw(index):
-        file = os.open(path(index), os.O_RDONLY)  # as torchvision.io, OpenCV and SQLite do: not by Python's open
-        try:
-            return torch.frombuffer(bytearray(os.read(file, 4)), dtype=torch.uint8)
-        finally:
-            os.close(file)
-
-    before = fingerprint(Drawn(draw, 4))
-    Path("another").touch()  # nothing that the code names
-    assert fingerprint(Drawn(draw, 4)) == before
-    Path("named-in-code/2.bin").write_bytes(b"4321")
-    assert fingerprint(Drawn(draw, 4)).parts["files"] != before.parts["files"]
+def test_without_a_key_nobody_is_given_the_disk(tmp_path, monkeypatch):
+    full = Room(vram_bytes=None, pinned_bytes=None, ram_bytes=0, disk_bytes=1 << 30)
+    monkeypatch.setattr(residency, "measure_room", lambda *_, **__: full)
+    for key, tier in ((None, "none"), ("v1", "disk")):
+        with feed.loader(Pixels(9), 4, cache_dir=tmp_path, num_workers=0, cache_key=key) as loader:
+            assert sum(len(labels) for _, labels in loader) == 9
+            assert loader.tier == tier
 
 
 def test_a_damaged_row_of_a_complete_cache_is_not_served(files, cache_dir):
@@ -290,35 +140,6 @@ def test_a_cache_that_lies_is_refused(files, cache_dir):
     assert served[0][0, 0] == 0
 
 
-def test_what_cannot_be_fingerprinted_lives_for_one_run(cache_dir):
-    dataset = Pixels(9)
-    with Path(os.devnull).open() as dataset.handle:
-        _, loader = _run_pixels(dataset, cache_dir)
-    assert "for this run only" in opened(loader)
-    assert list_caches(cache_dir) == []
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_cache_of_files_that_no_attribute_names_lives_for_one_run(files, cache_dir, monkeypatch, workers):
-    """The folder stands in the environment alone: that one file of many changed, the next run could not know."""
-
-    def draw(index):
-        path = Path(os.environ["WHERE_THE_DATA_LIES"]) / names[index]
-        return torch.tensor(list(path.read_bytes()[:1]))
-
-    original = builtins.open
-    names = sorted(path.name for path in Path(files).iterdir())
-    monkeypatch.setenv("WHERE_THE_DATA_LIES", str(files))
-    with feed.loader(Drawn(draw, len(names)), 4, num_workers=workers, residency="disk", cache_dir=cache_dir) as loader:
-        list(loader)
-        assert any(
-            f"{names[0]}, which neither attributes nor code of the data set name, cannot" in note
-            for note in loader.notes
-        )
-    assert not list_caches(cache_dir)
-    assert builtins.open is io.open is original
-
-
 def test_a_complete_cache_may_lie_where_nothing_can_be_written(files, cache_dir, monkeypatch):
     run(Files(files), cache_dir)
     opened_files = os.open
@@ -343,7 +164,7 @@ def test_nobody_who_did_not_ask_for_the_disk_is_stopped_by_it(tmp_path, monkeypa
     (tmp_path / "file").write_text("")
     nowhere = Room(vram_bytes=None, pinned_bytes=None, ram_bytes=0, disk_bytes=1 << 30)
     monkeypatch.setattr(residency, "measure_room", lambda *_, **__: nowhere)
-    with feed.loader(Pixels(9), 4, cache_dir=tmp_path / "file" / "x", num_workers=0) as loader:
+    with feed.loader(Pixels(9), 4, cache_key="v1", cache_dir=tmp_path / "file" / "x", num_workers=0) as loader:
         assert sum(len(labels) for _, labels in loader) == 9
     assert "training goes on from the source" in opened(loader)
 
@@ -416,7 +237,7 @@ def test_no_link_in_a_cache_is_written_through(files, cache_dir, tmp_path, link,
 
 
 def start(dataset, cache_dir):
-    loader = feed.loader(dataset, 4, residency="disk", cache_dir=cache_dir, num_workers=0)
+    loader = feed.loader(dataset, 4, cache_key="v1", residency="disk", cache_dir=cache_dir, num_workers=0)
     iterator = iter(loader)
     next(iterator)
     return iterator, loader
@@ -519,7 +340,9 @@ class Slow:
 
 
 def train(cache_dir, say):
-    with feed.loader(Slow(), 4, residency="disk", cache_dir=cache_dir, num_workers=2, checks=2) as loader:
+    with feed.loader(
+        Slow(), 4, cache_key="v1", residency="disk", cache_dir=cache_dir, num_workers=2, checks=2
+    ) as loader:
         for _ in range(2):
             for number, batch in enumerate(loader):
                 assert bool((batch == batch[:, :1]).all())
@@ -597,7 +420,7 @@ def test_the_cap_deletes_what_was_used_longest_ago(cache_dir, monkeypatch):
     for size in (4, 5, 6):
         run_size = Pixels(30, size=size)
         run_size.mark = size
-        with feed.loader(run_size, 4, residency="disk", cache_dir=cache_dir, num_workers=0) as loader:
+        with feed.loader(run_size, 4, cache_key="v1", residency="disk", cache_dir=cache_dir, num_workers=0) as loader:
             loader.fill()
         for entry in list_caches(cache_dir):
             used = time.time() - 1000 + 100 * len(list_caches(cache_dir))
@@ -618,7 +441,7 @@ def test_the_cap_deletes_what_was_used_longest_ago(cache_dir, monkeypatch):
 
 def test_two_ranks_fill_one_cache(files, cache_dir):
     dataset = Files(files)
-    made_from, layout = fingerprint(dataset), layout_of(dataset[0])
+    made_from, layout = CacheKey("Files", {}, reusable=True), layout_of(dataset[0])
     left, _ = open_cache(cache_dir, made_from, layout, 12)
     right, how = open_cache(cache_dir, made_from, layout, 12)
     assert "taken up again at 0" in how
@@ -674,7 +497,7 @@ def test_the_cache_command_lists_and_clears(files, cache_dir):
     assert found["samples"] == 12
     assert found["complete"] is True
     assert "0 of 0" in command("clear", "--name", "other", *where).stdout
-    with feed.loader(Files(files), 4, residency="disk", cache_dir=cache_dir, num_workers=0) as loader:
+    with feed.loader(Files(files), 4, cache_key="v1", residency="disk", cache_dir=cache_dir, num_workers=0) as loader:
         next(iter(loader))
         assert "in use by a running job" in command("clear", *where).stdout
     assert "1 of 1 caches removed" in command("clear", *where).stdout
@@ -699,14 +522,3 @@ def test_odd_caches_do_no_harm_and_are_shown_escaped(cache_dir):
     assert "2 of 2 caches removed" in command("clear", "--dir", str(cache_dir)).stdout  # those with a header that reads
     assert command("list", "--dir", str(cache_dir / "file")).exit_code == 0
     assert (cache_dir / "file").exists()
-
-
-def test_a_file_behind_a_link_to_a_folder_counts(tmp_path):
-    (tmp_path / "there").mkdir()
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "linked").symlink_to(tmp_path / "there")
-    dataset = Drawn(torch.tensor)
-    dataset.root = str(tmp_path / "data")
-    before = fingerprint(dataset).parts["files"]
-    (tmp_path / "there" / "more.bin").write_bytes(b"1")
-    assert fingerprint(dataset).parts["files"] != before

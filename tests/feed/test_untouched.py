@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import random
 import shelve
 import zipfile
 from collections import OrderedDict, UserDict, defaultdict
@@ -25,11 +24,10 @@ from torch.utils.data import (
 
 from fulltilt import feed
 from fulltilt.errors import DataError, MachineError, UsageError
-from fulltilt.feed import apart
-from fulltilt.feed.inspection import inspect
-from fulltilt.feed.pool import WorkerPool
+from fulltilt.feed import worker_pool
+from fulltilt.feed.worker_pool import WorkerPool
 
-from .conftest import Drawn, Pixels, Transformed
+from .conftest import Drawn, Pixels
 
 v1 = pytest.importorskip("torchvision.transforms")
 
@@ -59,11 +57,6 @@ def test_a_handle_opened_by_the_first_look_is_not_inherited_by_workers(tmp_path)
         for number in range(40):
             archive.writestr(str(number), bytes([number]) * 3000)
     dataset = Zipped(tmp_path / "a.zip")
-    inspect(dataset)
-    assert dataset.archive is None
-    assert dataset.by_name == {}
-    assert not hasattr(dataset, "late")
-    assert dataset.memo  # plain data may stay: workers inherit it without harm
     with feed.loader(dataset, 5, num_workers=2) as loader:
         for _ in range(2):
             assert sorted(int(row[0]) for batch in loader for row in batch) == list(range(40))
@@ -78,15 +71,12 @@ def test_where_workers_run_the_data_set_this_process_does_not_before_they_have(c
         here.append(index)  # in a worker it is the worker's list
         return torch.full((3,), index)
 
+    options = {"num_workers": 2, "cache_dir": cache_dir, "cache_key": "v1"}
     for residency in ("ram", "disk", "disk", "none"):
-        with feed.loader(Drawn(draw, 20), 4, num_workers=2, residency=residency, cache_dir=cache_dir) as loader:
+        with feed.loader(Drawn(draw, 20), 4, residency=residency, **options) as loader:
             assert sorted(int(row[0]) for batch in loader for row in batch) == list(range(20))
-    dataset = Transformed(
-        v1.Compose([v1.Resize((12, 12)), v1.RandomHorizontalFlip(), v1.Lambda(lambda image: here.append(0) or image)])
-    )
     with pytest.raises(DataError, match="sample 0 cannot be read"):  # a data set's mistakes are told all the same
         feed.loader(Drawn(lambda index: here.append(index) or index / 0, 20), 4, num_workers=2)
-    inspect(dataset, workers=2)
     assert here == []
     with pytest.raises(MachineError, match="ended its process with exit code 3"):
         feed.loader(Drawn(lambda index: os._exit(3), 20), 4, num_workers=2)
@@ -120,7 +110,7 @@ def test_what_was_to_be_read_ahead_is_not_read_after_a_break(monkeypatch):
     read = torch.zeros(400, dtype=torch.bool).share_memory_()
 
     def draw(index):
-        if "look" not in multiprocessing.current_process().name:
+        if "check" not in multiprocessing.current_process().name:
             if index >= 40:
                 go.wait(60)
             read[index] = True
@@ -131,31 +121,6 @@ def test_what_was_to_be_read_ahead_is_not_read_after_a_break(monkeypatch):
     with feed.loader(Drawn(draw, 400), 40, num_workers=2, checks=2) as loader:
         next(iter(loader))
     assert int(read.sum()) <= 40 + 2 * 10  # the task that each worker had begun, of three batches read ahead
-
-
-def test_what_is_random_before_a_cut_list_is_drawn_whole():
-    """None of the samples looked at draws before the list; one that comes later does."""
-
-    class Blurred(Transformed):
-        def __getitem__(self, index):
-            from PIL import Image
-
-            grey = random.randrange(100, 200) if index in (7, 8) else index
-            return self.transform(Image.new("RGB", (20, 24), (grey, 0, 0))), index
-
-    dataset = Blurred(v1.Compose([v1.RandomCrop(8), v1.ToTensor()]))
-    with feed.loader(dataset, 5, num_workers=2, checks=2) as loader:
-        assert any("done once" in note for note in loader.notes)
-        drawn = []
-        for _ in range(4):
-            for images, labels in loader:
-                grey = (images[:, 0, 0, 0] * 255).round().long()
-                late = (labels == 7) | (labels == 8)
-                assert torch.equal(grey[~late], labels[~late])
-                drawn += grey[late].tolist()
-        assert all(100 <= grey < 200 for grey in drawn)
-        assert len(set(drawn)) > 4
-        assert any("every sample is drawn anew" in note for note in loader.notes)
 
 
 def test_batches_look_as_a_dataloader_makes_them():
@@ -282,7 +247,7 @@ def test_a_data_set_may_ask_which_worker_it_is_in():
 
 def test_a_convolution_in_a_worker_does_not_wait_for_threads_of_this_process(monkeypatch):
     """Arm's library of them does: a DataLoader with workers waits for ever there."""
-    monkeypatch.setattr(apart, "PATIENCE_S", 20.0)
+    monkeypatch.setattr(worker_pool, "PATIENCE_S", 20.0)
     torch.ones(1_000_000).add(1)  # has torch's threads started
     kernel = torch.ones(3, 1, 3, 3)
     dataset = Drawn(lambda i: torch.nn.functional.conv2d(torch.full((1, 3, 9, 9), i + 0.5), kernel, groups=3), 8)
@@ -322,13 +287,3 @@ def test_a_file_that_is_a_mapping_is_not_walked_through(tmp_path, workers):
             assert torch.cat(list(loader)).flatten().tolist() == list(range(20))
         assert loader.tier == "ram"
     dataset.file.close()
-
-
-def test_a_mapping_that_is_a_file_is_let_go_of(tmp_path):
-    """A shelf of numbers is no plain data: workers would share its one position."""
-    path = str(tmp_path / "shelf")
-    with shelve.open(path) as shelf:
-        shelf.update({f"{index}": index for index in range(20)})
-    dataset = Shelved(path, shelve.open)
-    inspect(dataset)
-    assert dataset.file is None

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import hashlib
 import json
 import mmap
 import os
@@ -38,7 +39,6 @@ from typing import Any
 import torch
 
 from fulltilt.errors import FulltiltError, UsageError
-from fulltilt.feed.fingerprint import Fingerprint
 from fulltilt.feed.order import spread
 from fulltilt.feed.stores import HostStore
 from fulltilt.feed.structure import Layout
@@ -64,6 +64,23 @@ _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getat
 
 class CacheFull(Exception):  # noqa: N818 - an event; the job goes on without the cache
     """There is no room left for the cache; the message says where and how much was needed."""
+
+
+@dataclass(frozen=True)
+class CacheKey:
+    """What a cache was made for. ``label`` names the data set; ``parts`` are digests of what it was made from.
+
+    Only a ``reusable`` one is looked for by the next run.
+    """
+
+    label: str
+    parts: dict[str, str]
+    reusable: bool
+
+    def folder_name(self, layout: Layout, samples: int) -> str:
+        """The same for equal keys, layouts and numbers of samples."""
+        named = (FORMAT, self.label, sorted(self.parts.items()), layout.describe(), samples)
+        return hashlib.blake2b(repr(named).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -364,9 +381,9 @@ class DiskStore(HostStore):
 
 
 def open_cache(
-    cache_dir: Path, fingerprint: Fingerprint, layout: Layout, samples: int, *, limit_bytes: int | None = None
+    cache_dir: Path, key: CacheKey, layout: Layout, samples: int, *, limit_bytes: int | None = None
 ) -> tuple[DiskStore, str]:
-    """The cache for this fingerprint: complete, half-written and taken up again, or new; and in words which.
+    """The cache for this key: complete, half-written and taken up again, or new; and in words which.
 
     Raises CacheFull if it does not fit or a foreign folder is in its place, UsageError or MachineError if the folder
     cannot be written.
@@ -374,7 +391,7 @@ def open_cache(
     owned = _claim(cache_dir)
     try:
         with owned.locked("", wait=True):
-            return _open_cache(owned, cache_dir, fingerprint, layout, samples, limit_bytes)
+            return _open_cache(owned, cache_dir, key, layout, samples, limit_bytes)
     except OSError as error:
         raise _as_full(error, owned.path) from error
 
@@ -382,12 +399,12 @@ def open_cache(
 def _open_cache(
     owned: OwnedFolder,
     cache_dir: Path,
-    fingerprint: Fingerprint,
+    key: CacheKey,
     layout: Layout,
     samples: int,
     limit_bytes: int | None,
 ) -> tuple[DiskStore, str]:
-    final = fingerprint.key(layout)
+    final = key.folder_name(layout, samples)
     found_damaged = None
     for name, complete in ((final, True), (final + PARTIAL, False)):
         folder = owned.path / name
@@ -411,12 +428,12 @@ def _open_cache(
         if not owned.remove(name):
             raise CacheFull(f"{folder} was not made by Fulltilt and is left as it is")
     _sweep(owned)
-    stale = _remove_stale(cache_dir, fingerprint)
+    stale = _remove_stale(cache_dir, key)
     make_room(cache_dir, samples * (layout.row_bytes + 4), limit_bytes)
-    keep = fingerprint.reusable
+    keep = key.reusable
     name = final + PARTIAL if keep else f"{ONE_RUN}{os.getpid()}-{secrets.token_hex(4)}{PARTIAL}"
     try:
-        _create(owned, name, fingerprint, layout, samples)
+        _create(owned, name, key, layout, samples)
     except OSError:
         owned.remove(name)
         raise
@@ -426,12 +443,12 @@ def _open_cache(
     return store, found_damaged or stale or "new"
 
 
-def _create(owned: OwnedFolder, name: str, fingerprint: Fingerprint, layout: Layout, samples: int) -> None:
+def _create(owned: OwnedFolder, name: str, key: CacheKey, layout: Layout, samples: int) -> None:
     """The header comes last: a folder without one was never whole."""
     header = {
         "format": FORMAT,
-        "label": fingerprint.label,
-        "parts": fingerprint.parts,
+        "label": key.label,
+        "parts": key.parts,
         "samples": samples,
         "row_bytes": layout.row_bytes,
         "layout": layout.describe(),
@@ -477,13 +494,13 @@ def _drop_torn_rows(store: DiskStore) -> int:
     return dropped
 
 
-def _remove_stale(cache_dir: Path, fingerprint: Fingerprint) -> str | None:
+def _remove_stale(cache_dir: Path, key: CacheKey) -> str | None:
     """Delete caches of the same data set whose files or code have changed; says what was found."""
     told = None
     for entry in list_caches(cache_dir):
-        if entry.label != fingerprint.label or not fingerprint.reusable:
+        if entry.label != key.label or not key.reusable:
             continue
-        changed = [name for name, digest in fingerprint.parts.items() if entry.parts.get(name) != digest]
+        changed = [name for name, digest in key.parts.items() if entry.parts.get(name) != digest]
         if not changed:
             continue  # another process has just completed it
         # Other arguments make another data set, such as the validation part of the same folder: its cache stays.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import gc
-import itertools
 import pickle
 import random
 import sys
@@ -15,9 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-
-from fulltilt.feed import entropy, forked
-from fulltilt.feed.own_code import names_in, own_module, used_by
 
 # Bounds of the search for generators: data sets hold lists of a million paths, and models, and modules.
 _DEPTH = 8
@@ -32,7 +27,6 @@ class Generators:
     """The generators in reach of ``root``, whose states can be read, set from a seed, and put back."""
 
     def __init__(self, *roots: Any) -> None:
-        self._roots = roots
         self.instances = list(find_generators(roots))
 
     def mark(self) -> tuple[Any, ...]:
@@ -42,8 +36,6 @@ class Generators:
             random.getstate(),
             _tensor_bytes(torch.default_generator.get_state()),
             _numpy_bytes(numpy) if numpy is not None else None,
-            forked.seeds_read,
-            entropy.asked(),
             *(_mark(instance) for instance in self.instances),
         )
 
@@ -77,13 +69,9 @@ class Generators:
         torch.default_generator.manual_seed(seed)
         if numpy is not None:
             numpy.random.seed(seed)
-        forked.seed_worker(seed)
+        _seed_worker_info(seed)
         for position, instance in enumerate(self.instances):
             _seed(instance, (seed + 0x9E3779B9 * (position + 1)) & 0xFFFFFFFF)
-
-    def counts(self) -> dict[tuple[int, str], Any]:
-        """The whole numbers that the data set and the code it calls keep, by owner and name: some count the draws."""
-        return dict(_counts(self._roots))
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
@@ -116,18 +104,6 @@ def reached(roots: Sequence[Any]) -> Iterator[Any]:
         level = following
 
 
-def _counts(roots: Sequence[Any]) -> Iterator[tuple[tuple[int, str], Any]]:
-    for item in reached(roots):
-        if isinstance(item, itertools.count):
-            yield (id(item), ""), repr(item)
-        elif isinstance(item, types.FunctionType):
-            named = ((name, item.__globals__.get(name)) for name in names_in(item.__code__))
-            yield from (((0, name), value) for name, value in named if type(value) is int)
-        elif not is_generator(item):
-            held = getattr(item, "__dict__", {})
-            yield from (((id(item), name), value) for name, value in [*held.items()] if type(value) is int)
-
-
 def is_generator(item: Any) -> bool:
     """Whether ``item`` is a generator of random numbers other than the global ones."""
     numpy = sys.modules.get("numpy")
@@ -152,14 +128,14 @@ def _insides(item: Any) -> list[Any]:
     if isinstance(item, types.BuiltinMethodType | types.MethodWrapperType):
         return [item.__self__]
     if isinstance(item, functools._lru_cache_wrapper):
-        return gc.get_referents(item)  # what it has kept is nowhere else to be had
+        return [item.__wrapped__]
     if isinstance(item, functools.partial):
         return [item.func, item.args, item.keywords]
     if isinstance(item, types.GeneratorType):
         return list(item.gi_frame.f_locals.values()) if item.gi_frame is not None else []
     if isinstance(item, types.FunctionType):
         cells = [cell.cell_contents for cell in item.__closure__ or () if _filled(cell)]
-        return [*used_by(item), *cells, *(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()]
+        return [*_used_by(item), *cells, *(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()]
     if isinstance(item, type):
         return _members(item) if own_module(item.__module__) else []
     own = list(getattr(item, "__dict__", {}).values())
@@ -242,3 +218,40 @@ def _seed(instance: Any, seed: int) -> None:
         instance.bit_generator.state = type(instance.bit_generator)(seed).state
     else:
         instance.seed(seed)
+
+
+def _seed_worker_info(seed: int) -> None:
+    """Let ``get_worker_info().seed`` be this one: a DataLoader's differs from pass to pass too."""
+    info: Any = torch.utils.data.get_worker_info()
+    if info is not None and hasattr(info, "seed_of_sample"):
+        info.seed_of_sample = seed
+
+
+# --------------------------------------------------------------------------- the user's own code
+
+
+def own_module(name: str | None) -> bool:
+    """Whether a module belongs to the user, and not to Python or an installed library."""
+    if name is None or name == "__main__":  # also under a launcher, whose own file __main__ then is
+        return True
+    if name.split(".")[0] in sys.stdlib_module_names:
+        return False
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return file is None or ("site-packages" not in file and "dist-packages" not in file)
+
+
+def names_in(code: types.CodeType) -> list[str]:
+    """The names that ``code`` and the functions within it look up, sorted."""
+    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return sorted(set(code.co_names).union(*inner))
+
+
+def _used_by(function: types.FunctionType) -> Iterator[Any]:
+    """The globals that ``function`` uses; of the user's own modules, those of their names that it uses."""
+    names = names_in(function.__code__)
+    for name in names:
+        value = function.__globals__.get(name)
+        if isinstance(value, types.ModuleType) and own_module(value.__name__):
+            yield from (vars(value)[inner] for inner in names if inner in vars(value))
+        elif value is not None:
+            yield value

@@ -21,17 +21,16 @@ from fulltilt import cuda_capture
 from fulltilt.batch_observer import observed
 from fulltilt.errors import DataError, DoesNotFit, UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
-from fulltilt.feed.disk_cache import CacheFull, DiskStore, default_cache_dir, open_cache
+from fulltilt.feed.disk_cache import CacheFull, CacheKey, DiskStore, default_cache_dir, open_cache
 from fulltilt.feed.draws import mix
-from fulltilt.feed.fingerprint import Fingerprint
 from fulltilt.feed.hdf5_files import DAMAGED, BlockReader, describe
 from fulltilt.feed.order import Order
 from fulltilt.feed.places import device_or_default, ranks
-from fulltilt.feed.pool import WorkerPool
 from fulltilt.feed.progress import progress
 from fulltilt.feed.standing import position
 from fulltilt.feed.structure import layout_of
 from fulltilt.feed.tiers import Residency, choose_tier, default_workers, measure_room
+from fulltilt.feed.worker_pool import WorkerPool
 
 # Rows that are mixed with each other when they are streamed: a gigabyte of them, unless the user asks for more.
 MIXING_BYTES = 1024**3
@@ -212,7 +211,7 @@ class Hdf5Loader:
         columns = []
         for column in self.source.columns:
             parts = {"files": _digest(files), "arguments": _digest((self._blocks, column))}
-            made_from = Fingerprint(f"HDF5 {self.source.files[0]} {column.key}", parts, reusable=True)
+            made_from = CacheKey(f"HDF5 {self.source.files[0]} {column.key}", parts, reusable=True)
             layout = layout_of(torch.empty(self._reader.rows * column.row_bytes, dtype=torch.uint8))
             with self._disk_errors():
                 self._stores.append(open_cache(self._cache_dir, made_from, layout, len(self._blocks))[0])

@@ -11,11 +11,10 @@ import torch
 
 from fulltilt.errors import DataError
 from fulltilt.feed.bad_samples import BadSamples
-from fulltilt.feed.changes import State, Watch
+from fulltilt.feed.dataset_check import DECLARE, AttributeSnapshot
 from fulltilt.feed.disk_cache import CacheFull, DiskStore
 from fulltilt.feed.readers import Failure, Reader, SampleReader
 from fulltilt.feed.residency import Residence
-from fulltilt.feed.splitting import SplitReader
 from fulltilt.feed.structure import Layout
 from fulltilt.feed.supply import Supply
 
@@ -65,10 +64,7 @@ class Keeping:
         self._epochs_served = 0
         self._epoch_began_s = self._last_epoch_s = self._check_s = 0.0
         self._found_random: Failure | None = None
-        self._watch = Watch(residence.dataset)
-        self._read_as: State | None = None  # the data set when it was last read from
-        self._forked_as: State | None = None
-        self._nothing_to_read = False
+        self._settings: AttributeSnapshot | None = None  # the data set's when it was last read from
         residence.workers = workers
         self.supply = Supply(
             self._reader(),
@@ -90,23 +86,18 @@ class Keeping:
     def begin_epoch(self, epoch: int) -> None:
         """Choose the tier where that can be done already; check what is kept."""
         self._serve_random_if_found()
-        now = self._watch.now()
-        if self._forked_as not in (None, now):
+        now = AttributeSnapshot(self.residence.dataset)
+        changed = None if self._settings is None else self._settings.changed(now)
+        if changed is not None:
             self.supply.stop_workers()  # they have the data set as it was when they were forked
-        self._forked_as = now
+        self._settings = now
         if self._undecided:
             if not self.residence.waits_for_model:
                 self.settle(model_has_run=False)
             else:
                 self.supply.puts_aside = True
         elif self.supply.store is not None:
-            self._check(epoch, now)
-        elif isinstance(self.supply.reader, SplitReader) and (name := self._changed(now)) is not None:
-            self.notes.say(f"the data set's attribute {name} was changed; what is done once is done anew")
-            self.supply.reader.forget()
-        self._nothing_to_read = self.residence.complete
-        if not self._nothing_to_read:
-            self._read_as = self._watch.now()  # as the workers have it, whatever its owner does meanwhile
+            self._check(epoch, changed)
         self._epoch_began_s = time.monotonic()
 
     def batches_trained(self, number: int) -> None:
@@ -127,11 +118,9 @@ class Keeping:
                 self._on_full(full)
 
     def leave_epoch(self) -> None:
-        """The epoch is over, or was left early."""
-        if self._nothing_to_read or self.supply.workers or self._read_as is None:
-            return
-        if self.residence.goes_by(self._read_as.set_anew(self._watch.now())) is None:
-            self._read_as = self._watch.now()  # reading in this process may itself have changed it
+        """The epoch is over, or was left early: reading in this process may itself have changed the data set."""
+        if not self.supply.workers:
+            self._settings = AttributeSnapshot(self.residence.dataset)
 
     @torch.inference_mode(False)  # what is kept outlives the evaluation that it may be made in
     def settle(self, *, model_has_run: bool) -> None:
@@ -145,59 +134,43 @@ class Keeping:
 
     def _reader(self) -> Reader:
         residence, layout = self.residence, self.layout
-        dataset, found = residence.dataset, residence.found
-        if found.split is not None and residence.wanted_for_split:
-            store, notes = residence.open_for_split()
-            for note in notes:
-                self.notes.say(note)
-            if store is not None:
-                assert found.kept is not None
-                once, each = found.split.names()
-                first = ", ".join(["reading", *once])
-                self.notes.say(f"done once: {first}; done on every draw, in the workers: {', '.join(each)}")
-                return SplitReader(dataset, found.split, found.kept, layout, store, self._seed)
-        elif found.random_because is not None:
-            self.notes.say(f"served as it is: {found.random_because}")
-            residence.refuse_if_asked(found.random_because)
-        return SampleReader(dataset, layout, random=found.random_because is not None, seed=self._seed)
+        random = residence.found.random_because
+        if random is not None:
+            self.notes.say(f"read by {residence.workers} workers on every draw: {random}. {DECLARE}")
+            residence.refuse_if_asked(random)
+        checked = residence.wanted and not residence.found.declared
+        return SampleReader(residence.dataset, layout, seeded=random is not None, checked=checked, seed=self._seed)
 
     def _serve_random_if_found(self) -> None:
         """From the next epoch on the workers seed each sample, as for a data set known to be random."""
         reader = self.supply.reader
-        if self._found_random is not None and not (isinstance(reader, SampleReader) and reader.random):
+        if self._found_random is not None and isinstance(reader, SampleReader) and not reader.seeded:
             self.supply.stop_workers()
-            self.supply.reader = SampleReader(self.residence.dataset, self.layout, random=True, seed=self._seed)
+            reader.seeded = True
 
     # ----------------------------------------------------------------- checking and giving up
 
-    def _changed(self, now: State) -> str | None:
-        """An attribute that is another one than when the samples were read, and that they may depend on."""
-        if self._read_as is None:
-            return None
-        return self._read_as.changed(now) or self.residence.goes_by(self._read_as.set_anew(now))
-
-    def _check(self, epoch: int, now: State) -> None:
+    def _check(self, epoch: int, changed: str | None) -> None:
         """Whether the data set was changed; and two kept samples against it, other ones each time.
 
-        At the start of every epoch, unless that would take a noticeable part of it: then ever more rarely. More of them
-        where a setting is another one now.
+        At the start of every epoch, unless that would take a noticeable part of it: then ever more rarely.
         """
         assert self.supply.store is not None
         self._epochs_served += 1
-        if (name := self._changed(now)) is not None:
-            self._drop(f"the data set's attribute {name} was changed; what was kept is no longer served", fatal=False)
+        if changed is not None:
+            self._drop(
+                f"the data set's attribute {changed} was changed; what was kept is no longer served", fatal=False
+            )
             return
-        settings_changed = self._read_as is not None and self._read_as.settings != now.settings
         rarely = self._epochs_served & (self._epochs_served - 1) == 0
-        if self._check_s > CHECK_SHARE * self._last_epoch_s and not rarely and not settings_changed:
+        if self._check_s > CHECK_SHARE * self._last_epoch_s and not rarely:
             return
         began_s = time.monotonic()
-        changed = self.residence.changed_sample(self.supply.store, epoch, many=settings_changed)
+        sample = self.residence.changed_sample(self.supply.store, epoch)
         self._check_s = time.monotonic() - began_s
-        if changed is not None:
-            self._drop(f"sample {changed} is not what the data set returns now; what was kept is no longer served")
-        elif self._read_as is not None:
-            self._read_as = self._watch.now()
+        self._settings = AttributeSnapshot(self.residence.dataset)
+        if sample is not None:
+            self._drop(f"sample {sample} is not what the data set returns now; what was kept is no longer served")
 
     def _on_full(self, full: CacheFull) -> None:
         self._drop(f"{full}; the cache was dropped and training goes on from the source", fatal=False)
@@ -209,7 +182,7 @@ class Keeping:
 
     def _drop(self, why: str, *, fatal: bool = True) -> None:
         if fatal and self.residence.asked not in ("auto", "none"):
-            raise DataError(why, "Use residency='auto', or take the randomness out of the data set (augment=...).")
+            raise DataError(why, f"Use residency='auto'. {DECLARE}")
         self.residence.drop()
         store: Any = self.supply.store
         if isinstance(store, DiskStore):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -115,21 +114,3 @@ def _array_as_tensor(array: Any) -> torch.Tensor:
 def _dtype(scalar: Any) -> torch.dtype:
     numpy = sys.modules["numpy"]
     return torch.as_tensor(numpy.zeros(1, dtype=scalar.dtype.newbyteorder("="))).dtype
-
-
-def from_tensor(leaf: Leaf, tensor: torch.Tensor) -> Any:
-    """The value that ``as_tensor`` was given."""
-    if leaf.kind == "tensor":
-        return tensor.as_subclass(leaf.wrapper) if leaf.wrapper is not None else tensor
-    if leaf.kind.startswith("image:"):
-        from PIL import Image
-
-        mode = leaf.kind.removeprefix("image:")
-        _, height, width = leaf.shape
-        pixels = tensor.permute(1, 2, 0).contiguous()
-        return Image.frombytes(mode, (width, height), ctypes.string_at(pixels.data_ptr(), pixels.numel()))
-    if leaf.kind == "array":
-        return tensor.numpy()
-    if leaf.kind in ("int", "float", "bool"):
-        return tensor.item()
-    return tensor.numpy()[()]  # a numpy scalar

@@ -1,8 +1,9 @@
 """``feed.loader``: iterates like a DataLoader, and yields batches that are already on the device.
 
-deterministic data set   decoded once while the first epoch trains, then served from its tier
-cut transform list       decoded once; the random tail runs in the workers on every draw
-random data set          served as it is through the workers, each sample seeded by (seed, epoch, index)
+declared stages          ``decode`` runs once while the first epoch trains, its samples are then served from their tier;
+                         ``augment`` runs on the device on every draw, seeded by (seed, epoch, index)
+plain data set           kept if a check finds it deterministic (``dataset_check.py``)
+random data set          read by workers on every draw, each sample seeded by (seed, epoch, index); nothing is kept
 not fixed-shape tensors  torch's DataLoader with tuned settings
 """
 
@@ -18,14 +19,15 @@ from fulltilt.batch_observer import observed
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
 from fulltilt.feed.bad_samples import BadSamples, Policy, ShapesDiffer, pass_over
+from fulltilt.feed.dataset_check import Inspection, inspect, length_of
 from fulltilt.feed.delivery import Delivery
 from fulltilt.feed.handles import workers_without_sharing
-from fulltilt.feed.inspection import Inspection, inspect, length_of
 from fulltilt.feed.keeping import Keeping, Notes
 from fulltilt.feed.mistakes import refuse_mistakes, refuse_unknown
 from fulltilt.feed.order import BatchOrder, GivenBatches, Order, draws_of, every_batch_counts, sampler_of, step_samples
 from fulltilt.feed.places import device_or_default, home_of, ranks
 from fulltilt.feed.progress import progress
+from fulltilt.feed.readers import Decoded
 from fulltilt.feed.replay import replayable
 from fulltilt.feed.residency import Residence
 from fulltilt.feed.standing import AGAIN, Standing, begins_again, is_shuffled, resumed_at, told_epoch
@@ -38,7 +40,9 @@ def loader(
     dataset: Any,
     batch_size: int = 1,
     *,
+    decode: Callable[[Any], Any] | None = None,
     augment: Augmentation | Iterable[Any] | Callable[[Any], Any] | None = None,
+    cache_key: str | None = None,
     residency: Residency = "auto",
     shuffle: bool = False,
     sampler: Iterable[int] | None = None,
@@ -61,9 +65,13 @@ def loader(
 ) -> FeedLoader:
     """A loader over ``dataset`` whose batches are on ``device`` (default: the current GPU, else the CPU).
 
-    ``residency`` is the tier the decoded samples live on; ``reserve_bytes`` the VRAM to leave for the model (default:
-    known after three steps). ``settings`` gives batch size, workers and residency where they are not given here. What
-    else a DataLoader takes about workers and pinning may stay in the call. Raises UsageError, DataError, DoesNotFit.
+    ``decode`` is the stage that is the same every time: ``decode(dataset[i])`` is kept. ``augment`` runs on the device,
+    seeded by (seed, epoch, sample), and is never kept. ``cache_key`` names the data and the version of ``decode`` for a
+    disk cache that the next run finds. A data set of which nothing is declared is kept if a check finds it
+    deterministic. ``residency`` is the tier the decoded samples live on; ``reserve_bytes`` the VRAM to leave for the
+    model (default: known after three steps). ``settings`` gives batch size, workers and residency where they are not
+    given here. What else a DataLoader takes about workers and pinning may stay in the call.
+    Raises UsageError, DataError, DoesNotFit.
     """
     refuse_unknown(set(of_a_dataloader))
     if settings is None:
@@ -83,10 +91,14 @@ def loader(
         on_bad_sample=on_bad_sample,
         max_bad_share=max_bad_share,
         checks=checks,
+        decode=decode,
+        cache_key=cache_key,
     )
     workers = default_workers() if workers is None else workers
     size = settings.batch_size if settings.batch_size is not None and batch_size == 1 else batch_size
     length_of(dataset)
+    if decode is not None:
+        dataset = Decoded(dataset, decode)
     workers, shared = workers_without_sharing(dataset, workers)
     found = _inspected(dataset, size, checks, on_bad_sample, workers) if collate_fn is None else Inspection(None)
     order: BatchOrder
@@ -115,7 +127,9 @@ def loader(
         order,
         found,
         augment=as_augmentation(augment),
-        residence=Residence(dataset, found, residency, home, reserve_bytes, cache_dir, cache_limit_bytes, checks),
+        residence=Residence(
+            dataset, found, residency, home, reserve_bytes, cache_dir, cache_limit_bytes, checks, cache_key
+        ),
         device=device,
         workers=workers,
         collate_fn=collate_fn,
@@ -344,8 +358,6 @@ class FeedLoader:
 def _made_anew(
     dataset: Any, order: BatchOrder, found: Inspection, made_with: dict[str, Any], epoch: int, batch: int
 ) -> FeedLoader:
-    if found.split is not None:
-        found.split.find_in(dataset)
     made = FeedLoader(dataset, order, found, **made_with)
     made.begin_at(epoch, batch)
     return made

@@ -36,6 +36,8 @@ def refuse_mistakes(
     on_bad_sample: Any,
     max_bad_share: Any,
     checks: Any,
+    decode: Any,
+    cache_key: Any,
 ) -> None:
     """Raise UsageError for the first argument that is not what it has to be."""
     if on_bad_sample not in ("stop", "skip"):
@@ -57,5 +59,9 @@ def refuse_mistakes(
             raise UsageError(f"{name} is {count!r}; it must be a number of bytes")
     if collate_fn is not None and not callable(collate_fn):
         raise UsageError(f"collate_fn is {collate_fn!r}; it must be a function of a list of samples")
+    if decode is not None and not callable(decode):
+        raise UsageError(f"decode is {decode!r}; it must be a function of what the data set returns")
+    if cache_key is not None and (not isinstance(cache_key, str) or not cache_key):
+        raise UsageError(f"cache_key is {cache_key!r}; it must be a text that names the data, such as 'train-v3'")
     if cache_dir is not None and not isinstance(cache_dir, str | os.PathLike):
         raise UsageError(f"cache_dir is {cache_dir!r}; it must be a folder")

@@ -6,7 +6,7 @@ import bisect
 import os
 import traceback
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +15,17 @@ from typing import Any, Literal, Protocol
 import torch
 
 from fulltilt.errors import FulltiltError
-from fulltilt.feed import entropy
 from fulltilt.feed.draws import sample_seed
-from fulltilt.feed.generators import Generators
+from fulltilt.feed.generators import Generators, own_module
 from fulltilt.feed.leaves import Unstorable
-from fulltilt.feed.own_code import own_module
 from fulltilt.feed.repeats import sample_of
 from fulltilt.feed.structure import Layout, ShapeChanged
 
 # Attributes under which data sets keep their files, in the order in which they are asked for a sample's name.
 _FILE_LISTS = ("samples", "imgs", "paths", "files", "image_paths", "images", "filenames", "image_files", "_files")
+
+# Of a data set of which nothing is declared, one sample in so many is read twice while the first epoch is read.
+READ_AGAIN_EVERY = 32
 
 
 @dataclass(frozen=True)
@@ -53,18 +54,32 @@ class Reader(Protocol):
         """Write the sample of draw ``indices[i]`` into ``rows[i]``; returns what failed."""
 
 
+class Decoded:
+    """A data set with a declared stage: ``decode(dataset[index])`` is the same every time, and is what is kept."""
+
+    deterministic = True
+
+    def __init__(self, dataset: Any, decode: Callable[[Any], Any]) -> None:
+        self.dataset, self.decode = dataset, decode
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.decode(self.dataset[index])
+
+
 class SampleReader:
     """Reads a map-style data set, sample by sample or with its ``__getitems__``.
 
-    ``random=False``: the data set is deterministic; a sample that draws a random number is reported.
-    ``random=True``: every generator starts from (seed, epoch, index), so that workers and ranks do not matter.
+    ``seeded``: every generator starts from (seed, epoch, index), so that workers and ranks do not matter.
+    ``checked``: nothing was declared; a sample that draws a random number or is another one when it is read again is
+    reported, and from then on all are read seeded.
     """
 
-    def __init__(self, dataset: Any, layout: Layout, *, random: bool, seed: int) -> None:
-        self.dataset = dataset
-        self.layout = layout
-        self.random = random
-        self.seed = seed
+    def __init__(self, dataset: Any, layout: Layout, *, seeded: bool, checked: bool, seed: int) -> None:
+        self.dataset, self.layout, self.seed = dataset, layout, seed
+        self.seeded, self.checked = seeded, checked
         self._generators: Generators | None = None
         self._in_worker = False
 
@@ -74,31 +89,25 @@ class SampleReader:
 
     def read(self, indices: torch.Tensor, rows: torch.Tensor, epoch: int) -> list[Failure]:
         """Write the sample of draw ``indices[i]`` into ``rows[i]``; returns what failed."""
+        if not (self.seeded or self.checked):
+            return self._read_plainly(sample_of(indices), rows)
         if self._generators is None:
-            if self.random:  # it may make its generators with its first sample, and each is to be seeded
-                with Generators(self.dataset).untouched(), suppress(Exception):
-                    self.dataset[int(sample_of(indices[0]))]
-            # Found here and not before the fork: a worker has instances of its own.
+            # Found here and not before the fork: a worker has instances of its own. One sample first, because a data
+            # set may make its generators with it.
+            with Generators(self.dataset).untouched(), suppress(Exception):
+                self.dataset[int(sample_of(indices[0]))]
             self._generators = Generators(self.dataset)
-        generators = self._generators
         # In this process the user's own generators must not notice us; a worker's belong to us.
-        with nullcontext() if self._in_worker else generators.untouched():
-            if self.random:
-                return self._read_seeded(indices, rows, epoch, generators)
-            with entropy.listened():
-                return self._read_unseeded(indices, rows, epoch, generators)
+        with nullcontext() if self._in_worker else self._generators.untouched():
+            if self.seeded:
+                return self._read_seeded(indices, rows, epoch, self._generators)
+            return self._read_checked(indices, rows, epoch, self._generators)
 
-    def _read_unseeded(
-        self, draws: torch.Tensor, rows: torch.Tensor, epoch: int, generators: Generators
-    ) -> list[Failure]:
-        indices = sample_of(draws)
-        mark = generators.mark()
+    def _read_plainly(self, indices: torch.Tensor, rows: torch.Tensor) -> list[Failure]:
         failures = self._read_together(indices, rows)
         if failures is None:
             failures = _failed(read_one(self.dataset, i, self.layout, row) for i, row in _pairs(indices, rows))
-        if mark == generators.mark():
-            return failures
-        return self._read_watched(draws, rows, epoch, generators)
+        return failures
 
     def _read_seeded(
         self, draws: torch.Tensor, rows: torch.Tensor, epoch: int, generators: Generators
@@ -109,20 +118,30 @@ class SampleReader:
             failures.append(read_one(self.dataset, sample_of(draw), self.layout, row))
         return _failed(failures)
 
-    def _read_watched(
+    def _read_checked(
         self, draws: torch.Tensor, rows: torch.Tensor, epoch: int, generators: Generators
     ) -> list[Failure]:
-        """One of these samples draws random numbers: read them once more, to say which, from their own seeds."""
-        failures = []
-        for draw, row in _pairs(draws, rows):
-            index = sample_of(draw)
-            generators.seed(sample_seed(self.seed, epoch, draw))
-            mark = generators.mark()
-            failure = read_one(self.dataset, index, self.layout, row)
-            if failure is None and mark != generators.mark():
-                failure = Failure(index, "random", "it draws random numbers", name_of(self.dataset, index))
-            failures.append(failure)
-        return _failed(failures)
+        indices = sample_of(draws)
+        before = generators.mark()
+        failures = self._read_plainly(indices, rows)
+        found = "it draws random numbers" if before != generators.mark() else None
+        bad = {failure.index for failure in failures}
+        again = torch.zeros_like(rows[0])
+        for position, index in enumerate(indices.tolist()):
+            if found is not None:
+                break
+            if index % READ_AGAIN_EVERY == 0 and index not in bad:
+                generators.seed(sample_seed(self.seed + 1, epoch, index))
+                if read_one(self.dataset, index, self.layout, again) is not None or not torch.equal(
+                    again, rows[position]
+                ):
+                    found = "it is another one when it is read again"
+        if found is None:
+            return failures
+        self.seeded = True
+        index = int(indices[0])
+        told = Failure(index, "random", found, name_of(self.dataset, index))
+        return [told, *self._read_seeded(draws, rows, epoch, generators)]
 
     def _read_together(self, indices: torch.Tensor, rows: torch.Tensor) -> list[Failure] | None:
         """One call for all samples; None where that does not work: read one by one, a culprit can be named."""
@@ -196,6 +215,8 @@ def pack_one(dataset: Any, index: int, sample: Any, layout: Layout, row: torch.T
 
 def name_of(dataset: Any, index: int) -> str | None:
     """The file of sample ``index``, where the data set keeps a list of files; looks into Subset and ConcatDataset."""
+    if isinstance(dataset, Decoded):
+        return name_of(dataset.dataset, index)
     inner, picked = getattr(dataset, "dataset", None), getattr(dataset, "indices", None)
     if inner is not None and picked is not None:
         try:

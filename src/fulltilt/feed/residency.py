@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fulltilt.errors import FulltiltError, UsageError
-from fulltilt.feed import entropy
-from fulltilt.feed.apart import apart
-from fulltilt.feed.disk_cache import CacheFull, DiskStore, default_cache_dir, default_limit_bytes, open_cache
-from fulltilt.feed.fingerprint import fingerprint
-from fulltilt.feed.forked import as_a_worker
+from fulltilt.feed.dataset_check import DECLARE, Inspection
+from fulltilt.feed.disk_cache import CacheFull, CacheKey, DiskStore, default_cache_dir, default_limit_bytes, open_cache
 from fulltilt.feed.generators import Generators
-from fulltilt.feed.inspection import Inspection
 from fulltilt.feed.memory import pin, shared_bytes
 from fulltilt.feed.order import spread
-from fulltilt.feed.randomness import goes_by
 from fulltilt.feed.stores import DeviceStore, HostStore
 from fulltilt.feed.structure import Layout
 from fulltilt.feed.supply import Supply
-from fulltilt.feed.tiers import Choice, Residency, Tier, choose_tier, measure_room
-from fulltilt.feed.untouched import untouched
+from fulltilt.feed.tiers import Choice, Residency, Room, Tier, choose_tier, measure_room
+from fulltilt.feed.worker_pool import in_child_process
 
 # Kept samples that are compared with the data set itself at the start of every epoch after the first.
 CHECKS_PER_EPOCH = 2
@@ -42,12 +38,14 @@ class Residence:
         cache_dir: str | Path | None,
         cache_limit_bytes: int | None,
         checks: int,
+        cache_key: str | None = None,
     ) -> None:
         self.dataset, self.found, self.asked, self.device = dataset, found, asked, device
         self.samples = len(dataset)
         self.tier: Tier = "none"
         self.decided = False
         self._reserve_bytes = reserve_bytes
+        self._cache_key = cache_key if cache_key is not None else getattr(dataset, "cache_key", None)
         self._cache_dir = Path(cache_dir) if cache_dir is not None else default_cache_dir()
         self._cache_limit_bytes = (
             default_limit_bytes(self._cache_dir) if cache_limit_bytes is None else cache_limit_bytes
@@ -75,11 +73,6 @@ class Residence:
         return self._told_complete
 
     @property
-    def wanted_for_split(self) -> bool:
-        """Whether the first part of a cut transform list is to be kept."""
-        return self.found.split is not None and self.asked != "none"
-
-    @property
     def waits_for_model(self) -> bool:
         """Whether the choice waits until the model has trained a few steps and shown what it needs."""
         return self.asked == "auto" and self.device.type == "cuda" and self._reserve_bytes is None
@@ -87,29 +80,17 @@ class Residence:
     def open(self, *, model_has_run: bool) -> tuple[DeviceStore | HostStore | None, list[str]]:
         """The store on the chosen tier (None for ``none``), and what to tell about it."""
         assert self.found.layout is not None
-        store, notes = self._open(self.found.layout, model_has_run=model_has_run, on_host=False)
+        store, notes = self._open(self.found.layout, model_has_run=model_has_run)
         if isinstance(store, DiskStore):
-            changed = self._first_changed(store, spread(self.samples, self._checks), self.workers)
+            changed = self._first_changed(store, spread(self.samples, self._checks))
             if changed is not None:
                 refused = f"the cache was refused: its sample {changed} is not what the data set returns"
                 if not store.discard():  # not ours to delete
                     self.tier = "none"
                     return None, [*notes, f"{refused}; training goes on from the source"]
                 notes.append(refused)
-                store, more = self._open(self.found.layout, model_has_run=model_has_run, on_host=False)
+                store, more = self._open(self.found.layout, model_has_run=model_has_run)
                 notes += more
-        return store, notes
-
-    def open_for_split(self) -> tuple[HostStore | None, list[str]]:
-        """A store that worker processes share, for the first part of a cut transform list."""
-        assert self.found.kept is not None
-        if self.asked == "disk":
-            # Workers write to it at once and may be many; what a disk cache saves a later run is the decode only.
-            raise UsageError(
-                "a data set with random transforms cannot be kept on disk", "Use residency='auto' or 'ram'."
-            )
-        store, notes = self._open(self.found.kept, model_has_run=True, on_host=True)
-        assert not isinstance(store, DeviceStore)
         return store, notes
 
     def finish(self, supply: Supply) -> list[str]:
@@ -126,26 +107,11 @@ class Residence:
             store.finish()
         return [f"all {self.samples} samples are kept ({self.tier})"]
 
-    def changed_sample(self, store: DeviceStore | HostStore, epoch: int, *, many: bool) -> int | None:
+    def changed_sample(self, store: DeviceStore | HostStore, epoch: int) -> int | None:
         """A kept sample that the data set no longer returns, among a few that differ from epoch to epoch."""
-        checks = max(CHECKS_PER_EPOCH, self._checks) if many else CHECKS_PER_EPOCH
-        step = max(1, self.samples // checks)
-        picked = ((epoch * 7919 + number * step) % self.samples for number in range(checks))
-        # In this process: the workers have started long ago, and a fork in every epoch would cost more than it shows.
-        return self._first_changed(store, picked, workers=0)
-
-    def goes_by(self, names: set[str]) -> str | None:
-        """The one of these settings that a sample is made by, as far as its code tells."""
-        if not names:
-            return None
-        generators = Generators(self.dataset)
-        with as_a_worker(self.workers, self.dataset), untouched(self.dataset, generators):
-            for index in spread(self.samples, CHECKS_PER_EPOCH):
-                try:
-                    return goes_by(lambda index=index: self.dataset[index], names, generators)  # type: ignore[misc]
-                except Exception:  # a bad sample tells nothing
-                    continue
-        return min(names)
+        step = max(1, self.samples // CHECKS_PER_EPOCH)
+        picked = ((epoch * 7919 + number * step) % self.samples for number in range(CHECKS_PER_EPOCH))
+        return self._first_changed(store, picked)
 
     def drop(self) -> None:
         """Nothing is kept from now on."""
@@ -154,20 +120,14 @@ class Residence:
     def refuse_if_asked(self, why: str) -> None:
         """Raise UsageError if a tier was asked for by name that ``why`` rules out."""
         if self.asked not in ("auto", "none"):
-            random = self.found.random_because is not None
-            remedy = ", or take the random part out of the data set and give it as augment=..." if random else "."
-            raise UsageError(f"the data set cannot be kept in {self.asked}: {why}", f"Use residency='auto'{remedy}")
+            remedy = f" {DECLARE}" if self.found.random_because is not None else ""
+            raise UsageError(f"the data set cannot be kept in {self.asked}: {why}", f"Use residency='auto'.{remedy}")
 
     # ----------------------------------------------------------------- opening
 
-    def _open(
-        self, layout: Layout, *, model_has_run: bool, on_host: bool
-    ) -> tuple[DeviceStore | HostStore | None, list[str]]:
+    def _open(self, layout: Layout, *, model_has_run: bool) -> tuple[DeviceStore | HostStore | None, list[str]]:
         need = self.samples * layout.row_bytes
-        room = self._room(model_has_run=model_has_run)
-        choice = choose_tier(need, room, self.asked, on_host=on_host)
-        if on_host and choice.tier == "disk":
-            choice = Choice("none", f"{choice.reason}; workers cannot share the disk tier")
+        choice = choose_tier(need, self._room(model_has_run=model_has_run), self.asked)
         self.decided = True
         try:
             store, how = self._make(choice.tier, layout)
@@ -190,51 +150,52 @@ class Residence:
             store.pinned = tier == "pinned" and pin(rows, self.device, store)
             return store, ""
         if tier == "disk":
-            made_from = fingerprint(self.dataset, opened=self.found.opened)
-            store, how = open_cache(
-                self._cache_dir, made_from, layout, self.samples, limit_bytes=self._cache_limit_bytes
-            )
-            if not made_from.reusable:
-                how += f"; for this run only, because {made_from.unreadable[0]} cannot be fingerprinted"
+            named = self._cache_key is not None
+            key = CacheKey(f"{type(self.dataset).__name__} {self._cache_key or ''}".strip(), {}, reusable=named)
+            store, how = open_cache(self._cache_dir, key, layout, self.samples, limit_bytes=self._cache_limit_bytes)
+            if not named:
+                how += "; for this run only: cache_key='...' names the data for the next run"
             return store, f"cache {how}"
         return None, ""
 
-    def _room(self, *, model_has_run: bool) -> Any:
-        return measure_room(
+    def _room(self, *, model_has_run: bool) -> Room:
+        room = measure_room(
             self.device,
             self._cache_dir,
             reserve_bytes=self._reserve_bytes,
             model_has_run=model_has_run,
             cache_limit_bytes=self._cache_limit_bytes,
         )
+        # Without a key the next run could not tell what is in it: not worth writing, unless asked for.
+        return replace(room, disk_bytes=None) if self.asked == "auto" and self._cache_key is None else room
 
     # ----------------------------------------------------------------- checking
 
-    def _first_changed(self, store: DeviceStore | HostStore, indices: Iterable[int], workers: int) -> int | None:
+    def _first_changed(self, store: DeviceStore | HostStore, indices: Iterable[int]) -> int | None:
         kept = [index for index in indices if bool(store.has(torch.tensor([index])).all())]
         if not kept:
             return None
-        fresh = apart(lambda: self._drawn(kept), workers, self.dataset)
+        fresh = in_child_process(lambda: self._drawn(kept), self.workers, self.dataset)
         return next(
             (index for index, row in zip(kept, fresh, strict=True) if not self._is_kept(store, index, row)), None
         )
 
     def _drawn(self, indices: list[int]) -> list[torch.Tensor | None]:
-        """These samples as rows, drawn now; None for one that is not to be had any more, or is drawn at random now."""
+        """These samples as rows, fetched now; None for one that is not to be had any more."""
         layout = self.found.layout
         assert layout is not None
         rows: list[torch.Tensor | None] = []
         generators = Generators(self.dataset)
-        with as_a_worker(self.workers, self.dataset), untouched(self.dataset, generators), entropy.listened():
+        with generators.untouched():
             for index in indices:
+                generators.seed(index + 1)
                 row = torch.zeros(1, layout.row_bytes, dtype=torch.uint8)
-                before = generators.mark()
                 try:
                     layout.pack(self.dataset[index], row[0])
                 except Exception:
                     rows.append(None)
                 else:
-                    rows.append(row if before == generators.mark() else None)
+                    rows.append(row)
         return rows
 
     def _is_kept(self, store: DeviceStore | HostStore, index: int, fresh: torch.Tensor | None) -> bool:

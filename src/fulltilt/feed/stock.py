@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from fulltilt.feed.bad_samples import BadSamples, ShapesDiffer
-from fulltilt.feed.changes import State, Watch
+from fulltilt.feed.dataset_check import AttributeSnapshot
 from fulltilt.feed.order import BatchOrder, draws_of
 from fulltilt.feed.readers import Failure, failure_of
 from fulltilt.feed.repeats import sample_of
@@ -33,8 +33,7 @@ class StockLoader:
         self._order, self._workers, self._device = order, workers, device
         self._bad, self._on_bad = bad, on_bad
         self._loader: DataLoader[Any] | None = None  # None while a pass has it
-        self._watch = Watch(dataset)
-        self._forked_as: State | None = None
+        self._settings = AttributeSnapshot(dataset)
 
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Any, torch.Tensor]]:
         """The batches of ``epoch`` from number ``start`` on, each with the numbers of its draws."""
@@ -61,10 +60,10 @@ class StockLoader:
 
     def _loader_for_now(self) -> DataLoader[Any]:
         """One that no other pass is using, whose workers have the data set as it is now."""
-        now = self._watch.now()
-        if self._loader is not None and self._forked_as == now:
+        now = AttributeSnapshot(self._samples.dataset)
+        if self._loader is not None and self._settings.changed(now) is None:
             return self._loader
-        self._forked_as = now
+        self._settings = now
         return DataLoader(
             self._samples,
             batch_sampler=_EpochBatches(),

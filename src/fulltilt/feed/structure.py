@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fulltilt.feed.leaves import Leaf, Unstorable, as_tensor, bytes_of, from_tensor, kind_of, stacked_type
+from fulltilt.feed.leaves import Leaf, Unstorable, as_tensor, bytes_of, kind_of, stacked_type
 
 # Rows and leaves start at multiples of this, so that a gather moves whole 16-byte words whatever the dtype.
 ALIGNMENT = 16
@@ -84,13 +84,6 @@ class Layout:
         )
         return _build(self.skeleton, typed, list)
 
-    def restore(self, row: torch.Tensor) -> Any:
-        """The sample that was packed into ``row``: images are images again, numbers numbers. It owns its memory."""
-        rows = row.clone().unsqueeze(0)
-        return self.build(
-            [from_tensor(leaf, part[0]) for leaf, part in zip(self.leaves, self.split(rows), strict=True)]
-        )
-
 
 def layout_of(sample: Any) -> Layout:
     """The layout of data set samples that look like ``sample``. Raises Unstorable."""
@@ -121,16 +114,6 @@ def same_sample(left: Any, right: Any) -> bool:
     except ShapeChanged:
         return False
     return torch.equal(first, second)
-
-
-def find_identical(sample: Any, wanted: Any) -> list[int]:
-    """Positions of the leaves of ``sample`` that are the very object ``wanted``."""
-    return [position for position, (_, value) in enumerate(_flatten(sample, "")) if value is wanted]
-
-
-def leaves_of(sample: Any) -> list[Any]:
-    """The leaves of a sample or batch, in the order of its layout."""
-    return [value for _, value in _flatten(sample, "")]
 
 
 # --------------------------------------------------------------------------- nesting

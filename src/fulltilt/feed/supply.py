@@ -12,12 +12,12 @@ import torch
 from fulltilt.feed.bad_samples import BadSamples
 from fulltilt.feed.buffers import Buffer, Staging
 from fulltilt.feed.disk_cache import CacheFull
-from fulltilt.feed.pool import Slot, WorkerPool
 from fulltilt.feed.prefetch import HostBatch
 from fulltilt.feed.readers import Failure, Reader
 from fulltilt.feed.repeats import sample_of
 from fulltilt.feed.stores import DeviceStore, HostStore
 from fulltilt.feed.structure import Layout
+from fulltilt.feed.worker_pool import Slot, WorkerPool
 
 # Batches read ahead by the workers: enough to bridge a slow sample or a validation pause, few enough to stay small.
 SLOTS = 4

@@ -54,26 +54,24 @@ class Choice:
     reason: str
 
 
-def choose_tier(need_bytes: int, room: Room, asked: Residency = "auto", *, on_host: bool = False) -> Choice:
-    """The first tier with room for ``need_bytes``, or the one asked for.
-
-    ``on_host``: worker processes need the rows, so that vram and pinned are out. Raises DoesNotFit, UsageError.
-    """
+def choose_tier(need_bytes: int, room: Room, asked: Residency = "auto") -> Choice:
+    """The first tier with room for ``need_bytes``, or the one asked for. Raises DoesNotFit, UsageError."""
     if asked not in get_args(Residency):
         raise UsageError(f"residency {asked!r} is unknown", f"Choose one of {', '.join(get_args(Residency))}.")
     if asked == "none":
         return Choice("none", "asked for")
     rooms: dict[Tier, int | None] = {
-        "vram": None if on_host else room.vram_bytes,
-        "pinned": None if on_host else room.pinned_bytes,
+        "vram": room.vram_bytes,
+        "pinned": room.pinned_bytes,
         "ram": room.ram_bytes,
         "disk": room.disk_bytes,
     }
     if asked != "auto":
         free = rooms[asked]
         if free is None:
-            why = "its random transforms run in worker processes" if on_host else "there is no such memory here"
-            raise UsageError(f"the data set cannot live in {asked}: {why}", "Use residency='auto'.")
+            raise UsageError(
+                f"the data set cannot live in {asked}: there is no such memory here", "Use residency='auto'."
+            )
         if need_bytes > free:
             raise DoesNotFit(
                 f"the decoded data set needs {in_words(need_bytes)}; {asked} has room for {in_words(free)}",

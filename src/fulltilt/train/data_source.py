@@ -19,9 +19,9 @@ from fulltilt.errors import DataError, UsageError
 from fulltilt.feed import FeedLoader
 from fulltilt.feed.augment import Augmentation, as_augmentation
 from fulltilt.feed.bad_samples import BadSamples, Policy, ShapesDiffer
+from fulltilt.feed.dataset_check import inspect
 from fulltilt.feed.draws import mix
 from fulltilt.feed.handles import shared_handle
-from fulltilt.feed.inspection import inspect
 from fulltilt.feed.places import home_of
 from fulltilt.feed.readers import Failure, name_of, one_line
 from fulltilt.feed.residency import Residence

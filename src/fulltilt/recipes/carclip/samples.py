@@ -21,6 +21,8 @@ class CarPictures(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     ``label`` is the place in ``labels``, or -1. Every picture has as many captions as any other.
     """
 
+    deterministic = True  # the feed may keep what it returns
+
     def __init__(
         self,
         pictures: Sequence[Picture],

@@ -70,6 +70,8 @@ class Pictures(torch.utils.data.Dataset[Any]):
     A picture that its camera marked as turned is turned where its mask was drawn so: then their sizes differ.
     """
 
+    deterministic = True  # the feed may keep what it returns
+
     def __init__(self, listed: list[Pair], size: int) -> None:
         self.pairs, self.size = listed, size
 

@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from fulltilt.errors import DataError, MachineError
-from fulltilt.feed import apart as room
-from fulltilt.feed.apart import apart
+from fulltilt.feed import worker_pool
+from fulltilt.feed.worker_pool import in_child_process
 
 pytestmark = pytest.mark.skipif(
     "fork" not in multiprocessing.get_all_start_methods(), reason="processes of their own need fork"
@@ -18,24 +18,24 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_results_and_errors_come_back_from_another_process() -> None:
-    assert apart(os.getpid, 2) != os.getpid()
-    assert apart(os.getpid, 0) == os.getpid()
+    assert in_child_process(os.getpid, 2) != os.getpid()
+    assert in_child_process(os.getpid, 0) == os.getpid()
 
     def broken() -> int:
         raise DataError("sample 3 is cut", "Copy it anew.")
 
     with pytest.raises(DataError, match="sample 3 is cut"):
-        apart(broken, 2)
+        in_child_process(broken, 2)
 
 
 def test_a_data_set_that_waits_for_a_thread_that_was_not_copied_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(worker_pool, "PATIENCE_S", 0.3)
     with pytest.raises(MachineError, match="within 0 s") as told:
-        apart(threading.Event().wait, 2)
+        in_child_process(threading.Event().wait, 2)
     assert "a thread, which no fork copies" in str(told.value)
-    assert not [child for child in multiprocessing.active_children() if child.name == "fulltilt-feed-look"]
+    assert not [child for child in multiprocessing.active_children() if child.name == "fulltilt-feed-check"]
 
 
 def test_a_process_that_ends_itself_is_named() -> None:
     with pytest.raises(MachineError, match="exit code 5"):
-        apart(lambda: os._exit(5), 2)
+        in_child_process(lambda: os._exit(5), 2)

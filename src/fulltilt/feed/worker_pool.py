@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
+import platform
 import signal
 import struct
 import time
@@ -18,12 +20,12 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.context import BaseContext
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
+from torch.utils.data._utils import worker as of_torch
 
-from fulltilt.errors import MachineError, UsageError
-from fulltilt.feed.forked import become_worker
+from fulltilt.errors import FulltiltError, MachineError, UsageError
 from fulltilt.feed.memory import pin, shared_bytes, start_method
 from fulltilt.feed.readers import Failure, Reader
 
@@ -31,6 +33,13 @@ _TASK = struct.Struct("=iiiiq")  # slot, first row, row after the last, 0, epoch
 _STOP = b""
 # Workers look this often whether their parent is still there.
 _PARENT_CHECK_S = 2.0
+# Some data sets read an index of all their files before their first sample.
+PATIENCE_S = 300.0
+# Arm's library of convolutions asks for threads whatever torch was told, and a fork does not copy them: it waits for
+# ever, in a DataLoader's workers as in these. torch's own convolutions do not.
+_HANGS_IN_A_FORK = platform.machine() in ("aarch64", "arm64")
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -331,3 +340,91 @@ def _work(
             results.send((number, stop - start, failures))
         except OSError:
             return  # the parent has gone
+
+
+# --------------------------------------------------------------------------- what a worker is to the data set
+
+
+class _WorkerInfo:
+    """What ``get_worker_info()`` answers in a worker; its seed is that of the sample."""
+
+    def __init__(self, number: int, workers: int, dataset: Any) -> None:
+        self.id, self.num_workers, self.dataset = number, workers, dataset
+        self.seed_of_sample = number
+
+    @property
+    def seed(self) -> int:
+        """A number that differs from sample to sample and from epoch to epoch."""
+        return self.seed_of_sample
+
+
+def become_worker(number: int, workers: int, dataset: Any) -> None:
+    """Behave as worker ``number`` of ``workers`` of a DataLoader over ``dataset``, for the rest of this process."""
+    torch.set_num_threads(1)
+    if _HANGS_IN_A_FORK:
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment, unused-ignore]
+    of_torch._worker_info = _WorkerInfo(number, workers, dataset)  # type: ignore[assignment]
+
+
+def in_child_process(call: Callable[[], Result], workers: int, dataset: Any = None) -> Result:
+    """What ``call`` returns, called in a fork where workers are to run it too; raises what it raises of ours.
+
+    What a data set opens or starts in this process (a handle, a library's threads) every worker forked later would
+    inherit. Without workers, without fork, and for results that cannot be sent, it is called here.
+    """
+    if not workers or start_method() != "fork":
+        return call()
+    context = multiprocessing.get_context("fork")
+    try:
+        mine, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_answer, args=(call, theirs, workers, dataset), name="fulltilt-feed-check", daemon=True
+        )
+        process.start()
+    except OSError as refused:
+        raise no_processes(workers, refused) from refused
+    theirs.close()
+    try:
+        if not mine.poll(PATIENCE_S):
+            process.kill()
+            raise MachineError(
+                f"the data set gave no sample in a process of its own within {PATIENCE_S:.0f} s",
+                "It may wait for a thread, which no fork copies: make pools where they are used, or have no workers.",
+            )
+        kind, *answer = pickle.loads(mine.recv_bytes())
+    except EOFError:
+        process.join()
+        raise MachineError(
+            f"the data set's own code ended its process with exit code {process.exitcode}",
+            "Run once with num_workers=0 to see where.",
+        ) from None
+    finally:
+        mine.close()
+        if process.is_alive():
+            process.join(1.0)
+            process.kill()
+        process.join()
+    if kind == "error":
+        error: FulltiltError = answer[0].__new__(answer[0])
+        FulltiltError.__init__(error, *answer[1:3])
+        for note in answer[3]:
+            error.add_note(note)
+        raise error
+    return answer[0] if kind == "result" else call()
+
+
+def _answer(call: Callable[[], Any], to: connection.Connection, workers: int, dataset: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    become_worker(0, workers, dataset)
+    try:
+        answer: tuple[Any, ...] = ("result", call())
+    except FulltiltError as error:
+        answer = ("error", type(error), error.what, error.remedy, getattr(error, "__notes__", []))
+    except Exception:
+        answer = ("unsent",)  # raised again where it is called once more
+    try:
+        sent = pickle.dumps(answer)
+    except Exception:
+        sent = pickle.dumps(("unsent",))
+    with contextlib.suppress(OSError):
+        to.send_bytes(sent)

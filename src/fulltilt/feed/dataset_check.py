@@ -1,0 +1,202 @@
+"""Whether the samples of a data set may be kept: what they are made of, and whether they are the same every time.
+
+What is declared (``decode=``, or ``deterministic = True`` in the data set) is taken at its word. A data set of which
+nothing is declared is kept only if a few samples, each fetched several times under different seeds, are equal to the
+bit and leave every generator of random, numpy and torch where it was. The same is asked of others while the first
+epoch is read (``readers.py``) and at the start of each later one. In doubt a data set is random: never kept.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fulltilt.errors import DataError, UsageError
+from fulltilt.feed.bad_samples import TO_ONE_SHAPE, Policy, ShapesDiffer, stopped_by
+from fulltilt.feed.generators import Generators
+from fulltilt.feed.leaves import Unstorable
+from fulltilt.feed.order import spread
+from fulltilt.feed.readers import Failure, failure_of, name_of
+from fulltilt.feed.structure import Layout, ShapeChanged, layout_of, same_sample
+from fulltilt.feed.worker_pool import in_child_process
+
+# A digest of a data set's labels is taken in every epoch: a few milliseconds.
+_DIGEST_BYTES, _DIGEST_ITEMS = 64 * 1024**2, 100_000
+_SEEDS = (0x5EED0001, 0x0DDBA11, 0x1CEB00DA)
+DECLARE = (
+    "To have the part that is the same every time kept, declare the stages: "
+    "feed.loader(dataset, decode=..., augment=...)."
+)
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What was found. ``layout`` None: served by torch's DataLoader. ``declared``: deterministic by the user's word."""
+
+    layout: Layout | None
+    random_because: str | None = None
+    unstorable_because: str | None = None
+    declared: bool = False
+
+
+def inspect(dataset: Any, *, checks: int = 8, policy: Policy = "stop", workers: int = 0) -> Inspection:
+    """Fetch a few samples, each several times under different seeds. Raises UsageError or DataError.
+
+    ``workers``: how many will run the data set. If any, the samples are fetched in a process of its own too.
+    """
+    samples = length_of(dataset)
+    return in_child_process(lambda: _inspect(dataset, samples, checks, policy), workers, dataset)
+
+
+def is_declared(dataset: Any) -> bool:
+    """Whether the data set says that its samples are the same every time."""
+    return getattr(dataset, "deterministic", False) is True or type(dataset) is torch.utils.data.TensorDataset
+
+
+def _inspect(dataset: Any, samples: int, checks: int, policy: Policy) -> Inspection:
+    with Generators(dataset).untouched():
+        drawn = _draw(dataset, samples, checks, policy)
+        if policy == "skip":
+            drawn = _of_one_layout(drawn)
+        first = next(iter(drawn.values()))
+        try:
+            layout = layout_of(first)
+        except Unstorable as error:
+            _check_collates(first, str(error))
+            return Inspection(None, unstorable_because=str(error))
+        _check_shapes(dataset, drawn, layout)
+        if is_declared(dataset):
+            return Inspection(layout, declared=True)
+        return Inspection(layout, random_because=_random_because(dataset, drawn))
+
+
+def _random_because(dataset: Any, drawn: dict[int, Any]) -> str | None:
+    generators = Generators(dataset)  # with those that the first samples have made
+    with generators.untouched():
+        for seed in _SEEDS:
+            for index, before in drawn.items():
+                generators.seed(seed)
+                mark = generators.mark()
+                try:
+                    now = dataset[index]
+                except Exception:
+                    return f"sample {index} cannot be read a second time"
+                if mark != generators.mark():
+                    return f"sample {index} draws random numbers"
+                if not same_sample(before, now):
+                    return f"sample {index} is another one when it is read again"
+    return None
+
+
+class AttributeSnapshot:
+    """The attributes of a data set and of what it wraps, to notice when their owner changes them between epochs."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._values: dict[str, Any] = {}
+        self._held: list[Any] = []  # so that no other object takes an id
+        self._add(dataset, "", 3)
+
+    def changed(self, now: AttributeSnapshot) -> str | None:
+        """The name of an attribute that is another one ``now``."""
+        names = {**self._values, **now._values}
+        return next((name for name in names if self._values.get(name) != now._values.get(name)), None)
+
+    def _add(self, item: Any, path: str, depth: int) -> None:
+        for name, value in [*getattr(item, "__dict__", {}).items()][:64]:
+            where = f"{path}.{name}" if path else name
+            if isinstance(value, bool | int | float | str | bytes | None):
+                self._values[where] = repr(value)
+                continue
+            self._held.append(value)
+            self._values[where] = id(value), _digest(value)
+            if depth > 1 and not isinstance(value, type | list | tuple | dict):
+                self._add(value, where, depth - 1)
+
+
+def _digest(value: Any) -> int:
+    """A number that changes with labels and settings that are changed in place; 0 for what would take long."""
+    if isinstance(value, torch.Tensor):
+        return value._version
+    if type(value).__module__ == "numpy" and getattr(value, "nbytes", _DIGEST_BYTES) < _DIGEST_BYTES:
+        return zlib.crc32(value.tobytes())
+    if isinstance(value, list | tuple | dict) and len(value) <= _DIGEST_ITEMS:
+        inner = value.values() if isinstance(value, dict) else value
+        plain = all(isinstance(item, bool | int | float | str | None) for item in inner)
+        return zlib.crc32(repr(value).encode("utf-8", "backslashreplace")) if plain else len(value)
+    return 0
+
+
+def _check_collates(sample: Any, unstorable_because: str) -> None:
+    try:
+        torch.utils.data.default_collate([sample, sample])
+    except Exception as error:
+        raise UsageError(
+            f"torch cannot make a batch of these samples: {unstorable_because}", "Give a collate_fn that can."
+        ) from error
+
+
+def length_of(dataset: Any) -> int:
+    """How many samples ``dataset`` has. Raises UsageError if it cannot be indexed, DataError if it is empty."""
+    streams = isinstance(dataset, torch.utils.data.IterableDataset)
+    if streams or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise UsageError(
+            f"{type(dataset).__name__} has no length or cannot be indexed",
+            "feed.loader needs a map-style data set (__len__ and __getitem__); keep the DataLoader for a stream.",
+        )
+    try:
+        samples = len(dataset)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"the length of {type(dataset).__name__} is not to be had: {error}") from error
+    if samples == 0:
+        raise DataError(f"the data set {type(dataset).__name__} is empty", "Check its path and its filters.")
+    return samples
+
+
+def _draw(dataset: Any, samples: int, checks: int, policy: Policy) -> dict[int, Any]:
+    drawn: dict[int, Any] = {}
+    last: Failure | None = None
+    for index in spread(samples, max(checks, 2)):
+        try:
+            drawn[index] = dataset[index]
+        except Exception as error:
+            last = failure_of(dataset, index, error)
+            if policy == "stop":
+                raise stopped_by(last) from None  # its own traceback stands in the error
+    if not drawn:
+        assert last is not None
+        raise stopped_by(last)
+    return drawn
+
+
+def _of_one_layout(drawn: dict[int, Any]) -> dict[int, Any]:
+    """Those of the layout that most have: the others are skipped when they are read. All, where most have none."""
+    alike = defaultdict(list)
+    for index, sample in drawn.items():
+        with suppress(Unstorable):
+            alike[layout_of(sample).describe()].append(index)
+    most = max(alike.values(), key=len, default=[])
+    return {index: drawn[index] for index in most} if 2 * len(most) > len(drawn) else drawn
+
+
+def _check_shapes(dataset: Any, drawn: dict[int, Any], layout: Layout) -> None:
+    first = next(iter(drawn))
+    row = torch.zeros(layout.row_bytes, dtype=torch.uint8)
+    for index, sample in drawn.items():
+        try:
+            layout.pack(sample, row)
+            continue
+        except ShapeChanged:
+            found = layout_of(sample).describe()
+        except Unstorable as error:
+            found = str(error)
+        name = name_of(dataset, index)
+        raise ShapesDiffer(
+            f"samples differ in shape: sample {first} is {layout.describe()}, "
+            f"sample {index}{f' ({name})' if name else ''} is {found}",
+            TO_ONE_SHAPE,
+        )
