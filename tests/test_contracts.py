@@ -210,7 +210,7 @@ def test_imports_go_downward_only(house: Path) -> None:
             "fulltilt.diagnosis is not allowed to import fulltilt.report",
         ),
         ("probes/host.py", "from fulltilt.cli import main", "fulltilt.probes is not allowed to import fulltilt.cli"),
-        ("report/status.py", "import torch", "fulltilt.report is not allowed to import torch"),
+        ("report/status_line.py", "import torch", "fulltilt.report is not allowed to import torch"),
     ],
 )
 def test_an_upward_import_breaks_the_build(house: Path, file: str, spoilt: str, complaint: str) -> None:

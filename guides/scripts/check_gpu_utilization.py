@@ -9,7 +9,7 @@ import time
 try:
     from fulltilt.cli.main import main
     from fulltilt.probes.gpu import Gpus
-    from fulltilt.report.status import memory_line
+    from fulltilt.report.status_line import memory_line
 except ImportError:
     sys.exit("Fulltilt is not installed in this Python. From the folder above: pip install .")
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from fulltilt import store
-from fulltilt.cli import ending
 from fulltilt.cli.main import main
+from fulltilt.cli.run import end_run
 from fulltilt.errors import RunFolderError
 from tests.report import examples
 
@@ -211,25 +211,25 @@ def test_a_record_that_cannot_be_written_is_told_of_with_its_remedy_below(
         raise RunFolderError(f"cannot write {folder}/run.json: No space left on device", "Free some space.")
 
     folder = examples.write_folder(tmp_path / "run", examples.starved()[0])
-    monkeypatch.setattr(ending, "explain", full)
-    ending.end_run(folder, store.load(folder).run, wall_s=1.0, status=5)
+    monkeypatch.setattr("fulltilt.report.answer.explain", full)
+    end_run(folder, store.load(folder).run, wall_s=1.0, status=5)
     assert capsys.readouterr().err.endswith("/run.json: No space left on device\n  Free some space.\n")
 
 
 @pytest.mark.parametrize(
     ("broken", "told"),
     [
-        ("cli.watching.Sampler.start", "The script ended with exit code 5 before its first training step"),
-        ("cli.watching.Sampler.stop", "The script ended with exit code 5 before its first training step"),
-        ("cli.watching.store.LineWriter", "The script ended with exit code 5 before its first training step"),
-        ("cli.ending.explain", "this run could not be explained, by a mistake of Fulltilt's own (ZeroDivisionError"),
-        ("cli.watching.Following.read", "The script ended with exit code 5 before its first training step"),
+        ("probes.sampler:Sampler.start", "The script ended with exit code 5 before its first training step"),
+        ("probes.sampler:Sampler.stop", "The script ended with exit code 5 before its first training step"),
+        ("cli.run:store.LineWriter", "The script ended with exit code 5 before its first training step"),
+        ("report.answer:explain", "this run could not be explained, by a mistake of Fulltilt's own (ZeroDivisionError"),
+        ("recorder.rank_files:Following.read", "The script ended with exit code 5 before its first training step"),
     ],
 )
 def test_a_mistake_of_ours_changes_neither_the_job_nor_its_exit_code(tmp_path: Path, broken: str, told: str) -> None:
-    module, _, name = broken.partition("g.")
+    module, _, name = broken.partition(":")
     command = (
-        f"import fulltilt.{module}g as module\n"
+        f"import fulltilt.{module} as module\n"
         f"module.{name} = lambda *given: 1 / 0\n"
         "from fulltilt.cli.main import main\n"
         "main(['run', '--out', 'run', '--', '-c', 'import time; time.sleep(1.5); print(1); raise SystemExit(5)'])\n"
@@ -262,7 +262,7 @@ def test_a_job_that_goes_into_the_background_is_told_of(tmp_path: Path) -> None:
 
 def test_the_verdict_is_told_where_it_cannot_be_written(tmp_path: Path) -> None:
     command = (
-        "import fulltilt.cli.ending as module\n"
+        "import fulltilt.report.answer as module\n"
         "from fulltilt.errors import RunFolderError\n"
         "def explain(folder): raise RunFolderError(f'cannot write {folder}/findings.json: No space left on device')\n"
         "module.explain = explain\n"

@@ -1,4 +1,4 @@
-"""Row R7: the forecast, on histories whose end is known."""
+"""The forecast, on histories whose end is known."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fulltilt.cli.ending import state_of
+from fulltilt.cli.run import state_of
 from fulltilt.errors import StoppedEarly
 from fulltilt.recorder.hooks import processes
 from fulltilt.recorder.hooks.exchange import Exchange

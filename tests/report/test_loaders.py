@@ -6,7 +6,7 @@ import pytest
 
 from fulltilt.records import HotLine
 from fulltilt.report.loaders import loader_sites, merged_lines
-from fulltilt.report.step import step_picture
+from fulltilt.report.step_picture import step_picture
 from tests.report import examples
 
 

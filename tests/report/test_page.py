@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from fulltilt.report import page
-from fulltilt.report.scales import nice_top, time_ticks
+from fulltilt.report.page_charts import nice_top, time_ticks
 from tests.report import examples
 
 ALL = ["starved", "healthy", "cpu_only", "crashed", "straggler", "running", "hostile"]

@@ -14,9 +14,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from fulltilt.report.loaders import fetching_title
-from fulltilt.report.step import Lane, Part, StepPicture
-from fulltilt.report.terminal import show, verdict_lines
-from fulltilt.report.terminal_bars import Ink, split_cells, step_lines
+from fulltilt.report.step_picture import Lane, Part, StepPicture
+from fulltilt.report.terminal import Ink, show, split_cells, step_lines, verdict_lines
 from tests.report import examples
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"

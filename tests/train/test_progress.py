@@ -98,7 +98,7 @@ def test_an_epoch_on_a_gpu_reads_as_the_guides_write_it(
     ]
     bars = [line for line in lines if "samples/s ETA" in line]
     assert len(bars) == 10
-    assert bars[0] == f"Epoch 1/20 [█···················]   9% 410 samples/s ETA 1m48s loss 0.5 | {status}"
+    assert bars[0] == f"Epoch 1/20 [█···················]   9% 410 samples/s ETA 1 min 48 s loss 0.5 | {status}"
     assert lines[-6:] == [
         "Epoch 1/20: train_loss 0.5, eval_accuracy 0.9",
         "Epoch time: 120s (412 samples/sec, 3.2 batches/sec)",
@@ -134,7 +134,7 @@ def test_a_run_that_ends_within_an_epoch_counts_down_to_its_own_end(
     for step in range(3):
         now[0] += 60.0
         screen.step(StepFigures(step + 1, 0.5, 1.0, bad=False), 8)
-    assert re.findall(r" (\d+)% .* ETA (\S+)", stream.getvalue()) == [("1", "2m00s"), ("2", "1m00s"), ("3", "0s")]
+    assert re.findall(r" (\d+)% .* ETA (.*) loss", stream.getvalue()) == [("1", "2 min"), ("2", "1 min"), ("3", "0 s")]
 
 
 def test_the_screen_knows_how_many_steps_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

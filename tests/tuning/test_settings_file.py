@@ -12,7 +12,7 @@ from torch import zeros
 from torch.utils.data import DataLoader, TensorDataset
 
 from fulltilt import store
-from fulltilt.cli.ending import settings_not_in_force
+from fulltilt.cli.run import settings_not_in_force
 from fulltilt.errors import UsageError
 from fulltilt.recorder.loaders.overrides import LoaderOverride, read_loader, read_settings
 from fulltilt.records import Settings

@@ -24,7 +24,7 @@ from fulltilt.cli.tune import _hand_over, conduct, end_study
 from fulltilt.errors import ForeignFiles, UsageError
 from fulltilt.recorder.launch import job_command
 from fulltilt.records import Settings, Trial
-from fulltilt.report.screen import open_console
+from fulltilt.report.console import open_console
 from fulltilt.store import LineWriter, OwnedFolder, read_lines, write_json
 from fulltilt.tuning.source_edit import fingerprint
 from fulltilt.tuning.space import Attempt, Space

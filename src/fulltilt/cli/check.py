@@ -18,8 +18,8 @@ from fulltilt.probes.host import HostProbe
 from fulltilt.probes.machine import describe_machine
 from fulltilt.probes.storage import read_storage
 from fulltilt.records import SCHEMA_VERSION, Machine, Sample, StorageReading
-from fulltilt.report.machine import show_machine
-from fulltilt.report.screen import open_console
+from fulltilt.report.check_view import show_machine
+from fulltilt.report.console import open_console
 from fulltilt.store import encode_fully
 
 # Utilisation and GPM are means over the time between two readings; shorter ones are noise.

@@ -16,7 +16,7 @@ from fulltilt import figures, store
 from fulltilt.diagnosis.forecast import Forecast, forecast
 from fulltilt.errors import UsageError
 from fulltilt.records import SCHEMA_VERSION
-from fulltilt.report.screen import open_console
+from fulltilt.report.console import open_console
 from fulltilt.tuning.gpu_models import GPU_MODELS, find_gpu
 from fulltilt.tuning.learning_rate import WARM_UP, figure
 from fulltilt.tuning.memory_line import USABLE_VRAM

@@ -17,7 +17,7 @@ from fulltilt.figures import clean
 from fulltilt.report import page, terminal
 from fulltilt.report.answer import to_plain
 from fulltilt.report.comparison import Reported
-from fulltilt.report.screen import open_console
+from fulltilt.report.console import open_console
 
 RUNS_FOLDER = Path("fulltilt-runs")
 COMPARISON_FILE = Path("fulltilt-report.html")

@@ -1,34 +1,49 @@
-"""`fulltilt run`: any script or launcher, recorded and explained, behaving exactly as without it."""
+"""`fulltilt run`: any script or launcher, recorded and explained, behaving exactly as without it.
+
+What is needed only once the job runs is imported then: the job begins sooner.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
+import sys
 import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from types import TracebackType
+from typing import Annotated, Literal
 
 import typer
 
 from fulltilt import __version__, store
-from fulltilt.cli.child import Child
-from fulltilt.cli.own_flags import USAGE_ERROR, given_to_script, hint
-from fulltilt.cli.streams import tell
-from fulltilt.errors import UsageError
+from fulltilt.cli.job_process import JobProcess
+from fulltilt.cli.streams import USAGE_ERROR, StatusBar, complain, given_to_script, hint, tell
+from fulltilt.errors import FulltiltError, UsageError
 from fulltilt.probes.cgroup import oom_kills
 from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.machine import describe_machine
 from fulltilt.recorder import attach
 from fulltilt.recorder.launch import job_command, job_name
 from fulltilt.recorder.loaders.overrides import read_settings
-from fulltilt.records import RunRecord, Settings
+from fulltilt.records import RunRecord, Sample, Settings
 
 # Each process of the job imports it once torch is there; this one need not.
 LIVE_TUNING = "fulltilt.tuning.live"
 # Behind the script they are the script's. Hardly any has the first; the others are told of where it does not know them.
 RARE_FLAGS = ("--auto",)
 OTHER_FLAGS = ("--out", "--deep", "--settings")
+TICK_S = 1.0
+FATAL = frozenset(
+    getattr(signal, name)
+    for name in ("SIGHUP", "SIGQUIT", "SIGABRT", "SIGBUS", "SIGKILL", "SIGSEGV", "SIGTERM")
+    if hasattr(signal, name)
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -121,16 +136,155 @@ class Job:
         variables = attach.environment(self._folder, t0_ns, self._settings, self._deep)
         environment = {**os.environ, **variables, **({attach.ALSO: LIVE_TUNING} if self._auto else {})}
         try:
-            child = Child(self._resolved, environment)
+            process = JobProcess(self._resolved, environment)
         except OSError as error:
             raise UsageError(f"cannot start {self._resolved[0]}: {error.strerror or error}") from error
-        from fulltilt.cli.watching import Watching
-
-        with Watching(self._folder, child.pid, t0_ns, self._gpus) as watching:
-            status = child.wait(watching.tick)
-        from fulltilt.cli.ending import end_run
-
+        with Monitor(self._folder, process.pid, t0_ns, self._gpus) as monitor:
+            status = process.wait(monitor.tick)
         wall_s = (time.perf_counter_ns() - t0_ns) * 1e-9
         killed = max((oom_kills() or 0) - killed_before, 0) if killed_before is not None else 0
         end_run(self._folder, self._record, wall_s, status, killed)
-        return child.leave(status)
+        return process.leave(status)
+
+
+class Monitor:
+    """Samples the machine into the run folder and tells how the job fares for as long as it runs."""
+
+    def __init__(self, folder: Path, pid: int, t0_ns: int, gpus: Gpus) -> None:
+        self._folder = folder
+        self._t0_ns = t0_ns
+        from fulltilt.probes.host import HostProbe
+        from fulltilt.probes.sampler import Sampler
+        from fulltilt.recorder.rank_files import WARN_AFTER_S, Following
+
+        self._writer: store.LineWriter | None = None
+        self._warn_after_s = WARN_AFTER_S
+        self._sampler = Sampler(self._take, gpus=gpus, host=HostProbe(pid), t0=t0_ns * 1e-9)
+        self._samples: deque[Sample] = deque(maxlen=int(WARN_AFTER_S))
+        self._progress = Following(folder)
+        self._bar = StatusBar(sys.stderr)
+        self._next_tick_s = 0.0
+        self._warned = False
+
+    def _take(self, sample: Sample) -> None:
+        self._samples.append(sample)
+        if self._writer is None:  # opened here, where the sampler takes what fails
+            self._writer = store.LineWriter(self._folder / store.SAMPLES_FILE)
+        self._writer.write([sample])
+
+    def __enter__(self) -> Monitor:
+        with contextlib.suppress(Exception):  # no thread left; the job runs already and is to be waited for
+            self._sampler.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
+        with contextlib.suppress(Exception):
+            self._sampler.stop()
+        if self._writer is not None:
+            self._writer.close()
+
+    def tick(self) -> None:
+        """Called a few times a second; does something once a second."""
+        now = time.monotonic()
+        if now < self._next_tick_s:
+            return
+        self._next_tick_s = now + TICK_S
+        with contextlib.suppress(Exception):  # the job comes first; a damaged folder is told at the end
+            from fulltilt.report.status_line import status_line
+
+            self._progress.read()
+            self._warn_once()
+            if self._bar.on and self._samples:
+                self._bar.show(f"fulltilt · {self._progress.words()} · {status_line(self._samples[-1])}")
+
+    def _warn_once(self) -> None:
+        """Tell of little GPU use while the job runs."""
+        from fulltilt.diagnosis import low_gpu_warning
+        from fulltilt.probes.host import cpu_capacity
+
+        trained = self._progress.recent_buckets(self._warn_after_s)
+        if self._warned or trained.total_s - trained.startup_s < self._warn_after_s:
+            return
+        self._warned = True
+        used = [gpu.util_pct for sample in self._samples for gpu in sample.gpus if gpu.util_pct is not None]
+        util_pct = sum(used) / len(used) if used and self._progress.on_gpu else None
+        if self._progress.on_gpu and util_pct is None:
+            return
+        loader = next((loader for loader in self._progress.loaders if loader.role == "train"), None)
+        warning = low_gpu_warning(util_pct, trained, loader, cpu_capacity().usable)
+        if warning is not None:
+            self._bar.close()
+            tell(warning)
+
+
+def end_run(folder: Path, record: RunRecord, wall_s: float, status: int, oom_kills: int = 0) -> None:
+    """Write what is left to write and print the verdict. A problem here never changes how the job ended."""
+    try:
+        from fulltilt.diagnosis import answer
+        from fulltilt.probes.jobs import still_running
+        from fulltilt.report.answer import explain
+        from fulltilt.report.terminal import verdict_lines
+
+        by_itself = ended_by_itself(folder)
+        state = state_of(status, by_itself)
+        ended = replace(record, state=state, wall_s=wall_s, exit_code=status, oom_kills=oom_kills)
+        refused: FulltiltError | None = None
+        try:
+            store.write_json(folder / store.RUN_FILE, ended)
+            _, diagnosis = explain(folder)
+        except FulltiltError as error:  # a full disk or a foreign report.html is no reason to keep the verdict back
+            refused, diagnosis = error, answer(replace(store.load(folder), run=ended))
+        tell()  # the job's own last line may have no end: progress bars leave it open
+        for line in verdict_lines(diagnosis, folder if refused is None else None):
+            tell(line)
+        if refused is not None:
+            complain(str(refused))
+        if state == "done" and not by_itself and (pids := still_running(folder)):
+            going_on = f"the job goes on in the background (process {', '.join(map(str, pids))})"
+            tell(f"fulltilt: {going_on}: fulltilt report {folder} tells of it later")
+        if (problem := settings_not_in_force(dict(diagnosis.settings))) is not None:
+            tell(f"fulltilt: {problem}")
+        if store.OwnedFolder(folder).owns(store.SETTINGS_FILE):
+            tell(f"  settings found: {folder / store.SETTINGS_FILE} (for fulltilt run --settings)")
+    except FulltiltError as error:
+        complain(str(error))
+    except Exception as error:  # a mistake of ours is no failure of the job's
+        if os.environ.get("FULLTILT_DEBUG"):
+            raise
+        what = f"{type(error).__name__}: {error}"
+        tell(f"fulltilt: this run could not be explained, by a mistake of Fulltilt's own ({what})")
+        tell(f"  what was recorded of it: {folder}")
+
+
+def settings_not_in_force(settings: Mapping[str, object]) -> str | None:
+    """That the workers of `--settings` did not come into force, and what to do; None when they did."""
+    asked, workers = settings.get("asked.num_workers"), settings.get("num_workers")
+    if asked is None or workers in (None, asked) or "live" in settings:
+        return None
+    where = settings.get("loader")
+    return (
+        f"--settings is not in force: the training loader at {where} has num_workers={workers}, not {asked}. "
+        f'A loader that does not shuffle must be named in the file: "loader": "{where}"'
+    )
+
+
+def ended_by_itself(folder: Path) -> bool:
+    """Whether the processes that trained came to their own end, and wrote it down."""
+    try:
+        ranks = store.read_ranks(folder).values()
+    except (FulltiltError, OSError):
+        return False  # nobody knows; it is told where the run is explained
+    return bool(ranks) and all(rank.finished for rank in ranks)
+
+
+def state_of(status: int, by_itself: bool = False) -> Literal["done", "crashed", "interrupted", "killed"]:
+    """How a job ended, from its exit status, and whether the training processes came to their own end."""
+    if status == 0:
+        return "done"
+    number = -status if status < 0 else status - 128  # a shell in front tells 128 and the signal; so may any script
+    if number == signal.SIGINT:
+        return "interrupted"
+    return "killed" if status < 0 or (number in FATAL and not by_itself) else "crashed"

@@ -1,17 +1,27 @@
-"""The command's own standard streams: they are there, they take any character, and what goes to stderr never fails."""
+"""The command's own standard streams and what it tells there: errors, hints and one status line.
+
+The streams are there, take any character, and what goes to stderr never fails.
+"""
 
 from __future__ import annotations
 
 import io
 import os
+import shutil
 import sys
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
-from fulltilt.report.plain_text import let_print
+from fulltilt.report.console import let_print
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
+
+# What argparse, click and others end with when they do not know a flag.
+USAGE_ERROR = 2
+# Set in all that a notebook's cells start. There a terminal's codes are not undone: each status line would stay.
+NOTEBOOK_VARIABLES = ("JPY_PARENT_PID", "JPY_SESSION_NAME", "COLAB_RELEASE_TAG", "COLAB_GPU", "KAGGLE_KERNEL_RUN_TYPE")
 
 
 class _Heedless(io.FileIO):
@@ -55,3 +65,59 @@ def tell(line: str = "") -> None:
     from fulltilt.figures import clean
 
     print(clean(line), file=sys.stderr, flush=True)
+
+
+def given_to_script(flags: Collection[str], arguments: Sequence[str]) -> list[str]:
+    """Those of ``flags`` that stand behind the first of the job's arguments."""
+    behind = {argument.partition("=")[0] for argument in arguments[1:]}
+    return [flag for flag in flags if flag in behind]
+
+
+def hint(verb: str, flag: str) -> str:
+    """Where a flag of ours belongs."""
+    return f"{flag} goes to the script; a flag of fulltilt {verb} stands before it"
+
+
+class StatusBar:
+    """One line in the terminal's last row that the job's own output scrolls past, and that leaves nothing behind.
+
+    Does nothing where the stream is no terminal, and in a notebook, whose cells run commands under one.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        capable = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" and os.name == "posix"
+        self.on = capable and not _in_notebook()
+        self._rows = 0
+
+    def show(self, text: str) -> None:
+        """Replace the line."""
+        if not self.on:
+            return
+        columns, rows = shutil.get_terminal_size()
+        if rows < 4:
+            return
+        out = ""
+        if rows != self._rows:
+            # A new line first, so that the reserved row is not one with output on it; then shrink what scrolls.
+            out += f"\n\x1b7\x1b[1;{rows - 1}r\x1b8\x1b[1A"
+            self._rows = rows
+        line = text if len(text) < columns else text[: columns - 2] + "…"
+        self._write(f"{out}\x1b7\x1b[{rows};1H\x1b[2K\x1b[2m{line}\x1b[0m\x1b8")
+
+    def close(self) -> None:
+        """Give the row back."""
+        if self._rows:
+            self._write(f"\x1b7\x1b[1;{self._rows}r\x1b[{self._rows};1H\x1b[2K\x1b8")
+            self._rows = 0
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError:
+            self.on = False
+
+
+def _in_notebook() -> bool:
+    return any(name in os.environ for name in NOTEBOOK_VARIABLES)

@@ -21,8 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fulltilt import store
-from fulltilt.cli.own_flags import given_to_script, hint
-from fulltilt.cli.statusbar import StatusBar
+from fulltilt.cli.streams import StatusBar, given_to_script, hint
 from fulltilt.errors import Diverged, DoesNotFit, FulltiltError, MachineError, UsageError
 from fulltilt.figures import seconds
 from fulltilt.probes.host import cpu_capacity, memory_headroom_bytes
@@ -31,7 +30,7 @@ from fulltilt.recorder.launch import job_command, job_name
 from fulltilt.recorder.loaders.overrides import LOADER
 from fulltilt.records import Settings, Trial
 from fulltilt.records.durations import duration_s
-from fulltilt.report.screen import open_console
+from fulltilt.report.console import open_console
 from fulltilt.store import OwnedFolder
 from fulltilt.tuning.learning_rate import CONTRASTIVE_WARNING, looks_contrastive, looks_deeply_supervised
 from fulltilt.tuning.solutions import (

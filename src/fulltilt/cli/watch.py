@@ -26,9 +26,9 @@ from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.jobs import JobProbe
 from fulltilt.probes.sampler import Sampler
 from fulltilt.records import Sample
-from fulltilt.report.live import WatchView, watch_lines
-from fulltilt.report.screen import open_console
-from fulltilt.report.status import sample_lines
+from fulltilt.report.console import open_console
+from fulltilt.report.status_line import sample_lines
+from fulltilt.report.watch_screen import WatchView, watch_lines
 from fulltilt.store import LineWriter
 
 # The longest history that any window shows: a column a sample.

@@ -13,7 +13,7 @@ _BATCH_FLAG = re.compile(r"-{0,2}(?:per[-_]device[-_])?(?:train[-_])?batch[-_]?s
 
 
 def make_checklist(evidence: Evidence) -> tuple[CheckLine, ...]:
-    """The five lines, in guide 2's order."""
+    """The five lines: batch size, GPU memory, GPU use, speed, data loading."""
     return (
         _batch_size(evidence),
         _gpu_memory(evidence),

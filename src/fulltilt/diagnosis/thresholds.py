@@ -69,7 +69,7 @@ class Thresholds:
     low_sm_active_pct: float = 50.0  # half of the multiprocessors without work while a kernel runs
     real_sm_active_pct: float = 70.0  # dense training reaches 70 to 95 % SM active
     high_util_pct: float = 90.0  # what people call "100 %"
-    low_util_pct: float = 30.0  # guide 5's line for its warning
+    low_util_pct: float = 30.0  # below it users ask why their GPU idles
     vram_mostly_free_share: float = 0.5  # under half used, twice the batch fits (weights do not grow with it)
     vram_full_share: float = 0.95  # above, the allocator begins to free and retry
     padding_share: float = 0.25  # sorted batches of text keep 5 to 10 % padding; a quarter is worth buckets
@@ -85,7 +85,7 @@ class Thresholds:
     swap_in_bytes_per_s: float = 1e6  # reading back a megabyte of swap each second is thrashing, not tidying up
     shm_share: float = 0.5  # of /dev/shm: uneven batches and several ranks can double the estimate
 
-    # -- the checklist (guide 2's own lines)
+    # -- the checklist
     check_memory_share: float = 0.30
     check_util_pct: float = 80.0
     check_speed_share: float = 0.80  # of the compute ceiling

@@ -288,7 +288,7 @@ def record(folder: str | Path, name: str | None = None) -> Recording:
 
 def _show(folder: Path) -> None:
     """Explain the run: the page into the folder, and below the cell where there is one."""
-    from fulltilt.report.explain import explain
+    from fulltilt.report.answer import explain
     from fulltilt.report.terminal import verdict_lines
 
     _, diagnosis = explain(folder)

@@ -1,11 +1,17 @@
-"""The JSON answer: one object whose keys other programs may rely on."""
+"""The JSON answer, whose keys other programs may rely on, and a run folder explained: findings.json and report.html."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from fulltilt import store
+from fulltilt.diagnosis import answer
 from fulltilt.records import SCHEMA_VERSION, Diagnosis, Run
+from fulltilt.report import page
 from fulltilt.store import encode_fully
+
+# --------------------------------------------------------------------------- answer
 
 
 def to_plain(diagnosis: Diagnosis, run: Run | None = None) -> dict[str, Any]:
@@ -43,3 +49,15 @@ def _identity(run: Run) -> dict[str, Any]:
         "ranks": len(run.ranks),
         "warnings": list(run.warnings),
     }
+
+
+# --------------------------------------------------------------------------- explain
+
+
+def explain(folder: Path) -> tuple[Run, Diagnosis]:
+    """Diagnose the run in ``folder`` and write findings.json and report.html into it. Raises RunFolderError."""
+    run = store.load(folder)
+    diagnosis = answer(run)
+    store.write_json(folder / store.FINDINGS_FILE, to_plain(diagnosis, run))
+    page.write(folder / store.REPORT_FILE, [(run, diagnosis)])
+    return run, diagnosis

@@ -8,31 +8,284 @@ from __future__ import annotations
 import base64
 import hashlib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
 
 from fulltilt import figures
 from fulltilt.diagnosis.verdict import title
-from fulltilt.records import Diagnosis, Run
-from fulltilt.report import page_parts as parts
-from fulltilt.report import page_surroundings as surroundings
+from fulltilt.records import CheckLine, Diagnosis, Finding, GpuSummary, HotLine, LoaderRecord, Machine, RankRecord, Run
 from fulltilt.report import wording
-from fulltilt.report.comparison import Reported, compare, told_apart
+from fulltilt.report.comparison import Reported, Row, compare, told_apart
+from fulltilt.report.loaders import fetching_title, loader_sites, worker_lines
 from fulltilt.report.markup import Child, Markup, element
-from fulltilt.report.page_bars import (
+from fulltilt.report.page_charts import (
     bucket_class,
+    chart_grid,
     ledger_bar,
     ledger_table,
+    machine_charts,
     phase_class,
     speed_bars,
+    step_charts,
     step_lanes,
 )
-from fulltilt.report.page_time import chart_grid, machine_charts, step_charts
 from fulltilt.report.palette import BUCKET_TINTS, PHASE_TINTS, bucket_order
-from fulltilt.report.step import step_picture
+from fulltilt.report.step_picture import step_picture
 from fulltilt.store import write_text
+
+# --------------------------------------------------------------------------- parts
+
+MOST_LINES = 8
+STATES = {"ok": "passed", "warn": "warning", "fail": "failed", "skip": "skipped"}
+
+
+def section(title: str, *content: Child, note: str | None = None) -> Markup | None:
+    """A part of the page under its heading; None when it has no content."""
+    shown = [child for child in content if child]
+    if not shown:
+        return None
+    heading = element("h2", title, element("small", note) if note else None)
+    return element("section", heading, shown)
+
+
+def finding_cards(findings: Sequence[Finding]) -> Markup | None:
+    """What to change, in the order of what it would win."""
+    if not findings:
+        return None
+    return element("ol", [_finding_card(finding) for finding in findings], class_="findings")
+
+
+def _finding_card(finding: Finding) -> Markup:
+    gain = figures.speedup(finding.predicted_speedup)
+    facts: list[Child] = [
+        element("span", finding.severity, class_=f"pill {finding.severity}"),
+        element("span", f"{figures.percent(finding.share)} of the wall time"),
+        element("code", finding.code),
+        element("code", finding.where, class_="where") if finding.where else None,
+    ]
+    return element(
+        "li",
+        element("h3", title(finding.code)),
+        element("p", gain, class_="gain") if gain else None,
+        element("p", facts, class_="facts"),
+        element("ul", [element("li", wording.glued(line)) for line in finding.evidence]) if finding.evidence else None,
+        element("p", finding.fix, class_="fix"),
+        class_=f"card {finding.severity}",
+    )
+
+
+# --------------------------------------------------------------------------- lines of code
+
+
+def hot_lines(rank: RankRecord) -> list[Markup]:
+    """Tables of the lines that cost most: in the workers, in the training process, waiting, saving."""
+    fetch_s = sum(work.fetch_s for work in rank.workers)
+    groups = [
+        (fetching_title(rank), worker_lines(rank), fetch_s),
+        ("In the training process", rank.host_lines, None),
+        ("Waiting for the GPU", rank.sync_lines, None),
+        ("Saving", rank.checkpoint_lines, None),
+    ]
+    if rank.deep is not None:
+        groups.append(("Synchronising calls, per step", rank.deep.sync_calls, None))
+        groups.append(("Kernels, per step", rank.deep.top_kernels, None))
+    return [_line_table(name, lines, total_s) for name, lines, total_s in groups if lines]
+
+
+def _line_table(name: str, lines: Sequence[HotLine], total_s: float | None) -> Markup:
+    costliest = sorted(lines, key=lambda line: -line.seconds)[:MOST_LINES]
+    rows = [
+        element(
+            "tr",
+            element(
+                "td",
+                figures.percent(line.seconds / total_s) if total_s else figures.seconds(line.seconds),
+                class_="figure",
+            ),
+            element(
+                "td",
+                ["in ", line.function, ", ", element("code", line.where, class_="where")]
+                if line.where
+                else element("code", line.function),  # a kernel has no line of its own
+                element("code", figures.brief(line.call, 100), class_="call") if line.call else None,
+            ),
+        )
+        for line in costliest
+    ]
+    return element("div", element("h3", name), element("table", element("tbody", rows), class_="lines"))
+
+
+# --------------------------------------------------------------------------- ranks and GPUs
+
+
+def rank_bars(diagnosis: Diagnosis) -> Markup | None:
+    """The ledger of each rank, with the slowest named and what the others wait for it."""
+    if len(diagnosis.ranks) < 2:
+        return None
+    order = bucket_order(diagnosis.ledger)
+    rows = [
+        element(
+            "div",
+            element("span", f"rank {rank.rank}", class_="speed-name"),
+            ledger_bar(rank.buckets, order, height=22),
+            element(
+                "span",
+                element("b", "slowest") if rank.slowest else f"waits {figures.seconds(rank.waits_s)}",
+                class_="speed-rate",
+            ),
+            class_="speed-row",
+        )
+        for rank in diagnosis.ranks
+    ]
+    return element("div", rows, class_="speeds")
+
+
+def gpu_table(gpus: Sequence[GpuSummary]) -> Markup | None:
+    """Each GPU over the training part, with utilisation beside what tells whether it is real."""
+    if not gpus:
+        return None
+    columns: tuple[tuple[str, Callable[[GpuSummary], str]], ...] = (
+        ("use", lambda g: figures.pct(g.util_pct)),
+        ("SM active", lambda g: figures.pct(g.sm_active_pct)),
+        ("tensor cores", lambda g: figures.pct(g.tensor_active_pct)),
+        ("memory bus", lambda g: figures.pct(g.dram_active_pct)),
+        ("memory, peak", lambda g: f"{figures.size(g.vram_peak_bytes)} / {figures.size(g.vram_total_bytes)}"),
+        ("power", lambda g: figures.watts(g.power_w)),
+        ("hottest", lambda g: figures.celsius(g.temperature_peak_c)),
+        ("throttled", lambda g: figures.percent(g.throttled_share)),
+    )
+    head = [element("th", name, class_="figure", scope="col") for name, _ in columns]
+    rows = [
+        element(
+            "tr",
+            element("th", f"{gpu.index} {gpu.name}", scope="row"),
+            [element("td", cell(gpu), class_="figure") for _, cell in columns],
+        )
+        for gpu in gpus
+    ]
+    head_row = element("tr", element("th", "GPU", scope="col"), head)
+    return scrolling(element("table", element("thead", head_row), element("tbody", rows)), "GPUs")
+
+
+def scrolling(table: Markup, name: str) -> Markup:
+    """A wide table that scrolls in its own frame, so that the page never does."""
+    return element("div", table, class_="scrolling", tabindex="0", role="region", aria_label=name)
+
+
+# --------------------------------------------------------------------------- checklist, settings, machine
+
+
+def checklist(lines: Sequence[CheckLine]) -> Markup | None:
+    """Each check with its state, figure and remedy."""
+    if not lines:
+        return None
+    rows = [
+        element(
+            "li",
+            element("span", STATES[line.state], class_=f"pill {line.state}"),
+            element(
+                "div",
+                element("span", element("b", line.name), " ", line.figure),
+                element("small", line.remedy) if line.remedy and line.state != "ok" else None,
+            ),
+        )
+        for line in lines
+    ]
+    return element("ul", rows, class_="checklist")
+
+
+def notes(run: Run, diagnosis: Diagnosis) -> Markup | None:
+    """What the recorder noticed, and which rules could not judge."""
+    lines = [*run.warnings, *(note for rank in run.ranks for note in rank.notes)]
+    lines += [f"{line.code} could not be judged: it lacks {line.lacks}" for line in diagnosis.abstained]
+    return element("ul", [element("li", line) for line in dict.fromkeys(lines)], class_="notes") if lines else None
+
+
+def comparison_table(rows: Sequence[Row], names: Sequence[str]) -> Markup:
+    """Several runs side by side; rows in which they differ stand out."""
+    head = [element("td"), *(element("th", name, scope="col", class_="figure") for name in names)]
+    body = [
+        element(
+            "tr",
+            element("th", row.name, scope="row"),
+            [element("td", cell, class_="figure") for cell in row.cells],
+            class_="differs" if row.differs else None,
+        )
+        for row in rows
+    ]
+    table = element("table", element("thead", element("tr", head)), element("tbody", body), class_="comparison")
+    return scrolling(table, "Comparison of the runs")
+
+
+# --------------------------------------------------------------------------- machine and loaders
+
+
+def definitions(name: str, pairs: Iterable[tuple[str, str | None]]) -> Markup | None:
+    """Names with their values; what is not known is left out."""
+    known = [(term, value) for term, value in pairs if value not in (None, "", figures.NOT_MEASURED)]
+    if not known:
+        return None
+    items = [element("div", element("dt", term), element("dd", value)) for term, value in known]
+    return element("div", element("h3", name), element("dl", items))
+
+
+def settings(diagnosis: Diagnosis) -> Markup | None:
+    """The settings in force."""
+    return definitions("Settings", ((name, wording.setting(value)) for name, value in diagnosis.settings))
+
+
+def deep_look(rank: RankRecord) -> Markup | None:
+    """What the profiler saw in a step."""
+    return definitions("A step under the profiler", wording.deep_facts(rank.deep)) if rank.deep else None
+
+
+def loaders(rank: RankRecord) -> list[Markup]:
+    """Each line that makes DataLoaders that were used, and what came out of them."""
+    shown = [definitions(_loader_name(site.loader), _loader_facts(site.loader)) for site in loader_sites(rank)]
+    return [markup for markup in shown if markup is not None]
+
+
+def _loader_name(loader: LoaderRecord) -> str:
+    return f"Loader for {'training' if loader.role == 'train' else 'evaluation'}"
+
+
+def _loader_facts(loader: LoaderRecord) -> list[tuple[str, str | None]]:
+    return [
+        ("made at", loader.where),
+        ("data set", loader.dataset),
+        ("samples in it", None if loader.dataset_len is None else figures.whole(loader.dataset_len)),
+        ("workers", str(loader.num_workers)),
+        ("batches", figures.whole(loader.batches)),
+        ("batch", figures.size(loader.batch_bytes)),
+        ("start method", loader.start_method),
+        ("waited for it", figures.seconds(loader.wait_s)),
+        ("worker restarts", figures.seconds(loader.restart_s)),
+    ]
+
+
+def machine(machine: Machine) -> Markup | None:
+    """The machine that the run took place on."""
+    cpu = machine.cpu
+    return definitions(
+        "Machine",
+        [
+            ("host", machine.hostname),
+            ("system", machine.platform),
+            ("CPUs", f"{cpu.usable:g} usable of {cpu.present}"),
+            ("memory", figures.size(machine.mem_limit_bytes or machine.mem_total_bytes)),
+            ("/dev/shm", figures.size(machine.shm_total_bytes)),
+            ("GPU", ", ".join(gpu.name for gpu in machine.gpus) or machine.why_no_gpu),
+            ("driver", machine.driver),
+            ("Python", machine.python),
+            ("torch", machine.torch),
+            ("CUDA", machine.cuda),
+        ],
+    )
+
+
+# --------------------------------------------------------------------------- page
 
 # Tells a page of ours from a file that somebody else has under the same name.
 SIGNATURE = b'name="generator" content="Fulltilt"'
@@ -105,32 +358,32 @@ def _sections(run: Run, diagnosis: Diagnosis) -> list[Child]:
     of_rank = f", of rank {rank.rank}" if rank is not None and len(run.ranks) > 1 else ""
     steps, machine = step_charts(run, diagnosis), machine_charts(run, diagnosis)
     return [
-        parts.section(
+        section(
             "Where the time went",
             ledger_bar(diagnosis.ledger.buckets, order) if order else None,
             ledger_table(diagnosis.ledger, order) if order else None,
             note=figures.seconds(diagnosis.ledger.wall_s),
         ),
-        parts.section("What to change", parts.finding_cards(diagnosis.findings), note="in order of what it would win"),
-        parts.section(
+        section("What to change", finding_cards(diagnosis.findings), note="in order of what it would win"),
+        section(
             "One step, to scale",
             step_lanes(picture) if picture else None,
             note=f"{figures.seconds(picture.step_s)}, mean of {figures.whole(picture.steps)} steps{of_rank}"
             if picture
             else None,
         ),
-        parts.section("Ranks", parts.rank_bars(diagnosis), note="where each rank's time went"),
-        parts.section("Over time", chart_grid(steps, wide=True) if steps else None),
-        parts.section(
+        section("Ranks", rank_bars(diagnosis), note="where each rank's time went"),
+        section("Over time", chart_grid(steps, wide=True) if steps else None),
+        section(
             "The machine",
-            parts.gpu_table(diagnosis.gpu),
+            gpu_table(diagnosis.gpu),
             element("p", USE_IS_NOT_WORK, class_="aside") if diagnosis.gpu else None,
             chart_grid(machine) if machine else None,
         ),
-        parts.section("Lines that cost the time", parts.hot_lines(rank) if rank else None),
-        parts.section("Checklist", parts.checklist(diagnosis.checklist)),
-        parts.section("Settings and surroundings", _surroundings(run, diagnosis)),
-        parts.section("Notes", parts.notes(run, diagnosis)),
+        section("Lines that cost the time", hot_lines(rank) if rank else None),
+        section("Checklist", checklist(diagnosis.checklist)),
+        section("Settings and surroundings", _surroundings(run, diagnosis)),
+        section("Notes", notes(run, diagnosis)),
     ]
 
 
@@ -144,9 +397,9 @@ def _surroundings(run: Run, diagnosis: Diagnosis) -> Markup:
     rank = run.ranks[0] if run.ranks else None
     return element(
         "div",
-        surroundings.settings(diagnosis),
-        [surroundings.loaders(rank), surroundings.deep_look(rank)] if rank else None,
-        surroundings.machine(run.run.machine),
+        settings(diagnosis),
+        [loaders(rank), deep_look(rank)] if rank else None,
+        machine(run.run.machine),
         class_="surroundings",
     )
 
@@ -177,10 +430,10 @@ def _comparison(runs: Sequence[Reported]) -> list[Child]:
             element("dl", _speeds(names, runs), class_="tiles"),
             class_="verdict",
         ),
-        parts.section("Settings and what came of them", parts.comparison_table(compare(runs), names)),
-        parts.section("Where the time went", ledgers),
-        parts.section("One step, to one scale", steps),
-        parts.section("Each run", [_folded(name, *run) for name, run in zip(names, runs, strict=True)]),
+        section("Settings and what came of them", comparison_table(compare(runs), names)),
+        section("Where the time went", ledgers),
+        section("One step, to one scale", steps),
+        section("Each run", [_folded(name, *run) for name, run in zip(names, runs, strict=True)]),
     ]
 
 

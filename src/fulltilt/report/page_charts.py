@@ -1,17 +1,210 @@
-"""Charts over time as inline SVG. The drawing stretches with the page; text and strokes keep their size."""
+"""Bars and charts of the page, as SVG."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fulltilt import figures
-from fulltilt.records import BUCKETS
+from fulltilt.records import (
+    BUCKETS,
+    Buckets,
+    Ceilings,
+    Diagnosis,
+    GpuReading,
+    HostReading,
+    Ledger,
+    Machine,
+    Run,
+    Sample,
+    Throughput,
+)
+from fulltilt.report import series, wording
 from fulltilt.report.markup import Markup, element
-from fulltilt.report.page_bars import bucket_class, swatch
-from fulltilt.report.palette import BUCKET_TINTS
-from fulltilt.report.scales import nice_top, tick_label, time_ticks
-from fulltilt.report.series import Point
+from fulltilt.report.palette import BUCKET_TINTS, PHASE_TINTS
+from fulltilt.report.series import Point, Slot
+from fulltilt.report.step_picture import Lane, StepPicture
+
+# --------------------------------------------------------------------------- scales
+
+MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86400
+TICKS_S: tuple[float, ...] = (
+    *(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30),
+    *(MINUTE_S * n for n in (1, 2, 5, 10, 15, 30)),
+    *(HOUR_S * n for n in (1, 2, 3, 6, 12)),
+    *(DAY_S * n for n in (1, 2, 5, 10)),
+)
+
+
+def nice_top(highest: float) -> float:
+    """The next round figure whose half is round too."""
+    if highest <= 0 or not math.isfinite(highest):
+        return 1.0
+    magnitude = 10.0 ** math.floor(math.log10(highest))
+    return next(step * magnitude for step in (1, 2, 3, 4, 5, 6, 8, 10, 20) if step * magnitude >= highest * 0.9999)
+
+
+def time_ticks(wall_s: float, most: int = 6) -> list[tuple[float, str]]:
+    """At most ``most`` round moments of a run, with their labels."""
+    step_s = next((tick for tick in TICKS_S if wall_s / tick < most), wall_s)
+    count = int(wall_s / step_s + 1e-9)
+    return [(i * step_s, _moment(i * step_s, step_s)) for i in range(count + 1)]
+
+
+def tick_label(value: float) -> str:
+    """A figure of an axis: as short as it can be."""
+    for limit, unit in ((1e9, " G"), (1e6, " M"), (1e4, " k")):
+        if value >= limit:
+            return f"{value / (limit if unit != ' k' else 1e3):g}{unit}"
+    return f"{float(f'{value:.3g}'):g}"
+
+
+def _moment(t_s: float, step_s: float) -> str:
+    if t_s == 0:
+        return "0"
+    for unit_s, unit in ((DAY_S, "d"), (HOUR_S, "h"), (MINUTE_S, "min"), (1, "s")):
+        if step_s >= unit_s:
+            return f"{round(t_s / unit_s, 2):g} {unit}"
+    return f"{t_s * 1000:.0f} ms"
+
+
+# --------------------------------------------------------------------------- bars
+
+BAR_HEIGHT = 40
+# Widths in pixels that a bar has on a desk and on a phone, and that a character of its labels takes.
+DESK_WIDTH, PHONE_WIDTH, CHARACTER_WIDTH = 900, 310, 7.5
+
+
+def bucket_class(name: str) -> str:
+    """The style class that colours a bucket."""
+    return f"b-{name.removesuffix('_s')}"
+
+
+def phase_class(kind: str) -> str:
+    """The style class that colours a part of a step."""
+    return f"p-{kind}"
+
+
+def swatch(colour_class: str) -> Markup:
+    """A small square in a colour of the palette."""
+    square = element("rect", width=10, height=10, rx=2, class_=colour_class)
+    return element("svg", square, class_="swatch", width=10, height=10, aria_hidden="true")
+
+
+def ledger_bar(buckets: Buckets, order: Sequence[str], height: int = BAR_HEIGHT) -> Markup:
+    """Where the time went, as one bar with the large parts named in it."""
+    total_s = buckets.total_s
+    sizes = [(name, getattr(buckets, name) / total_s) for name in order] if total_s > 0 else []
+    spoken = ", ".join(f"{BUCKET_TINTS[name].label} {figures.percent(size)}" for name, size in sizes)
+    segments = []
+    start = 0.0
+    for name, size in sizes:
+        tint = BUCKET_TINTS[name]
+        segments.append(_segment(start, size, f"{tint.label} {figures.percent(size)}", bucket_class(name), height))
+        start += size
+    return _bar(segments, f"Where the time went: {spoken}", height)
+
+
+def ledger_table(ledger: Ledger, order: Iterable[str]) -> Markup:
+    """The buckets in words and figures."""
+    decimals = wording.decimals(ledger.wall_s)
+    rows = [
+        element(
+            "tr",
+            element("th", swatch(bucket_class(name)), BUCKET_TINTS[name].label, scope="row"),
+            element("td", BUCKET_TINTS[name].meaning, class_="meaning"),
+            element("td", f"{getattr(ledger.buckets, name):.{decimals}f} s", class_="figure"),
+            element("td", figures.percent(getattr(ledger.buckets, name) / ledger.wall_s), class_="figure strong"),
+        )
+        for name in order
+    ]
+    head = element(
+        "tr",
+        element("th", "bucket", scope="col"),
+        element("th", "what it is", class_="meaning", scope="col"),
+        element("th", "time", class_="figure", scope="col"),
+        element("th", "share", class_="figure", scope="col"),
+    )
+    return element("table", element("thead", head), element("tbody", rows), class_="ledger")
+
+
+# --------------------------------------------------------------------------- one step
+
+
+def step_lanes(picture: StepPicture, scale_s: float | None = None) -> Markup:
+    """One step to scale: a bar for each of those who work at it. ``scale_s`` lets several steps share one scale."""
+    scale_s = scale_s or picture.scale_s
+    return element("div", [_lane(lane, scale_s) for lane in picture.lanes], class_="lanes")
+
+
+def _lane(lane: Lane, scale_s: float) -> Markup:
+    segments, legend, spoken = [], [], []
+    for part in lane.parts:
+        label = PHASE_TINTS[part.kind].label
+        figure = figures.seconds(part.length_s)
+        colour = phase_class(part.kind)
+        segments.append(_segment(part.start_s / scale_s, part.length_s / scale_s, label, colour, BAR_HEIGHT))
+        spoken.append(f"{label} {figure}")
+        legend.append(element("li", swatch(colour), label, " ", element("b", figure)))
+    return element(
+        "div",
+        element("h3", lane.name),
+        _bar(segments, f"{lane.name}: {', '.join(spoken)}", BAR_HEIGHT),
+        element("ul", legend, class_="legend"),
+        class_="lane",
+    )
+
+
+# --------------------------------------------------------------------------- speed
+
+
+def speed_bars(throughput: Throughput, ceilings: Ceilings) -> Markup | None:
+    """What the job reaches beside what the loader and the GPU could each do alone."""
+    rates = [
+        ("this run", throughput.samples_per_s, "speed-now"),
+        ("the loader alone", ceilings.loader_samples_per_s, "speed-loader"),
+        ("computing alone", ceilings.compute_samples_per_s, "speed-compute"),
+    ]
+    known = [(name, rate, colour) for name, rate, colour in rates if rate is not None]
+    top = max((rate for _, rate, _ in known), default=0.0)
+    if len(known) < 2 or top <= 0:
+        return None
+    rows = [
+        element(
+            "div",
+            element("span", name, class_="speed-name"),
+            _bar([_segment(0.0, rate / top, "", colour, 14)], f"{name}: {figures.number(rate)} samples/s", 14),
+            element("span", element("b", figures.number(rate)), " samples/s", class_="speed-rate"),
+            class_="speed-row",
+        )
+        for name, rate, colour in known
+    ]
+    return element("div", rows, class_="speeds")
+
+
+# --------------------------------------------------------------------------- parts of all bars
+
+
+def _bar(segments: Sequence[Markup], spoken: str, height: int) -> Markup:
+    return element("svg", segments, class_="bar", width="100%", height=height, role="img", aria_label=spoken)
+
+
+def _segment(start: float, size: float, label: str, colour: str, height: int) -> Markup:
+    """A stretch of a bar. Its label shows where it fits: everywhere, on a desk only, or only when pointed at."""
+    x, width = f"{start * 100:.3f}%", f"{size * 100:.3f}%"
+    needed = len(label) * CHARACTER_WIDTH + 16
+    fits_desk, fits_phone = size * DESK_WIDTH >= needed, size * PHONE_WIDTH >= needed
+    text = None
+    if label and fits_desk:
+        # A nested svg starts its own coordinates, so that the text stands a fixed distance from the segment's edge.
+        words = element("text", label, x=8, y="50%", dy="0.35em", class_=f"t-{colour}")
+        text = element("svg", words, x=x, width=width, height=height, class_=None if fits_phone else "desk-only")
+    title = element("title", label) if label else None
+    return element("g", title, element("rect", x=x, width=width, height=height, class_=colour), text)
+
+
+# --------------------------------------------------------------------------- charts
 
 HEIGHT = 132
 AXIS_HEIGHT = 20
@@ -223,3 +416,118 @@ def _spoken(chart: Chart, lines: Sequence[Line]) -> str:
         high = figures.number(max(point.high for point in line.points) * chart.scale)
         ranges.append(f"{line.label} between {low} and {high} {chart.unit}")
     return f"{chart.title} over {figures.seconds(chart.wall_s)}: {'; '.join(ranges)}"
+
+
+# --------------------------------------------------------------------------- the run over time
+
+GIB = 1 / (1 << 30)
+MB = 1e-6
+# More than this many GPUs are charted elsewhere (`fulltilt watch`); a page must stay a page.
+MOST_GPUS = 16
+MOST_EPOCHS = 40
+# These charts are half as wide as those of the steps.
+POINTS = 90
+
+
+def step_charts(run: Run, diagnosis: Diagnosis) -> list[Markup]:
+    """Throughput, data wait and the ledger over time, of the first rank."""
+    if not run.spans or diagnosis.throughput.steps == 0:
+        return []
+    spans = run.spans[0]
+    wall_s = series.wall_seconds(run, diagnosis.ledger.wall_s)
+    of_rank = f", rank {run.ranks[0].rank}" if len(run.ranks) > 1 else ""
+    epochs_s = series.epoch_starts(spans)
+    epochs_s = epochs_s if len(epochs_s) <= MOST_EPOCHS else ()
+    speed = Chart(
+        f"Throughput{of_rank}",
+        "samples/s",
+        (Line("throughput", "c-compute", series.throughput(spans, wall_s)),),
+        wall_s,
+        marks=() if of_rank else _ceilings(diagnosis),
+        epochs_s=epochs_s,
+    )
+    wait = Chart(
+        f"Data wait{of_rank}",
+        "ms a step",
+        (Line("data wait", "c-data", series.data_wait(spans, wall_s)),),
+        wall_s,
+        scale=1000.0,
+        epochs_s=epochs_s,
+    )
+    charts = [line_chart(speed), line_chart(wait), ledger_chart(series.ledger_over_time(spans, wall_s), wall_s)]
+    return [chart for chart in charts if chart is not None]
+
+
+def _ceilings(diagnosis: Diagnosis) -> tuple[Mark, ...]:
+    ceilings = diagnosis.ceilings
+    known = (("compute ceiling", ceilings.compute_samples_per_s), ("loader ceiling", ceilings.loader_samples_per_s))
+    return tuple(Mark(name, rate) for name, rate in known if rate is not None)
+
+
+def machine_charts(run: Run, diagnosis: Diagnosis) -> list[Markup]:
+    """GPU, CPU, memory and disk over time, as far as they were measured."""
+    wall_s = series.wall_seconds(run, diagnosis.ledger.wall_s)
+    slots = series.slots(run.samples, wall_s, POINTS)
+    gpus = {gpu.uuid: gpu for sample in run.samples for gpu in sample.gpus}
+    charts = [
+        chart
+        for gpu in list(gpus.values())[:MOST_GPUS]
+        for chart in _gpu_charts(gpu, series.of_gpu(slots, gpu.uuid), wall_s)
+    ]
+    charts += _host_charts(run.run.machine, slots, wall_s)
+    return [drawn for chart in charts if (drawn := line_chart(chart)) is not None]
+
+
+def _gpu_charts(gpu: GpuReading, slots: list[Slot[GpuReading]], wall_s: float) -> list[Chart]:
+    def draw(label: str, colour: str, figure: Callable[[GpuReading], float | None]) -> Line:
+        return Line(label, colour, series.readings(slots, figure))
+
+    name = f"GPU {gpu.index}"
+    use = (
+        draw("some kernel ran", "c-compute", lambda g: g.util_pct),
+        draw("SM active", "c-second", lambda g: g.sm_active_pct),
+    )
+    memory = (draw("used", "c-compute", lambda g: g.vram_used_bytes),)
+    power = (draw("power", "c-compute", lambda g: g.power_w),)
+    vram_gib = gpu.vram_total_bytes * GIB if gpu.vram_total_bytes else None
+    return [
+        Chart(f"{name} use", "%", use, wall_s, top=100.0),
+        Chart(f"{name} memory", "GiB", memory, wall_s, scale=GIB, top=vram_gib),
+        Chart(f"{name} power", "W", power, wall_s, marks=_limit("limit", gpu.power_limit_w)),
+    ]
+
+
+def _host_charts(machine: Machine, slots: list[Slot[Sample]], wall_s: float) -> list[Chart]:
+    def draw(label: str, colour: str, figure: Callable[[HostReading], float | None]) -> Line:
+        return Line(label, colour, series.readings(slots, lambda sample: figure(sample.host)))
+
+    job = (draw("CPUs", "c-second", lambda h: h.tree_cpu_pct),)
+    cpu = (
+        draw("busy", "c-second", lambda h: h.cpu_pct),
+        draw("waiting on storage", "c-data", lambda h: h.iowait_pct),
+    )
+    memory = (
+        draw("this job", "c-second", lambda h: h.tree_pss_bytes),
+        draw("in use altogether", "c-grey", lambda h: h.mem_used_bytes),
+    )
+    disk = (
+        draw("read", "c-second", lambda h: h.disk_read_bytes_per_s),
+        draw("written", "c-data", lambda h: h.disk_write_bytes_per_s),
+    )
+    usable_pct = machine.cpu.usable * 100
+    limit_bytes = machine.mem_limit_bytes or machine.mem_total_bytes
+    return [
+        Chart("CPUs used by the job", "CPUs", job, wall_s, scale=0.01, marks=_limit("usable", usable_pct)),
+        Chart("CPU of the whole machine", "%", cpu, wall_s, top=100.0),
+        Chart("Memory", "GiB", memory, wall_s, scale=GIB, marks=_limit("limit", limit_bytes)),
+        Chart("Disk", "MB/s", disk, wall_s, scale=MB),
+    ]
+
+
+def _limit(name: str, value: float | None) -> tuple[Mark, ...]:
+    return () if value is None else (Mark(name, value),)
+
+
+def chart_grid(charts: list[Markup], wide: bool = False) -> Markup:
+    """Charts beside each other where there is room."""
+    return element("div", charts, class_="charts wide" if wide else "charts")

@@ -1,9 +1,10 @@
-"""The report in the terminal: the verdict in one sentence, where the time went, and what to change."""
+"""A run, or several side by side, in the terminal."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -14,14 +15,263 @@ from rich.text import Text
 from fulltilt import figures
 from fulltilt.diagnosis.verdict import title
 from fulltilt.figures import clean, one_line
-from fulltilt.records import BUCKETS, Diagnosis, Finding, Ledger, Run
+from fulltilt.records import BUCKETS, Buckets, CheckLine, Diagnosis, Finding, GpuSummary, HotLine, Ledger, Run
 from fulltilt.report import wording
 from fulltilt.report.comparison import Reported, compare, told_apart
-from fulltilt.report.palette import BUCKET_TINTS, bucket_order
-from fulltilt.report.step import step_picture
-from fulltilt.report.terminal_bars import Ink, bucket_parts, hanging, heading, ledger_bar, step_lines
-from fulltilt.report.terminal_details import show_checklist, show_gpus, show_hot_lines, show_notes, show_ranks
+from fulltilt.report.loaders import fetching_title, worker_lines
+from fulltilt.report.palette import BUCKET_TINTS, IDLE, PHASE_TINTS, Tint, bucket_order
+from fulltilt.report.step_picture import Lane, StepPicture, step_picture
 from fulltilt.store import REPORT_FILE
+
+# --------------------------------------------------------------------------- bars
+
+
+@dataclass(frozen=True, slots=True)
+class Ink:
+    """What the screen can show: colours, or only patterns; block characters, or only ASCII."""
+
+    colour: bool
+    blocks: bool
+
+    @classmethod
+    def of(cls, console: Console) -> Ink:
+        """The ink of a console."""
+        colour = console.color_system is not None and not console.no_color
+        return cls(colour, blocks=console.encoding.lower().replace("-", "").startswith("utf"))
+
+    def fill(self, tint: Tint, place: int) -> tuple[str, str]:
+        """The character and the style of a segment. Without colour, patterns go by ``place``: neighbours differ."""
+        if self.colour:
+            return ("█" if self.blocks else "#"), tint.colour
+        if tint.label == "compute":
+            return ("█" if self.blocks else "#"), ""
+        if tint.label == "data wait":
+            return ("░" if self.blocks else "."), ""
+        return (("▓", "▒") if self.blocks else ("=", "-"))[place % 2], ""
+
+    @property
+    def bullet(self) -> str:
+        """What stands before a line of evidence."""
+        return "·" if self.blocks else "-"
+
+    @property
+    def arrow(self) -> str:
+        """What stands before a fix."""
+        return "→" if self.blocks else "->"
+
+
+def split_cells(lengths: Sequence[float], width: int) -> list[int]:
+    """``width`` cells shared out in proportion (largest remainder), so that a bar is always full."""
+    total = sum(lengths)
+    if total <= 0:
+        return [0] * len(lengths)
+    exact = [length / total * width for length in lengths]
+    cells = [int(cell) for cell in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: exact[i] - cells[i], reverse=True)
+    for i in by_remainder[: width - sum(cells)]:
+        cells[i] += 1
+    return cells
+
+
+def bucket_parts(buckets: Buckets, order: Iterable[str]) -> list[tuple[Tint, float]]:
+    """Buckets with their tints, in the given order."""
+    return [(BUCKET_TINTS[name], getattr(buckets, name)) for name in order]
+
+
+def ledger_bar(parts: Sequence[tuple[Tint, float]], width: int, ink: Ink) -> Text:
+    """One line in which each part has its share of ``width`` characters. Empty parts keep their place and pattern."""
+    bar = Text(no_wrap=True)
+    cells = split_cells([length for _, length in parts], width)
+    for place, ((tint, _), count) in enumerate(zip(parts, cells, strict=True)):
+        character, style = ink.fill(tint, place)
+        bar.append(character * count, style)
+    return bar
+
+
+def step_lines(picture: StepPicture, width: int, ink: Ink) -> list[Text]:
+    """One step as a picture: each part on a line of its own, at its place and to scale, with its length."""
+    name_width = max(len(PHASE_TINTS[part.kind].label) for lane in picture.lanes for part in lane.parts)
+    figures = _Figures.of(picture)
+    bar_width = max(width - name_width - figures.width - 6, 3)
+    lines = []
+    for lane in picture.lanes:
+        lines.append(Text(lane.name, "bold", no_wrap=True, overflow="ellipsis"))
+        lines += _lane_lines(lane, picture.scale_s, name_width, bar_width, figures, ink)
+    return lines
+
+
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    """The columns of the lengths and of their shares of the whole width."""
+
+    seconds_width: int
+    share_width: int
+
+    @classmethod
+    def of(cls, picture: StepPicture) -> _Figures:
+        lengths = [part.length_s for lane in picture.lanes for part in lane.parts]
+        return cls(
+            max(len(figures.seconds(length)) for length in [picture.scale_s, *lengths]),
+            max(len(figures.percent(length / picture.scale_s)) for length in [picture.scale_s, *lengths]),
+        )
+
+    @property
+    def width(self) -> int:
+        return self.seconds_width + 2 + self.share_width
+
+    def row(self, length_s: float, share: float) -> str:
+        return f"{figures.seconds(length_s):>{self.seconds_width}}  {figures.percent(share):>{self.share_width}}"
+
+
+def _lane_lines(lane: Lane, scale_s: float, name_width: int, bar_width: int, figures: _Figures, ink: Ink) -> list[Text]:
+    lines = []
+    for part in lane.parts:
+        tint = PHASE_TINTS[part.kind]
+        start = round(part.start_s / scale_s * bar_width)
+        end = max(round((part.start_s + part.length_s) / scale_s * bar_width), start + 1)
+        if end > bar_width:
+            start, end = start - (end - bar_width), bar_width
+        line = Text("  ", no_wrap=True).append(tint.label.ljust(name_width + 1), "dim" if part.kind == IDLE else "")
+        line.append(" " * start)
+        if part.kind == IDLE:
+            line.append(("┄" if ink.blocks else ".") * (end - start), "dim")
+        else:
+            line.append(("█" if ink.blocks else "#") * (end - start), tint.colour if ink.colour else "")
+        line.append(" " * (bar_width - end))
+        figure = figures.row(part.length_s, part.length_s / scale_s)
+        lines.append(line.append(f"  {figure}", "dim" if part.kind == IDLE else ""))
+    return lines
+
+
+def heading(console: Console, name: str, detail: str = "") -> None:
+    """The title of a part, after an empty line."""
+    console.print()
+    console.print(Text(name, "bold underline").append(f"  {detail}" if detail else "", "not bold not underline dim"))
+
+
+def hanging(mark: str, text: Text, indent: int = 4) -> Padding:
+    """Text that wraps under itself, not under its mark."""
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_row(mark, text)
+    return Padding(table, (0, 0, 0, indent), expand=False)
+
+
+# --------------------------------------------------------------------------- details
+
+STATE_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
+MOST_LINES = 5
+
+
+def show_hot_lines(console: Console, run: Run) -> None:
+    """The lines that cost most: in the workers, in the training process, waiting, saving, under the profiler."""
+    if not run.ranks:
+        return
+    rank = run.ranks[0]
+    fetch_s = sum(work.fetch_s for work in rank.workers)
+    _show_lines(console, fetching_title(rank), worker_lines(rank), fetch_s)
+    _show_lines(console, "In the training process", rank.host_lines)
+    _show_lines(console, "Lines that wait for the GPU", rank.sync_lines)
+    _show_lines(console, "Saving", rank.checkpoint_lines)
+    if rank.deep is not None:
+        facts = [f"{name} {figure}" for name, figure in wording.deep_facts(rank.deep) if figure != figures.NOT_MEASURED]
+        heading(console, "A step under the profiler")
+        console.print(Text(one_line(" · ".join(facts))))
+        _show_lines(console, "Synchronising calls, per step", rank.deep.sync_calls)
+        _show_lines(console, "Kernels, per step", rank.deep.top_kernels)
+
+
+def _show_lines(console: Console, name: str, lines: Sequence[HotLine], total_s: float | None = None) -> None:
+    if not lines:
+        return
+    heading(console, name)
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    for line in sorted(lines, key=lambda line: -line.seconds)[:MOST_LINES]:
+        figure = figures.percent(line.seconds / total_s) if total_s else figures.seconds(line.seconds)
+        what = Text(one_line(line.function))  # a kernel has no line of its own
+        if line.where:
+            what = Text(f"in {one_line(line.function)}, ").append(one_line(line.where), "bold")
+        if line.call:
+            what.append(f"  {figures.brief(line.call, 60)}", "dim")
+        table.add_row(figure, what)
+    console.print(table)
+
+
+def show_ranks(console: Console, diagnosis: Diagnosis, ink: Ink) -> None:
+    """The ledger of each rank, the slowest named, and what the others wait for it."""
+    ranks = diagnosis.ranks
+    if len(ranks) < 2:
+        return
+    slowest = next((rank for rank in ranks if rank.slowest), None)
+    longest_wait_s = max(rank.waits_s for rank in ranks)
+    detail = ""
+    if slowest is not None and longest_wait_s > 0:
+        detail = f"rank {slowest.rank} is the slowest; the others wait up to {figures.seconds(longest_wait_s)} for it"
+    heading(console, "Ranks", detail)
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column()
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right")
+    order = bucket_order(diagnosis.ledger)
+    for rank in ranks:
+        table.add_row(
+            Text(f"rank {rank.rank}", "bold" if rank.slowest else ""),
+            ledger_bar(bucket_parts(rank.buckets, order), max(console.width - 46, 10), ink),
+            f"works {figures.seconds(rank.own_work_s)}",
+            Text("slowest" if rank.slowest else f"waits {figures.seconds(rank.waits_s)}", "dim"),
+        )
+    console.print(table)
+
+
+def show_gpus(console: Console, gpus: Sequence[GpuSummary]) -> None:
+    """Each GPU over the training part, with utilisation beside what tells whether it is real."""
+    if not gpus:
+        return
+    heading(console, "GPU", "use: some kernel ran · SM active: how much of the GPU it kept busy")
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("", overflow="ellipsis", no_wrap=True, max_width=max(console.width - 55, 12))
+    for name in ("use", "SM active", "memory, peak", "power", "hottest"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for gpu in gpus:
+        memory = f"{figures.size(gpu.vram_peak_bytes)} of {figures.size(gpu.vram_total_bytes)}"
+        table.add_row(
+            Text(f"{gpu.index} {one_line(gpu.name)}"),
+            figures.pct(gpu.util_pct),
+            figures.pct(gpu.sm_active_pct),
+            memory if gpu.vram_peak_bytes is not None else figures.NOT_MEASURED,
+            figures.watts(gpu.power_w),
+            figures.celsius(gpu.temperature_peak_c),
+        )
+    console.print(table)
+
+
+def show_checklist(console: Console, checklist: Sequence[CheckLine], ink: Ink) -> None:
+    """Each check with its state, figure and remedy."""
+    if not checklist:
+        return
+    heading(console, "Checklist")
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for line in checklist:
+        text = Text(one_line(line.name)).append(f"  {one_line(line.figure)}", "dim")
+        if line.remedy and line.state != "ok":
+            text.append(f"\n{ink.arrow} {one_line(line.remedy)}", "dim")
+        table.add_row(Text(line.state, STATE_STYLES[line.state]), text)
+    console.print(table)
+
+
+def show_notes(console: Console, run: Run, diagnosis: Diagnosis, ink: Ink) -> None:
+    """What the recorder noticed, and which rules could not judge."""
+    notes = [*run.warnings, *(note for rank in run.ranks for note in rank.notes)]
+    notes += [f"{line.code} could not be judged: it lacks {line.lacks}" for line in diagnosis.abstained]
+    if not notes:
+        return
+    heading(console, "Notes")
+    for note in dict.fromkeys(notes):
+        console.print(hanging(ink.bullet, Text(one_line(note), "dim"), indent=0))
+
+
+# --------------------------------------------------------------------------- runs
 
 SEVERITY_STYLES = {"severe": "bold red", "warn": "yellow", "info": "cyan"}
 

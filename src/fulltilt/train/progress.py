@@ -18,13 +18,14 @@ from typing import Literal, TextIO, TypeVar
 
 import torch
 
+from fulltilt import figures as words
 from fulltilt.diagnosis.forecast import forecast
 from fulltilt.errors import FulltiltError
 from fulltilt.figures import clean
 from fulltilt.probes.host import rates_between, read_counters
 from fulltilt.records import Buckets, GpuReading, Sample
-from fulltilt.report.plain_text import encodable
-from fulltilt.report.status import memory_line, status_line
+from fulltilt.report.console import encodable
+from fulltilt.report.status_line import memory_line, status_line
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.distributed import device_lines
 from fulltilt.train.guards import StepFigures
@@ -53,16 +54,6 @@ def loader_profile_line(waits_s: list[float]) -> str:
     """``[TRAIN PROFILE] DataLoader avg: 25.3ms, max: 78.1ms``."""
     mean_s = sum(waits_s) / len(waits_s) if waits_s else 0.0
     return f"[TRAIN PROFILE] DataLoader avg: {1e3 * mean_s:.1f}ms, max: {1e3 * max(waits_s, default=0.0):.1f}ms"
-
-
-def duration_text(seconds: float) -> str:
-    """``45s``, ``3m05s`` or ``2h07m``."""
-    whole = max(round(seconds), 0)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
 def bar_text(done: int, total: int | None, width: int = 20) -> str:
@@ -389,7 +380,7 @@ class Screen:
         parts.append(f"{rate_text(rate)} samples/s")
         if self._last and self._done > self._resumed_at:
             left = (self._last - self._done) * (now - self._began_s) / (self._done - self._resumed_at)
-            parts.append(f"ETA {duration_text(left)}")
+            parts.append(f"ETA {words.seconds(round(left))}")
         parts.append(f"loss {figures.loss:.4g}")
         watched = watched_metric(self._metrics, self._watched)
         if watched is not None:

@@ -34,7 +34,7 @@ from fulltilt.recorder.rank_files import WARN_AFTER_S, Following
 from fulltilt.recorder.recording import Ended, LoopMarks, RunFiles, job_root
 from fulltilt.recorder.session import Session
 from fulltilt.records import Buckets, LoaderRecord, RankRecord, RunRecord, Sample, Settings
-from fulltilt.report.explain import explain
+from fulltilt.report.answer import explain
 from fulltilt.report.terminal import verdict_lines
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.data_source import BatchSource, MapSource, StepData, samples_in_batch

@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from fulltilt.cli.main import main
-from fulltilt.report.plain_text import encodable
-from fulltilt.report.screen import open_console
+from fulltilt.report.console import encodable, open_console
 
 
 @pytest.mark.parametrize(

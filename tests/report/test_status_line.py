@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fulltilt.records import GpuReading, HostReading, Sample
-from fulltilt.report.status import GIB, memory_line, status_line
+from fulltilt.report.status_line import GIB, memory_line, status_line
 
 HOST = HostReading(cpu_pct=45.2, mem_used_bytes=int(18.43 * GIB), mem_total_bytes=64 * GIB)
 

@@ -8,8 +8,18 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from fulltilt.records import GpuProcess, GpuReading, HostReading, JobProcess, Sample
-from fulltilt.report.blocks import ASCII, UPWARD, bar, cells, chart_rows
-from fulltilt.report.live import _LAYOUTS, WatchView, _height, _machine, watch_lines
+from fulltilt.report.watch_screen import (
+    _LAYOUTS,
+    ASCII,
+    UPWARD,
+    WatchView,
+    _height,
+    _machine,
+    bar,
+    cells,
+    chart_rows,
+    watch_lines,
+)
 from tests.anything import any_physical
 
 GIB = 1024**3
@@ -241,3 +251,12 @@ def test_any_reading_fits_any_window(samples: list[Sample], jobs: list[JobProces
     lines = watch_lines(WatchView("box", "14:03:21", 1.0, samples, tuple(jobs), None, "s.jsonl"), width, height)
     assert len(lines) <= height
     assert all(cell_len(line.plain) <= width and "\n" not in line.plain for line in lines)
+
+
+def test_hostile_process_names_are_escaped() -> None:
+    name = "\x1b[2J\x07[red]\u202ex\n"
+    jobs = (JobProcess(pid=7, name=name, run_folder=f"/runs/{name}"), JobProcess(pid=8, name="\x1b]0;owned\x07"))
+    gpu = dataclasses.replace(T4, name=name, processes=(GpuProcess(7, name, 1, False),))
+    shown = text(view(gpus=(gpu,), jobs=jobs, recording=name, why_no_gpu=name), width=120)
+    assert "[red]" in shown
+    assert not {character for character in shown if character != "\n" and not character.isprintable()}

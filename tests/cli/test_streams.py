@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from fulltilt.cli.own_flags import given_to_script
+from fulltilt.cli.streams import NOTEBOOK_VARIABLES, StatusBar, given_to_script
 
 
 @pytest.mark.parametrize(
@@ -32,3 +33,22 @@ def test_the_script_gets_them_and_the_user_is_told(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stdout) == (2, "['--auto', '--deep', '3']\n")
     told = [line for line in ended.stderr.splitlines() if "stands before it" in line]
     assert [line.split()[1] for line in told] == ["--auto", "--deep"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("name", ["", "JPY_PARENT_PID", "COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE"])
+def test_no_status_line_floods_a_notebook(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for known in NOTEBOOK_VARIABLES:
+        monkeypatch.delenv(known, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    if name:
+        monkeypatch.setenv(name, "1")
+    stream = Terminal()
+    bar = StatusBar(stream)
+    bar.show("12 steps")
+    bar.close()
+    assert bool(stream.getvalue()) == (name == "")

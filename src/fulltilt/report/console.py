@@ -1,0 +1,91 @@
+"""The terminal that the verbs print on; what its encoding lacks is printed plainly, never as a traceback."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import io
+import os
+import sys
+from typing import TextIO
+
+from rich.console import Console
+
+# --------------------------------------------------------------------------- characters that an encoding lacks
+
+ERRORS = "fulltilt.plain"
+
+_PLAIN = {
+    "×": "x",
+    "·": "-",
+    "–": "-",
+    "—": "-",
+    "┄": "-",
+    "─": "-",
+    "→": "->",
+    "…": "...",
+    "±": "+-",
+    "µ": "u",
+    "≥": ">=",
+    "≤": "<=",
+    "≈": "~",
+    "°": "",
+    "√": "sqrt",
+    "⚠": "!",
+    "\ufe0f": "",  # it makes the character before it a picture
+    "█": "#",
+    "▓": "#",
+    "▒": "=",
+    "░": ".",
+}
+
+
+def let_print(stream: TextIO | None) -> None:
+    """From now on the stream takes any character; those that its encoding lacks come out plain."""
+    if isinstance(stream, io.TextIOWrapper):
+        with contextlib.suppress(OSError, ValueError):
+            stream.reconfigure(errors=ERRORS)
+
+
+def encodable(text: str, encoding: str) -> str:
+    """The text with nothing in it that the encoding lacks."""
+    return text.encode(encoding, ERRORS).decode(encoding)
+
+
+def _plainly(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(one, one.encode("ascii", "backslashreplace").decode()) for one in lacking), error.end
+
+
+codecs.register_error(ERRORS, _plainly)
+
+
+# --------------------------------------------------------------------------- consoles
+
+
+class _Piped(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to the command line, which ends as other programs do; rich would end with 1, a failure."""
+        raise BrokenPipeError
+
+
+class _Heedless(Console):
+    def on_broken_pipe(self) -> None:
+        """Say no more, and go on."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def open_console(*, follows_window: bool = False, goes_on: bool = False) -> Console:
+    """Standard output as a console. What its encoding lacks is printed plainly, never as a traceback.
+
+    With ``follows_window`` its size is always the window's, also where a shell exported COLUMNS and LINES once. With
+    ``goes_on`` there is more to do than to print, also where whoever reads it (head, less) has gone.
+    """
+    let_print(sys.stdout)
+    fixed = ("COLUMNS", "LINES") if follows_window else ()
+    environ = {name: value for name, value in os.environ.items() if name not in fixed}
+    kind = _Heedless if goes_on else _Piped
+    return kind(highlight=False, emoji=False, markup=False, _environ=environ)
