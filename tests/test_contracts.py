@@ -123,7 +123,7 @@ FLAGS = {
     "demo": {"--out", "--help"},
     "check": {"--data", "--workers", "--prefetch", "--batch-bytes", "--json", "--help"},
     "watch": {"--interval", "--once", "--out", "--help"},
-    "run": {"--out", "--deep", "--settings", "--auto", "-m", "--help"},
+    "run": {"--out", "--deep", "--settings", "--auto", "--exact", "-m", "--help"},
     "tune": {"--budget", "--allow", "--apply", "--out", "--trial-limit", "--in-place", "-m", "--help"},
     "plan": {"--target", "--gpu", "--json", "--help"},
     "train": {"--help"},  # the rest depends on the recipe: tests/recipes/test_options.py

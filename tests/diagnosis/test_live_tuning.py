@@ -80,13 +80,16 @@ def test_a_run_that_ends_in_a_trial_tells_what_was_proven_and_what_was_not() -> 
     finding = told.findings[0]
     assert finding.code == "input_serial"  # what the script does; the four workers are live tuning's
     assert "DataLoader(..., num_workers=4, persistent_workers=True)" in finding.fix
-    assert "Still on trial: 6 workers, prefetch 2" in finding.fix
+    assert "On trial at the end: 6 workers, prefetch 2" in finding.fix
     assert "as the script has it (no workers): 20 batches/s, waiting 85 % of the time" in finding.evidence
     assert not any("6 workers" in fact for fact in finding.evidence)
     sentence = told.verdict.sentence
-    assert all(part in sentence for part in ("num_workers 0 → 4", "3.0 × as many", "still on trial: 6 workers"))
+    assert all(
+        part in sentence
+        for part in ("num_workers 0 → 4", "3.0 × as many", "6 workers, prefetch 2 were on trial at the end")
+    )
     assert "as fast" not in sentence  # the rate of the whole run belongs to none of the settings
-    assert dict(told.settings)["live.why"] == "still on trial: 6 workers, prefetch 2"
+    assert dict(told.settings)["live.why"] == "6 workers, prefetch 2 were on trial at the end"
 
 
 def test_what_is_predicted_is_a_run_that_begins_with_what_was_found() -> None:
@@ -109,7 +112,8 @@ def test_a_trial_that_never_ended_leaves_the_rules_their_advice() -> None:
     first = replace(CUT_OFF, settings=BEFORE, moves=(LiveMove(FOUR, 5.0),))
     told = judged(first, num_workers=0)
     assert "Set num_workers=" in told.findings[0].fix
-    assert "live tuning changed nothing: still on trial: 4 workers, prefetch 2" in told.verdict.sentence
+    assert "live tuning: 4 workers, prefetch 2 were on trial at the end" in told.verdict.sentence
+    assert "changed nothing" not in told.verdict.sentence
 
 
 def test_a_first_trial_that_never_ended_mixes_the_figures_of_the_workers() -> None:
@@ -126,3 +130,19 @@ def test_what_made_live_tuning_leave_a_loader_alone_comes_before_the_advice() ->
     fix = judged(alone).findings[0].fix
     assert fix.startswith("Live tuning left this loader alone: the script changes its data set during a pass. Once")
     assert "num_workers=" in fix
+
+
+def test_what_a_loader_that_was_left_alone_had_before_is_not_advised() -> None:
+    """The verdict said that it was left alone, and the fix to write down what live tuning had found."""
+    broke = replace(CUT_OFF, state="left_alone", why="4 workers failed", moves=(KEPT,))
+    told = judged(broke, num_workers=0)
+    assert "live tuning left the loader alone: 4 workers failed" in told.verdict.sentence
+    assert told.findings[0].fix.startswith("Live tuning left this loader alone: 4 workers failed.")
+    assert not any("Write what live tuning found" in finding.fix for finding in told.findings)
+    assert not any(name == "live.num_workers" for name, _ in told.settings)
+
+
+def test_other_random_numbers_are_told_in_the_verdict_and_in_the_settings() -> None:
+    drawing = replace(TUNED, note="the data set draws random numbers")
+    assert live_words(drawing).endswith("; the data set draws random numbers")
+    assert dict(live_settings(drawing))["live.note"] == "the data set draws random numbers"

@@ -14,17 +14,19 @@ import torch
 from torch.utils.data import Dataset
 
 from fulltilt.recorder.session import Session
+from fulltilt.store import create_folder
 from fulltilt.tuning.live import Live
+from fulltilt.tuning.live.capacity import Capacity
 from fulltilt.tuning.live.controller import Settle, Try
 from fulltilt.tuning.live.limits import Limits
-from fulltilt.tuning.live.room import Room
 from fulltilt.tuning.live.window import Knobs
+from fulltilt.tuning.live.worker_pool import WorkerPool
 
 # One batch is enough for a judgement, so that moves come one upon the other.
 HASTY = Limits(
-    warm_up_batches=0, least_batches=1, least_s=0.0, most_s=0.0, settle_s=0.0, first_batch_s=20.0, worker_growth=1.0
+    warm_up_batches=0, least_batches=1, least_s=0.0, most_s=0.0, settle_s=0.0, batch_s=20.0, worker_growth=1.0
 )
-ROOMY = Room(cpus=8)
+ROOMY = Capacity(cpus=8)
 
 
 class Squares(Dataset[tuple[torch.Tensor, int]]):
@@ -43,11 +45,13 @@ class Squares(Dataset[tuple[torch.Tensor, int]]):
 class Tuning:
     """A session with live tuning in which the moves are ``script`` and each of them is kept as ``keeps`` says."""
 
-    def __init__(self, folder: Path, script: Sequence[Knobs], keeps: Sequence[bool], limits: Limits = HASTY) -> None:
+    def __init__(
+        self, folder: Path, script: Sequence[Knobs], keeps: Sequence[bool], limits: Limits, exact: bool
+    ) -> None:
         self.script = list(script)
         self.keeps = list(keeps)
-        self.session = Session(torch, folder, time.perf_counter_ns())
-        self.live = Live(self.session, limits)
+        self.session = Session(torch, create_folder(folder), time.perf_counter_ns())
+        self.live = Live(self.session, limits, exact)
 
     def decide(self, *_: Any) -> Try | Settle:
         return Try(self.script.pop(0), (0.0, 1.0)) if self.script else Settle("the script is over")
@@ -57,8 +61,19 @@ class Tuning:
 
     @property
     def record(self) -> Any:
+        return self.tuner.history.record()
+
+    @property
+    def tuner(self) -> Any:
         (tuner,) = self.live.tuners.values()
-        return tuner.diary.record()
+        return tuner
+
+    @property
+    def source(self) -> Any:
+        """The iterator of the pass that goes on."""
+        source = self.tuner._source()
+        assert source is not None
+        return source
 
     def trains(self, loader: Any) -> Any:
         """Say that this loader feeds a training, as a backward would."""
@@ -68,33 +83,52 @@ class Tuning:
 
 @contextlib.contextmanager
 def tuning(
-    folder: Path, script: Sequence[Knobs], keeps: Sequence[bool] = (), limits: Limits = HASTY, room: Room = ROOMY
+    folder: Path,
+    script: Sequence[Knobs],
+    keeps: Sequence[bool] = (),
+    limits: Limits = HASTY,
+    capacity: Capacity = ROOMY,
+    exact: bool = False,
+    waits: bool = True,
 ) -> Iterator[Tuning]:
-    """Live tuning with written moves for as long as the block lasts."""
-    one = Tuning(folder, script, keeps, limits)
+    """Live tuning with written moves for as long as the block lasts. ``waits``: a pool that starts up holds training,
+    so that every move comes at its batch."""
+    one = Tuning(folder, script, keeps, limits, exact)
     one.session.install()
     one.session.taps.live = one.live.begin
-    home = "fulltilt.tuning.live.trying"
+    home = "fulltilt.tuning.live.tuner"
     try:
         with (
             patch.dict("os.environ", {"FULLTILT_DEBUG": "1"}),  # an error of tuning's own fails the test
             patch(f"{home}.decide", one.decide),
             patch(f"{home}.pays", one.pays),
-            patch("fulltilt.tuning.live.surroundings.measure_room", lambda *_: room),
+            patch.object(WorkerPool, "is_ready", _is_ready_now if waits else is_ready),
+            patch("fulltilt.tuning.live.capacity.measure_capacity", lambda *_: capacity),
         ):
             yield one
     finally:
-        for tuner in one.live.tuners.values():
-            for pool in tuner.pools():
-                if pool.own and pool.knobs.workers:
-                    pool.iterator._shutdown_workers()
+        one.live.tuners.clear()
         one.session.finish()
+
+
+def _is_ready_now(pool: WorkerPool) -> bool:
+    """Ready, however long that takes: what is decided at one batch is in force at the next."""
+    deadline_s = time.monotonic() + 60
+    while not is_ready(pool):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+    return True
+
+
+is_ready = WorkerPool.is_ready
 
 
 def flat(batch: Any) -> Any:
     """A batch as plain numbers."""
     if isinstance(batch, torch.Tensor):
         return batch.tolist()
+    if isinstance(batch, dict):
+        return {key: flat(part) for key, part in batch.items()}
     return [flat(part) for part in batch] if isinstance(batch, list | tuple) else batch
 
 

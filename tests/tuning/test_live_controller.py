@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fulltilt.tuning.live.capacity import Capacity, most_workers
 from fulltilt.tuning.live.controller import Settle, Situation, decide, pays
 from fulltilt.tuning.live.limits import DEFAULT
-from fulltilt.tuning.live.room import Room, most_workers
 from fulltilt.tuning.live.window import Arrival, Fetches, Knobs, Seen, Window, summarize
 
 
 def simulate(
-    rate: Callable[[int], float], busy_s: float, start: int, room: Room, noise: float, seed: int
+    rate: Callable[[int], float], busy_s: float, start: int, capacity: Capacity, noise: float, seed: int
 ) -> tuple[int, list[Knobs]]:
     """Workers in force at the end, and the moves on the way."""
     random = Random(seed)
@@ -29,10 +29,10 @@ def simulate(
 
     in_force, moves = Knobs(start), []
     seen = (see(in_force),)
-    while not isinstance(move := decide(Situation(in_force, seen, room)), Settle):
+    while not isinstance(move := decide(Situation(in_force, seen, capacity)), Settle):
         moves.append(move.knobs)
         assert move.expected[0] <= move.expected[1]
-        assert 1 <= move.knobs.workers <= most_workers(room, move.knobs.prefetch)[0]
+        assert 1 <= move.knobs.workers <= most_workers(capacity, move.knobs.prefetch)[0]
         tried = see(move.knobs)
         before = next(one for one in reversed(seen) if one.knobs == in_force)
         seen = (*seen, tried)
@@ -63,19 +63,19 @@ def test_it_comes_near_the_best_of_any_scaling_law(
     def rate(workers: int) -> float:
         return min(supply(workers), 1 / busy_s) if workers else 1 / (busy_s + 1 / supply(1))
 
-    workers, _ = simulate(rate, busy_s, round(start * cpus), Room(cpus), 0.02, seed)
+    workers, _ = simulate(rate, busy_s, round(start * cpus), Capacity(cpus), 0.02, seed)
     assert rate(workers) >= 0.93 * max(rate(workers) for workers in range(cpus + 1))
 
 
 def test_a_loader_that_is_not_the_limit_is_not_touched() -> None:
     seen = Seen(Knobs(4), 10.0, 0.01, 0.02, 0.098)
-    assert decide(Situation(seen.knobs, (seen,), Room(16))) == Settle("the loader is no longer the limit")
+    assert decide(Situation(seen.knobs, (seen,), Capacity(16))) == Settle("the loader is no longer the limit")
 
 
 def test_what_failed_is_not_tried_again_and_room_is_kept() -> None:
     seen = Seen(Knobs(0), 1.0, 0.05, 0.9, 0.1)
     failed: tuple[Knobs, ...] = ()
-    while not isinstance(move := decide(Situation(seen.knobs, (seen,), Room(4), failed)), Settle):
+    while not isinstance(move := decide(Situation(seen.knobs, (seen,), Capacity(4), failed)), Settle):
         assert move.knobs not in failed
         failed = (*failed, move.knobs)
     assert 1 <= len(failed) <= 4
@@ -85,13 +85,13 @@ def test_a_slower_deep_queue_makes_no_other_number_of_workers_promising() -> Non
     # The CLIP job on an H200 with 16 CPUs: 16 workers were tried after 17, for a promise of 1.6 %.
     rates = {(0, 2): 1.26, (8, 2): 7.55, (12, 2): 10.02, (17, 2): 13.15, (17, 4): 12.85}
     seen = tuple(Seen(Knobs(*knobs), rate, 0.02, 1 - rate / 16, 1 / 16) for knobs, rate in rates.items())
-    assert isinstance(decide(Situation(Knobs(17), seen, Room(16, cpu_share=0.95))), Settle)
+    assert isinstance(decide(Situation(Knobs(17), seen, Capacity(16, cpu_share=0.95))), Settle)
 
 
 def test_a_start_that_was_looked_at_twice_leads_to_workers_too() -> None:
     # A loader made anew in each pass is taken up again before anything was tried.
     seen = (Seen(Knobs(0), 5.0, 0.05, 0.8, 0.04), Seen(Knobs(0), 5.2, 0.05, 0.8, 0.04))
-    move = decide(Situation(Knobs(0), seen, Room(16)))
+    move = decide(Situation(Knobs(0), seen, Capacity(16)))
     assert not isinstance(move, Settle)
     assert move.knobs.workers > 1
 
@@ -99,43 +99,45 @@ def test_a_start_that_was_looked_at_twice_leads_to_workers_too() -> None:
 def test_no_number_of_workers_is_tried_that_cannot_beat_having_none() -> None:
     # Cheap samples: handing them over costs more than fetching them.
     seen = (Seen(Knobs(0), 706.0, 0.02, 0.5, 0.0007), Seen(Knobs(1), 265.0, 0.02, 0.8, 0.0007))
-    assert isinstance(decide(Situation(Knobs(0), seen, Room(2))), Settle)
+    assert isinstance(decide(Situation(Knobs(0), seen, Capacity(2))), Settle)
 
 
 @pytest.mark.parametrize(
-    ("fetch_s", "room", "tries"),
+    ("fetch_s", "capacity", "tries"),
     [
-        (1.58, Room(16), False),  # the workers have nothing to do for a hundredth of their time
-        (1.3, Room(16, cpu_share=1.0), True),  # … for a fifth of it
-        (1.496, Room(16, cpu_share=0.5), True),  # … for a fifteenth of it
-        (1.496, Room(16, cpu_share=1.0), False),  # … in which the CPUs work for the others and for the training
-        (None, Room(16), True),  # nobody knows
+        (1.58, Capacity(16), False),  # the workers have nothing to do for a hundredth of their time
+        (1.3, Capacity(16, cpu_share=1.0), True),  # … for a fifth of it
+        (1.496, Capacity(16, cpu_share=0.5), True),  # … for a fifteenth of it
+        (1.496, Capacity(16, cpu_share=1.0), False),  # … in which the CPUs work for the others and for the training
+        (None, Capacity(16), True),  # nobody knows
     ],
 )
-def test_a_deeper_queue_is_tried_only_where_it_could_win(fetch_s: float | None, room: Room, tries: bool) -> None:
+def test_a_deeper_queue_is_tried_only_where_it_could_win(
+    fetch_s: float | None, capacity: Capacity, tries: bool
+) -> None:
     rates = {0: 0.6, 8: 5.0, 12: 7.5, 16: 10.0, 18: 9.5}
     seen = tuple(Seen(Knobs(workers), rate, 0.02, 1 - rate / 15, 1 / 15, fetch_s) for workers, rate in rates.items())
-    move = decide(Situation(Knobs(16), seen, room))
+    move = decide(Situation(Knobs(16), seen, capacity))
     deeper = not isinstance(move, Settle) and move.knobs.prefetch > 2
     assert deeper is tries
 
 
 @pytest.mark.parametrize(
-    ("room", "most", "what"),
+    ("capacity", "most", "what"),
     [
-        (Room(16), 16, "CPUs"),
-        (Room(16, cpu_share=0.5), 32, "CPUs"),
-        (Room(16, cpu_share=0.01), 64, "CPUs"),
-        (Room(16, ranks=4), 4, "CPUs"),
-        (Room(16, other_workers=10), 6, "CPUs"),
-        (Room(16, memory_free_bytes=10 << 30, worker_bytes=1 << 30), 6, "memory"),
-        (Room(16, shm_free_bytes=64 << 20, batch_bytes=4 << 20), 2, "/dev/shm"),
-        (Room(16, files_left=64, tensors_per_batch=4), 2, "open files"),
-        (Room(1, memory_free_bytes=1 << 20), 0, "memory"),
+        (Capacity(16), 16, "CPUs"),
+        (Capacity(16, cpu_share=0.5), 32, "CPUs"),
+        (Capacity(16, cpu_share=0.01), 64, "CPUs"),
+        (Capacity(16, ranks=4), 4, "CPUs"),
+        (Capacity(16, other_workers=10), 6, "CPUs"),
+        (Capacity(16, memory_free_bytes=10 << 30, worker_bytes=1 << 30), 6, "memory"),
+        (Capacity(16, shm_free_bytes=64 << 20, batch_bytes=4 << 20), 2, "/dev/shm"),
+        (Capacity(16, files_left=64, tensors_per_batch=4), 2, "open files"),
+        (Capacity(1, memory_free_bytes=1 << 20), 0, "memory"),
     ],
 )
-def test_the_tightest_limit_counts(room: Room, most: int, what: str) -> None:
-    workers, why = most_workers(room, prefetch=2)
+def test_the_tightest_limit_counts(capacity: Capacity, most: int, what: str) -> None:
+    workers, why = most_workers(capacity, prefetch=2)
     assert workers == most
     assert what in why
 

@@ -35,9 +35,10 @@ from fulltilt.records import RunRecord, Sample, Settings
 
 # Each process of the job imports it once torch is there; this one need not.
 LIVE_TUNING = "fulltilt.tuning.live"
+EXACT = "FULLTILT_EXACT"
 # Behind the script they are the script's. Hardly any has the first; the others are told of where it does not know them.
 RARE_FLAGS = ("--auto",)
-OTHER_FLAGS = ("--out", "--deep", "--settings")
+OTHER_FLAGS = ("--out", "--deep", "--settings", "--exact")
 TICK_S = 1.0
 FATAL = frozenset(
     getattr(signal, name)
@@ -66,9 +67,14 @@ def run(
     deep: Annotated[int, typer.Option(min=0, help="Profile this many steps with torch.profiler.")] = 0,
     settings: Annotated[Path | None, typer.Option(help="Settings file whose loader settings are put in force.")] = None,
     auto: Annotated[bool, typer.Option("--auto", help="Tune the data loading while the job trains.")] = False,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="With --auto: only where every batch stays the same bit for bit.")
+    ] = False,
     module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
 ) -> None:
     """Run a training job unchanged, record where its time goes, and say why the GPU is idle."""
+    if exact and not auto:
+        raise UsageError("--exact says how careful --auto is: give both")
     arguments = (["-m"] if module else []) + list(command or [])
     resolved = job_command(arguments)
     asked = read_settings(settings) if settings is not None else Settings()
@@ -80,7 +86,7 @@ def run(
         earlier = store.move_earlier_run(folder)
         if earlier is not None:
             tell(f"fulltilt: {folder} held a run already; it is now in {earlier}")
-        code = Job(arguments, resolved, name, folder, settings, asked, deep, auto).run()
+        code = Job(arguments, resolved, name, folder, settings, asked, deep, live_variables(auto, exact)).run()
     for flag in given_to_script(OTHER_FLAGS, arguments) if code == USAGE_ERROR else ():
         tell(f"fulltilt: {hint('run', flag)}")
     raise typer.Exit(code)
@@ -98,6 +104,11 @@ def run_folder(out: Path | None, name: str) -> Path:
     return store.create_folder(out)
 
 
+def live_variables(auto: bool, exact: bool) -> dict[str, str]:
+    """What the job's environment says of live tuning."""
+    return {**({attach.ALSO: LIVE_TUNING} if auto else {}), **({EXACT: "1"} if exact else {})}
+
+
 class Job:
     """One run of a job from its start to its verdict."""
 
@@ -110,14 +121,14 @@ class Job:
         settings: Path | None,
         asked: Settings,
         deep: int,
-        auto: bool,
+        variables: dict[str, str],
     ) -> None:
         self._arguments = arguments
         self._resolved = resolved
         self._folder = folder
         self._settings = settings
         self._deep = deep
-        self._auto = auto
+        self._variables = variables
         self._gpus = Gpus.open()
         self._record = RunRecord(
             name=name,
@@ -134,7 +145,7 @@ class Job:
         killed_before = oom_kills()
         t0_ns = time.perf_counter_ns()
         variables = attach.environment(self._folder, t0_ns, self._settings, self._deep)
-        environment = {**os.environ, **variables, **({attach.ALSO: LIVE_TUNING} if self._auto else {})}
+        environment = {**os.environ, **variables, **self._variables}
         try:
             process = JobProcess(self._resolved, environment)
         except OSError as error:

@@ -22,7 +22,9 @@ def live_record(rank: RankRecord | None, loader: LoaderRecord | None) -> LiveRec
 
 
 def changes(live: LiveRecord) -> dict[str, tuple[Value, Value]]:
-    """The settings that live tuning changed, each as it was and as it is."""
+    """The settings that live tuning changed, each as it was and as it is; none where it left the loader alone."""
+    if live.state == "left_alone":
+        return {}
     pairs = {
         field.name: (getattr(live.before, field.name), getattr(live.settings, field.name)) for field in fields(Settings)
     }
@@ -55,8 +57,9 @@ def live_settings(live: LiveRecord | None) -> tuple[tuple[str, Value], ...]:
     changed = [
         (f"live.{name}", f"{_plain(before)} → {_plain(after)}") for name, (before, after) in changes(live).items()
     ]
-    why = live.why if on_trial(live) is None else _still_on_trial(live)
-    return (("live", live.state), ("live.why", why), *changed, ("live.moves", len(live.moves)))
+    note = (("live.note", live.note),) if live.note else ()
+    why = _on_trial_at_the_end(live) or live.why
+    return (("live", live.state), ("live.why", why), *changed, *note, ("live.moves", len(live.moves)))
 
 
 def live_words(live: LiveRecord) -> str:
@@ -64,20 +67,22 @@ def live_words(live: LiveRecord) -> str:
     if live.state == "left_alone":
         return f"live tuning left the loader alone: {live.why}"
     changed = ", ".join(f"{name} {_plain(before)} → {_plain(after)}" for name, (before, after) in changes(live).items())
+    trial = _on_trial_at_the_end(live)
     if not changed:
-        return f"live tuning changed nothing: {_still_on_trial(live) or live.why}"
+        return f"live tuning: {trial}" if trial else f"live tuning changed nothing: {live.why}"
     before, after = live.before_batches_per_s, live.batches_per_s
     if not before or not after or live.before_wait_share is None or live.wait_share is None:
         return f"live tuning: {changed}"
     wait = f"data wait {percent(live.before_wait_share)} → {percent(live.wait_share)}"
     gain = f"{times(after / before)} as many batches a second ({number(after)}), {wait}"
-    trial = _still_on_trial(live)
-    return f"live tuning: {changed}; {gain}{f'; {trial}' if trial else ''}"
+    return "; ".join(part for part in (f"live tuning: {changed}", gain, trial, live.note) if part)
 
 
-def _still_on_trial(live: LiveRecord) -> str:
+def _on_trial_at_the_end(live: LiveRecord) -> str:
     settings = on_trial(live)
-    return "" if settings is None else f"still on trial: {settings_words(settings)}"
+    if settings is None:
+        return ""
+    return f"{settings_words(settings)} {'was' if settings.num_workers == 1 else 'were'} on trial at the end"
 
 
 def _plain(value: Value) -> str:

@@ -47,7 +47,8 @@ class LiveMove:
 class LiveRecord:
     """What live tuning did to one loader of a rank: the settings it found and those it put in force.
 
-    ``cost_s`` is time of the training thread that went into tuning itself.
+    ``cost_s`` is time of the training thread that went into tuning itself. ``note`` is what the user should know of
+    other workers, such as that they draw other random numbers.
     """
 
     loader_id: int
@@ -61,6 +62,7 @@ class LiveRecord:
     wait_share: float | None = None
     moves: tuple[LiveMove, ...] = ()
     cost_s: float = 0.0
+    note: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,14 +33,12 @@ def as_measured(evidence: Evidence, judgement: Judgement) -> Judgement:
     loader, live = evidence.loader, live_record(evidence.rank, evidence.loader)
     if not isinstance(judgement, Finding) or loader is None or live is None:
         return judgement
-    if judgement.code == "epoch_restart" and changes(live):
-        return replace(judgement, fix=_fix(evidence, loader, live))
     if judgement.code not in _OF_THE_LOADER:
         return judgement
+    if live.state == "left_alone":
+        first = f"Live tuning left this loader alone: {live.why}. Once that is mended, or if it does not matter: "
+        return replace(judgement, fix=first + judgement.fix)
     if not changes(live) and not _judged(live):
-        if live.state == "left_alone":
-            first = f"Live tuning left this loader alone: {live.why}. Once that is mended, or if it does not matter: "
-            return replace(judgement, fix=first + judgement.fix)
         trial = on_trial(live)
         return judgement if trial is None or not live.before.num_workers else _cut_off(evidence, judgement, live, trial)
     serial = live.before.num_workers == 0 and judgement.code in _INPUT
@@ -95,7 +93,7 @@ def _fix(evidence: Evidence, loader: LoaderRecord, live: LiveRecord) -> str:
         tried = "; ".join(settings_words(move.settings) for move in _judged(live))
         fix = f"Leave the loader{place} at {settings_words(live.settings)}. Live tuning tried what could pay: {tried}."
     if (trial := on_trial(live)) is not None:
-        fix += f" Still on trial: {settings_words(trial)}; a longer run with --auto would tell whether that pays more."
+        fix += f" On trial at the end: {settings_words(trial)}; a longer run with --auto would tell if that pays more."
     elif live.wait_share is not None and live.wait_share >= evidence.thresholds.warn_share:
         line = costliest_line(evidence)
         cheaper = f"{line.function} ({line.where})" if line else f"the data set {loader.dataset}"

@@ -93,8 +93,8 @@ class LoaderTaps(Drawing):
         self.mailbox = workers.Mailbox()
         self.starting_workers = False
         self.override: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
-        # Called for each pass with the loader, its tap and what would begin the pass; returns the source of batches.
-        self.live: Callable[[Any, LoaderTap, Callable[[], Any]], Any] | None = None
+        # Called for each pass with the loader, its tap and DataLoader.__iter__; returns the source of batches.
+        self.live: Callable[[Any, LoaderTap, Callable[[Any], Any]], Any] | None = None
         self._torch = torch
         self._taps: weakref.WeakKeyDictionary[Any, LoaderTap] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
@@ -166,8 +166,9 @@ class LoaderTaps(Drawing):
         return TappedIterator(self, tap, source)
 
     def _begin(self, original: Callable[[Any], Any], loader: Any, tap: LoaderTap) -> Any:
-        begin = partial(self.with_meters, partial(original, loader), tap)
-        return begin() if self.live is None else self.live(loader, tap, begin)
+        if self.live is not None:
+            return self.live(loader, tap, original)
+        return self.with_meters(partial(original, loader), tap)
 
     def with_meters(self, start: Callable[[], Any], tap: LoaderTap) -> Any:
         """Let torch start workers while its worker loop is exchanged for the measured one."""

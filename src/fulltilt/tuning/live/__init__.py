@@ -27,10 +27,13 @@ if TYPE_CHECKING:
     from fulltilt.recorder.session import Session
     from fulltilt.tuning.live.tuner import LoaderTuner
 
+# In the job's environment: leave alone what would not stay bit for bit.
+EXACT = "FULLTILT_EXACT"
+
 
 def attach(session: Session) -> None:
     """Tune the loaders of this process from now on."""
-    live = Live(session)
+    live = Live(session, exact=bool(os.environ.get(EXACT)))
     session.taps.live = live.begin
     session.notes.live = live.records
 
@@ -38,37 +41,42 @@ def attach(session: Session) -> None:
 class Live:
     """All loaders of a process that are tuned, one tuner each."""
 
-    def __init__(self, session: Session, limits: Limits = DEFAULT) -> None:
+    def __init__(self, session: Session, limits: Limits = DEFAULT, exact: bool = False) -> None:
         from fulltilt.recorder import attach as attached
 
         self._session = session
         self._limits = limits
+        self._exact = exact
         self._t0_s = int(os.environ.get(attached.T0_NS) or time.perf_counter_ns()) * 1e-9
         self.tuners: dict[int, LoaderTuner] = {}
         self._found_for: str | None = None  # the loader whose settings were found last
 
-    def begin(self, loader: Any, tap: LoaderTap, start: Callable[[], Any]) -> Any:
-        """The source of a pass over a loader."""
+    def begin(self, loader: Any, tap: LoaderTap, iterate: Callable[[Any], Any]) -> Any:
+        """The source of a pass over a loader; ``iterate`` is torch's own ``DataLoader.__iter__``."""
         if os.getpid() != self._session.recorder.pid:
-            return start()
+            return self._session.taps.with_meters(partial(iterate, loader), tap)
         tuner = self.tuners.get(tap.loader_id) or self._new(tap)
-        return tuner.begin(loader, start)
+        return tuner.begin(loader, iterate)
 
     def records(self) -> tuple[LiveRecord, ...]:
         """What was done to each training loader."""
-        return tuple(tuner.diary.record() for tuner in list(self.tuners.values()) if tuner.tap.trains)
+        return tuple(tuner.history.record() for tuner in list(self.tuners.values()) if tuner.tap.trains)
 
     def _new(self, tap: LoaderTap) -> LoaderTuner:
-        from fulltilt.tuning.live.diary import Diary
-        from fulltilt.tuning.live.surroundings import fetches_so_far, measure_room
+        from fulltilt.tuning.live import capacity
+        from fulltilt.tuning.live.history import History
         from fulltilt.tuning.live.tuner import LoaderTuner
-        from fulltilt.tuning.live.workshop import Workshop
 
-        diary = Diary(tap.loader_id, lambda: time.perf_counter() - self._t0_s, partial(self._write, tap.where))
-        workshop = Workshop(self._session.taps, tap, self._limits)
-        room = partial(measure_room, self._session, self.tuners)
-        fetches = partial(fetches_so_far, self._session.notes, tap)
-        tuner = self.tuners[tap.loader_id] = LoaderTuner(tap, workshop, diary, room, fetches, self._limits)
+        def measure(tuner: LoaderTuner) -> capacity.Capacity:
+            others = (other for other in self.tuners.values() if other is not tuner and other.tap.in_pass)
+            workers = sum(other.tap.serving_workers or 0 for other in others)
+            return capacity.measure_capacity(self._session, tap, workers, tuner.tensors_per_batch)
+
+        history = History(tap.loader_id, lambda: time.perf_counter() - self._t0_s, partial(self._write, tap.where))
+        fetches = partial(capacity.fetches_so_far, self._session, tap)
+        taps, limits = self._session.taps, self._limits
+        tuner = LoaderTuner(taps, tap, history, measure, fetches, limits, self._exact)
+        self.tuners[tap.loader_id] = tuner
         return tuner
 
     def _write(self, where: str | None, settings: Settings | None) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from fulltilt.tuning.live.capacity import Capacity, most_workers
 from fulltilt.tuning.live.limits import DEFAULT, Limits
-from fulltilt.tuning.live.room import Room, most_workers
 from fulltilt.tuning.live.window import Knobs, Seen
 from fulltilt.tuning.scaling import Measured, ScalingLaw, fit_scaling
 from fulltilt.tuning.search import WORTH, Bracket
@@ -26,7 +26,7 @@ class Situation:
 
     in_force: Knobs
     seen: tuple[Seen, ...]
-    room: Room
+    capacity: Capacity
     failed: tuple[Knobs, ...] = ()
 
 
@@ -52,16 +52,16 @@ def decide(situation: Situation, limits: Limits = DEFAULT) -> Try | Settle:
         return Settle("the loader is no longer the limit")
     if len(situation.seen) - 1 + len(situation.failed) >= limits.most_moves:
         return Settle(f"{limits.most_moves} settings were tried")
-    most, what = most_workers(situation.room, best.knobs.prefetch, limits)
+    most, what = most_workers(situation.capacity, best.knobs.prefetch, limits)
     ceiling = ceiling_of(situation.seen)
     workers = _next_workers(situation, most, ceiling, limits)
     if workers is not None:
         expected = law_of(situation).at(workers)
-        knobs = Knobs(workers, best.knobs.prefetch, best.knobs.pin or situation.room.can_pin, True)
+        knobs = Knobs(workers, best.knobs.prefetch, best.knobs.pin or situation.capacity.can_pin)
         return Try(knobs, (min(expected.low, ceiling), min(expected.high, ceiling)))
     deeper = _deeper_queue(situation, best, limits)
     if deeper is not None:
-        most_wins = _queue_could_win(best, situation.room, limits) * best.batches_per_s
+        most_wins = _queue_could_win(best, situation.capacity, limits) * best.batches_per_s
         return Try(deeper, (best.batches_per_s, min(most_wins, ceiling)))
     limit = f"; there is room for {most} workers ({what})" if best.knobs.workers >= most else ""
     return Settle(f"no other setting promises more{limit}")
@@ -91,8 +91,10 @@ def law_of(situation: Situation) -> ScalingLaw:
             points.append(Measured(one.knobs.workers, one.batches_per_s, one.spread))
         else:
             points.append(Measured(1, _rate_of_one(one), SERIAL_SPREAD))
-    room = situation.room
-    return fit_scaling(points, expected_peak=max(0.75 * room.cpus / room.ranks / (room.cpu_share or 1.0), 1.0))
+    capacity = situation.capacity
+    return fit_scaling(
+        points, expected_peak=max(0.75 * capacity.cpus / capacity.ranks / (capacity.cpu_share or 1.0), 1.0)
+    )
 
 
 def _next_workers(situation: Situation, most: int, ceiling: float, limits: Limits) -> int | None:
@@ -122,17 +124,17 @@ def _rate_of_one(start: Seen) -> float:
 
 def _deeper_queue(situation: Situation, best: Seen, limits: Limits) -> Knobs | None:
     """Uneven batches empty a short queue now and then although the workers could keep up on average."""
-    if _queue_could_win(best, situation.room, limits) < WORTH:
+    if _queue_could_win(best, situation.capacity, limits) < WORTH:
         return None
     knobs = best.knobs
-    deeper = knobs._replace(prefetch=min(2 * knobs.prefetch, limits.most_prefetch), persistent=True)
+    deeper = knobs._replace(prefetch=min(2 * knobs.prefetch, limits.most_prefetch))
     known = {one.knobs[:2] for one in situation.seen} | {other[:2] for other in situation.failed}
-    most, _ = most_workers(situation.room, deeper.prefetch, limits)
+    most, _ = most_workers(situation.capacity, deeper.prefetch, limits)
     once = knobs.prefetch == situation.seen[0].knobs.prefetch
     return deeper if once and 0 < knobs.workers <= most and deeper[:2] not in known else None
 
 
-def _queue_could_win(best: Seen, room: Room, limits: Limits) -> float:
+def _queue_could_win(best: Seen, capacity: Capacity, limits: Limits) -> float:
     """How many times as fast twice the queue could be.
 
     While one batch takes long, the other workers fill their queue and idle. Part of that can be won, unless the CPUs
@@ -142,7 +144,7 @@ def _queue_could_win(best: Seen, room: Room, limits: Limits) -> float:
     if idle is None or not workers:
         return math.inf
     of_idleness = limits.queue_wins * idle / max(1 - idle, 1e-9)
-    fetching_cpus = workers * (1 - idle) * (room.cpu_share or 0.0)
+    fetching_cpus = workers * (1 - idle) * (capacity.cpu_share or 0.0)
     training_cpus = 1 - best.wait_share
-    spare_cpus = max(room.cpus / room.ranks - fetching_cpus - training_cpus, 0.0)
+    spare_cpus = max(capacity.cpus / capacity.ranks - fetching_cpus - training_cpus, 0.0)
     return 1 + min(of_idleness, spare_cpus / max(fetching_cpus, 1e-9))

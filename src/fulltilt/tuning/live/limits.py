@@ -12,7 +12,6 @@ class Limits:
     # -- when to act
     enough_wait_share: float = 0.03  # a healthy loader's next() costs 1 to 3 %: there the loader is no longer the limit
     clear_wait_share: float = 0.2  # so far above the last that a few more batches would not bring it down there
-    turnover_share: float = 0.05  # a pass of a minute loses 1 to 2 s to respawned workers; less is not worth a change
     paid_share: float = 0.02  # two windows of the same setting differ by this much
     most_moves: int = 8  # at six to nine seconds each: one minute of training
 
@@ -27,10 +26,10 @@ class Limits:
 
     # -- patience with a new pool
     start_s: float = 30.0  # spawned workers import torch and the script first
-    first_batch_s: float = 10.0
-    first_batch_times: float = 20.0  # … or so many times what a batch has taken so far
+    batch_s: float = 15.0  # a pool whose batch takes longer hangs, or its worker has died
+    batch_times: float = 20.0  # … or so many times what a batch has taken so far
 
-    # -- room
+    # -- capacity
     worker_headroom: float = 1.15  # workers above the bare need, so that uneven batches do not empty the queue
     waiting_workers_per_cpu: float = 4.0  # workers that wait for storage use little CPU; more than this only add memory
     unmeasured_worker_bytes: int = 512 << 20  # what a forked worker grows to before anybody has measured one

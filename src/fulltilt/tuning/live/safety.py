@@ -1,7 +1,4 @@
-"""Which loaders may be tuned while they are drawn from: whatever could change what is trained is a reason not to.
-
-A reason is a sentence for the user, beginning with what is the matter.
-"""
+"""Which loaders may be tuned at all, by what they are made of. A reason is a sentence for the user."""
 
 from __future__ import annotations
 
@@ -9,18 +6,19 @@ import multiprocessing
 import threading
 from typing import Any
 
+import torch
 from torch.utils.data import (
     BatchSampler,
+    DataLoader,
     DistributedSampler,
+    IterableDataset,
     MapDataPipe,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
-    dataloader,
 )
 
-TORCHS_OWN = (dataloader._SingleProcessDataLoaderIter, dataloader._MultiProcessingDataLoaderIter)
 # These fix their whole order when the first index is drawn, whatever happens afterwards.
 FIXED_AT_ONCE = (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 # Accelerate's wrappers pass on what the sampler inside gives.
@@ -28,17 +26,22 @@ WRAPPERS = {"BatchSamplerShard": "batch_sampler", "SkipBatchSampler": "batch_sam
 OVER_A_SEQUENCE: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 
-def reason_against(loader: Any, iterator: Any) -> str | None:
+def reason_against(loader: Any) -> str | None:
     """Why this loader is left alone, from what it is made of; None when nothing speaks against tuning it."""
-    if loader._dataset_kind == dataloader._DatasetKind.Iterable:
+    kind = type(loader)
+    if kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
+        return f"its class {kind.__name__} iterates in a way of its own"
+    if isinstance(loader.dataset, IterableDataset):
         return (
             "an IterableDataset divides its data among its workers: another number would lose or repeat samples, "
             "unless the data set is written for it"
         )
     if isinstance(loader.dataset, MapDataPipe):
         return "a DataPipe keeps a state of its own in each worker"
-    if type(iterator) not in TORCHS_OWN:
-        return f"it iterates by {type(iterator).__name__}, which is not torch's own"
+    if loader.num_workers > 1 and not getattr(loader, "in_order", True):
+        return "its batches come in no fixed order (in_order=False)"
+    if torch.get_default_device().type != "cpu":
+        return f"the default device is {torch.get_default_device()}, from which torch draws the seeds of workers"
     return _reason_against_forking() if loader.num_workers == 0 else None
 
 

@@ -1,26 +1,47 @@
-"""Live tuning of one loader from pass to pass: who serves each one, and which workers live on to the next.
+"""Live tuning of one loader: measures what is in force, asks the controller, starts pools, keeps or takes back.
 
-The script's own pool is torch's; every other is made here. What happens between two batches is `trying.py`.
+During a trial the best pool stands by, so that going back costs nothing. Pools end with their pass, unless the script's
+own workers persist: what a script changes in its data set between two passes is seen as in the plain run.
 """
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import asdict
+from enum import Enum
+from functools import partial
 from typing import Any
 
-from fulltilt.recorder.loaders import LoaderTap
-from fulltilt.tuning.live.diary import Diary, failure, in_force
+import torch
+
+from fulltilt.recorder.loaders import LoaderTap, LoaderTaps
+from fulltilt.tuning.live.batch_check import BatchCheck
+from fulltilt.tuning.live.capacity import Capacity, most_workers
+from fulltilt.tuning.live.controller import Settle, Situation, Try, best_of, decide, pays
+from fulltilt.tuning.live.history import History, settings_of, short, words
+from fulltilt.tuning.live.index_queue import IndexQueue
 from fulltilt.tuning.live.limits import Limits
-from fulltilt.tuning.live.pools import Pool
-from fulltilt.tuning.live.relay import Relay
-from fulltilt.tuning.live.room import Room
-from fulltilt.tuning.live.safety import reason_against
-from fulltilt.tuning.live.trying import Phase, Trying
-from fulltilt.tuning.live.turnover import Turnover
-from fulltilt.tuning.live.window import Fetches
-from fulltilt.tuning.live.workshop import PASSES_OVERLAP, Workshop, knobs_of
+from fulltilt.tuning.live.safety import reason_against, reason_of_sampler
+from fulltilt.tuning.live.switching_iterator import SwitchingIterator
+from fulltilt.tuning.live.window import Arrival, Fetches, Knobs, Seen, Window
+from fulltilt.tuning.live.worker_pool import WorkerPool, copy_of, is_of_data_set, knobs_of, sampler_of
+
+# Far from the seeds that torch gives the workers of one pool, one after the other.
+SEED_STEP = 0x9E3779B97F4A7C15
+OF_LOADER = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
+
+
+class Phase(Enum):
+    """Where the tuning of a loader stands."""
+
+    WATCHING = "measuring the settings in force"
+    CHECKING = "comparing what workers make with what the script has"
+    STARTING = "waiting for the workers of a new pool"
+    TRYING = "measuring a new pool"
+    DONE = "nothing more is tried"
 
 
 class LoaderTuner:
@@ -28,149 +49,346 @@ class LoaderTuner:
 
     def __init__(
         self,
+        taps: LoaderTaps,
         tap: LoaderTap,
-        workshop: Workshop,
-        diary: Diary,
-        room: Callable[[LoaderTuner], Room],
+        history: History,
+        capacity: Callable[[LoaderTuner], Capacity],
         fetches: Callable[[], Fetches],
         limits: Limits,
+        exact: bool,
     ) -> None:
         self.tap = tap
-        self.diary = diary
-        self._workshop = workshop
-        self._trying = Trying(tap, workshop, diary, lambda: room(self), fetches, limits)
-        self._turnover = Turnover(limits)
-        self._relay: Callable[[], Relay | None] = lambda: None
-        self._newest: Callable[[], Any] = lambda: None
-
-    def pools(self) -> list[Pool]:
-        """The pools that are alive, the script's own included."""
-        return self._trying.pools()
-
-    @property
-    def tensors_per_batch(self) -> int:
-        """As far as seen; 0 where nobody looked."""
-        return self._trying.tensors_per_batch
+        self.history = history
+        self.user = self.in_force = Knobs(0)
+        self.phase = Phase.WATCHING
+        self.tensors_per_batch = 0
+        self._taps = taps
+        self._capacity = capacity
+        self._limits = limits
+        self._exact = exact
+        self._window = Window(limits, fetches)
+        self._seen: tuple[Seen, ...] = ()
+        self._failed: tuple[Knobs, ...] = ()
+        self._wanted = Try(self.user, (0.0, 0.0))
+        self._check: BatchCheck | None = None
+        self._left_alone = False
+        self._loader: Callable[[], Any] = lambda: None
+        self._source: Callable[[], SwitchingIterator | None] = lambda: None
+        self._persistent: SwitchingIterator | None = None  # keeps the source of a loader whose workers persist
+        self._persists = False
+        self._seed_state = torch.Generator().get_state()
+        self._seed = self._made = 0
 
     # ------------------------------------------------------------------ passes
 
-    def begin(self, loader: Any, start: Callable[[], Any]) -> Any:
-        """The source of a new pass: torch's own iterator or a pool of ours, behind a relay."""
-        before = self._relay()
-        is_one_for_all = self._workshop.loader is loader and self._workshop.user_persists
-        if before is not None and not before.ended:
-            if not is_one_for_all:
-                before.overtaken = True
-                return start()  # two loops that draw from one loader at once have torch's own each
-            before.ended = True
-            self.pass_abandoned(before)
-        if self._workshop.loader is not loader:
-            self._trying.adopt(knobs_of(loader))
-            self._workshop.adopt(loader)
-        theirs = self._workshop.can_begin_theirs()
-        began_s = time.perf_counter()
-        if theirs and self._trying.phase is Phase.LEFT_ALONE:
-            source = start()
-        elif theirs and self._trying.in_force == self._workshop.user and not self._trying.may_begin:
-            source = self._begin_theirs(loader, start)
-        else:
-            source = self._begin_ours(loader)
-        if before is not None and is_one_for_all:
-            before.is_followed = True
-        self._newest = weakref.ref(source)
-        self._turnover.began(time.perf_counter() - began_s)
-        if isinstance(source, Relay):
-            self._relay = weakref.ref(source)
+    def begin(self, loader: Any, iterate: Callable[[Any], Any]) -> Any:
+        """The source of a new pass; ``iterate`` is torch's own ``DataLoader.__iter__``.
+
+        torch's own iterator serves a loader that is left alone, and a pass that begins while another goes on. Workers
+        that persist have one iterator for all passes, and so they have here.
+        """
+        self._iterate = iterate
+        if self._loader() is not loader:
+            self._adopt(loader)
+        source = self._source()
+        goes_on = self._persists and source is not None
+        if not goes_on and (self._left_alone or (source is not None and not source.ended)):
+            return self._taps.with_meters(partial(iterate, loader), self.tap)
+        if source is None or not goes_on:
+            source = SwitchingIterator(self, copy_of(loader))
+            self._source, self._persistent = weakref.ref(source), source if self._persists else None
+        if self._check is not None:
+            self._check.begin_pass()
+        queue = self._begin_queue(loader, first=not goes_on)
+        source.begin_pass(queue, self._pool_for_pass(source), at_once=self.user.workers > 0)
         return source
 
-    def _begin_theirs(self, loader: Any, start: Callable[[], Any]) -> Any:
-        iterator = self._workshop.begin_theirs(start)
-        reason = reason_against(loader, iterator)
-        if reason is not None:
-            self._trying.leave_alone(reason)
-            return iterator
-        self._trying.drop_best()
-        self._trying.best = Pool(iterator, self._workshop.user, own=False)
-        orders = self._workshop.orders_of(iterator)
-        self._trying.best.join(orders, is_open=True)
-        if self._trying.best.knobs.workers == 0:
-            self._trying.watch(iterator)
-        return Relay(self, self._trying, orders, self._trying.best, loader)
+    def _adopt(self, loader: Any) -> None:
+        """A loader takes the place of the last; what was learned holds where their settings are the same."""
+        user, persists = knobs_of(loader), bool(loader.persistent_workers)
+        same = self._loader is not None and (user, persists) == (self.user, self._persists) and self._is_known
+        if self._persistent is not None:
+            self._persistent.retire()
+        self._source, self._persistent = (lambda: None), None
+        self._loader = weakref.ref(loader)
+        weakref.finalize(loader, self._forget, self._loader)
+        self.user, self._persists = user, persists
+        if self._left_alone:
+            self.in_force = user
+        elif not same:
+            self._is_known = True
+            self.in_force = user
+            self.phase, self._check = Phase.WATCHING, None
+            self._seen, self._failed = (), ()
+            self.history.starts(user, persists)
+            self._note_in_force()
+            self._window.begin(user, self._limits.warm_up_batches)
+            if (reason := reason_against(loader)) is not None:
+                self.leave_alone(reason)
 
-    def _begin_ours(self, loader: Any) -> Relay:
-        """A pass served by a pool of ours: the one that lives, or a new one if the data set has changed since."""
-        orders = self._workshop.begin_ours()
-        candidate = self._trying.candidate if self._trying.may_begin else None
-        on_trial = candidate is not None
-        knobs = candidate.knobs if candidate is not None else self._trying.in_force
-        if on_trial:
-            self._trying.drop_best()
-        try:
-            renewed = self._workshop.renew(candidate or self._trying.best)
-            if renewed is None and not on_trial and self._trying.candidate is not None:
-                self._trying.start_anew()
-            is_left_alone = self._trying.phase is Phase.LEFT_ALONE
-            pool = renewed or (self._workshop.make_final() if is_left_alone else self._trying.make(knobs))
-        except Exception as error:
-            for pool in self.pools():
-                self._workshop.retire(pool, failed=True)
-            on_trial = False
-            self._trying.leave_alone(failure(knobs, error))
-            pool = self._workshop.make_final()
-        self._trying.persist_no_longer()
-        pool.join(orders)
-        if on_trial:
-            self._trying.candidate = pool
-            if self._trying.phase is Phase.STARTING:
-                self._trying.begin_trial()
-        else:
-            self._trying.best = pool
-        if self._workshop.user.workers:
-            pool.open()  # the script's own workers would have begun; without any, nothing is drawn before next()
-        return Relay(self, self._trying, orders, pool, loader)
+    _is_known = False
 
-    def pass_ended(self, relay: Relay) -> None:
+    def _forget(self, loader: Callable[[], Any]) -> None:
+        """The script has dropped its loader: workers that persist end with it."""
+        if self._loader is loader:
+            self._persistent = None
+
+    def _begin_queue(self, loader: Any, first: bool) -> IndexQueue:
+        """Draw what ``iter(loader)`` draws from random generators, once and in the same order.
+
+        That is the base seed, unless the script's own workers persist, and what the sampler draws when it is asked to
+        begin. Workers are seeded from a copy of the generator: the first pool of a pass has the seed of the plain run.
+        """
+        sampler = sampler_of(loader)
+        indices = iter(sampler)
+        if first:
+            self._seed_state = (loader.generator or torch.default_generator).get_state()
+            self._seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
+            self._made = 0
+            if self.user.workers:
+                indices = iter(sampler)
+        return IndexQueue(indices, self.user.workers * self.user.prefetch, sampler)
+
+    def _pool_for_pass(self, source: SwitchingIterator) -> WorkerPool:
+        """A trial goes on in the next pass; where pools end with their pass, one that was starting up begins there."""
+        if self.phase is Phase.TRYING or (self.phase is Phase.STARTING and not self._persists):
+            try:
+                if source.candidate is None:
+                    source.candidate = self._make_candidate(source)
+                if self.phase is Phase.STARTING:
+                    self._begin_trial(source.candidate)
+                return source.candidate
+            except Exception as error:
+                self._trial_failed(source, error)
+        return self._best_of(source)
+
+    def pass_ended(self, source: SwitchingIterator) -> None:
         """All batches of a pass were given."""
-        self._consider_persistence()
-        self._between_passes(relay.serving)
+        if self._check is not None and self._check.has_some and not self._check.has_begun:
+            self._begin_check(source, self._check)
+        self._window.pass_ended()
+        if not self._persists:
+            source.retire()
 
-    def pass_abandoned(self, relay: Relay) -> None:
-        """A pass was left early, and its iterator is gone."""
-        self._between_passes(relay.serving)
+    # ------------------------------------------------------------------ between two batches
 
-    def _between_passes(self, served: Pool) -> None:
-        """The script's own pool ends with its pass, as it would without us; one that stood by is not needed again."""
-        self._trying.unwatch()
-        self._trying.window.pass_ended()
-        if self._trying.best is not served:
-            self._trying.drop_best()
-        elif not served.own:
-            self._trying.best = None
+    @property
+    def collecting_check(self) -> BatchCheck | None:
+        """The check that wants to see the next batch, if any."""
+        check = self._check if self.phase is Phase.CHECKING else None
+        return check if check is not None and check.is_collecting else None
 
-    def passes_overlap(self) -> None:
-        """A pass goes on although another one has begun since."""
-        if not self._workshop.user_persists:
-            self._workshop.against_persistence = PASSES_OVERLAP
-            self._trying.persist_no_longer()
+    def at_boundary(self, source: SwitchingIterator) -> None:
+        """Move on, if something is due."""
+        if source.is_steady and self.phase is Phase.CHECKING:
+            self._check_batches(source)
+        elif source.is_steady and self.phase is Phase.STARTING:
+            self._start_or_switch(source)
 
-    def newest(self) -> Iterator[Any]:
-        """The source of the pass that began last; nothing where it was left."""
-        return self._newest() or iter(())
-
-    def first_arrived(self, wait_s: float) -> None:
-        """The first batch of a pass came."""
-        self._turnover.first_batch(wait_s)
-
-    def _consider_persistence(self) -> None:
-        """Workers that cost a good part of each pass to start should live on to the next."""
-        user, knobs = self._workshop.user, self._trying.in_force
-        if not user.workers or user.persistent or self._trying.candidate is not None or not self.tap.trains:
+    def arrived(self, source: SwitchingIterator, arrival: Arrival) -> None:
+        """Another batch came."""
+        if self.phase not in (Phase.WATCHING, Phase.TRYING) or not source.is_steady or not self.tap.trains:
             return
-        if not self._workshop.may_persist:
+        seen = self._window.add(arrival)
+        if seen is not None:
+            with self.history.costs():
+                self._judge(source, self._with_pass_start(source, seen))
+
+    def _with_pass_start(self, source: SwitchingIterator, seen: Seen) -> Seen:
+        """Workers that end with their pass are started anew for the next: each batch bears its part of that."""
+        workers = seen.knobs.workers
+        try:
+            batches = len(source)
+        except TypeError:
+            return seen
+        if not workers or self._persists or not batches:
+            return seen
+        # A pool that began within the pass will wait for its first batch, too, when it begins one.
+        start_s = (
+            source.serving.start_s + workers / seen.batches_per_s if source.serving.start_s else source.first_wait_s
+        )
+        rate = 1 / (1 / seen.batches_per_s + start_s / batches)
+        return seen._replace(batches_per_s=rate, wait_share=1 - rate * seen.busy_s)
+
+    def _judge(self, source: SwitchingIterator, seen: Seen) -> None:
+        """A window is full: keep or take back what was tried, and decide what comes next."""
+        if (
+            not self._seen
+            and (reason := reason_of_sampler(sampler_of(source.loader), source.queue.indices)) is not None
+        ):
+            self.leave_alone(reason)
             return
-        persistent = self._turnover.should_persist(knobs.persistent)
-        if persistent != knobs.persistent and knobs[:3] == user[:3]:
-            self._trying.in_force = knobs._replace(persistent=persistent)
-            share = f"starting the workers of a pass took {100 * self._turnover.share:.0f} % of it"
-            self.diary.persists(self._trying.in_force, share if persistent else "workers that live on did not pay")
-            self.tap.in_force = in_force(self._trying.in_force)
+        if self.phase is Phase.TRYING:
+            self._end_trial(source, seen)
+        else:
+            self.history.saw(seen)
+        self._seen = (*self._seen, seen)
+        self._decide(source)
+
+    def _decide(self, source: SwitchingIterator) -> None:
+        situation = Situation(self.in_force, self._seen, self._capacity(self), self._failed)
+        move = decide(situation, self._limits)
+        if isinstance(move, Settle):
+            self.phase = Phase.DONE
+            self.history.settled(move.why)
+            return
+        self._wanted = move
+        if self._check is None:
+            self._check = BatchCheck(source.loader.dataset, source.loader.collate_fn, serial=not self.user.workers)
+            self.phase = Phase.CHECKING
+            self.history.checks()
+        else:
+            self._want()
+
+    def _want(self) -> None:
+        self.phase = Phase.STARTING
+        self.history.tries(self._wanted)
+
+    # ------------------------------------------------------------------ the check
+
+    def _check_batches(self, source: SwitchingIterator) -> None:
+        check = self._check
+        assert check is not None
+        if not check.has_begun and not check.is_collecting:
+            self._begin_check(source, check)
+        check.poll()
+        if check.verdict is None:
+            return
+        self.tensors_per_batch = check.tensors_per_batch
+        check.end()
+        if check.verdict == BatchCheck.RANDOM and self._exact:
+            self.leave_alone("its data set draws random numbers, which in other workers would be others (--exact)")
+        elif check.verdict in (BatchCheck.SAME, BatchCheck.RANDOM):
+            if check.verdict == BatchCheck.RANDOM:
+                self.history.draws_random_numbers()
+            self._want()
+        else:
+            self.leave_alone(check.verdict)
+
+    def _begin_check(self, source: SwitchingIterator, check: BatchCheck) -> None:
+        with self.history.costs():
+            check.begin(lambda workers: self._make(source, Knobs(workers), metered=False))
+
+    # ------------------------------------------------------------------ trials
+
+    def _start_or_switch(self, source: SwitchingIterator) -> None:
+        try:
+            if source.candidate is None:
+                with self.history.costs():
+                    source.candidate = self._make_candidate(source)
+                    source.candidate.start()
+                self._started_s = time.perf_counter()
+            if not source.candidate.is_ready():
+                if time.perf_counter() - self._started_s > self._limits.start_s:
+                    raise TimeoutError(f"its workers did not start within {self._limits.start_s:.0f} s")
+                return
+        except Exception as error:
+            self._trial_failed(source, error)
+            return
+        source.best = source.serving
+        source.hand_over(source.candidate)
+        self._begin_trial(source.candidate)
+
+    def _make_candidate(self, source: SwitchingIterator) -> WorkerPool:
+        knobs = self._wanted.knobs
+        most, what = most_workers(self._capacity(self), knobs.prefetch, self._limits)
+        if knobs.workers > most:
+            raise MemoryError(f"there is room for {most} workers ({what})")
+        return self._make(source, knobs)
+
+    def _begin_trial(self, candidate: WorkerPool) -> None:
+        knobs = candidate.knobs
+        self.phase = Phase.TRYING
+        self._window.begin(knobs, knobs.workers * knobs.prefetch, self._to_beat.batches_per_s)
+        self.tap.serving_workers = knobs.workers
+
+    @property
+    def _to_beat(self) -> Seen:
+        """What the settings in force gave when they were last looked at."""
+        return next((one for one in reversed(self._seen) if one.knobs == self.in_force), best_of(self._seen))
+
+    def _end_trial(self, source: SwitchingIterator, seen: Seen) -> None:
+        if pays(self._to_beat, seen, self._limits):
+            if source.best is not None:
+                source.best.retire()
+            source.best, source.candidate = source.candidate, None
+            self.in_force = seen.knobs
+            self.history.kept(seen)
+        else:
+            source.candidate = None
+            source.hand_over(self._best_of(source))
+            self.history.returned(seen)
+        self._note_in_force()
+
+    def _trial_failed(self, source: SwitchingIterator, error: Exception) -> None:
+        if source.candidate is not None:
+            source.candidate.retire()
+            source.candidate = None
+        self._failed = (*self._failed, self._wanted.knobs)
+        self.history.failed(short(error))
+        self._note_in_force()
+        self._decide(source)
+
+    def _best_of(self, source: SwitchingIterator) -> WorkerPool:
+        """The pool with the settings in force, made anew where the one before ended with its pass."""
+        if source.best is None:
+            source.best = self._make(source, self.in_force)
+        return source.best
+
+    def _make(self, source: SwitchingIterator, knobs: Knobs, metered: bool = True) -> WorkerPool:
+        """A pool, with patience for batches that take as long as those seen so far."""
+        self._made += 1
+        generator = torch.Generator()
+        if self._made == 1:
+            generator.set_state(self._seed_state)
+        else:
+            generator.manual_seed((self._seed + SEED_STEP * self._made) % 2**63)
+        batch_s = max(knobs.workers, 1) / best_of(self._seen).batches_per_s if self._seen else 0.0
+        patience_s = max(self._limits.batch_s, math.ceil(self._limits.batch_times * batch_s))
+        meter = partial(self._taps.with_meters, tap=self.tap) if metered else lambda start: start()
+        own = knobs == self.user and metered
+        return WorkerPool(source.loader, knobs, generator, self._iterate, meter, None if own else patience_s)
+
+    def ran_dry(self, source: SwitchingIterator, pool: WorkerPool) -> None:
+        """A pool has given its last batch and another goes on."""
+        if pool not in (source.best, source.candidate):
+            pool.retire()
+
+    # ------------------------------------------------------------------ when something is wrong
+
+    def replace_failed(self, source: SwitchingIterator, pool: WorkerPool, error: Exception) -> WorkerPool:
+        """A pool of ours broke: the best so far goes on, or one with the script's own settings."""
+        if pool is source.candidate:
+            self._trial_failed(source, error)
+            if is_of_data_set(error) and not self.user.workers:
+                self.leave_alone(f"its data set works in the training process only ({short(error)})")
+        else:
+            source.best = None
+            pool.retire()
+            self.leave_alone(f"{words(pool.knobs)} failed ({short(error)}): back to the script's own settings")
+        return self._best_of(source)
+
+    def make_here(self, source: SwitchingIterator, indices: Any) -> tuple[Any, Any]:
+        """A batch, made in the training process. Raises what the script's data set raises there."""
+        pool = self._make(source, self.user._replace(workers=0))
+        pool.serve(IndexQueue(iter([indices])))
+        return pool.draw()
+
+    def broke(self, error: Exception) -> None:
+        """Tuning itself went wrong: whatever serves now goes on."""
+        self.phase = Phase.DONE
+        self.history.settled(f"tuning ended by an error of its own ({short(error)})")
+
+    def leave_alone(self, why: str) -> None:
+        """Go back to the script's own settings for good."""
+        self.phase = Phase.DONE
+        self._left_alone = True
+        self.in_force = self.user
+        self.history.left_alone(why)
+        self.tap.in_force, self.tap.serving_workers = {}, None
+
+    def _note_in_force(self) -> None:
+        settings = asdict(settings_of(self.in_force, self._persists))
+        self.tap.in_force = {name: settings[name] for name in OF_LOADER}
+        self.tap.in_force["persistent_workers"] = bool(settings["persistent_workers"])
+        self.tap.serving_workers = self.in_force.workers

@@ -24,7 +24,6 @@ class Knobs(NamedTuple):
     workers: int
     prefetch: int = 2
     pin: bool = False
-    persistent: bool = False
 
 
 class Arrival(NamedTuple):

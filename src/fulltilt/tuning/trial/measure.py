@@ -167,9 +167,9 @@ class Measuring:
             self._pending.pop(0)
             self._blocks.append(block_between(began, ended))
 
-    def _begin_pass(self, _loader: Any, tap: LoaderTap, start: Callable[[], Any]) -> Any:
+    def _begin_pass(self, loader: Any, tap: LoaderTap, iterate: Callable[[Any], Any]) -> Any:
         """Stands where live tuning would: a pass begins with torch's own iterator, which can be asked for its queue."""
-        source = start()
+        source = self._session.taps.with_meters(functools.partial(iterate, loader), tap)
         self._overlap.began(tap.loader_id, source)
         if hasattr(source, "_task_info"):
             self._sources[tap.loader_id] = weakref.ref(source)

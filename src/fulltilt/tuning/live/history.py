@@ -11,36 +11,25 @@ from typing import Any, Literal
 from fulltilt.records import LiveMove, LiveRecord, Settings
 from fulltilt.tuning.live.controller import Try
 from fulltilt.tuning.live.window import Knobs, Seen
-from fulltilt.tuning.live.witness import Differs
 
 
-def settings_of(knobs: Knobs) -> Settings:
-    """Settings as files and records have them."""
+def settings_of(knobs: Knobs, persistent: bool) -> Settings:
+    """Settings as files and records have them. Whether workers persist is the script's own choice."""
     return Settings(
         num_workers=knobs.workers,
         prefetch_factor=knobs.prefetch if knobs.workers else None,
         pin_memory=knobs.pin,
-        persistent_workers=knobs.persistent if knobs.workers else None,
+        persistent_workers=persistent if knobs.workers else None,
     )
 
 
-def in_force(knobs: Knobs) -> dict[str, Any]:
-    """What a loader's record should say instead of what the script wrote."""
-    settings = settings_of(knobs)
-    return {
-        "num_workers": settings.num_workers,
-        "prefetch_factor": settings.prefetch_factor,
-        "pin_memory": settings.pin_memory,
-        "persistent_workers": bool(settings.persistent_workers),
-    }
-
-
-class Diary:
+class History:
     """Notes each move. ``changed`` is told which settings come into force, and None when they are taken back."""
 
     def __init__(self, loader_id: int, now_s: Callable[[], float], changed: Callable[[Settings | None], None]) -> None:
         self._now_s = now_s
         self._changed = changed
+        self._persistent = False
         nothing = Settings()
         self._record = LiveRecord(loader_id, "watching", "not enough was seen yet", nothing, nothing)
 
@@ -48,16 +37,12 @@ class Diary:
         """Everything noted so far."""
         return self._record
 
-    def starts(self, user: Knobs) -> None:
+    def starts(self, user: Knobs, persistent: bool) -> None:
         """A loader was taken up with these settings of the script's own."""
-        settings = settings_of(user)
+        self._persistent = persistent
+        settings, earlier = settings_of(user, persistent), self._record
         self._record = LiveRecord(
-            self._record.loader_id,
-            "watching",
-            "not enough was seen yet",
-            settings,
-            settings,
-            cost_s=self._record.cost_s,
+            earlier.loader_id, "watching", "not enough was seen yet", settings, settings, cost_s=earlier.cost_s
         )
 
     def saw(self, seen: Seen) -> None:
@@ -67,16 +52,25 @@ class Diary:
             self._record = replace(self._record, before_batches_per_s=rate, before_wait_share=wait)
         self._record = replace(self._record, batches_per_s=rate, wait_share=wait)
 
+    def checks(self) -> None:
+        """Workers are to show that they make the same batches."""
+        self._note("watching", "checking that workers make the same batches")
+
+    def draws_random_numbers(self) -> None:
+        """Other workers draw other random numbers."""
+        note = "the data set draws random numbers; in other workers they are others of the same distribution"
+        self._record = replace(self._record, note=note)
+
     def tries(self, move: Try) -> None:
         """A pool is started."""
-        trial = LiveMove(settings_of(move.knobs), self._now_s(), expected=move.expected)
+        trial = LiveMove(settings_of(move.knobs, self._persistent), self._now_s(), expected=move.expected)
         self._note("trying", f"trying {words(move.knobs)}", moves=(*self._record.moves, trial))
 
     def kept(self, seen: Seen) -> None:
         """What was tried is faster and stays."""
         self._end_move("kept", seen)
         self.saw(seen)
-        self._note("watching", f"{words(seen.knobs)} paid", settings=settings_of(seen.knobs))
+        self._note("watching", f"{words(seen.knobs)} paid", settings=settings_of(seen.knobs, self._persistent))
         self._changed(self._record.settings)
 
     def returned(self, seen: Seen) -> None:
@@ -89,19 +83,14 @@ class Diary:
         self._end_move("failed", None, why)
         self._note("watching", why)
 
-    def persists(self, knobs: Knobs, why: str) -> None:
-        """Workers live on from pass to pass, or no longer do."""
-        self._note(self._record.state, why, settings=settings_of(knobs))
-        self._changed(self._record.settings)
-
     def settled(self, why: str) -> None:
         """Nothing more is tried."""
         self._note("settled", why)
 
-    def left_alone(self, why: str, user: Knobs) -> None:
+    def left_alone(self, why: str) -> None:
         """The loader is as the script has it, and stays so."""
-        found_others = self._record.settings != settings_of(user)
-        self._note("left_alone", why, settings=settings_of(user))
+        found_others = self._record.settings != self._record.before
+        self._note("left_alone", why, settings=self._record.before, note=None)
         if found_others:
             self._changed(None)
 
@@ -135,14 +124,6 @@ def words(knobs: Knobs) -> str:
     """Settings in a few words."""
     workers = f"{knobs.workers} worker{'' if knobs.workers == 1 else 's'}"
     return f"{workers}, prefetch {knobs.prefetch}{', pinned' if knobs.pin else ''}" if knobs.workers else workers
-
-
-def failure(knobs: Knobs, error: Exception) -> str:
-    """A sentence for the user: what failed, and what is done about it."""
-    if isinstance(error, Differs):
-        return str(error)
-    what = words(knobs) if knobs.workers else "fetching in the training process"
-    return f"{what} failed ({short(error)}): back to the script's own settings"
 
 
 def short(error: Exception) -> str:

@@ -1,0 +1,161 @@
+"""One pass over a loader, drawn from one pool of workers after another: the source behind the loader's tap.
+
+At most two pools are at work: one that makes what it still owes, and the next, which goes on behind it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fulltilt.tuning.live.index_queue import IndexQueue
+from fulltilt.tuning.live.window import Arrival
+from fulltilt.tuning.live.worker_pool import WorkerPool, is_of_data_set, sampler_of
+
+if TYPE_CHECKING:
+    from fulltilt.tuning.live.tuner import LoaderTuner
+
+
+class SwitchingIterator:
+    """Hands out the batches of the pools in its line, the first one's to the last, so that none is lost or overtaken.
+
+    ``best`` stands by while ``candidate`` is on trial. All of it runs on the thread that draws.
+    """
+
+    def __init__(self, tuner: LoaderTuner, loader: Any) -> None:
+        self.loader = loader
+        self.best: WorkerPool | None = None
+        self.candidate: WorkerPool | None = None
+        self.ended = True
+        self._tuner = tuner
+        self._line: deque[WorkerPool] = deque()
+
+    def begin_pass(self, queue: IndexQueue, pool: WorkerPool, at_once: bool) -> None:
+        """Begin a pass with this pool; not ``at_once``: when the first batch is asked for."""
+        self.ended = False
+        self.queue = queue
+        self._line = deque([pool])
+        self._left_s: float | None = None
+        self._ready = 0
+        self.first_wait_s = 0.0
+        self._num_yielded = 0  # torch's name: loaders that can be resumed read it
+        if at_once:
+            try:
+                pool.serve(queue)
+            except Exception as error:
+                self._recover(pool, error)
+
+    def __iter__(self) -> SwitchingIterator:
+        return self
+
+    def __len__(self) -> int:
+        return len(sampler_of(self.loader))
+
+    @property
+    def _num_workers(self) -> int:  # torch's name: the loader's tap reads it
+        return self._line[0].knobs.workers
+
+    def __next__(self) -> Any:
+        if self.ended:
+            raise StopIteration
+        asked_s = time.perf_counter()
+        self.queue.asked()
+        self._let_tune(self._tuner.at_boundary)
+        check = self._tuner.collecting_check if self.is_steady else None
+        if check is not None:
+            self._let_tune(lambda _: check.about_to_fetch())
+        began_s = time.perf_counter()
+        indices, batch = self._draw()
+        wait_s = time.perf_counter() - began_s
+        self._num_yielded += 1
+        self.queue.given()
+        if check is not None:
+            self._let_tune(lambda _: check.fetched(indices, batch))
+        before, self._ready = self._ready, self._line[0].ready
+        if self._left_s is not None:
+            arrival = Arrival(wait_s, asked_s - self._left_s, before - self._ready)
+            self._let_tune(lambda source: self._tuner.arrived(source, arrival))
+        else:
+            self.first_wait_s = wait_s
+        self._left_s = time.perf_counter()
+        return batch
+
+    def _let_tune(self, act: Callable[[SwitchingIterator], None]) -> None:
+        """Tuning may go wrong; the job goes on."""
+        try:
+            act(self)
+        except Exception as error:
+            if os.environ.get("FULLTILT_DEBUG"):
+                raise
+            self._tuner.broke(error)
+
+    def _draw(self) -> tuple[Any, Any]:
+        while True:
+            pool, last = self._line[0], self._line[-1]
+            if pool is not last and not pool.owed:
+                self._line.popleft()
+                self._tuner.ran_dry(self, pool)
+                continue
+            try:
+                # No worker before it has more than the batch in its hands: from here on CPUs would idle.
+                if not last.is_serving and (pool is last or len(pool.owed) <= pool.knobs.workers):
+                    last.serve(self.queue)
+            except Exception as error:
+                self._recover(last, error)
+                continue
+            try:
+                return pool.draw()
+            except StopIteration:
+                self._end()
+                raise
+            except Exception as error:
+                if (made := self._recover(pool, error)) is not None:
+                    return made
+
+    def _recover(self, pool: WorkerPool, error: Exception) -> tuple[Any, Any] | None:
+        """What the script gets where a pool raised: the error, or a batch made otherwise; None: another pool goes on.
+
+        Without workers of its own, the script gets the error that its data set raises in the training process.
+        """
+        if error is self.queue.error or pool.is_scripts_own:
+            self.queue.given()  # also before an error, workers are sent the next indices
+            raise error
+        made = None
+        if is_of_data_set(error):
+            self.queue.given()
+            if self._tuner.user.workers:
+                raise error
+            made = self._tuner.make_here(self, pool.last_taken)
+        self.queue.give_back([indices for other in self._line for indices in other.owed])
+        self._line = deque([self._tuner.replace_failed(self, pool, error)])
+        return made
+
+    def _end(self) -> None:
+        self.ended = True
+        self.queue.over()
+        self._tuner.pass_ended(self)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether one pool alone serves, and no hand-over is under way."""
+        return len(self._line) == 1
+
+    @property
+    def serving(self) -> WorkerPool:
+        """The pool from which the next batch comes."""
+        return self._line[0]
+
+    def hand_over(self, pool: WorkerPool) -> None:
+        """Let another pool go on behind the batches that are under way."""
+        self._line[-1].close()
+        self._line.append(pool)
+
+    def retire(self) -> None:
+        """End all workers."""
+        for pool in {*self._line, self.best, self.candidate}:
+            if pool is not None:
+                pool.retire()
+        self.best = self.candidate = None

@@ -1,0 +1,175 @@
+"""One pool of workers: a copy of the script's DataLoader with other settings, fed with index batches.
+
+Of torch's iterators this uses ``_worker_pids_set`` (see `WorkerPool`), and nothing else that is private.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
+
+from fulltilt.tuning.live.index_queue import Feed, IndexQueue
+from fulltilt.tuning.live.window import Knobs
+from fulltilt.tuning.trial.throughput import ready_batches
+
+# What torch writes into the message of an error that the data set raised in a worker.
+RAISED_IN_WORKER = "in DataLoader worker process"
+
+
+def knobs_of(loader: Any) -> Knobs:
+    """The settings that the script gave its loader."""
+    return Knobs(int(loader.num_workers), loader.prefetch_factor or Knobs(0).prefetch, bool(loader.pin_memory))
+
+
+def sampler_of(loader: Any) -> Any:
+    """What gives the indices of one batch after the other."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def copy_of(loader: Any) -> Any:
+    """A DataLoader with all that this one has, without the constructor's work."""
+    copy = object.__new__(DataLoader)
+    vars(copy).update(vars(loader))
+    return copy
+
+
+class WorkerPool:
+    """Makes the batches whose indices its feed gives; with no workers, in the training process.
+
+    Workers live until the pool is dropped: each ``serve`` is a new pass to torch. ``patience_s`` is how long a batch
+    may take; None for the script's own pool, whose errors are the script's and behave as torch has them. torch raises
+    the death of a worker in the training thread wherever that stands: any other pool is taken off that list, and its
+    dead workers are found when a batch is waited for.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        knobs: Knobs,
+        generator: torch.Generator,
+        iterate: Callable[[Any], Any],
+        metered: Callable[[Callable[[], Any]], Any],
+        patience_s: float | None,
+    ) -> None:
+        self.knobs = knobs
+        self.is_scripts_own = patience_s is None
+        self.error: Exception | None = None
+        self.start_s = 0.0  # until all workers had started, where that was waited for
+        self.last_taken: Any = None
+        self._feed = Feed()
+        self._iterate = iterate
+        self._metered = metered
+        self._iterator: Any = None
+        self._is_ready = False
+        self._loader = copy_of(loader)
+        vars(self._loader).update(
+            {"sampler" if loader.batch_sampler is None else "batch_sampler": self._feed},
+            num_workers=knobs.workers,
+            prefetch_factor=knobs.prefetch if knobs.workers else None,
+            pin_memory=knobs.pin,
+            persistent_workers=knobs.workers > 0,
+            timeout=(loader.timeout if patience_s is None else patience_s) if knobs.workers else 0,
+            generator=generator,
+            in_order=True,
+            _iterator=None,
+        )
+
+    def start(self, check: Callable[[WorkerPool], None] | None = None) -> None:
+        """Start the workers; beside the training thread, wait for all of them and let ``check`` draw from them."""
+        began_s = time.perf_counter()
+        self._begin()
+
+        def wait() -> None:
+            try:
+                self._iterate(self._loader)  # returns when each worker has answered
+                if check is not None:
+                    check(self)
+            except Exception as error:
+                self.error = error
+            else:
+                self.start_s = time.perf_counter() - began_s
+                self._is_ready = True
+
+        threading.Thread(target=wait, name="fulltilt-pool", daemon=True).start()
+
+    def is_ready(self) -> bool:
+        """Whether all workers have started and are checked. Raises what went wrong."""
+        if self.error is not None:
+            raise self.error
+        return self._is_ready
+
+    def serve(self, queue: IndexQueue) -> None:
+        """Take indices from this queue from now on, as many as the workers may have."""
+        self._feed.open(queue)
+        self._begin()
+
+    def _begin(self) -> None:
+        is_new = self._iterator is None
+        with warnings.catch_warnings():
+            if not self.is_scripts_own:
+                warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+            begin = partial(self._iterate, self._loader)
+            self._iterator = self._metered(begin) if is_new else begin()
+        if is_new and self.knobs.workers and not self.is_scripts_own:
+            signal_handling._remove_worker_pids(id(self._iterator))  # type: ignore[attr-defined]
+            self._iterator._worker_pids_set = False
+        if is_new and self.knobs.workers and self.knobs.pin:
+            # Up to 2.14, torch's own exit handler waits five seconds for each worker that pins. This one comes first.
+            atexit.register(_drop, weakref.ref(self))
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it takes indices."""
+        return self._feed.is_open
+
+    def close(self) -> None:
+        """Take no more indices, and make what it owes."""
+        self._feed.close()
+
+    @property
+    def owed(self) -> list[Any]:
+        """Indices of the batches that it still owes, the earliest first."""
+        return list(self._feed.owed)
+
+    @property
+    def ready(self) -> int:
+        """How many batches its workers have made that nobody has taken yet."""
+        return ready_batches(self._iterator)
+
+    def draw(self) -> tuple[Any, Any]:
+        """The next batch behind its indices. An error of the data set counts as a batch that was made."""
+        try:
+            batch = next(self._iterator)
+        except Exception as error:
+            if self._feed.owed and (not self.knobs.workers or is_of_data_set(error)):
+                self.last_taken = self._feed.owed.popleft()
+            raise
+        return self._feed.owed.popleft(), batch
+
+    def retire(self) -> None:
+        """End its workers beside the training thread: joining them takes a moment."""
+        iterator, self._iterator, self._loader = self._iterator, None, None
+        if self.knobs.workers:
+            thread = threading.Thread(target=lambda *_: None, args=(iterator,), name="fulltilt-retire", daemon=True)
+            del iterator
+            thread.start()
+
+
+def is_of_data_set(error: Exception) -> bool:
+    """Whether the script's own code raised this in a worker, rather than the pool having failed."""
+    return RAISED_IN_WORKER in str(error)
+
+
+def _drop(reference: weakref.ref[WorkerPool]) -> None:
+    if (pool := reference()) is not None:
+        pool._iterator = pool._loader = None

@@ -1,0 +1,261 @@
+"""What speaks against workers for a loader that has none, and whether two batches are the same."""
+
+from __future__ import annotations
+
+import io
+import logging
+import socket
+import sqlite3
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator, KeysView, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Dataset, default_collate
+
+from fulltilt.tuning.live.batch_check import BatchCheck, is_same
+
+# Outside of the data sets: what their code uses counts as well.
+READ: list[TextIO] = []
+WRITTEN: list[TextIO] = []
+
+
+class Lines(Dataset[Any]):
+    """Takes its samples from a file that stays open."""
+
+    def __getitem__(self, index: int) -> Any:
+        READ[0].seek(2 * index)
+        return torch.tensor(int(READ[0].readline()))
+
+
+class Logged(Dataset[Any]):
+    """Writes a line for every sample, as a logger or another thread would."""
+
+    def __getitem__(self, index: int) -> Any:
+        WRITTEN[0].write(f"{index}\n")
+        WRITTEN[0].flush()
+        return torch.tensor(index)
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path) -> Any:
+    (tmp_path / "data").write_text("".join(f"{index}\n" for index in range(8)))
+    with (tmp_path / "data").open() as read, (tmp_path / "log").open("a+") as written:
+        READ[:], WRITTEN[:] = [read], [written]
+        yield
+    READ.clear()
+    WRITTEN.clear()
+
+
+class Holding(Dataset[Any]):
+    """Has something about it that fetching a sample does not depend on."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(index)
+
+
+class Remembering(Holding):
+    """Keeps what it has read."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.held[index] = np.full(2, index)
+        return torch.from_numpy(self.held[index])
+
+
+class NoWorkers:
+    """Stands for the pool that makes the batches again."""
+
+    def start(self, _: Any) -> None:
+        """There is nothing to compare."""
+
+    def is_ready(self) -> bool:
+        return True
+
+
+def verdict_of(dataset: Any, collate: Any = default_collate) -> str | None:
+    check = BatchCheck(dataset, collate, serial=True)
+    index = 0
+    while check.is_collecting:
+        check.about_to_fetch()
+        check.fetched([index], collate([dataset[index]]))
+        index += 1
+    if check.verdict is None:
+        check.begin(lambda _: NoWorkers())  # type: ignore[arg-type, return-value]
+        check.poll()
+    return check.verdict
+
+
+def test_a_file_that_is_read_on_would_be_shared_by_workers() -> None:
+    assert "reads from a file that stays open" in str(verdict_of(Lines()))
+
+
+def test_a_file_that_is_only_written_to_is_no_reason_against_workers() -> None:
+    """Fulltilt's own record is one: written during a fetch, it kept a starved job without workers."""
+    assert verdict_of(Logged()) == BatchCheck.SAME
+
+
+def closed_archives(tmp_path: Path) -> list[Any]:
+    with zipfile.ZipFile(tmp_path / "z", "w") as packed, tarfile.open(tmp_path / "t", "w") as tape:
+        packed.writestr("a", "1")
+        tape.addfile(tarfile.TarInfo("a"))
+        return [packed, tape, *packed.infolist(), *tape.getmembers()]
+
+
+def inferred(_: Path) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(2) + 1
+
+
+HARMLESS: dict[str, Callable[[Path], Any]] = {
+    "a NaN": lambda _: float("nan"),
+    "a tensor of inference mode, which has no version": inferred,
+    "pictures": lambda _: [Image.new("L", (2, 2))],
+    "archives that are closed": closed_archives,
+    "a logger with its files": lambda _: logging.getLogger("fulltilt.tests"),
+    "bytes as a file": lambda _: [io.BytesIO(b"1"), io.StringIO("1")],
+    "paths, which remember their text": lambda tmp_path: [tmp_path / "a"],
+    "functions without a name": lambda tmp_path: [lambda: tmp_path, lambda value=tmp_path: value],
+    "a class of the script's own": lambda _: type("Local", (), {}),
+    "random generators": lambda _: [np.random.default_rng(0), torch.Generator()],
+    "large arrays": lambda _: np.zeros(1 << 22),
+}
+
+
+@pytest.mark.parametrize("what", sorted(HARMLESS))
+def test_what_many_data_sets_hold_is_no_reason_against_workers(what: str, tmp_path: Path) -> None:
+    """Each of these kept a starved job without workers, or ended it."""
+    assert verdict_of(Holding(HARMLESS[what](tmp_path))) == BatchCheck.SAME
+
+
+def in_a_closure(tmp_path: Path) -> Callable[[], str]:
+    connection = sqlite3.connect(tmp_path / "db")
+    return lambda: str(connection)
+
+
+NOT_SHARED: dict[str, Callable[[Path], Any]] = {
+    "sqlite3.Connection": lambda tmp_path: sqlite3.connect(tmp_path / "db"),
+    "Connection": in_a_closure,
+    "socket": lambda _: socket.socket(),
+    "BufferedReader": lambda tmp_path: (tmp_path / "data").open("rb"),
+    "SimpleQueue": lambda _: ThreadPoolExecutor(1),
+}
+
+
+@pytest.mark.parametrize("what", sorted(NOT_SHARED))
+def test_connections_files_and_threads_would_not_work_in_a_worker(what: str, tmp_path: Path) -> None:
+    verdict = str(verdict_of(Holding(NOT_SHARED[what](tmp_path))))
+    assert "holds what a worker cannot share" in verdict
+    assert what in verdict
+
+
+def test_a_store_that_grows_is_a_reason_against_workers() -> None:
+    """Each worker would fill its own, in every pass anew."""
+    assert "changes as it is read" in str(verdict_of(Remembering({})))
+
+
+def test_a_fetch_that_moves_the_generators_draws_random_numbers() -> None:
+    class Rarely(Holding):
+        def __getitem__(self, index: int) -> Any:
+            np.random.default_rng(0).random()  # its own, and the same each time
+            return torch.tensor(index) + (np.random.rand() < 1e-9)
+
+    assert verdict_of(Rarely(None)) == BatchCheck.RANDOM
+
+
+def test_batches_that_no_worker_can_hand_over_are_a_reason() -> None:
+    grown = torch.ones(2, requires_grad=True) * 2
+    assert "handed over" in str(verdict_of(Holding(None), lambda _: {"f": lambda: 0}))
+    assert "handed over" in str(verdict_of(Holding(None), lambda _: grown))
+
+
+# --------------------------------------------------------------------------- comparing
+
+
+class Keys(KeysView[str]):
+    """Has no ==, as that of PyTorch Geometric."""
+
+    __eq__ = None  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Storage(MutableMapping[str, Any]):
+    def __init__(self, **values: Any) -> None:
+        self._mapping = values
+
+    def __getitem__(self, key: str) -> Any:
+        return self._mapping[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._mapping[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._mapping[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._mapping)
+
+    def __len__(self) -> int:
+        return len(self._mapping)
+
+    def keys(self) -> Keys:
+        return Keys(self)
+
+
+class Graph:
+    """Compares nothing itself."""
+
+    def __init__(self, x: Any) -> None:
+        self.store = Storage(x=x, name="a")
+
+    def __eq__(self, other: object) -> bool:
+        raise NotImplementedError
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Slotted:
+    __slots__ = ("x",)
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+def unpicklable() -> Any:
+    return (number for number in range(3))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "same"),
+    [
+        (torch.tensor([0.0]), torch.tensor([-0.0]), False),
+        (torch.tensor([float("nan")]), torch.tensor([float("nan")]), True),
+        (torch.tensor([1]), torch.tensor([1.0]), False),
+        (np.array([1.0]), np.array([1.0]), True),
+        (np.array([1.0]), np.array([[1.0]]), False),
+        ({"a": [1, (2.0, "x")]}, {"a": [1, (2.0, "x")]}, True),
+        ({"a": 1}, {"a": 1, "b": 2}, False),
+        ([1, 2], [1], False),
+        (float("nan"), float("nan"), True),
+        (0.0, -0.0, False),
+        (Graph(torch.ones(2)), Graph(torch.ones(2)), True),
+        (Graph(torch.ones(2)), Graph(torch.zeros(2)), False),
+        (Slotted(1), Slotted(1), True),
+        (Slotted(1), Slotted(2), False),
+        (Image.new("L", (2, 2)), Image.new("L", (2, 2)), True),
+        (Image.new("L", (2, 2)), Image.new("L", (2, 2), 1), False),
+        (unpicklable(), unpicklable(), None),
+        ([unpicklable(), 1], [unpicklable(), 2], False),
+        ([unpicklable(), 1], [unpicklable(), 1], None),
+    ],
+)
+def test_batches_are_compared_bit_for_bit(ours: Any, theirs: Any, same: bool | None) -> None:
+    assert is_same(ours, theirs) is same

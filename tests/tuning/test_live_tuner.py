@@ -1,0 +1,417 @@
+"""A pool that fails leaves the old one running, and a loader that must not be tuned is left alone with its reason."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
+
+from fulltilt import store
+from fulltilt.records import Settings
+from fulltilt.tuning.live.capacity import Capacity
+from fulltilt.tuning.live.tuner import Phase
+from fulltilt.tuning.live.window import Knobs, Seen
+from tests.tuning.live_jobs import HASTY, Squares, Tuning, flat, tuning
+
+SIZE = 40
+
+
+def plain(size: int = SIZE) -> list[Any]:
+    """What a loader gives in order, two by two."""
+    pairs = [[index, index + 1] for index in range(0, size, 2)]
+    return [[[[float(index * index)] * 3 for index in pair], pair] for pair in pairs]
+
+
+def drawn_from(loader: Any) -> list[Any]:
+    return [flat(batch) for batch in loader]
+
+
+def kill_workers(one: Tuning) -> None:
+    for worker in one.source.serving._iterator._workers:
+        worker.kill()
+        worker.join()
+
+
+class FailsInWorkers(Squares):
+    """Fails in its own way in a worker, and only there; not before ``since`` batches, so that a check sees nothing."""
+
+    def __init__(self, how: str, since: int) -> None:
+        super().__init__(SIZE)
+        self.how = how
+        self.since = since
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if get_worker_info() is not None and index >= 2 * self.since:
+            if self.how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "raises":
+                raise ValueError("only here")
+            time.sleep(60)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("how", ["dies", "raises", "hangs"])
+def test_a_data_set_that_fails_in_a_worker_is_left_alone(how: str, tmp_path: Path) -> None:
+    with tuning(tmp_path, [Knobs(2)], limits=replace(HASTY, batch_s=2.0)) as one:
+        loader = one.trains(DataLoader(FailsInWorkers(how, 0), batch_size=2))
+        assert drawn_from(loader) == plain()
+        assert (one.record.state, one.record.moves) == ("left_alone", ())
+        assert {"dies": "exited unexpectedly", "raises": "only here", "hangs": "timed out"}[how] in one.record.why
+        assert drawn_from(loader) == plain()
+
+
+@pytest.mark.parametrize("how", ["dies", "raises", "hangs"])
+def test_a_pool_that_fails_leaves_the_old_one_running(how: str, tmp_path: Path) -> None:
+    with tuning(tmp_path, [Knobs(2)], limits=replace(HASTY, batch_s=2.0, least_batches=9)) as one:
+        loader = one.trains(DataLoader(FailsInWorkers(how, 14), batch_size=2))
+        assert drawn_from(loader) == plain()
+        (move,) = one.record.moves
+        assert move.outcome == "failed"
+        assert {"dies": "exited unexpectedly", "raises": "only here", "hangs": "timed out"}[how] in str(move.why)
+        assert one.record.settings.num_workers == 0
+        assert one.record.state == ("left_alone" if how == "raises" else "settled")
+        assert drawn_from(loader) == plain()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_kept_pool_that_fails_gives_way_to_the_scripts_own_settings(workers: int, tmp_path: Path) -> None:
+    arguments: Any = {"num_workers": 1, "persistent_workers": True} if workers else {}
+    with tuning(tmp_path, [Knobs(2)], limits=replace(HASTY, batch_s=2.0)) as one:
+        loader = one.trains(DataLoader(Squares(SIZE), batch_size=2, **arguments))
+        killed, drawn = False, []
+        for batch in loader:
+            drawn.append(flat(batch))
+            if one.record.settings.num_workers == 2 and not killed:
+                assert (tmp_path / store.SETTINGS_FILE).exists()
+                kill_workers(one)
+                killed = True
+        assert killed
+        assert drawn == plain()
+        assert one.record.state == "left_alone"
+        assert one.record.settings == one.record.before
+        assert "back to the script's own settings" in one.record.why
+        assert not (tmp_path / store.SETTINGS_FILE).exists()  # what failed is not to be put in force by the next run
+        assert drawn_from(loader) == drawn_from(loader) == plain()
+
+
+def test_workers_that_died_between_two_passes_are_replaced(tmp_path: Path) -> None:
+    with tuning(tmp_path, [Knobs(2)], limits=replace(HASTY, batch_s=2.0)) as one:
+        loader = one.trains(DataLoader(Squares(SIZE), batch_size=2, num_workers=1, persistent_workers=True))
+        assert drawn_from(loader) == plain()
+        assert one.record.settings.num_workers == 2
+        kill_workers(one)
+        assert drawn_from(loader) == plain()
+        assert one.record.state == "left_alone"
+
+
+def test_what_is_on_trial_is_not_in_force(tmp_path: Path) -> None:
+    """A run may end at any moment: its record must not name settings that have proven nothing."""
+    with tuning(tmp_path, [Knobs(2), Knobs(3)], [True, False]) as one:
+        loader = one.trains(DataLoader(Squares(2 * SIZE), batch_size=2))
+        tap = one.session.taps.of(loader)
+        noted = set()
+        for _ in loader:
+            noted.add((one.record.settings.num_workers, tap.record(True).num_workers, tap.serving_workers))
+        assert one.record.state == "settled"
+        assert all(proven == in_force for proven, in_force, _ in noted)
+        assert noted == {(0, 0, 0), (0, 0, 2), (2, 2, 2), (2, 2, 3)}
+
+
+def test_what_was_found_for_another_loader_stays(tmp_path: Path) -> None:
+    with tuning(tmp_path, []) as one:
+        one.live._write("train.py:1", Settings(num_workers=2))
+        one.live._write("train.py:9", Settings(num_workers=3))
+        one.live._write("train.py:1", None)
+        assert json.loads((tmp_path / store.SETTINGS_FILE).read_text())["num_workers"] == 3
+        one.live._write("train.py:9", None)
+        assert not (tmp_path / store.SETTINGS_FILE).exists()
+
+
+def test_an_error_of_the_data_set_is_the_one_of_the_training_process(tmp_path: Path) -> None:
+    class Damaged(Squares):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            if index == 31:
+                raise ValueError("record 31 is damaged")
+            return super().__getitem__(index)
+
+    with tuning(tmp_path, [Knobs(2)], [True]) as one:
+        drawn, errors = [], []
+        iterator = iter(one.trains(DataLoader(Damaged(SIZE), batch_size=2)))
+        while True:
+            try:
+                drawn.append(flat(next(iterator)))
+            except StopIteration:
+                break
+            except ValueError as error:
+                errors.append(str(error))
+        assert errors == ["record 31 is damaged"]
+        assert drawn == [batch for batch in plain() if 31 not in batch[1]]
+        assert one.record.settings.num_workers == 2
+
+
+def test_a_pool_that_there_is_no_room_for_is_not_started(tmp_path: Path) -> None:
+    with tuning(tmp_path, [Knobs(4)], capacity=Capacity(cpus=8, memory_free_bytes=1 << 20)) as one:
+        assert drawn_from(one.trains(DataLoader(Squares(SIZE), batch_size=2))) == plain()
+        assert one.record.moves[0].outcome == "failed"
+        assert "free memory" in str(one.record.moves[0].why)
+
+
+def test_an_evaluation_loader_is_not_touched(tmp_path: Path) -> None:
+    with tuning(tmp_path, [Knobs(2)]) as one:
+        assert drawn_from(DataLoader(Squares(SIZE), batch_size=2)) == plain()
+        assert one.record.moves == ()
+
+
+def test_two_loops_over_one_loader_have_their_own_batches(tmp_path: Path) -> None:
+    with tuning(tmp_path, [Knobs(2)], [True]) as one:
+        loader = one.trains(DataLoader(Squares(8), batch_size=2))
+        pairs = [(flat(outer)[1], flat(inner)[1]) for outer in loader for inner in loader]
+        indices = [[0, 1], [2, 3], [4, 5], [6, 7]]
+        assert pairs == [(outer, inner) for outer in indices for inner in indices]
+
+
+def test_short_passes_with_a_loader_of_their_own_count_together(tmp_path: Path) -> None:
+    with tuning(tmp_path, [Knobs(1)], limits=replace(HASTY, least_batches=9)) as one:
+        for _ in range(12):  # of four batches each
+            assert drawn_from(one.trains(DataLoader(Squares(16), batch_size=4))) is not None
+        assert [move.outcome for move in one.record.moves] == ["kept"]
+
+
+class Scaled(Squares):
+    """Depends on something that a script may change: the epoch, a curriculum."""
+
+    scale = 1.0
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((3,), self.scale * index), index
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_set_changed_between_passes_is_seen_by_the_next(workers: int, tmp_path: Path) -> None:
+    data = Scaled(SIZE)
+    with tuning(tmp_path, [Knobs(2), Knobs(3)]) as one:
+        loader = one.trains(DataLoader(data, batch_size=2, num_workers=workers))
+        for data.scale in (1.0, 3.0, 4.0):
+            assert [flat(batch)[0][1][0] for batch in loader] == [data.scale * index for index in range(1, SIZE, 2)]
+        assert one.record.settings.num_workers == 3
+
+
+def test_workers_that_persist_keep_the_data_set_they_started_with(tmp_path: Path) -> None:
+    """As in the plain run. A pool of later workers would have another one: the check sees it."""
+    data = Scaled(SIZE)
+    with tuning(tmp_path, [Knobs(2)]) as one:
+        loader = DataLoader(data, batch_size=2, num_workers=1, persistent_workers=True)
+        for data.scale in (1.0, 3.0):
+            assert [flat(batch)[0][1][0] for batch in loader] == [1.0 * index for index in range(1, SIZE, 2)]
+            one.trains(loader)
+        assert one.record.why == "its batches come out different in a worker"
+
+
+# --------------------------------------------------------------------------- random numbers
+
+
+class Drawing(Squares):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.rand(3), index
+
+
+class DrawingElsewhere(Squares):
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.own = np.random.default_rng(0)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((3,), float(self.own.random())), index
+
+
+class DrawingByWorkerSeed(Squares):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        seed = info.seed if (info := get_worker_info()) is not None else 0
+        return torch.rand(3, generator=torch.Generator().manual_seed(seed + index)), index
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", [Drawing, DrawingElsewhere, DrawingByWorkerSeed])
+@pytest.mark.parametrize("exact", [False, True])
+def test_random_augmentation_is_tuned_and_told_unless_exact(
+    kind: type[Squares], exact: bool, workers: int, tmp_path: Path
+) -> None:
+    with tuning(tmp_path, [Knobs(2)], exact=exact) as one:
+        loader = one.trains(DataLoader(kind(SIZE), batch_size=2, num_workers=workers))
+        assert [label for _, labels in loader for label in labels.tolist()] == list(range(SIZE))
+        if exact:
+            assert (one.record.state, one.record.moves, one.record.note) == ("left_alone", (), None)
+            assert "draws random numbers" in one.record.why
+        else:
+            assert one.record.settings.num_workers == 2
+            assert "others of the same distribution" in str(one.record.note)
+
+
+def test_exact_tunes_what_stays_bit_for_bit(tmp_path: Path) -> None:
+    with tuning(tmp_path, [Knobs(2)], exact=True) as one:
+        assert drawn_from(one.trains(DataLoader(Squares(SIZE), batch_size=2))) == plain()
+        assert one.record.settings.num_workers == 2
+
+
+# --------------------------------------------------------------------------- what is left alone
+
+
+class Counting(Squares):
+    reads = 0
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.reads += 1
+        return super().__getitem__(index)
+
+
+class HoldingAFile(Squares):
+    def __init__(self, size: int, path: Path) -> None:
+        super().__init__(size)
+        path.write_bytes(bytes(range(256)))
+        self.file = path.open("rb")
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.file.seek(index)
+        return torch.full((3,), float(self.file.read(1)[0])), index
+
+
+class Unpicklable(Squares):
+    def __getitem__(self, index: int) -> Any:
+        return {"x": torch.zeros(2), "f": lambda: index}
+
+
+class OtherwiseInWorkers(Squares):
+    """Comes out different by the last bit of one number in a worker."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        pixels, label = super().__getitem__(index)
+        return pixels.nextafter(torch.tensor(-1.0)) if get_worker_info() is not None else pixels, label
+
+
+class Reacting(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(SIZE)
+
+    def __len__(self) -> int:
+        return SIZE
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(SIZE))
+
+
+class OwnWay(DataLoader[Any]):
+    """As fastai's, timm's and StatefulDataLoader."""
+
+    def __iter__(self) -> Any:
+        return itertools.chain(super().__iter__())
+
+
+LEFT_ALONE = {
+    "changes as it is read": lambda path: DataLoader(Counting(SIZE), batch_size=2),
+    "BufferedReader": lambda path: DataLoader(HoldingAFile(SIZE, path / "data"), batch_size=2),
+    "handed over": lambda path: DataLoader(Unpicklable(SIZE), batch_size=None),
+    "come out different in a worker": lambda path: DataLoader(OtherwiseInWorkers(SIZE), batch_size=2),
+    "sampler Reacting": lambda path: DataLoader(Squares(SIZE), batch_size=2, sampler=Reacting()),
+    "IterableDataset": lambda path: DataLoader(Stream(), batch_size=2),
+    "its class OwnWay": lambda path: OwnWay(Squares(SIZE), batch_size=2),
+    "no fixed order": lambda path: DataLoader(Squares(SIZE), batch_size=2, num_workers=2, in_order=False),
+}
+
+
+@pytest.mark.parametrize("reason", sorted(LEFT_ALONE))
+def test_what_could_change_what_is_trained_is_left_alone_with_its_reason(reason: str, tmp_path: Path) -> None:
+    make = LEFT_ALONE[reason]
+    torch.manual_seed(3)
+    random.seed(3)
+    expected = drawn_from(make(tmp_path))
+    torch.manual_seed(3)
+    random.seed(3)
+    with tuning(store.create_folder(tmp_path / "run"), [Knobs(2)]) as one:
+        drawn = drawn_from(one.trains(make(tmp_path)))
+        if reason not in ("handed over", "no fixed order"):
+            assert drawn == expected
+        assert one.record.state == "left_alone"
+        assert reason in one.record.why
+        assert one.record.moves == ()
+
+
+def test_a_sampler_of_a_list_is_no_reason(tmp_path: Path) -> None:
+    class Listed(Reacting):
+        def __iter__(self) -> Iterator[int]:
+            return iter(list(range(SIZE)))
+
+    with tuning(tmp_path, [Knobs(2)], [True]) as one:
+        loader = one.trains(DataLoader(Squares(SIZE), batch_size=2, sampler=Listed()))
+        assert drawn_from(loader) == plain()
+        assert len(one.record.moves) == 1
+
+
+# --------------------------------------------------------------------------- time
+
+
+START_S = [0.0]
+
+
+def starts_slowly(_: int) -> None:
+    time.sleep(START_S[0])
+
+
+def test_a_pool_that_starts_slowly_holds_no_pass_up(tmp_path: Path) -> None:
+    """Spawned workers import torch first. Meanwhile the script's own go on, over any number of passes."""
+    with tuning(tmp_path, [Knobs(2)], waits=False) as one:
+        own = DataLoader(
+            Squares(SIZE), batch_size=2, num_workers=1, persistent_workers=True, worker_init_fn=starts_slowly
+        )
+        loader = one.trains(own)
+        START_S[0] = 3.0
+        try:
+            longest_s, deadline_s = 0.0, time.monotonic() + 120
+            assert drawn_from(loader) == plain()
+            while one.record.state != "settled":
+                assert time.monotonic() < deadline_s, one.record
+                began_s = time.monotonic()
+                assert drawn_from(loader) == plain()
+                longest_s = max(longest_s, time.monotonic() - began_s)
+                time.sleep(0.05)
+        finally:
+            START_S[0] = 0.0
+        assert longest_s < 2.0
+        assert one.record.moves[0].outcome == "kept"
+        assert drawn_from(loader) == plain()
+
+
+def test_each_batch_bears_its_part_of_starting_the_workers(tmp_path: Path) -> None:
+    """Workers that end with a pass of a few batches cost more than they win."""
+    with tuning(tmp_path, [Knobs(2)]) as one:
+        loader = one.trains(DataLoader(Squares(16), batch_size=2))
+        passing = iter(loader)
+        for _ in passing:
+            if one.tuner.phase is Phase.TRYING and one.source.serving.knobs.workers:
+                one.source.serving.start_s = 2.0
+                break
+        seen = one.tuner._with_pass_start(one.source, Seen(Knobs(2), 10.0, 0.0, 0.5, 0.05))
+        assert seen.batches_per_s == pytest.approx(1 / (0.1 + 2.2 / 8))
+        assert seen.wait_share == pytest.approx(1 - seen.batches_per_s * 0.05)
+
+
+def test_an_error_of_tuning_ends_tuning_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tuning(tmp_path, [Knobs(2)]) as one:
+        monkeypatch.delenv("FULLTILT_DEBUG")
+        monkeypatch.setattr("fulltilt.tuning.live.tuner.BatchCheck.fetched", lambda *_: 1 / 0)
+        assert drawn_from(one.trains(DataLoader(Squares(SIZE), batch_size=2))) == plain()
+        assert one.record.state == "settled"
+        assert "ZeroDivisionError" in one.record.why
