@@ -12,7 +12,7 @@ import pytest
 from fulltilt.errors import DataError, FulltiltError, MachineError, UsageError
 from fulltilt.recipes.hdf5 import Options
 from fulltilt.recipes.hdf5.data import look
-from fulltilt.recipes.synthetic import hdf5 as made
+from fulltilt.recipes.synthetic import hdf5 as synthetic
 from fulltilt.recipes.synthetic import make_folder
 from fulltilt.store.owned_folder import MARKER
 
@@ -120,7 +120,7 @@ def test_made_windows_are_the_same_for_the_same_seed_and_hold_both_classes(tmp_p
     folders = [tmp_path / name for name in ("one", "two", "other")]
     for folder, seed in zip(folders, (1, 1, 2), strict=True):
         folder.mkdir()
-        assert list(made.make(folder, 101, seed))[-1] == 101
+        assert list(synthetic.make(folder, 101, seed))[-1] == 101
     contents = [
         {path.name: (h5py.File(path)["features"][:], h5py.File(path)["labels"][:]) for path in sorted(folder.iterdir())}
         for folder in folders

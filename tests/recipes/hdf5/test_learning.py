@@ -1,4 +1,4 @@
-"""The recipe finds the events in made windows, and finds nothing where the labels say nothing."""
+"""The recipe finds the events in synthetic windows, and finds nothing where the labels say nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SETTINGS = {"batch_size": 128, "epochs": 6, "workers": 0, "device": "cpu"}
 
 @pytest.fixture(scope="module")
 def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("made") / "hdf5"
+    folder = tmp_path_factory.mktemp("synthetic") / "hdf5"
     make_folder("hdf5", folder, 9000, 0)
     return folder
 

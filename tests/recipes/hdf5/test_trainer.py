@@ -24,7 +24,7 @@ SMALL = ("--epochs", "2", "--batch-size", "24", "--width", "8", "--heads", "2", 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("made") / "hdf5"
+    folder = tmp_path_factory.mktemp("synthetic") / "hdf5"
     make_folder("hdf5", folder, 120, 0)
     return folder
 
