@@ -29,7 +29,7 @@ from fulltilt.recorder.user_code import owner
 def looks_at(
     work: Callable[[], Any], seconds: float = 0.25, holding: frozenset[CodeType] = frozenset()
 ) -> list[StackView]:
-    """StackSampler at a thread that does ``work`` over and over."""
+    """Stack samples of a thread that does ``work`` over and over."""
     going = [True]
 
     def loop() -> None:

@@ -127,7 +127,7 @@ def test_whatever_a_script_reads_from_the_gpu_is_a_wait(tmp_path: Path, read: An
     try:
         session.recorder.active = True
         assert str(read(loss)) == str(plain)
-        (line,) = session.notes.sync_lines.top()
+        (line,) = session.state.sync_lines.top()
     finally:
         session.recorder.clock = None
         session.finish()
@@ -174,6 +174,6 @@ def test_a_closure_is_the_users_code_and_the_optimizers_own_work_is_not(tmp_path
         optimizer.step(closure)
         optimizer.step(closure=closure)
         assert seen == [Activity.OPTIMIZER, Activity.USER, Activity.USER]
-        assert session.notes.optimizer_calls == 3
+        assert session.state.optimizer_calls == 3
     finally:
         session.finish()

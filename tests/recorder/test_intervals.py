@@ -1,4 +1,4 @@
-"""Tiles close: whatever the marks, every nanosecond is on one label of one interval."""
+"""Intervals close: whatever the marks, every nanosecond has one label in one interval."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_a_skipped_step_is_a_step() -> None:
     assert (loop.steps, sum(interval.skipped for interval in loop.intervals)) == (4, 1)
 
 
-def test_a_million_steps_make_few_tiles_that_still_close() -> None:
+def test_a_million_steps_make_few_intervals_that_still_close() -> None:
     loop = Loop()
     for _ in range(20_000):
         loop.draw(0.2)

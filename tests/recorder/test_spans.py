@@ -37,8 +37,8 @@ def step(at_s: float, busy_s: float, starved_s: float) -> Interval:
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("steps", [3, 20])
 def test_the_first_step_counts_as_one_like_the_next_ones(steps: int, at_once: bool) -> None:
-    notes = RankState(torch)
-    booking = Booking(0, notes, StackSampler())
+    state = RankState(torch)
+    booking = Booking(0, state, StackSampler())
     intervals = [step(0.0, 1.5, 1.0), *(step(2.5 + 0.04 * number, 0.03, 0.01) for number in range(steps - 1))]
     for batch in [intervals] if at_once else [[interval] for interval in intervals]:
         booking.book(batch)
@@ -47,6 +47,6 @@ def test_the_first_step_counts_as_one_like_the_next_ones(steps: int, at_once: bo
     startup_s = sum(span.buckets.startup_s for span in spans)
     assert startup_s == pytest.approx(2.5 - 0.04, rel=0.01)
     # What the rank says of its steps is what their spans say, so that no rate is above the ceiling made of it.
-    assert notes.gpu_busy_s == pytest.approx(sum(span.buckets.compute_s for span in spans))
-    assert notes.launch_s == pytest.approx(sum(span.buckets.host_code_s for span in spans))
-    assert notes.gpu_steps == steps
+    assert state.gpu_busy_s == pytest.approx(sum(span.buckets.compute_s for span in spans))
+    assert state.launch_s == pytest.approx(sum(span.buckets.host_code_s for span in spans))
+    assert state.gpu_steps == steps

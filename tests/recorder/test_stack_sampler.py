@@ -1,4 +1,4 @@
-"""StackSampler go on while the recorder rests: fewer of them, and all of them at a step that takes long."""
+"""Stack samples go on while the recorder rests: fewer of them, and all of them at a step that takes long."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fulltilt.recorder.steps import AfterStep
 
 
 @dataclass
-class FakeNotes:
+class FakeState:
     """Takes down what it is told."""
 
     lines: list[tuple[str, str | None, float]] = field(default_factory=list)
@@ -50,7 +50,7 @@ class FakeRecorder:
     """A recorder whose training thread is this one."""
 
     thread_id: int | None
-    notes: Any = field(default_factory=FakeNotes)
+    state: Any = field(default_factory=FakeState)
     clock: Any = None
     rest: Rest = field(default_factory=Rest)
     loop_frames: LoopFrames = field(default_factory=LoopFrames)
@@ -88,7 +88,7 @@ def test_at_rest_a_few_looks_stand_for_the_others(recorder: FakeRecorder) -> Non
     for _ in range(3 * SAMPLE_AT_REST_EVERY):
         recorder.rest.booked_ns = time.perf_counter_ns() + LONG_STEP_NS  # a step has just ended
         looks.take(0, EARLY_SAMPLE_EVERY_S)
-    assert [weight for _, _, weight in recorder.notes.lines] == [SAMPLE_AT_REST_EVERY * EARLY_SAMPLE_EVERY_S] * 3
+    assert [weight for _, _, weight in recorder.state.lines] == [SAMPLE_AT_REST_EVERY * EARLY_SAMPLE_EVERY_S] * 3
     usual, _ = looks.splits()
     assert weight_of(usual) == pytest.approx(3 * SAMPLE_AT_REST_EVERY * EARLY_SAMPLE_EVERY_S)
 
@@ -98,7 +98,7 @@ def test_a_long_step_at_rest_is_looked_at_all_the_time_and_divides_by_itself(rec
     recorder.rest.booked_ns = time.perf_counter_ns() - 20 * LONG_STEP_NS
     for _ in range(3):
         looks.take(0, EARLY_SAMPLE_EVERY_S)
-    weights = [weight for _, _, weight in recorder.notes.lines]
+    weights = [weight for _, _, weight in recorder.state.lines]
     assert len(weights) == 3
     assert weights[0] >= 20 * LONG_STEP_NS * 1e-9  # the first stands for all of it so far
     assert not looks.usual.in_window
@@ -157,7 +157,7 @@ def test_a_hook_that_holds_backward_up_is_told_from_torchs_own_part(activity: Ac
     thread.join()
     assert looks.backward.split() == {"host": pytest.approx(SAMPLE_AT_REST_EVERY * EARLY_SAMPLE_EVERY_S)}
     assert looks.splits() == ({}, {})
-    assert {kind for kind, _, _ in recorder.notes.lines} == {"host"}
+    assert {kind for kind, _, _ in recorder.state.lines} == {"host"}
 
 
 @pytest.mark.parametrize(("clock", "usual_looks"), [(None, 0), (object(), 4)])
@@ -181,7 +181,7 @@ def test_a_late_look_at_what_began_after_it_weighs_nothing(recorder: FakeRecorde
     looks._last_ns -= 10**9
     recorder.activity, recorder.last_switch_ns = Activity.USER, time.perf_counter_ns() + 10**9
     looks.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
-    assert [weight for _, _, weight in recorder.notes.lines] == [0.0]
+    assert [weight for _, _, weight in recorder.state.lines] == [0.0]
 
 
 def test_a_look_that_was_missed_stands_for_nothing_where_late_looks_weigh_nothing(recorder: FakeRecorder) -> None:
@@ -225,4 +225,4 @@ def test_what_is_done_behind_a_step_is_the_scripts_own_where_a_batch_is_drawn_ne
     recorder.previous_step_ns, recorder.step_ns = 1, 2
     usual, _ = looks.splits()
     assert list(usual[Activity.OPTIMIZER]) == [kind]
-    assert [told for told, _, _ in recorder.notes.lines] == [kind] * 3
+    assert [told for told, _, _ in recorder.state.lines] == [kind] * 3

@@ -129,20 +129,20 @@ def damaged() -> list[bytes]:
 
 def test_forged_messages_are_dropped_and_counted() -> None:
     taps: Any = SimpleNamespace(mailbox=Mailbox(), all=[object()])
-    notes = RankState(torch)
-    notes.taps = taps
+    state = RankState(torch)
+    state.taps = taps
     sending = taps.mailbox.opened()
     sending.send(json.dumps(GOOD).encode())
-    notes.poll()
-    told = notes.workers[0].record(0)
+    state.poll()
+    told = state.workers[0].record(0)
     assert (told.batches, told.fetch_s, told.pss_bytes) == (2, 1.5, 20)
     forged = damaged()
     for data in forged:
         sending.send(data)
-        notes.poll()
+        state.poll()
     assert taps.mailbox.dropped == len(forged)
-    assert list(notes.workers) == [0]
-    assert notes.workers[0].record(0) == told
+    assert list(state.workers) == [0]
+    assert state.workers[0].record(0) == told
 
 
 def test_the_mailbox_has_no_name_that_others_could_write_to() -> None:

@@ -25,8 +25,8 @@ TENSOR_CORE = re.compile(
 )
 
 
-class DeepLook:
-    """Profiles N steps once the job has warmed up, and leaves what it saw in the notes."""
+class DeepProfile:
+    """Profiles N steps once the job has warmed up, and leaves what it saw in the rank's state."""
 
     def __init__(self, torch: Any, recorder: Recorder, steps: int) -> None:
         self._torch = torch
@@ -49,8 +49,8 @@ class DeepLook:
             self._handle = None
         if self._profiler is not None:
             self._summarise()
-        elif self._recorder.notes.deep is None and self._seen:
-            self._recorder.notes.remark(f"--deep: the job ended after {self._seen} steps, before the profiler started")
+        elif self._recorder.state.deep is None and self._seen:
+            self._recorder.state.remark(f"--deep: the job ended after {self._seen} steps, before the profiler started")
 
     def _stepped(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if not self._recorder.mine():
@@ -76,7 +76,7 @@ class DeepLook:
                 self._waits = WaitLines(self._torch)
         except Exception as error:
             self._profiler = None
-            self._recorder.notes.deep = DeepRecord(0, 0.0, None, None, None, None, None, error=str(error))
+            self._recorder.state.deep = DeepRecord(0, 0.0, None, None, None, None, None, error=str(error))
         finally:
             self._recorder.switch(before)
 
@@ -88,9 +88,9 @@ class DeepLook:
         try:
             profiler.stop()
             waits = self._waits.stop() if self._waits is not None else {}
-            self._recorder.notes.deep = summarise(profiler.events(), steps, waits)
+            self._recorder.state.deep = summarise(profiler.events(), steps, waits)
         except Exception as error:
-            self._recorder.notes.deep = DeepRecord(steps, 0.0, None, None, None, None, None, error=str(error))
+            self._recorder.state.deep = DeepRecord(steps, 0.0, None, None, None, None, None, error=str(error))
         finally:
             self._recorder.switch(before)
 

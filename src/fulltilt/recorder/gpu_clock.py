@@ -94,7 +94,7 @@ class Calibration:
             self._from = Point.BATCH if self._from is not Point.BATCH else Point.BACKWARD
             self._delay_s = LEAD * queueing_s
             # Each blocking call of a step takes the lead away. Between two of them there is less to queue. Behind the
-            # last one comes the optimizer, which may need a longer lead: that leaves some doubt (see gpu_time).
+            # last one comes the optimizer, which may need a longer lead: that leaves some doubt (see GpuTime).
             self.again_delay_s = 2 * LEAD * queueing_s / (1 + syncs // steps)
             self.asked = True
 
@@ -106,7 +106,7 @@ class Calibration:
         return self._delay_s
 
 
-# While the host is on one of these times it queues no kernels, so a GPU that has run dry stays idle throughout.
+# While the host is at one of these it queues no kernels, so a GPU that has run dry stays idle throughout.
 QUEUES_NOTHING = frozenset(
     {"data_wait", "epoch_turnover", "checkpoint", "communication", "transfer", "validation", "startup", "observer"}
 )

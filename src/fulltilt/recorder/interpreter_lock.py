@@ -23,8 +23,8 @@ PATIENT_S = 0.0005
 COSTLY_S = 0.0001
 # So much of a core may go into waiting for calls, so much into waiting for threads without a CPU, and so much at once.
 FOR_CALLS, FOR_CPUS, AT_ONCE_S = 0.01, 0.02, 0.05
-# StackSampler become fewer until they cost this much, but no fewer than this.
-CROWDED_SHARE, LONGEST_EVERY_S, REMEMBERED_LOOKS = 0.01, 0.05, 50
+# Stack samples become fewer until they cost this much, but no fewer than this.
+CROWDED_SHARE, LONGEST_EVERY_S, REMEMBERED_SAMPLES = 0.01, 0.05, 50
 # The training thread and the observer.
 WITHOUT_OTHERS = 2
 PR_SET_TIMERSLACK = 29
@@ -64,7 +64,7 @@ class LockTurns:
             sys.setswitchinterval(self._suitable_s())
 
     def every_s(self, usual_s: float) -> float:
-        """How often to look where ``usual_s`` would be often enough."""
+        """How often to take a sample where ``usual_s`` would be often enough."""
         return max(usual_s, min(self._crowded_s / CROWDED_SHARE, LONGEST_EVERY_S))
 
     def begin_wait(self, observed: int | None) -> None:
@@ -81,7 +81,7 @@ class LockTurns:
         passed_s, self._settled_at_s = now_s - self._settled_at_s, now_s
         self._for_calls.settle(passed_s, cost_s - of_cpus_s)
         self._for_cpus.settle(passed_s, of_cpus_s)
-        self._crowded_s += (of_cpus_s - self._crowded_s) / REMEMBERED_LOOKS
+        self._crowded_s += (of_cpus_s - self._crowded_s) / REMEMBERED_SAMPLES
         if self._patient is not was_patient:
             self.share()
 

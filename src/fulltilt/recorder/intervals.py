@@ -192,7 +192,7 @@ class IntervalBuilder:
             self._after, self._activity, self._since = self._activity, activity, self._now
 
     def _spend(self, t_ns: int) -> None:
-        """Book the host time since the last mark on the label it was spent on."""
+        """Book the host time since the last mark with the label of what it was spent on."""
         began, self._now = self._now, float(t_ns)
         spent, activity = self._now - began, self._activity
         label = self._label()

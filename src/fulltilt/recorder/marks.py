@@ -111,7 +111,7 @@ class Rested(NamedTuple):
 
 
 class BookedApart(NamedTuple):
-    """So much of the time at rest was not spent as usual: it has been booked on a label of its own."""
+    """So much of the time at rest was not spent as usual: it has been booked with a label of its own."""
 
     label: str
     ns: int
@@ -159,7 +159,7 @@ class ActivityTimes:
     user_after: dict[Activity, float] = field(default_factory=dict)
 
     def put(self, label: str, ns: float) -> None:
-        """Book time on a label."""
+        """Book time with a label."""
         if ns:
             self.by_label[label] = self.by_label.get(label, 0.0) + ns
 

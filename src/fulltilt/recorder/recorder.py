@@ -40,9 +40,9 @@ NS = 1e-9
 class Recorder:
     """Records one process of a training job into a run folder."""
 
-    def __init__(self, folder: Path, t0_ns: int, notes: RankState) -> None:
+    def __init__(self, folder: Path, t0_ns: int, state: RankState) -> None:
         self.folder = folder
-        self.notes = notes
+        self.state = state
         self.activity = Activity.USER
         self.thread_id = threading.main_thread().ident
         self._cpu_clock = own_cpu_clock() if self.thread_id == threading.get_ident() else None
@@ -59,7 +59,7 @@ class Recorder:
         self._marks: deque[tuple[Any, ...]] = deque()
         self._builder = IntervalBuilder(t0_ns)
         self._sampler = StackSampler(self)
-        self._booking = Booking(t0_ns, notes, self._sampler)
+        self._booking = Booking(t0_ns, state, self._sampler)
         self.left = self.left_after = Activity.USER
         self._out: RankFiles | None = None
         self.last_switch_ns = self.step_ns = self.previous_step_ns = time.perf_counter_ns()
@@ -94,7 +94,7 @@ class Recorder:
 
     def switch(self, activity: Activity, fact: Any = None, point: Point = Point.NONE) -> Activity:
         """From now on the training thread does ``activity``. Returns what it did before."""
-        if self.loop_frames.learning and self.training and not self.notes.evaluating(self.eval_mode):
+        if self.loop_frames.learning and self.training and not self.state.evaluating(self.eval_mode):
             self.loop_frames.see(activity, sys._getframe(1))
         event = self.clock.record() if point and self.clock is not None else None
         now = time.perf_counter_ns()
@@ -190,7 +190,7 @@ class Recorder:
         if self._thread.is_alive():
             self._thread.join(timeout=10.0)
         self._drain(patience_s=5.0)
-        self.notes.poll()
+        self.state.poll()
         self._write_spans(final=True)
         self._write_record(final=True)
         if self._out is not None:
@@ -207,8 +207,8 @@ class Recorder:
     def evaluates(self, on: bool) -> None:
         """A sample has shown whether the training thread evaluates, whatever mode the model is in."""
         self.eval_mode = on
-        if self.notes.taps is not None:
-            self.notes.taps.was_evaluating = on
+        if self.state.taps is not None:
+            self.state.taps.was_evaluating = on
         self.note(EvalMode(on))
 
     @property
@@ -240,7 +240,7 @@ class Recorder:
                     next_drain = now + DRAIN_EVERY_S
                     self._lock_turns.share()
                     self._drain()
-                    self.notes.poll()
+                    self.state.poll()
                 if now >= next_write:
                     next_write = now + min(max(LOST_SHARE * (now - began), DRAIN_EVERY_S), WRITE_EVERY_S)
                     # Before the first sample of the user's own time nobody could say what that went into.
@@ -248,7 +248,7 @@ class Recorder:
                         self._write_spans()
                 if now >= next_record:
                     next_record = now + WRITE_EVERY_S
-                    self.notes.observer_s = time.thread_time()
+                    self.state.observer_s = time.thread_time()
                     self._write_record(final=False)
                 if self._flush is not None:
                     self._drain()
@@ -261,7 +261,7 @@ class Recorder:
 
     def _problem(self, error: Exception) -> None:
         self._problems += 1
-        self.notes.remark(f"observer: {type(error).__name__}: {error}")
+        self.state.remark(f"observer: {type(error).__name__}: {error}")
         if self._problems > 100:
             self._stop.set()
 
@@ -281,27 +281,27 @@ class Recorder:
                     continue
             marks.popleft()
             builder.feed(raw, reached)
-        self.notes.steps = builder.steps
+        self.state.steps = builder.steps
         self._plan_calibration()
         if builder.closed:
             interval = builder.closed[-1]
             step_s = (interval.t1_ns - interval.t0_ns) * NS / max(interval.steps, 1)
-            self.rest.plan = plan(builder.steps, builder.calls, step_s, self.notes.scaler)
+            self.rest.plan = plan(builder.steps, builder.calls, step_s, self.state.scaler)
 
     def _plan_calibration(self) -> None:
-        gpu, intervals, steps = self._builder.gpu, self._builder.closed, self.notes.steps
+        gpu, intervals, steps = self._builder.gpu, self._builder.closed, self.state.steps
         if gpu is None or not intervals or "rest" in intervals[-1].times.by_label or not self.calibration.due(steps):
             return
         queueing_s, behind_s = intervals[-1].queueing_ns * NS, gpu.lag_ns * NS
-        self.calibration.ask(steps, queueing_s, behind_s, self.notes.syncs, gpu.work.knows_a_step)
+        self.calibration.ask(steps, queueing_s, behind_s, self.state.syncs, gpu.work.knows_a_step)
 
     def _write_spans(self, final: bool = False) -> None:
         self._booking.book(self._builder.closed)
-        if not self.notes.trained(self._builder):
+        if not self.state.trained(self._builder):
             return
         if self._out is None:
-            self.notes.learn_rank()
-            self._out = RankFiles.claim(self.folder, self.notes.rank)
+            self.state.learn_rank()
+            self._out = RankFiles.claim(self.folder, self.state.rank)
             self._write_record(final=False)  # first: spans without their rank's record cannot be read
         self._out.write(self._booking.take(final))
 
@@ -310,7 +310,7 @@ class Recorder:
             return
         now_ns = time.perf_counter_ns()
         now_s, on_gpu = (now_ns - self._t0_ns) * NS, self.clock is not None
-        record = self.notes.record(self._out.stream, now_s, final, self._builder, on_gpu, self.rest.not_stood_for)
+        record = self.state.record(self._out.stream, now_s, final, self._builder, on_gpu, self.rest.not_stood_for)
         interval = None if final else self._builder.under_way(now_ns)
         if interval is not None:
             record = replace(record, under_way=self._booking.under_way(interval, self._builder.steps))

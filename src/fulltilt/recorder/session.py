@@ -1,4 +1,4 @@
-"""One recording process put together: recorder, notes, loader taps and patches."""
+"""One recording process put together: recorder, state of the rank, loader taps and patches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from fulltilt import batch_observer
-from fulltilt.recorder.deep import DeepLook
+from fulltilt.recorder.deep import DeepProfile
 from fulltilt.recorder.hooks import Patches
 from fulltilt.recorder.loaders import LoaderTaps
 from fulltilt.recorder.loaders.loader_hooks import FeedTaps
@@ -23,14 +23,19 @@ class Session:
 
     def __init__(self, torch: ModuleType, folder: Path, t0_ns: int, settings: str | None = None, deep: int = 0) -> None:
         self._torch: Any = torch
-        self.notes = RankState(torch)
-        self.recorder = Recorder(folder, t0_ns, self.notes)
+        self.state = RankState(torch)
+        self.recorder = Recorder(folder, t0_ns, self.state)
         self.taps = LoaderTaps(self.recorder, torch)
-        self.notes.taps = self.taps
+        self.state.taps = self.taps
         self.patches = Patches(torch, self.recorder, self.taps)
-        self._deep = DeepLook(torch, self.recorder, deep) if deep else None
+        self._deep = DeepProfile(torch, self.recorder, deep) if deep else None
         self._settings = read_settings(Path(settings)) if settings else None
         self._settings_for = read_loader(Path(settings)) if settings else None
+
+    @property
+    def notes(self) -> RankState:
+        """The state under its old name."""
+        return self.state
 
     def install(self) -> None:
         """Put the patches in place. The observer starts with the first loader, backward or step."""
@@ -58,8 +63,8 @@ class Session:
         self.patches.restore()
         batch_observer.observe = None
         try:
-            if self.notes.replicas:
-                self.notes.read_communication()
+            if self.state.replicas:
+                self.state.read_communication()
             self.recorder.finish()
         except Exception as error:
             print(f"fulltilt: the record of this process is incomplete: {error}", file=sys.stderr)

@@ -92,9 +92,9 @@ NS = 1e-9
 class Booking:
     """Books intervals in order; the first spans are held back until warming up is told apart."""
 
-    def __init__(self, t0_ns: int, notes: RankState, sampler: StackSampler) -> None:
+    def __init__(self, t0_ns: int, state: RankState, sampler: StackSampler) -> None:
         self._t0_ns = t0_ns
-        self._notes = notes
+        self._state = state
         self._sampler = sampler
         self._usual = Usual()
         self._warm_up = WarmUp()
@@ -106,24 +106,24 @@ class Booking:
         """Make spans of these intervals, which are taken out of the list."""
         if not intervals:
             return
-        notes = self._notes
+        state = self._state
         seen, seen_apart = self._sampler.splits()
         in_backward = self._sampler.backward.split()
-        exposed_s = notes.exposed_communication_s()
+        exposed_s = state.exposed_communication_s()
         for interval in intervals:
             # What follows the last step is no step: it divides as what takes long.
             here = seen if interval.steps else seen_apart
             attributed = attribute(interval, here, seen_apart, self._usual, exposed_s, in_backward)
-            notes.launch_s += attributed.launch_s
+            state.launch_s += attributed.launch_s
             busy_s = attributed.buckets.compute_s if interval.gpu and interval.steps else 0.0
-            notes.gpu_busy_s += busy_s
-            notes.gpu_steps += interval.steps if interval.gpu else 0
-            if interval.steps and not notes.steps_attributed:
+            state.gpu_busy_s += busy_s
+            state.gpu_steps += interval.steps if interval.gpu else 0
+            if interval.steps and not state.steps_attributed:
                 self._first = attributed.launch_s, busy_s
             span = Span(
                 t0_s=self._since_start_s(interval.t0_ns),
                 t1_s=self._since_start_s(interval.t1_ns),
-                first_step=notes.steps_attributed,
+                first_step=state.steps_attributed,
                 steps=interval.steps,
                 batches=interval.batches,
                 samples=interval.samples,
@@ -134,7 +134,7 @@ class Booking:
                 data_wait_max_s=interval.data_wait_max_ns * NS,
                 phases=attributed.phases if interval.steps else None,
             )
-            notes.steps_attributed += interval.steps
+            state.steps_attributed += interval.steps
             self._ready.extend(self._warm_up.add(span))
         self._leave_out_warm_up()
         intervals.clear()
@@ -162,8 +162,8 @@ class Booking:
             return
         launch_s, busy_s = self._first
         self._first = None
-        self._notes.launch_s -= (1 - kept) * launch_s
-        self._notes.gpu_busy_s -= (1 - kept) * busy_s
+        self._state.launch_s -= (1 - kept) * launch_s
+        self._state.gpu_busy_s -= (1 - kept) * busy_s
 
     def _since_start_s(self, t_ns: float) -> float:
         return (t_ns - self._t0_ns) * NS

@@ -38,7 +38,7 @@ class DevicePatches:
     def __init__(self, torch: Any, recorder: Recorder) -> None:
         self._torch = torch
         self._recorder = recorder
-        self._notes = recorder.notes
+        self._state = recorder.state
         self._copies_seen = 0
         self._exchange: Exchange | None = None
         self._on_gpu = False
@@ -71,7 +71,7 @@ class DevicePatches:
             exchange.swap(self._torch.Tensor, name, functools.partial(self._read, written))
 
     def _copy(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        recorder, copies, torch = self._recorder, self._notes.copies, self._torch
+        recorder, copies, torch = self._recorder, self._state.copies, self._torch
 
         def copy(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if recorder.clock is None or recorder.rest.on or torch.compiler.is_compiling():
@@ -127,7 +127,7 @@ class DevicePatches:
 
     def _blocked(self, original: Callable[..., Any], call: str, *args: Any, **kwargs: Any) -> Any:
         """A call that waits for the GPU."""
-        recorder, notes = self._recorder, self._notes
+        recorder, state = self._recorder, self._state
         if recorder.activity is Activity.SYNC:
             return original(*args, **kwargs)
         before = recorder.switch(Activity.SYNC, None, Point.SYNCED if recorder.calibration.under_way else Point.NONE)
@@ -139,7 +139,7 @@ class DevicePatches:
             took = time.perf_counter() - began
             if before is not Activity.CHECKPOINT:
                 line = users_line(recorder.loop_frames.spots)
-                notes.waited_for_gpu(*line, call, took, recorder.rest.stands_for)
+                state.waited_for_gpu(*line, call, took, recorder.rest.stands_for)
             if recorder.calibration.under_way:
                 recorder.lost_its_lead()
 

@@ -66,7 +66,7 @@ class RankPatches:
         def __init__(replica: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
             original(replica, *args, **kwargs)
             if self._recorder.active:
-                self._recorder.notes.replicas.append(weakref.ref(replica))
+                self._recorder.state.replicas.append(weakref.ref(replica))
                 if replica.device_type == "cpu":
                     # Its default, every 100th step, is right for a GPU, where reading the timers costs a wait.
                     replica._set_ddp_runtime_logging_sample_rate(10)

@@ -77,7 +77,7 @@ class SteppingPatches:
         self._trains_on_gpu = trains_on_gpu
         self._recorder = recorder
         self._taps = taps
-        self._notes = recorder.notes
+        self._state = recorder.state
         self._stepping: list[int] = []
         self._steps_count: set[int] = set()
         self._depth_of_train = 0
@@ -124,7 +124,7 @@ class SteppingPatches:
             if recorder.rest.on:
                 return self._at_rest(original, *args, **kwargs) if recorder.mine() else original(*args, **kwargs)
             if not recorder.mine():
-                if recorder.notes.steps:
+                if recorder.state.steps:
                     return original(*args, **kwargs)
                 recorder.adopt()
             recorder.ensure_started()
@@ -157,7 +157,7 @@ class SteppingPatches:
 
         def grad(*args: Any, **kwargs: Any) -> Any:
             slopes = timed_grad(*args, **kwargs)
-            if not self._calls_backward and not self._notes.optimizers and recorder.mine():
+            if not self._calls_backward and not self._state.optimizers and recorder.mine():
                 self._update_by_hand()
             return slopes
 
@@ -207,11 +207,11 @@ class SteppingPatches:
         if not recorder.active or recorder.rest.on or self._torch.compiler.is_compiling():
             return
         if not self._trains_here():
-            if recorder.notes.steps:
+            if recorder.state.steps:
                 return
             recorder.adopt()
         key = id(optimizer)
-        if key not in self._notes.optimizers:
+        if key not in self._state.optimizers:
             self._meet(optimizer)
         if key in self._stepping:
             self._stepping.clear()  # the last step of this optimizer ended in an exception
@@ -243,15 +243,15 @@ class SteppingPatches:
 
     def _stepped(self, key: int, skipped: bool) -> None:
         recorder = self._recorder
-        self._notes.optimizer_calls += 1
+        self._state.optimizer_calls += 1
         self._steps_count.add(key)
         recorder.calibration.under_way = False
         recorder.switch(self._around_steps, OptimizerStepped(key, skipped), Point.STEP)
-        if not recorder.notes.taps or not recorder.notes.taps.all:
+        if not recorder.state.taps or not recorder.state.taps.all:
             recorder.calibrate_if_asked(Point.BATCH)
-        if self._notes.replicas and _asks_replicas(self._notes.optimizer_calls):
-            self._notes.read_communication()
-        if self._notes.memory is None and self._notes.optimizer_calls >= ASK_MEMORY_AT:
+        if self._state.replicas and _asks_replicas(self._state.optimizer_calls):
+            self._state.read_communication()
+        if self._state.memory is None and self._state.optimizer_calls >= ASK_MEMORY_AT:
             self._weigh()
         recorder.stepped()
 
@@ -259,41 +259,41 @@ class SteppingPatches:
         """Ask for the memory by part at the end of a step, when the gradients still lie there."""
         known = [optimizer for reference in self._known if (optimizer := reference()) is not None]
         try:
-            self._notes.memory = memory_parts(self._torch, known, self._recorder.clock is not None)
+            self._state.memory = memory_parts(self._torch, known, self._recorder.clock is not None)
         except Exception as error:  # an optimizer of another shape is no reason to stop anybody's training
-            self._notes.memory = MemoryRecord(0, 0, 0, 0)
-            self._notes.remark(f"memory by part: {type(error).__name__}: {error}")
+            self._state.memory = MemoryRecord(0, 0, 0, 0)
+            self._state.remark(f"memory by part: {type(error).__name__}: {error}")
 
     def _meet(self, optimizer: Any) -> None:
         """The first step of an optimizer: note what it trains and on which device."""
         self._recorder.ensure_started()
-        self._notes.learn_rank()
-        self._notes.optimizers[id(optimizer)] = type(optimizer).__name__
+        self._state.learn_rank()
+        self._state.optimizers[id(optimizer)] = type(optimizer).__name__
         self._known.append(weakref.ref(optimizer))
         groups = optimizer.param_groups
-        self._notes.learning_rate = _number(groups[0].get("lr")) if groups else None
+        self._state.learning_rate = _number(groups[0].get("lr")) if groups else None
         parameters = [parameter for group in groups for parameter in group["params"]]
         self._trained.update(id(parameter) for parameter in parameters)
         if parameters:
-            self._notes.parameter_dtype = str(parameters[0].dtype).removeprefix("torch.")
+            self._state.parameter_dtype = str(parameters[0].dtype).removeprefix("torch.")
             if parameters[0].is_cuda:
                 self._recorder.trains_on_gpu(self._torch)
                 self._trains_on_gpu()
 
     def _scaler_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        recorder, notes = self._recorder, self._notes
+        recorder, state = self._recorder, self._state
 
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if not recorder.mine() or not scaler.is_enabled():
                 return original(scaler, optimizer, *args, **kwargs)
             recorder.wake()
-            notes.scaler = True
-            calls = notes.optimizer_calls
+            state.scaler = True
+            calls = state.optimizer_calls
             before = recorder.switch(Activity.OPTIMIZER)
             try:
                 return original(scaler, optimizer, *args, **kwargs)
             finally:
-                if notes.optimizer_calls == calls and recorder.mine():
+                if state.optimizer_calls == calls and recorder.mine():
                     inner = getattr(optimizer, "optimizer", optimizer)
                     self._stepped(id(inner), skipped=True)
                 else:
@@ -302,11 +302,11 @@ class SteppingPatches:
         return step
 
     def _autocast(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        notes = self._notes
+        state = self._state
 
         def __enter__(context: Any) -> Any:  # noqa: N807
-            if notes.autocast is None and getattr(context, "_enabled", False):
-                notes.autocast = str(getattr(context, "fast_dtype", "")).removeprefix("torch.") or None
+            if state.autocast is None and getattr(context, "_enabled", False):
+                state.autocast = str(getattr(context, "fast_dtype", "")).removeprefix("torch.") or None
             return original(context)
 
         return __enter__
@@ -357,14 +357,14 @@ class SavingPatches:
     """Marks torch.save and names the line that calls it."""
 
     def __init__(self, torch: Any, recorder: Recorder) -> None:
-        self._torch, self._recorder, self._notes = torch, recorder, recorder.notes
+        self._torch, self._recorder, self._state = torch, recorder, recorder.state
 
     def install(self, exchange: Exchange) -> None:
         """Stand at torch.save."""
         exchange.swap(self._torch, "save", self._save)
 
     def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        recorder, notes = self._recorder, self._notes
+        recorder, state = self._recorder, self._state
 
         def save(*args: Any, **kwargs: Any) -> Any:
             if not recorder.mine() or recorder.activity is Activity.CHECKPOINT:
@@ -377,6 +377,6 @@ class SavingPatches:
                 return original(*args, **kwargs)
             finally:
                 recorder.switch(before)
-                notes.checkpoint_lines.charge(where, function, time.perf_counter() - began, "torch.save")
+                state.checkpoint_lines.charge(where, function, time.perf_counter() - began, "torch.save")
 
         return save

@@ -80,7 +80,7 @@ class LoaderTap:
         return self.wait_s * self.timed_cpu_s / self.timed_wait_s if self.timed_wait_s else 0.0
 
     def inspect(self, batch: Any) -> None:
-        """StackSample into some of the batches."""
+        """Look into some of the batches."""
         if self.batches > INSPECT_FIRST and self.batches % INSPECT_EVERY:
             return
         self.batch_bytes = max(self.batch_bytes or 0, count_bytes(batch))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from fulltilt.recorder.attribution import Seen
-from fulltilt.recorder.gpu_clock import CudaClock
 from fulltilt.recorder.loaders import TappedIterator
 from fulltilt.recorder.marks import Activity
-from fulltilt.recorder.rank_state import RankState
 from fulltilt.recorder.stacks.frames import (
     StackView,
     in_backward_or_optimizer,
@@ -18,9 +16,10 @@ from fulltilt.recorder.stacks.frames import (
     user_code_in_backward,
     view_of,
 )
-from fulltilt.recorder.stacks.loop_frames import Evaluation, LoopFrames
-from fulltilt.recorder.step_sampling import LONG_STEP_NS, Rest
-from fulltilt.recorder.steps import AfterStep
+from fulltilt.recorder.step_sampling import LONG_STEP_NS
+
+if TYPE_CHECKING:
+    from fulltilt.recorder.recorder import Recorder
 
 # A window needs this many samples before its own split is trusted over that of the whole run.
 ENOUGH_SAMPLES = 20
@@ -28,7 +27,7 @@ ENOUGH_SAMPLES = 20
 
 @dataclass
 class KindWeights:
-    """StackSampler at one sort of the user's own time, by kind: those of the present window, and those before it."""
+    """Stack samples of one sort of the user's own time, by kind: those of the present window, and those before it."""
 
     enough: int
     window: dict[str, float] = field(default_factory=dict)
@@ -56,7 +55,7 @@ class KindWeights:
 
 
 class WeightsAfter:
-    """StackSampler at the user's own time, in a weights for each activity that it came after."""
+    """Stack samples of the user's own time, by the activity that it came after."""
 
     def __init__(self) -> None:
         self._after: dict[Activity, KindWeights] = {}
@@ -95,34 +94,6 @@ LATE_NS = 300_000
 NS = 1e-9
 
 
-class Watched(Protocol):
-    """What a sample needs of the recorder."""
-
-    notes: RankState
-    clock: CudaClock | None
-    rest: Rest
-    loop_frames: LoopFrames
-    thread_id: int | None
-    activity: Activity
-    left: Activity
-    left_after: Activity
-    last_switch_ns: int
-    step_ns: int
-    previous_step_ns: int
-    training: bool
-    eval_mode: bool
-    evaluation: Evaluation
-
-    def evaluates(self, on: bool) -> None:
-        """A sample has shown whether the training thread evaluates, whatever mode the model is in."""
-        ...
-
-    @property
-    def after_step(self) -> AfterStep:
-        """What the marks so far tell of the stretches behind steps."""
-        ...
-
-
 class StackSample(NamedTuple):
     """A sample of the step under way; ``view`` where it shows later whose work it was."""
 
@@ -135,7 +106,7 @@ class StackSample(NamedTuple):
 class StackSampler:
     """Takes stack samples, each weighted by the time it stands for. Steps that take long are kept apart."""
 
-    def __init__(self, recorder: Watched) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._last_ns = time.perf_counter_ns()
         self._every_s = EARLY_SAMPLE_EVERY_S
@@ -149,7 +120,7 @@ class StackSampler:
         self._step_ns = 0
         self._in_step: list[StackSample] = []
         self._takes_long = False
-        # StackSampler of which it shows later whose work they saw, and the weights that they belong in.
+        # Stack samples of which it shows later whose work they saw, and the weights that they belong in.
         self._undecided: list[tuple[WeightsAfter, StackSample, StackView]] = []
         self._after_step_s = self._after_step_in_model_s = 0.0
 
@@ -171,14 +142,14 @@ class StackSampler:
             return
         if recorder.evaluation.in_sight and activity is Activity.USER:
             self._look_for_its_end()
-        training = recorder.training and not recorder.notes.evaluating(recorder.eval_mode)
+        training = recorder.training and not recorder.state.evaluating(recorder.eval_mode)
         if activity is Activity.BACKWARD and training and recorder.clock is None:
             self._take_in_backward()
             return
         slipped = activity is not Activity.USER and recorder.left is Activity.USER
         if training and slipped and recorder.last_switch_ns > due_ns:
             self._missed(now_ns)
-        if not training or not (activity is Activity.USER or recorder.notes.wants_lines(activity)):
+        if not training or not (activity is Activity.USER or recorder.state.wants_lines(activity)):
             return
         after = recorder.left
         stack = stack_of(recorder.thread_id or 0)
@@ -193,14 +164,14 @@ class StackSampler:
         since_switch_ns = now_ns - recorder.last_switch_ns
         on_time = since_sample_ns < 2e9 * every_s
         weight_s = every_s if on_time else max(min(since_sample_ns, since_switch_ns), 0) * NS
-        view = recorder.notes.understood(view)
+        view = recorder.state.understood(view)
         behind_step = activity is Activity.USER and after is Activity.OPTIMIZER
         if behind_step:
             self._after_step_s += weight_s
             self._after_step_in_model_s += weight_s * view.of_training
         undecided = behind_step and self._is_undecided(view)
         if not undecided:
-            recorder.notes.sampled(activity, view, weight_s)
+            recorder.state.sampled(activity, view, weight_s)
         if activity is Activity.USER:
             self._add(StackSample(after, view.kind, weight_s, view if undecided else None), recorder.step_ns, now_ns)
             if now_ns - due_ns > LATE_NS:
@@ -213,7 +184,7 @@ class StackSampler:
         if stack is None or recorder.activity is not Activity.USER or not recorder.evaluation.in_sight:
             return
         on = recorder.evaluation.goes_on(stack)
-        if on != recorder.notes.evaluating(recorder.eval_mode):
+        if on != recorder.state.evaluating(recorder.eval_mode):
             recorder.evaluates(on)
 
     def _is_undecided(self, view: StackView) -> bool:
@@ -235,9 +206,9 @@ class StackSampler:
         if stack is None or recorder.activity is not Activity.BACKWARD:
             return
         view = view_of(stack, None, recorder.loop_frames.spots) if user_code_in_backward(stack) else None
-        view = recorder.notes.understood(view) if view is not None else None
+        view = recorder.state.understood(view) if view is not None else None
         if view is not None and view.kind == "host":
-            recorder.notes.sampled(Activity.USER, view, self._every_s)
+            recorder.state.sampled(Activity.USER, view, self._every_s)
         self._add_in_backward(view, self._every_s)
 
     def _add_in_backward(self, view: StackView | None, weight_s: float) -> None:
@@ -257,13 +228,13 @@ class StackSampler:
         weight_s = SAMPLE_AT_REST_EVERY * self._every_s
         view = view_of(stack, TappedIterator.at_rest.__code__)
         if view is not None:
-            if recorder.notes.wants_lines(Activity.DATA_WAIT):
-                recorder.notes.sampled(Activity.DATA_WAIT, view, weight_s)
+            if recorder.state.wants_lines(Activity.DATA_WAIT):
+                recorder.state.sampled(Activity.DATA_WAIT, view, weight_s)
             return
         view = view_of(stack, None, recorder.loop_frames.spots, recorder.loop_frames.loop)
         if view is None:
             return
-        view = recorder.notes.understood(view)
+        view = recorder.state.understood(view)
         if takes_long:
             # The first sample of a long step stands for all of it so far.
             weight_s = (since_sample_ns if began_ns == self._step_ns else now_ns - began_ns) * NS
@@ -272,7 +243,7 @@ class StackSampler:
             self._add_in_backward(view if theirs else None, weight_s)
         elif takes_long or not in_backward_or_optimizer(stack):
             self._add(StackSample(Activity.REST, view.kind, weight_s), began_ns, now_ns)
-        recorder.notes.sampled(Activity.USER, view, weight_s)
+        recorder.state.sampled(Activity.USER, view, weight_s)
 
     def _add(self, taken: StackSample, step_ns: int, now_ns: int) -> None:
         if step_ns != self._step_ns:
@@ -304,7 +275,7 @@ class StackSampler:
         own = self._recorder.after_step.is_the_scripts_own(in_model_share)
         for weights, taken, view in self._undecided:
             kind = "host" if own else taken.kind
-            self._recorder.notes.sampled(Activity.USER, replace(view, kind=kind), taken.weight_s)
+            self._recorder.state.sampled(Activity.USER, replace(view, kind=kind), taken.weight_s)
             weights.add(taken.after, kind, taken.weight_s)
         self._undecided.clear()
 

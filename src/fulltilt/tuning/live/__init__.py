@@ -35,7 +35,7 @@ def attach(session: Session) -> None:
     """Tune the loaders of this process from now on."""
     live = Live(session, exact=bool(os.environ.get(EXACT)))
     session.taps.live = live.begin
-    session.notes.live = live.records
+    session.state.live = live.records
 
 
 class Live:
@@ -81,7 +81,7 @@ class Live:
 
     def _write(self, where: str | None, settings: Settings | None) -> None:
         """Leave what was found where `fulltilt run --settings` takes it; None: nothing is to be taken after all."""
-        notes = self._session.notes
+        notes = self._session.state
         notes.learn_rank()
         if notes.rank != 0:
             return

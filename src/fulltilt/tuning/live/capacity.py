@@ -61,7 +61,7 @@ def _bounds(capacity: Capacity, prefetch: int, limits: Limits) -> list[tuple[int
 
 def measure_capacity(session: Session, tap: LoaderTap, other_workers: int, tensors_per_batch: int) -> Capacity:
     """What is left for a new pool of this loader, beside everything that runs now."""
-    told = session.notes.workers.get(tap.loader_id)
+    told = session.state.workers.get(tap.loader_id)
     local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return Capacity(
         cpus=cpu_capacity().usable,
@@ -80,13 +80,13 @@ def measure_capacity(session: Session, tap: LoaderTap, other_workers: int, tenso
 
 def fetches_so_far(session: Session, tap: LoaderTap) -> Fetches:
     """What the workers of a loader have told of their fetches."""
-    workers = session.notes.workers.get(tap.loader_id)
+    workers = session.state.workers.get(tap.loader_id)
     return Fetches(workers.batches, workers.fetch_s) if workers is not None else Fetches()
 
 
 def _cpu_share(session: Session, tap: LoaderTap) -> float | None:
     """The part of fetching in which a CPU is used or queued for."""
-    workers = session.notes.workers.get(tap.loader_id)
+    workers = session.state.workers.get(tap.loader_id)
     if workers is not None and workers.fetch_s > 0:
         return min((workers.fetch_cpu_s + (workers.cpu_wait_s or 0.0)) / workers.fetch_s, 1.0)
     return min(tap.timed_cpu_s / tap.timed_wait_s, 1.0) if tap.timed_wait_s else None
@@ -107,5 +107,5 @@ def _can_pin(session: Session) -> bool:
     """Whether batches are copied to a GPU from memory that is not pinned."""
     import torch
 
-    copies = session.notes.copies
+    copies = session.state.copies
     return session.recorder.clock is not None and copies.asked > 0 and copies.pageable > 0 and torch.cuda.is_available()

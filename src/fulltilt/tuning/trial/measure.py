@@ -139,7 +139,7 @@ class Measuring:
         if len(self._losses) < MOST_LOSSES and self._loss is not None:
             self._losses.append(self._loss)
             self._loss = None
-        if self._session.notes.rank == 0:
+        if self._session.state.rank == 0:
             self._advance()
 
     def _advance(self) -> None:
@@ -217,7 +217,7 @@ class Measuring:
             self._leave(1)
 
     def _script_ended(self) -> None:
-        if os.getpid() == self._pid and self._steps and self._session.notes.rank == 0:
+        if os.getpid() == self._pid and self._steps and self._session.state.rank == 0:
             self._answer(complete=False)
 
     def _answer(self, complete: bool) -> None:
@@ -233,7 +233,7 @@ class Measuring:
             losses=losses,
             not_finite_at=len(losses) if len(losses) < len(self._losses) else None,
             learning_rate=self._learning_rate,
-            world_size=self._session.notes.world_size,
+            world_size=self._session.state.world_size,
             complete=complete,
             out_of_memory=int(statistics.get("num_ooms", 0)),
             remarks=tuple(dict.fromkeys(self._applied.remarks)),
