@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fulltilt.recipes.carclip.build import build
+from fulltilt.recipes.carclip import CarClipOptions
 from fulltilt.recipes.carclip.loss import contrastive_loss
-from fulltilt.recipes.carclip.options import CarClipOptions
+from fulltilt.recipes.carclip.trainer import build
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.synthetic.cars import CAPTIONS, COLUMNS, described, picture
 from fulltilt.recipes.synthetic.folder import spread

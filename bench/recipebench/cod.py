@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 
 from fulltilt.feed.tiers import default_workers
-from fulltilt.recipes.cod.job import build
-from fulltilt.recipes.cod.options import CodOptions
-from fulltilt.recipes.cod.pictures import Pair, Pictures
+from fulltilt.recipes.cod import CodOptions
+from fulltilt.recipes.cod.data import Pair, Pictures
+from fulltilt.recipes.cod.trainer import build
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.synthetic.cod import draw
 from fulltilt.recipes.synthetic.folder import spread

@@ -18,10 +18,9 @@ from fulltilt.errors import StoppedEarly
 from fulltilt.feed.text import Tokens
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.synthetic import text as made
-from fulltilt.recipes.visobert import RECIPE, Options, masks
-from fulltilt.recipes.visobert.batches import TokenisedTexts
-from fulltilt.recipes.visobert.model import keep_tokenizer, load_model, load_tokenizer
-from fulltilt.recipes.visobert.texts import Split, Texts, read_texts
+from fulltilt.recipes.visobert import RECIPE, Options
+from fulltilt.recipes.visobert.data import Split, Texts, TokenisedTexts, read_texts
+from fulltilt.recipes.visobert.model import keep_tokenizer, load_model, load_tokenizer, whole_mask
 from fulltilt.recipes.visobert.trainer import ClassLoss
 from fulltilt.recipes.visobert.training import Fitting
 from fulltilt.train import TrainSettings, checkpoint
@@ -145,7 +144,7 @@ def compute_steps(bench: Bench, fitting: Fitting, served: deque[Any]) -> Callabl
     def several(count: int) -> int:
         batches = list(served)[-count:]
         for batch in batches:
-            step({**batch, "attention_mask": masks.whole(batch["attention_mask"])})
+            step({**batch, "attention_mask": whole_mask(batch["attention_mask"])})
         return sum(len(batch["labels"]) for batch in batches)
 
     first = fitting.trainer.train_dataset.__getitems__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,6 +76,16 @@ def option(
 ) -> Any:
     """A field of a recipe's options: its default, its line in ``--help``, and its bounds."""
     return field(default=default, metadata={"help": help, "least": least, "above": above, "most": most})
+
+
+def imported(place: str) -> Callable[[Request], Any]:
+    """The function ``module:name``, imported when it is first called: flags and help need no torch."""
+    module, _, name = place.partition(":")
+
+    def call(request: Request) -> Any:
+        return getattr(importlib.import_module(module), name)(request)
+
+    return call
 
 
 def on_engine(build: Callable[[Request], Job]) -> Run:

@@ -11,10 +11,18 @@ import torch
 from PIL import Image
 
 from fulltilt.errors import DataError, FulltiltError, UsageError
-from fulltilt.recipes.carclip.build import check, check_options
-from fulltilt.recipes.carclip.options import TEMPLATES, CarClipOptions
-from fulltilt.recipes.carclip.samples import CarPictures, CarViews, decoded, prompts
-from fulltilt.recipes.carclip.table import Picture, check_readable, read, read_templates
+from fulltilt.recipes.carclip import TEMPLATES, CarClipOptions
+from fulltilt.recipes.carclip.data import (
+    CarPictures,
+    CarViews,
+    Picture,
+    check_readable,
+    decoded,
+    prompts,
+    read,
+    read_templates,
+)
+from fulltilt.recipes.carclip.trainer import check, check_options
 from fulltilt.recipes.recipe import Request
 from fulltilt.train.config import TrainSettings
 

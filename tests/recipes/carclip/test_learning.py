@@ -10,7 +10,7 @@ import pytest
 
 from fulltilt.cli.train import run_recipe
 from fulltilt.recipes.carclip import RECIPE
-from fulltilt.recipes.carclip.table import read
+from fulltilt.recipes.carclip.data import read
 from fulltilt.recipes.synthetic import make_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.recipes, pytest.mark.timeout(3600)]

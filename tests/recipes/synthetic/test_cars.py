@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fulltilt.recipes.carclip.table import read
+from fulltilt.recipes.carclip.data import read
 from fulltilt.recipes.synthetic import make_folder
 from fulltilt.recipes.synthetic.cars import BODIES, COLOURS, MAKES, Look, described, picture
 

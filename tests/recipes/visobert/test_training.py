@@ -27,9 +27,10 @@ from fulltilt.diagnosis.rules import gpu
 from fulltilt.errors import MachineError, UsageError
 from fulltilt.feed.text import Batching, TextLoader
 from fulltilt.recipes.synthetic import make_folder
-from fulltilt.recipes.visobert import Options, arguments, texts
-from fulltilt.recipes.visobert.batches import BucketSampler, Picks, ResidentTexts, TokenisedTexts, resident
-from fulltilt.recipes.visobert.disk import refusals_told
+from fulltilt.recipes.visobert import Options, arguments
+from fulltilt.recipes.visobert import data as texts_data
+from fulltilt.recipes.visobert.checkpoints import refusals_told
+from fulltilt.recipes.visobert.data import BucketSampler, Picks, ResidentTexts, TokenisedTexts, resident
 from fulltilt.recipes.visobert.trainer import ClassLoss, TextTrainer
 from fulltilt.recorder.recording import Recording
 from fulltilt.train import checkpoint, checkpoint_files
@@ -340,7 +341,7 @@ def test_a_model_folder_goes_on_with_a_stock_loader_and_other_classes(whole: Pat
     (tmp_path / "train.jsonl").write_text(rows)
     given = ("--model", whole / "model", "--residency", "none", "--workers", "0", "--epochs", "1", "--batch-size", "96")
     assert train("--data", tmp_path, "--out", tmp_path / "out", *given) == 0
-    held_out = len(texts.read_texts(tmp_path, Options(), 0).validation.texts)
+    held_out = len(texts_data.read_texts(tmp_path, Options(), 0).validation.texts)
     assert f"Batch size: {24 - held_out} (expected: 96)" in capsys.readouterr().out, "there are no more texts"
     config = json.loads((tmp_path / "out" / "model" / "config.json").read_text())
     assert config["label2id"] == {"0": 0, "1": 1}
@@ -440,9 +441,9 @@ def test_eight_bit_adamw_on_a_gpu_without_bitsandbytes_is_told(tmp_path: Path, m
     monkeypatch.setattr(arguments, "_on_gpu", lambda request: True)
     monkeypatch.setattr(arguments.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="needs bitsandbytes, which is not installed"):
-        arguments.check_arguments(Request(Options(optim="adamw_bnb_8bit"), TrainSettings(), tmp_path, tmp_path))
+        arguments.check_options(Request(Options(optim="adamw_bnb_8bit"), TrainSettings(), tmp_path, tmp_path))
     with pytest.raises(UsageError, match="no ema_decay"):
-        arguments.check_arguments(Request(Options(), TrainSettings(ema_decay=0.9), tmp_path, tmp_path))
+        arguments.check_options(Request(Options(), TrainSettings(ema_decay=0.9), tmp_path, tmp_path))
 
 
 def test_memory_and_divergence_end_with_their_own_codes_and_what_to_change(

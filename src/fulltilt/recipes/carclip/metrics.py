@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from fulltilt.recipes.carclip.table import Label
-from fulltilt.recipes.carclip.towers import DualEncoder
+from fulltilt.recipes.carclip.data import Label
+from fulltilt.recipes.carclip.model import DualEncoder
 
 RANKS = (1, 5, 10)
 # Rows of the similarity matrix at a time: 1024 × 100,000 in float32 are 400 MB.

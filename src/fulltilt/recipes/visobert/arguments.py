@@ -6,20 +6,19 @@ import difflib
 import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import transformers
 
 from fulltilt.errors import UsageError
 from fulltilt.recipes.pretrained import refuse_unavailable
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.run_folder import refuse_to_replace
+from fulltilt.recipes.visobert import Options
 from fulltilt.train import precision
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.distributed import Ranks, detect, device_of, part_of
-
-if TYPE_CHECKING:
-    from fulltilt.recipes.visobert import Options
 
 GIVE = "Give the folder of a model, or its name on the hub if this machine can reach it."
 EIGHT_BIT = "adamw_bnb_8bit"
@@ -45,9 +44,8 @@ _ENGINE_ONLY = (
 )
 
 
-def check_arguments(request: Request) -> None:
+def check_options(request: Request) -> None:
     """Raise UsageError for settings that cannot be met, before anything is built."""
-    transformers = require_transformers()
     options: Options = request.options
     defaults = {entry.name: entry.default for entry in fields(TrainSettings)}
     changed = [name for name in _ENGINE_ONLY if getattr(request.settings, name) != defaults[name]]
@@ -58,10 +56,9 @@ def check_arguments(request: Request) -> None:
     if options.model is not None:
         refuse_unavailable(options.model, GIVE)
         refuse_to_replace(options.model, request.out)
-    training_args = transformers.training_args
-    _known("optim", options.optim, (name.value for name in training_args.OptimizerNames))
+    _known("optim", options.optim, (name.value for name in transformers.training_args.OptimizerNames))
     _known("lr_scheduler_type", options.lr_scheduler_type, (name.value for name in transformers.SchedulerType))
-    _try_schedule(transformers, options.lr_scheduler_type)
+    _try_schedule(options.lr_scheduler_type)
     if "8bit" in _optimizer(request) and _on_gpu(request) and importlib.util.find_spec("bitsandbytes") is None:
         raise UsageError(
             f"optim: {_optimizer(request)} needs bitsandbytes, which is not installed",
@@ -69,20 +66,8 @@ def check_arguments(request: Request) -> None:
         )
 
 
-def require_transformers() -> Any:
-    """The module transformers. Raises UsageError that says what to install."""
-    try:
-        import accelerate  # noqa: F401 - the Trainer needs it
-        import transformers
-    except ImportError as error:
-        remedy = 'Install it: pip install "fulltilt[hf]"'
-        raise UsageError(f"visobert needs {error.name or 'transformers'}", remedy) from error
-    return transformers
-
-
 def training_arguments(request: Request, steps_per_epoch: int, say: Callable[[str], None]) -> Any:
     """TrainingArguments for the request; ``steps_per_epoch`` counts optimizer steps."""
-    transformers = require_transformers()
     settings, ranks = request.settings, detect()
     options: Options = request.options
     arithmetic = settings.precision
@@ -176,7 +161,7 @@ def _schedule(request: Request) -> tuple[str, dict[str, float]]:
     return ("cosine_with_min_lr", {"min_lr": settings.min_lr}) if settings.min_lr else ("cosine", {})
 
 
-def _try_schedule(transformers: Any, name: str | None) -> None:
+def _try_schedule(name: str | None) -> None:
     """Raise UsageError for a schedule that needs more than its name."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     try:
@@ -194,7 +179,7 @@ def optimizer_name(arguments: Any) -> str:
 def try_optimizer(arguments: Any, model: Any) -> None:
     """Raise UsageError for an optimizer that is not installed, or needs more than its name."""
     try:
-        require_transformers().Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+        transformers.Trainer.get_optimizer_cls_and_kwargs(arguments, model)
     except (ImportError, ValueError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         name = optimizer_name(arguments)

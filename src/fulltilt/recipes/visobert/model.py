@@ -1,17 +1,22 @@
-"""The model and its tokenizer: from a folder or the hub, or a small XLM-R that needs no download."""
+"""The model and its tokenizer, from a folder or the hub, or a small XLM-R that needs no download.
+
+Two things keep the host from holding up the GPU in each step: masks that transformers need not look into, and a model
+that remembers its own structure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import transformers
 
 from fulltilt.recipes import pretrained
 from fulltilt.recipes.run_folder import written_by_library
-from fulltilt.recipes.visobert.arguments import GIVE, require_transformers
-
-if TYPE_CHECKING:
-    from fulltilt.recipes.visobert import Options
+from fulltilt.recipes.visobert import Options
+from fulltilt.recipes.visobert.arguments import GIVE
 
 _HEAD_WIDTH = 32
 # XLM-R's own, in its own order: the ids 0 to 3 are fixed in its configuration.
@@ -20,7 +25,6 @@ _SPECIAL = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 
 def load_tokenizer(options: Options, kept: Path) -> Any:
     """The tokenizer of the model, or the one that ``keep_tokenizer`` has left in ``kept``."""
-    transformers = require_transformers()
     if options.model is not None:
         return pretrained.load("tokenizer", options.model, transformers.AutoTokenizer.from_pretrained, GIVE)
     return pretrained.load("tokenizer", str(kept), transformers.PreTrainedTokenizerFast.from_pretrained, GIVE)
@@ -39,7 +43,6 @@ def keep_tokenizer(options: Options, texts: Sequence[str], kept: Path, *, fresh:
 
 def load_model(options: Options, tokenizer: Any, classes: Sequence[str]) -> Any:
     """A model that gives a logit for each class. Raises UsageError for one that cannot be had."""
-    transformers = require_transformers()
     names = dict(enumerate(classes))
     labels: dict[str, Any] = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
     if options.model is not None:
@@ -81,7 +84,7 @@ def _trained(texts: Sequence[str], vocab_size: int, max_length: int) -> Any:
     made.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[(token, _SPECIAL.index(token)) for token in ("<s>", "</s>")]
     )
-    return require_transformers().PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=made,
         bos_token="<s>",
         eos_token="</s>",
@@ -92,3 +95,59 @@ def _trained(texts: Sequence[str], vocab_size: int, max_length: int) -> Any:
         mask_token="<mask>",
         model_max_length=max_length,
     )
+
+
+def whole_mask(mask: torch.Tensor) -> torch.Tensor:
+    """[batch, width] of 0 and 1 as [batch, 1, width, width] of false and true, without taking more memory.
+
+    Given the former, transformers asks the device in every forward whether anything is padded at all
+    (``padding_mask.all()``), and the host waits for the answer. The latter is taken as it is.
+    """
+    return mask.bool()[:, None, None, :].expand(-1, -1, mask.shape[1], -1)
+
+
+def takes_whole_masks(model: Any, pad_id: int) -> bool:
+    """Whether a model says the same of a padded text under either mask; tried out, since each has its own code."""
+    device = next(model.parameters()).device
+    ids = torch.arange(16, device=device).view(2, 8) % model.config.vocab_size
+    ids = torch.where(ids == pad_id, (pad_id + 1) % model.config.vocab_size, ids)
+    mask = torch.ones_like(ids)
+    ids[1, 5:], mask[1, 5:] = pad_id, 0
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            plain, other = (model(input_ids=ids, attention_mask=given).logits for given in (mask, whole_mask(mask)))
+        return bool(torch.allclose(plain.float(), other.float(), rtol=1e-3, atol=1e-4))
+    except Exception:  # whatever a model says to a mask that it does not know
+        return False
+    finally:
+        model.train(training)
+
+
+def remember_structure(model: torch.nn.Module) -> None:
+    """Let a model whose modules and parameters stay the ones they are answer from memory.
+
+    Hugging Face's Trainer walks through all modules several times in each step: for ``train()``, ``zero_grad()`` and
+    ``parameters()``. For a network of BERT-base's depth that is milliseconds of Python.
+    """
+    parameters = list(model.parameters())
+    walk, switch = model.parameters, model.train
+
+    def known_parameters(recurse: bool = True) -> Iterator[torch.nn.Parameter]:
+        return iter(parameters) if recurse else walk(recurse=False)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        for parameter in parameters:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()
+
+    def train(mode: bool = True) -> Any:
+        return model if model.training is mode else switch(mode)
+
+    model.parameters = known_parameters  # type: ignore[method-assign]
+    model.zero_grad = zero_grad  # type: ignore[method-assign]
+    model.train = train  # type: ignore[method-assign]
+    model.train(not model.training).train(not model.training)  # every module is in one mode from here on

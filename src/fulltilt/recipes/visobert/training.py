@@ -15,33 +15,47 @@ from typing import Any
 import torch
 import transformers
 
-from fulltilt.errors import RunFolderError, StoppedEarly
+from fulltilt.errors import DoesNotFit, RunFolderError, StoppedEarly, UsageError
 from fulltilt.feed.text import Batching, Tokens, tokenise
 from fulltilt.integrations.huggingface import FulltiltCallback, asked_of
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.run_folder import written_by_library
 from fulltilt.recipes.visobert import Options
 from fulltilt.recipes.visobert.arguments import optimizer_name, per_rank, total_steps, training_arguments, try_optimizer
-from fulltilt.recipes.visobert.batches import WIDTH_MULTIPLE, BucketSampler, TokenisedTexts, resident
-from fulltilt.recipes.visobert.callbacks import EvaluateEvery, Figures, StopAndSave
-from fulltilt.recipes.visobert.disk import expected_bytes, refusals_told
-from fulltilt.recipes.visobert.ending import does_not_fit, holds_code, last_metrics
-from fulltilt.recipes.visobert.folder import (
+from fulltilt.recipes.visobert.checkpoints import (
+    DECISIVE,
     STATE_FILE,
     best,
+    expected_bytes,
     losses_of,
+    position_in,
+    refusals_told,
     refuse_other,
+    regrouped,
     settings_of,
     starting_point,
     steps_made,
     steps_of,
     take_folder,
 )
-from fulltilt.recipes.visobert.metrics import classification
+from fulltilt.recipes.visobert.data import (
+    WIDTH_MULTIPLE,
+    BucketSampler,
+    Split,
+    Texts,
+    TokenisedTexts,
+    read_texts,
+    resident,
+)
 from fulltilt.recipes.visobert.model import keep_tokenizer, load_model, load_tokenizer
-from fulltilt.recipes.visobert.regrouping import DECISIVE, position_in, regrouped
-from fulltilt.recipes.visobert.texts import Split, Texts, read_texts
-from fulltilt.recipes.visobert.trainer import ClassLoss, TextTrainer
+from fulltilt.recipes.visobert.trainer import (
+    ClassLoss,
+    EvaluateEvery,
+    Figures,
+    StopAndSave,
+    TextTrainer,
+    classification,
+)
 from fulltilt.records import Sample, Settings
 from fulltilt.train.checkpoint import KeepPolicy
 from fulltilt.train.cuda_graphs import graphs_wanted
@@ -52,6 +66,7 @@ from fulltilt.train.record import IdleGpu
 from fulltilt.train.sampler import seed_everything
 from fulltilt.train.stop import StopRequest
 from fulltilt.train.train_state import KeptSettings
+from fulltilt.train.weight_import import reason
 
 
 def run(request: Request) -> Mapping[str, float]:
@@ -284,3 +299,26 @@ class Fitting:
 
 def _millions(count: int) -> str:
     return f"{count / 1e6:.1f} M" if count >= 1e6 else f"{count:,}"
+
+
+def last_metrics(history: list[dict[str, float]]) -> dict[str, float]:
+    """Those of the last evaluation in the Trainer's history."""
+    last = next((entry for entry in reversed(history) if "eval_loss" in entry), {})
+    return {name: value for name, value in last.items() if name.startswith("eval_")}
+
+
+def does_not_fit(batch_size: int) -> DoesNotFit:
+    """The error for memory that ran out."""
+    return DoesNotFit(
+        f"memory ran out with batches of {batch_size}",
+        f"Set per_device_train_batch_size: {max(batch_size * 5 // 6, 1)}, gradient_checkpointing: true,"
+        " a smaller per_device_eval_batch_size, or optim: adamw_bnb_8bit.",
+    )
+
+
+def holds_code(folder: Path, error: Exception) -> UsageError:
+    """The error for a checkpoint that is refused because loading it could run code."""
+    return UsageError(
+        f"{folder} is refused: it holds more than tensors, and loading it could run code ({reason(error)})",
+        "To begin with its weights alone, give the folder as model.",
+    )

@@ -1,4 +1,4 @@
-"""Pictures and masks of any kind of pixel, as eight bits."""
+"""Which files of a data set are pictures, and pictures and masks of any kind of pixel as eight bits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+
+# What Pillow reads and people train on.
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 
 
 def as_rgb(opened: Any) -> Image.Image:

@@ -15,15 +15,13 @@ from torch.nn import functional as F
 
 from fulltilt.cli import main as command
 from fulltilt.errors import DataError, UsageError
+from fulltilt.recipes.cod import CodOptions
 from fulltilt.recipes.cod import model as network
-from fulltilt.recipes.cod.backbone import blocks as blocks_of
-from fulltilt.recipes.cod.backbone import check_backbone
-from fulltilt.recipes.cod.experts import Experts, imbalance
-from fulltilt.recipes.cod.job import stages
+from fulltilt.recipes.cod.data import Pair, Pictures, check_pairs, pairs
 from fulltilt.recipes.cod.loss import deep_loss, structure_loss
-from fulltilt.recipes.cod.options import CodOptions
-from fulltilt.recipes.cod.pictures import Pair, Pictures, pairs
-from fulltilt.recipes.cod.preflight import check_pairs
+from fulltilt.recipes.cod.model import Experts, check_backbone, imbalance
+from fulltilt.recipes.cod.model import blocks as blocks_of
+from fulltilt.recipes.cod.trainer import stages
 from fulltilt.recipes.synthetic import make_folder
 from fulltilt.train.schedule import trainable
 

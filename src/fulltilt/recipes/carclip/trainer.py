@@ -10,13 +10,19 @@ from typing import Any
 import torch
 
 from fulltilt.errors import UsageError
-from fulltilt.recipes.carclip import table
+from fulltilt.recipes.carclip import BUILT_IN, GIVE, OPEN_CLIP, TEMPLATES, CarClipOptions
+from fulltilt.recipes.carclip import data as table
+from fulltilt.recipes.carclip.data import CarPictures, CarViews, Label, Picture, captions_of, prompts
 from fulltilt.recipes.carclip.loss import compared, contrastive_loss
 from fulltilt.recipes.carclip.metrics import WholeSet
-from fulltilt.recipes.carclip.options import BUILT_IN, GIVE, OPEN_CLIP, TEMPLATES, CarClipOptions
-from fulltilt.recipes.carclip.samples import CarPictures, CarViews, captions_of, prompts
-from fulltilt.recipes.carclip.table import Label, Picture
-from fulltilt.recipes.carclip.towers import Loaded, Towers
+from fulltilt.recipes.carclip.model import (
+    Loaded,
+    Towers,
+    kept_tokenizer,
+    load_hugging_face,
+    load_open_clip,
+    random_weights,
+)
 from fulltilt.recipes.pretrained import refuse_unavailable
 from fulltilt.recipes.recipe import Request, on_engine
 from fulltilt.recipes.run_folder import refuse_foreign, refuse_to_replace, written_by_library
@@ -25,7 +31,7 @@ from fulltilt.train.distributed import detect, device_of
 from fulltilt.train.job import Job
 from fulltilt.train.schedule import Stage
 
-# Above it a pretrained CLIP forgets more than it learns; guide 2 uses 2e-5.
+# Above it a pretrained CLIP forgets more than it learns; 2e-5 is usual.
 GENTLE_LR = 1e-4
 # A larger share of the pictures is not left out without a word.
 TOLD_SHARE = 0.05
@@ -112,22 +118,20 @@ def build(request: Request) -> tuple[Job, Loaded]:
 
 def load_model(request: Request, captions: Sequence[str]) -> Loaded:
     """The model that the options name; ``auto`` is ViT-B/32 on a GPU and a small one on a CPU."""
-    from fulltilt.recipes.carclip import huggingface, openclip, tokens
-
     options: CarClipOptions = request.options
     name = options.model
     if name == "auto":
         name = "vit-b-32" if device_of(request.settings.device, 0).type == "cuda" else "small"
     if name.startswith(OPEN_CLIP):
-        return openclip.load(name)
+        return load_open_clip(name)
     if name not in BUILT_IN:
-        return huggingface.pretrained(name, captions)
+        return load_hugging_face(name, captions)
     home = request.out / "tokenizer"
     known = [] if request.fresh else [home]
     if request.resume_from is not None:  # OUT/checkpoints/step-…
         known.append(request.resume_from.resolve().parent.parent / "tokenizer")
-    tokenizer = tokens.kept_or_trained(home, known, captions)
-    return huggingface.from_nothing(name, tokenizer, captions, options.image_size, options.temperature)
+    tokenizer = kept_tokenizer(home, known, captions)
+    return random_weights(name, tokenizer, captions, options.image_size, options.temperature)
 
 
 def embed_for_metrics(
@@ -150,7 +154,7 @@ def opening(pictures: Sequence[Picture], labels: Sequence[Label], loaded: Loaded
     if not loaded.pretrained:
         lines.append("For pretrained weights: --model openai/clip-vit-base-patch32, or a folder.")
     elif settings.lr > GENTLE_LR:
-        lines.append(f"warning: lr {settings.lr:g} is high for pretrained weights; guide 2 uses 2e-5")
+        lines.append(f"warning: lr {settings.lr:g} is high for pretrained weights; 2e-5 is usual")
     whole = settings.batch_size * settings.accumulation
     if train > whole and train % whole > TOLD_SHARE * train:
         left = f"{train % whole} of {train} pictures"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fulltilt.recipes.cod import metrics
-from fulltilt.recipes.cod.distance import nearest_inside
+from fulltilt.recipes.cod.metrics import nearest_inside
 from fulltilt.recipes.synthetic import cod as made
 
 REFERENCE = importlib.util.find_spec("py_sod_metrics") is not None

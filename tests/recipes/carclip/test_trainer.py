@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 
 from fulltilt.cli.train import run_recipe
 from fulltilt.errors import UsageError
-from fulltilt.recipes.carclip import RECIPE, build, tokens
+from fulltilt.recipes.carclip import RECIPE, trainer
 from fulltilt.recipes.carclip.loss import contrastive_loss
+from fulltilt.recipes.carclip.model import fixed_length, kept_tokenizer, tokenised, trained_tokenizer
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.synthetic import make_folder
 from fulltilt.train.config import TrainSettings
@@ -91,7 +92,7 @@ def test_stopped_and_resumed_it_ends_with_the_same_weights(
             os.kill(os.getpid(), signal.SIGTERM)
         return contrastive_loss(model, parts)
 
-    monkeypatch.setattr(build, "contrastive_loss", stopped)
+    monkeypatch.setattr(trainer, "contrastive_loss", stopped)
     assert run(cars, tmp_path / "cut", accumulation=2) == 3
     assert not (tmp_path / "cut" / "model").exists()
     assert run(cars, tmp_path / "cut", accumulation=2) == 0
@@ -109,7 +110,7 @@ def test_memory_that_runs_out_halves_the_parts_and_changes_nothing(
         return contrastive_loss(model, parts)
 
     assert run(cars, tmp_path / "roomy", max_steps=2) == 0
-    monkeypatch.setattr(build, "contrastive_loss", tight)
+    monkeypatch.setattr(trainer, "contrastive_loss", tight)
     assert run(cars, tmp_path / "tight", max_steps=2) == 0
     assert "going on with micro-batches of 4 (the effective batch stays 8)" in capsys.readouterr().out
     assert_trained_alike(tmp_path / "tight", tmp_path / "roomy")
@@ -126,13 +127,13 @@ def test_frozen_towers_and_temperature_stay(cars: Path, tmp_path: Path) -> None:
 
 def test_the_same_captions_give_the_same_tokenizer(tmp_path: Path) -> None:
     captions = [f"a {colour} car of {year}" for colour in ("red", "blue", "green") for year in range(1990, 2020)]
-    one, two = tokens.trained_on(captions), tokens.trained_on(captions[::-1])
+    one, two = trained_tokenizer(captions), trained_tokenizer(captions[::-1])
     assert one.backend_tokenizer.to_str() == two.backend_tokenizer.to_str()
-    kept = tokens.kept_or_trained(tmp_path / "out", [tmp_path / "out"], captions)
-    again = tokens.kept_or_trained(tmp_path / "new", [tmp_path / "new", tmp_path / "out"], ["other captions"])
+    kept = kept_tokenizer(tmp_path / "out", [tmp_path / "out"], captions)
+    again = kept_tokenizer(tmp_path / "new", [tmp_path / "new", tmp_path / "out"], ["other captions"])
     assert again.get_vocab() == kept.get_vocab() == one.get_vocab(), "a run that goes on reads as it did"
-    length = tokens.fixed_length(one, captions, 77)
-    found = tokens.tokenised(one, ["a red car of 2001", "ein völlig fremdes 車" * 20], length)
+    length = fixed_length(one, captions, 77)
+    found = tokenised(one, ["a red car of 2001", "ein völlig fremdes 車" * 20], length)
     assert found.shape == (2, length)
     assert (found[:, 0] == 0).all()
     assert found[1, -1] == 1, "cut short, but not by its end token"
@@ -150,7 +151,7 @@ def test_a_model_that_cannot_be_had_is_told(
     (tmp_path / "bert" / "config.json").write_text('{"model_type": "bert"}')
     options = RECIPE.options(model=model.format(folder=tmp_path / "bert"))
     with pytest.raises(UsageError, match=told):
-        build.load_model(Request(options, TrainSettings(), cars, tmp_path / "out"), ["a car"])
+        trainer.load_model(Request(options, TrainSettings(), cars, tmp_path / "out"), ["a car"])
 
 
 def test_the_guides_flags_are_the_recipes() -> None:
@@ -170,7 +171,7 @@ def test_pictures_that_fill_no_step_are_not_left_out_without_a_word(
 ) -> None:
     made: Any = [SimpleNamespace(split="train")] * pictures
     loaded: Any = SimpleNamespace(model=torch.nn.Linear(2, 2), about="small", pretrained=False, image_size=32)
-    lines = build.opening(made, [], loaded, TrainSettings(batch_size=batch))
+    lines = trainer.opening(made, [], loaded, TrainSettings(batch_size=batch))
     found = [line for line in lines if line.startswith("Each epoch leaves out")]
     assert bool(found) == (told is not None)
     assert told is None or told in found[0]

@@ -12,10 +12,9 @@ import torch
 from fulltilt.errors import DataError, FulltiltError, UsageError
 from fulltilt.recipes import options
 from fulltilt.recipes.synthetic import text as made
-from fulltilt.recipes.visobert import RECIPE, Options
-from fulltilt.recipes.visobert.keys import translate
-from fulltilt.recipes.visobert.metrics import classification
-from fulltilt.recipes.visobert.texts import read_texts
+from fulltilt.recipes.visobert import RECIPE, Options, translate
+from fulltilt.recipes.visobert.data import read_texts
+from fulltilt.recipes.visobert.trainer import classification
 
 ROWS = [("hay lắm", "good"), ("chán\nquá", "bad"), ('"ok", bạn', "good"), ("tệ", "bad")]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fulltilt.recipes.visobert import structure
+from fulltilt.recipes.visobert.model import remember_structure
 
 
 class Counting(nn.Module):
@@ -25,7 +25,7 @@ class Counting(nn.Module):
 def test_training_mode_reaches_every_module_when_it_changes_and_only_then() -> None:
     model = Counting()
     model.inner[1].eval()  # left in another mode by whoever made the model
-    structure.remember(model)
+    remember_structure(model)
     assert all(module.training for module in model.modules())
     before = model.walks
     for _ in range(5):
@@ -41,7 +41,7 @@ def test_training_mode_reaches_every_module_when_it_changes_and_only_then() -> N
 def test_parameters_and_gradients_are_those_of_the_model() -> None:
     model = Counting()
     wanted = list(model.parameters())
-    structure.remember(model)
+    remember_structure(model)
     assert [id(p) for p in model.parameters()] == [id(p) for p in wanted]
     assert list(model.parameters(recurse=False)) == []
     model.inner(torch.ones(1, 3)).sum().backward()

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from fulltilt.cli import main as command
-from fulltilt.recipes.cod import job
 from fulltilt.recipes.cod import model as network
+from fulltilt.recipes.cod import trainer
 from fulltilt.recipes.synthetic import make_folder
 
 SMALL = (
@@ -65,7 +65,7 @@ def test_a_stop_by_sigterm_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    computed, calls = job.loss, 0
+    computed, calls = trainer.loss, 0
 
     def interrupted(*arguments: Any) -> torch.Tensor:
         nonlocal calls
@@ -74,7 +74,7 @@ def test_a_stop_by_sigterm_changes_nothing(
             signal.raise_signal(signal.SIGTERM)
         return computed(*arguments)
 
-    monkeypatch.setattr(job, "loss", interrupted)
+    monkeypatch.setattr(trainer, "loss", interrupted)
     assert train(data, tmp_path / "stopped") == 3
     assert calls == step
     assert not same(whole, weights(tmp_path / "stopped"))

@@ -1,18 +1,24 @@
-"""The run folder: taken for one run, and the checkpoint in it that a run goes on from."""
+"""The checkpoints of Hugging Face's Trainer in the run folder: taken over, gone on from, and what the disk refuses."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
+import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fulltilt.errors import UsageError
+from safetensors import SafetensorError
+
+from fulltilt.errors import MachineError, UsageError
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.run_folder import claim, refuse_foreign, remove_private
 from fulltilt.train import checkpoint, checkpoint_files
-from fulltilt.train.checkpoint import newest_complete
+from fulltilt.train.guards import is_out_of_memory
 from fulltilt.train.progress import Screen
 from fulltilt.train.resume import set_aside
 from fulltilt.train.weight_import import compare
@@ -37,7 +43,7 @@ def take_folder(request: Request, root: Path, screen: Screen, cleanup: contextli
 
 def starting_point(request: Request, root: Path, screen: Screen) -> Path | None:
     """The checkpoint to go on from, None to begin. Raises UsageError, MachineError."""
-    found = newest_complete(root)
+    found = checkpoint.newest_complete(root)
     for warning in found.warnings:
         screen.warn(warning)
     if found.checkpoint is not None:
@@ -117,3 +123,76 @@ def best(root: Path, mode: str) -> Path | None:
             if found.metric is not None:
                 rated.append((found.metric if mode == "max" else -found.metric, folder))
     return max(rated)[1] if rated else None
+
+
+# What decides how many steps an epoch has.
+DECISIVE = frozenset({"batch_size", "accumulation", "samples"})
+
+
+def position_in(folder: Path, per_epoch: int) -> int:
+    """How many steps of ``per_epoch`` an epoch lead to where ``folder`` stands; within an epoch rounded down."""
+    state = json.loads((folder / STATE_FILE).read_text())
+    return _position(state.get("epoch"), per_epoch, int(state["global_step"]))
+
+
+@contextlib.contextmanager
+def regrouped(folder: Path, position: int, per_epoch: int) -> Iterator[Path]:
+    """A checkpoint of another batch size, as the Trainer would have written it with this one, at step ``position``.
+
+    The Trainer finds the epoch by dividing its steps by those of an epoch. After a change of the batch size these are
+    not the steps that were made: a run that is half done would be nearly finished. The files stay where they are.
+    """
+    with tempfile.TemporaryDirectory(prefix="fulltilt-resume-") as private:
+        into = Path(private)
+        for path in folder.iterdir():
+            if path.name != STATE_FILE:
+                (into / path.name).symlink_to(path.resolve())
+        state = json.loads((folder / STATE_FILE).read_text())
+        history = [
+            entry | {"step": _position(entry.get("epoch"), per_epoch, entry["step"])} for entry in state["log_history"]
+        ]
+        told = state | {"global_step": position, "log_history": history}
+        (into / STATE_FILE).write_text(json.dumps(told, indent=2) + "\n")
+        yield into
+
+
+def set_schedule(scheduler: Any, groups: list[dict[str, Any]], position: int) -> None:
+    """Put torch's LambdaLR, which all of Hugging Face's schedules by steps are, to ``position``."""
+    factors = getattr(scheduler, "lr_lambdas", None)
+    if factors is None:
+        return
+    scheduler.last_epoch, scheduler._step_count = position, position + 1
+    for group, base, factor in zip(groups, scheduler.base_lrs, factors, strict=True):
+        group["lr"] = base * factor(position)
+    scheduler._last_lr = [group["lr"] for group in groups]
+
+
+def _position(epoch: float | None, per_epoch: int, otherwise: int) -> int:
+    return otherwise if epoch is None else int(epoch * per_epoch + 1e-6)
+
+
+def expected_bytes(model: Any, optimizer: str = "") -> int:
+    """About how large the model and its optimizer's state will be; of one other than torch's AdamW, without it."""
+    weights: dict[int, int] = {
+        tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()
+    }  # shared ones once
+    trained: int = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    return sum(weights.values()) + (2 * trained if optimizer.startswith("adamw_torch") else 0)
+
+
+@contextlib.contextmanager
+def refusals_told(folder: Path, needed_bytes: int) -> Iterator[None]:
+    """Within it, a refused write is a MachineError. torch and safetensors keep the system's own words to themselves."""
+    try:
+        yield
+    except OSError as error:
+        raise checkpoint_files.cannot_write(Path(error.filename or folder), error, needed_bytes) from error
+    except (RuntimeError, SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise
+        if checkpoint_files.free_bytes(folder) < needed_bytes:
+            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise checkpoint_files.cannot_write(folder, full, needed_bytes) from error
+        if isinstance(error, SafetensorError):
+            raise MachineError(f"cannot write {folder}: {error}") from error
+        raise

@@ -4,23 +4,39 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fulltilt.feed import augment
+from fulltilt.recipes.cod import CodOptions, first_stage
 from fulltilt.recipes.cod import model as network
-from fulltilt.recipes.cod.backbone import blocks as blocks_of
+from fulltilt.recipes.cod.data import Pictures, pairs
 from fulltilt.recipes.cod.loss import deep_loss, structure_loss
 from fulltilt.recipes.cod.metrics import measure
-from fulltilt.recipes.cod.options import CodOptions, first_stage
-from fulltilt.recipes.cod.pictures import Pictures, pairs
-from fulltilt.recipes.recipe import Request
+from fulltilt.recipes.cod.model import blocks as blocks_of
+from fulltilt.recipes.recipe import Request, on_engine
 from fulltilt.train.job import Job
 from fulltilt.train.schedule import Stage
 
 # Stage 2 has its whole backbone moving after this share of its epochs.
 UNFROZEN_AFTER = 0.4
+
+
+def check_options(request: Request) -> None:
+    """Look at the backbone and its weights. Raises UsageError."""
+    options: CodOptions = request.options
+    network.check_backbone(options.backbone, options.img_size, options.weights)
+
+
+def run(request: Request) -> Mapping[str, float]:
+    """Train, and return the last metrics."""
+    checkpoint = request.resume_from
+    if request.options.skip_stage1 and checkpoint is not None and checkpoint.is_dir():
+        # Stage 2 begins at its beginning, with these weights: the position in the other run means nothing here.
+        request = replace(request, resume_from=checkpoint / "model.safetensors")
+    return on_engine(build)(request)
 
 
 def build(request: Request) -> Job:

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from fulltilt.recipes import tables
-from fulltilt.recipes.pixels import as_mask, as_rgb
+from fulltilt.recipes.images import as_mask, as_rgb
 
 
 def saved(folder: Path, values: np.ndarray, name: str = "a.png") -> Path:

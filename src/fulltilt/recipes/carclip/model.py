@@ -1,0 +1,317 @@
+"""CLIP through transformers or open_clip: pictures and tokens in, embeddings of length one out; and its tokenizer.
+
+Pretrained from a folder or the hub, as ``open_clip:ViT-B-32[/WEIGHTS]``, or with random weights in two sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from fulltilt.errors import UsageError
+from fulltilt.recipes.carclip import GIVE, OPEN_CLIP
+from fulltilt.recipes.pretrained import cannot_load, load
+from fulltilt.recipes.run_folder import refuse_foreign, written_by_library
+from fulltilt.train.distributed import detect
+
+# What every CLIP model was trained with.
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+# transformers' 0.02 drowns in the patches, which are about 25 times as large: such a model learns colours and, for a
+# long time, no shapes. Synthetic cars, 10,000 samples: recall at 1 is 8 × chance with 0.02 and 25 × with this.
+POSITION_STD = 0.3
+START, END = "<|startoftext|>", "<|endoftext|>"
+# Captions of cars are a few hundred words; what remains of it goes to their parts, so that no caption is unknown.
+VOCABULARY = 4096
+
+
+class HuggingFaceTowers(torch.nn.Module):
+    """transformers' CLIPModel. ``image_part`` and ``text_part`` are patterns of parameter names."""
+
+    image_part: tuple[str, ...] = ("*clip.vision_model.*",)
+    text_part: tuple[str, ...] = ("*clip.text_model.*",)
+
+    def __init__(self, clip: Any, tokenizer: Any) -> None:
+        super().__init__()
+        self.clip, self.tokenizer = clip, tokenizer
+
+    def image_features(self, images: torch.Tensor) -> torch.Tensor:
+        """[batch, width] of normalised pictures."""
+        projected: torch.Tensor = self.clip.visual_projection(self.clip.vision_model(pixel_values=images).pooler_output)
+        return projected
+
+    def text_features(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[batch, width]. No mask: the text is read at its end token, and attention looks only back from there."""
+        projected: torch.Tensor = self.clip.text_projection(self.clip.text_model(input_ids=tokens).pooler_output)
+        return projected
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Compute activations again in backward."""
+        self.clip.gradient_checkpointing_enable()
+
+    def save(self, folder: Path) -> None:
+        """In Hugging Face's format: ``--model`` takes it too."""
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        self.clip.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        preparing = _preparing(int(self.clip.config.vision_config.image_size))
+        (folder / "preprocessor_config.json").write_text(json.dumps(preparing, indent=2) + "\n")
+
+
+class OpenClipTowers(torch.nn.Module):
+    """A model of open_clip, with the same face."""
+
+    image_part: tuple[str, ...] = ("*clip.visual.*",)
+    text_part: tuple[str, ...] = tuple(
+        f"*clip.{name}*" for name in ("text.", "transformer.", "token_emb", "positional_emb", "ln_final", "text_pro")
+    )
+
+    def __init__(self, clip: Any) -> None:
+        super().__init__()
+        self.clip = clip
+
+    def image_features(self, images: torch.Tensor) -> torch.Tensor:
+        """[batch, width] of normalised pictures."""
+        features: torch.Tensor = self.clip.encode_image(images)
+        return features
+
+    def text_features(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[batch, width] of token numbers."""
+        features: torch.Tensor = self.clip.encode_text(tokens)
+        return features
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Compute activations again in backward."""
+        self.clip.set_grad_checkpointing()
+
+    def save(self, folder: Path) -> None:
+        """The weights under open_clip's own names."""
+        from safetensors.torch import save_model
+
+        save_model(self.clip, str(folder / "open_clip_model.safetensors"))
+
+
+Towers = HuggingFaceTowers | OpenClipTowers
+
+
+class DualEncoder(torch.nn.Module):
+    """Both towers behind one ``forward``, so that torch.compile and checkpointing see one module."""
+
+    mean: torch.Tensor
+    std: torch.Tensor
+
+    def __init__(self, towers: Towers, mean: tuple[float, ...] = CLIP_MEAN, std: tuple[float, ...] = CLIP_STD) -> None:
+        super().__init__()
+        self.towers = towers
+        self.register_buffer("mean", torch.tensor(mean)[:, None, None], persistent=False)
+        self.register_buffer("std", torch.tensor(std)[:, None, None], persistent=False)
+
+    @property
+    def log_scale(self) -> torch.nn.Parameter:
+        """The logarithm of the factor on cosines; its inverse is the temperature."""
+        scale: torch.nn.Parameter = self.towers.clip.logit_scale
+        return scale
+
+    def forward(self, images: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings of pictures (uint8, or float in [0, 1]) and of their captions."""
+        return self.embed_images(images), self.embed_texts(tokens)
+
+    def embed_images(self, images: torch.Tensor) -> torch.Tensor:
+        """[batch, width], float32, each of length one."""
+        pixels = images.float() / 255 if images.dtype == torch.uint8 else images
+        features = self.towers.image_features((pixels - self.mean) / self.std)
+        return functional.normalize(features.float(), dim=-1)
+
+    def embed_texts(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[batch, width], float32, each of length one."""
+        return functional.normalize(self.towers.text_features(tokens.long()).float(), dim=-1)
+
+    def gradient_checkpointing_enable(self) -> None:
+        """For the engine's setting of that name."""
+        self.towers.gradient_checkpointing_enable()
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model with what belongs to it. ``tokenise`` gives int32 [texts, length], all of one length."""
+
+    model: DualEncoder
+    tokenise: Callable[[list[str]], torch.Tensor]
+    image_size: int
+    about: str
+    pretrained: bool
+
+
+# --------------------------------------------------------------------------- models
+
+
+def load_hugging_face(name: str, captions: Sequence[str]) -> Loaded:
+    """The CLIP model of a folder or hub name. Raises UsageError, DataError."""
+    from transformers import AutoTokenizer, CLIPModel
+    from transformers.utils import logging
+
+    _refuse_other_model(Path(name))
+    logging.disable_progress_bar()
+    clip = load("CLIP model", name, CLIPModel.from_pretrained, GIVE)
+    tokenizer = load("tokenizer", name, AutoTokenizer.from_pretrained, GIVE)
+    return _loaded(clip, tokenizer, captions, f"{name}, pretrained", pretrained=True)
+
+
+def _refuse_other_model(folder: Path) -> None:
+    if not folder.is_dir():
+        return
+    try:
+        kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UsageError(
+            f"{folder} holds no model: its config.json cannot be read", "Give a CLIP model's folder."
+        ) from error
+    if kind != "clip":
+        raise UsageError(f"the model in {folder} is of type {kind!r}, not clip", "Give a CLIP model's folder.")
+
+
+def random_weights(
+    size: str, tokenizer: Any, captions: Sequence[str], image_size: int | None, temperature: float
+) -> Loaded:
+    """CLIP with random weights; ``size`` is small or vit-b-32."""
+    from transformers import CLIPConfig, CLIPModel
+
+    # Small enough for two CPU cores; the other is OpenAI's ViT-B/32, whose shapes are transformers' defaults.
+    if size == "small":
+        shape = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4}
+        vision = {**shape, "num_hidden_layers": 4, "patch_size": 16, "image_size": image_size or 96}
+        text, width = {**shape, "num_hidden_layers": 2}, 128
+    else:
+        vision, text, width = {"image_size": image_size or 224}, {}, 512
+    if vision["image_size"] % vision.get("patch_size", 32):
+        raise UsageError(f"image_size {image_size} is no multiple of {vision.get('patch_size', 32)}, the model's patch")
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    config = CLIPConfig(
+        text_config={**text, "vocab_size": len(tokenizer), "projection_dim": width, **ids},
+        vision_config={**vision, "projection_dim": width},
+        projection_dim=width,
+        logit_scale_init_value=math.log(1 / temperature),
+    )
+    clip = CLIPModel(config)
+    torch.nn.init.normal_(clip.vision_model.embeddings.position_embedding.weight, std=POSITION_STD)
+    return _loaded(clip, tokenizer, captions, f"{size}, random weights", pretrained=False)
+
+
+def _loaded(clip: Any, tokenizer: Any, captions: Sequence[str], about: str, *, pretrained: bool) -> Loaded:
+    length = fixed_length(tokenizer, captions, clip.config.text_config.max_position_embeddings)
+    return Loaded(
+        model=DualEncoder(HuggingFaceTowers(clip, tokenizer)),
+        tokenise=partial(tokenised, tokenizer, length=length),
+        image_size=int(clip.config.vision_config.image_size),
+        about=about,
+        pretrained=pretrained,
+    )
+
+
+def load_open_clip(asked: str) -> Loaded:
+    """The model that ``asked`` names. Raises UsageError when open_clip or the model is not there."""
+    try:
+        import open_clip
+    except ImportError as error:
+        raise UsageError(f"{asked} needs open_clip", "Install it with: pip install open_clip_torch") from error
+    name, _, weights = asked.removeprefix(OPEN_CLIP).partition("/")
+    try:
+        clip = open_clip.create_model(name, pretrained=weights or None)
+        tokenizer = open_clip.get_tokenizer(name)
+    except Exception as error:  # its own RuntimeError for names, the hub's and the network's for weights
+        which = f"{name}{f' with weights {weights}' if weights else ''}"
+        remedy = "See open_clip.list_pretrained() for names and weights."
+        raise cannot_load("open_clip model", which, error, remedy) from error
+    side = clip.visual.image_size
+    mean, std = (
+        getattr(clip.visual, key, None) or usual for key, usual in (("image_mean", CLIP_MEAN), ("image_std", CLIP_STD))
+    )
+    return Loaded(
+        model=DualEncoder(OpenClipTowers(clip), tuple(mean), tuple(std)),
+        tokenise=lambda captions: tokenizer(captions).to(torch.int32),
+        image_size=int(side[0] if isinstance(side, tuple) else side),
+        about=f"{name} of open_clip, {f'weights {weights}' if weights else 'random weights'}",
+        pretrained=bool(weights),
+    )
+
+
+def _preparing(side: int) -> dict[str, Any]:
+    return {
+        "image_processor_type": "CLIPImageProcessor",
+        "do_resize": True,
+        "size": {"shortest_edge": side},
+        "do_center_crop": True,
+        "crop_size": {"height": side, "width": side},
+        "resample": 3,
+        "do_convert_rgb": True,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(CLIP_MEAN),
+        "image_std": list(CLIP_STD),
+    }
+
+
+# --------------------------------------------------------------------------- the tokenizer of a model without one
+
+
+def trained_tokenizer(captions: Sequence[str]) -> Any:
+    """A byte-pair tokenizer in Hugging Face's form. The same captions give the same tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE())
+    made.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[START, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(sorted(set(captions)), trainer)
+    made.post_processor = processors.TemplateProcessing(
+        single=f"{START} $A {END}", special_tokens=[(START, 0), (END, 1)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token=START, eos_token=END, pad_token=END)
+
+
+def kept_tokenizer(home: Path, others: Sequence[Path], captions: Sequence[str]) -> Any:
+    """The tokenizer in the first of ``others`` that has one; otherwise a new one, which is left in ``home``.
+
+    A run that goes on, perhaps with more pictures, must read its captions as before. Raises ForeignFiles, DataError.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    refuse_foreign(home)
+    for folder in others:
+        if (folder / "tokenizer.json").is_file():
+            return load("tokenizer", str(folder), PreTrainedTokenizerFast.from_pretrained, "Use --fresh.")
+    made = trained_tokenizer(captions)
+    if detect().rank == 0:
+        with written_by_library(home) as private:
+            made.save_pretrained(str(private))
+    return made
+
+
+def fixed_length(tokenizer: Any, captions: Sequence[str], most: int) -> int:
+    """The tokens of the longest caption, in steps of 8 for the GPU's sake and at most what the model has room for."""
+    longest = max((len(ids) for ids in tokenizer(list(captions))["input_ids"]), default=8)
+    return min(-(-longest // 8) * 8, most)
+
+
+def tokenised(tokenizer: Any, captions: Sequence[str], length: int) -> torch.Tensor:
+    """int32 [captions, length]. A longer caption loses its end, but not the end token that its meaning is read from."""
+    found = tokenizer(list(captions), padding="max_length", truncation=True, max_length=length)
+    return torch.tensor(found["input_ids"], dtype=torch.int32)
