@@ -18,7 +18,6 @@ from typing import Any
 from fulltilt import store
 from fulltilt.errors import ForeignFiles, FulltiltError, UsageError
 from fulltilt.recipes.recipe import Recipe, Request
-from fulltilt.store.writing import TRAINING
 from fulltilt.train import config
 from fulltilt.train.config import TrainSettings
 
@@ -31,7 +30,9 @@ _ANOTHER_OUT = "Choose another folder with --out."
 
 def claim(out: Path) -> store.OwnedFolder:
     """The folder of a training, made or taken over. Raises ForeignFiles, UsageError, MachineError."""
-    return store.OwnedFolder.claim(out, TRAINING)
+    from fulltilt.train import checkpoint  # torch, which flags and help do without
+
+    return checkpoint.claim(out)
 
 
 def refuse_other_recipe(recipe: Recipe, request: Request) -> None:

@@ -68,7 +68,7 @@ STEPS_PER_EPOCH = 4
 # Reading these on a GPU makes the host wait for it.
 READING = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
 # Figures some steps old; the optimizer's own counter, which the GPU's fused one does not read; masks on the host.
-MAY_READ = ("fulltilt/train/readout.py", "torch/optim/", "fulltilt/recorder/loaders/batches.py")
+MAY_READ = ("fulltilt/train/metrics_log.py", "torch/optim/", "fulltilt/recorder/loaders/batches.py")
 
 
 @pytest.fixture(scope="module")
