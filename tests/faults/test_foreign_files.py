@@ -78,7 +78,7 @@ class Place:
     def command(self) -> list[str]:
         target = self.target
         small = {
-            "visobert": "--epochs 1 --batch-size 16 --vocab-size 200 --max-length 16 --hidden-size 16 "
+            "visobert": "--epochs 1 --batch-size 16 --vocab-size 200 --max-length 16 --hidden-size 32 "
             "--num-hidden-layers 1 --max-steps 3 --save-every 1",
             "cod": "--backbone test_resnet --img-size 32 --decoder-width 16 --num-experts 2 --epochs 1 "
             "--stage1-epochs 0 --batch-size 4 --stage2-batch-size 4 --workers 0 --max-steps 2 --save-every 1",
@@ -103,7 +103,7 @@ class Place:
         return subprocess.Popen(self.command(), cwd=self.root, stdout=output, stderr=subprocess.STDOUT, text=True)
 
     def run(self) -> tuple[int, str]:
-        code = self.start().wait(timeout=150)
+        code = self.start().wait(timeout=400)
         return code, (self.root / "output.txt").read_text()
 
     def names(self) -> list[str]:
@@ -235,7 +235,7 @@ def check_during(place: Place, seed: int) -> None:
     if not place.target.exists():
         pytest.skip("it had ended already")
     before = plant(place, rng, place.names(), replacing=False)
-    process.wait(timeout=150)
+    process.wait(timeout=400)
     output = (place.root / "output.txt").read_text()
     assert snapshot_of(before) == before, output
     assert "Traceback" not in output, output
