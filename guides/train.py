@@ -1,4 +1,4 @@
-"""Guide 4: `python train.py`, configured by the config.yaml of the current folder, or else by the one beside this file.
+"""The ViSoBERT trainer: `python train.py`, configured by ./config.yaml, or else by the one beside this file.
 
 It is `fulltilt train visobert`; every flag of the recipe works too: `fulltilt train visobert --help`.
 """

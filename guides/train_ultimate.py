@@ -1,6 +1,6 @@
-"""Guides 1 and 3: `python train_ultimate.py train --dataset-path … --checkpoint-dir … …` as they write it.
+"""The COD10K two-stage trainer: `python train_ultimate.py train --dataset-path … --checkpoint-dir … …`.
 
-It is `fulltilt train cod` under the guides' names of flags, on all GPUs that are there. Every flag of the recipe works
+It is `fulltilt train cod` under the names of its flags, on all GPUs that are there. Every flag of the recipe works
 too: `fulltilt train cod --help`.
 """
 
@@ -20,13 +20,13 @@ NAMES = {
     "--scheduler": "--schedule",
     "--num-workers": "--workers",
 }
-USAGE = "Usage: python train_ultimate.py train --dataset-path DIR --checkpoint-dir DIR [flags of guides 1 and 3]"
-# The guides switch these on by name, so without the name they are off.
+USAGE = "Usage: python train_ultimate.py train --dataset-path DIR --checkpoint-dir DIR [--backbone …]"
+# These are switched on by name, so without the name they are off.
 OFF = {"progressive_unfreeze": False, "deep_supervision": False}
 
 
 def translated(arguments: list[str]) -> list[str]:
-    """The guides' flags as the recipe calls them; of a flag given twice the last counts."""
+    """That trainer's flags as the recipe calls them; of a flag given twice the last counts."""
     known = []
     for argument in arguments:
         name, given, value = argument.partition("=")
@@ -35,7 +35,7 @@ def translated(arguments: list[str]) -> list[str]:
 
 
 def gpus() -> list[str]:
-    """Guide 3 changes no code for two GPUs: all that are visible take part."""
+    """All GPUs that are visible take part."""
     import torch
 
     return ["--gpus", str(torch.cuda.device_count())] if torch.cuda.device_count() > 1 else []

@@ -1,4 +1,4 @@
-"""carclip: CLIP ViT-B/32 at 224 px, batch 256, bf16, against guide 2's settings (128, 12 workers, fp16)."""
+"""carclip: CLIP ViT-B/32 at 224 px, batch 256, bf16, against the usual settings (128, 12 workers, fp16)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(bench: Bench) -> None:
     bench.note_all(engine_turns(*engine_job(bench, data, batch, 1, again), bench.work / "fed", turns))
     bench.begins("the guide's settings")
     bench.note("guide", guide_rate(bench, data))
-    bench.remark("guide 2's accumulation compares 128 captions a step; ours at its batch compares 256 (GradCache)")
+    bench.remark("the usual accumulation compares 128 captions a step; ours at its batch compares 256 (GradCache)")
     if bench.left_s() > bench.another_s:
         bench.begins("ours at the guide's batch")
         part, again = (4, again) if bench.smoke else (GUIDE_BATCH, 12)
@@ -89,7 +89,7 @@ def compute_steps(bench: Bench, data: Path, batch: int) -> Callable[[int], int]:
 
 
 def guide_rate(bench: Bench, data: Path) -> float:
-    """Guide 2's command: a stock loader that prepares pictures in 12 workers, batch 128, fp16 with a scaler.
+    """The usual command: a stock loader that prepares pictures in 12 workers, batch 128, fp16 with a scaler.
 
     It steps after every batch; leaving every second step out, as its accumulation does, would save 1 to 2 %.
     """

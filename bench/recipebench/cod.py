@@ -1,4 +1,4 @@
-"""cod: EdgeNeXt-base at 384 px, batch 64, all of it trained, bf16, against guide 1's solution 1 (8, 12 workers)."""
+"""cod: EdgeNeXt-base at 384 px, batch 64, all of it trained, bf16, against the usual settings (8, 12 workers)."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def compute_steps(bench: Bench, options: CodOptions, data: Path, batch: int) -> 
 
 
 def guide_rate(bench: Bench, options: CodOptions, data: Path) -> float:
-    """Guide 1's solution 1: a stock loader that augments on the CPU, batch 8, 12 workers, fp16 with a scaler."""
+    """The usual settings: a stock loader that augments on the CPU, batch 8, 12 workers, fp16 with a scaler."""
     job = build(Request(options, TrainSettings(), data, bench.work))
     model = job.model.to(bench.device).train()
     loader = torch.utils.data.DataLoader(

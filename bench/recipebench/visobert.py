@@ -1,4 +1,4 @@
-"""visobert: BERT-base on short text, batch 512 in length buckets, bf16, against guide 4's settings (96, 2 workers)."""
+"""visobert: BERT-base on short text, batch 512 in length buckets, bf16, against the usual settings (96, 2 workers)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def run(bench: Bench) -> None:
     bench.note_all(trainer_turns(fitting, turns))
     bench.begins("the guide's settings")
     bench.note("guide", guide_rate(bench, fitting, texts))
-    bench.remark("guide 4's 8-bit AdamW is left out on both sides: fused AdamW is at least as fast")
+    bench.remark("the usual 8-bit AdamW is left out on both sides: fused AdamW is at least as fast")
     if bench.left_s() > bench.another_s:
         bench.begins("ours at the guide's batch")
         small = fitted(bench, data, options, texts, 8 if bench.smoke else GUIDE_BATCH)
@@ -156,7 +156,7 @@ def compute_steps(bench: Bench, fitting: Fitting, served: deque[Any]) -> Callabl
 
 
 def guide_rate(bench: Bench, fitting: Fitting, texts: Texts) -> float:
-    """Guide 4's settings: a stock loader in random order, padded to the longest of each batch of 96, fp16."""
+    """The usual settings: a stock loader in random order, padded to the longest of each batch of 96, fp16."""
     batch, workers = (8, 1) if bench.smoke else (GUIDE_BATCH, GUIDE_WORKERS)
     tokens: Tokens = fitting._tokens(texts.train)
     pad = transformers.DataCollatorWithPadding(fitting.tokenizer)

@@ -1,4 +1,4 @@
-"""Guide 2's GPU check: `python scripts/check_gpu_utilization.py`. It is `fulltilt check`, with the guide's memory line.
+"""A GPU check: `python scripts/check_gpu_utilization.py`. It is `fulltilt check`, with a line on memory.
 
 The peak is the highest of the readings taken here within two seconds; a training job's own peak is in its report.
 """

@@ -1,6 +1,6 @@
-"""Guide 2: `python scripts/train_car_clip.py --batch_size 128 --gradient_accumulation 2 --num_workers 12 …`.
+"""The CLIP car trainer: `python scripts/train_car_clip.py --batch_size 128 --gradient_accumulation 2 …`.
 
-It is `fulltilt train carclip` under the guide's names of flags and with its defaults. Every flag of the recipe works
+It is `fulltilt train carclip` under the names of its flags and with its defaults. Every flag of the recipe works
 too: `fulltilt train carclip --help`.
 """
 
@@ -21,12 +21,12 @@ NAMES = {
     "--no_mixed_precision": "--precision=fp32",
 }
 RECIPE = carclip.RECIPE
-# The guide's own; a config file and flags win over them.
+# Its own defaults; a config file and flags win over them.
 DEFAULTS = {"batch_size": 96, "accumulation": 1, "workers": 8, "lr": 2e-5}
 
 
 def translated(arguments: list[str]) -> list[str]:
-    """The guide's flags as the recipe calls them; of a flag given twice the last counts."""
+    """That trainer's flags as the recipe calls them; of a flag given twice the last counts."""
     known = []
     for argument in arguments:
         name, given, value = argument.partition("=")
@@ -37,7 +37,7 @@ def translated(arguments: list[str]) -> list[str]:
 
 
 def batch_line(arguments: list[str], batch_size: int) -> str | None:
-    """The guide's word that nothing overrides the batch size. A config file may set it too: the training says it."""
+    """A word that nothing overrides the batch size. A config file may set it too: the training says it."""
     given = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
     if "--batch-size" in given:
         return f"Using batch size: {batch_size} (from command line)"

@@ -1,4 +1,4 @@
-"""Recipes on a real GPU: the guides' lines about GPUs, measures equal to the CPU's, learning. About 80 s on an H200."""
+"""Recipes on a real GPU: the lines about GPUs, measures equal to the CPU's, learning. About 80 s on an H200."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_measures_are_those_of_the_cpu() -> None:
         assert torch.allclose(values, there[name].cpu(), atol=1e-4), name
 
 
-def test_guide_3s_half_precision_stays_finite_with_a_large_picture() -> None:
+def test_half_precision_stays_finite_with_a_large_picture() -> None:
     from fulltilt.recipes.cod.loss import structure_loss
 
     mask = (torch.rand(2, 1, 384, 384, device="cuda") > 0.7).float()

@@ -1,7 +1,7 @@
-"""Every command line of the five guides, as they write it: only paths and numbers of epochs are exchanged.
+"""Every command line that the launchers in guides/ stand for: only paths and numbers of epochs are exchanged.
 
 A fast test reads each line through its launcher up to the moment of training; a slow one (``make test-recipes``) runs
-it and looks for the lines that the guides show.
+it and looks for the lines that users know from there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fulltilt.recipes.synthetic import make_folder
 
 GUIDES = Path(__file__).parents[2] / "guides"
 
-# Rows V2 to V7 of the requirements. V5 and V9 speak of GPUs: tests/gpu looks for them.
+# What every training shows; its lines about GPUs are looked for in tests/gpu.
 STATUS = r"GPU: (n/a|\d+%) \| VRAM:(n/a|[\d.]+/[\d.]+GB\([\d.]+%\)) \| CPU: [\d.]+% \| RAM:[\d.]+/[\d.]+GB\([\d.]+%\)"
 EPOCH = r"Epoch time: \d+s \([\d.]+ samples/sec, [\d.]+ batches/sec\)"
 SEEN = (STATUS, EPOCH, r"Epoch 1/\d+ \[█")
@@ -34,110 +34,102 @@ SEEN = (STATUS, EPOCH, r"Epoch 1/\d+ \[█")
 
 @dataclass(frozen=True)
 class Line:
-    """A command of a guide. ``says`` are expressions that its output must match, besides those of every training.
+    """A command line. ``says`` are expressions that its output must match, besides those of every training.
 
-    ``config`` is what the guide writes into its YAML file.
+    ``config`` is what stands in its YAML file.
     """
 
-    guide: int
     command: str
     kind: str
     says: tuple[str, ...] = ()
     config: str = ""
 
 
-def cod(options: str, *, batch: int, guide: int) -> Line:
+def cod(options: str, *, batch: int) -> Line:
     command = f"""python train_ultimate.py train
         --dataset-path /kaggle/input/cod10k-dataset/COD10K-v3 --checkpoint-dir /kaggle/working/checkpoints
         --resume-from /kaggle/working/checkpoints/best_model.pth --skip-stage1 --backbone edgenext_base
         --num-experts 7 {options}"""
-    return Line(guide, command, "cod", (re.escape(f"Batch size: {batch} (expected: {batch})"),))
+    return Line(command, "cod", (re.escape(f"Batch size: {batch} (expected: {batch})"),))
 
 
 def cars(command: str, *, batch: int, parts: int = 1) -> Line:
     compared = (rf"A step compares {batch * parts} pictures with {batch * parts} captions",) if parts > 1 else ()
     wanted = (rf"Using batch size: {batch} \(", rf"Batch size: {batch} \(expected: {batch}\)", *compared)
-    return Line(2, command, "cars", wanted)
+    return Line(command, "cars", wanted)
 
 
 def text(config: str = "", *, batch: int = 96) -> Line:
     wanted = (rf"Batch size: {batch} \(expected: {batch}\)", "No GPU here: fp16 and TF32 switched off", "eval_macro_f1")
-    return Line(4, "python train.py", "text", wanted, textwrap.dedent(config))
+    return Line("python train.py", "text", wanted, textwrap.dedent(config))
 
 
 def windows(command: str, *says: str) -> Line:
     wanted = (r"Batch size: 8192 \(expected: 8192\)", "eval_auroc", "Final - ", "Peak - ")
-    return Line(5, command, "hdf5", (*wanted, *says))
+    return Line(command, "hdf5", (*wanted, *says))
 
 
 TAIL = "--scheduler cosine --min-lr 0.00001 --progressive-unfreeze --deep-supervision"
 TAIL_3 = "--scheduler cosine --min-lr 0.00001 --warmup-epochs 10 --progressive-unfreeze --deep-supervision"
 LINES = {
-    "guide 1, solution 1": cod(
+    "cod, solution 1": cod(
         "--batch-size 8 --stage2-batch-size 8 --accumulation-steps 1 --img-size 384 --epochs 120 --stage1-epochs 30"
         f" --lr 0.0004 --stage2-lr 0.00024 {TAIL} --num-workers 12 --num-workers 12",
         batch=8,
-        guide=1,
     ),
-    "guide 1, solution 2": cod(
+    "cod, solution 2": cod(
         "--batch-size 12 --stage2-batch-size 12 --accumulation-steps 1 --img-size 384 --epochs 120 --stage1-epochs 30"
         f" --lr 0.00048 --stage2-lr 0.00027 {TAIL} --num-workers 12 --num-workers 12",
         batch=12,
-        guide=1,
     ),
-    "guide 1, solution 3": cod(
+    "cod, solution 3": cod(
         "--batch-size 16 --stage2-batch-size 16 --accumulation-steps 1 --img-size 384 --epochs 120 --stage1-epochs 30"
         " --lr 0.0006 --stage2-lr 0.00030 --scheduler cosine --min-lr 0.00002 --warmup-epochs 3"
         " --progressive-unfreeze --deep-supervision --num-workers 16 --num-workers 16",
         batch=16,
-        guide=1,
     ),
-    "guide 1, quick start": cod(
+    "cod, quick start": cod(
         "--batch-size 8 --stage2-batch-size 8 --accumulation-steps 1 --img-size 384 --epochs 120 --stage1-epochs 30"
         f" --lr 0.0004 --stage2-lr 0.00024 {TAIL} --num-workers 12",
         batch=8,
-        guide=1,
     ),
-    "guide 3, two GPUs": cod(
+    "cod, two GPUs": cod(
         "--batch-size 32 --stage2-batch-size 16 --accumulation-steps 1 --img-size 320 --epochs 140 --stage1-epochs 30"
         f" --lr 0.00065 --stage2-lr 0.00015 {TAIL_3} --num-workers 16",
         batch=16,
-        guide=3,
     ),
-    "guide 3, option A": cod(
+    "cod, option A": cod(
         "--batch-size 16 --stage2-batch-size 12 --accumulation-steps 1 --img-size 320 --epochs 140 --stage1-epochs 30"
         f" --lr 0.00065 --stage2-lr 0.00015 {TAIL_3} --num-workers 12",
         batch=12,
-        guide=3,
     ),
-    "guide 3, option B": cod(
+    "cod, option B": cod(
         "--batch-size 16 --stage2-batch-size 8 --accumulation-steps 1 --img-size 352 --epochs 140 --stage1-epochs 30"
         f" --lr 0.00065 --stage2-lr 0.00015 {TAIL_3} --num-workers 12",
         batch=8,
-        guide=3,
     ),
-    "guide 2, 8 GB": cars(
+    "carclip, 8 GB": cars(
         "python scripts/train_car_clip.py --batch_size 128 --gradient_accumulation 2 --num_workers 12 --epochs 20"
         " --lr 2e-5",
         batch=128,
         parts=2,
     ),
-    "guide 2, 12 GB and more": cars(
+    "carclip, 12 GB and more": cars(
         "python scripts/train_car_clip.py --batch_size 256 --gradient_accumulation 2 --num_workers 16 --epochs 20"
         " --lr 2e-5",
         batch=256,
         parts=2,
     ),
-    "guide 2, accumulation": cars(
+    "carclip, accumulation": cars(
         "python train_car_clip.py --batch_size 64 --gradient_accumulation 2", batch=64, parts=2
     ),
-    "guide 2, more accumulation": cars(
+    "carclip, more accumulation": cars(
         "python scripts/train_car_clip.py --batch_size 128 --gradient_accumulation 4", batch=128, parts=4
     ),
-    "guide 2, out of memory": cars("python scripts/train_car_clip.py --batch_size 64", batch=64),
-    "guide 2, full precision": cars("python scripts/train_car_clip.py --no_mixed_precision", batch=96),
-    "guide 4": text(),
-    "guide 4, if out of memory": text(
+    "carclip, out of memory": cars("python scripts/train_car_clip.py --batch_size 64", batch=64),
+    "carclip, full precision": cars("python scripts/train_car_clip.py --no_mixed_precision", batch=96),
+    "visobert": text(),
+    "visobert, if out of memory": text(
         """
         per_device_train_batch_size: 80
         per_device_eval_batch_size: 160
@@ -148,7 +140,7 @@ LINES = {
         """,
         batch=80,
     ),
-    "guide 4, if below 95 %": text(
+    "visobert, if below 95 %": text(
         """
         per_device_train_batch_size: 96
         per_device_eval_batch_size: 192
@@ -161,8 +153,8 @@ LINES = {
         tf32: true
         """
     ),
-    "guide 5": windows("python train_binary.py"),
-    "guide 5, loader profile": windows(
+    "hdf5": windows("python train_binary.py"),
+    "hdf5, loader profile": windows(
         "TRAINER_LOG_LEVEL=DEBUG python train_binary.py", r"\[TRAIN PROFILE\] DataLoader avg: [\d.]+ms, max: [\d.]+ms"
     ),
 }
@@ -183,7 +175,7 @@ def exchanged(line: Line, places: Places) -> tuple[dict[str, str], list[str]]:
     text = re.sub(r"/kaggle/input/\S+", str(places.data), text)
     text = re.sub(r"(--resume-from )/\S+", rf"\g<1>{places.weights}", text)
     text = re.sub(r"/kaggle/working/\S+", str(places.out), text)
-    if line.kind != "cod":  # guides 2, 4 and 5 name no path, and train for many epochs by default
+    if line.kind != "cod":  # the others name no path, and train for many epochs by default
         text += f" --data {places.data} --out {places.out}" + (" --epochs 20" if "--epochs" not in text else "")
     if line.config:
         file = places.out.with_name("config.yaml")
@@ -212,9 +204,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", [name for name, line in LINES.items() if line.kind == "cod"])
-def test_a_line_of_guides_1_and_3_means_what_it_says(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cod_line_means_what_it_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fulltilt.recipes import cod as package
 
     seen: list[Any] = []
@@ -242,7 +232,7 @@ def test_a_line_of_guides_1_and_3_means_what_it_says(
 
 
 @pytest.mark.parametrize("name", [name for name, line in LINES.items() if line.kind == "cars"])
-def test_a_line_of_guide_2_means_what_it_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_carclip_line_means_what_it_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fulltilt.recipes import carclip as package
 
     seen: list[Any] = []
@@ -275,7 +265,7 @@ def test_a_line_of_guide_2_means_what_it_says(name: str, tmp_path: Path, monkeyp
         (["--batch_size", "128", "--no_such_flag"], 0, ""),
     ],
 )
-def test_guide_2s_word_on_the_batch_size_is_said_once_and_of_no_refused_line(
+def test_batch_size_is_said_once_and_of_no_refused_line(
     flags: list[str],
     rank: int,
     told: str,
@@ -296,7 +286,7 @@ def test_guide_2s_word_on_the_batch_size_is_said_once_and_of_no_refused_line(
 
 
 @pytest.mark.parametrize("name", [name for name, line in LINES.items() if line.kind == "text"])
-def test_guide_4s_yaml_means_what_it_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_visobert_config_means_what_it_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fulltilt.recipes import visobert as package
 
     seen: list[Any] = []
@@ -312,14 +302,14 @@ def test_guide_4s_yaml_means_what_it_says(name: str, tmp_path: Path, monkeypatch
     assert settings.eval_batch_size == 2 * settings.batch_size
     known = (settings.batch_size, settings.workers, settings.prefetch, settings.gradient_checkpointing)
     assert (*known, options.dataloader_persistent_workers, options.optim) == {
-        "guide 4": (96, 2, 4, False, True, None),
-        "guide 4, if out of memory": (80, 2, 4, True, True, "adamw_bnb_8bit"),
-        "guide 4, if below 95 %": (96, 4, 6, False, False, None),
+        "visobert": (96, 2, 4, False, True, None),
+        "visobert, if out of memory": (80, 2, 4, True, True, "adamw_bnb_8bit"),
+        "visobert, if below 95 %": (96, 4, 6, False, False, None),
     }[name]
 
 
 @pytest.mark.parametrize("flags", [(), ("--batch-size", "10240")], ids=["as it is", "with a flag"])
-def test_guide_5s_config_object_reaches_the_recipe(
+def test_the_hdf5_config_object_reaches_the_recipe(
     flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fulltilt.recipes import hdf5 as package
@@ -327,7 +317,7 @@ def test_guide_5s_config_object_reaches_the_recipe(
     seen: list[Any] = []
     recipe = replace(package.RECIPE, check=lambda request: None, run=lambda request: seen.append(request) or {})
     monkeypatch.setattr(package, "RECIPE", recipe)
-    _, words = exchanged(LINES["guide 5"], Places(tmp_path, tmp_path / "out", tmp_path))
+    _, words = exchanged(LINES["hdf5"], Places(tmp_path, tmp_path / "out", tmp_path))
     monkeypatch.setattr(sys, "argv", [*words[1:], *flags])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(GUIDES / words[1]), run_name="__main__")
@@ -337,7 +327,7 @@ def test_guide_5s_config_object_reaches_the_recipe(
     assert (settings.eval_batch_size, settings.workers, settings.prefetch) == (4096, 8, 16)
 
 
-def test_without_their_names_the_guides_switches_are_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cod_switches_are_off_without_their_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from fulltilt.recipes import cod as package
 
     seen: list[Any] = []
@@ -356,14 +346,14 @@ def test_without_their_names_the_guides_switches_are_off(monkeypatch: pytest.Mon
         (("train_ultimate.py", "train"), "cod", {"deep_supervision": True, "progressive_unfreeze": True}),
         (("scripts/train_car_clip.py",), "carclip", {"batch_size": 24, "lr": 0.001, "workers": 0}),
     ],
-    ids=["guide 1", "guide 2"],
+    ids=["cod", "carclip"],
 )
-def test_a_config_file_wins_over_the_guides_defaults(
+def test_a_config_file_wins_over_the_launchers_defaults(
     launcher: tuple[str, ...], package: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    room, seen = importlib.import_module(f"fulltilt.recipes.{package}"), []
-    recipe = replace(room.RECIPE, check=lambda request: None, run=lambda request: seen.append(request) or {})
-    monkeypatch.setattr(room, "RECIPE", recipe)
+    module, seen = importlib.import_module(f"fulltilt.recipes.{package}"), []
+    recipe = replace(module.RECIPE, check=lambda request: None, run=lambda request: seen.append(request) or {})
+    monkeypatch.setattr(module, "RECIPE", recipe)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
     monkeypatch.setattr(sys, "argv", [*launcher, f"--config={file}", f"--data={tmp_path}", f"--out={tmp_path / 'o'}"])
@@ -381,7 +371,7 @@ def test_a_config_file_wins_over_the_guides_defaults(
 @pytest.mark.recipes
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", LINES)
-def test_a_line_runs_and_prints_the_guides_lines(name: str, made: dict[str, Path], tmp_path: Path) -> None:
+def test_a_line_runs_and_prints_what_users_know(name: str, made: dict[str, Path], tmp_path: Path) -> None:
     line = LINES[name]
     places = Places(made[line.kind], tmp_path / "out", tmp_path / "best_model.pth")
     if "--resume-from" in line.command:
@@ -403,12 +393,12 @@ def test_a_line_runs_and_prints_the_guides_lines(name: str, made: dict[str, Path
 
 
 def home(script: str) -> Path:
-    """The folder that a guide calls its script from."""
+    """The folder that a script is called from."""
     return GUIDES if (GUIDES / script).exists() else GUIDES / "scripts"
 
 
 def foreign_weights(line: Line) -> dict[str, torch.Tensor]:
-    """The weights of the guides' model, as DataParallel names them."""
+    """The weights of such a model, as DataParallel names them."""
     from fulltilt.recipes.cod import model
 
     return {f"module.{name}": tensor for name, tensor in model.build("edgenext_base", 384).state_dict().items()}

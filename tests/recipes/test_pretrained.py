@@ -7,10 +7,12 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import FileMetadataError
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, CLIPConfig, CLIPModel, XLMRobertaConfig
 
-from fulltilt.errors import UsageError
+from fulltilt.errors import DataError, FulltiltError, UsageError
 from fulltilt.recipes import find, options, pretrained
 
 NAMED = {
@@ -62,3 +64,50 @@ def test_an_answer_of_any_kind_is_left_to_the_hubs_library(monkeypatch: pytest.M
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", strange)
     assert not pretrained.only_kept_files("uitnlp/visobert", "Give a folder.")
     assert not pretrained.only_kept_files("no such/name", "Give a folder.")
+
+
+class Payload:
+    def __init__(self, touched: Path) -> None:
+        self.touched = touched
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.touched,)
+
+
+@pytest.mark.parametrize("name", ["visobert", "carclip"])
+def test_pickled_weights_are_refused_in_our_words(name: str, tmp_path: Path) -> None:
+    """Seen to fail: torch's own text, with its advice to set weights_only=False, reached the user."""
+    folder = tmp_path / "model"
+    configs = {
+        "visobert": XLMRobertaConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=1),
+        "carclip": CLIPConfig(),
+    }
+    configs[name].save_pretrained(folder)
+    torch.save({"weight": Payload(tmp_path / "ran")}, folder / "pytorch_model.bin")
+    loader = {"visobert": AutoModelForSequenceClassification, "carclip": CLIPModel}[name].from_pretrained
+    with pytest.raises(DataError) as refused:
+        pretrained.load("model", str(folder), loader, "Give another.")
+    told = str(refused.value)
+    assert "refused: it holds more than weights, and loading it could run code" in told
+    assert "weights_only" not in told
+    assert not (tmp_path / "ran").exists()
+    assert refused.value.exit_code == 4
+
+
+@pytest.mark.parametrize(
+    ("files", "code"),
+    [
+        ({"tokenizer.json": "{", "config.json": '{"model_type": "xlm-roberta"}'}, 4),
+        ({"config.json": '{"auto_map": {"AutoTokenizer": ["own.Own", null]}, "model_type": "own"}'}, 4),
+        ({"notes.txt": "mine"}, 2),
+    ],
+    ids=["damaged", "own code", "no tokenizer"],
+)
+def test_foreign_tokenizer_is_refused_in_one_sentence(files: dict[str, str], code: int, tmp_path: Path) -> None:
+    for file, content in files.items():
+        (tmp_path / file).write_text(content)
+    with pytest.raises(FulltiltError) as refused:
+        pretrained.load("tokenizer", str(tmp_path), AutoTokenizer.from_pretrained, "Give another.")
+    assert refused.value.exit_code == code
+    assert len(str(refused.value).splitlines()) == 2
+    assert "trust_remote_code" not in str(refused.value)

@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
 
 
 def train(arguments: Annotated[list[str] | None, typer.Argument(metavar="NAME [OPTIONS]")] = None) -> None:
-    """Train one of the guides' models: cod, carclip, visobert or hdf5."""
+    """Train one of four models: cod, carclip, visobert or hdf5."""
     name, *rest = arguments or ["--help"]
     if name in ("--help", "-h"):
         _show_recipes()
@@ -139,6 +139,6 @@ def _annotation(flag: flagged.Flag) -> Any:
 
 def _show_recipes() -> None:
     print("Usage: fulltilt train NAME [OPTIONS]\n")
-    print("  Train one of the guides' models. Its flags are in: fulltilt train NAME --help\n")
+    print("  Train one of four models. Its flags are in: fulltilt train NAME --help\n")
     for name, about in RECIPES.items():
         print(f"  {name:10} {about}")

@@ -1,4 +1,4 @@
-"""The guides' four trainers, found by name and loaded when one is asked for.
+"""Four trainers, found by name and loaded when one is asked for.
 
 Each recipe is a package with a ``RECIPE`` in its ``__init__``, which imports no torch: flags and help stay fast.
 """
@@ -15,10 +15,10 @@ from fulltilt.recipes.recipe import Recipe
 __all__ = ["RECIPES", "find", "require"]
 
 RECIPES = {
-    "cod": "camouflaged objects in images (guides 1 and 3)",
-    "carclip": "images and captions of cars with CLIP (guide 2)",
-    "visobert": "short social text in classes (guide 4)",
-    "hdf5": "windows of features, yes or no (guide 5)",
+    "cod": "camouflaged objects in images",
+    "carclip": "images and captions of cars with CLIP",
+    "visobert": "short social text in classes",
+    "hdf5": "windows of features, yes or no",
 }
 
 # What each one imports besides Fulltilt's own dependencies: module, name to install, extra.

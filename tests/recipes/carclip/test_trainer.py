@@ -1,4 +1,4 @@
-"""The recipe as a user runs it: guide 2's lines, parts that change nothing, a model that others can load, resume."""
+"""The recipe as a user runs it: what it says, parts that change nothing, a model that others can load, resume."""
 
 from __future__ import annotations
 

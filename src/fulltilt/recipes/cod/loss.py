@@ -1,6 +1,6 @@
 """The loss: weighted cross-entropy plus weighted IoU, both heavier where the mask changes nearby.
 
-Guide 3 met NaN here. In half precision a confident logit makes sigmoid exactly 0 or 1, whose logarithm is infinite, and
+In half precision this loss meets NaN: a confident logit makes sigmoid exactly 0 or 1, whose logarithm is infinite, and
 the sums over a picture pass 65504. So everything is float32, cross-entropy is taken from the logits, and they are
 clamped: beyond ±30 the loss of a float32 is flat anyway, and a logit that has run away can still come back.
 """
