@@ -18,7 +18,7 @@ from fulltilt.train.config import TrainSettings
 from fulltilt.train.guards import WorkerLimits, explain_dead_worker
 from fulltilt.train.loop import train
 from fulltilt.train.train_state import StepEnd
-from fulltilt.train.watchdog import Stillness
+from fulltilt.train.watchdog import StallTimer
 from tests.faults import victim
 from tests.faults.ranks import exit_codes
 from tests.faults.victim import Order
@@ -127,7 +127,7 @@ def test_a_worker_hangs(tmp_path: Path) -> None:
 
 def test_a_process_that_was_stopped_has_not_hung() -> None:
     """Seen to fail: after half an hour of Ctrl-Z the watchdog ended the run on its first look."""
-    watched = Stillness(pause_s=1.0, now_s=0.0)
+    watched = StallTimer(pause_s=1.0, now_s=0.0)
     assert watched.seen_s(beats=0, now_s=1.0) == 1.0
     assert watched.seen_s(beats=0, now_s=4000.0) == 3.0
     assert watched.seen_s(beats=1, now_s=4001.0) == 0.0

@@ -236,7 +236,7 @@ def test_an_output_that_the_loss_leaves_out_does_not_keep_the_next_step_from_bei
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recordings: list[int] = []
-    plain = vars(cuda_graphs)["record"]
+    plain = vars(cuda_graphs)["capture"]
 
     def counted(call: Any, *rest: Any, **options: Any) -> Any:
         recordings.append(1)

@@ -50,7 +50,7 @@ def enter_stage(state: TrainState, epoch: int) -> None:
     index, epoch_in_stage = stage_at(state.stages, epoch)
     stage = state.stages[index]
     named = dict(state.model.named_parameters())
-    names = frozenset(trainable(named, stage, epoch_in_stage, state.brought_frozen))
+    names = frozenset(trainable(named, stage, epoch_in_stage, state.initially_frozen))
     thawed = names != state.trained
     if thawed:
         if not names:
@@ -173,8 +173,8 @@ def _built(
     stepper.clip_norm = settings.clip_norm
     stepper.memory_format = torch.channels_last if settings.channels_last else None
     if cuda_graphs.graphs_wanted(settings, device, alone=group.alone):
-        stepper.replaying = cuda_graphs.GraphedModel(model, compiled, shown.warn)
-        undo.callback(stepper.replaying.undo)
+        stepper.graphs = cuda_graphs.GraphedModel(model, compiled, shown.warn)
+        undo.callback(stepper.graphs.undo)
     ema = stepper.ema = Ema(model, settings.ema_decay) if settings.ema_decay is not None else None
 
     shares = divided(settings.batch_size, settings.workers, ranks)
@@ -240,7 +240,7 @@ def _built(
         writer=Writer(root, policy),
         screen=shown,
         lock=lock,
-        brought_frozen=frozenset(name for name, p in model.named_parameters() if not p.requires_grad),
+        initially_frozen=frozenset(name for name, p in model.named_parameters() if not p.requires_grad),
     )
     enter_stage(state, 0)
     size = expected_bytes(model, stepper.optimizer, averaged=ema is not None)

@@ -307,7 +307,7 @@ class GraphedModel:
         self._pool: Any = None
         self._over = False
         self._own = vars(called).get("forward")
-        called.forward = _StandIn(self._forward, called)
+        called.forward = _GraphedForward(self._forward, called)
 
     def undo(self) -> None:
         """Leave it as it was."""
@@ -418,7 +418,7 @@ class _Parts:
         )
 
 
-class _StandIn:
+class _GraphedForward:
     """What is called instead of a module's ``forward``. A copy of the module has the forward of its class again."""
 
     def __init__(self, forward: Callable[..., Any], module: Any) -> None:

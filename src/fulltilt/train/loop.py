@@ -70,7 +70,7 @@ class Saving:
         if state.group.first:
             return train_state.freeze(state.model, states, state.progress, metric, self._memory)
         if state.stepper.placement.lockstep:
-            train_state.help_freeze(state.model, states)
+            train_state.help_gather_state(state.model, states)
         return None
 
     def wait_for_disk(self) -> None:
@@ -201,7 +201,7 @@ class Loop:
         self.watchdog.beat(f"in step {number}")
         for group in state.stepper.optimizer.param_groups:
             group["lr"] = learning_rate_of(state) * group.get("lr_factor", 1.0)
-        state.stepper.wish = float(self.stop.reason is not None)
+        state.stepper.stop_flag = float(self.stop.reason is not None)
         figures = state.stepper.step(data.batches, data.samples, number, state.totals)
         state.screen.stepped(data.samples, len(data.batches))
         progress.step = number
@@ -219,7 +219,7 @@ class Loop:
         state, settings = self.state, self.state.settings
         state.writer.check()
         self.stop.step_done(state.writer.longest_save_s)
-        if state.stepper.agreed_wish or (state.group.alone and self.stop.reason):
+        if state.stepper.stop_agreed or (state.group.alone and self.stop.reason):
             self._stop_here()
         if settings.save_every and state.progress.step % settings.save_every == 0:
             self._save()

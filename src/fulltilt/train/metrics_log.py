@@ -207,7 +207,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class Hosted:
+class WandbTracker:
     """wandb, or trackio, which took over its calls. A resumed training goes on with the curves it began."""
 
     def __init__(self, module: str, out: Path, project: str, config: Mapping[str, Any]) -> None:
@@ -245,7 +245,9 @@ class Trackers:
                     self._warn(f"{name} is not installed, so nothing is logged there: pip install {name}")
                 continue
             try:
-                self._open[name] = TensorBoard(out) if name == "tensorboard" else Hosted(name, out, project, config)
+                self._open[name] = (
+                    TensorBoard(out) if name == "tensorboard" else WandbTracker(name, out, project, config)
+                )
             except Exception as error:
                 self._give_up(name, error)
 

@@ -42,7 +42,7 @@ def stage_at(stages: tuple[Stage, ...], epoch: int) -> tuple[int, int]:
 
 
 def trainable(
-    names: Iterable[str], stage: Stage, epoch_in_stage: int, brought_frozen: Collection[str] = ()
+    names: Iterable[str], stage: Stage, epoch_in_stage: int, initially_frozen: Collection[str] = ()
 ) -> set[str]:
     """The names of the parameters that move in this epoch of the stage.
 
@@ -53,7 +53,7 @@ def trainable(
         name
         for name in names
         if any(fnmatchcase(name, pattern) for pattern in thawed)
-        or not (name in brought_frozen or any(fnmatchcase(name, pattern) for pattern in stage.frozen))
+        or not (name in initially_frozen or any(fnmatchcase(name, pattern) for pattern in stage.frozen))
     }
 
 

@@ -48,13 +48,13 @@ class Stepper:
         self.clip_norm: float | None = None
         self.ema: Ema | None = None
         self.memory_format: torch.memory_format | None = None
-        self.replaying: GraphedModel | None = None
+        self.graphs: GraphedModel | None = None
         self.optimizer: torch.optim.Optimizer
         self.marks = LoopMarks()
         self._parameters: list[torch.nn.Parameter] = []
         # One message a step between the ranks: who ran out of memory, who wants to stop, who left parameters out.
-        self.wish = 0.0
-        self.agreed_wish = 0.0
+        self.stop_flag = 0.0
+        self.stop_agreed = 0.0
 
     def use(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the optimizer of a stage; called again whenever the trainable parameters change."""
@@ -66,15 +66,15 @@ class Stepper:
         """Train on ``taken``, this rank's part of ``samples`` samples. Returns loss, gradient norm, bad, loss scale."""
         while True:
             loss, means, failed_at = self._attempt(taken, samples)
-            agreed = self.group.agree([failed_at, self.wish, self.placement.left_out])
-            failed_at, self.agreed_wish, left_out = int(agreed[0]), agreed[1], agreed[2]
+            agreed = self.group.agree([failed_at, self.stop_flag, self.placement.left_out])
+            failed_at, self.stop_agreed, left_out = int(agreed[0]), agreed[1], agreed[2]
             if not failed_at:
                 break
             # The frames of the failed attempt are gone by now, and with them what they held.
             gc.collect()
             if loss.is_cuda:
                 torch.cuda.empty_cache()
-            if self.replaying is not None and self.replaying.give_up():
+            if self.graphs is not None and self.graphs.give_up():
                 self.say(f"step {number}: memory ran out; going on without CUDA graphs")
                 continue
             self.micro.halve(failed_at, f"in step {number}")

@@ -147,7 +147,7 @@ def freeze(
     return Snapshot(progress.step, progress.epoch, metric, weights, frozen, values)
 
 
-def help_freeze(model: torch.nn.Module, states: dict[str, Any]) -> None:
+def help_gather_state(model: torch.nn.Module, states: dict[str, Any]) -> None:
     """What the other ranks do while the first one freezes sharded tensors: give their parts, in the same order."""
     help_gather([*model.state_dict().values(), *checkpoint_files.flatten_state(states)[1].values()])
 
@@ -227,7 +227,7 @@ class TrainState:
     lock: contextlib.ExitStack
     stage_index: int = -1
     # What the job itself had frozen stays so; what the present epoch trains.
-    brought_frozen: frozenset[str] = frozenset()
+    initially_frozen: frozenset[str] = frozenset()
     trained: frozenset[str] | None = None
 
     @property
@@ -269,10 +269,10 @@ class TrainState:
         for data in (self.source, self.eval_source):
             if data is not None:
                 data.close()
-        if self.stepper.replaying is not None:
-            self.stepper.replaying.undo()
+        if self.stepper.graphs is not None:
+            self.stepper.graphs.undo()
         for name, parameter in self.model.named_parameters():  # a model may be trained further by another call
-            parameter.requires_grad_(name not in self.brought_frozen)
+            parameter.requires_grad_(name not in self.initially_frozen)
         self.group.close(failed=failed)
         self.lock.close()
 

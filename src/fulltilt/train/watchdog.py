@@ -53,9 +53,9 @@ class Watchdog:
 
     def _watch(self) -> None:
         pause_s = min(self.timeout_s / 10, 1.0)
-        stillness = Stillness(pause_s, time.monotonic())
+        stall = StallTimer(pause_s, time.monotonic())
         while not self._over.wait(pause_s):
-            if stillness.seen_s(self._beats, time.monotonic()) > self.timeout_s:
+            if stall.seen_s(self._beats, time.monotonic()) > self.timeout_s:
                 self._end_everything()
 
     def _end_everything(self) -> None:
@@ -82,7 +82,7 @@ class Watchdog:
         os._exit(EXIT_CODE)
 
 
-class Stillness:
+class StallTimer:
     """How long nothing has moved, as far as we were there to see it.
 
     A process that was stopped (Ctrl-Z, a suspended Slurm job, a paused container) has not hung meanwhile.
