@@ -32,11 +32,6 @@ class Session:
         self._settings = read_settings(Path(settings)) if settings else None
         self._settings_for = read_loader(Path(settings)) if settings else None
 
-    @property
-    def notes(self) -> RankState:
-        """The state under its old name."""
-        return self.state
-
     def install(self) -> None:
         """Put the patches in place. The observer starts with the first loader, backward or step."""
         if self._settings is not None:
