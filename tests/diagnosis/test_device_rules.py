@@ -177,7 +177,7 @@ def test_float32_on_idle_tensor_cores_is_found() -> None:
     run = on_gpu({"tensor_active_pct": 0.0}, {"compute": 90.0, "host_code": 10.0}, precision=FP32)
     finding = found(precision_unused(gather(run)))
     assert "no autocast, parameters in float32, TF32 off" in finding.evidence
-    assert "tensor cores are active 0 % of the time" in finding.evidence
+    assert "tensor cores are active 0 % of the training time" in finding.evidence
     assert 'torch.autocast("cuda", dtype=torch.bfloat16)' in finding.fix
     assert 'torch.set_float32_matmul_precision("high")' in finding.fix
     # 90 % of the time 1.3 to 3 times as fast.

@@ -305,7 +305,7 @@ def test_a_loader_built_by_hugging_face_is_changed_through_its_arguments() -> No
 def test_busy_workers_are_raised_to_what_is_needed() -> None:
     finding = found(input_cpu_bound(gather(fed(workers()))))
     assert finding.where == "dataset.py:48"
-    assert "2 workers at 165 ms a batch, 95 % computing, idle 0.6 % of the time" in finding.evidence
+    assert "2 workers at 165 ms a batch, 95 % computing, idle 0.6 % of their time" in finding.evidence
     assert "of the workers' fetching, 71 % in decode, dataset.py:48 (Image.open(path))" in finding.evidence
     assert finding.fix.startswith(
         "Raise num_workers 2 → 5 at train.py:31: "
@@ -330,7 +330,7 @@ def test_waiting_workers_are_raised_beyond_the_cpus_and_the_data_staged() -> Non
     run = fed(workers(**IO_WORKERS, read_bytes=5_000_000_000), cpus=2.0)
     assert run.run.data is None
     finding = found(input_io_bound(gather(run)))
-    assert "2 workers at 162 ms a batch, 93 % waiting, not computing, idle 2.4 % of the time" in finding.evidence
+    assert "2 workers at 162 ms a batch, 93 % waiting, not computing, idle 2.4 % of their time" in finding.evidence
     assert "the workers read 4.7 GiB from storage, 47.7 MiB/s" in finding.evidence
     assert "num_workers 2 → 5" in finding.fix
     idle_disk = found(input_io_bound(gather(fed(workers(**IO_WORKERS, read_bytes=4096)))))
@@ -365,7 +365,7 @@ def test_numpy_batches_should_become_tensors() -> None:
         collate="stack_arrays",
     )
     finding = found(input_handover(gather(slow)))
-    assert "2 workers could give 1,049 samples/s; idle 56 % of the time" in finding.evidence
+    assert "2 workers could give 1,049 samples/s; idle 56 % of their time" in finding.evidence
     assert "a batch has 18.1 MiB as numpy" in finding.evidence
     assert finding.fix.startswith("Let the collate function stack_arrays at train.py:31 return tensors")
     assert finding.fix.endswith(
@@ -423,7 +423,7 @@ def test_workers_that_rest_during_validation_are_not_idle() -> None:
 
 
 def test_workers_that_end_with_their_pass_were_idle_in_no_validation_behind_it() -> None:
-    """Workers that rested half of their lives were called idle 0 % of the time: they had not lived to see it."""
+    """Workers that rested half of their lives were called idle 0 % of their time: they had not lived to see it."""
     short_lived = workers(fetch_s=50.0, fetch_cpu_s=5.0, process_cpu_s=6.0, idle_s=50.0)
     feeding = loader(num_workers=2, wait_s=10.0, wait_cpu_s=1.0)
     run = run_of(gpu_rank(workers=(short_lived,), loaders=(feeding,)), data_wait=10.0, validation=50.0, compute=40.0)

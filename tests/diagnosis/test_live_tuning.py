@@ -81,7 +81,10 @@ def test_a_run_that_ends_in_a_trial_tells_what_was_proven_and_what_was_not() -> 
     assert finding.code == "input_serial"  # what the script does; the four workers are live tuning's
     assert "DataLoader(..., num_workers=4, persistent_workers=True)" in finding.fix
     assert "On trial at the end: 6 workers, prefetch 2" in finding.fix
-    assert "as the script has it (no workers): 20 batches/s, waiting 85 % of the time" in finding.evidence
+    assert (
+        "as the script has it (no workers): 20 batches/s, waiting for data in 85 % of the measured time"
+        in finding.evidence
+    )
     assert not any("6 workers" in fact for fact in finding.evidence)
     sentence = told.verdict.sentence
     assert all(

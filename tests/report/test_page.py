@@ -100,7 +100,7 @@ def test_the_page_says_it_all():
         "The machine",
         "Lines that cost the time",
         "Checklist",
-        "Settings and surroundings",
+        "Settings and machine",
         "in PhotoFolder.__getitem__, dataset.py:48",
         "2.6 to 3.1 × as fast",
         "raise num_workers 2 → 7 at train.py:31",

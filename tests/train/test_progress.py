@@ -425,7 +425,7 @@ def test_row_e2_little_gpu_use_is_told_once_for_each_cause(tmp_path: Path, monke
     told = idle.pass_by(21, data_wait_s=0.9, host_code_s=0.1)
     assert told.splitlines()[:3] == [
         "⚠️  LOW GPU UTILIZATION (11.0%)! Possible bottlenecks:",
-        "   - Most likely: training waits for data (90.0% of the time)",
+        "   - Most likely: training waits for data (90.0% of the training time)",
         "   - Increase workers (current: 0)",
     ]
     settings = "batch_size 8192, accumulation 1, workers 0, prefetch 4, residency auto, precision bf16, compile False"

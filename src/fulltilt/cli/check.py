@@ -42,7 +42,7 @@ def check(
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Look at the machine and say what would hold a job up.
+    """Check the machine for what would slow a training job down.
 
     GPUs, CPUs that may really be used, memory limit, /dev/shm, torch and driver, and the storage of --data DIR.
     """

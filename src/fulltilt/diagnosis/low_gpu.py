@@ -45,10 +45,10 @@ def low_gpu_warning(
         share = buckets.data_wait_s / active_s
         if share < thresholds.severe_share:
             return None
-        title = f"TRAINING WAITS FOR DATA ({100 * share:.1f}% of the time)"
+        title = f"TRAINING WAITS FOR DATA ({100 * share:.1f}% of the training time)"
     cause = likely_cause(buckets, util_pct is not None)
     lines = [
-        f"Most likely: {_CAUSES[cause]} ({100 * getattr(buckets, cause) / active_s:.1f}% of the time)",
+        f"Most likely: {_CAUSES[cause]} ({100 * getattr(buckets, cause) / active_s:.1f}% of the training time)",
         *_settings(buckets, active_s, loader, usable_cpus, thresholds),
     ]
     return "\n".join((f"⚠️  {title}! Possible bottlenecks:", *(f"   - {line}" for line in lines)))

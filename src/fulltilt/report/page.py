@@ -382,7 +382,7 @@ def _sections(run: Run, diagnosis: Diagnosis) -> list[Child]:
         ),
         section("Lines that cost the time", hot_lines(rank) if rank else None),
         section("Checklist", checklist(diagnosis.checklist)),
-        section("Settings and surroundings", _surroundings(run, diagnosis)),
+        section("Settings and machine", _surroundings(run, diagnosis)),
         section("Notes", notes(run, diagnosis)),
     ]
 

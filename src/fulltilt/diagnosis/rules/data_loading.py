@@ -23,7 +23,7 @@ from fulltilt.diagnosis.findings import (
 )
 from fulltilt.diagnosis.loader_limits import Limit, Supply, sampling_share
 from fulltilt.diagnosis.rules.worker_count import (
-    Staffing,
+    WorkerPlan,
     gain_without_wait,
     plan_workers,
     unplanned_workers,
@@ -301,10 +301,10 @@ def _worker_time(supply: Supply, limit: Limit) -> str:
     busy = supply.busy_share if supply.busy_share is not None else supply.batch_cpu_s / supply.batch_s
     workers = count("worker", supply.workers)
     nature = f"{percent(busy)} computing" if limit is Limit.CPU else f"{percent(1 - busy)} waiting, not computing"
-    return f"{workers} at {seconds(supply.batch_s)} a batch, {nature}, idle {percent(supply.idle_share)} of the time"
+    return f"{workers} at {seconds(supply.batch_s)} a batch, {nature}, idle {percent(supply.idle_share)} of their time"
 
 
-def _raise_workers(evidence: Evidence, loader: LoaderRecord, plan: Staffing) -> str:
+def _raise_workers(evidence: Evidence, loader: LoaderRecord, plan: WorkerPlan) -> str:
     changes: dict[str, int | bool] = {"num_workers": plan.advised}
     if not loader.persistent_workers:
         changes["persistent_workers"] = True
@@ -358,7 +358,7 @@ def _line_gain(evidence: Evidence, line: HotLine | None) -> Gain:
     return gain(amdahl(part * evidence.thresholds.recovered_low), amdahl(part), cap=unhindered)
 
 
-def _need_and_room(evidence: Evidence, plan: Staffing) -> str:
+def _need_and_room(evidence: Evidence, plan: WorkerPlan) -> str:
     needed = f"{count('worker', plan.needed)} would hide it"
     room = f"{_cpus(evidence)}, enough for {count('such worker', plan.allowed)} beside the training"
     if plan.needed <= plan.allowed:
@@ -397,7 +397,7 @@ def input_handover(evidence: Evidence) -> Judgement:
     facts = [
         time_spent(evidence, "waiting for data", wait_s),
         f"{count('worker', supply.workers)} could give {number(supply.workers * supply.worker_samples_per_s)} "
-        f"samples/s; idle {percent(supply.idle_share)} of the time",
+        f"samples/s; idle {percent(supply.idle_share)} of their time",
         f"handing over costs the training thread {seconds(supply.main_cpu_s)} of CPU a batch "
         f"({percent(supply.handover_main_share)} of its wait) and the workers "
         f"{percent(supply.handover_worker_share)} of their time",

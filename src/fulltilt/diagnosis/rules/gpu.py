@@ -95,7 +95,7 @@ def precision_unused(evidence: Evidence) -> Judgement:
         f"no autocast, parameters in {precision.parameters}, TF32 {_on_off(precision.tf32)}",
     ]
     if tensor_cores is not None:
-        facts.append(f"tensor cores are active {percent(tensor_cores)} of the time")
+        facts.append(f"tensor cores are active {percent(tensor_cores)} of the training time")
     fix = f'Run forward and loss under torch.autocast("cuda", dtype=torch.{half})'
     if half == "float16":
         fix += ' with torch.amp.GradScaler("cuda")'

@@ -69,12 +69,12 @@ def _judged(live: LiveRecord) -> list[LiveMove]:
 def _facts(evidence: Evidence, live: LiveRecord) -> list[str]:
     facts = [time_spent(evidence, "waiting for data", evidence.buckets.data_wait_s)]
     if live.before_batches_per_s is not None and live.before_wait_share is not None:
-        rate = f"{number(live.before_batches_per_s)} batches/s, waiting {percent(live.before_wait_share)} of the time"
+        rate = _measured(live.before_batches_per_s, live.before_wait_share)
         facts.append(f"as the script has it ({settings_words(live.before)}): {rate}")
     for move in live.moves:
         words = f"live tuning tried {settings_words(move.settings)}"
         if move.batches_per_s is not None and move.wait_share is not None:
-            rate = f"{number(move.batches_per_s)} batches/s, waiting {percent(move.wait_share)} of the time"
+            rate = _measured(move.batches_per_s, move.wait_share)
             facts.append(f"{words}: {rate}, {'kept' if move.outcome == 'kept' else 'not kept'}")
         elif move.outcome == "failed":
             facts.append(f"{words}: it failed ({move.why})")
@@ -97,7 +97,8 @@ def _fix(evidence: Evidence, loader: LoaderRecord, live: LiveRecord) -> str:
     elif live.wait_share is not None and live.wait_share >= evidence.thresholds.warn_share:
         line = costliest_line(evidence)
         cheaper = f"{line.function} ({line.where})" if line else f"the data set {loader.dataset}"
-        fix += f" Training still waits {percent(live.wait_share)} of the time with it: make {cheaper} cheaper."
+        waits = f"waits for data in {percent(live.wait_share)} of the measured time"
+        fix += f" Training still {waits} with it: make {cheaper} cheaper."
     return fix
 
 
@@ -108,3 +109,7 @@ def _gain(evidence: Evidence, loader: LoaderRecord, live: LiveRecord) -> Gain | 
     left_s = loader.batches * live.wait_share / live.batches_per_s
     saved_s = max(evidence.buckets.data_wait_s - left_s, 0.0)
     return by_removing(evidence.active_share(saved_s), evidence.thresholds.recovered_low)
+
+
+def _measured(batches_per_s: float, wait_share: float) -> str:
+    return f"{number(batches_per_s)} batches/s, waiting for data in {percent(wait_share)} of the measured time"

@@ -12,7 +12,7 @@ from fulltilt.records import Abstention, FindingCode
 
 
 @dataclass(frozen=True, slots=True)
-class Staffing:
+class WorkerPlan:
     """``needed`` workers would hide loading altogether; ``allowed`` is what the CPUs carry; ``advised`` obeys both."""
 
     now: int
@@ -27,7 +27,7 @@ class Staffing:
         return self.advised > self.now
 
 
-def plan_workers(evidence: Evidence) -> Staffing | None:
+def plan_workers(evidence: Evidence) -> WorkerPlan | None:
     """The workers to use with the loader's measured costs; None when they were not measured.
 
     Nor is there a plan for the first workers of one of several training loaders: what it gives alone cannot be compared
@@ -42,7 +42,7 @@ def plan_workers(evidence: Evidence) -> Staffing | None:
     allowed = allowed_workers(evidence, supply, rate)
     advised = min(max(needed, supply.workers + 1), allowed)
     if advised <= supply.workers:
-        return Staffing(supply.workers, needed, allowed, supply.workers, (1.0, 1.0))
+        return WorkerPlan(supply.workers, needed, allowed, supply.workers, (1.0, 1.0))
     if supply.workers == 0:
         high = advised * supply.worker_samples_per_s / rate
         low = min(_first_workers_rate(evidence, supply, rate, advised) / rate, high)
@@ -53,7 +53,7 @@ def plan_workers(evidence: Evidence) -> Staffing | None:
     # Whatever the error of the rates: no loader wins more than the time that training waits for it.
     least, most = min(low, cautious) * (1 - limits.rate_error), min(high, hopeful) * (1 + limits.rate_error)
     predicted = by_speeding_up(evidence.active_share(evidence.drawing_s), *gain(least, most, cap=unhindered))
-    return Staffing(supply.workers, needed, allowed, advised, predicted)
+    return WorkerPlan(supply.workers, needed, allowed, advised, predicted)
 
 
 def _delivered_by_loader(evidence: Evidence) -> float | None:
