@@ -205,6 +205,31 @@ def test_a_signal_that_ends_the_job_is_seen_outside(job: Path) -> None:
     assert ended.returncode == 128 + 11
 
 
+def test_scratch_folders_of_killed_studies_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed, foreign = tmp_path / "fulltilt-trial-killed", tmp_path / "fulltilt-trial-link"
+    (killed / "0" / "work").mkdir(parents=True)
+    (tmp_path / "theirs").mkdir()
+    foreign.symlink_to(tmp_path / "theirs")
+    code = "from fulltilt.tuning.trial.isolation import Isolation; print(Isolation('none').scratch()); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    ) as other:
+        assert other.stdout is not None
+        in_use = Path(other.stdout.readline().strip())
+        for folder in (killed, in_use):
+            os.utime(folder, (0, 0))
+        mine = Isolation("none").scratch()
+        assert sorted(tmp_path.iterdir()) == sorted([foreign, tmp_path / "theirs", in_use, mine])
+        other.kill()
+    remove_scratch(mine)
+    assert not mine.exists()
+
+
 def test_without_any_means_trials_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolation, "_try_out", lambda candidate: f"no {candidate.kind}")
     assert choose() == (None, ["no namespace", "no landlock"])

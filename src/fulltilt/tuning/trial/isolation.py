@@ -30,6 +30,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 Kind = Literal["namespace", "landlock", "none"]
 # For tests: which of the means to use, whatever the system has.
 FORCED = "FULLTILT_TRIAL_ISOLATION"
@@ -42,6 +47,10 @@ TOLD = {
     "none": "trials run in place (--in-place): what the script writes, overwrites or deletes is real",
 }
 PROBE_LIMIT_S = 20.0
+SCRATCH_PREFIX = "fulltilt-trial-"
+# A scratch folder that nobody has locked by then is of a study that was killed.
+STALE_S = 60.0
+_locks: dict[Path, int] = {}
 # Exits with these mean that the trial could not be isolated, so that no line of the script has run.
 CANNOT_ISOLATE = 117
 
@@ -70,8 +79,11 @@ class Isolation:
 
     def scratch(self) -> Path:
         """A new private folder for what one trial writes; `remove_scratch` takes it away."""
-        base = "/var/tmp" if self.kind == "namespace" and not self.in_memory else None
-        return Path(tempfile.mkdtemp(prefix="fulltilt-trial-", dir=base)).resolve()
+        base = "/var/tmp" if self.kind == "namespace" and not self.in_memory else tempfile.gettempdir()
+        _remove_stale(base)
+        scratch = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=base)).resolve()
+        _lock(scratch)
+        return scratch
 
     def command(self, command: Sequence[str], scratch: Path, *writable: Path) -> list[str]:
         """The command of an isolated trial; what it writes into the ``writable`` folders is really there."""
@@ -80,6 +92,8 @@ class Isolation:
         places = [Path.cwd(), Path.home().resolve(), _script_folder(command)]
         plan["cwd"], plan["needed"] = str(Path.cwd()), sorted(_needed(places, self.with_user))
         plan["more"] = _own_folders() if self.with_user else []
+        if not sys.platform.startswith("linux"):
+            return list(command)
         return [sys.executable, "-I", "-S", str(Path(__file__).resolve()), json.dumps(plan), *command]
 
 
@@ -157,8 +171,31 @@ def _try_out(isolation: Isolation) -> str | None:
         remove_scratch(place)
 
 
+def _lock(scratch: Path) -> bool:
+    """Mark a scratch folder as in use for as long as this process lives; False where another process uses it."""
+    if fcntl is not None:
+        try:
+            descriptor = os.open(scratch, os.O_RDONLY | os.O_NOFOLLOW)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        _locks[scratch] = descriptor
+    return True
+
+
+def _remove_stale(base: str) -> None:
+    """Delete the scratch folders of studies that were killed."""
+    for folder in Path(base).glob(f"{SCRATCH_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            is_old = time.time() - folder.lstat().st_mtime > STALE_S
+            if is_old and _is_own(folder) and not folder.is_symlink() and folder not in _locks and _lock(folder):
+                remove_scratch(folder)
+
+
 def remove_scratch(scratch: Path) -> None:
     """Delete a folder that `mkdtemp` made for a trial, with what overlayfs and the trial left in it."""
+    if scratch in _locks:
+        os.close(_locks.pop(scratch))
     for folder, names, _ in os.walk(scratch):
         for name in names:
             if not os.path.islink(f"{folder}/{name}"):

@@ -112,7 +112,7 @@ class TrialProcess:
         """End it and everything it started, also what has left its session."""
         kill_below(self.pid)
         with contextlib.suppress(OSError):
-            os.killpg(self.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL) if hasattr(os, "killpg") else self._process.kill()
         self._process.wait()
 
     def clear(self) -> None:
