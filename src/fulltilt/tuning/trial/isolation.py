@@ -174,10 +174,11 @@ def _try_out(isolation: Isolation) -> str | None:
 def _lock(scratch: Path) -> bool:
     """Mark a scratch folder as in use for as long as this process lives; False where another process uses it."""
     if fcntl is not None:
+        descriptor = os.open(scratch, os.O_RDONLY | os.O_NOFOLLOW)
         try:
-            descriptor = os.open(scratch, os.O_RDONLY | os.O_NOFOLLOW)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            os.close(descriptor)
             return False
         _locks[scratch] = descriptor
     return True
