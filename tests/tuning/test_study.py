@@ -182,11 +182,11 @@ def test_ctrl_c_keeps_what_was_learned_and_the_study_goes_on(tmp_path: Path) -> 
 @pytest.mark.timeout(900)
 def test_a_verified_change_is_applied_and_a_study_of_another_command_is_refused(tmp_path: Path) -> None:
     checkpoint_of(tmp_path)
-    done = tuned(tmp_path, "--budget", "600s", "--apply")
+    done = tuned(tmp_path, "--budget", "1h", "--apply")
     assert done.returncode == 0, done.stderr
     assert "num_workers=" in (tmp_path / "train.py").read_text()
     assert "batch_size=8" in (tmp_path / "train.py").read_text()
-    again = tuned(tmp_path, "--budget", "600s", "--apply")  # verified already: no trial is made
+    again = tuned(tmp_path, "--budget", "1h", "--apply")  # verified already: no trial is made
     assert again.returncode == 0, again.stderr
     assert "nothing is left to write" in again.stdout
     other = tuned(tmp_path, "--allow", "batch")
