@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 from fulltilt import feed
 from fulltilt.errors import DoesNotFit, UsageError
 from fulltilt.feed import tiers
-from fulltilt.feed.bad_samples import ShapesDiffer
-from fulltilt.feed.leaves import Unstorable
-from fulltilt.feed.order import Order, spread
-from fulltilt.feed.repeats import SAMPLE_BITS, numbered
-from fulltilt.feed.structure import ShapeChanged, layout_of, same_sample
+from fulltilt.feed.epoch_order import SAMPLE_BITS, Order, numbered, spread
+from fulltilt.feed.sample_layout import ShapeChanged, Unstorable, layout_of, same_sample
+from fulltilt.feed.sample_reader import ShapesDiffer
 from fulltilt.feed.tiers import Room, choose_tier, measure_room
 from fulltilt.records import CpuCapacity
 

@@ -11,12 +11,12 @@ from torch.nn.utils.rnn import pack_sequence
 
 from fulltilt import feed
 from fulltilt.errors import DataError
-from fulltilt.feed import residency
-from fulltilt.feed.buffers import HostBuffers
-from fulltilt.feed.prefetch import DeviceRing, HostBatch
-from fulltilt.feed.stock import to_device
-from fulltilt.feed.stores import DeviceStore
-from fulltilt.feed.structure import layout_of
+from fulltilt.feed import cache_policy
+from fulltilt.feed.dataloader_fallback import to_device
+from fulltilt.feed.device_prefetch import DeviceRing
+from fulltilt.feed.row_reader import HostBatch
+from fulltilt.feed.sample_layout import layout_of
+from fulltilt.feed.storage import DeviceStore, HostBuffers
 from fulltilt.feed.tiers import Room
 
 from .conftest import Drawn, Pixels
@@ -28,12 +28,12 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 def as_on_a_gpu(monkeypatch):
     """Loaders made with this believe in a device with a tier of its own."""
     room = Room(vram_bytes=1 << 30, pinned_bytes=1 << 30, ram_bytes=1 << 30, disk_bytes=1 << 30)
-    monkeypatch.setattr(residency, "measure_room", lambda *_, **__: room)
+    monkeypatch.setattr(cache_policy, "measure_room", lambda *_, **__: room)
 
     def make(*args, **options):
         loader = feed.loader(*args, **options)
-        loader._delivery.copies_ahead = True
-        loader._keeping.supply.staging.copies_from = True
+        loader._device_batches.copies_ahead = True
+        loader._policy.rows.staging.copies_from = True
         return loader
 
     return make
@@ -77,11 +77,11 @@ def test_an_iterator_that_is_put_aside_does_not_hold_up_the_next(as_on_a_gpu, ti
 
 
 def test_long_rows_go_from_pinned_memory_straight_to_the_device(as_on_a_gpu, monkeypatch):
-    monkeypatch.setattr("fulltilt.feed.supply.DIRECT_ROW_BYTES", 64)
+    monkeypatch.setattr("fulltilt.feed.row_reader.DIRECT_ROW_BYTES", 64)
     dataset = Pixels(23)
     with as_on_a_gpu(dataset, 5, shuffle=True, residency="pinned", num_workers=2) as loader:
         list(loader)
-        loader._keeping.supply.store.pinned = True  # as it would be with a GPU
+        loader._policy.rows.store.pinned = True  # as it would be with a GPU
         monkeypatch.setattr(HostBuffers, "take", None)
         for images, numbers in loader:
             for image, number in zip(images, numbers, strict=True):
@@ -89,10 +89,12 @@ def test_long_rows_go_from_pinned_memory_straight_to_the_device(as_on_a_gpu, mon
 
 
 def test_vram_is_taken_only_after_the_model_has_shown_what_it_needs(as_on_a_gpu, monkeypatch):
-    monkeypatch.setattr(residency.Residence, "waits_for_model", property(lambda self: True))
+    monkeypatch.setattr(cache_policy.Residence, "waits_for_model", property(lambda self: True))
     asked = []
-    room = residency.measure_room()
-    monkeypatch.setattr(residency, "measure_room", lambda *_, **options: asked.append(options["model_has_run"]) or room)
+    room = cache_policy.measure_room()
+    monkeypatch.setattr(
+        cache_policy, "measure_room", lambda *_, **options: asked.append(options["model_has_run"]) or room
+    )
     with as_on_a_gpu(Pixels(40), 4, num_workers=0) as loader:
         tiers = [loader.tier for _ in loader]
         assert tiers[:3] == ["none"] * 3
@@ -100,18 +102,18 @@ def test_vram_is_taken_only_after_the_model_has_shown_what_it_needs(as_on_a_gpu,
         assert asked[-1] is True
         # The batches before it were put aside, those underway went into it: nothing has to be read again.
         assert any("all 40 samples are kept (vram)" in note for note in loader.notes)
-        assert bool(loader._keeping.supply.store.present.all())
+        assert bool(loader._policy.rows.store.present.all())
 
 
 def test_batches_underway_while_the_model_is_watched_are_kept(as_on_a_gpu, monkeypatch):
     """With workers, more batches than the model has seen are on their way to the device when its memory is known."""
-    monkeypatch.setattr(residency.Residence, "waits_for_model", property(lambda self: True))
+    monkeypatch.setattr(cache_policy.Residence, "waits_for_model", property(lambda self: True))
     with as_on_a_gpu(Pixels(80), 4, num_workers=2, shuffle=True) as loader:
         for number, _ in enumerate(loader):
             time.sleep(0.05 if number < 4 else 0)  # steps that take long: the queue fills up meanwhile
         assert loader.tier == "vram"
         # All but the one that may be handed over at that very moment; the next pass reads it before it begins.
-        assert int(loader._keeping.supply.store.present.sum()) >= 76
+        assert int(loader._policy.rows.store.present.sum()) >= 76
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -120,10 +122,10 @@ def test_what_drop_last_left_out_is_read_before_the_next_pass_begins(as_on_a_gpu
     dataset = Pixels(43)
     with as_on_a_gpu(dataset, 4, shuffle=True, drop_last=True, num_workers=workers, residency="vram") as loader:
         assert len(list(loader)) == 10
-        assert int(loader._keeping.supply.store.present.sum()) == 40
+        assert int(loader._policy.rows.store.present.sum()) == 40
         resident = []
-        serve = loader._delivery._resident
-        monkeypatch.setattr(loader._delivery, "_resident", lambda *given: resident.append(True) or serve(*given))
+        serve = loader._device_batches._resident
+        monkeypatch.setattr(loader._device_batches, "_resident", lambda *given: resident.append(True) or serve(*given))
         for _ in range(3):
             for images, numbers in loader:
                 for image, number in zip(images, numbers, strict=True):

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from fulltilt import feed
 from fulltilt.errors import DoesNotFit, MachineError, UsageError
-from fulltilt.feed import residency
+from fulltilt.feed import cache_policy
 from fulltilt.feed.disk_cache import (
     MARKS,
     PARTIAL,
@@ -34,7 +34,7 @@ from fulltilt.feed.disk_cache import (
     open_cache,
     sweep,
 )
-from fulltilt.feed.structure import layout_of
+from fulltilt.feed.sample_layout import layout_of
 from fulltilt.feed.tiers import Room
 from fulltilt.store.owned_folder import OwnedFolder
 
@@ -108,7 +108,7 @@ def test_without_a_key_a_cache_lives_for_one_run(files, cache_dir):
 
 def test_without_a_key_nobody_is_given_the_disk(tmp_path, monkeypatch):
     full = Room(vram_bytes=None, pinned_bytes=None, ram_bytes=0, disk_bytes=1 << 30)
-    monkeypatch.setattr(residency, "measure_room", lambda *_, **__: full)
+    monkeypatch.setattr(cache_policy, "measure_room", lambda *_, **__: full)
     for key, tier in ((None, "none"), ("v1", "disk")):
         with feed.loader(Pixels(9), 4, cache_dir=tmp_path, num_workers=0, cache_key=key) as loader:
             assert sum(len(labels) for _, labels in loader) == 9
@@ -163,7 +163,7 @@ def test_nobody_who_did_not_ask_for_the_disk_is_stopped_by_it(tmp_path, monkeypa
     """A folder that cannot be made: residency auto goes on from the source."""
     (tmp_path / "file").write_text("")
     nowhere = Room(vram_bytes=None, pinned_bytes=None, ram_bytes=0, disk_bytes=1 << 30)
-    monkeypatch.setattr(residency, "measure_room", lambda *_, **__: nowhere)
+    monkeypatch.setattr(cache_policy, "measure_room", lambda *_, **__: nowhere)
     with feed.loader(Pixels(9), 4, cache_key="v1", cache_dir=tmp_path / "file" / "x", num_workers=0) as loader:
         assert sum(len(labels) for _, labels in loader) == 9
     assert "training goes on from the source" in opened(loader)
@@ -395,8 +395,8 @@ def largest_file(size):
 def test_a_disk_that_fills_up_while_caching_does_not_stop_training(cache_dir, caplog, prefetches):
     dataset = Pixels(40)
     with feed.loader(dataset, 4, residency="disk", cache_dir=cache_dir, num_workers=2, shuffle=True) as loader:
-        loader._delivery.copies_ahead = prefetches
-        loader._keeping.settle(model_has_run=True)
+        loader._device_batches.copies_ahead = prefetches
+        loader._policy.settle(model_has_run=True)
         with largest_file(20 * 448):  # half of the rows
             for _ in range(2):
                 served = list(loader)

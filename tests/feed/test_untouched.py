@@ -88,7 +88,7 @@ def test_an_iterator_put_aside_goes_on_where_it_was(residency, ahead):
     """As in torch's own tutorial: look at one batch through an iterator, keep it, then train."""
     dataset = Pixels(60)
     with feed.loader(dataset, 4, num_workers=2, residency=residency, shuffle=True) as loader:
-        loader._delivery.copies_ahead = ahead
+        loader._device_batches.copies_ahead = ahead
         aside = iter(loader)
         seen = [next(aside)]
         for _ in range(2):

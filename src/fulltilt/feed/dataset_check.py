@@ -17,12 +17,10 @@ from typing import Any
 import torch
 
 from fulltilt.errors import DataError, UsageError
-from fulltilt.feed.bad_samples import TO_ONE_SHAPE, Policy, ShapesDiffer, stopped_by
+from fulltilt.feed.epoch_order import spread
 from fulltilt.feed.generators import Generators
-from fulltilt.feed.leaves import Unstorable
-from fulltilt.feed.order import spread
-from fulltilt.feed.readers import Failure, failure_of, name_of
-from fulltilt.feed.structure import Layout, ShapeChanged, layout_of, same_sample
+from fulltilt.feed.sample_layout import Layout, ShapeChanged, Unstorable, layout_of, same_sample
+from fulltilt.feed.sample_reader import TO_ONE_SHAPE, Failure, Policy, ShapesDiffer, failure_of, name_of, stopped_by
 from fulltilt.feed.worker_pool import in_child_process
 
 # A digest of a data set's labels is taken in every epoch: a few milliseconds.

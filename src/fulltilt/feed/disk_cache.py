@@ -39,9 +39,9 @@ from typing import Any
 import torch
 
 from fulltilt.errors import FulltiltError, UsageError
-from fulltilt.feed.order import spread
-from fulltilt.feed.stores import HostStore
-from fulltilt.feed.structure import Layout
+from fulltilt.feed.epoch_order import spread
+from fulltilt.feed.sample_layout import Layout
+from fulltilt.feed.storage import HostStore
 from fulltilt.store.owned_folder import MARKER, OwnedFolder, is_private, kind_of
 
 try:
@@ -390,7 +390,9 @@ def open_cache(
     """
     owned = _claim(cache_dir)
     try:
-        with owned.locked("", wait=True):
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(PermissionError):  # where nothing may be written, nobody makes a cache
+                stack.enter_context(owned.locked("", wait=True))
             return _open_cache(owned, cache_dir, key, layout, samples, limit_bytes)
     except OSError as error:
         raise _as_full(error, owned.path) from error

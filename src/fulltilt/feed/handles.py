@@ -12,7 +12,7 @@ from multiprocessing.pool import Pool
 from typing import Any
 
 from fulltilt.feed.generators import names_in, own_module, reached
-from fulltilt.feed.memory import start_method
+from fulltilt.feed.storage import start_method
 
 # Libraries whose open handles must not be shared: readers in two processes would share a position or a lock.
 HANDLES_OF = frozenset({"h5py", "lmdb", "sqlite3", "tables", "netCDF4", "tarfile", "zipfile", "socket"})

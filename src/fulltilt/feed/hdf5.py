@@ -23,12 +23,11 @@ from fulltilt.errors import DataError, DoesNotFit, UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
 from fulltilt.feed.disk_cache import CacheFull, CacheKey, DiskStore, default_cache_dir, open_cache
 from fulltilt.feed.draws import mix
+from fulltilt.feed.epoch_order import Order, position, ranks
 from fulltilt.feed.hdf5_files import DAMAGED, BlockReader, describe
-from fulltilt.feed.order import Order
-from fulltilt.feed.places import device_or_default, ranks
 from fulltilt.feed.progress import progress
-from fulltilt.feed.standing import position
-from fulltilt.feed.structure import layout_of
+from fulltilt.feed.sample_layout import layout_of
+from fulltilt.feed.storage import device_or_default
 from fulltilt.feed.tiers import Residency, choose_tier, default_workers, measure_room
 from fulltilt.feed.worker_pool import WorkerPool
 

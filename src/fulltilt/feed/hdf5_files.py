@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fulltilt.errors import DataError, UsageError
-from fulltilt.feed.readers import Failure
+from fulltilt.feed.sample_reader import Failure
 
 # A block is large enough to amortise a read call and a copy, and small enough that several fit beside a batch.
 BLOCK_BYTES = 8 * 1024**2

@@ -9,6 +9,8 @@ not fixed-shape tensors  torch's DataLoader with tuned settings
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,20 +20,31 @@ import torch
 from fulltilt.batch_observer import observed
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
-from fulltilt.feed.bad_samples import BadSamples, Policy, ShapesDiffer, pass_over
+from fulltilt.feed.cache_policy import CachePolicy, Notes, Residence
+from fulltilt.feed.dataloader_fallback import FallbackLoader
 from fulltilt.feed.dataset_check import Inspection, inspect, length_of
-from fulltilt.feed.delivery import Delivery
+from fulltilt.feed.device_prefetch import DeviceBatches
+from fulltilt.feed.epoch_order import (
+    AGAIN,
+    BatchOrder,
+    GivenBatches,
+    Order,
+    Position,
+    begins_again,
+    draws_of,
+    every_batch_counts,
+    is_shuffled,
+    ranks,
+    replayable,
+    resumed_at,
+    sampler_of,
+    step_samples,
+    told_epoch,
+)
 from fulltilt.feed.handles import workers_without_sharing
-from fulltilt.feed.keeping import Keeping, Notes
-from fulltilt.feed.mistakes import refuse_mistakes, refuse_unknown
-from fulltilt.feed.order import BatchOrder, GivenBatches, Order, draws_of, every_batch_counts, sampler_of, step_samples
-from fulltilt.feed.places import device_or_default, home_of, ranks
 from fulltilt.feed.progress import progress
-from fulltilt.feed.readers import Decoded
-from fulltilt.feed.replay import replayable
-from fulltilt.feed.residency import Residence
-from fulltilt.feed.standing import AGAIN, Standing, begins_again, is_shuffled, resumed_at, told_epoch
-from fulltilt.feed.stock import StockLoader
+from fulltilt.feed.sample_reader import BadSamples, Decoded, Policy, ShapesDiffer, pass_over
+from fulltilt.feed.storage import device_or_default, home_of
 from fulltilt.feed.tiers import Residency, Tier, default_workers
 from fulltilt.records import Settings
 
@@ -175,16 +188,16 @@ class FeedLoader:
         self._augment = augment
         self._residence = residence
         self._finishes = bool(getattr(dataset, "finishes_on_device", False))
-        self._standing = Standing()
-        self._stock: StockLoader | None = None
-        self._keeping: Keeping | None = None
+        self._position = Position()
+        self._fallback: FallbackLoader | None = None
+        self._policy: CachePolicy | None = None
         self._bad = bad
         self._collate, self._on_worker_start, self._found = collate_fn, on_worker_start, found
         if found.layout is None:
-            self._take_stock(found.unstorable_because or "a collate_fn was given", collate_fn)
+            self._fall_back(found.unstorable_because or "a collate_fn was given", collate_fn)
         else:
-            self._delivery = Delivery(found.layout, residence.device)
-            self._keeping = Keeping(
+            self._device_batches = DeviceBatches(found.layout, residence.device)
+            self._policy = CachePolicy(
                 residence,
                 found.layout,
                 order.batch_size,
@@ -221,18 +234,18 @@ class FeedLoader:
 
     def begin_at(self, epoch: int, batch: int) -> None:
         """Let the next iteration begin with batch number ``batch`` of ``epoch``. Raises UsageError."""
-        self._standing.begin_at(epoch, batch)
+        self._position.begin_at(epoch, batch)
 
     def regroup(self, order: BatchOrder) -> None:
         """Draw the same samples in the batches of another order from the next iteration on. What is kept stays."""
-        if order.batch_size != self.order.batch_size and self._keeping is not None:
-            self._keeping.supply.resize(order.batch_size)
-            self._delivery.close()
+        if order.batch_size != self.order.batch_size and self._policy is not None:
+            self._policy.rows.resize(order.batch_size)
+            self._device_batches.close()
         self.order = order
 
     def state_dict(self) -> dict[str, int | None]:
         """Where the iteration stands: after a load, the next batch is the one that would have come now."""
-        standing = {"epoch": self._standing.epoch, "batch": self._standing.batch}
+        standing = {"epoch": self._position.epoch, "batch": self._position.batch}
         return {**standing, "seed": self.order.seed, "step_samples": step_samples(self.order)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -244,23 +257,23 @@ class FeedLoader:
 
     def fill(self, *, shown: bool | None = None) -> None:
         """Decode everything now, with a progress bar, instead of while the first epoch trains."""
-        keeping = self._keeping
-        if keeping is None or not self._residence.wanted:
+        policy = self._policy
+        if policy is None or not self._residence.wanted:
             return
-        keeping.settle(model_has_run=False)
+        policy.settle(model_has_run=False)
         everything = [*torch.split(torch.arange(self._residence.samples), self.batch_size)]
-        if keeping.supply.store is not None and keeping.supply.missing(everything):
-            batches = self._delivery.batches(keeping.supply, everything, 0)
+        if policy.rows.store is not None and policy.rows.missing(everything):
+            batches = self._device_batches.batches(policy.rows, everything, 0)
             for _ in progress(batches, len(everything), f"Decoding into {self.tier}", shown=shown):
                 pass
-        keeping.end_epoch()
-        keeping.leave_epoch()
+        policy.end_epoch()
+        policy.leave_epoch()
 
     def close(self) -> None:
         """End the workers and give all memory back. A complete disk cache stays for the next run."""
-        if self._keeping is not None:
-            self._keeping.supply.close()
-            self._delivery.close()
+        if self._policy is not None:
+            self._policy.rows.close()
+            self._device_batches.close()
 
     def __enter__(self) -> FeedLoader:
         return self
@@ -279,7 +292,7 @@ class FeedLoader:
             "bad": self._bad,
             "on_worker_start": self._on_worker_start,
         }
-        return _made_anew, (self.dataset, self.order, self._found, made_with, *self._standing.next)
+        return _made_anew, (self.dataset, self.order, self._found, made_with, *self._position.next)
 
     # ----------------------------------------------------------------- one epoch
 
@@ -289,10 +302,10 @@ class FeedLoader:
                 f"the data set had {self._residence.samples} samples and has {now} now", "Make another loader for it."
             )
         self._tell_if_made_in_each_epoch()
-        epoch, start = self._standing.begin(self.order)
+        epoch, start = self._position.begin(self.order)
         try:
             for number, (batch, indices) in enumerate(self._batches(epoch, start), start):
-                self._standing.handed_out(epoch, number)
+                self._position.handed_out(epoch, number)
                 if len(indices):
                     yield self._finished(batch, indices, epoch)
                 else:
@@ -300,11 +313,11 @@ class FeedLoader:
         except DataError as error:
             error.__traceback__ = None  # where in here it was noticed tells its owner nothing
             raise
-        self._standing.ended(epoch)
+        self._position.ended(epoch)
 
     def _tell_if_made_in_each_epoch(self) -> None:
         random = is_shuffled(self.order) or self._augment is not None or self._found.random_because is not None
-        by_itself = self._standing.counts_by_itself and told_epoch(self.order) is None
+        by_itself = self._position.counts_by_itself and told_epoch(self.order) is None
         if random and by_itself and begins_again(self.order, type(self.dataset), self._residence.samples):
             self.notes.warn(AGAIN)
 
@@ -314,7 +327,7 @@ class FeedLoader:
         return batch if self._augment is None else self._augment(batch, self.order.seed, epoch, indices)
 
     def _batches(self, epoch: int, start: int) -> Iterator[tuple[Any, torch.Tensor]]:
-        if self._stock is None:
+        if self._fallback is None:
             try:
                 for served in self._kept(epoch, start):
                     start += 1
@@ -324,35 +337,35 @@ class FeedLoader:
                 # A batch of one, and a batch sampler that puts like with like, can do with samples of many shapes.
                 if isinstance(self.order, Order) and self.order.batch_size > 1:
                     raise
-                self._take_stock(differ.what)
-        assert self._stock is not None
-        yield from self._stock.batches(epoch, start)
+                self._fall_back(differ.what)
+        assert self._fallback is not None
+        yield from self._fallback.batches(epoch, start)
 
-    def _take_stock(self, why: str, collate_fn: Callable[..., Any] | None = None) -> None:
+    def _fall_back(self, why: str, collate_fn: Callable[..., Any] | None = None) -> None:
         """Serve by torch's DataLoader from now on."""
         self._residence.refuse_if_asked(why)
         self.close()
-        self.notes.say(f"served by a stock DataLoader with {self.workers} workers: {why}")
-        self._stock = StockLoader(
+        self.notes.say(f"served by a DataLoader with {self.workers} workers: {why}")
+        self._fallback = FallbackLoader(
             self.dataset, self.order, collate_fn, self.workers, self.device, self._bad, self.notes.skipped
         )
 
     def _kept(self, epoch: int, start: int) -> Iterator[tuple[Any, torch.Tensor]]:
-        keeping = self._keeping
-        assert keeping is not None
-        keeping.begin_epoch(epoch)
+        policy = self._policy
+        assert policy is not None
+        policy.begin_epoch(epoch)
         drawn = draws_of(self.order, epoch)[start:]
         largest = max((len(batch) for batch in drawn), default=0)
-        if largest > keeping.supply.batch_size:  # a batch sampler may not say beforehand how large they get
-            keeping.supply.resize(largest)
-        batches = self._delivery.batches(keeping.supply, drawn, epoch)
+        if largest > policy.rows.batch_size:  # a batch sampler may not say beforehand how large they get
+            policy.rows.resize(largest)
+        batches = self._device_batches.batches(policy.rows, drawn, epoch)
         try:
             for number, (leaves, indices) in enumerate(batches):
-                keeping.batches_trained(number)
-                yield keeping.layout.build_batch(leaves), indices
-            keeping.end_epoch()
+                policy.batches_trained(number)
+                yield policy.layout.build_batch(leaves), indices
+            policy.end_epoch()
         finally:
-            keeping.leave_epoch()
+            policy.leave_epoch()
 
 
 def _made_anew(
@@ -361,3 +374,62 @@ def _made_anew(
     made = FeedLoader(dataset, order, found, **made_with)
     made.begin_at(epoch, batch)
     return made
+
+
+# What a DataLoader can be told and the feed decides by itself, so that one can stand in for the other in a script.
+DECIDED_HERE = frozenset(
+    {
+        *("pin_memory", "pin_memory_device", "persistent_workers", "prefetch_factor"),
+        *("timeout", "multiprocessing_context", "in_order"),
+    }
+)
+
+
+def refuse_unknown(names: set[str]) -> None:
+    """Raise UsageError for arguments that a DataLoader knows and the feed has no use for."""
+    if unknown := sorted(names - DECIDED_HERE):
+        raise UsageError(
+            f"feed.loader has no {', '.join(unknown)}", "Random numbers follow from seed=..., batches from sampler=..."
+        )
+
+
+def refuse_mistakes(
+    *,
+    seed: Any,
+    num_workers: Any,
+    collate_fn: Any,
+    reserve_bytes: Any,
+    cache_dir: Any,
+    cache_limit_bytes: Any,
+    on_bad_sample: Any,
+    max_bad_share: Any,
+    checks: Any,
+    decode: Any,
+    cache_key: Any,
+) -> None:
+    """Raise UsageError for the first argument that is not what it has to be."""
+    if on_bad_sample not in ("stop", "skip"):
+        raise UsageError(f"on_bad_sample is {on_bad_sample!r}", "Choose 'stop' or 'skip'.")
+    if not isinstance(max_bad_share, int | float) or not 0.0 <= max_bad_share <= 1.0:
+        raise UsageError(f"max_bad_share is {max_bad_share!r}; it is a share of the samples, from 0 to 1")
+    if num_workers is not None and (type(num_workers) is not int or num_workers < 0):
+        raise UsageError(f"num_workers is {num_workers!r}; it must be a whole number of at least 0")
+    if num_workers and multiprocessing.current_process().daemon:
+        raise UsageError(
+            f"num_workers is {num_workers}, and this process is a daemon, which may start none", "Use num_workers=0."
+        )
+    if not isinstance(checks, int) or checks < 0:
+        raise UsageError(f"checks is {checks!r}; it must be a number of samples")
+    if not isinstance(seed, int):
+        raise UsageError(f"seed is {seed!r}; it must be a whole number")
+    for name, count in (("reserve_bytes", reserve_bytes), ("cache_limit_bytes", cache_limit_bytes)):
+        if count is not None and (not isinstance(count, int | float) or count < 0):
+            raise UsageError(f"{name} is {count!r}; it must be a number of bytes")
+    if collate_fn is not None and not callable(collate_fn):
+        raise UsageError(f"collate_fn is {collate_fn!r}; it must be a function of a list of samples")
+    if decode is not None and not callable(decode):
+        raise UsageError(f"decode is {decode!r}; it must be a function of what the data set returns")
+    if cache_key is not None and (not isinstance(cache_key, str) or not cache_key):
+        raise UsageError(f"cache_key is {cache_key!r}; it must be a text that names the data, such as 'train-v3'")
+    if cache_dir is not None and not isinstance(cache_dir, str | os.PathLike):
+        raise UsageError(f"cache_dir is {cache_dir!r}; it must be a folder")

@@ -23,7 +23,6 @@ from pathlib import Path
 
 from fulltilt.errors import DataError, MachineError, UsageError
 from fulltilt.feed.disk_cache import free_disk_bytes
-from fulltilt.feed.folders import files_below
 from fulltilt.feed.progress import progress
 from fulltilt.feed.tiers import in_words
 from fulltilt.probes.storage import read_storage
@@ -232,3 +231,21 @@ def _check_space(need: int, target: Path, free: int | None) -> None:
 
 def _key(source: Path) -> str:
     return hashlib.blake2b(str(source.resolve()).encode(), digest_size=6).hexdigest()
+
+
+def files_below(folder: str, _above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[str]:
+    """The paths of all files in ``folder`` and below, in the order of their names; a circle of links is left."""
+    folders: list[str] = []
+    files: list[str] = []
+    with contextlib.suppress(OSError):  # not ours to read
+        status = os.stat(folder)  # noqa: PTH116 - a million files: Path would cost seconds
+        here = status.st_dev, status.st_ino
+        if here in _above:
+            return
+        _above |= {here}
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                (folders if entry.is_dir() else files).append(entry.path)
+    yield from sorted(files)
+    for inner in sorted(folders):
+        yield from files_below(inner, _above)

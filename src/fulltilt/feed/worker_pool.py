@@ -26,8 +26,8 @@ import torch
 from torch.utils.data._utils import worker as of_torch
 
 from fulltilt.errors import FulltiltError, MachineError, UsageError
-from fulltilt.feed.memory import pin, shared_bytes, start_method
-from fulltilt.feed.readers import Failure, Reader
+from fulltilt.feed.sample_reader import Failure, Reader
+from fulltilt.feed.storage import pin, shared_bytes, start_method
 
 _TASK = struct.Struct("=iiiiq")  # slot, first row, row after the last, 0, epoch
 _STOP = b""

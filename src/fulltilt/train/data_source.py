@@ -18,14 +18,13 @@ import torch.distributed as dist
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed import FeedLoader
 from fulltilt.feed.augment import Augmentation, as_augmentation
-from fulltilt.feed.bad_samples import BadSamples, Policy, ShapesDiffer
+from fulltilt.feed.cache_policy import Residence
 from fulltilt.feed.dataset_check import inspect
 from fulltilt.feed.draws import mix
 from fulltilt.feed.handles import shared_handle
-from fulltilt.feed.places import home_of
-from fulltilt.feed.readers import Failure, name_of, one_line
-from fulltilt.feed.residency import Residence
-from fulltilt.feed.structure import own_move
+from fulltilt.feed.sample_layout import own_move
+from fulltilt.feed.sample_reader import BadSamples, Failure, Policy, ShapesDiffer, name_of, one_line
+from fulltilt.feed.storage import home_of
 from fulltilt.feed.tiers import Residency
 from fulltilt.train.distributed import Ranks, part_of
 from fulltilt.train.guards import explain_dead_worker, worker_exit_codes, worker_limits

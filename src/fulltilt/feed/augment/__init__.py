@@ -35,8 +35,8 @@ from fulltilt.feed.augment.geometry import (
 )
 from fulltilt.feed.augment.spectrogram import SpecAugment
 from fulltilt.feed.draws import as_int64, uniform
-from fulltilt.feed.repeats import sample_of
-from fulltilt.feed.structure import mapping_like
+from fulltilt.feed.epoch_order import sample_of
+from fulltilt.feed.sample_layout import mapping_like
 
 __all__ = [
     "Affine",

@@ -8,15 +8,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from fulltilt.feed.bad_samples import BadSamples, ShapesDiffer
 from fulltilt.feed.dataset_check import AttributeSnapshot
-from fulltilt.feed.order import BatchOrder, draws_of
-from fulltilt.feed.readers import Failure, failure_of
-from fulltilt.feed.repeats import sample_of
-from fulltilt.feed.structure import mapping_like, own_move, sequence_of
+from fulltilt.feed.epoch_order import BatchOrder, draws_of, sample_of
+from fulltilt.feed.sample_layout import mapping_like, own_move, sequence_of
+from fulltilt.feed.sample_reader import BadSamples, Failure, ShapesDiffer, failure_of
 
 
-class StockLoader:
+class FallbackLoader:
     """Batches of ``dataset`` through ``collate_fn``, moved to the device without waiting."""
 
     def __init__(

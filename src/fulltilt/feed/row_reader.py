@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from fulltilt.feed.bad_samples import BadSamples
-from fulltilt.feed.buffers import Buffer, Staging
 from fulltilt.feed.disk_cache import CacheFull
-from fulltilt.feed.prefetch import HostBatch
-from fulltilt.feed.readers import Failure, Reader
-from fulltilt.feed.repeats import sample_of
-from fulltilt.feed.stores import DeviceStore, HostStore
-from fulltilt.feed.structure import Layout
+from fulltilt.feed.epoch_order import sample_of
+from fulltilt.feed.sample_layout import Layout
+from fulltilt.feed.sample_reader import BadSamples, Failure, Reader
+from fulltilt.feed.storage import Buffer, DeviceStore, HostStore, Staging
 from fulltilt.feed.worker_pool import Slot, WorkerPool
 
 # Batches read ahead by the workers: enough to bridge a slow sample or a validation pause, few enough to stay small.
@@ -42,7 +40,23 @@ class _Plan:
     store: DeviceStore | HostStore | None
 
 
-class Supply:
+@dataclass
+class HostBatch:
+    """A batch, or the part of it that is not on the device yet, in host memory.
+
+    ``release`` is called when ``rows`` was copied away. ``store`` is handed through to the consumer. ``scattered``:
+    ``rows`` is a whole pinned store, and the batch is its rows ``row_indices``.
+    """
+
+    indices: torch.Tensor
+    rows: torch.Tensor
+    row_indices: torch.Tensor
+    release: Callable[[], None] = field(default=lambda: None)
+    store: Any = None
+    scattered: bool = False
+
+
+class RowReader:
     """Serves batches of rows in order, and keeps what was read in ``store`` (which may come, go and be None).
 
     ``on_random`` and ``on_full`` are told, on whatever thread reads, that a sample draws random numbers or that the

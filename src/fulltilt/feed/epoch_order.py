@@ -1,23 +1,58 @@
-"""Which samples make up which batch: the same answer for every worker count, tier and resume point."""
+"""Which samples make up which batch, and where a loader stands: the same for every worker count, tier and resume."""
 
 from __future__ import annotations
 
 import array
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sized
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from fulltilt.errors import UsageError
 from fulltilt.feed.draws import as_int64, sample_seed
-from fulltilt.feed.generators import Generators
-from fulltilt.feed.places import ranks
-from fulltilt.feed.repeats import numbered
+from fulltilt.feed.generators import Generators, is_generator
+
+SAMPLE_BITS = 40
+_SAMPLE = (1 << SAMPLE_BITS) - 1
+
+Draws = TypeVar("Draws", torch.Tensor, int)
+
+
+def numbered(batches: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The draws that ``batches`` of sample numbers are, in their order."""
+    if not batches:
+        return batches
+    every = torch.cat(batches)
+    if len(every) == 0 or _each_once(every):
+        return batches
+    # Stable, so that equal numbers stay in the order in which they are drawn.
+    ordered, places = torch.sort(every, stable=True)
+    begins = torch.ones_like(ordered, dtype=torch.bool)
+    begins[1:] = ordered[1:] != ordered[:-1]
+    positions = torch.arange(len(ordered))
+    times = positions - torch.cummax(positions * begins, 0).values
+    draws = every.clone()
+    draws[places] += times << SAMPLE_BITS
+    return list(torch.split(draws, [len(batch) for batch in batches]))
+
+
+def _each_once(samples: torch.Tensor) -> bool:
+    """Whether no sample is among them twice: as nearly always, and told without sorting a hundred million."""
+    there = torch.zeros(int(samples.max()) + 1, dtype=torch.bool)
+    there[samples] = True
+    return int(there.sum()) == len(samples)
+
+
+def sample_of(draws: Draws) -> Draws:
+    """The sample that each draw is of."""
+    return draws & _SAMPLE
+
 
 RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
@@ -224,3 +259,171 @@ def spread(samples: int, count: int) -> Iterator[int]:
         yield 0
     for number in range(count if count > 1 else 0):
         yield number * (samples - 1) // (count - 1)
+
+
+def replayable(sampler: Any) -> Any:
+    """``sampler``, which gives the samples of whatever epoch it is told, also where a generator of its own decides."""
+    own = list(_generators_of(sampler))
+    return _Replayed(sampler, own) if own else sampler
+
+
+class _Replayed:
+    """Epochs asked for in turn are taken as they come, as a DataLoader does; for any other they are drawn anew."""
+
+    def __init__(self, sampler: Any, own: list[Any]) -> None:
+        self._sampler = sampler
+        self._own = Generators(*own)
+        self._at_first = self._own.state()
+        self._next = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # asked by pickle before there is a sampler
+            raise AttributeError(name)
+        return getattr(self._sampler, name)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._next += 1
+        return iter(self._sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration be that of ``epoch``."""
+        with Generators().untouched():
+            if epoch < self._next:
+                self._own.restore(self._at_first)
+                self._next = 0
+            while self._next < epoch:
+                self._tell(self._next)
+                for _ in self:
+                    pass
+        self._tell(epoch)
+
+    def _tell(self, epoch: int) -> None:
+        tell = getattr(self._sampler, "set_epoch", None)
+        if callable(tell):
+            tell(epoch)
+
+
+def _generators_of(sampler: Any) -> Iterator[Any]:
+    """Those that the sampler itself holds, and the sampler within a batch sampler; not those of the data set."""
+    while sampler is not None:
+        yield from (value for value in getattr(sampler, "__dict__", {}).values() if is_generator(value))
+        sampler = getattr(sampler, "sampler", None)
+
+
+AGAIN = (
+    "a loader for such a data set has begun with epoch 0 before, and this one draws the same order and augmentation "
+    "again: keep one loader for all epochs, or call loader.set_epoch(epoch)"
+)
+
+
+class Position:
+    """Epoch and batch, counted as batches are handed out. ``next`` is where the next pass begins."""
+
+    def __init__(self) -> None:
+        self.epoch = self.batch = 0
+        self.next = 0, 0
+        self._positioned = False  # whether somebody has said where the next pass begins
+        self._told: int | None = None  # the epoch that the sampler was told last
+
+    def begin_at(self, epoch: int, batch: int) -> None:
+        """Let the next pass begin there. Raises UsageError."""
+        self.next = self.epoch, self.batch = position(epoch, batch)
+        self._positioned = True
+
+    def begin(self, order: BatchOrder | None = None) -> tuple[int, int]:
+        """Epoch and batch of a pass that begins: as told here, else as the sampler was told, else the next one."""
+        epoch, start = self.next
+        told = None if order is None else told_epoch(order)
+        if not self._positioned and told is not None and told != self._told:
+            epoch, start = told, 0
+        self._told, self._positioned = epoch, False
+        self.next = epoch + 1, 0
+        self.epoch, self.batch = epoch, start
+        return epoch, start
+
+    @property
+    def counts_by_itself(self) -> bool:
+        """Whether the next pass is the loader's first, and nobody has said which epoch that is."""
+        return self.next == (0, 0) and not self._positioned
+
+    def handed_out(self, epoch: int, number: int) -> None:
+        """Batch ``number`` of ``epoch`` was: a checkpoint taken after its step must not see it again."""
+        self.epoch, self.batch = epoch, number + 1
+
+    def ended(self, epoch: int) -> None:
+        """The pass over ``epoch`` is over."""
+        self.epoch, self.batch = epoch + 1, 0
+
+
+_begun: Counter[tuple[Any, ...]] = Counter()
+
+
+def begins_again(order: BatchOrder, *data: Any) -> bool:
+    """Whether a loader begins with epoch 0 for the second time in this process, with the same seed, size and ``data``.
+
+    One that is made in every epoch does, and gives the same order and augmentation each time.
+    """
+    _begun[order.seed, order.batch_size, *data] += 1
+    return _begun[order.seed, order.batch_size, *data] == 2
+
+
+def is_shuffled(order: BatchOrder) -> bool:
+    """Whether epochs differ in their order."""
+    random = isinstance(sampler_of(order), RANDOM_SAMPLERS)
+    return random or bool(getattr(order, "shuffle", False))
+
+
+def told_epoch(order: BatchOrder) -> int | None:
+    """The epoch that the sampler stands at, as DistributedSampler's ``set_epoch`` keeps it; None where it has none."""
+    sampler = sampler_of(order)
+    epoch: Any = getattr(sampler, "epoch", None)
+    return int(epoch) if callable(getattr(sampler, "set_epoch", None)) and is_whole(epoch) else None
+
+
+def position(epoch: int, batch: int) -> tuple[int, int]:
+    """Both as they are, where a pass can begin. Raises UsageError: from -1 on it would be the last batch alone."""
+    if not (is_whole(epoch) and is_whole(batch)):
+        raise UsageError(f"batch {batch!r} of epoch {epoch!r}: both must be whole numbers of at least 0")
+    return int(epoch), int(batch)
+
+
+def saved_position(state: Mapping[str, Any]) -> tuple[int, int]:
+    """Epoch and number of the next batch in a loader's ``state``. Raises UsageError if it is none."""
+    if not isinstance(state, Mapping) or not {"epoch", "batch"} <= state.keys():
+        raise UsageError("this is not the state of a loader: it has no epoch and batch")
+    return position(state["epoch"], state["batch"])
+
+
+def resumed_at(state: Mapping[str, Any], order: BatchOrder) -> tuple[int, int]:
+    """Epoch and number of the next batch of ``order`` after a loader's ``state``. Raises UsageError if it has none."""
+    epoch, batch = saved_position(state)
+    if (seed := state.get("seed", order.seed)) != order.seed:
+        raise UsageError(f"the saved loader had seed {seed}, this one has {order.seed}")
+    saved, mine = state.get("step_samples"), step_samples(order)
+    if not saved or not mine or saved == mine:
+        return epoch, batch
+    if batch * saved % mine:
+        raise UsageError(
+            f"the saved loader stands after {batch * saved} samples, in the middle of a batch of {mine}",
+            "Go on with the batch size and ranks that it had, or begin the epoch anew with set_epoch.",
+        )
+    return epoch, batch * saved // mine
+
+
+def ranks(rank: int | None = None, world_size: int | None = None) -> tuple[int, int]:
+    """Rank and world size as given, else those of a running torch.distributed job; 0 and 1 without one.
+
+    Raises UsageError for anything but a whole number below another.
+    """
+    distributed = torch.distributed
+    running = distributed.is_available() and distributed.is_initialized()
+    found = (distributed.get_rank(), distributed.get_world_size()) if running else (0, 1)
+    rank, world_size = found[0] if rank is None else rank, found[1] if world_size is None else world_size
+    if not isinstance(rank, int) or not isinstance(world_size, int):
+        raise UsageError(f"rank {rank!r} and world_size {world_size!r} must be whole numbers")
+    if not 0 <= rank < world_size:
+        raise UsageError(f"rank {rank} is not below world_size {world_size}")
+    return rank, world_size
