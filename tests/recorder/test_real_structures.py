@@ -1,6 +1,6 @@
 """Scripts built like those of real projects: steps and samples as they count them themselves, and a ledger that closes.
 
-The projects' own scripts were run too; what came out stands in docs/log.md.
+The projects' own scripts were run too; what came out stands in docs/benchmarks/real-projects.md.
 """
 
 from __future__ import annotations
