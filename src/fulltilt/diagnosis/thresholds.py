@@ -50,7 +50,7 @@ class Thresholds:
     recovered_low: float = 0.5  # half of a cause removed is the cautious end of a prediction
     scaling_low: float = 0.6  # COD on 16 cores: 8 workers gave 0.88 of the serial rate each, 12 gave 0.51 each
     handing_over_s: float = 0.002  # a small batch from a worker to the training thread, on two busy Arm cores
-    # Rates of one job in two runs differ by so much: what is predicted from one cannot be truer (docs/benchmarks/tuning.md).
+    # Rates of one job in two runs differ by so much: a prediction from one cannot be truer (docs/benchmarks/tuning.md).
     rate_error: float = 0.08
     in_vain_share: float = 0.5  # of all waiting for data: one wait without an end makes the rates mean nothing
     deep_queue: int = 8  # batches a worker: a queue evens out no more
