@@ -32,7 +32,7 @@ def measure(job: Job, folder: Path, device: torch.device, best: dict[str, Any], 
     """
     minute_s, reached_s, point_s = (20.0, 4.0, 1.5) if small else (MINUTE_S, REACHED_S, POINT_S)
     best_before = rate(job, best, device, point_s)
-    session = Session(torch, folder, time.perf_counter_ns())
+    session = Session(torch, store.create_folder(folder / "live"), time.perf_counter_ns())
     session.install()
     live = Live(session)
     session.taps.live = live.begin

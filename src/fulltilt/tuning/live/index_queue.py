@@ -11,7 +11,20 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+# These fix their whole order when the first index is drawn, whatever happens afterwards.
+FIXED_AT_ONCE = (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+# Accelerate's wrappers pass on what the sampler inside gives.
+WRAPPERS = {"BatchSamplerShard": "batch_sampler", "SkipBatchSampler": "batch_sampler"}
+OVER_A_SEQUENCE: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 
 class IndexQueue:
@@ -137,3 +150,31 @@ class Feed:
             raise StopIteration
         self.owed.append(self._queue.take())
         return self.owed[-1]
+
+
+def reason_of_sampler(sampler: Any, iterator: Any) -> str | None:
+    """Why a sampler may not be read further ahead than the script itself does; ``iterator`` is its own, under way."""
+    kind = type(sampler)
+    if isinstance(iterator, OVER_A_SEQUENCE) or any(kind.__iter__ is known.__iter__ for known in FIXED_AT_ONCE):
+        return None
+    if isinstance(sampler, RandomSampler) and (kind.__iter__ is RandomSampler.__iter__ or _of_accelerate(kind)):
+        # With a generator of the script's own, later permutations of one pass are drawn from it when they are needed.
+        later = sampler.replacement or sampler.num_samples > len(sampler.data_source)
+        if sampler.generator is not None and later:
+            return "its RandomSampler draws from the script's own generator during the pass"
+        return None
+    if kind.__iter__ is BatchSampler.__iter__:
+        inner = getattr(iterator, "gi_frame", None)
+        return reason_of_sampler(sampler.sampler, inner and inner.f_locals.get("sampler_iter"))
+    if _of_accelerate(kind) and kind.__name__ in WRAPPERS:
+        return reason_of_sampler(getattr(sampler, WRAPPERS[kind.__name__]), None)
+    if isinstance(sampler, list | tuple | range):
+        return None
+    return (
+        f"its sampler {kind.__name__} may depend on what training does between two batches, "
+        "so it must not be read further ahead"
+    )
+
+
+def _of_accelerate(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "accelerate"

@@ -22,12 +22,18 @@ from fulltilt.tuning.live.batch_check import BatchCheck
 from fulltilt.tuning.live.capacity import Capacity, most_workers
 from fulltilt.tuning.live.controller import Settle, Situation, Try, best_of, decide, pays
 from fulltilt.tuning.live.history import History, settings_of, short, words
-from fulltilt.tuning.live.index_queue import IndexQueue
+from fulltilt.tuning.live.index_queue import IndexQueue, reason_of_sampler
 from fulltilt.tuning.live.limits import Limits
-from fulltilt.tuning.live.safety import reason_against, reason_of_sampler
 from fulltilt.tuning.live.switching_iterator import SwitchingIterator
 from fulltilt.tuning.live.window import Arrival, Fetches, Knobs, Seen, Window
-from fulltilt.tuning.live.worker_pool import WorkerPool, copy_of, is_of_data_set, knobs_of, sampler_of
+from fulltilt.tuning.live.worker_pool import (
+    WorkerPool,
+    copy_of,
+    is_of_data_set,
+    knobs_of,
+    reason_against,
+    sampler_of,
+)
 
 # Far from the seeds that torch gives the workers of one pool, one after the other.
 SEED_STEP = 0x9E3779B97F4A7C15
@@ -71,7 +77,7 @@ class LoaderTuner:
         self._failed: tuple[Knobs, ...] = ()
         self._wanted = Try(self.user, (0.0, 0.0))
         self._check: BatchCheck | None = None
-        self._left_alone = False
+        self._left_alone = self._is_known = False
         self._loader: Callable[[], Any] = lambda: None
         self._source: Callable[[], SwitchingIterator | None] = lambda: None
         self._persistent: SwitchingIterator | None = None  # keeps the source of a loader whose workers persist
@@ -106,7 +112,7 @@ class LoaderTuner:
     def _adopt(self, loader: Any) -> None:
         """A loader takes the place of the last; what was learned holds where their settings are the same."""
         user, persists = knobs_of(loader), bool(loader.persistent_workers)
-        same = self._loader is not None and (user, persists) == (self.user, self._persists) and self._is_known
+        same = self._is_known and (user, persists) == (self.user, self._persists)
         if self._persistent is not None:
             self._persistent.retire()
         self._source, self._persistent = (lambda: None), None
@@ -125,8 +131,6 @@ class LoaderTuner:
             self._window.begin(user, self._limits.warm_up_batches)
             if (reason := reason_against(loader)) is not None:
                 self.leave_alone(reason)
-
-    _is_known = False
 
     def _forget(self, loader: Callable[[], Any]) -> None:
         """The script has dropped its loader: workers that persist end with it."""

@@ -1,11 +1,13 @@
 """One pool of workers: a copy of the script's DataLoader with other settings, fed with index batches.
 
-Of torch's iterators this uses ``_worker_pids_set`` (see `WorkerPool`), and nothing else that is private.
+Private to torch are ``_remove_worker_pids`` and ``_worker_pids_set`` (see `WorkerPool`), ``_iterator`` and
+``_get_iterator`` of a DataLoader; all else is its public face.
 """
 
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import threading
 import time
 import warnings
@@ -15,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
 from torch.utils.data._utils import signal_handling
 
 from fulltilt.tuning.live.index_queue import Feed, IndexQueue
@@ -34,6 +36,39 @@ def knobs_of(loader: Any) -> Knobs:
 def sampler_of(loader: Any) -> Any:
     """What gives the indices of one batch after the other."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def reason_against(loader: Any) -> str | None:
+    """Why this loader is left alone, from what it is made of; None when nothing speaks against tuning it."""
+    kind = type(loader)
+    if kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
+        return f"its class {kind.__name__} iterates in a way of its own"
+    if isinstance(loader.dataset, IterableDataset):
+        return (
+            "an IterableDataset divides its data among its workers: another number would lose or repeat samples, "
+            "unless the data set is written for it"
+        )
+    if isinstance(loader.dataset, MapDataPipe):
+        return "a DataPipe keeps a state of its own in each worker"
+    if loader.num_workers > 1 and not getattr(loader, "in_order", True):
+        return "its batches come in no fixed order (in_order=False)"
+    if torch.get_default_device().type != "cpu":
+        return f"the default device is {torch.get_default_device()}, from which torch draws the seeds of workers"
+    return _reason_against_forking() if loader.num_workers == 0 else None
+
+
+def _reason_against_forking() -> str | None:
+    """Why a loader without workers cannot get any behind the script's back."""
+    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    if method != "fork":
+        return (
+            f"workers would start by {method}, which runs the script's top level again; the script has not asked for it"
+        )
+    if multiprocessing.current_process().daemon:
+        return "this process may not start processes of its own (it is a daemon)"
+    if threading.current_thread() is not threading.main_thread():
+        return "a thread of the script's own draws its batches; forking beside the main thread could catch a lock"
+    return None
 
 
 def copy_of(loader: Any) -> Any:
