@@ -26,6 +26,7 @@ from fulltilt.tuning.trial.throughput import ready_batches
 
 # What torch writes into the message of an error that the data set raised in a worker.
 RAISED_IN_WORKER = "in DataLoader worker process"
+HELD_S = 0.2
 
 
 def knobs_of(loader: Any) -> Knobs:
@@ -192,12 +193,17 @@ class WorkerPool:
         return self._feed.owed.popleft(), batch
 
     def retire(self) -> None:
-        """End its workers beside the training thread: joining them takes a moment."""
+        """End its workers beside the training thread: joining them takes a moment, and five seconds where one hangs."""
         iterator, self._iterator, self._loader = self._iterator, None, None
         if self.knobs.workers:
-            thread = threading.Thread(target=lambda *_: None, args=(iterator,), name="fulltilt-retire", daemon=True)
+            # torch ends them with the last reference, which an error under way may hold for another moment.
+            thread = threading.Thread(target=_hold, args=(iterator,), name="fulltilt-retire", daemon=True)
             del iterator
             thread.start()
+
+
+def _hold(_: Any) -> None:
+    time.sleep(HELD_S)
 
 
 def is_of_data_set(error: Exception) -> bool:
