@@ -15,7 +15,7 @@ from fulltilt.errors import DataError, FulltiltError, UsageError
 from fulltilt.feed.dataset_check import DECLARE, AttributeSnapshot, Inspection
 from fulltilt.feed.disk_cache import CacheFull, CacheKey, DiskStore, default_cache_dir, default_limit_bytes, open_cache
 from fulltilt.feed.epoch_order import spread
-from fulltilt.feed.generators import Generators
+from fulltilt.feed.random_state import Generators
 from fulltilt.feed.row_reader import RowReader
 from fulltilt.feed.sample_layout import Layout
 from fulltilt.feed.sample_reader import BadSamples, Failure, Reader, SampleReader

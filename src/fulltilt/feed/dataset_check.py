@@ -18,7 +18,7 @@ import torch
 
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.epoch_order import spread
-from fulltilt.feed.generators import Generators
+from fulltilt.feed.random_state import Generators
 from fulltilt.feed.sample_layout import Layout, ShapeChanged, Unstorable, layout_of, same_sample
 from fulltilt.feed.sample_reader import TO_ONE_SHAPE, Failure, Policy, ShapesDiffer, failure_of, name_of, stopped_by
 from fulltilt.feed.worker_pool import in_child_process

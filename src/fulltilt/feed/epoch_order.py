@@ -16,7 +16,7 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomS
 
 from fulltilt.errors import UsageError
 from fulltilt.feed.draws import as_int64, sample_seed
-from fulltilt.feed.generators import Generators, is_generator
+from fulltilt.feed.random_state import Generators, is_generator
 
 SAMPLE_BITS = 40
 _SAMPLE = (1 << SAMPLE_BITS) - 1

@@ -17,7 +17,8 @@ import torch
 from fulltilt.errors import DataError, FulltiltError
 from fulltilt.feed.draws import sample_seed
 from fulltilt.feed.epoch_order import sample_of
-from fulltilt.feed.generators import Generators, own_module
+from fulltilt.feed.handles import own_module
+from fulltilt.feed.random_state import Generators
 from fulltilt.feed.sample_layout import Layout, ShapeChanged, Unstorable
 
 # Attributes under which data sets keep their files, in the order in which they are asked for a sample's name.
