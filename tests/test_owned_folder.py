@@ -202,3 +202,53 @@ def test_a_private_folder_is_no_link_and_not_open_to_all(tmp_path):
     made = OwnedFolder.claim_private(tmp_path / "new", "cache", flag="cache_dir")
     assert made.path.stat().st_mode & 0o777 == 0o700
     assert OwnedFolder.claim_private(tmp_path / "new", "cache", flag="cache_dir").path == made.path
+
+
+def test_torn_line_of_the_marker_does_not_swallow_the_next(tmp_path: Path) -> None:
+    folder = claim(tmp_path / "run")
+    with (folder.path / MARKER).open("a") as marker:
+        marker.write('{"path": "cut sho')  # as a kill leaves it
+    folder.write("report.html", b"ours")
+    assert OwnedFolder(folder.path).owns("report.html")
+
+
+def test_announced_entries_are_known_before_they_are_recorded(tmp_path: Path) -> None:
+    folder = claim(tmp_path / "run")
+    folder.announce("partial", "partial/model")
+    (folder.path / "partial").mkdir()
+    (folder.path / "partial" / "model").write_text("half")  # killed before the record
+    (folder.path / "partial" / "notes").write_text("mine")
+    assert not OwnedFolder(folder.path).remove("partial")
+    assert os.listdir(folder.path / "partial") == ["notes"]
+
+
+def test_appending_goes_on_in_own_files_only(tmp_path: Path) -> None:
+    folder = claim(tmp_path / "run")
+    for text in (b"a", b"b"):
+        fd = folder.append("error.log")
+        os.write(fd, text)
+        os.close(fd)
+    assert (folder.path / "error.log").read_text() == "ab"
+    (folder.path / "other.log").write_text("mine")
+    with pytest.raises(ForeignFiles):
+        folder.append("other.log")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_fork_that_outlives_its_parent_does_not_hold_the_lock(tmp_path: Path) -> None:
+    folder = claim(tmp_path / "run")
+    reading, writing = os.pipe()
+    with folder.locked("busy"):
+        child = os.fork()
+        if child == 0:
+            os.close(writing)
+            os.read(reading, 1)  # lives until the parent lets it go
+            os._exit(0)
+        with pytest.raises(UsageError, match="busy"), folder.locked("busy"):
+            pass
+    try:
+        with folder.locked("busy"):
+            pass
+    finally:
+        os.close(writing)
+        os.waitpid(child, 0)
