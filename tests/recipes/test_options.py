@@ -34,8 +34,8 @@ def recipe(**changes: object) -> Recipe:
         options=Own,
         check=changes.get("check", lambda request: None),  # type: ignore[arg-type]
         run=changes.get("run", lambda request: {}),  # type: ignore[arg-type]
-        made="cod",
-        made_size=8,
+        synthetic="cod",
+        synthetic_size=8,
         settings={"epochs": 7, "monitor": "iou"},
     )
 

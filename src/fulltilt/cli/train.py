@@ -59,13 +59,13 @@ def run_recipe(recipe: Recipe, given: dict[str, Any], config: Path | None = None
 
     def body() -> None:
         nonlocal of_ranks
-        made = asked.place.data == "synthetic"
-        request = asked.request(out / "synthetic" if made else Path(asked.place.data), out)
+        synthetic = asked.place.data == "synthetic"
+        request = asked.request(out / "synthetic" if synthetic else Path(asked.place.data), out)
         run_folder.refuse_other_recipe(recipe, request)
         recipe.check_options(request)
-        if made:
+        if synthetic:
             run_folder.claim(out)
-            _make(recipe, request.data)
+            _make_data(recipe, request.data)
         recipe.check(request)
         run_folder.claim(out)
         code = relaunch(asked.place.gpus, asked.settings.device) if asked.place.gpus else None
@@ -88,12 +88,12 @@ def run_recipe(recipe: Recipe, given: dict[str, Any], config: Path | None = None
     return code or of_ranks
 
 
-def _make(recipe: Recipe, folder: Path) -> None:
+def _make_data(recipe: Recipe, folder: Path) -> None:
     from fulltilt.figures import count
     from fulltilt.recipes.synthetic import KINDS, make_folder
 
-    if make_folder(recipe.made, folder, recipe.made_size, 0):
-        print(f"Made {count(KINDS[recipe.made], recipe.made_size)} in {folder}", file=sys.stderr)
+    if make_folder(recipe.synthetic, folder, recipe.synthetic_size, 0):
+        print(f"Made {count(KINDS[recipe.synthetic], recipe.synthetic_size)} in {folder}", file=sys.stderr)
 
 
 # --------------------------------------------------------------------------- flags

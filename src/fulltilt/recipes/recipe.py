@@ -50,7 +50,7 @@ class Recipe:
     ``settings`` are its defaults of TrainSettings. ``check_options`` looks at the options before any data is made or
     read, ``check`` at the data before anything is built on it; they raise UsageError and DataError. ``run`` trains and
     returns the last metrics: ``on_engine`` makes one from a function that builds a Job; a recipe on another trainer
-    brings its own. ``made`` is the kind of data that ``--data synthetic`` stands for, ``made_size`` its number of
+    brings its own. ``synthetic`` is the kind of data that ``--data synthetic`` stands for, ``synthetic_size`` how many
     samples. ``translate`` turns the keys of another trainer's config file into those above.
     """
 
@@ -59,8 +59,8 @@ class Recipe:
     options: type[Any]
     check: Callable[[Request], None]
     run: Run
-    made: str
-    made_size: int
+    synthetic: str
+    synthetic_size: int
     settings: Mapping[str, Any] = field(default_factory=dict)
     translate: Callable[[Mapping[str, Any]], Translated] = Translated
     check_options: Callable[[Request], None] = _accept

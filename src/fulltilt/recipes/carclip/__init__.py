@@ -54,8 +54,8 @@ RECIPE = Recipe(
     check_options=imported("fulltilt.recipes.carclip.trainer:check_options"),
     check=imported("fulltilt.recipes.carclip.trainer:check"),
     run=imported("fulltilt.recipes.carclip.trainer:run"),
-    made="cars",
-    made_size=4000,
+    synthetic="cars",
+    synthetic_size=4000,
     # A step must compare whole batches, or its last one would be easier.
     settings=MappingProxyType(
         {

@@ -47,8 +47,8 @@ RECIPE = Recipe(
     check_options=imported("fulltilt.recipes.cod.trainer:check_options"),
     check=imported("fulltilt.recipes.cod.data:check"),
     run=imported("fulltilt.recipes.cod.trainer:run"),
-    made="cod",
-    made_size=1000,
+    synthetic="cod",
+    synthetic_size=1000,
     settings={
         "epochs": 120,
         "batch_size": 8,

@@ -56,8 +56,8 @@ RECIPE = Recipe(
     options=Options,
     check=_check,
     run=_run,
-    made="hdf5",
-    made_size=40_000,
+    synthetic="hdf5",
+    synthetic_size=40_000,
     settings={
         "epochs": 20,
         "batch_size": 8192,

@@ -165,8 +165,8 @@ RECIPE = Recipe(
     check_options=imported("fulltilt.recipes.visobert.arguments:check_options"),
     check=imported("fulltilt.recipes.visobert.data:check"),
     run=imported("fulltilt.recipes.visobert.training:run"),
-    made="text",
-    made_size=6000,
+    synthetic="text",
+    synthetic_size=6000,
     settings={
         "epochs": 6,
         "batch_size": 96,
