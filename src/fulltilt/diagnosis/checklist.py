@@ -1,4 +1,4 @@
-"""Guide 2's verification checklist after a run: each line passed, failed or not applicable, with its figure."""
+"""The verification checklist after a run: each line passed, failed or not applicable, with its figure."""
 
 from __future__ import annotations
 

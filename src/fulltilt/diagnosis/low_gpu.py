@@ -1,4 +1,4 @@
-"""Guide 5's warning while a job runs: little GPU use, the likely bottleneck first, and the settings in force.
+"""A warning while a job runs: little GPU use, the likely bottleneck first, and the settings in force.
 
 The guide raises everything at once; here the first line says what the time goes into, and only settings that touch
 that are offered.
