@@ -45,7 +45,7 @@ def test_a_loop_over_a_feed_loader_is_measured(tmp_path: Path) -> None:
     assert (seen.role, seen.dataset, seen.dataset_len, seen.batch_size) == ("train", "Slow", 64, 8)
     assert (seen.passes, seen.batches, seen.samples) == (2, 16, 128)
     assert seen.where is not None
-    assert "test_seen.py" in seen.where
+    assert "test_batch_observer.py" in seen.where
     assert seen.wait_s + seen.first_wait_s + seen.restart_s > 128 * 0.002
     assert batch_observer.observe is None, "nobody looks on any more"
 
