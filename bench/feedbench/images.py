@@ -175,6 +175,7 @@ class ImageJob:
             "device": bench.device,
             "drop_last": True,
             "cache_dir": bench.cache_dir,
+            "cache_key": f"bench {name}",
         }
         few = [self.stock[number] for number in range(8)]
         samples = [few[number % len(few)] for number in range(batch_size)]
