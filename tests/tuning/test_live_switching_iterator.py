@@ -275,8 +275,10 @@ def test_an_error_of_the_sampler_reaches_the_script(tmp_path: Path) -> None:
             yield from range(20)
             raise LookupError("no more")
 
-    with tuning(tmp_path, []) as one, pytest.raises(LookupError, match="no more"):
-        list(one.trains(DataLoader(Squares(SIZE), sampler=Breaks(), num_workers=1)))
+    with tuning(tmp_path, []) as one:
+        with pytest.raises(LookupError, match="no more"):
+            list(one.trains(DataLoader(Squares(SIZE), sampler=Breaks(), num_workers=1)))
+        assert one.tuner._source() is None, "its workers have ended, without a garbage collection"
 
 
 def test_the_batches_of_a_pass_are_counted_over_all_pools(tmp_path: Path) -> None:

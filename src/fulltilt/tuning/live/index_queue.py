@@ -37,7 +37,7 @@ class IndexQueue:
 
     def __init__(self, indices: Iterator[Any], depth: int = 0, sampler: Any = None) -> None:
         self.indices = indices
-        self.error: Exception | None = None  # the sampler's own
+        self.failed = False  # the sampler has raised an error
         self._depth = depth
         self._random_sampler = _with_own_generator(sampler)
         self._stock: deque[Any] = deque()
@@ -92,8 +92,8 @@ class IndexQueue:
         except StopIteration:
             self._ended = True
             raise
-        except Exception as error:
-            self.error = error
+        except Exception:
+            self.failed = True
             raise
 
     def _draw_early(self) -> Any:

@@ -120,14 +120,15 @@ class SwitchingIterator:
 
         Without workers of its own, the script gets the error that its data set raises in the training process.
         """
-        if error is self.queue.error or pool.is_scripts_own:
-            self.queue.given()  # also before an error, workers are sent the next indices
-            raise error
         made = None
-        if is_of_data_set(error):
-            self.queue.given()
-            if self._tuner.user.workers:
-                raise error
+        is_the_scripts = self.queue.failed or pool.is_scripts_own
+        if is_the_scripts or is_of_data_set(error):
+            self.queue.given()  # also before an error, workers are sent the next indices
+            if is_the_scripts or self._tuner.user.workers:
+                try:
+                    raise error
+                finally:
+                    del error  # else its traceback would hold this frame, and so the pool
             made = self._tuner.make_here(self, pool.last_taken)
         self.queue.give_back([indices for other in self._line for indices in other.owed])
         self._line = deque([self._tuner.replace_failed(self, pool, error)])

@@ -131,6 +131,7 @@ class WorkerPool:
                 if check is not None:
                     check(self)
             except Exception as error:
+                error.__traceback__ = error.__cause__ = error.__context__ = None  # they would hold the iterator
                 self.error = error
             else:
                 self.start_s = time.perf_counter() - began_s
