@@ -92,7 +92,7 @@ def test_hdf5_trains_a_thousand_steps_from_vram_while_it_is_recorded_and_ends_wh
     make_folder("hdf5", tmp_path / "data", 60_000, 0)
     flags = ("--batch-size", "512", "--workers", "8", "--residency", "vram", "--use-specaugment")
     ran = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", TWO_RUNS, "--data", tmp_path / "data", "--out", tmp_path, *flags],
+        [sys.executable, "-X", "faulthandler", "-c", TWO_RUNS, "--data", tmp_path / "data", "--out", tmp_path / "out", *flags],
         capture_output=True,
         text=True,
         timeout=150,
@@ -102,5 +102,5 @@ def test_hdf5_trains_a_thousand_steps_from_vram_while_it_is_recorded_and_ends_wh
     shown = ran.stdout
     assert "kept in vram" in shown
     assert "Epoch 12/12:" in shown
-    with (tmp_path / "metrics.csv").open() as file:
+    with (tmp_path / "out" / "metrics.csv").open() as file:
         assert float([*csv.DictReader(file)][-1]["eval_auroc"]) > 0.85

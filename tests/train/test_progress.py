@@ -419,7 +419,7 @@ class Idle:
         return self.stream.getvalue()
 
 
-def test_row_e2_little_gpu_use_is_told_once_for_each_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_gpu_use_is_told_once_for_each_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     idle = Idle(tmp_path, monkeypatch, util=11)
     assert idle.pass_by(19, data_wait_s=0.9, host_code_s=0.1) == "", "twenty seconds of training first"
     told = idle.pass_by(21, data_wait_s=0.9, host_code_s=0.1)
@@ -434,11 +434,11 @@ def test_row_e2_little_gpu_use_is_told_once_for_each_cause(tmp_path: Path, monke
     assert idle.pass_by(200, validation_s=1.0).count("LOW GPU") == 2, "another cause"
 
 
-def test_row_e2_a_busy_gpu_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_gpu_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Idle(tmp_path, monkeypatch, util=30).pass_by(60, data_wait_s=0.9, host_code_s=0.1) == ""
 
 
-def test_row_e2_says_nothing_where_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_gpu_use_is_not_told_where_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The listener is not even there: a training on the CPU has no GPU to warn about."""
     made: list[Any] = []
     monkeypatch.setattr("fulltilt.train.record.IdleGpu", lambda *given: made.append(given))

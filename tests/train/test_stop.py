@@ -29,7 +29,13 @@ with signals_end_it():
 def run(script: str, **more: str) -> tuple[int, str, str]:
     environment = {**os.environ, **more}
     ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60, env=environment
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nohup ignores it
     )
     return ended.returncode, ended.stdout, ended.stderr
 

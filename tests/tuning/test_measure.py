@@ -90,10 +90,9 @@ def test_a_job_that_draws_no_more_batches_is_not_waited_for() -> None:
 
 
 def test_saves_go_to_the_scratch_folder_and_are_found_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("save", "load"):
-        monkeypatch.setattr(torch, name, getattr(torch, name))  # put back afterwards
-    for name in ("save_file", "save_model"):
-        monkeypatch.setattr(safetensors.torch, name, getattr(safetensors.torch, name))
+    from transformers import PreTrainedTokenizerBase
+
+    originals = (torch.save, torch.load, safetensors.torch.save_file, PreTrainedTokenizerBase.save_pretrained)
     monkeypatch.chdir(tmp_path)
     Path("model.pt").write_text("the user's")
     saves = Saves(str(tmp_path / "scratch"))
@@ -104,16 +103,16 @@ def test_saves_go_to_the_scratch_folder_and_are_found_there(tmp_path: Path, monk
     assert torch.load("model.pt") == {"step": 1}
     assert torch.load("deep/other.pt") == {"step": 2}
     assert saves.count == 3
+    saves.remove()
+    assert originals == (torch.save, torch.load, safetensors.torch.save_file, PreTrainedTokenizerBase.save_pretrained)
     assert Path("model.pt").read_text() == "the user's"
     assert sorted(os.listdir()) == ["model.pt", "scratch"]
 
 
-def test_saves_are_only_counted_where_nothing_is_pointed_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "save", torch.save)
+def test_saves_are_only_counted_where_nothing_is_pointed_elsewhere(tmp_path: Path) -> None:
     saves = Saves(None)
     saves.install()
     torch.save({"step": 1}, tmp_path / "model.pt")
     assert saves.count == 1
+    saves.remove()
     assert torch.load(tmp_path / "model.pt") == {"step": 1}

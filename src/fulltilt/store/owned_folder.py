@@ -136,6 +136,9 @@ class OwnedFolder:
         finally:
             if fd in _locks:  # else this is a fork
                 _locks.discard(fd)
+                if fcntl is not None:
+                    with contextlib.suppress(OSError):
+                        fcntl.flock(fd, fcntl.LOCK_UN)  # a fork that has not closed it yet does not keep it
                 os.close(fd)
 
     def owns(self, entry: str | Path) -> bool:

@@ -347,6 +347,7 @@ class Saves:
         self.count = 0
         self._scratch = scratch
         self._installed: set[str] = set()
+        self._originals: list[tuple[Any, str, Any]] = []
 
     def install(self) -> None:
         """Stand around the functions that save, in the modules that are imported by now."""
@@ -358,11 +359,22 @@ class Saves:
                 for part in outer:
                     home = getattr(home, part, None)
                 if hasattr(home, last):
-                    setattr(home, last, self._saving(getattr(home, last), place, keyword))
+                    self._exchange(home, last, self._saving(getattr(home, last), place, keyword))
         torch: Any = sys.modules["torch"]
         if self._scratch is not None and "torch.load" not in self._installed:
             self._installed.add("torch.load")
-            torch.load = self._loading(torch.load)
+            self._exchange(torch, "load", self._loading(torch.load))
+
+    def remove(self) -> None:
+        """Put the originals back."""
+        for home, name, original in reversed(self._originals):
+            setattr(home, name, original)
+        self._originals.clear()
+        self._installed.clear()
+
+    def _exchange(self, home: Any, name: str, around: Callable[..., Any]) -> None:
+        self._originals.append((home, name, getattr(home, name)))
+        setattr(home, name, around)
 
     def _in_scratch(self, path: Any) -> str:
         return f"{self._scratch}{Path(path).absolute()}"
