@@ -27,7 +27,7 @@ test: lint
 
 # All jobs with a known cause, one by one, alone on the machine. About twelve minutes.
 test-zoo: setup
-	$(RUN)/python -m pytest -p no:xdist tests/test_zoo.py
+	$(RUN)/python -m pytest -p no:xdist tests/test_zoo.py tests/recorder
 
 # Every property, on examples that no run has had before. About five minutes.
 test-search: setup
@@ -35,7 +35,7 @@ test-search: setup
 
 # The longer suite: a hundred kills in each of seven configurations, ten thousand damaged checkpoints, ranks, studies. About 25 minutes.
 test-faults: setup
-	$(RUN)/python -m pytest -p no:xdist -m "slow and not recipes" tests/faults tests/train tests/feed tests/tuning tests/test_benches.py
+	$(RUN)/python -m pytest -p no:xdist -m "slow and not recipes" tests/faults tests/train tests/feed tests/tuning tests/cli tests/recipes tests/test_benches.py
 
 # Each recipe trained until it has learnt, and every command line of the guides. Alone on two cores: about half an hour.
 test-recipes: setup

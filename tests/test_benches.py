@@ -55,6 +55,7 @@ def test_parity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "over 2 seeds" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_augment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     code, found = run("augment", monkeypatch, tmp_path / "augment.json", "--smoke", *NO_BUDGET)
     assert code == 0
@@ -67,6 +68,7 @@ def test_augment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 @pytest.mark.parametrize(
     "row", ["hdf5", *(pytest.param(row, marks=pytest.mark.slow) for row in ("cod", "carclip", "visobert"))]
 )
+@pytest.mark.slow
 def test_recipes(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, as the benchmark's own child runs it; the table is made of what it wrote."""
     given = ["--smoke", "--child", row, "--budget-s", "60"]
@@ -81,6 +83,7 @@ def test_recipes(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     "job", ["hdf5", *(pytest.param(job, marks=pytest.mark.slow) for job in ("cod", "clip", "text", "decode"))]
 )
+@pytest.mark.slow
 def test_feed(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, not in the fork that gives a job its GPU: torch's threads do not outlive one."""
     feed = importlib.import_module("feed")

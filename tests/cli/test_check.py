@@ -229,6 +229,7 @@ def test_the_guides_script_runs_as_written_and_checks_the_machine() -> None:
     assert "preflight" in shown.stdout
 
 
+@pytest.mark.slow
 def test_the_guides_script_prints_the_memory_line_of_the_guide() -> None:
     code = (
         "import runpy\n"
@@ -245,6 +246,7 @@ def test_the_guides_script_prints_the_memory_line_of_the_guide() -> None:
     assert "ok   GPU         2 × Tesla T4" in lines
 
 
+@pytest.mark.slow
 def test_the_guides_script_passes_its_flags_on() -> None:
     assert list(json.loads(guide("--json").stdout)) == ["schema_version", "machine", "storage", "preflight"]
     bad = guide("--data", "/no/such/folder")

@@ -90,6 +90,7 @@ def test_a_traceback_is_the_scripts_own(tmp_path: Path) -> None:
         "torch.save(torch.zeros(1), 'no/such/folder')",
     ],
 )
+@pytest.mark.slow
 def test_an_error_that_passes_through_torch_is_shown_as_without_us(tmp_path: Path, breaks: str) -> None:
     broken = (
         "class Broken(list):\n    __len__ = lambda self: 3\n    def __getitem__(self, index): raise KeyError(index)\n"
@@ -192,6 +193,7 @@ def test_a_reader_that_has_gone_changes_no_exit_code(tmp_path: Path, code: int) 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
 @pytest.mark.parametrize("code", [0, 5])
+@pytest.mark.slow
 def test_a_log_on_a_full_disk_neither_keeps_the_job_from_running_nor_changes_its_exit_code(
     tmp_path: Path, code: int
 ) -> None:
@@ -226,6 +228,7 @@ def test_a_record_that_cannot_be_written_is_told_of_with_its_remedy_below(
         ("recorder.rank_files:Following.read", "The script ended with exit code 5 before its first training step"),
     ],
 )
+@pytest.mark.slow
 def test_a_mistake_of_ours_changes_neither_the_job_nor_its_exit_code(tmp_path: Path, broken: str, told: str) -> None:
     module, _, name = broken.partition(":")
     command = (
@@ -241,6 +244,7 @@ def test_a_mistake_of_ours_changes_neither_the_job_nor_its_exit_code(tmp_path: P
     assert state(tmp_path)["exit_code"] == 5
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_with_143_was_not_killed(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(TRAINS.format(epochs=2, after="pass") + "raise SystemExit(143)")
     done = run([*OBSERVED, "job.py"], tmp_path)
@@ -260,6 +264,7 @@ def test_a_job_that_goes_into_the_background_is_told_of(tmp_path: Path) -> None:
     assert "background" not in run([*OBSERVED, "job.py"], tmp_path).stderr
 
 
+@pytest.mark.slow
 def test_the_verdict_is_told_where_it_cannot_be_written(tmp_path: Path) -> None:
     command = (
         "import fulltilt.report.answer as module\n"
@@ -305,6 +310,7 @@ def test_the_training_is_recorded_with_where_the_loader_is(tmp_path: Path) -> No
     assert sum(ledger["buckets"].values()) == pytest.approx(ledger["wall_s"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_what_a_forked_child_trains_on_the_side_is_not_the_jobs(tmp_path: Path) -> None:
     # Its record begins within a second; a child that trains before then would take its place in the folder.
     train = "exec('[step() for _ in range(500)]; os._exit(0)')"

@@ -26,7 +26,7 @@ from fulltilt.report import page, terminal
 from fulltilt.report.answer import to_plain
 
 MUTATIONS = int(os.environ.get("FUZZ_MUTATIONS", "10000"))
-QUICK = 150
+QUICK = 60
 HOSTILE: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2**31, 2**63, 10**400, -(10**30), 0.5, 1e-320, 1e308, -1e308),
     *(

@@ -101,6 +101,7 @@ def test_a_connection_that_a_dying_worker_broke_is_explained() -> None:
     assert explain_dead_worker(FileNotFoundError(2, "No such file", "a.jpg"), nothing, nothing, [None, None]) is None
 
 
+@pytest.mark.slow
 def test_a_worker_hangs(tmp_path: Path) -> None:
     """Seen to fail: without `Watchdog._end_everything` the test's own time limit ends the job."""
     settings = {"workers": 1, "hang_timeout_s": 2.0}

@@ -65,6 +65,7 @@ PARTS = (
 
 
 @pytest.mark.parametrize("forgotten", PARTS)
+@pytest.mark.slow
 def test_forgetting_a_part_shows(
     forgotten: str, whole: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +92,7 @@ def test_the_list_above_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("forgotten", ["python", "numpy", "torch"])
+@pytest.mark.slow
 def test_forgetting_a_random_state_shows(
     forgotten: str, whole: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +108,7 @@ def test_forgetting_a_random_state_shows(
 
 
 @pytest.mark.parametrize("forgotten", ["step", "epoch", "consumed", "samples"])
+@pytest.mark.slow
 def test_forgetting_where_the_run_was_shows(
     forgotten: str, whole: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +121,7 @@ def test_forgetting_where_the_run_was_shows(
 
 
 @pytest.mark.parametrize("forgotten", ["weights", "buffers"])
+@pytest.mark.slow
 def test_forgetting_the_model_shows(
     forgotten: str, whole: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +196,7 @@ def differs(resumed: Any, whole: dict[int, str]) -> bool:
 
 @pytest.mark.parametrize("residency", ["none", "auto"])
 @pytest.mark.parametrize(("workers", "accumulation"), list(itertools.product((0, 2), (1, 3))))
+@pytest.mark.slow
 def test_workers_do_not_change_what_is_trained(workers: int, accumulation: int, residency: str, tmp_path: Path) -> None:
     settings = {"accumulation": accumulation, "batch_size": 4, "residency": residency}
     plain = victim.run_here(tmp_path / "plain", **settings)

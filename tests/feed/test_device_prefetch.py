@@ -63,6 +63,7 @@ def test_every_tier_serves_the_data_set_through_the_ring(as_on_a_gpu, tier, work
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("tier", ["pinned", "ram", "disk", "none"])
 @pytest.mark.parametrize("passes_put_aside", [1, 3])
+@pytest.mark.slow
 def test_an_iterator_that_is_put_aside_does_not_hold_up_the_next(as_on_a_gpu, tier, passes_put_aside, cache_dir):
     dataset = Pixels(60)
     with as_on_a_gpu(dataset, 4, shuffle=True, residency=tier, num_workers=2, cache_dir=cache_dir) as loader:

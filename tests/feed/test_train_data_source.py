@@ -77,6 +77,7 @@ def same(left: Any, right: Any) -> bool:
     ],
     ids=["deterministic", "deterministic with workers", "random"],
 )
+@pytest.mark.slow
 def test_residency_does_not_change_what_is_trained(data: Any, settings: dict[str, Any], tmp_path: Path) -> None:
     """Seen to fail with the feed's own order, and with seeds of a sample other than the worker path's."""
     kept = "ram" if data is Fixed else "auto"

@@ -91,8 +91,9 @@ def test_hdf5_trains_a_thousand_steps_from_vram_while_it_is_recorded_and_ends_wh
     """
     make_folder("hdf5", tmp_path / "data", 60_000, 0)
     flags = ("--batch-size", "512", "--workers", "8", "--residency", "vram", "--use-specaugment")
+    places = ("--data", tmp_path / "data", "--out", tmp_path / "out")
     ran = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", TWO_RUNS, "--data", tmp_path / "data", "--out", tmp_path / "out", *flags],
+        [sys.executable, "-X", "faulthandler", "-c", TWO_RUNS, *places, *flags],
         capture_output=True,
         text=True,
         timeout=150,

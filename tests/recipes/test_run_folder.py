@@ -139,6 +139,7 @@ def test_model_given_is_never_the_one_replaced(
         ("hdf5", "train,recipes,hdf5"),
     ],
 )
+@pytest.mark.slow
 def test_missing_extra_is_named_with_its_install_line(name: str, extras: str, tmp_path: Path) -> None:
     script = (
         "import sys\n"

@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+# Whole jobs of half a minute each: part of make test-zoo.
+pytestmark = pytest.mark.slow
+
 STRUCTURES = Path(__file__).parent / "structures"
 
 

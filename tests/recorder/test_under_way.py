@@ -41,6 +41,7 @@ for (inputs,) in DataLoader(Hangs(torch.randn(400, 8)), batch_size=8):
 
 
 @pytest.mark.parametrize(("in_loader", "bucket"), [(True, "data_wait_s"), (False, "host_code_s")])
+@pytest.mark.slow
 def test_a_job_that_hangs_and_is_killed_tells_where_it_hung(tmp_path: Path, in_loader: bool, bucket: str) -> None:
     (tmp_path / "train.py").write_text(HANGS.format(in_loader=in_loader))
     command = [sys.executable, "-m", "fulltilt", "run", "--out", "run", "train.py"]

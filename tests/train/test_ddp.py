@@ -45,6 +45,7 @@ def branches(order: Order) -> dict[str, Any]:
     return {"model": Branches(), "loss": branching, "eval_data": None}
 
 
+@pytest.mark.slow
 def test_parameters_that_a_rank_leaves_out(tmp_path: Path) -> None:
     """Seen to fail: without the backward of nothing both ranks wait for ever; without `forget_left_out` weight decay
     shrinks ``never`` on two ranks and leaves it alone on one."""
@@ -70,6 +71,7 @@ def note_the_first_layer(end: StepEnd) -> None:
 
 
 @pytest.mark.parametrize(("world", "sharding"), [(1, "none"), (2, "none"), (2, "full")])
+@pytest.mark.slow
 def test_what_is_frozen_stays_and_what_is_thawed_moves(world: int, sharding: str, tmp_path: Path) -> None:
     """Seen to fail: in one process, without `zero_gradients` in `use`, the frozen layer moves by its last gradient."""
     settings = {**SETTINGS, "sharding": sharding, "schedule": "constant"}
@@ -86,6 +88,7 @@ def stop_at_4(end: StepEnd) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_three_ranks_resume_bit_for_bit(tmp_path: Path) -> None:
     """Seen to fail: without the two backwards of nothing in `Replicated.use` the first step after the resume sums in
     other buckets than the run that went on, and its last bits differ."""

@@ -255,6 +255,7 @@ def tune(folder: Path, forced: str | None, *flags: str, as_user: bool = False) -
 
 @as_root
 @pytest.mark.parametrize("as_user", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_tuning_a_destructive_script_changes_nothing(as_user: bool, job: Path) -> None:
     script = job / "train.py"
     script.write_text(script.read_text() + H5 + TRAINING)

@@ -262,6 +262,7 @@ def state_after_an_error(adopt: Callable[[Any], Any]) -> list[int]:
     return generator.get_state().tolist()
 
 
+@pytest.mark.slow
 def test_a_pass_left_at_an_error_leaves_the_generator_as_the_plain_run_does(tmp_path: Path) -> None:
     """Workers are sent the next indices before the error is raised, and here they are the sampler's last."""
     plain = state_after_an_error(lambda loader: loader)
@@ -269,6 +270,7 @@ def test_a_pass_left_at_an_error_leaves_the_generator_as_the_plain_run_does(tmp_
         assert state_after_an_error(one.trains) == plain
 
 
+@pytest.mark.slow
 def test_an_error_of_the_sampler_reaches_the_script(tmp_path: Path) -> None:
     class Breaks(list[int]):
         def __iter__(self) -> Iterator[int]:

@@ -370,6 +370,7 @@ def starts_slowly(_: int) -> None:
     time.sleep(START_S[0])
 
 
+@pytest.mark.slow
 def test_a_pool_that_starts_slowly_holds_no_pass_up(tmp_path: Path) -> None:
     """Spawned workers import torch first. Meanwhile the script's own go on, over any number of passes."""
     with tuning(tmp_path, [Knobs(2)], waits=False) as one:

@@ -117,6 +117,7 @@ def test_live_tuning_is_near_the_best_after_a_minute_from_any_start(
     [(MEASURED, 0.03, 0.9), (SMOOTH, 0.03, 0.9), (CLIFFS, 0.03, 0.85), (MEASURED, 0.1, 0.5)],
     ids=["measured", "smooth", "cliffs", "measured, very noisy"],
 )
+@pytest.mark.slow
 def test_a_study_finds_the_peak_from_any_start_in_a_tenth_of_the_trials_of_a_grid(
     loaders: tuple[Loader, ...], noise: float, least: float
 ) -> None:

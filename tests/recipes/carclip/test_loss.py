@@ -175,6 +175,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return [first, torch.load(f"{folder}/second")]
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_gradient_of_one(two_ranks: list[Any]) -> None:
     model = TwoTowers(dropout=0.0)
     whole, _ = contrastive_loss(model, [batch()])

@@ -84,6 +84,7 @@ def test_a_stop_by_sigterm_changes_nothing(
     assert same(whole, weights(tmp_path / "stopped"))
 
 
+@pytest.mark.slow
 def test_it_goes_on_with_another_image_size_and_says_so(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,6 +99,7 @@ def test_it_goes_on_with_another_image_size_and_says_so(
     assert "Nothing is left to train: step 3 is done already" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_stage_2_begins_with_the_weights_of_another_trainer_or_run(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
