@@ -6,7 +6,7 @@ export UV_PYTHON_DOWNLOADS := never
 unexport PYTHONDONTWRITEBYTECODE
 RUN := .venv/bin
 
-.PHONY: setup test test-zoo test-search test-faults test-recipes lint demo clean
+.PHONY: setup test test-zoo test-search test-faults test-kills test-recipes lint demo clean
 
 setup: .venv/.ready
 
@@ -35,7 +35,11 @@ test-search: setup
 
 # The longer suite: a hundred kills in each of seven configurations, ten thousand damaged checkpoints, ranks, studies. About 25 minutes.
 test-faults: setup
-	$(RUN)/python -m pytest -p no:xdist -m "slow and not recipes" tests/faults tests/train tests/feed tests/tuning tests/cli tests/recipes tests/test_benches.py
+	$(RUN)/python -m pytest -p no:xdist -m "slow and not recipes and not kills" tests/faults tests/train tests/feed tests/tuning tests/cli tests/recipes tests/test_benches.py
+
+# A thousand kills over all recipes and cache fills. About an hour.
+test-kills: setup
+	$(RUN)/python -m pytest -p no:xdist -s -m kills tests/faults
 
 # Each recipe trained until it has learnt, and every command line of the guides. Alone on two cores: about half an hour.
 test-recipes: setup

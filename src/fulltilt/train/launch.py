@@ -26,7 +26,7 @@ from fulltilt.probes.host import cpu_capacity
 from fulltilt.train import checkpoint, checkpoint_files
 from fulltilt.train.checkpoint import newest_complete
 from fulltilt.train.distributed import Ranks, detect, lost_contact
-from fulltilt.train.guards import RankDoesNotFit
+from fulltilt.train.guards import RankDoesNotFit, explain_dead_worker, worker_limits
 from fulltilt.train.stop import ignored_by_nohup, was_interrupted
 
 # What others may send to the command and mean for the training.
@@ -211,7 +211,10 @@ def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = 
         said = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
         log = _log_traceback(out, elsewhere=True)
         lines, code = [f"{said} (in {_place_of(error)}; all of it is in {log})"], 1
-        refusal = refused_path(error) or checkpoint_files.refused_write(error, out)
+        refusal: FulltiltError | None = refused_path(error) or checkpoint_files.refused_write(error, out)
+        if refusal is None and "DataLoader worker" in str(error):  # torch raises a death wherever the thread stands
+            limits = worker_limits()
+            refusal = explain_dead_worker(error, limits, limits)
         if refusal is not None:
             lines, code = [refusal.what, refusal.remedy or ""], refusal.exit_code
         if ranks.world > 1 and lost_contact(error):
