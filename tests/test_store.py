@@ -160,6 +160,7 @@ def cut_lines(whole: Run, file: str, complete: int) -> Run:
     return dataclasses.replace(whole, spans=spans, samples=samples)
 
 
+@pytest.mark.slow
 def test_a_thousand_truncations_read_or_give_the_clear_error_and_lose_no_complete_line(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     whole = write_run(folder)

@@ -206,6 +206,7 @@ def test_sizes_are_read_with_their_units(text: str, count: int) -> None:
 
 
 @given(st.text(max_size=12))
+@pytest.mark.slow
 def test_any_text_is_a_size_or_a_usage_error(text: str) -> None:
     try:
         assert parse_bytes(text) > 0

@@ -135,6 +135,7 @@ def test_a_job_that_handles_interrupts_goes_on(tmp_path: Path) -> None:
     assert (out, process.returncode) == ("not now\ndone\n", 0)
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_whole_group_reaches_the_job_once(tmp_path: Path) -> None:
     """As `timeout` and schedulers send it: a second SIGTERM often means to stop at once."""
     (tmp_path / "job.py").write_text(
@@ -159,6 +160,7 @@ def test_a_signal_to_the_whole_group_reaches_the_job_once(tmp_path: Path) -> Non
         os.killpg(process.pid, 0)  # nobody is left of the group
 
 
+@pytest.mark.slow
 def test_a_killed_job_leaves_a_diagnosed_run(tmp_path: Path) -> None:
     script = TRAINS.format(epochs=10**6, after="print('epoch', flush=True)")
     (tmp_path / "job.py").write_text(script)
@@ -401,6 +403,7 @@ def test_the_users_own_sitecustomize_still_runs(tmp_path: Path) -> None:
     assert done.stdout == "42 []\n", done.stderr
 
 
+@pytest.mark.slow
 def test_settings_are_put_in_force(tmp_path: Path) -> None:
     (tmp_path / "s.json").write_text('{"num_workers": 2, "prefetch_factor": 3, "persistent_workers": true}')
     (tmp_path / "job.py").write_text(

@@ -48,6 +48,7 @@ def fill_the_disk(order: Order) -> None:
     os.write = full
 
 
+@pytest.mark.slow
 def test_disk_full(tmp_path: Path) -> None:
     """Seen to fail: without the `except OSError` of `durable.write_file` the message has no byte counts."""
     assert victim.exit_code(Order(tmp_path, prepare=fill_the_disk)) == 7

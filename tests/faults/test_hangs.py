@@ -140,6 +140,7 @@ def skip_a_collective(end: StepEnd) -> None:
         time.sleep(600)
 
 
+@pytest.mark.slow
 def test_a_collective_that_one_rank_never_joins(tmp_path: Path) -> None:
     """Seen to fail: with the watchdogs off both ranks are alive at the end of the test."""
     settings = {"hang_timeout_s": 3.0}

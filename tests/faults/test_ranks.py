@@ -45,6 +45,7 @@ def ids(out: Path, rank: int = 0) -> list[list[int]]:
     return [[int(n) for n in re.findall(r"\d+", line.split("samples")[1])] for line in victim.chain(out, rank).values()]
 
 
+@pytest.mark.slow
 def test_ranks_train_what_one_process_trains(tmp_path: Path) -> None:
     """Batch 9 over 44 samples: parts are uneven, and in the last step one of the four ranks has nothing to do."""
     settings = {"batch_size": 9, "epochs": 2, "save_every": 4, "optimizer": "sgd"}
@@ -69,6 +70,7 @@ def stop_rank_0(end: StepEnd) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_two_ranks_stop_together_and_resume_bit_for_bit(tmp_path: Path) -> None:
     """Dropout, batch norm and augmentation differ between the ranks; each gets its own random state back."""
     assert exit_codes(tmp_path / "whole", 2) == [0, 0]
@@ -157,6 +159,7 @@ def uneven(order: Order) -> dict[str, Any]:
     return {"loss": Plain(), "data": parts[0], "eval_data": parts[0]}
 
 
+@pytest.mark.slow
 def test_ranks_with_batches_of_their_own_need_not_have_as_many(tmp_path: Path) -> None:
     """Seen to fail: the rank that had fewer went on to the end of its epoch, and both waited for ever."""
     settings = {"epochs": 2, "save_every": 50, "optimizer": "sgd"}

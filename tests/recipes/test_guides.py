@@ -204,6 +204,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", [name for name, line in LINES.items() if line.kind == "cod"])
+@pytest.mark.slow
 def test_a_cod_line_means_what_it_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fulltilt.recipes import cod as package
 

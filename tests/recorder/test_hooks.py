@@ -135,6 +135,7 @@ def test_whatever_a_script_reads_from_the_gpu_is_a_wait(tmp_path: Path, read: An
     assert line.where.startswith("tests/recorder/test_hooks.py:")
 
 
+@pytest.mark.slow
 def test_a_compiled_model_still_compiles_whole(tmp_path: Path) -> None:
     session = Session(torch, tmp_path, time.perf_counter_ns())
     session.install()

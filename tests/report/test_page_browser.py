@@ -54,6 +54,7 @@ def test_it_opens_from_a_file_without_errors_or_requests(chromium, folder, name)
 
 @pytest.mark.parametrize("name", PAGES)
 @pytest.mark.parametrize("width", [360, 768, 1400])
+@pytest.mark.slow
 def test_it_never_scrolls_sideways(chromium, folder, name, width):
     chromium.screen(width, phone=width < 500)
     chromium.open((folder / f"{name}.html").as_uri())

@@ -48,6 +48,7 @@ def small_blocks(order: Order) -> dict[str, Any]:
     return {"model": Blocks(), "loss": even_handed}
 
 
+@pytest.mark.slow
 def test_resume_is_exact(tmp_path: Path) -> None:
     """With dropout, batch norm, EMA, clipping, evaluation and moments. Seen to fail: with `OptimizerState` loading
     what it is given, the optimizer refuses whole moments beside sharded weights; with an `Ema` that swaps the tensors

@@ -152,6 +152,7 @@ def test_the_screen_knows_how_many_steps_are_left(tmp_path: Path, monkeypatch: p
     assert told == [2, 3, None]
 
 
+@pytest.mark.slow
 def test_the_forecast_stands_below_each_epoch(tmp_path: Path) -> None:
     told = run(tmp_path, epochs=6, lr=0.003, monitor="loss", monitor_mode="min", target=0.01)
     lines = [line for line in told.splitlines() if line.startswith("Forecast: ")]

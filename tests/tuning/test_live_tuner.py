@@ -63,6 +63,7 @@ class FailsInWorkers(Squares):
 
 
 @pytest.mark.parametrize("how", ["dies", "raises", "hangs"])
+@pytest.mark.slow
 def test_a_data_set_that_fails_in_a_worker_is_left_alone(how: str, tmp_path: Path) -> None:
     with tuning(tmp_path, [Knobs(2)], limits=replace(HASTY, batch_s=2.0)) as one:
         loader = one.trains(DataLoader(FailsInWorkers(how, 0), batch_size=2))

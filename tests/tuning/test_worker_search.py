@@ -102,6 +102,7 @@ def studied(loader: Loader, start: int, noise: float, seed: int) -> tuple[float,
     [(MEASURED, 0.03, 0.9), (SMOOTH, 0.03, 0.9), (CLIFFS, 0.03, 0.85), (MEASURED, 0.1, 0.6)],
     ids=["measured", "smooth", "cliffs", "measured, very noisy"],
 )
+@pytest.mark.slow
 def test_live_tuning_is_near_the_best_after_a_minute_from_any_start(
     loaders: tuple[Loader, ...], noise: float, least: float
 ) -> None:

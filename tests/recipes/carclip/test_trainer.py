@@ -59,6 +59,7 @@ def assert_trained_alike(one: Path, other: Path) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.slow
 def test_a_run_in_parts_prints_the_guides_lines_and_leaves_a_model(
     cars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,6 +80,7 @@ def test_a_run_in_parts_prints_the_guides_lines_and_leaves_a_model(
         torch.testing.assert_close(value, weights(tmp_path / "a")[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed_it_ends_with_the_same_weights(
     cars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

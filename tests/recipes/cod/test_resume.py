@@ -57,6 +57,7 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tor
         pytest.param(4, id="in stage 2"),
     ],
 )
+@pytest.mark.slow
 def test_a_stop_by_sigterm_changes_nothing(
     step: int,
     data: Path,

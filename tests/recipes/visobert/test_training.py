@@ -177,6 +177,7 @@ def noting_checkpoints(monkeypatch: pytest.MonkeyPatch, steps: list[int]) -> Non
     monkeypatch.setattr(TextTrainer, "_save_checkpoint", noted)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_refused_and_a_killed_save_is_swept(
     whole: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -233,6 +234,7 @@ def test_what_a_run_shows_and_leaves(whole: Path, data: Path, tmp_path: Path, ca
     assert batch_check(tmp_path / "out")[0] == "skip"  # a budget of tokens has no batch size
 
 
+@pytest.mark.slow
 def test_evaluating_more_seldom_changes_no_weight_and_keeps_the_best(data: Path, tmp_path: Path, capsys: Any) -> None:
     """Seen to fail: eval_every was refused, though the report advised it."""
     config = tmp_path / "config.yaml"
@@ -258,6 +260,7 @@ def saved_in(out: Path) -> list[Path]:
     return checkpoint.folders(out / "checkpoints")
 
 
+@pytest.mark.slow
 def test_a_resume_goes_on_evaluating_in_the_same_epochs(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,6 +276,7 @@ def test_a_resume_goes_on_evaluating_in_the_same_epochs(
     assert told == [("1", False), ("2", True), ("3", False), ("4", True)]
 
 
+@pytest.mark.slow
 def test_with_another_batch_size_it_goes_on_in_the_epoch_it_was_in(data: Path, tmp_path: Path, capsys: Any) -> None:
     """Seen to fail: four steps of twice the texts are both epochs, so that all was said to be done after the first."""
     assert train("--data", data, "--out", tmp_path, "--epochs", "1", "--accumulation", "2") == 0
@@ -446,6 +450,7 @@ def test_eight_bit_adamw_on_a_gpu_without_bitsandbytes_is_told(tmp_path: Path, m
         arguments.check_options(Request(Options(), TrainSettings(ema_decay=0.9), tmp_path, tmp_path))
 
 
+@pytest.mark.slow
 def test_memory_and_divergence_end_with_their_own_codes_and_what_to_change(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
