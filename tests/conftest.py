@@ -8,7 +8,7 @@ import signal
 import pytest
 
 try:
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 except ImportError:  # a machine with a GPU may have pytest and no more
     settings = None
 
@@ -18,7 +18,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # A change is judged by examples that are the same in every run. `make test-search` draws new ones.
 if settings is not None:
-    settings.register_profile("fixed", derandomize=True, deadline=None)
+    settings.register_profile("fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("search", deadline=None)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 

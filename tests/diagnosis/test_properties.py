@@ -209,7 +209,7 @@ def check(diagnosis: Diagnosis) -> None:
         assert 0 <= rank_summary.waits_s <= rank_summary.buckets.communication_s + 1e-6
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(runs())
 def test_every_run_gets_an_answer_that_closes(run: Run) -> None:
     diagnosis = answer(run)
@@ -225,7 +225,7 @@ def test_even_an_odd_run_gets_one(run: Run) -> None:
     store.encode_fully(diagnosis)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(runs(), st.randoms())
 def test_the_order_of_findings_does_not_depend_on_the_order_of_rules(run: Run, random: Any) -> None:
     findings = list(answer(run).findings)

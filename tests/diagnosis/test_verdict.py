@@ -74,21 +74,21 @@ def starved_by_workers() -> tuple[LoaderRecord, ...]:
         (
             run_of(gpu_rank(workers=(workers(),), loaders=starved_by_workers()), data_wait=62.0, compute=38.0),
             "input_cpu_bound",
-            "Data loading CPU-bound: the GPU waits for data in 62 % of the time after start-up; at most 2.6 × as "
+            "Data loading, CPU-bound: the GPU waits for data in 62 % of the time after start-up; at most 2.6 × as "
             "fast without it: "
             "the loader gives 320 samples/s, the GPU could take 842.",
         ),
         (
             run_of(rank(loaders=(loader(wait_s=62.0),)), data_wait=62.0, compute=38.0),
             "input_serial",
-            "Data loading no workers: training waits for data in 62 % of the time after start-up; at most 2.6 × as "
+            "Data loading, no workers: training waits for data in 62 % of the time after start-up; at most 2.6 × as "
             "fast without it: "
             "training gets 320 samples/s, compute could take 842.",
         ),
         (  # the rate of the whole run, which stands beside it in every report, is 278
             run_of(rank(loaders=(loader(wait_s=62.0),)), data_wait=62.0, compute=38.0, validation=15.0),
             "input_serial",
-            "Data loading no workers: training waits for data in 54 % of the time after start-up; at most 2.2 × as "
+            "Data loading, no workers: training waits for data in 54 % of the time after start-up; at most 2.2 × as "
             "fast without it: "
             "between validations and saves training gets 320 samples/s, compute could take 842.",
         ),
@@ -100,14 +100,14 @@ def starved_by_workers() -> tuple[LoaderRecord, ...]:
                 validation=15.0,
             ),
             "input_cpu_bound",
-            "Data loading CPU-bound: the GPU waits for data in 54 % of the time after start-up; at most 2.2 × as "
+            "Data loading, CPU-bound: the GPU waits for data in 54 % of the time after start-up; at most 2.2 × as "
             "fast without it: "
             "the loader gives 320 samples/s, the GPU could take 842.",
         ),
         (
             run_of(rank(loaders=()), spans=(spans_of(samples=False, data_wait=50.0, compute=50.0),)),
             "input_serial",
-            "Data loading no workers: training waits for data in 50 % of the time after start-up; at most 2.0 × as "
+            "Data loading, no workers: training waits for data in 50 % of the time after start-up; at most 2.0 × as "
             "fast without it.",
         ),
         (

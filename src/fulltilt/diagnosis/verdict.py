@@ -126,7 +126,7 @@ def _sentence(evidence: Evidence, finding: Finding) -> str:
         passes=count("pass", evidence.loader.passes) if evidence.loader else "passes",
         gain=_gain(evidence, share),
     )
-    return f"{title(finding.code).replace(':', '')}: {told}"
+    return f"{title(finding.code).replace(':', ',')}: {told}"
 
 
 def _gain(evidence: Evidence, share: float) -> str:
