@@ -13,14 +13,12 @@ import torch
 from fulltilt import store
 from fulltilt.records import RunRecord
 from fulltilt.train import checkpoint
-from fulltilt.train.checkpoint import newest_complete
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.data_source import BatchSource
 from fulltilt.train.job import Job
 from fulltilt.train.launch import exit_code_of
 from fulltilt.train.loop import train
 from fulltilt.train.progress import Screen
-from tests.train.test_checkpoint import claimed
 
 
 def test_a_path_that_may_not_be_looked_at_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,23 +34,6 @@ def test_a_path_that_may_not_be_looked_at_is_named(tmp_path: Path, monkeypatch: 
         f"fulltilt: cannot use {closed}: Permission denied",
         "  Give another path, or permission to use it.",
     ]
-
-
-def test_no_resume_is_promised_behind_a_checkpoint_of_a_newer_fulltilt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Seen to fail: "the same command resumes there" stood below the words that had just refused it."""
-    root = claimed(tmp_path)
-    older = checkpoint.write(root, checkpoint.Snapshot(1, 0, None, {}, {}, {}))
-    monkeypatch.setattr(checkpoint, "SCHEMA_VERSION", checkpoint.SCHEMA_VERSION + 1)
-    checkpoint.write(root, checkpoint.Snapshot(2, 0, None, {}, {}, {}))
-    monkeypatch.undo()
-    told = io.StringIO()
-    assert exit_code_of(lambda: newest_complete(root), tmp_path, told) == 7
-    first, remedy, newest = told.getvalue().splitlines()
-    assert "newer Fulltilt" in first
-    assert "Update" in remedy
-    assert newest == f"  Newest checkpoint: {older.folder}."
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-from fulltilt.train import exit_code_of
-from fulltilt.train.stop import StopRequest, signals_end_it, was_interrupted
 
 ENDED = """
 import os, signal, time
@@ -40,10 +35,10 @@ def run(script: str, **more: str) -> tuple[int, str, str]:
     return ended.returncode, ended.stdout, ended.stderr
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT"])
 def test_a_signal_before_training_ends_it_as_one_that_can_go_on(name: str) -> None:
     said = f"fulltilt: received {name} before or after training; no step is lost\n"
-    assert run(ENDED.format(name=name)) == (3, "", said)
+    assert run(ENDED.format(name=name)) == (130 if name == "SIGINT" else 3, "", said)
 
 
 def test_a_rank_is_ended_as_its_launcher_means_it() -> None:
@@ -65,30 +60,3 @@ with signals_end_it():
 
 def test_a_process_that_was_forked_is_ended_by_the_signal_itself() -> None:
     assert run(FORKED) == (0, f"{-signal.SIGTERM}\n", "")
-
-
-def swallow_an_interrupt() -> None:
-    try:
-        signal.raise_signal(signal.SIGINT)
-    except KeyboardInterrupt:
-        return
-    raise AssertionError("Ctrl-C is to be raised")
-
-
-def test_an_interrupt_that_somebody_caught_stops_the_loop_at_its_first_step() -> None:
-    with signals_end_it():
-        swallow_an_interrupt()
-        assert StopRequest().reason == "received SIGINT"
-    assert StopRequest().reason is None
-
-
-def test_what_fails_after_an_interrupt_that_somebody_caught_was_interrupted(tmp_path: Path) -> None:
-    def half_imported() -> None:
-        swallow_an_interrupt()
-        raise RecursionError
-
-    told = io.StringIO()
-    with signals_end_it():
-        assert exit_code_of(half_imported, tmp_path, told) == 130
-    assert told.getvalue() == "fulltilt: interrupted before or after training; no step is lost\n"
-    assert not was_interrupted()

@@ -15,8 +15,7 @@ from fulltilt.train.checkpoint import KeepPolicy
 from fulltilt.train.checkpoint_writer import Writer, check_space
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.data_source import LoaderSettings, Source, make_source
-from fulltilt.train.ddp import Replicated
-from fulltilt.train.distributed import Group, LossModule, Placement, SingleProcess, detect, device_of, divided
+from fulltilt.train.distributed import Group, LossModule, Replicated, SingleProcess, detect, device_of, divided
 from fulltilt.train.fsdp import Sharded
 from fulltilt.train.guards import Guard, MicroBatch
 from fulltilt.train.job import Job, samples_in
@@ -166,7 +165,7 @@ def _built(
     if isinstance(job.loss, torch.nn.Module):
         job.loss.to(device)  # class weights have to be where the batches are
     whole = LossModule(model, compiled, job.loss)
-    placement: Placement = SingleProcess(whole)
+    placement = SingleProcess(whole)
     if not group.alone:
         placement = Sharded(whole, group) if sharded else Replicated(whole, group)
     stepper = Stepper(model, placement, arithmetic, scale, micro, group, shown.warn, joint=job.joint)

@@ -27,9 +27,9 @@ from fulltilt.feed.sample_reader import BadSamples, Failure, Policy, ShapesDiffe
 from fulltilt.feed.storage import home_of
 from fulltilt.feed.tiers import Residency
 from fulltilt.train.distributed import Ranks, part_of
-from fulltilt.train.guards import explain_dead_worker, worker_exit_codes, worker_limits
+from fulltilt.train.guards import explain_dead_worker, worker_limits
 from fulltilt.train.sampler import EpochPlan, RankBatches, sample_seed
-from fulltilt.train.watchdog import listen_in_worker
+from fulltilt.train.stop import listen_in_worker
 
 
 def samples_in_batch(batch: Any) -> int:
@@ -294,8 +294,7 @@ class MapSource:
             try:
                 taken = [next(drawn) for _ in plan.shares(step)]
             except (RuntimeError, OSError, EOFError) as error:
-                codes = worker_exit_codes(getattr(drawn, "_workers", ()))
-                explained = explain_dead_worker(error, before, worker_limits(), codes)
+                explained = explain_dead_worker(error, before, getattr(drawn, "_workers", ()))
                 if explained is None:
                     raise
                 raise explained from error

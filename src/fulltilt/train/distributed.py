@@ -5,15 +5,14 @@ from __future__ import annotations
 import datetime
 import os
 import re
-import time
-import uuid
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
+from torch.nn.parallel import DistributedDataParallel
 
 from fulltilt.errors import MachineError, UsageError
 from fulltilt.train.job import Loss
@@ -55,49 +54,6 @@ def _tasks_on(node: str, tasks_per_node: str) -> str:
         count for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node) for _ in range(int(times or 1))
     ]
     return counts[int(node)] if node.isdigit() and int(node) < len(counts) else "1"
-
-
-# --------------------------------------------------------------------------- rendezvous
-
-
-_LOOK_AGAIN_S = 0.02
-
-
-def rendezvous_store(rank: int, world: int, timeout: datetime.timedelta) -> Any:
-    """The launcher's store, with a corner for this start of the job. Raises RuntimeError when ranks stay away."""
-    for name, value in slurm_environment(os.environ).items():
-        os.environ.setdefault(name, value)  # torch looks for the first rank's address there
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store: Any = dist.TCPStore(address, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined, unused-ignore]
-    else:
-        store, _, _ = next(rendezvous("env://", rank, world, timeout=timeout))
-    name = agree_on_start_name(store, rank, world, timeout.total_seconds())
-    return dist.PrefixStore(f"fulltilt/start-{name}", store)  # type: ignore[attr-defined, unused-ignore]
-
-
-def agree_on_start_name(store: Any, rank: int, world: int, timeout_s: float) -> str:
-    """A name that only the living ranks of this start know. Raises RuntimeError when not all come in time."""
-    corner = f"fulltilt/ranks-{world}"
-    own = uuid.uuid4().hex
-    if rank:
-        store.set(f"{corner}/asks-{rank}", own)
-        name: str = store.get(f"{corner}/answer-{own}").decode()  # waits for it
-        store.set(f"{corner}/{name}-knows-{rank}", "")
-        return name
-    absent = set(range(1, world))
-    deadline_s = time.monotonic() + timeout_s
-    while absent:
-        for other in sorted(absent):
-            if store.check([f"{corner}/{own}-knows-{other}"]):
-                absent.discard(other)
-            elif store.check([f"{corner}/asks-{other}"]):
-                # It may be the question of a dead predecessor; then nobody reads the answer, and we look again.
-                store.set(f"{corner}/answer-{store.get(f'{corner}/asks-{other}').decode()}", own)
-        if time.monotonic() > deadline_s:
-            raise RuntimeError(f"{len(absent)} of {world} ranks did not come, among them rank {min(absent)}")
-        time.sleep(_LOOK_AGAIN_S)
-    return own
 
 
 # --------------------------------------------------------------------------- ranks
@@ -182,16 +138,12 @@ class Group:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             # Our own watchdog should be first: it writes the stacks. NCCL's would abort without a word for the user.
             timeout = datetime.timedelta(seconds=timeout_s + _AFTER_THE_WATCHDOG_S)
+            for name, value in slurm_environment(os.environ).items():
+                os.environ.setdefault(name, value)  # torch looks for the first rank's address there
             try:
-                dist.init_process_group(
-                    backend,
-                    store=rendezvous_store(ranks.rank, ranks.world, timeout),
-                    rank=ranks.rank,
-                    world_size=ranks.world,
-                    timeout=timeout,
-                    # Connects at once, where a failure can still be told; and no collective has to guess its GPU.
-                    device_id=device if device.type == "cuda" else None,
-                )
+                # With a device it connects at once, where a failure can still be told.
+                on = device if device.type == "cuda" else None
+                dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world, timeout=timeout, device_id=on)
             except (RuntimeError, ValueError) as error:
                 remedy = "Start the job with torchrun; MASTER_ADDR and MASTER_PORT must be reachable from every rank."
                 raise MachineError(
@@ -290,47 +242,8 @@ def bit_hash(tensors: Sequence[torch.Tensor]) -> int:
 # --------------------------------------------------------------------------- where weights and gradients are
 
 
+# A part of a batch, with its number of samples.
 Piece = tuple[Any, int]
-
-
-class Placement(Protocol):
-    """Brings the gradients of one step together over the ranks."""
-
-    @property
-    def divisor(self) -> int:
-        """Losses and gradients come out divided by this; they have to go in multiplied by it."""
-
-    @property
-    def left_out(self) -> bool:
-        """Whether this rank left some parameters out of its step."""
-
-    @property
-    def lockstep(self) -> bool:
-        """Every forward needs all ranks at once, also those without data, and one that failed cannot be repeated."""
-
-    def use(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """These are trained from now on. All ranks take part."""
-
-    def pieces(self, own: list[Piece]) -> list[Piece]:
-        """What this rank computes in a step, each piece with its number of samples."""
-
-    def zero_gradients(self) -> None:
-        """Begin a step."""
-
-    def loss_of(self, piece: Any, *, last: bool) -> Any:
-        """What the job's loss says about ``piece``; ``last``: it is the last of its step."""
-
-    def evaluate(self, loss: Any, piece: Any) -> Any:
-        """What ``loss`` says about ``piece``, without gradients."""
-
-    def finish(self, loss: torch.Tensor) -> None:
-        """After the last backward, or one that failed: complete the exchange, and average ``loss`` in place."""
-
-    def forget_left_out(self) -> None:
-        """Take the gradient from parameters that every rank left out, as in one process. All ranks take part."""
-
-    def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """The norm of all gradients together."""
 
 
 class LossModule(torch.nn.Module):
@@ -353,44 +266,127 @@ def zero_loss(parameters: Any) -> torch.Tensor:
 
 
 class SingleProcess:
-    """All there is: no other rank has to be asked."""
+    """How the gradients of a step come together in one process; DDP and FSDP change what several ranks do.
+
+    Losses go in multiplied by ``divisor``. With ``lockstep`` every forward needs all ranks at once, also those without
+    data, and one that failed cannot be repeated. ``left_out``: this rank left some parameters out of its step.
+    """
 
     divisor = 1
-    left_out = False
     lockstep = False
+    left_out = False
 
     def __init__(self, whole: LossModule) -> None:
         self._whole = whole
         self._parameters: Sequence[torch.nn.Parameter] = ()
 
     def use(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """See Placement. What is frozen now must not move by its last gradient."""
-        self.zero_gradients()
+        """These are trained from now on. All ranks take part; what is frozen now must not move by its last gradient."""
+        for parameter in self._parameters:
+            parameter.grad = None
         self._parameters = parameters
 
     def pieces(self, own: list[Piece]) -> list[Piece]:
-        """See Placement."""
+        """What this rank computes in a step."""
         return own
 
     def zero_gradients(self) -> None:
-        """See Placement."""
+        """Begin a step."""
         for parameter in self._parameters:
             parameter.grad = None
 
-    def loss_of(self, piece: Any, *, last: bool) -> Any:  # noqa: ARG002 - nothing follows from it here
-        """See Placement."""
+    def loss_of(self, piece: Any, *, last: bool) -> Any:  # noqa: ARG002 - DDP waits for the last
+        """What the job's loss says about ``piece``; ``last``: it is the last of its step."""
         return self._whole(piece)
 
     def evaluate(self, loss: Any, piece: Any) -> Any:
-        """See Placement."""
+        """What ``loss`` says about ``piece``, without gradients."""
         return self._whole(piece, loss)
 
     def finish(self, loss: torch.Tensor) -> None:
-        """See Placement."""
+        """After the last backward, or one that failed: complete the exchange, and average ``loss`` in place."""
+        if self.divisor > 1:
+            dist.all_reduce(loss)
+            loss /= self.divisor
 
     def forget_left_out(self) -> None:
-        """See Placement. They got none."""
+        """Take the gradient from parameters that every rank left out, as in one process. All ranks take part."""
 
     def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """See Placement."""
+        """The norm of all gradients together."""
         return torch.nn.utils.get_total_norm(gradients)
+
+
+class Replicated(SingleProcess):
+    """Replicas on all ranks, kept alike by DistributedDataParallel; a backward that failed does not end them.
+
+    DDP sums the gradients bucket by bucket while backward still runs, and waits for a bucket that never comes when one
+    rank runs out of memory, has no sample in a step, or leaves a parameter out. Such a rank completes the round with a
+    backward of nothing through the parameters that are missing; then all learn of the failure and do the step again.
+    """
+
+    def __init__(self, whole: LossModule, group: Group) -> None:
+        super().__init__(whole)
+        self.divisor = group.ranks.world
+        self._group = group
+        self._ddp: Any = None
+        self._hooks: list[Any] = []
+        self._missing: set[int] = set()
+        self._unused: set[int] = set()
+        self._summing = False
+
+    def use(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """See SingleProcess. DDP takes the trainable parameters as they are when it is made."""
+        super().use(parameters)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(lambda _, index=index: self._missing.discard(index))  # type: ignore[misc, no-untyped-call, unused-ignore]
+            for index, p in enumerate(parameters)
+        ]
+        self._ddp = None  # the one before lets go of its hooks
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch 2.15 has a new name for the next line
+            self._ddp = DistributedDataParallel(
+                self._whole,
+                broadcast_buffers=False,  # the engine does, when it evaluates or saves
+                gradient_as_bucket_view=True,
+                init_sync=False,  # the engine has given every rank the same weights
+            )
+        # DDP settles its buckets after the first backward. Sums over three or more ranks depend on them in the last
+        # bit, so they have to be settled before the first step: a resumed run would differ from one that went on.
+        for _ in range(2):
+            self._ddp(None).backward()
+
+    def zero_gradients(self) -> None:
+        """See SingleProcess. They stay views of DDP's buckets."""
+        self._summing = False
+        torch._foreach_zero_([p.grad for p in self._parameters if p.grad is not None])
+
+    def loss_of(self, piece: Any, *, last: bool) -> Any:
+        """See SingleProcess."""
+        self._ddp.require_backward_grad_sync = last  # what DDP's no_sync() sets
+        outcome = self._ddp(piece)
+        if last:
+            self._missing = set(range(len(self._parameters)))
+            self._summing = True
+        return outcome
+
+    def finish(self, loss: torch.Tensor) -> None:
+        """See SingleProcess."""
+        if self._summing:
+            self._unused = set(self._missing)
+            if self._unused:
+                zero_loss(self._parameters[index] for index in sorted(self._unused)).backward()  # type: ignore[no-untyped-call, unused-ignore]
+        else:
+            self._unused = set(range(len(self._parameters)))
+            self.loss_of(None, last=True).backward()
+        self.left_out = bool(self._unused)
+        super().finish(loss)
+
+    def forget_left_out(self) -> None:
+        """See SingleProcess."""
+        used = self._group.agree([float(index not in self._unused) for index in range(len(self._parameters))])
+        for parameter, somewhere in zip(self._parameters, used, strict=True):
+            if not somewhere:
+                parameter.grad = None

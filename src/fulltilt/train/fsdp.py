@@ -7,25 +7,19 @@ within a step, unlike with replicas: the run ends, and resumes with smaller piec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fulltilt.train.distributed import Group, LossModule, Piece
+from fulltilt.train.distributed import Group, LossModule, Piece, SingleProcess
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or all of it when each rank has a part. Then all ranks take part."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def help_gather(tensors: Iterable[torch.Tensor]) -> None:
-    """Give our parts to a rank that makes the same tensors whole, in the same order. One at a time is in memory."""
-    for tensor in tensors:
-        gathered(tensor)
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
@@ -38,11 +32,6 @@ def sharded_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
         return tensor
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def all_sharded_like(tensors: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Named whole tensors as those of the same name in ``like`` are divided."""
-    return {name: sharded_like(tensor, like[name]) if name in like else tensor for name, tensor in tensors.items()}
 
 
 class OptimizerState:
@@ -89,16 +78,15 @@ def _as_parameter(value: Any, parameter: torch.Tensor) -> Any:
 LEAST_BLOCK_PARAMETERS = 100_000
 
 
-class Sharded:
+class Sharded(SingleProcess):
     """The model divided among the ranks, block by block. The loss around it is the root of the blocks."""
 
-    left_out = False
     lockstep = True
 
     def __init__(self, whole: LossModule, group: Group) -> None:
+        super().__init__(whole)
         self.divisor = group.ranks.world
-        self._whole, self._group = whole, group
-        self._parameters: Sequence[torch.nn.Parameter] = ()
+        self._group = group
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard  # takes its time to import
 
@@ -107,52 +95,24 @@ class Sharded:
             fully_shard(block, mesh=mesh)
         self._root = fully_shard(whole, mesh=mesh)
 
-    def use(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """See Placement. What is frozen now must not move by its last gradient."""
-        self.zero_gradients()
-        self._parameters = parameters
-
     def pieces(self, own: list[Piece]) -> list[Piece]:
-        """See Placement. As many as the rank with the most of them has."""
-        most, least = (int(abs(count)) for count in self._group.agree([len(own), -len(own)]))
-        if len(own) < most or least == 0:
-            lent = self._lend(own, most) if least == 0 else None
-            spare = own[-1][0] if own else lent
-            own = [*own, *[(spare, 0)] * (most - len(own))]
-        return own
-
-    def _lend(self, own: list[Piece], most: int) -> Any:
-        """A piece for ranks that have none, from the first that has the most."""
-        counts = self._group.gather(len(own))
-        lent = [own[0][0] if own else None]
-        dist.broadcast_object_list(lent, src=counts.index(most))
-        return lent[0]
-
-    def zero_gradients(self) -> None:
-        """See Placement."""
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def loss_of(self, piece: Any, *, last: bool) -> Any:  # noqa: ARG002 - every backward reduces: whole gradients are too large to keep
-        """See Placement."""
-        return self._whole(piece)
+        """See SingleProcess. As many as the rank with the most of them has; a rank without any borrows one."""
+        most, fewest = (int(abs(count)) for count in self._group.agree([len(own), -len(own)]))
+        spare = own[-1][0] if own else None
+        if fewest == 0:
+            lent = [own[0][0] if own else None]
+            dist.broadcast_object_list(lent, src=self._group.gather(len(own)).index(most))
+            spare = spare if own else lent[0]
+        return [*own, *[(spare, 0)] * (most - len(own))]
 
     def evaluate(self, loss: Any, piece: Any) -> Any:
-        """See Placement."""
+        """See SingleProcess."""
         outcome = self._whole(piece, loss)
         self._root.reshard()  # what belongs to no block stays whole until a backward, and here none follows
         return outcome
 
-    def finish(self, loss: torch.Tensor) -> None:
-        """See Placement."""
-        dist.all_reduce(loss)
-        loss /= self.divisor
-
-    def forget_left_out(self) -> None:
-        """See Placement. They got none."""
-
     def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """See Placement."""
+        """See SingleProcess."""
         squared = torch.nn.utils.get_total_norm([local_shard(gradient) for gradient in gradients]).square()
         dist.all_reduce(squared)
         return squared.sqrt()

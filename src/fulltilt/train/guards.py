@@ -8,7 +8,7 @@ import shutil
 import signal
 import statistics
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from fulltilt.errors import DoesNotFit, FulltiltError, MachineError
+from fulltilt.errors import DoesNotFit, MachineError
 from fulltilt.train.config import TrainSettings
 
 # A spike is judged against the recent past; with fewer losses than this there is none.
@@ -100,12 +100,8 @@ class Guard:
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint."""
-        return {
-            "skipped": self.skipped,
-            "in_a_row": self.in_a_row,
-            "rollbacks": self.rollbacks,
-            "recent": list(self.recent),
-        }
+        counts = {"skipped": self.skipped, "in_a_row": self.in_a_row, "rollbacks": self.rollbacks}
+        return {**counts, "recent": list(self.recent)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """From the checkpoint."""
@@ -186,47 +182,41 @@ def worker_limits() -> WorkerLimits:
     return WorkerLimits(kills, free)
 
 
-def worker_exit_codes(processes: Iterable[BaseProcess]) -> list[int | None]:
-    """The exit codes of workers, after a moment in which one that is just dying can end."""
-    known = list(processes)
-    wait([process.sentinel for process in known], timeout=0.2)
-    return [process.exitcode for process in known]
-
-
 def explain_dead_worker(
-    error: BaseException, before: WorkerLimits, after: WorkerLimits, exit_codes: Sequence[int | None] = ()
-) -> FulltiltError | None:
+    error: BaseException, before: WorkerLimits | None = None, workers: Sequence[BaseProcess] = ()
+) -> MachineError | None:
     """The cause and the fix when ``error`` is torch's word for a dead or starved worker; None for any other error.
 
-    ``exit_codes`` are the workers' own, negative for a signal: torch does not always pass them on.
+    ``before`` are the limits when the workers were well; their exit codes tell more than torch passes on.
     """
     text = str(error)
-    shm = after.shm_free_bytes
+    if not workers and "DataLoader worker" not in text:
+        return None
+    if workers:
+        wait([process.sentinel for process in workers], timeout=0.2)  # one that is just dying can end
+    codes = [process.exitcode for process in workers]
 
     def died_of(number: signal.Signals) -> bool:
-        return f"killed by signal: {signal.strsignal(number)}" in text or -number in exit_codes
+        return f"killed by signal: {signal.strsignal(number)}" in text or -number in codes
 
+    now = worker_limits()
     if "shared memory" in text or "bus error" in text.lower() or died_of(signal.SIGBUS):
-        room = f" ({shm / 2**20:,.0f} MiB free)" if shm is not None else ""
+        room = f" ({now.shm_free_bytes / 2**20:,.0f} MiB free)" if now.shm_free_bytes is not None else ""
         return MachineError(
             f"a loader worker ran out of shared memory: /dev/shm is too small{room}",
             "Give the container more (docker run --shm-size=8g), or lower workers or prefetch.",
         )
     told = "DataLoader worker" in text and ("unexpectedly" in text or "killed by signal" in text)
     # What a worker sends is fetched from it: one that dies meanwhile breaks the connection before torch notices.
-    cut_off = isinstance(error, OSError | EOFError) and any(exit_codes)
+    cut_off = isinstance(error, OSError | EOFError) and any(codes)
     if not (told or cut_off):
         return None
     if died_of(signal.SIGKILL):
-        killed = before.oom_kills is not None and after.oom_kills is not None and after.oom_kills > before.oom_kills
-        cause = "the kernel's OOM killer ended it" if killed else "it got SIGKILL, most likely from the OOM killer"
+        counted = before is not None and (now.oom_kills or 0) > (before.oom_kills or 0)
+        cause = "the kernel's OOM killer ended it" if counted else "it got SIGKILL, most likely from the OOM killer"
         return MachineError(f"a loader worker died: {cause}", "Lower workers or prefetch, or give the job more memory.")
-    if died_of(signal.SIGSEGV):
-        return MachineError(
-            "a loader worker died of a segmentation fault in native code",
-            "Run once with workers: 0 to see which sample or library; do not open HDF5 files before the workers start.",
-        )
+    hint = "; do not open HDF5 files before the workers start" if died_of(signal.SIGSEGV) else ""
     return MachineError(
         f"a loader worker died: {(text.strip() or type(error).__name__).splitlines()[0][:160]}",
-        "Run once with workers: 0 to see the error itself.",
+        f"Run once with workers: 0 to see the error itself{hint}.",
     )

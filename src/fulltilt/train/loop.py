@@ -25,9 +25,8 @@ from fulltilt.train.metrics_log import AsyncMetrics
 from fulltilt.train.progress import Screen
 from fulltilt.train.record import MachineWatch, StepProfiler, TrainingRecord
 from fulltilt.train.resume import resume
-from fulltilt.train.stop import StopRequest
+from fulltilt.train.stop import StopRequest, Watchdog
 from fulltilt.train.train_state import Hook, Outcome, StepEnd, TrainState
-from fulltilt.train.watchdog import Watchdog
 
 
 class Saving:
@@ -152,9 +151,7 @@ class Loop:
                 self._epoch()
         except RuntimeError as error:
             # torch raises the death of a worker wherever the training thread stands, also in the middle of a step.
-            explained = (
-                explain_dead_worker(error, around, worker_limits()) if "DataLoader worker" in str(error) else None
-            )
+            explained = explain_dead_worker(error, around)
             if explained is None:
                 raise
             raise explained from error

@@ -1,23 +1,34 @@
-"""Requests to stop: signals and the time limit. While it trains, both only set a flag that the loop looks at between
-steps; before and after, there is nothing to save, and a signal ends the command at once.
+"""What stops a run: signals, the time limit, and a watchdog over a loop that hangs.
+
+While it trains, signals and the limit only set a flag that the loop looks at between steps; before and after, there is
+nothing to save, and a signal ends the command at once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
-from fulltilt.errors import StoppedEarly
+import psutil
+
+from fulltilt import store
+from fulltilt.errors import FulltiltError, MachineError, StoppedEarly
 
 # What a job is told before it is taken off a machine: Slurm, Kubernetes and Kaggle use the first three; the last comes
 # when the terminal or the connection that it was started from is closed.
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
 
+# The shell's code for a process that Ctrl-C ended.
+INTERRUPTED = 130
 # When the command began, on the monotonic clock, for the ranks that it starts and starts again.
 BEGAN = "FULLTILT_BEGAN_S"
 
@@ -38,58 +49,35 @@ def limits_count_from_here() -> Iterator[None]:
         del os.environ[BEGAN]
 
 
-# Whether Ctrl-C came while nothing was trained. Whoever is being imported, or a library, may have caught it.
-_interrupted = False
-
-
-def was_interrupted() -> bool:
-    """Whether Ctrl-C came before or after training."""
-    return _interrupted
-
-
 @contextlib.contextmanager
 def signals_end_it() -> Iterator[None]:
-    """Within it, and while the loop does not listen, a signal that asks to stop ends the process with StoppedEarly's
-    code: while torch is imported, data is made or staged, a model loads, there is no step to save. Nothing is raised:
-    out of an import, that ends anywhere. Ctrl-C is raised as ever; if somebody catches it, the loop stops at once.
+    """Within it, and while the loop does not listen, a signal that asks to stop ends the process at once.
 
-    Ranks are left alone: their launcher ends them when another one has failed, and that one's code is to be told.
+    While torch is imported, data is made or staged, a model loads, there is no step to save. Nothing is raised: out of
+    an import, that ends anywhere. Ranks are left alone: their launcher ends them when another one has failed.
     """
-    global _interrupted
     if threading.current_thread() is not threading.main_thread() or "TORCHELASTIC_RUN_ID" in os.environ:
         yield
         return
     here = os.getpid()
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        global _interrupted
         if os.getpid() != here:  # a process that was forked meanwhile: its parent ends it
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        elif number == signal.SIGINT:
-            _interrupted = True
-            raise KeyboardInterrupt
-        else:
-            name = signal.Signals(number).name
-            os.write(2, f"fulltilt: received {name} before or after training; no step is lost\n".encode())
-            os._exit(StoppedEarly.exit_code)
+        name = signal.Signals(number).name
+        os.write(2, f"fulltilt: received {name} before or after training; no step is lost\n".encode())
+        os._exit(INTERRUPTED if number == signal.SIGINT else StoppedEarly.exit_code)
 
-    try:
-        with _handled([number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN], stop):
-            yield
-    finally:
-        _interrupted = False
+    with _handled([number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN], stop):
+        yield
 
 
 class StopRequest:
     """Why the run should stop at the next step, or None. A second Ctrl-C stops at once."""
 
-    def __init__(
-        self,
-        max_time_s: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.reason: str | None = "received SIGINT" if was_interrupted() else None
+    def __init__(self, max_time_s: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.reason: str | None = None
         self.max_time_s = max_time_s
         self._clock = clock
         self._began_s = float(os.environ.get(BEGAN) or clock())
@@ -98,14 +86,9 @@ class StopRequest:
         # torchrun's agent is our parent. If it is killed, nobody is left to end us.
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Within it, the signals set the flag. Outside the main thread nothing is changed."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        with _handled([number for number in SIGNALS if not ignored_by_nohup(number)], self._on_signal):
-            yield
+    def listening(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, the signals set the flag."""
+        return stop_signals_to(self._on_signal)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self.reason is not None and number == signal.SIGINT:
@@ -147,6 +130,105 @@ def _handled(numbers: list[int], handler: Callable[[int, FrameType | None], None
             signal.signal(number, signal.SIG_DFL if old is None else old)  # None: set by no Python code
 
 
-def ignored_by_nohup(number: int) -> bool:
-    """Whether the user has said, by nohup, that closing the terminal is to mean nothing."""
-    return number == getattr(signal, "SIGHUP", None) and signal.getsignal(number) is signal.SIG_IGN
+def stop_signals_to(
+    handler: Callable[[int, FrameType | None], None],
+) -> contextlib.AbstractContextManager[None]:
+    """Within it, ``handler`` gets what asks a run to stop, but for what nohup has told to mean nothing.
+
+    Outside the main thread nothing is changed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return contextlib.nullcontext()
+    heeded = [n for n in SIGNALS if n != getattr(signal, "SIGHUP", None) or signal.getsignal(n) is not signal.SIG_IGN]
+    return _handled(heeded, handler)
+
+
+# --------------------------------------------------------------------------- the watchdog
+
+
+# Workers write their stacks on this signal; see `listen_in_worker`.
+_STACK_SIGNAL = getattr(signal, "SIGUSR2", None)
+
+
+class Watchdog:
+    """A thread that ends the process when the loop makes no progress: stacks first, no orphans after.
+
+    A hung collective or loader cannot be interrupted from within; the process has to go, so that torchrun can end the
+    others. ``beat`` says what the loop is about to do.
+    """
+
+    def __init__(self, timeout_s: float, log: Path) -> None:
+        self.timeout_s, self.log = timeout_s, log
+        self._doing = "starting"
+        self._beats = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="fulltilt-watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def beat(self, doing: str) -> None:
+        """The loop is alive and about to do this."""
+        self._doing = doing
+        self._beats += 1
+
+    def _watch(self) -> None:
+        pause_s = min(self.timeout_s / 10, 1.0)
+        beats, pauses = 0, 0
+        # Pauses are counted, not the clock: a process that was stopped (Ctrl-Z, a paused container) has not hung.
+        while not self._over.wait(pause_s):
+            beats, pauses = self._beats, pauses + 1 if self._beats == beats else 0
+            if pauses * pause_s > self.timeout_s:
+                self._end_everything()
+
+    def _end_everything(self) -> None:
+        children = psutil.Process().children(recursive=True)
+        told = f"no progress for {self.timeout_s:g} s while {self._doing}"
+        with contextlib.suppress(OSError, FulltiltError), _opened(self.log) as file:
+            file.write(f"{told}; stacks of process {os.getpid()}:\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+        if _STACK_SIGNAL is not None:
+            for child in children:
+                if _handles(child.pid, _STACK_SIGNAL):
+                    with contextlib.suppress(psutil.Error):
+                        child.send_signal(_STACK_SIGNAL)
+            time.sleep(min(0.5, self.timeout_s / 10))  # the workers write their stacks meanwhile
+        print(
+            f"fulltilt: {told}; all stacks are in {self.log}\n  Raise hang_timeout_s if that may take so long.",
+            file=sys.stderr,
+            flush=True,
+        )
+        for child in children:
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+        os._exit(MachineError.exit_code)
+
+
+def _opened(log: Path) -> TextIO:
+    folder = store.OwnedFolder.around(log)
+    if folder is None:
+        raise FileNotFoundError(log)
+    return os.fdopen(folder.append(log), "a", encoding="utf-8")
+
+
+def _handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal: to any other it would be deadly."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
+def listen_in_worker(log: Path) -> None:
+    """In a loader worker: write the stack into ``log`` when the watchdog asks for it."""
+    if _STACK_SIGNAL is not None:
+        with contextlib.suppress(OSError, FulltiltError):  # on another machine the folder may not be there
+            file = _opened(log)  # open for as long as the worker lives
+            faulthandler.register(_STACK_SIGNAL, file=file, all_threads=True)

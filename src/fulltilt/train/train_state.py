@@ -18,7 +18,7 @@ from fulltilt.train.checkpoint_writer import HostMemory, Writer
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.data_source import Source
 from fulltilt.train.distributed import Group, same_everywhere
-from fulltilt.train.fsdp import OptimizerState, all_sharded_like, help_gather, local_shard
+from fulltilt.train.fsdp import OptimizerState, gathered, local_shard, sharded_like
 from fulltilt.train.guards import Guard, MicroBatch
 from fulltilt.train.job import Job
 from fulltilt.train.metrics_log import EpochTotals
@@ -149,7 +149,8 @@ def freeze(
 
 def help_gather_state(model: torch.nn.Module, states: dict[str, Any]) -> None:
     """What the other ranks do while the first one freezes sharded tensors: give their parts, in the same order."""
-    help_gather([*model.state_dict().values(), *checkpoint_files.flatten_state(states)[1].values()])
+    for tensor in [*model.state_dict().values(), *checkpoint_files.flatten_state(states)[1].values()]:
+        gathered(tensor)  # one at a time is in memory
 
 
 def restore(folder: Path, model: torch.nn.Module, parts: dict[str, Part]) -> None:
@@ -167,7 +168,8 @@ def restore(folder: Path, model: torch.nn.Module, parts: dict[str, Part]) -> Non
     if not fit.complete:
         remedy = "Give the settings of that model, another --out, or --fresh."
         raise UsageError(f"this is the checkpoint of another model: {'; '.join(fit.lines(3))}", remedy)
-    model.load_state_dict(all_sharded_like(weights, model.state_dict()))
+    own = model.state_dict()
+    model.load_state_dict({name: sharded_like(tensor, own[name]) for name, tensor in weights.items()})
     for name, part in parts.items():
         part.load_state_dict(state[name])
 

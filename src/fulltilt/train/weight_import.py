@@ -19,7 +19,7 @@ import torch
 from fulltilt.errors import DataError, UsageError
 from fulltilt.train import checkpoint, checkpoint_files
 from fulltilt.train.checkpoint import newest_complete
-from fulltilt.train.fsdp import all_sharded_like
+from fulltilt.train.fsdp import sharded_like
 
 # Where trainers put the weights inside their own checkpoint dicts.
 _WEIGHT_KEYS = (
@@ -93,7 +93,7 @@ def load_weights(model: torch.nn.Module, path: Path, *, strict: bool = False) ->
     plan = WeightMatch(plan.source, plan.taken, plan.missing, plan.unexpected, plan.mismatched, left_out)
     if not plan.taken or (strict and not plan.complete):
         raise UsageError("; ".join(plan.lines()), "Give a checkpoint of the same model with --resume-from.")
-    model.load_state_dict(all_sharded_like({name: given[name] for name in plan.taken}, own), strict=False)
+    model.load_state_dict({name: sharded_like(given[name], own[name]) for name in plan.taken}, strict=False)
     return plan
 
 
