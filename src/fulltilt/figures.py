@@ -5,10 +5,12 @@ None was not measured and reads ``–``. Figures have three significant digits: 
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Sequence
 
 NOT_MEASURED = "–"
+_UNITS_S = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def percent(share: float | None) -> str:
@@ -75,6 +77,13 @@ def seconds(value: float | None) -> str:
     if minutes < 60:
         return f"{sign}{minutes} min" + (f" {left_s:02d} s" if left_s else "")
     return f"{sign}{minutes // 60:,} h" + (f" {minutes % 60:02d} min" if minutes % 60 else "")
+
+
+def duration_s(text: str) -> float | None:
+    """Seconds of ``90``, ``90s``, ``30m``, ``11h`` or ``1h30m``; None when it is no duration."""
+    parts = re.findall(r"(\d+(?:\.\d+)?)\s*(min|[smhd])?\s*", text.strip())
+    whole = re.fullmatch(r"(?:\d+(?:\.\d+)?\s*(?:min|[smhd])\s*)+|\d+(?:\.\d+)?", text.strip())
+    return sum(float(number) * _UNITS_S[unit or "s"] for number, unit in parts) if whole else None
 
 
 def size(value: float | None) -> str:

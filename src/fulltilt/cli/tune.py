@@ -23,13 +23,12 @@ from rich.text import Text
 from fulltilt import store
 from fulltilt.cli.streams import StatusBar, given_to_script, hint
 from fulltilt.errors import Diverged, DoesNotFit, FulltiltError, MachineError, UsageError
-from fulltilt.figures import seconds
+from fulltilt.figures import duration_s, seconds
 from fulltilt.probes.host import cpu_capacity, memory_headroom_bytes
 from fulltilt.recipes import RECIPES
 from fulltilt.recorder.launch import job_command, job_name
 from fulltilt.recorder.loaders.overrides import LOADER
 from fulltilt.records import Settings, Trial
-from fulltilt.records.durations import duration_s
 from fulltilt.report.console import open_console
 from fulltilt.store import OwnedFolder
 from fulltilt.tuning.learning_rate import CONTRASTIVE_WARNING, looks_contrastive, looks_deeply_supervised

@@ -18,47 +18,13 @@ from typing import Any
 MASK = "***"
 PATTERNS_VARIABLE = "FULLTILT_SECRETS"
 
-_SECRET_WORDS = frozenset(
-    [
-        "password",
-        "passwd",
-        "passphrase",
-        "pwd",
-        "pass",
-        "token",
-        "secret",
-        "secrets",
-        "credential",
-        "credentials",
-        "auth",
-        "authorization",
-        "bearer",
-        "apikey",
-        "apitoken",
-        "accesskey",
-        "cookie",
-        "signature",
-        "sig",
-    ]
+_SECRET_WORDS = re.compile(
+    r"password|passwd|passphrase|pwd|pass|token|secrets?|credentials?|auth|authorization|bearer|apikey|apitoken"
+    r"|accesskey|cookie|signature|sig"
 )
 # `--key` alone is one; `--image-key` names a column unless its value looks like a secret.
-_KEY_OWNERS = frozenset(
-    [
-        "api",
-        "access",
-        "secret",
-        "private",
-        "auth",
-        "ssh",
-        "encryption",
-        "account",
-        "service",
-        "master",
-        "license",
-        "wandb",
-    ]
-)
-_NOT_SECRET_BEFORE_TOKEN = frozenset(["pad", "eos", "bos", "unk", "mask", "sep", "cls", "stop", "image", "special"])
+_KEY_OWNERS = re.compile(r"api|access|secret|private|auth|ssh|encryption|account|service|master|license|wandb")
+_NOT_SECRET_BEFORE_TOKEN = re.compile(r"pad|eos|bos|unk|mask|sep|cls|stop|image|special")
 # Names whose values are random-looking and public.
 _PUBLIC = frozenset(["revision", "commit", "sha", "hash", "digest", "checksum", "uuid", "seed"])
 _URL = re.compile(r"(?P<before>\b[A-Za-z][A-Za-z0-9+.-]*://[^\s/@:]*:)(?P<password>[^\s/@]+)@")
@@ -138,10 +104,10 @@ def _is_secret(name: str, value: str) -> bool:
         return False
     last, before = words[-1], words[-2] if len(words) > 1 else ""
     if last == "token":
-        return before not in _NOT_SECRET_BEFORE_TOKEN
+        return not _NOT_SECRET_BEFORE_TOKEN.fullmatch(before)
     if last in ("key", "keys"):
-        return not before or before in _KEY_OWNERS or _looks_random(value)
-    return last in _SECRET_WORDS or "password" in words or "secret" in words
+        return not before or bool(_KEY_OWNERS.fullmatch(before)) or _looks_random(value)
+    return bool(_SECRET_WORDS.fullmatch(last)) or "password" in words or "secret" in words
 
 
 def _mask_value(value: str, name: str = "") -> str:
@@ -158,20 +124,16 @@ def _looks_random(word: str) -> bool:
     """Whether a word is long and mixed enough to be a key: file names, dates and paths are not."""
     if len(word) < 20 or ("/" in word.strip("/") and "." in word):
         return False
-    parts = re.split(r"[_\-./=+]", word)
-    longest = max(parts, key=len)
+    longest = max(re.split(r"[_\-./=+]", word), key=len)
     if len(longest) < 16:
         return False
-    digits = sum(character.isdigit() for character in longest)
-    upper = sum(character.isupper() for character in longest)
-    lower = sum(character.islower() for character in longest)
-    if not digits or not (upper or lower):
+    if not any(map(str.isdigit, longest)) or not any(map(str.isalpha, longest)):
         return False
     if re.fullmatch(r"[0-9a-f]+|[0-9A-F]+", longest):
         return len(longest) >= 32
     changes = sum(_kind(a) != _kind(b) for a, b in pairwise(longest))
-    counts = Counter(longest)
-    entropy = -sum(count / len(longest) * math.log2(count / len(longest)) for count in counts.values())
+    shares = [count / len(longest) for count in Counter(longest).values()]
+    entropy = -sum(share * math.log2(share) for share in shares)
     return entropy >= 3.3 and changes >= len(longest) / 5
 
 

@@ -15,19 +15,28 @@ A file that is damaged anywhere else is an error that names the file and the lin
 from __future__ import annotations
 
 from fulltilt.store.codec import decode, encode, encode_fully
-from fulltilt.store.names import (
+from fulltilt.store.owned_folder import OwnedFolder, write_named_file
+from fulltilt.store.run_files import (
     FINDINGS_FILE,
     REPORT_FILE,
     RUN_FILE,
     SAMPLES_FILE,
     SETTINGS_FILE,
+    LineWriter,
     claim_file,
+    create_folder,
+    load,
+    move_earlier_run,
     rank_file,
+    read_json,
+    read_lines,
+    read_new_lines,
+    read_ranks,
+    read_record,
     steps_file,
+    write_json,
+    write_text,
 )
-from fulltilt.store.owned_folder import OwnedFolder, write_named_file
-from fulltilt.store.reading import load, read_json, read_lines, read_new_lines, read_ranks, read_record
-from fulltilt.store.writing import LineWriter, create_folder, move_earlier_run, write_json, write_text
 
 __all__ = [
     "FINDINGS_FILE",

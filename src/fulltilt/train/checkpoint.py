@@ -17,7 +17,7 @@ import torch
 
 from fulltilt import store
 from fulltilt.errors import ForeignFiles, MachineError
-from fulltilt.store.writing import TRAINING
+from fulltilt.store.run_files import TRAINING
 from fulltilt.train import checkpoint_files
 from fulltilt.train.checkpoint_files import FileSum
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from fulltilt.errors import UsageError
+from fulltilt.figures import duration_s
 from fulltilt.records import MOST_OF_A_SETTING
-from fulltilt.records.durations import duration_s
 
 
 def bounded(default: Any, *, least: float | None = None, above: float | None = None, most: float | None = None) -> Any:

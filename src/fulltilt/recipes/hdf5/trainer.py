@@ -23,7 +23,7 @@ from fulltilt.recipes.hdf5.data import Found, Part, hdf5_files, keys_of, look, r
 from fulltilt.recipes.hdf5.model import Calibration, WindowNet, binary_loss, summary
 from fulltilt.recipes.recipe import Request
 from fulltilt.store.owned_folder import OwnedFolder
-from fulltilt.store.writing import TRAINING
+from fulltilt.store.run_files import TRAINING
 from fulltilt.train import Job, train
 from fulltilt.train.distributed import detect, device_of
 from fulltilt.train.progress import Screen
