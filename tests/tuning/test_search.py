@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fulltilt.errors import UsageError
 from fulltilt.records import Settings, Trial
-from fulltilt.tuning.search import next_attempt
+from fulltilt.tuning.search import Comparison, compare, next_attempt, winner
 from fulltilt.tuning.solutions import (
     in_words,
     nothing_tried_sentence,
@@ -22,7 +22,6 @@ from fulltilt.tuning.solutions import (
 )
 from fulltilt.tuning.space import ALLOWABLE, Space, best_of, is_loader_only, knee_of, parse_allow, start_of
 from fulltilt.tuning.study import changes_data_set, next_step, time_limit_s
-from fulltilt.tuning.verify import Comparison, compare, winner
 from tests.tuning.simulated import COD, GIB, Job, study
 
 SIXTEEN = Space(usable_cpus=16)

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from fulltilt.records import Settings, Trial
-from fulltilt.tuning.memory_line import fit_line, vram_line
+from fulltilt.tuning.space import fit_line, most_within, vram_line
 from fulltilt.tuning.trial.outcome import compared_steps, is_worse, mean_loss
 from fulltilt.tuning.trial.throughput import Block, Patience, is_enough, rate_of
 
@@ -86,6 +86,6 @@ def test_vram_is_a_line_over_the_batch() -> None:
     ]
     line = vram_line([*trials, Trial(Settings(), "oom", in_force=Settings(batch_size=999))])
     assert line is not None
-    assert (line.fixed_bytes, line.each_bytes) == pytest.approx((1000, 10))
-    assert line.most_within(2000) == 100
+    assert (line.intercept, line.slope) == pytest.approx((1000, 10))
+    assert most_within(line, 2000) == 100
     assert fit_line([(8, 100), (8, 120)]) is None

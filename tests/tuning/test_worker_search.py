@@ -13,9 +13,8 @@ from fulltilt.records import Settings
 from fulltilt.tuning.live.capacity import Capacity
 from fulltilt.tuning.live.controller import Settle, Situation, decide, pays
 from fulltilt.tuning.live.window import Knobs, Seen
-from fulltilt.tuning.search import Bracket
+from fulltilt.tuning.search import Bracket, winner
 from fulltilt.tuning.space import Space, streams_alone
-from fulltilt.tuning.verify import winner
 from tests.diagnosis.examples import loader
 from tests.tuning.simulated import CLIP, COD, Job, study
 

@@ -32,6 +32,7 @@ from fulltilt.records import Settings, Trial
 from fulltilt.report.console import open_console
 from fulltilt.store import OwnedFolder
 from fulltilt.tuning.learning_rate import CONTRASTIVE_WARNING, looks_contrastive, looks_deeply_supervised
+from fulltilt.tuning.search import candidates, compare, winner
 from fulltilt.tuning.solutions import (
     OVERLAPPING_PASSES,
     by_hand,
@@ -62,7 +63,6 @@ from fulltilt.tuning.space import (
 )
 from fulltilt.tuning.study import Study, StudyRecord, next_step
 from fulltilt.tuning.trial.isolation import Isolation, choose
-from fulltilt.tuning.verify import candidates, compare, winner
 
 # Flags that no training script is likely to have; behind the script they are given to it.
 OWN_FLAGS = ("--budget", "--allow", "--apply", "--trial-limit", "--in-place")

@@ -10,19 +10,20 @@ import contextlib
 import csv
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from fulltilt.diagnosis import answer
 from fulltilt.errors import UsageError
-from fulltilt.records import Diagnosis, GpuReading, LoaderRecord, MemoryRecord, RankRecord, Run, WorkerRecord
-from fulltilt.tuning.gpu_models import GPU_MODELS, GpuModel, Precision, find_gpu
+from fulltilt.records import GpuReading, RankRecord, Run
 from fulltilt.tuning.learning_rate import Scaled, accumulation_for, looks_deeply_supervised, scale
-from fulltilt.tuning.memory_line import USABLE_VRAM, fit_line
+from fulltilt.tuning.space import USABLE_VRAM, fit_line
 
 Hours = tuple[float, float]
+Precision = Literal["fp32", "tf32", "fp16", "bf16"]
 
 # The first step ends where counting begins: its time holds no wait for a batch.
 FEWEST_STEPS = 2
@@ -49,6 +50,16 @@ class BatchCandidate:
 
 
 @dataclass(frozen=True, slots=True)
+class Speed:
+    """Samples per second, between ``low`` and ``high``; ``precision`` is what would be computed with there."""
+
+    likely: float
+    low: float
+    high: float
+    precision: Precision
+
+
+@dataclass(frozen=True, slots=True)
 class GpuCandidate:
     """Another GPU: the largest batch there, and the speed at the batch of the run (or the largest that fits).
 
@@ -62,6 +73,50 @@ class GpuCandidate:
     fits: bool | None
     hours: Hours | None = None
     accumulation: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderMemory:
+    """One number of workers: RAM of them all, batches and bytes queued ahead, and how long those would last.
+
+    Of each rank, which has workers of its own; ``fits`` is for all ranks together.
+    """
+
+    workers: int
+    workers_bytes: int | None
+    queued_batches: int
+    queued_bytes: int | None
+    buffer_s: float | None
+    fits: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class VramBudget:
+    """Bytes by part. ``activations_bytes_per_sample`` and ``workspace_bytes`` grow with the batch and do not.
+
+    ``fitted_at`` are the batch sizes they were measured at: with only one of them everything that a step needs is taken
+    to grow with the batch, which promises too little for larger batches, never too much.
+    """
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    other_bytes: int
+    workspace_bytes: int
+    activations_bytes_per_sample: float
+    fitted_at: tuple[int, ...]
+
+    def needed_bytes(self, batch: int) -> int:
+        """torch's memory at a batch size."""
+        held = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.other_bytes
+        return held + self.workspace_bytes + round(self.activations_bytes_per_sample * batch)
+
+    def largest_batch(self, vram_bytes: int) -> int | None:
+        """How many samples fit into a GPU, with the usual reserve; None when a batch costs nothing."""
+        if self.activations_bytes_per_sample <= 0:
+            return None
+        free = USABLE_VRAM * vram_bytes - CONTEXT_BYTES - self.needed_bytes(0)
+        return max(0, int(free / self.activations_bytes_per_sample))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +142,17 @@ def make_plan(runs: Sequence[Run]) -> Plan:
     """The plan from runs of one job; the first is the one that is planned for. Raises UsageError for other models."""
     _refuse_another_model(runs)
     run, diagnosis = runs[0], answer(runs[0])
-    rank, batch = first_rank(run), batch_size(run)
-    reading = _gpu_of(run)
+    rank, batch, reading = _first_rank(run), _batch_size(run), _gpu_of(run)
     here = None if reading is None else find_gpu(reading.name, reading.vram_total_bytes)
     total = None if reading is None else reading.vram_total_bytes
     budget = vram_budget(runs)
     largest = budget.largest_batch(total) if budget is not None and total is not None else None
     compute = diagnosis.ceilings.compute_samples_per_s if reading is not None else None
     reached = diagnosis.throughput.samples_per_s if diagnosis.throughput.steps >= FEWEST_STEPS else None
+
+    def speed_on(model: GpuModel) -> Speed | None:
+        return None if here is None or compute is None else speed_there(compute, here, model, _precision_of(rank))
+
     return Plan(
         run=run.folder,
         gpu=None if reading is None else reading.name,
@@ -105,16 +163,35 @@ def make_plan(runs: Sequence[Run]) -> Plan:
         vram=budget,
         largest_batch=largest,
         batches=_batches(runs, budget, batch, largest, total),
-        gpus=_gpus(diagnosis, run, budget, batch, here, compute),
-        loading=() if rank is None else loader_memory(run, rank, compute or reached),
+        gpus=() if budget is None else tuple(_on_gpu(model, budget, batch, speed_on(model)) for model in GPU_MODELS),
+        loading=() if rank is None else _loader_memory(run, rank, compute or reached),
         lacks=tuple(_lacks(run, budget, reading, here, batch, diagnosis.throughput.steps)),
         ranks=max(1, len(run.ranks)),
     )
 
 
+def _first_rank(run: Run) -> RankRecord | None:
+    return run.ranks[0] if run.ranks else None
+
+
+def _batch_size(run: Run) -> int | None:
+    """The samples that go through the model at once on one GPU."""
+    rank = _first_rank(run)
+    loaders = rank.loaders if rank is not None else ()
+    return next((loader.batch_size for loader in loaders if loader.role == "train" and loader.batch_size), None)
+
+
+def _gpu_of(run: Run) -> GpuReading | None:
+    """The GPU that the run's first rank trained on; None for a job on the CPU."""
+    rank, gpus = _first_rank(run), run.run.machine.gpus
+    if rank is None or not rank.device.startswith("cuda"):
+        return None
+    return next((gpu for gpu in gpus if gpu.uuid == rank.gpu_uuid), gpus[0] if len(gpus) == 1 else None)
+
+
 def _refuse_another_model(runs: Sequence[Run]) -> None:
     """A line through the memory of two models says nothing about either."""
-    counts = {run.folder: rank.memory.parameters for run in runs if (rank := first_rank(run)) and rank.memory}
+    counts = {run.folder: rank.memory.parameters for run in runs if (rank := _first_rank(run)) and rank.memory}
     (folder, count), *others = counts.items() or [("", 0)]
     for other, parameters in others:
         if parameters != count:
@@ -137,100 +214,89 @@ def with_target(plan: Plan, hours: Hours, reached_at: float) -> Plan:
         for row in plan.batches
     )
     gpus = tuple(
-        replace(row, hours=at(row.speed.low, row.speed.high))
-        if row.speed is not None and row.largest_batch != 0
-        else row
+        replace(row, hours=at(row.speed.low, row.speed.high)) if row.speed and row.largest_batch != 0 else row
         for row in plan.gpus
     )
     return replace(plan, batches=batches, gpus=gpus)
+
+
+def vram_budget(runs: Sequence[Run]) -> VramBudget | None:
+    """The budget that the runs show; None when none of them measured a GPU's memory."""
+    seen = [
+        (batch, rank.vram_peak_bytes, rank.memory)
+        for run in runs
+        if (rank := _first_rank(run)) and rank.vram_peak_bytes is not None and rank.memory is not None
+        if (batch := _batch_size(run)) is not None
+    ]
+    if not seen:
+        return None
+    batch, peak, memory = seen[0]
+    line = fit_line((size, held) for size, held, _ in seen)
+    if line is not None and line.slope > 0:
+        workspace, per_sample = max(0, round(line.intercept) - memory.resident_bytes), line.slope
+    else:
+        workspace, per_sample = 0, max(0, peak - memory.resident_bytes) / batch
+    return VramBudget(
+        weights_bytes=memory.weights_bytes,
+        gradients_bytes=memory.gradients_bytes,
+        optimizer_bytes=memory.optimizer_bytes,
+        other_bytes=memory.other_bytes or 0,
+        workspace_bytes=workspace,
+        activations_bytes_per_sample=per_sample,
+        fitted_at=tuple(sorted({size for size, _, _ in seen})),
+    )
 
 
 def _batches(
     runs: Sequence[Run], budget: VramBudget | None, batch: int | None, largest: int | None, total: int | None
 ) -> tuple[BatchCandidate, ...]:
     """The batch as it is, and its doublings that fit."""
-    if budget is None or batch is None or not total or largest is None:
+    rank = _first_rank(runs[0])
+    if budget is None or batch is None or not total or largest is None or rank is None:
         return ()
-    rank = first_rank(runs[0])
-    rate = None if rank is None else rank.learning_rate
-    optimizer = rank.optimizers[0] if rank is not None and rank.optimizers else None
+    rate, optimizer = rank.learning_rate, rank.optimizers[0] if rank.optimizers else None
     deep = looks_deeply_supervised(runs[0].run.command)
     sizes = [batch]
     while 2 * sizes[-1] <= largest:
         sizes.append(2 * sizes[-1])
-    speed = _speed_by_batch(runs)
+    known = [(_batch_size(run), answer(run).ceilings.compute_samples_per_s) for run in runs]
+    measured = {size: speed for size, speed in known if size and speed}
+    step_s = fit_line((size, size / speed) for size, speed in measured.items())
+
+    def speed_at(size: int) -> float | None:
+        """Measured where it was, else from a line of step time over batch size."""
+        seconds = 0.0 if step_s is None else step_s.intercept + step_s.slope * size
+        return measured.get(size) or (size / seconds if seconds > 0 else None)
+
     return tuple(
         BatchCandidate(
             batch=size,
             vram_bytes=budget.needed_bytes(size),
             vram_share=budget.needed_bytes(size) / total,
-            samples_per_s=speed(size),
+            samples_per_s=speed_at(size),
             learning_rate=None if rate is None else scale(rate, batch, size, optimizer, deep),
         )
         for size in sizes
     )
 
 
-def _speed_by_batch(runs: Sequence[Run]) -> Callable[[int], float | None]:
-    """Samples per second at a batch size: measured where it was, else from a line of step time over batch size."""
-    known = [(batch_size(run), answer(run).ceilings.compute_samples_per_s) for run in runs]
-    measured = {size: rate for size, rate in known if size and rate}
-    step_ns = fit_line((size, round(1e9 * size / rate)) for size, rate in measured.items())
-
-    def speed(size: int) -> float | None:
-        if size in measured:
-            return measured[size]
-        if step_ns is None or step_ns.at(size) <= 0:
-            return None
-        return 1e9 * size / step_ns.at(size)
-
-    return speed
+def _on_gpu(model: GpuModel, budget: VramBudget, batch: int | None, speed: Speed | None) -> GpuCandidate:
+    largest = budget.largest_batch(model.memory_bytes)
+    fits = None if largest is None or batch is None else largest >= batch
+    parts = accumulation_for(batch, largest) if batch is not None and largest is not None and not fits else None
+    return GpuCandidate(model.name, model.memory_gib, largest, speed, fits, accumulation=parts)
 
 
-def _gpus(
-    diagnosis: Diagnosis,
-    run: Run,
-    budget: VramBudget | None,
-    batch: int | None,
-    here: GpuModel | None,
-    compute: float | None,
-) -> tuple[GpuCandidate, ...]:
-    if budget is None:
-        return ()
-    seen = diagnosis.gpu[0] if diagnosis.gpu else None
-    bound = None if seen is None else memory_bound_share(seen.tensor_active_pct, seen.dram_active_pct)
-    precision = precision_of(run)
-    rows = []
-    for model in GPU_MODELS:
-        largest = budget.largest_batch(model.memory_bytes)
-        speed = None
-        if here is not None and compute is not None:
-            speed = speed_there(compute, here, model, precision, bound)
-        fits = None if largest is None or batch is None else largest >= batch
-        parts = accumulation_for(batch, largest) if batch is not None and largest is not None and not fits else None
-        rows.append(GpuCandidate(model.name, model.memory_gib, largest, speed, fits, accumulation=parts))
-    return tuple(rows)
-
-
-def precision_of(run: Run) -> Precision:
+def _precision_of(rank: RankRecord | None) -> Precision:
     """The precision that the run's products were computed in."""
-    rank = first_rank(run)
     seen = None if rank is None else rank.precision
     if seen is None:
         return "fp32"
-    for name, short in (("bfloat16", "bf16"), ("float16", "fp16")):
-        if name in (seen.autocast, seen.parameters):
-            return short  # type: ignore[return-value]
+    if "bfloat16" in (seen.autocast, seen.parameters):
+        return "bf16"
+    if "float16" in (seen.autocast, seen.parameters):
+        return "fp16"
     return "tf32" if seen.tf32 else "fp32"
-
-
-def _gpu_of(run: Run) -> GpuReading | None:
-    """The GPU that the run's first rank trained on; None for a job on the CPU."""
-    rank = first_rank(run)
-    if rank is None or not rank.device.startswith("cuda"):
-        return None
-    gpus = run.run.machine.gpus
-    return next((gpu for gpu in gpus if gpu.uuid == rank.gpu_uuid), gpus[0] if len(gpus) == 1 else None)
 
 
 def _lacks(
@@ -238,10 +304,9 @@ def _lacks(
 ) -> Iterator[str]:
     if not run.ranks:
         yield "no process of the run was recorded: nothing is known of its memory and speed"
-    elif steps < FEWEST_STEPS:
-        yield f"the run trained {'one step' if steps else 'no step'}: nothing is known of its speed"
-    if not run.ranks:
         return
+    if steps < FEWEST_STEPS:
+        yield f"the run trained {'one step' if steps else 'no step'}: nothing is known of its speed"
     if gpu is None:
         yield "the run had no GPU: nothing is known of VRAM and of speed on other GPUs"
     elif batch is None:
@@ -257,149 +322,7 @@ def _lacks(
         yield f"{gpu.name} is not in the table of GPUs: no speed on others"
 
 
-# --------------------------------------------------------------------------- GPU memory by part
-
-
-@dataclass(frozen=True, slots=True)
-class VramBudget:
-    """Bytes by part. ``activations_bytes_per_sample`` and ``workspace_bytes`` grow with the batch and do not.
-
-    ``fitted_at`` are the batch sizes they were measured at: with only one of them everything that a step needs is taken
-    to grow with the batch, which promises too little for larger batches, never too much.
-    """
-
-    weights_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    other_bytes: int
-    workspace_bytes: int
-    activations_bytes_per_sample: float
-    fitted_at: tuple[int, ...]
-
-    @property
-    def fixed_bytes(self) -> int:
-        """What a batch of any size needs."""
-        held = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.other_bytes
-        return held + self.workspace_bytes
-
-    def needed_bytes(self, batch: int) -> int:
-        """torch's memory at a batch size."""
-        return self.fixed_bytes + round(self.activations_bytes_per_sample * batch)
-
-    def largest_batch(self, vram_bytes: int) -> int | None:
-        """How many samples fit into a GPU, with the usual reserve; None when a batch costs nothing."""
-        if self.activations_bytes_per_sample <= 0:
-            return None
-        room = USABLE_VRAM * vram_bytes - CONTEXT_BYTES - self.fixed_bytes
-        return max(0, int(room / self.activations_bytes_per_sample))
-
-
-def vram_budget(runs: Sequence[Run]) -> VramBudget | None:
-    """The budget that the runs show; None when none of them measured a GPU's memory."""
-    seen = [found for run in runs if (found := _measured(run)) is not None]
-    if not seen:
-        return None
-    batch, peak, memory = seen[0]
-    resident = memory.resident_bytes
-    line = fit_line((size, held) for size, held, _ in seen)
-    if line is not None and line.each_bytes > 0:
-        workspace, per_sample = max(0, round(line.fixed_bytes) - resident), line.each_bytes
-    else:
-        workspace, per_sample = 0, max(0, peak - resident) / batch
-    return VramBudget(
-        weights_bytes=memory.weights_bytes,
-        gradients_bytes=memory.gradients_bytes,
-        optimizer_bytes=memory.optimizer_bytes,
-        other_bytes=memory.other_bytes or 0,
-        workspace_bytes=workspace,
-        activations_bytes_per_sample=per_sample,
-        fitted_at=tuple(sorted({size for size, _, _ in seen})),
-    )
-
-
-def _measured(run: Run) -> tuple[int, int, MemoryRecord] | None:
-    rank = first_rank(run)
-    batch = batch_size(run)
-    if rank is None or batch is None or rank.vram_peak_bytes is None or rank.memory is None:
-        return None
-    return batch, rank.vram_peak_bytes, rank.memory
-
-
-def first_rank(run: Run) -> RankRecord | None:
-    """The rank that stands for all."""
-    return run.ranks[0] if run.ranks else None
-
-
-def batch_size(run: Run) -> int | None:
-    """The samples that go through the model at once on one GPU."""
-    rank = first_rank(run)
-    sizes = [loader.batch_size for loader in rank.loaders if loader.role == "train"] if rank is not None else []
-    return next((size for size in sizes if size), None)
-
-
-# --------------------------------------------------------------------------- speed on another GPU
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """Samples per second, between ``low`` and ``high``; ``precision`` is what would be computed with there."""
-
-    likely: float
-    low: float
-    high: float
-    precision: Precision
-
-
-def speed_there(
-    samples_per_s: float,
-    here: GpuModel,
-    there: GpuModel,
-    precision: Precision,
-    memory_bound: float | None = None,
-) -> Speed:
-    """The compute ceiling on another GPU when it is ``samples_per_s`` here.
-
-    Arithmetic goes with the peak rates, reading and writing with the bandwidths; a job lies between the two.
-    ``memory_bound`` (0 to 1) is where it lay here; without it, the geometric middle.
-    """
-    rate_here, _ = here.rate(precision)
-    rate_there, used = there.rate(precision)
-    arithmetic = rate_there / rate_here
-    bandwidth = there.bandwidth_gb_per_s / here.bandwidth_gb_per_s
-    weight = 0.5 if memory_bound is None else min(max(memory_bound, 0.0), 1.0)
-    likely = math.exp((1 - weight) * math.log(arithmetic) + weight * math.log(bandwidth))
-    if there is here:
-        return Speed(samples_per_s, samples_per_s, samples_per_s, used)
-    low, high = min(arithmetic, bandwidth) * (1 - MODEL_ERROR), max(arithmetic, bandwidth) * (1 + MODEL_ERROR)
-    return Speed(samples_per_s * likely, samples_per_s * low, samples_per_s * high, used)
-
-
-def memory_bound_share(tensor_active_pct: float | None, dram_active_pct: float | None) -> float | None:
-    """Where a job lies between arithmetic (0) and bandwidth (1), from how busy either unit was; None if not known."""
-    if tensor_active_pct is None or dram_active_pct is None or tensor_active_pct + dram_active_pct <= 0:
-        return None
-    return dram_active_pct / (tensor_active_pct + dram_active_pct)
-
-
-# --------------------------------------------------------------------------- what workers and their queue hold
-
-
-@dataclass(frozen=True, slots=True)
-class LoaderMemory:
-    """One number of workers: RAM of them all, batches and bytes queued ahead, and how long those would last.
-
-    Of each rank, which has workers of its own; ``fits`` is for all ranks together.
-    """
-
-    workers: int
-    workers_bytes: int | None
-    queued_batches: int
-    queued_bytes: int | None
-    buffer_s: float | None
-    fits: bool | None
-
-
-def loader_memory(run: Run, rank: RankRecord, samples_per_s: float | None) -> tuple[LoaderMemory, ...]:
+def _loader_memory(run: Run, rank: RankRecord, samples_per_s: float | None) -> tuple[LoaderMemory, ...]:
     """Rows for 0, 1, 2, 4 … workers up to the usable CPUs, with the settings in force among them.
 
     ``samples_per_s`` is what all ranks together can take.
@@ -407,37 +330,140 @@ def loader_memory(run: Run, rank: RankRecord, samples_per_s: float | None) -> tu
     loader = next((found for found in rank.loaders if found.role == "train"), None)
     if loader is None:
         return ()
-    usable = max(1, int(run.run.machine.cpu.usable))
-    counts = {0, loader.num_workers, usable, *(2**power for power in range(8) if 2**power < usable)}
-    worker = next((found for found in rank.workers if found.loader_id == loader.loader_id), None)
-    ranks = max(1, len(run.ranks))
-    free = _free_bytes(run)
-    free_each = None if free is None else free // ranks
-    taken_each = None if samples_per_s is None else samples_per_s / ranks
-    return tuple(_row(count, loader, worker, taken_each, free_each) for count in sorted(counts))
-
-
-def _row(
-    workers: int, loader: LoaderRecord, worker: WorkerRecord | None, samples_per_s: float | None, free: int | None
-) -> LoaderMemory:
-    queued = workers * (loader.prefetch_factor or TORCH_DEFAULT_PREFETCH)
-    queued_bytes = None if loader.batch_bytes is None else queued * loader.batch_bytes
-    each = worker.pss_bytes if worker is not None and worker.processes else None
-    held = 0 if not workers else None if each is None else workers * each
-    ahead = None
-    if samples_per_s and loader.batch_size:
-        ahead = queued * loader.batch_size / samples_per_s
-    needed = None if held is None or queued_bytes is None else held + queued_bytes
-    fits = None if needed is None or free is None else needed <= free
-    return LoaderMemory(workers, held, queued, queued_bytes, ahead, fits)
-
-
-def _free_bytes(run: Run) -> int | None:
-    """RAM that the machine has for workers: its limit less what everything but them took."""
-    machine = run.run.machine
+    machine, ranks = run.run.machine, max(1, len(run.ranks))
+    usable = max(1, int(machine.cpu.usable))
     limit = machine.mem_limit_bytes or machine.mem_total_bytes
     used = [sample.host.mem_used_bytes for sample in run.samples if sample.host.mem_used_bytes is not None]
-    return limit - min(used) if limit is not None and used else None
+    free = (limit - min(used)) // ranks if limit is not None and used else None
+    worker = next((found for found in rank.workers if found.loader_id == loader.loader_id), None)
+    each = worker.pss_bytes if worker is not None and worker.processes else None
+    rows = []
+    for workers in sorted({0, loader.num_workers, usable, *(2**power for power in range(8) if 2**power < usable)}):
+        queued = workers * (loader.prefetch_factor or TORCH_DEFAULT_PREFETCH)
+        queued_bytes = None if loader.batch_bytes is None else queued * loader.batch_bytes
+        held = 0 if not workers else None if each is None else workers * each
+        ahead = queued * loader.batch_size * ranks / samples_per_s if samples_per_s and loader.batch_size else None
+        needed = None if held is None or queued_bytes is None else held + queued_bytes
+        fits = None if needed is None or free is None else needed <= free
+        rows.append(LoaderMemory(workers, held, queued, queued_bytes, ahead, fits))
+    return tuple(rows)
+
+
+# --------------------------------------------------------------------------- other GPUs, by their data sheets
+
+
+@dataclass(frozen=True, slots=True)
+class GpuModel:
+    """Memory in GiB, bandwidth in GB/s, rates in TFLOPS: dense, with sums in float32, as training uses them.
+
+    None: the GPU has no units for it.
+    """
+
+    name: str
+    memory_gib: float
+    bandwidth_gb_per_s: float
+    fp32: float
+    tf32: float | None
+    fp16: float | None
+    bf16: float | None
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory in bytes."""
+        return round(self.memory_gib * (1 << 30))
+
+    def rate(self, precision: Precision) -> tuple[float, Precision]:
+        """TFLOPS at a precision, and the precision it would really run at: the next best one that is there."""
+        if precision == "bf16" and self.bf16 is not None:
+            return self.bf16, "bf16"
+        if precision in ("bf16", "fp16") and self.fp16 is not None:
+            return self.fp16, "fp16"
+        if precision == "tf32" and self.tf32 is not None:
+            return self.tf32, "tf32"
+        return self.fp32, "fp32"
+
+
+# GeForce cards sum float16 products in float32 at half of the advertised rate. Memory is what the driver offers: the
+# GDDR6 of servers gives a sixteenth to error correction, which is on unless one turns it off.
+GPU_MODELS = (
+    GpuModel("Tesla P100", 16, 732, 9.5, None, 19.0, None),
+    GpuModel("Tesla V100", 16, 900, 15.7, None, 125, None),
+    GpuModel("Tesla V100 32GB", 32, 900, 15.7, None, 125, None),
+    GpuModel("Tesla T4", 15, 320, 8.1, None, 65, None),
+    GpuModel("RTX 2080 Ti", 11, 616, 13.4, None, 54, None),
+    GpuModel("RTX 3060", 12, 360, 12.7, 12.7, 25.5, 25.5),
+    GpuModel("RTX 3070", 8, 448, 20.3, 20.3, 40.6, 40.6),
+    GpuModel("RTX 3080", 10, 760, 29.8, 29.8, 59.5, 59.5),
+    GpuModel("RTX 3090", 24, 936, 35.6, 35.6, 71, 71),
+    GpuModel("RTX 4060", 8, 272, 15.1, 15.1, 30.2, 30.2),
+    GpuModel("RTX 4070", 12, 504, 29.1, 29.1, 58.3, 58.3),
+    GpuModel("RTX 4070 Ti", 12, 504, 40.1, 40.1, 80.2, 80.2),
+    GpuModel("RTX 4080", 16, 717, 48.7, 48.7, 97.5, 97.5),
+    GpuModel("RTX 4090", 24, 1008, 82.6, 82.6, 165, 165),
+    GpuModel("RTX 5070 Ti", 16, 896, 43.9, 43.9, 87.9, 87.9),
+    GpuModel("RTX 5080", 16, 960, 56.3, 56.3, 113, 113),
+    GpuModel("RTX 5090", 32, 1792, 105, 105, 210, 210),
+    GpuModel("RTX A6000", 48, 768, 38.7, 77.4, 155, 155),
+    GpuModel("RTX 6000 Ada", 48, 960, 91.1, 182, 364, 364),
+    GpuModel("A10", 22.5, 600, 31.2, 62.5, 125, 125),
+    GpuModel("A10G", 22.5, 600, 31.5, 35, 70, 70),
+    GpuModel("A40", 45, 696, 37.4, 74.8, 150, 150),
+    GpuModel("A100 40GB", 40, 1555, 19.5, 156, 312, 312),
+    GpuModel("A100 80GB", 80, 2039, 19.5, 156, 312, 312),
+    GpuModel("L4", 22.5, 300, 30.3, 60, 121, 121),
+    GpuModel("L40S", 45, 864, 91.6, 183, 362, 362),
+    GpuModel("H100 PCIe", 80, 2000, 51, 378, 756, 756),
+    GpuModel("H100", 80, 3350, 67, 494, 989, 989),
+    GpuModel("H100 NVL", 94, 3938, 60, 417, 835, 835),
+    GpuModel("H200", 140, 4800, 67, 494, 989, 989),
+    GpuModel("H200 NVL", 140, 4800, 60, 417, 835, 835),
+    GpuModel("B200", 180, 8000, 75, 1100, 2250, 2250),
+)
+# Words that only say whose product it is.
+_MAKERS = frozenset({"nvidia", "geforce", "rtx", "gtx", "tesla", "quadro", "graphics", "device", "generation"})
+# Words that make another GPU of the same number, slower or faster: what has one is no model that has not.
+_VARIANTS = frozenset({"laptop", "mobile", "max", "super", "ti", "d", "mig", "nvl"})
+
+
+def find_gpu(name: str, memory_bytes: int | None = None) -> GpuModel | None:
+    """The data sheet for a name as the driver or a person writes it; None for one that is not in the table.
+
+    Of two sizes of the same model, the one nearest to ``memory_bytes``. A laptop's GPU is another one, and so
+    is a part of one (MIG).
+    """
+    asked = _words(name)
+    fitting = [model for model in GPU_MODELS if _chip(model) <= asked and not (asked & _VARIANTS) - _chip(model)]
+    if not fitting:
+        return None
+    most = max(len(_chip(model)) for model in fitting)
+    best = [model for model in fitting if len(_chip(model)) == most]
+    if memory_bytes is not None:
+        return min(best, key=lambda model: abs(model.memory_bytes - memory_bytes))
+    return max(best, key=lambda model: len(_words(model.name) & asked))
+
+
+def _words(name: str) -> frozenset[str]:
+    spaced = re.sub(r"(?<=\d)(?=ti\b)|(?<=[rg]tx)(?=\d)", " ", name.lower())  # RTX3080Ti
+    words = frozenset(re.findall(r"[a-z0-9]+", spaced)) - _MAKERS
+    return words | {"pcie"} if any(word.startswith("pcie") for word in words) else words
+
+
+def _chip(model: GpuModel) -> frozenset[str]:
+    """The words of a model's name that tell it from others, without the size of its memory."""
+    return frozenset(word for word in _words(model.name) if not re.fullmatch(r"\d+gb", word))
+
+
+def speed_there(samples_per_s: float, here: GpuModel, there: GpuModel, precision: Precision) -> Speed:
+    """The compute ceiling on another GPU when it is ``samples_per_s`` here.
+
+    Arithmetic goes with the peak rates, reading and writing with the bandwidths; a job lies between the two.
+    """
+    rate, used = there.rate(precision)
+    if there is here:
+        return Speed(samples_per_s, samples_per_s, samples_per_s, used)
+    ratios = rate / here.rate(precision)[0], there.bandwidth_gb_per_s / here.bandwidth_gb_per_s
+    likely, low, high = math.sqrt(math.prod(ratios)), min(ratios) * (1 - MODEL_ERROR), max(ratios) * (1 + MODEL_ERROR)
+    return Speed(samples_per_s * likely, samples_per_s * low, samples_per_s * high, used)
 
 
 # --------------------------------------------------------------------------- the history of a metric

@@ -1,7 +1,7 @@
 """Which trial comes next. A pure function of the trials so far, so that a study can be stopped and taken up anywhere.
 
 The start, then the loader (workers, then the queue), then what the user has allowed: the batch size, precision,
-compilation. At last the winner is verified against the start; that is `verify.py`.
+compilation. At last the winner is verified against the start, in turns.
 
 More workers help in proportion at best, and past a peak they harm, often at once: CLIP on 16 cores gave 1050, 1489 and
 712 samples/s with 8, 12 and 16 workers. A smooth law through some of these points does not see the peak between them.
@@ -12,45 +12,35 @@ then the middle of a gap, wherever a proportional rise from the number below cou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, variance
 
 from fulltilt.records import Settings, Trial
 from fulltilt.tuning.learning_rate import accumulation_for
-from fulltilt.tuning.memory_line import USABLE_VRAM, ram_line, vram_line
-from fulltilt.tuning.scaling import Measured, fit_scaling
 from fulltilt.tuning.space import (
     KNEE,
-    OF_ONE_BLOCK,
+    USABLE_VRAM,
     WAITS,
+    WORTH,
     Attempt,
     Space,
     best_of,
-    changed,
+    fit_line,
     is_loader_only,
     is_valid,
-    on_gpu,
+    knee_of,
+    most_within,
     rate,
     start_of,
-    tried,
-    with_loader,
+    vram_line,
 )
 from fulltilt.tuning.trial.throughput import Z_95
 
 MOST_TRIES_WHEN_THROTTLED = 3
 MOST_WORKER_TRIALS = 7
-# From the best to the next number beyond it.
-STEP = 1.5
-# Numbers of workers closer than this are not told apart by their rates.
-GAP = 1.15
-# A number that can at most be this much faster than the best is not worth a trial.
-WORTH = 1.03
-# Rates closer than this are the same; then the fewest workers count as the best, and what is below them is looked at.
-SAME = 0.97
-# What fewer workers than were ever tried may give, where nothing is known below them.
-BLIND = 1.25
-
-Phase = Callable[[Sequence[Trial], Space], Attempt | None]
+MOST_PREFETCH = 8
 
 
 def next_attempt(trials: Sequence[Trial], space: Space) -> Attempt | None:
@@ -58,55 +48,58 @@ def next_attempt(trials: Sequence[Trial], space: Space) -> Attempt | None:
     start = start_of(trials)
     if start is None:
         tries = [trial for trial in trials if trial.purpose == "start"]
-        retry = not tries or (tries[-1].state == "throttled" and len(tries) < MOST_TRIES_WHEN_THROTTLED)
-        if retry:
+        if not tries or (tries[-1].state == "throttled" and len(tries) < MOST_TRIES_WHEN_THROTTLED):
             return Attempt(Settings(), "start", "the script as it is")
         return _smaller_parts(trials, space)
-    phases: tuple[Phase, ...] = (next_workers, _queue, _batch, _precision, _compile)
-    for phase in phases:
-        attempt = phase(trials, space)
+    for phase in (_workers, _queue, _batch, _precision, _compile):
+        attempt = phase(trials, space, start)
         if attempt is not None:
             return attempt
     return None
 
 
+def _attempt(trials: Sequence[Trial], settings: Settings, why: str) -> Attempt | None:
+    """A trial of the search, unless these very settings were tried before."""
+    return None if any(trial.settings == settings for trial in trials) else Attempt(settings, "search", why)
+
+
 # --------------------------------------------------------------------------- the loader
 
 
-def _queue(trials: Sequence[Trial], _space: Space) -> Attempt | None:
-    """A longer queue at the best number of workers, as long as it pays."""
-    best = best_of([trial for trial in trials if is_loader_only(trial.settings)])
-    assert best is not None
-    if not best.in_force.num_workers or (best.data_wait_share or 0.0) < WAITS:
-        return None
-    longer = 2 * (best.in_force.prefetch_factor or 2)
-    settings = changed(best.settings, prefetch_factor=longer)
-    return None if longer > 8 or tried(trials, settings) else Attempt(settings, "search", "a longer queue")
-
-
-def next_workers(trials: Sequence[Trial], space: Space) -> Attempt | None:
+def _workers(trials: Sequence[Trial], space: Space, start: Trial) -> Attempt | None:
     """The next number of workers: half of the CPUs, then beside the best; None when the loader is fast enough."""
-    start = start_of(trials)
-    assert start is not None
-    if space.workers_stay or (start.data_wait_share or 0.0) < WAITS or start.in_force.num_workers is None:
+    wait = start.data_wait_share or 0.0
+    if space.workers_stay or wait < WAITS or start.in_force.num_workers is None:
         return None
     searched = [trial for trial in trials if trial.purpose != "verify"]
     seen = [t for t in searched if is_loader_only(t.settings) and not t.settings.prefetch_factor]
-    best = max((trial for trial in seen if is_valid(trial)), key=rate)
+    valid = [trial for trial in seen if is_valid(trial)]
+    best = max(valid, key=rate)
     if len(seen) > MOST_WORKER_TRIALS or (best is not start and (best.data_wait_share or 0.0) < WAITS):
         return None
     rates = {count: rate(trial) if is_valid(trial) else 0.0 for trial in seen if (count := _workers_of(trial))}
     most = _most_workers(seen, space)
-    half = min(space.expected_workers, most)
-    if len(seen) == 1 and half not in rates:
-        workers: int | None = half
-    else:
+    workers: int | None = min(space.expected_workers, most)
+    if len(seen) > 1 or workers in rates:
+        # A start without workers tells what one should give: the training thread's own fetching.
         without_any = 0.0 if start.in_force.num_workers else rate(start)
-        workers = Bracket(rates, most, _rate_of_one(start), _ceiling(seen), without_any).next_count() if rates else None
+        one = without_any / wait if without_any else None
+        # The start alone would tell too little of what training can take: without pinned memory its copies take the
+        # training's time, not the loader's.
+        ceiling = max(rate(trial) / max(1 - (trial.data_wait_share or 0.0), 1e-9) for trial in valid) or math.inf
+        workers = Bracket(rates, most, one, ceiling, without_any).next_count() if rates else None
     if workers is None:
         return None
-    settings = with_loader(start, workers, on_gpu(start), space.may_persist)
-    return None if tried(trials, settings) else Attempt(settings, "search", _why(workers, seen, space))
+    settings = Settings(
+        num_workers=workers,
+        persistent_workers=True if space.may_persist and not start.in_force.persistent_workers else None,
+        pin_memory=True if _on_gpu(start) and not start.in_force.pin_memory else None,
+    )
+    return _attempt(trials, settings, "half of the CPUs" if len(seen) == 1 else f"beside {_workers_of(best)} workers")
+
+
+def _on_gpu(trial: Trial) -> bool:
+    return trial.vram_peak_bytes is not None
 
 
 def _workers_of(trial: Trial) -> int:
@@ -114,46 +107,26 @@ def _workers_of(trial: Trial) -> int:
     return (trial.in_force.num_workers or 0) if is_valid(trial) or asked is None else asked
 
 
-def _rate_of_one(start: Trial) -> float | None:
-    """What one worker should give, from a start without any: the training thread's own fetching."""
-    wait = start.data_wait_share
-    return rate(start) / wait if start.in_force.num_workers == 0 and wait else None
-
-
-def _ceiling(seen: Sequence[Trial]) -> float:
-    """Samples a second that training could take if it never waited, by the trial in which a step took it least.
-
-    The start alone would tell too little: without pinned memory its copies take the training's time, not the loader's.
-    """
-    takes = [rate(trial) / max(1 - (trial.data_wait_share or 0.0), 1e-9) for trial in seen if is_valid(trial)]
-    return max(takes) or math.inf
-
-
-def _why(workers: int, seen: Sequence[Trial], space: Space) -> str:
-    """For the status line: what the scaling law through the trials so far expects."""
-    points = [Measured(_workers_of(t), rate(t), _spread(t)) for t in seen if is_valid(t) and _workers_of(t)]
-    if not points:
-        return "half of the CPUs"
-    expected = fit_scaling(points, expected_peak=space.usable_cpus).at(workers)
-    return f"the scaling law expects {expected.low:.0f} to {expected.high:.0f} samples/s"
-
-
 def _most_workers(trials: Sequence[Trial], space: Space) -> int:
     """Workers that fit into memory, by the trials so far."""
     too_many = [trial.settings.num_workers for trial in trials if trial.state == "oom" and trial.settings.num_workers]
-    bounds = [space.most_workers, *(workers - 1 for workers in too_many)]
-    line = ram_line(trials)
-    if line is not None and space.memory_bytes is not None:
-        fit = line.most_within(space.memory_bytes)
-        bounds += [] if fit is None else [fit]
+    ram = fit_line(
+        (trial.in_force.num_workers, trial.ram_peak_bytes)
+        for trial in trials
+        if is_valid(trial) and trial.in_force.num_workers is not None and trial.ram_peak_bytes is not None
+    )
+    fit = most_within(ram, space.memory_bytes)
+    bounds = [space.most_workers, *(workers - 1 for workers in too_many), *([] if fit is None else [fit])]
     return max(1, min(bounds))
 
 
-def _spread(trial: Trial) -> float:
-    low, high = trial.samples_per_s_low, trial.samples_per_s_high
-    if low is None or high is None or math.isinf(high) or not trial.samples_per_s:
-        return OF_ONE_BLOCK
-    return (high - low) / (2 * Z_95) / trial.samples_per_s
+def _queue(trials: Sequence[Trial], _space: Space, start: Trial) -> Attempt | None:
+    """A longer queue at the best number of workers, as long as it pays."""
+    best = best_of([trial for trial in trials if is_loader_only(trial.settings)]) or start
+    longer = 2 * (best.in_force.prefetch_factor or 2)
+    if not best.in_force.num_workers or (best.data_wait_share or 0.0) < WAITS or longer > MOST_PREFETCH:
+        return None
+    return _attempt(trials, replace(best.settings, prefetch_factor=longer), "a longer queue")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,68 +143,73 @@ class Bracket:
     ceiling: float = math.inf
     to_beat: float = 0.0
 
+    # From the best to the next number beyond it.
+    STEP = 1.5
+    # Numbers of workers closer than this are not told apart by their rates.
+    GAP = 1.15
+    # A number that can at most be this much faster than the best is not worth a trial.
+    WORTH = 1.03
+    # Rates closer than this are the same; then the fewest workers count as the best.
+    SAME = 0.97
+    # What fewer workers than were ever tried may give, where nothing is known below them.
+    BLIND = 1.25
+
     def next_count(self) -> int | None:
         """The number of workers that should be tried next; None when none promises more."""
         if self._top == 0:
             return min(min(self.rates) // 2, self.most) or None  # all failed: with fewer there may be room
         beside = (count for count in self._beside_the_best() if count <= self.most)
         promising = [count for count in beside if self._could_beat(count)]
-        return max(promising, key=self._hope, default=None)
-
-    @property
-    def best(self) -> int:
-        """The fewest workers whose rate is the best, or cannot be told from it."""
-        return min(count for count, rate in self.rates.items() if rate >= SAME * self._top)
+        return max(promising, key=self.hope, default=None)
 
     @property
     def _top(self) -> float:
-        return max(self.rates.values())
+        return max(self.rates.values(), default=0.0)
 
     def _beside_the_best(self) -> Iterator[int]:
         """Numbers that were not tried yet: above the best, below it, and a single worker."""
-        best = self.best
+        best = min(count for count, rate in self.rates.items() if rate >= self.SAME * self._top)
         above = min((count for count in self.rates if count > best), default=None)
         below = max((count for count in self.rates if count < best), default=0)
         if above is None:
             if best < self.most:
-                yield min(self.most, max(best + 1, round(STEP * best)))
-        elif above - best > 1 and above > GAP * best:
+                yield min(self.most, max(best + 1, round(self.STEP * best)))
+        elif above - best > 1 and above > self.GAP * best:
             yield min(max(round(math.sqrt(best * above)), best + 1), above - 1)
-        if best - below > 1 and best > GAP * below:
-            middle = max(round(math.sqrt(best * below)), round(best / STEP), below + 1)
+        if best - below > 1 and best > self.GAP * below:
+            middle = max(round(math.sqrt(best * below)), round(best / self.STEP), below + 1)
             between = range(min(middle, best - 1, self.most), min(best, self.most + 1))
             yield next((count for count in between if self._could_beat(count)), between[-1])
         if self.one is not None and 1 not in self.rates:
             yield 1
 
     def _could_beat(self, count: int) -> bool:
-        return self._hope(count) >= WORTH * max(self._top, self.to_beat)
+        return self.hope(count) >= self.WORTH * max(self._top, self.to_beat)
 
-    def _hope(self, count: int) -> float:
+    def hope(self, count: int) -> float:
         """The most that so many workers may give: a rise in proportion from the nearest number below that is known."""
         known = {tried: rate for tried, rate in self.rates.items() if rate > 0}
         if self.one is not None:
             known.setdefault(1, self.one)
         below = max((tried for tried in known if tried <= count), default=None)
-        return min(BLIND * self._top if below is None else known[below] * count / below, self.ceiling)
+        return min(self.BLIND * self._top if below is None else known[below] * count / below, self.ceiling)
 
 
 # --------------------------------------------------------------------------- what was allowed by name
 
 
-def _batch(trials: Sequence[Trial], space: Space) -> Attempt | None:
+def _batch(trials: Sequence[Trial], space: Space, start: Trial) -> Attempt | None:
     """Twice the batch until memory ends or the knee is reached, then the largest that the memory line promises."""
-    start = start_of(trials)
-    if "batch" not in space.allow or start is None or start.in_force.batch_size is None:
+    if "batch" not in space.allow or start.in_force.batch_size is None:
         return None
     base = best_of([trial for trial in trials if is_loader_only(trial.settings)]) or start
     sizes = {
-        trial.settings.batch_size: trial
+        size: trial
         for trial in trials
-        if trial.settings.batch_size and trial.settings == changed(base.settings, batch_size=trial.settings.batch_size)
+        if (size := trial.settings.batch_size) and trial.settings == replace(base.settings, batch_size=size)
     }
-    fitting = {start.in_force.batch_size: base, **{size: t for size, t in sizes.items() if size and is_valid(t)}}
-    failed = [size for size, trial in sizes.items() if size and not is_valid(trial)]
+    fitting = {start.in_force.batch_size: base, **{size: t for size, t in sizes.items() if is_valid(t)}}
+    failed = [size for size, trial in sizes.items() if not is_valid(trial)]
     largest = max(fitting)
     smaller = [size for size in fitting if size < largest]
     if smaller and rate(fitting[largest]) < KNEE * rate(fitting[max(smaller)]):
@@ -239,59 +217,177 @@ def _batch(trials: Sequence[Trial], space: Space) -> Attempt | None:
     if any(t.in_force.batch_size != t.settings.batch_size for t in sizes.values() if is_valid(t)):
         return None  # the batch size did not take effect: the trial's note says why
     wanted = 2 * largest
-    line = vram_line(fitting.values())
-    room = None if line is None or start.vram_total_bytes is None else USABLE_VRAM * start.vram_total_bytes
-    most = line.most_within(room) if line is not None and room is not None else None
+    usable = None if start.vram_total_bytes is None else USABLE_VRAM * start.vram_total_bytes
+    most = most_within(vram_line(fitting.values()), usable)
     if (most is not None and wanted > most) or any(size <= wanted for size in failed):
         if most is None or any(size <= most for size in failed):
             return None
         wanted = most - most % 8 if most >= 8 else most
         if wanted < 1.25 * largest:
             return None
-    settings = changed(base.settings, batch_size=wanted)
-    return None if tried(trials, settings) else Attempt(settings, "search", "a larger batch")
+    return _attempt(trials, replace(base.settings, batch_size=wanted), "a larger batch")
 
 
-def _precision(trials: Sequence[Trial], space: Space) -> Attempt | None:
-    start, best = start_of(trials), best_of(trials)
-    assert start is not None
-    assert best is not None
+def _precision(trials: Sequence[Trial], space: Space, start: Trial) -> Attempt | None:
     if "precision" not in space.allow or start.in_force.precision not in (None, "float32"):
         return None
-    for precision in ("bf16", "tf32") if on_gpu(start) else ("bf16",):
+    best = best_of(trials)
+    for precision in ("bf16", "tf32") if _on_gpu(start) else ("bf16",):
         seen = [trial for trial in trials if trial.settings.precision == precision]
         if not seen:
-            base = best_of([trial for trial in trials if trial.settings.precision is None])
-            assert base is not None
-            return Attempt(changed(base.settings, precision=precision), "search", precision)
-        if any(is_valid(trial) and trial is best for trial in seen):
+            base = best_of([trial for trial in trials if trial.settings.precision is None]) or start
+            return Attempt(replace(base.settings, precision=precision), "search", precision)
+        if best in seen:
             return None
     return None
 
 
-def _compile(trials: Sequence[Trial], space: Space) -> Attempt | None:
-    start = start_of(trials)
-    assert start is not None
+def _compile(trials: Sequence[Trial], space: Space, start: Trial) -> Attempt | None:
     if "compile" not in space.allow or start.in_force.compile or any(t.settings.compile for t in trials):
         return None
-    best = best_of(trials)
-    assert best is not None
-    return Attempt(changed(best.settings, compile=True), "search", "torch.compile")
+    return Attempt(replace((best_of(trials) or start).settings, compile=True), "search", "torch.compile")
 
 
 def _smaller_parts(trials: Sequence[Trial], space: Space) -> Attempt | None:
     """When the script as it is runs out of memory: the same effective batch in two, four, … equal parts."""
-    tries = [trial for trial in trials if trial.purpose == "start"]
-    batch_size = tries[-1].in_force.batch_size
-    if tries[-1].state != "oom" or not {"batch", "accumulation"} <= space.allow or batch_size is None:
+    last = [trial for trial in trials if trial.purpose == "start"][-1]
+    batch_size = last.in_force.batch_size
+    if last.state != "oom" or not {"batch", "accumulation"} <= space.allow or batch_size is None:
         return None
     size = batch_size
     while (smaller := accumulation_for(batch_size, size // 2)) is not None:
         parts, size = smaller
         settings = Settings(batch_size=size, accumulation=parts)
-        seen = tried(trials, settings)
-        if not seen:
-            return Attempt(settings, "search", f"the same batch in {parts} parts")
-        if any(is_valid(trial) for trial in seen):
+        if any(is_valid(trial) for trial in trials if trial.settings == settings):
+            return None
+        if (attempt := _attempt(trials, settings, f"the same batch in {parts} parts")) is not None:
+            return attempt
+    return None
+
+
+# --------------------------------------------------------------------------- verification
+
+LEAST_PAIRS = 2
+# Where the time ends after one pair: no change of a machine's pace from minute to minute explains this much.
+CLEAR_OF_ONE_PAIR = 1.5
+# By the search: one pair will surely show as much as that.
+FAR_AHEAD = 2.0
+MOST_PAIRS = 4
+# After so many candidates that did not win, the start is as good as any.
+MOST_CANDIDATES = 2
+# The relative error of a trial that ended after a single block, whose interval has no end.
+OF_ONE_BLOCK = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How many times as fast the candidate is, with its 95 % interval, from so many pairs of trials."""
+
+    candidate: Settings
+    ratio: float
+    low: float
+    high: float
+    pairs: int
+
+    @property
+    def wins(self) -> bool:
+        """Whether the candidate is faster beyond doubt."""
+        return self.low > (1.0 if self.pairs >= LEAST_PAIRS else CLEAR_OF_ONE_PAIR)
+
+    @property
+    def decided(self) -> bool:
+        """Whether more pairs could hardly change the answer."""
+        is_told = self.wins or self.high < WORTH
+        return (self.pairs >= LEAST_PAIRS and is_told) or self.pairs >= MOST_PAIRS
+
+
+def compare(trials: Sequence[Trial], candidate: Settings) -> Comparison | None:
+    """The candidate against the start; None before the first pair.
+
+    The search picks the best of many noisy trials, which flatters it: only trials made to verify count here.
+    """
+    verifying = [trial for trial in trials if trial.purpose == "verify" and is_valid(trial)]
+    start = [trial for trial in verifying if trial.settings == Settings()]
+    other = [trial for trial in verifying if trial.settings == candidate]
+    pairs = list(zip(start, other, strict=False))
+    if not pairs:
+        return None
+    logs = [math.log(rate(b) / rate(a)) for a, b in pairs]
+    within = fmean(_log_variance(a) + _log_variance(b) for a, b in pairs)
+    between = variance(logs) if len(logs) > 1 else within
+    # Few pairs say little about how far pairs differ: the larger of the two estimates counts.
+    half = Z_95 * math.sqrt(max(within, between) / len(logs))
+    mean = fmean(logs)
+    return Comparison(candidate, math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(logs))
+
+
+def _log_variance(trial: Trial) -> float:
+    low, high, mean = trial.samples_per_s_low, trial.samples_per_s_high, trial.samples_per_s
+    if low is None or high is None or not mean or math.isinf(high):
+        return OF_ONE_BLOCK**2
+    return ((high - low) / (2 * Z_95) / mean) ** 2
+
+
+def candidates(trials: Sequence[Trial]) -> list[Settings]:
+    """What is worth verifying, the fastest first."""
+    start, knee = start_of(trials), knee_of(trials)
+    if start is None:
+        return []
+    least = WORTH * rate(start)
+    faster = [trial for trial in trials if trial.purpose == "search" and is_valid(trial) and rate(trial) >= least]
+    largest = math.inf if knee is None else knee.settings.batch_size or math.inf
+    useful = [t for t in faster if (t.settings.batch_size or 0) <= largest]
+    ordered = sorted((t for t in useful if not _only_queues_longer(t, useful)), key=rate, reverse=True)
+    return [trial.settings for trial in ordered][:MOST_CANDIDATES]
+
+
+def _only_queues_longer(trial: Trial, others: Sequence[Trial]) -> bool:
+    """Whether a longer queue has gained nothing over the same settings without it."""
+    shorter = replace(trial.settings, prefetch_factor=None)
+    return any(t is not trial and t.settings == shorter and rate(trial) < WORTH * rate(t) for t in others)
+
+
+def rivals_of(trials: Sequence[Trial]) -> list[Settings]:
+    """The candidates that the search could not tell from its best, that one first."""
+    found = candidates(trials)
+    seen = {trial.settings: trial for trial in trials if trial.purpose == "search" and is_valid(trial)}
+    return [one for one in found if (seen[one].samples_per_s_high or 0.0) >= (seen[found[0]].samples_per_s_low or 0.0)]
+
+
+def pairs_to_keep(trials: Sequence[Trial]) -> int:
+    """How many pairs of trials must still find time when the search ends: one where the best is far ahead."""
+    start, found = start_of(trials), candidates(trials)
+    if start is None or not found:
+        return 0
+    best = max(rate(trial) for trial in trials if trial.settings == found[0] and is_valid(trial))
+    return 1 if best >= FAR_AHEAD * rate(start) else LEAST_PAIRS
+
+
+def next_verification(trials: Sequence[Trial], together: bool = True) -> Attempt | None:
+    """The next trial that verifies: start and candidate in turns, until it is decided; None when it is.
+
+    Candidates that the search could not tell apart go round ``together``, if there is time for it.
+    """
+    verifying = [trial for trial in trials if trial.purpose == "verify"]
+    if len(verifying) >= 2 * MOST_CANDIDATES * MOST_PAIRS:
+        return None
+    made = Counter(trial.settings for trial in verifying if is_valid(trial))
+    # What worked once and then did not is not to be recommended.
+    broken = {trial.settings for trial in verifying if trial.state not in ("ok", "throttled")}
+    rivals = rivals_of(trials) if together else candidates(trials)[:1]
+    for group in (rivals, *([candidate] for candidate in candidates(trials) if candidate not in rivals)):
+        compared = {candidate: compare(trials, candidate) for candidate in group if candidate not in broken}
+        undecided = [candidate for candidate, found in compared.items() if found is None or not found.decided]
+        if undecided:
+            behind = [candidate for candidate in undecided if made[candidate] < made[Settings()]]
+            return Attempt(next(iter(behind), Settings()), "verify", "the winner and the start in turns")
+        if any(found is not None and found.wins for found in compared.values()):
             return None
     return None
+
+
+def winner(trials: Sequence[Trial]) -> Comparison | None:
+    """The candidate that was verified to be faster than the start, the fastest of several; None when none was."""
+    compared = [compare(trials, candidate) for candidate in candidates(trials)]
+    won = [comparison for comparison in compared if comparison is not None and comparison.wins]
+    return max(won, key=lambda comparison: comparison.ratio, default=None)

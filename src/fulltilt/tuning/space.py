@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from statistics import LinearRegression, linear_regression
 from typing import Literal
 
 from fulltilt.errors import UsageError
@@ -19,8 +20,8 @@ WORTH = 1.02
 WAITS = 0.03
 # The knee: doubling the batch gains less than this.
 KNEE = 1.05
-# The relative error of a trial that ended after a single block, whose interval has no end.
-OF_ONE_BLOCK = 0.5
+# Of the GPU's memory: the rest is fragmentation and what the driver itself needs.
+USABLE_VRAM = 0.92
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,31 +86,10 @@ def is_loader_only(settings: Settings) -> bool:
     return settings == loader_settings(settings)
 
 
-def with_loader(trial: Trial, workers: int, on_gpu: bool, persistent: bool = True) -> Settings:
-    """So many workers with the rest of the loader as it is best: kept over epochs, pinned where there is a GPU."""
-    if workers == 0:
-        return Settings(num_workers=0, pin_memory=True if on_gpu and not trial.in_force.pin_memory else None)
-    return Settings(
-        num_workers=workers,
-        persistent_workers=True if persistent and not trial.in_force.persistent_workers else None,
-        pin_memory=True if on_gpu and not trial.in_force.pin_memory else None,
-    )
-
-
 def rid_of_none(settings: Settings) -> dict[str, object]:
     """The settings that are set, by name."""
     values = ((field.name, getattr(settings, field.name)) for field in fields(settings))
     return {name: value for name, value in values if value is not None}
-
-
-def changed(settings: Settings, **more: object) -> Settings:
-    """Settings with some of them set."""
-    return replace(settings, **more)  # type: ignore[arg-type]
-
-
-def tried(trials: Iterable[Trial], settings: Settings) -> list[Trial]:
-    """The trials of these very settings."""
-    return [trial for trial in trials if trial.settings == settings]
 
 
 # --------------------------------------------------------------------------- the trials so far
@@ -136,11 +116,6 @@ def rate(trial: Trial) -> float:
     return trial.samples_per_s or 0.0
 
 
-def on_gpu(trial: Trial) -> bool:
-    """Whether the job trains on a GPU."""
-    return trial.vram_peak_bytes is not None
-
-
 def knee_of(trials: Sequence[Trial]) -> Trial | None:
     """The smallest batch whose rate is within 5 % of the best: a larger one costs memory and steps for nothing."""
     valid = [trial for trial in trials if is_valid(trial) and trial.purpose != "verify" and trial.settings.batch_size]
@@ -148,3 +123,28 @@ def knee_of(trials: Sequence[Trial]) -> Trial | None:
         return None
     top = max(map(rate, valid))
     return min((t for t in valid if rate(t) * KNEE >= top), key=lambda t: t.settings.batch_size or 0)
+
+
+# --------------------------------------------------------------------------- memory as a straight line
+
+
+def fit_line(points: Iterable[tuple[float, float]]) -> LinearRegression | None:
+    """The least-squares line through points; None without two different abscissas."""
+    known = list(points)
+    return linear_regression(*zip(*known, strict=True)) if len({x for x, _ in known}) > 1 else None
+
+
+def vram_line(trials: Iterable[Trial]) -> LinearRegression | None:
+    """VRAM over the batch size."""
+    return fit_line(
+        (trial.in_force.batch_size, trial.vram_peak_bytes)
+        for trial in trials
+        if trial.state == "ok" and trial.in_force.batch_size is not None and trial.vram_peak_bytes is not None
+    )
+
+
+def most_within(line: LinearRegression | None, limit_bytes: float | None) -> int | None:
+    """How many samples or workers fit; None where that is not known, or more of them need no more memory."""
+    if line is None or limit_bytes is None or line.slope <= 0:
+        return None
+    return max(0, int((limit_bytes - line.intercept) / line.slope))

@@ -23,7 +23,7 @@ from fulltilt.probes.machine import describe_machine
 from fulltilt.records import SCHEMA_VERSION, LoaderRecord, Run, RunRecord, Settings, Trial
 from fulltilt.records.secrets import mask_arguments
 from fulltilt.store import OwnedFolder
-from fulltilt.tuning.search import next_attempt
+from fulltilt.tuning.search import LEAST_PAIRS, next_attempt, next_verification, pairs_to_keep, rivals_of
 from fulltilt.tuning.source_edit import fingerprint, source_file
 from fulltilt.tuning.space import Attempt, Space, best_of, is_valid, rate, start_of, streams_alone
 from fulltilt.tuning.trial.assignment import ANSWER_FILE, Answer, Assignment, TrainingLoader
@@ -31,7 +31,6 @@ from fulltilt.tuning.trial.isolation import Isolation, remove_scratch
 from fulltilt.tuning.trial.launch import SCRATCH, Limits, recipe_flags, run_trial
 from fulltilt.tuning.trial.outcome import conclude
 from fulltilt.tuning.trial.throughput import Patience
-from fulltilt.tuning.verify import LEAST_PAIRS, next_verification, pairs_to_keep, rivals_of
 
 KIND = "study"
 STUDY_FILE = "study.json"

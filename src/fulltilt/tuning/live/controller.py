@@ -1,8 +1,7 @@
 """Which settings to try next while a job trains: a pure function of what was seen so far.
 
-Workers come first: a leap to where they may be enough, then beside the best (`bracket.py`); the scaling law says what
-to expect of each. Then comes the depth of the queue. A try that does not pay is taken back by whoever called: the best
-so far is always in force.
+Workers come first: a leap to where they may be enough, then beside the best. Then comes the depth of the queue. A try
+that does not pay is taken back by whoever called: the best so far is always in force.
 """
 
 from __future__ import annotations
@@ -13,11 +12,7 @@ from dataclasses import dataclass
 from fulltilt.tuning.live.capacity import Capacity, most_workers
 from fulltilt.tuning.live.limits import DEFAULT, Limits
 from fulltilt.tuning.live.window import Knobs, Seen
-from fulltilt.tuning.scaling import Measured, ScalingLaw, fit_scaling
-from fulltilt.tuning.search import WORTH, Bracket
-
-# One worker does what the training thread did, give or take handing the batch over.
-SERIAL_SPREAD = 0.2
+from fulltilt.tuning.search import Bracket
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +49,11 @@ def decide(situation: Situation, limits: Limits = DEFAULT) -> Try | Settle:
         return Settle(f"{limits.most_moves} settings were tried")
     most, what = most_workers(situation.capacity, best.knobs.prefetch, limits)
     ceiling = ceiling_of(situation.seen)
-    workers = _next_workers(situation, most, ceiling, limits)
+    bracket = _bracket(situation, most, ceiling)
+    workers = _next_workers(situation, bracket, limits)
     if workers is not None:
-        expected = law_of(situation).at(workers)
         knobs = Knobs(workers, best.knobs.prefetch, best.knobs.pin or situation.capacity.can_pin)
-        return Try(knobs, (min(expected.low, ceiling), min(expected.high, ceiling)))
+        return Try(knobs, (min(best.batches_per_s, bracket.hope(workers)), bracket.hope(workers)))
     deeper = _deeper_queue(situation, best, limits)
     if deeper is not None:
         most_wins = _queue_could_win(best, situation.capacity, limits) * best.batches_per_s
@@ -83,38 +78,29 @@ def ceiling_of(seen: tuple[Seen, ...]) -> float:
     return 1 / max(min(one.busy_s for one in seen), 1e-9)
 
 
-def law_of(situation: Situation) -> ScalingLaw:
-    """The scaling law behind what was seen; the rate without workers stands for that of one."""
-    points = []
-    for one in situation.seen:
-        if one.knobs.workers:
-            points.append(Measured(one.knobs.workers, one.batches_per_s, one.spread))
-        else:
-            points.append(Measured(1, _rate_of_one(one), SERIAL_SPREAD))
-    capacity = situation.capacity
-    return fit_scaling(
-        points, expected_peak=max(0.75 * capacity.cpus / capacity.ranks / (capacity.cpu_share or 1.0), 1.0)
-    )
-
-
-def _next_workers(situation: Situation, most: int, ceiling: float, limits: Limits) -> int | None:
-    """The number of workers to try next: first a leap to where it may be enough, then beside the best so far."""
+def _bracket(situation: Situation, most: int, ceiling: float) -> Bracket:
     start = situation.seen[0]
     one = _rate_of_one(start) if start.knobs.workers == 0 else None
     # The best of each number: a deeper queue may have been slower, and its rate would make other numbers promising.
     by_rate = sorted(situation.seen, key=lambda seen: seen.batches_per_s)
     rates = {seen.knobs.workers: seen.batches_per_s for seen in by_rate if seen.knobs.workers}
     rates.update({knobs.workers: 0.0 for knobs in situation.failed if knobs.workers not in rates})
-    if most < 1:
+    without_any = max((seen.batches_per_s for seen in situation.seen if not seen.knobs.workers), default=0.0)
+    return Bracket(rates, most, one, ceiling, without_any)
+
+
+def _next_workers(situation: Situation, bracket: Bracket, limits: Limits) -> int | None:
+    """The number of workers to try next: first a leap to where it may be enough, then beside the best so far."""
+    start = situation.seen[0]
+    if bracket.most < 1:
         return None
-    if len(situation.seen) + len(situation.failed) == 1 or not rates:
-        half = max(1, round(most / 2))
-        each = one or start.batches_per_s / start.knobs.workers
-        first = min(half, math.ceil(limits.worker_headroom * ceiling / each))
+    if len(situation.seen) + len(situation.failed) == 1 or not bracket.rates:
+        half = max(1, round(bracket.most / 2))
+        each = bracket.one or start.batches_per_s / start.knobs.workers
+        first = min(half, math.ceil(limits.worker_headroom * bracket.ceiling / each))
         if first != start.knobs.workers:
             return first
-    without_any = max((seen.batches_per_s for seen in situation.seen if not seen.knobs.workers), default=0.0)
-    return Bracket(rates, most, one, ceiling, without_any).next_count()
+    return bracket.next_count()
 
 
 def _rate_of_one(start: Seen) -> float:
@@ -124,7 +110,7 @@ def _rate_of_one(start: Seen) -> float:
 
 def _deeper_queue(situation: Situation, best: Seen, limits: Limits) -> Knobs | None:
     """Uneven batches empty a short queue now and then although the workers could keep up on average."""
-    if _queue_could_win(best, situation.capacity, limits) < WORTH:
+    if _queue_could_win(best, situation.capacity, limits) < Bracket.WORTH:
         return None
     knobs = best.knobs
     deeper = knobs._replace(prefetch=min(2 * knobs.prefetch, limits.most_prefetch))
