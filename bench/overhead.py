@@ -118,16 +118,16 @@ def observed(loop: Loop) -> Iterator[Block]:
         session = Session(torch, Path(folder), time.perf_counter_ns())
         session.install()
         loop.run(0.0, WARM_UP_STEPS)
-        session.patches.restore()
+        session.restore()
         sample_every_s = stack_sampler.SAMPLE_EVERY_S
 
         def block(seconds: float) -> list[float]:
             stack_sampler.SAMPLE_EVERY_S = sample_every_s
-            session.patches.install()
+            session.patch()
             try:
                 return loop.run(seconds)
             finally:
-                session.patches.restore()
+                session.restore()
                 stack_sampler.SAMPLE_EVERY_S = 0.2
 
         yield block

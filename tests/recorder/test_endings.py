@@ -12,9 +12,8 @@ import pytest
 
 from fulltilt.cli.run import state_of
 from fulltilt.errors import StoppedEarly
-from fulltilt.recorder.hooks import processes
-from fulltilt.recorder.hooks.exchange import Exchange
-from fulltilt.recorder.hooks.processes import ExitPatches
+from fulltilt.recorder.hooks import Patches, processes
+from fulltilt.recorder.hooks.processes import ExitHooks
 from fulltilt.recorder.recording import ending_of
 
 
@@ -61,18 +60,18 @@ def happened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.fixture
-def patched(happened: list[Any]) -> Iterator[Callable[..., ExitPatches]]:
-    exchange = Exchange()
+def patched(happened: list[Any]) -> Iterator[Callable[..., ExitHooks]]:
+    swapped = Patches()
 
-    def install(**changes: Any) -> ExitPatches:
+    def install(**changes: Any) -> ExitHooks:
         recorder: Any = SimpleNamespace(active=True, pid=os.getpid(), mine=lambda: False, **changes)
-        patches = ExitPatches(recorder)
+        patches = ExitHooks(recorder)
         patches.write_record = lambda status: happened.append(("written", status))
-        patches.install(exchange)
+        patches.install(swapped)
         return patches
 
     yield install
-    exchange.restore()
+    swapped.restore()
 
 
 def test_the_record_is_written_before_the_process_leaves_with_its_own_code(patched: Any, happened: list[Any]) -> None:

@@ -258,7 +258,7 @@ def test_keeping_a_copy_of_the_weights_is_not_computation() -> None:
 
 
 def test_code_of_the_users_inside_backward_is_seen_and_torchs_own_is_not() -> None:
-    seen: list[tuple[bool | None, StackView | None]] = []
+    seen: list[tuple[bool, StackView | None]] = []
 
     def note(gradient: torch.Tensor) -> torch.Tensor:
         stack = stack_of(threading.get_ident())
@@ -271,7 +271,7 @@ def test_code_of_the_users_inside_backward_is_seen_and_torchs_own_is_not() -> No
     weights.register_hook(note)
     (2 * weights).sum().backward()
     (outside, _), (inside, view) = seen
-    assert outside is None
+    assert not outside
     assert inside is True
     assert view is not None
     assert view.where.startswith("tests/recorder/test_frames.py:")

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from fulltilt.recorder.hooks import COLLECTIVES, READS
+from fulltilt.recorder.hooks.cuda import READS
+from fulltilt.recorder.hooks.processes import COLLECTIVES
 from fulltilt.recorder.marks import Activity
 from fulltilt.recorder.session import Session
 
@@ -52,7 +53,7 @@ def test_every_original_is_back(tmp_path: Path) -> None:
     before = entry_points()
     session = Session(torch, tmp_path, time.perf_counter_ns())
     session.install()
-    session.patches.device.trains_on_gpu()
+    session.device.trains_on_gpu()
     during = entry_points()
     session.finish()
     assert entry_points() == before
@@ -121,7 +122,7 @@ def test_whatever_a_script_reads_from_the_gpu_is_a_wait(tmp_path: Path, read: An
     plain = read(loss)
     session = Session(torch, tmp_path, time.perf_counter_ns())
     session.install()
-    session.patches.device.trains_on_gpu()
+    session.device.trains_on_gpu()
     session.recorder.adopt()
     session.recorder.clock = NoEvents()  # type: ignore[assignment]
     try:

@@ -13,17 +13,16 @@ import torch
 
 from fulltilt.recorder.attribution import Seen
 from fulltilt.recorder.marks import Activity
-from fulltilt.recorder.stacks.frames import StackView
-from fulltilt.recorder.stacks.loop_frames import Evaluation, LoopFrames
+from fulltilt.recorder.stacks.frames import Evaluation, LoopFrames, StackView
 from fulltilt.recorder.stacks.stack_sampler import (
     EARLY_SAMPLE_EVERY_S,
     LATE_NS,
     SAMPLE_AT_REST_EVERY,
-    SAMPLE_EVERY_S,
+    WEIGHT_OF_EARLIER_S,
+    KindWeights,
     StackSampler,
 )
-from fulltilt.recorder.step_sampling import LONG_STEP_NS, Rest
-from fulltilt.recorder.steps import AfterStep
+from fulltilt.recorder.steps import LONG_STEP_NS, AfterStep, Rest
 
 
 @dataclass
@@ -58,8 +57,6 @@ class FakeRecorder:
     left: Activity = Activity.USER
     left_after: Activity = Activity.USER
     last_switch_ns: int = 0
-    step_ns: int = 0
-    previous_step_ns: int = 0
     training: bool = True
     eval_mode: bool = False
     evaluation: Evaluation = field(default_factory=Evaluation)
@@ -83,58 +80,38 @@ def weight_of(seen: Seen) -> float:
     return sum(weight for kinds in seen.values() for weight in kinds.values())
 
 
-def test_at_rest_a_few_looks_stand_for_the_others(recorder: FakeRecorder) -> None:
-    looks = StackSampler(recorder)
+def test_at_rest_a_few_samples_stand_for_the_others(recorder: FakeRecorder) -> None:
+    sampler = StackSampler(recorder)
     for _ in range(3 * SAMPLE_AT_REST_EVERY):
         recorder.rest.booked_ns = time.perf_counter_ns() + LONG_STEP_NS  # a step has just ended
-        looks.take(0, EARLY_SAMPLE_EVERY_S)
+        sampler.take(0, EARLY_SAMPLE_EVERY_S)
     assert [weight for _, _, weight in recorder.state.lines] == [SAMPLE_AT_REST_EVERY * EARLY_SAMPLE_EVERY_S] * 3
-    usual, _ = looks.splits()
-    assert weight_of(usual) == pytest.approx(3 * SAMPLE_AT_REST_EVERY * EARLY_SAMPLE_EVERY_S)
+    assert not sampler.split()  # the measured steps tell how these divide
 
 
-def test_a_long_step_at_rest_is_looked_at_all_the_time_and_divides_by_itself(recorder: FakeRecorder) -> None:
-    looks = StackSampler(recorder)
+def test_a_long_step_at_rest_is_sampled_all_the_time(recorder: FakeRecorder) -> None:
+    sampler = StackSampler(recorder)
     recorder.rest.booked_ns = time.perf_counter_ns() - 20 * LONG_STEP_NS
     for _ in range(3):
-        looks.take(0, EARLY_SAMPLE_EVERY_S)
+        sampler.take(0, EARLY_SAMPLE_EVERY_S)
     weights = [weight for _, _, weight in recorder.state.lines]
     assert len(weights) == 3
     assert weights[0] >= 20 * LONG_STEP_NS * 1e-9  # the first stands for all of it so far
-    assert not looks.usual.in_window
-    usual, apart = looks.splits()
-    assert not usual
-    assert weight_of(apart) == pytest.approx(sum(weights))
+    assert list(sampler.split()) == [Activity.REST]
+    assert weight_of(sampler.split()) == pytest.approx(sum(weights))
 
 
-def test_a_step_shows_to_be_long_only_later_and_takes_its_first_looks_along(recorder: FakeRecorder) -> None:
-    looks = StackSampler(recorder)
-    recorder.activity = Activity.USER
-    recorder.step_ns = time.perf_counter_ns() + 60 * LONG_STEP_NS
-    looks.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
-    recorder.step_ns -= 120 * LONG_STEP_NS  # the same look, a minute of steps later: another step, and a long one
-    looks.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
-    looks.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
-    usual, apart = looks.splits()
-    assert weight_of(usual) == pytest.approx(SAMPLE_EVERY_S, rel=0.5)
-    assert weight_of(apart) == pytest.approx(2 * SAMPLE_EVERY_S, rel=0.5)
+def test_a_window_divides_by_its_own_samples_and_a_little_by_earlier_ones() -> None:
+    weights = KindWeights()
+    weights.add("torch", 10.0)
+    weights.begin_window()
+    assert set(weights.split()) == {"torch"}
+    weights.add("host", 1.0)
+    assert weights.split() == {"torch": pytest.approx(WEIGHT_OF_EARLIER_S), "host": 1.0}
 
 
-def test_one_early_look_at_a_long_step_is_a_look_at_a_long_step(recorder: FakeRecorder) -> None:
-    looks = StackSampler(recorder)
-    recorder.activity = Activity.USER
-    recorder.step_ns = time.perf_counter_ns()
-    looks.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
-    assert looks.splits() == ({}, {})  # whether the step takes long is not known yet
-    recorder.previous_step_ns, recorder.step_ns = recorder.step_ns, recorder.step_ns + 2 * LONG_STEP_NS
-    usual, apart = looks.splits()
-    assert not usual
-    assert weight_of(apart) == pytest.approx(SAMPLE_EVERY_S, rel=0.5)
-
-
-@pytest.mark.parametrize("activity", [Activity.BACKWARD, Activity.REST])
-def test_a_hook_that_holds_backward_up_is_told_from_torchs_own_part(activity: Activity) -> None:
-    inside: list[bool] = []  # not events: a look at a hook inside threading's own code would see a wait
+def test_a_hook_that_holds_backward_up_is_told_from_torchs_own_part() -> None:
+    inside: list[bool] = []  # not events: a sample of a hook inside threading's own code would see a wait
     done: list[bool] = []
     weights = torch.ones(1, requires_grad=True)
 
@@ -148,51 +125,36 @@ def test_a_hook_that_holds_backward_up_is_told_from_torchs_own_part(activity: Ac
     thread.start()
     while not inside and thread.is_alive():
         time.sleep(0.001)
-    recorder = FakeRecorder(thread.ident, activity=activity)
-    looks = StackSampler(recorder)
+    recorder = FakeRecorder(thread.ident, activity=Activity.BACKWARD)
+    sampler = StackSampler(recorder)
     for _ in range(SAMPLE_AT_REST_EVERY):
         recorder.rest.booked_ns = time.perf_counter_ns() + LONG_STEP_NS
-        looks.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
+        sampler.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
     done.append(True)
     thread.join()
-    assert looks.backward.split() == {"host": pytest.approx(SAMPLE_AT_REST_EVERY * EARLY_SAMPLE_EVERY_S)}
-    assert looks.splits() == ({}, {})
+    assert sampler.backward.split() == {"host": pytest.approx(SAMPLE_AT_REST_EVERY * EARLY_SAMPLE_EVERY_S)}
+    assert not sampler.split()
     assert {kind for kind, _, _ in recorder.state.lines} == {"host"}
 
 
-@pytest.mark.parametrize(("clock", "usual_looks"), [(None, 0), (object(), 4)])
-def test_on_a_gpu_looks_at_long_steps_divide_all_of_them(
-    recorder: FakeRecorder, clock: object, usual_looks: int
-) -> None:
-    """No step is set apart there: looks kept apart would leave what the steps did unexplained."""
-    recorder.clock, recorder.activity = clock, Activity.USER
-    recorder.last_switch_ns = recorder.step_ns = time.perf_counter_ns() - 3 * LONG_STEP_NS
-    looks = StackSampler(recorder)
-    for _ in range(4):
-        looks.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
-    recorder.previous_step_ns, recorder.step_ns = recorder.step_ns, time.perf_counter_ns()
-    looks.splits()
-    assert (looks.usual.in_window, looks.apart.in_window) == (usual_looks, 4 - usual_looks)
-
-
-def test_a_late_look_at_what_began_after_it_weighs_nothing(recorder: FakeRecorder) -> None:
-    """The training thread may switch between the clock and the look: such looks had weighed less than nothing."""
-    looks = StackSampler(recorder)
-    looks._last_ns -= 10**9
+def test_a_late_sample_of_what_began_after_it_weighs_nothing(recorder: FakeRecorder) -> None:
+    """The training thread may switch between the clock and the sample: such samples had weighed less than nothing."""
+    sampler = StackSampler(recorder)
+    sampler._last_ns -= 10**9
     recorder.activity, recorder.last_switch_ns = Activity.USER, time.perf_counter_ns() + 10**9
-    looks.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
+    sampler.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
     assert [weight for _, _, weight in recorder.state.lines] == [0.0]
 
 
-def test_a_look_that_was_missed_stands_for_nothing_where_late_looks_weigh_nothing(recorder: FakeRecorder) -> None:
+def test_a_sample_that_was_missed_stands_for_nothing_where_late_looks_weigh_nothing(recorder: FakeRecorder) -> None:
     """It was a division by zero, and all that the observer had to do then was left out."""
-    looks = StackSampler(recorder)
-    looks._last_ns -= 10**9
+    sampler = StackSampler(recorder)
+    sampler._last_ns -= 10**9
     recorder.activity, recorder.last_switch_ns = Activity.USER, time.perf_counter_ns() + 10**9
-    looks.take(time.perf_counter_ns() - LATE_NS, EARLY_SAMPLE_EVERY_S)
+    sampler.take(time.perf_counter_ns() - LATE_NS, EARLY_SAMPLE_EVERY_S)
     recorder.activity, recorder.left = Activity.OPTIMIZER, Activity.USER
-    looks.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
-    assert weight_of(looks.splits()[0]) == 0.0
+    sampler.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
+    assert weight_of(sampler.split()) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -217,12 +179,10 @@ def test_what_is_done_behind_a_step_is_the_scripts_own_where_a_batch_is_drawn_ne
 ) -> None:
     view = StackView(seen, "train.py:7", "follow", "kept.mul_(0.9)", of_training=in_model)
     monkeypatch.setattr("fulltilt.recorder.stacks.stack_sampler.view_of", lambda *_: view)
-    looks = StackSampler(recorder)
-    recorder.activity, recorder.left, recorder.step_ns = Activity.USER, Activity.OPTIMIZER, 1
+    sampler = StackSampler(recorder)
+    recorder.activity, recorder.left = Activity.USER, Activity.OPTIMIZER
     for _ in range(3):
-        looks.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
+        sampler.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
     recorder.after_step.ended(1e6, comes_next)  # it shows only now
-    recorder.previous_step_ns, recorder.step_ns = 1, 2
-    usual, _ = looks.splits()
-    assert list(usual[Activity.OPTIMIZER]) == [kind]
+    assert list(sampler.split()[Activity.OPTIMIZER]) == [kind]
     assert [told for told, _, _ in recorder.state.lines] == [kind] * 3

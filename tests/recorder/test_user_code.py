@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from fulltilt.recorder.hooks.exchange import Exchange, timed
-from fulltilt.recorder.hooks.processes import ErrorPatches
+from fulltilt.recorder.hooks import Patches, timed
+from fulltilt.recorder.hooks.processes import show_errors_without_ours
 from fulltilt.recorder.marks import Activity
 from fulltilt.recorder.user_code import leave_out_ours
 
@@ -49,9 +49,9 @@ def test_our_frames_are_left_out_of_an_error_and_of_its_causes(job: Any) -> None
         passed_through(job)
     before = shown(caught.value)
     leave_out_ours(caught.value)
-    assert "exchange.py" in before
-    assert "exchange.py" not in shown(caught.value)
-    frames = [line for line in before.splitlines() if line.startswith("  File") and "exchange.py" not in line]
+    assert "hooks/__init__.py" in before
+    assert "hooks/__init__.py" not in shown(caught.value)
+    frames = [line for line in before.splitlines() if line.startswith("  File") and "hooks/__init__.py" not in line]
     assert [line for line in shown(caught.value).splitlines() if line.startswith("  File")] == frames
 
 
@@ -59,7 +59,7 @@ def test_an_error_that_begins_in_our_code_keeps_its_frames() -> None:
     with pytest.raises(TypeError) as caught:
         passed_through(None)
     leave_out_ours(caught.value)
-    assert "exchange.py" in shown(caught.value)
+    assert "hooks/__init__.py" in shown(caught.value)
 
 
 def test_errors_without_a_traceback_or_in_circles_are_no_problem() -> None:
@@ -71,10 +71,10 @@ def test_errors_without_a_traceback_or_in_circles_are_no_problem() -> None:
 
 
 def test_threads_show_theirs_without_ours_too(capsys: pytest.CaptureFixture[str]) -> None:
-    exchange = Exchange()
+    patches = Patches()
     plain = sys.excepthook, threading.excepthook
     threading.excepthook = threading.__excepthook__  # not pytest's own
-    ErrorPatches().install(exchange)
+    show_errors_without_ours(patches)
     try:
         passed_through(fail)
     except ValueError as error:
@@ -82,20 +82,20 @@ def test_threads_show_theirs_without_ours_too(capsys: pytest.CaptureFixture[str]
     thread = threading.Thread(target=passed_through, args=(fail,))
     thread.start()
     thread.join()
-    exchange.restore()
+    patches.restore()
     assert threading.excepthook is threading.__excepthook__
     sys.excepthook, threading.excepthook = plain
     told = capsys.readouterr().err
     assert told.count("ValueError: the job's own") == 2
     assert told.count("in fail") == 2
-    assert "exchange.py" not in told
+    assert "hooks/__init__.py" not in told
 
 
 def test_hooks_that_the_script_has_set_meanwhile_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    exchange = Exchange()
+    patches = Patches()
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    ErrorPatches().install(exchange)
+    show_errors_without_ours(patches)
     own: Any = lambda *_: None  # noqa: E731
     sys.excepthook = own
-    exchange.restore()
+    patches.restore()
     assert sys.excepthook is own

@@ -114,7 +114,7 @@ def _start_afresh() -> None:
         return
     current.recorder.active = False
     if not current.taps.starting_workers:
-        current.patches.restore()
+        current.restore()
         current = None
         start(sys.modules["torch"])
 

@@ -1,23 +1,29 @@
-"""From an interval's times to the ledger's buckets: the user's own time is split by what stack samples saw. Pure."""
+"""From intervals to the spans of a run folder: into which bucket time goes, and what of the first step was warming up.
+
+The user's own time is split by what stack samples saw in it. Steps that were only counted divide as the measured ones.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from statistics import median
 from types import MappingProxyType
 from typing import Any
 
 from fulltilt.recorder.intervals import Interval
 from fulltilt.recorder.marks import Activity
-from fulltilt.recorder.step_sampling import Usual
-from fulltilt.records import BUCKETS, Buckets, Phases
+from fulltilt.recorder.rank_state import RankState
+from fulltilt.recorder.stacks.stack_sampler import StackSampler
+from fulltilt.recorder.steps import LONG_STEP_NS
+from fulltilt.records import BUCKETS, Buckets, Phases, Span
 
 NS = 1e-9
 NOTHING: Mapping[str, float] = MappingProxyType({})
 # The weights of the stack samples of the user's own time: by what that came after, and by kind.
 Seen = Mapping[Activity, Mapping[str, float]]
 
-# What a stack sample of the user's stretch can say, and the bucket that it stands for.
+# What a stack sample of the user's own time can say, and the bucket that it stands for.
 BUCKET_OF_KIND = {
     "torch": "compute_s",
     "host": "host_code_s",
@@ -27,6 +33,9 @@ BUCKET_OF_KIND = {
     "checkpoint": "checkpoint_s",
     "communication": "communication_s",
 }
+# What most steps hold: it is what the time at rest can have gone into, and what warming up can have prolonged.
+ORDINARY = ("data_wait_s", "transfer_s", "compute_s", "sync_s", "host_code_s", "communication_s", "unattributed_s")
+FORGET = 0.98
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,77 +47,84 @@ class Attributed:
     launch_s: float
 
 
+@dataclass
+class Usual:
+    """How measured time has divided lately, with the share of launching in it."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def learn(self, interval: Interval, measured: Attributed) -> None:
+        """Take in measured time, without what at rest would be booked as it is: long waits, and long steps."""
+        took_long = interval.step_max_ns > LONG_STEP_NS or "user" in interval.at_rest_ns
+        if took_long and not interval.gpu:
+            return
+        waits_s = (interval.long_waits_ns + interval.at_rest_ns.get("data_wait", 0.0)) * NS
+        now = {name: getattr(measured.buckets, name) for name in ORDINARY}
+        now["data_wait_s"] = max(0.0, now["data_wait_s"] - waits_s)
+        for name, seconds in (*now.items(), ("launch_s", measured.launch_s)):
+            self.seconds[name] = FORGET * self.seconds.get(name, 0.0) + seconds
+
+    def divide(self, rest_s: float) -> Mapping[str, float]:
+        """``rest_s`` by bucket, and how much of it was launching (``launch_s``, a part of host_code_s)."""
+        total = sum(self.seconds.get(name, 0.0) for name in ORDINARY)
+        if not total:
+            return {"unattributed_s": rest_s}
+        return {name: rest_s * seconds / total for name, seconds in self.seconds.items()}
+
+
 def attribute(
     interval: Interval,
     seen: Seen,
-    seen_apart: Seen,
     usual: Usual,
     exposed_communication_s: float = 0.0,
     in_backward: Mapping[str, float] = NOTHING,
 ) -> Attributed:
     """Split an interval. ``seen`` holds the weights of the stack samples; empty means nothing was seen.
 
-    ``seen_apart`` is the same for what was not spent as in most steps. ``usual`` is how the others divide: time at rest
-    is divided the same way, and ``usual`` learns from what is left. ``exposed_communication_s`` is what a step waits
-    for the exchange of gradients inside backward. ``in_backward``: how much of that is code of the user's.
+    Time at rest is divided as in ``usual``, which learns from what was measured. ``exposed_communication_s`` is what a
+    step waits for the exchange of gradients inside backward. ``in_backward``: how much of that is code of the user's.
     """
-    held_up = in_backward.get("host", 0.0) / (sum(in_backward.values()) or 1.0)
     rest_s = interval.times.by_label.get("rest", 0.0) * NS
     all_s = sum(interval.times.by_label.values()) * NS
-    exchange_s = exposed_communication_s * interval.steps * (1 - rest_s / all_s if all_s else 1.0)
-    apart = _attribute_measured(replace(interval, times=interval.unusual, sync_blocked_ns=0.0), seen_apart, held_up)
+    split = _split(seen, interval.times.user_after)
     if interval.gpu:
-        # Only waits are apart there, and what the GPU's idle time is charged to depends on them.
-        measured = _with_exchange(_attribute_measured(interval, seen, held_up), exchange_s)
-        usual.learn(_less(measured.buckets, apart.buckets), measured.launch_s)
+        measured = _attribute_gpu(interval, split)
     else:
-        ordinary = replace(interval, times=interval.times.beyond(interval.unusual))
-        measured = _attribute_measured(ordinary, seen, held_up)
-        compute_s = measured.buckets.compute_s + apart.buckets.compute_s
-        share = measured.buckets.compute_s / compute_s if compute_s else 0.0
-        measured = _with_exchange(measured, exchange_s * share)
-        apart = _with_exchange(apart, exchange_s * (1 - share))
-        usual.learn(measured.buckets, measured.launch_s)
-    rest = usual.divide(rest_s) if rest_s else {}
+        held_up = in_backward.get("host", 0.0) / (sum(in_backward.values()) or 1.0)
+        measured = _attribute_cpu(interval, split, held_up)
+    # What backward waited for the exchange of gradients was booked as compute.
+    exchange_s = exposed_communication_s * interval.steps * (1 - rest_s / all_s if all_s else 1.0)
+    exchange_s = min(exchange_s, measured.buckets.compute_s)
+    if exchange_s > 0:
+        moved = Buckets(compute_s=-exchange_s, communication_s=exchange_s)
+        measured = replace(measured, buckets=measured.buckets.plus(moved))
+    usual.learn(interval, measured)
+    if not rest_s:
+        return measured
+    rest = usual.divide(rest_s)
     buckets = Buckets(**{name: getattr(measured.buckets, name) + rest.get(name, 0.0) for name in BUCKETS})
-    phases = _stretched(measured.phases, interval, rest_s) if rest_s else measured.phases
-    if not interval.gpu and interval.unusual.by_label:
-        buckets, phases = buckets.plus(apart.buckets), _sum_of(phases, apart.phases)
-    return Attributed(buckets, phases, measured.launch_s + rest.get("launch_s", 0.0))
-
-
-def _less(buckets: Buckets, apart: Buckets) -> Buckets:
-    return Buckets(**{name: max(0.0, getattr(buckets, name) - getattr(apart, name)) for name in BUCKETS})
+    return Attributed(
+        buckets, _stretched(measured.phases, interval, rest_s), measured.launch_s + rest.get("launch_s", 0.0)
+    )
 
 
 def _stretched(phases: Phases | None, interval: Interval, rest_s: float) -> Phases | None:
     """The measured steps' phases stand for all steps of the interval; None when less than a step was measured."""
-    apart_s = 0.0 if interval.gpu else sum(interval.unusual.by_label.values()) * NS
-    measured_s = (interval.t1_ns - interval.t0_ns) * NS - rest_s - apart_s
+    if phases is None:
+        return None
+    # What was booked at rest stands for itself alone.
+    booked = {} if interval.gpu else {label: ns * NS for label, ns in interval.at_rest_ns.items()}
+    itself = {"load_s": booked.get("data_wait", 0.0), "other_s": min(booked.get("user", 0.0), phases.other_s)}
+    measured_s = (interval.t1_ns - interval.t0_ns) * NS - rest_s - sum(booked.values())
     # A piece of a step (what lies around a rest) does not divide as a step does.
-    if measured_s <= 0 or measured_s * interval.steps < measured_s + rest_s or phases is None:
+    if measured_s <= 0 or measured_s * interval.steps < measured_s + rest_s:
         return None
     factor = 1 + rest_s / measured_s
     stretched: dict[str, Any] = {}
     for item in fields(Phases):
-        value = getattr(phases, item.name)
-        stretched[item.name] = None if value is None else value * factor
+        value, apart_s = getattr(phases, item.name), itself.get(item.name, 0.0)
+        stretched[item.name] = None if value is None else (value - apart_s) * factor + apart_s
     return Phases(**stretched)
-
-
-def _sum_of(phases: Phases | None, more: Phases | None) -> Phases | None:
-    if phases is None or more is None:
-        return None
-    summed: dict[str, Any] = {}
-    for item in fields(Phases):
-        one, other = getattr(phases, item.name), getattr(more, item.name)
-        summed[item.name] = None if one is None else one + (other or 0.0)
-    return Phases(**summed)
-
-
-def _attribute_measured(interval: Interval, seen: Seen, held_up: float) -> Attributed:
-    split = _split(seen, interval.times.user_after)
-    return _attribute_gpu(interval, split) if interval.gpu else _attribute_cpu(interval, split, held_up)
 
 
 def _split(seen: Seen, user_after: Mapping[Activity, float]) -> dict[str, float]:
@@ -135,19 +151,6 @@ def _split(seen: Seen, user_after: Mapping[Activity, float]) -> dict[str, float]
     return split
 
 
-def _with_exchange(whole: Attributed, exchange_s: float) -> Attributed:
-    """What backward waited for the exchange of gradients was booked as compute."""
-    exchanged = min(exchange_s, whole.buckets.compute_s)
-    if exchanged <= 0:
-        return whole
-    buckets = replace(
-        whole.buckets,
-        compute_s=whole.buckets.compute_s - exchanged,
-        communication_s=whole.buckets.communication_s + exchanged,
-    )
-    return replace(whole, buckets=buckets)
-
-
 def _attribute_cpu(interval: Interval, split: Mapping[str, float], held_up: float) -> Attributed:
     ns = interval.times.by_label
     user, backward = ns.get("user", 0.0), ns.get("backward", 0.0)
@@ -158,7 +161,7 @@ def _attribute_cpu(interval: Interval, split: Mapping[str, float], held_up: floa
         out[_bucket_of(kind, interval)] += user * share
     if not split:
         out["unattributed_s"] += user
-    return Attributed(_in_seconds(out), _phases(interval, split, gpu=False), launch_s=0.0)
+    return Attributed(_in_seconds(out), _phases(interval, split), launch_s=0.0)
 
 
 def _attribute_gpu(interval: Interval, split: Mapping[str, float]) -> Attributed:
@@ -192,7 +195,7 @@ def _attribute_gpu(interval: Interval, split: Mapping[str, float]) -> Attributed
         out["unattributed_s"] += launch + ns.get("user", 0.0)
         launch = 0.0
     out["host_code_s"] += launch
-    return Attributed(_in_seconds(out), _phases(interval, split, gpu=True), launch * NS)
+    return Attributed(_in_seconds(out), _phases(interval, split), launch * NS)
 
 
 def _bucket_of(kind: str, interval: Interval) -> str:
@@ -201,26 +204,16 @@ def _bucket_of(kind: str, interval: Interval) -> str:
 
 
 def _common(ns: Mapping[str, float]) -> dict[str, float]:
-    return {
-        "startup_s": ns.get("startup", 0.0),
-        "data_wait_s": ns.get("data_wait", 0.0),
-        "transfer_s": ns.get("transfer", 0.0),
-        "compute_s": 0.0,
-        "sync_s": ns.get("sync", 0.0),
-        "host_code_s": 0.0,
-        "validation_s": ns.get("validation", 0.0),
-        "checkpoint_s": ns.get("checkpoint", 0.0),
-        "epoch_turnover_s": ns.get("epoch_turnover", 0.0),
-        "communication_s": ns.get("communication", 0.0),
-        "unattributed_s": ns.get("observer", 0.0),
-    }
+    out = {name: ns.get(name.removesuffix("_s"), 0.0) for name in BUCKETS}
+    out["unattributed_s"] = ns.get("observer", 0.0)
+    return out
 
 
 def _in_seconds(out: Mapping[str, float]) -> Buckets:
     return Buckets(**{name: ns * NS for name, ns in out.items()})
 
 
-def _phases(interval: Interval, split: Mapping[str, float], *, gpu: bool) -> Phases:
+def _phases(interval: Interval, split: Mapping[str, float]) -> Phases:
     phase, spent = interval.times.phases, interval.times.by_label
     user = phase.get("user", 0.0)
     forward = user * split.get("torch", 0.0)
@@ -233,6 +226,142 @@ def _phases(interval: Interval, split: Mapping[str, float], *, gpu: bool) -> Pha
         backward_s=phase.get("backward", 0.0) * NS,
         optimizer_s=phase.get("optimizer", 0.0) * NS,
         other_s=(phase.get("other", 0.0) + user - forward) * NS,
-        gpu_busy_s=busy * NS if gpu else None,
-        gpu_idle_s=idle * NS if gpu else None,
+        gpu_busy_s=busy * NS if interval.gpu else None,
+        gpu_idle_s=idle * NS if interval.gpu else None,
     )
+
+
+# --------------------------------------------------------------------------- warming up
+
+WATCHED_AFTER_FIRST = 4
+LONGEST_HELD_S = 5.0
+WARM_UP_FACTOR = 2.0
+WARM_UP_LEAST_S = 0.02
+
+
+class WarmUp:
+    """Holds the first spans back until it is clear how much of the first step was warming up."""
+
+    def __init__(self) -> None:
+        # How much of the first step was none; known once its span was released.
+        self.kept: float | None = None
+        self._held: list[Span] = []
+
+    def add(self, span: Span) -> list[Span]:
+        """Take the next span; returns those that are ready to be written."""
+        if self.kept is not None:
+            return [span]
+        self._held.append(span)
+        stepping = [held for held in self._held if held.steps]
+        # Steps of many seconds tell it sooner, and whoever is killed among them loses all that is held back.
+        enough = len(stepping) > 1 and stepping[-1].t1_s - stepping[0].t1_s > LONGEST_HELD_S
+        return self.release() if enough or len(stepping) > WATCHED_AFTER_FIRST else []
+
+    def release(self) -> list[Span]:
+        """Everything that was held back. What the first step took beyond the median of the next ones was warming up."""
+        held, self._held = self._held, []
+        self.kept = 1.0
+        for index, span in enumerate(held):
+            if span.steps:
+                took_s = sum(getattr(span.buckets, name) for name in ORDINARY)
+                later = [other for other in held[index + 1 :] if other.steps]
+                next_ones = [span.steps * (other.t1_s - other.t0_s) / other.steps for other in later]
+                usual_s = median(next_ones) if next_ones else took_s
+                if took_s >= WARM_UP_FACTOR * usual_s and took_s - usual_s >= WARM_UP_LEAST_S:
+                    self.kept = usual_s / took_s
+                held[index : index + 1] = _without_startup(span, self.kept, took_s)
+                break
+        return held
+
+
+def _without_startup(first: Span, kept: float, took_s: float) -> list[Span]:
+    """The first span with all but the part that is kept moved to start-up, and that in a span of its own before it."""
+    startup_s = first.buckets.startup_s + (1.0 - kept) * took_s
+    left = {name: getattr(first.buckets, name) * kept for name in ORDINARY}
+    if not 0.0 < startup_s < first.t1_s - first.t0_s:
+        return [replace(first, buckets=replace(first.buckets, startup_s=startup_s, **left))]
+    boundary_s = first.t0_s + startup_s
+    before = Span(first.t0_s, boundary_s, first.first_step, 0, 0, None, Buckets(startup_s=startup_s))
+    trained = replace(
+        first,
+        t0_s=boundary_s,
+        buckets=replace(first.buckets, startup_s=0.0, **left),
+        step_max_s=first.t1_s - boundary_s,
+        phases=first.phases if kept == 1.0 else None,
+    )
+    return [before, trained]
+
+
+# --------------------------------------------------------------------------- spans
+
+
+class SpanBuilder:
+    """Makes spans of intervals in order; the first ones are held back until warming up is told apart."""
+
+    def __init__(self, t0_ns: int, state: RankState, sampler: StackSampler) -> None:
+        self._t0_ns = t0_ns
+        self._state = state
+        self._sampler = sampler
+        self._usual = Usual()
+        self._warm_up = WarmUp()
+        self._ready: list[Span] = []
+        # Of the first step, until it is known how much of it was warming up: launching, and the GPU's work.
+        self._first: tuple[float, float] | None = None
+
+    def add(self, intervals: list[Interval]) -> None:
+        """Make spans of these intervals, which are taken out of the list."""
+        if not intervals:
+            return
+        state, seen, in_backward = self._state, self._sampler.split(), self._sampler.backward.split()
+        exposed_s = state.exposed_communication_s()
+        for interval in intervals:
+            attributed = attribute(interval, seen, self._usual, exposed_s, in_backward)
+            busy_s = attributed.buckets.compute_s if interval.gpu and interval.steps else 0.0
+            state.launch_s += attributed.launch_s
+            state.gpu_busy_s += busy_s
+            state.gpu_steps += interval.steps if interval.gpu else 0
+            if interval.steps and not state.steps_attributed:
+                self._first = attributed.launch_s, busy_s
+            span = Span(
+                t0_s=(interval.t0_ns - self._t0_ns) * NS,
+                t1_s=(interval.t1_ns - self._t0_ns) * NS,
+                first_step=state.steps_attributed,
+                steps=interval.steps,
+                batches=interval.batches,
+                samples=interval.samples,
+                buckets=attributed.buckets,
+                epoch=interval.epoch,
+                skipped_steps=interval.skipped,
+                step_max_s=interval.step_max_ns * NS if interval.steps else None,
+                data_wait_max_s=interval.data_wait_max_ns * NS,
+                phases=attributed.phases if interval.steps else None,
+            )
+            state.steps_attributed += interval.steps
+            self._ready.extend(self._warm_up.add(span))
+        self._leave_out_warm_up()
+        intervals.clear()
+        self._sampler.begin_window()
+
+    def take(self, final: bool) -> list[Span]:
+        """The spans that can be written now; with ``final`` all there are."""
+        if final:
+            self._ready.extend(self._warm_up.release())
+            self._leave_out_warm_up()
+        ready, self._ready = self._ready, []
+        return ready
+
+    def under_way(self, interval: Interval, steps: int) -> Span:
+        """The step under way, behind ``steps`` others: all that is known of it if the job is killed."""
+        buckets = attribute(interval, self._sampler.split(), Usual(), 0.0, self._sampler.backward.split()).buckets
+        t0_s, t1_s = (interval.t0_ns - self._t0_ns) * NS, (interval.t1_ns - self._t0_ns) * NS
+        return Span(t0_s, t1_s, steps, 0, 0, None, buckets, interval.epoch)
+
+    def _leave_out_warm_up(self) -> None:
+        """What was warming up is neither launching nor work that the next steps have, too."""
+        kept = self._warm_up.kept
+        if kept is None or self._first is None:
+            return
+        launch_s, busy_s = self._first
+        self._first = None
+        self._state.launch_s -= (1 - kept) * launch_s
+        self._state.gpu_busy_s -= (1 - kept) * busy_s

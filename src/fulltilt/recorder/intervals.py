@@ -15,13 +15,12 @@ from fulltilt.recorder.gpu_clock import GpuTime
 from fulltilt.recorder.marks import (
     LABEL,
     PHASE,
-    PHASE_OF_LABEL,
     Activity,
     ActivityTimes,
     BackwardBegan,
     BackwardEnded,
     BatchArrived,
-    BookedApart,
+    BookedAtRest,
     EpochBegan,
     EvalMode,
     Finished,
@@ -32,94 +31,7 @@ from fulltilt.recorder.marks import (
     Rested,
     WaitBegan,
 )
-from fulltilt.recorder.step_sampling import LONG_STEP_NS, LONG_WAIT_NS
-from fulltilt.recorder.steps import AfterStep, StepCounter
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A stretch of the job's time with ``steps`` steps in it. ``times`` add up to ``t1_ns - t0_ns``."""
-
-    t0_ns: float
-    t1_ns: float
-    steps: int
-    skipped: int
-    batches: int
-    samples: int | None
-    epoch: int
-    times: ActivityTimes
-    step_max_ns: float
-    data_wait_max_ns: float
-    sync_blocked_ns: float
-    gpu: bool
-    # What of it was not spent as in most steps: at rest it would be booked by itself.
-    unusual: ActivityTimes = field(default_factory=ActivityTimes)
-
-    @property
-    def queueing_ns(self) -> float:
-        """Host time a step that may queue work for a GPU."""
-        busy = sum(self.times.phases.get(phase, 0.0) for phase in ("user", "backward", "optimizer"))
-        return busy / max(self.steps, 1)
-
-
-@dataclass(slots=True)
-class OpenInterval:
-    """The interval under way, with what its times held when its last step ended."""
-
-    t0_ns: float
-    times: ActivityTimes = field(default_factory=ActivityTimes)
-    unusual: ActivityTimes = field(default_factory=ActivityTimes)
-    at_step_end: ActivityTimes = field(default_factory=ActivityTimes)
-    steps: int = 0
-    skipped: int = 0
-    batches: int = 0
-    samples: int | None = None
-    step_max_ns: float = 0.0
-    wait_max_ns: float = 0.0
-    blocked_ns: float = 0.0
-
-    def count(self, batches: int, samples: int | None) -> None:
-        """So many batches and samples went into its steps; None where nobody knows how many samples."""
-        self.batches += batches
-        if samples is not None:
-            self.samples = (self.samples or 0) + samples
-
-    def set_apart(self, label: str, ns: float) -> None:
-        """This much of a label was not spent as in most steps."""
-        self.unusual.put(label, ns)
-        if label in PHASE_OF_LABEL:
-            self.unusual.phase(PHASE_OF_LABEL[label], ns)
-
-    def set_step_apart(self) -> None:
-        """The step that just ended took long: it did something that most steps do not. Its long waits are apart."""
-        for label, ns in self.times.by_label.items():
-            if label != LABEL[Activity.DATA_WAIT]:
-                self.set_apart(label, max(0.0, ns - self.at_step_end.by_label.get(label, 0.0)))
-        for after, ns in self.since_step().user_after.items():
-            self.unusual.user(after, ns)
-
-    def since_step(self) -> ActivityTimes:
-        """What has been booked since the last step ended."""
-        return self.times.beyond(self.at_step_end)
-
-    def close(self, t1_ns: float, epoch: int, gpu: bool) -> Interval:
-        """The finished interval."""
-        return Interval(
-            t0_ns=self.t0_ns,
-            t1_ns=t1_ns,
-            steps=self.steps,
-            skipped=self.skipped,
-            batches=self.batches,
-            samples=self.samples,
-            epoch=epoch,
-            times=self.times,
-            step_max_ns=self.step_max_ns,
-            data_wait_max_ns=self.wait_max_ns,
-            sync_blocked_ns=self.blocked_ns,
-            gpu=gpu,
-            unusual=self.unusual,
-        )
-
+from fulltilt.recorder.steps import LONG_WAIT_NS, AfterStep, StepCounter
 
 ONE_BY_ONE = 100
 SHORTEST_NS = 50e6
@@ -127,6 +39,39 @@ RESOLUTION = 2000
 
 DATA_WAIT, OPTIMIZER, CHECKPOINT, SYNC = Activity.DATA_WAIT, Activity.OPTIMIZER, Activity.CHECKPOINT, Activity.SYNC
 USER = Activity.USER
+
+
+@dataclass(slots=True)
+class Interval:
+    """A stretch of the job's time with ``steps`` steps in it. ``times`` add up to ``t1_ns - t0_ns``."""
+
+    t0_ns: float
+    t1_ns: float = 0.0
+    steps: int = 0
+    skipped: int = 0
+    batches: int = 0
+    samples: int | None = None
+    epoch: int = 0
+    times: ActivityTimes = field(default_factory=ActivityTimes)
+    step_max_ns: float = 0.0
+    data_wait_max_ns: float = 0.0
+    sync_blocked_ns: float = 0.0
+    gpu: bool = False
+    # Measured waits for data that would be booked even at rest, and by label what was booked at rest.
+    long_waits_ns: float = 0.0
+    at_rest_ns: dict[str, float] = field(default_factory=dict)
+
+    def count(self, batches: int, samples: int | None) -> None:
+        """So many batches and samples went into its steps; None where nobody knows how many samples."""
+        self.batches += batches
+        if samples is not None:
+            self.samples = (self.samples or 0) + samples
+
+    @property
+    def queueing_ns(self) -> float:
+        """Host time a step that may queue work for a GPU."""
+        busy = sum(self.times.phases.get(phase, 0.0) for phase in ("user", "backward", "optimizer"))
+        return busy / max(self.steps, 1)
 
 
 class IntervalBuilder:
@@ -147,7 +92,7 @@ class IntervalBuilder:
         self._preparing = True
         self._eval_mode = False
         self._in_backward = False
-        self._wait = 0.0
+        self._data_wait_ns = 0.0  # the wait under way, or just ended
         self._hand_steps = 0
         self._before_pass: dict[int, dict[str, float]] = {}
         self._undeclared: dict[str, float] = {}
@@ -155,7 +100,8 @@ class IntervalBuilder:
         self.calls = 0
         self._intervals = 0
         self._step_end: float = t0_ns
-        self._interval = OpenInterval(t0_ns)
+        self._interval = Interval(t0_ns)
+        self._at_step_end = ActivityTimes()  # what the interval's times held when its last step ended
         self._meaning: dict[type, Callable[[Any], None]] = {
             BatchArrived: self._batch,
             BackwardBegan: self._backward_began,
@@ -167,7 +113,7 @@ class IntervalBuilder:
             EpochBegan: self._epoch_began,
             EvalMode: self._eval_mode_set,
             Rested: self._rested,
-            BookedApart: self._booked_apart,
+            BookedAtRest: self._booked_at_rest,
             Finished: self._finish,
         }
 
@@ -195,21 +141,18 @@ class IntervalBuilder:
         """Book the host time since the last mark with the label of what it was spent on."""
         began, self._now = self._now, float(t_ns)
         spent, activity = self._now - began, self._activity
-        label = self._label()
         if not self._preparing and not self.validating:
             if activity is DATA_WAIT:
-                self._wait += spent
+                self._data_wait_ns += spent
             elif activity is SYNC:
-                self._interval.blocked_ns += spent
+                self._interval.sync_blocked_ns += spent
             elif activity is USER:
                 self._interval.times.user(self._after, spent)
-            phases, phase = self._interval.times.phases, PHASE.get(activity, "other")
-            phases[phase] = phases.get(phase, 0.0) + spent
+            self._interval.times.phase(PHASE[activity], spent)
         if self.gpu is None:
-            time = self._interval.times.by_label
-            time[label] = time.get(label, 0.0) + spent
+            self._interval.times.put(self._label(), spent)
         else:
-            self.gpu.held.append((began, self._now, label))
+            self.gpu.held.append((began, self._now, self._label()))
 
     def _label(self) -> str:
         if self._preparing:
@@ -225,24 +168,25 @@ class IntervalBuilder:
         self.counter.batch(fact.loader_id, fact.samples, fact.evaluating, fact.doubtful)
         if not self._started:
             # Whatever came before the batch of the first backward was preparation.
-            self._interval.times.by_label = {"startup": sum(self._interval.times.by_label.values())}
-            self._interval.times.phases.clear()
-            self._interval.times.user_after.clear()
+            self._interval.times = ActivityTimes({"startup": sum(self._interval.times.by_label.values())})
             self._preparing = False
         elif fact.evaluating:
             self._relabel_wait("validation")
         elif fact.first and fact.workers:
             self._relabel_wait("epoch_turnover")
         else:
-            self._interval.wait_max_ns = max(self._interval.wait_max_ns, self._wait)
-            if self._wait > LONG_WAIT_NS:
-                self._interval.set_apart("data_wait", self._wait)
-        self._wait = 0.0
+            self._note_longest_wait()
+            if self._data_wait_ns > LONG_WAIT_NS:
+                self._interval.long_waits_ns += self._data_wait_ns
+        self._data_wait_ns = 0.0
+
+    def _note_longest_wait(self) -> None:
+        self._interval.data_wait_max_ns = max(self._interval.data_wait_max_ns, self._data_wait_ns)
 
     def _relabel_wait(self, label: str) -> None:
         """The wait that just ended was not the usual one."""
         if self.gpu is None:
-            self._interval.times.move("data_wait", label, self._wait)
+            self._interval.times.move("data_wait", label, self._data_wait_ns)
         elif self.gpu.held and self.gpu.held[-1][2] == "data_wait":
             began, ended, _ = self.gpu.held[-1]
             self.gpu.held[-1] = (began, ended, label)
@@ -268,7 +212,7 @@ class IntervalBuilder:
             # backward comes next (then it was drawn ahead, to be accumulated).
             spent = self._interval.times.by_label
             self._undeclared = {label: ns - before.get(label, 0.0) for label, ns in spent.items()}
-        self._wait = 0.0
+        self._data_wait_ns = 0.0
 
     def _settle_undeclared(self) -> None:
         for label, ns in self._undeclared.items():
@@ -314,16 +258,13 @@ class IntervalBuilder:
         self.counter.optimizer_stepped(fact.optimizer_id)
         if new:
             self._interval.skipped += fact.skipped
-            if self.gpu is None and self._now - self._step_end > LONG_STEP_NS:
-                self._interval.set_step_apart()
             self._end_step(1)
 
-    def _booked_apart(self, fact: BookedApart) -> None:
-        self._interval.set_apart(fact.label, fact.ns)
-        if fact.label == LABEL[USER]:
-            self._interval.unusual.user(Activity.REST, fact.ns)
-        self._interval.wait_max_ns = max(self._interval.wait_max_ns, self._wait)
-        self._wait = 0.0
+    def _booked_at_rest(self, fact: BookedAtRest) -> None:
+        label, booked = LABEL[self._activity], self._interval.at_rest_ns
+        booked[label] = booked.get(label, 0.0) + fact.ns
+        self._note_longest_wait()
+        self._data_wait_ns = 0.0
 
     def _rested(self, fact: Rested) -> None:
         steps = fact.calls * self.steps // self.calls if self.calls else 0
@@ -340,21 +281,23 @@ class IntervalBuilder:
         return self._now if self.gpu is None else self.gpu.position_ns
 
     def _end_step(self, steps: int) -> None:
-        position = self._position()
-        self._interval.steps += steps
+        position, interval = self._position(), self._interval
+        interval.steps += steps
         self.steps += steps
-        self._interval.step_max_ns = max(self._interval.step_max_ns, (position - self._step_end) / steps)
+        interval.step_max_ns = max(interval.step_max_ns, (position - self._step_end) / steps)
         self._step_end = position
-        self._interval.count(*self.counter.take_counts())
+        interval.count(*self.counter.take_counts())
         long_enough = max(SHORTEST_NS, (position - self._t0_ns) / RESOLUTION)
-        if self._intervals < ONE_BY_ONE or position - self._interval.t0_ns >= long_enough:
+        if self._intervals < ONE_BY_ONE or position - interval.t0_ns >= long_enough:
             self._close(position)
-        self._interval.at_step_end = self._interval.times.copy()
+        self._at_step_end = self._interval.times.copy()
 
     def _close(self, position: float) -> None:
-        self.closed.append(self._interval.close(position, self.epoch, self.gpu is not None))
+        closed, self._interval = self._interval, Interval(position)
+        closed.t1_ns, closed.epoch, closed.gpu = position, self.epoch, self.gpu is not None
+        self.closed.append(closed)
         self._intervals += 1
-        self._interval = OpenInterval(position)
+        self._at_step_end = ActivityTimes()
 
     def under_way(self, now_ns: float) -> Interval | None:
         """What has passed since the last step, up to now: all that will be known of it if the job is killed.
@@ -363,14 +306,13 @@ class IntervalBuilder:
         """
         if not self.steps or self._activity is Activity.REST or now_ns <= self._step_end:
             return None
-        times = self._interval.since_step()
+        times = self._interval.times.beyond(self._at_step_end)
         for began, ended, label in self.gpu.held if self.gpu is not None else ():
             times.put(label, ended - began)
         times.put(self._label(), now_ns - self._now)
         if self._label() == LABEL[USER]:
             times.user(self._after, now_ns - self._now)
-        gpu = self.gpu is not None
-        return Interval(self._step_end, now_ns, 0, 0, 0, None, self.epoch, times, 0.0, 0.0, 0.0, gpu)
+        return Interval(self._step_end, now_ns, epoch=self.epoch, times=times, gpu=self.gpu is not None)
 
     def _finish(self, _: Finished) -> None:
         self.counter.settle()
@@ -380,13 +322,10 @@ class IntervalBuilder:
         if self.gpu is not None:
             self.gpu.drain(self._now, self._interval.times)
         if self._interval.steps and self._position() > self._step_end:
-            self._close_behind_last_step()
+            # What follows the last step is no part of the training: it gets an interval of its own.
+            later = self._interval.times.beyond(self._at_step_end)
+            self._interval.times = self._at_step_end
+            self._close(self._step_end)
+            self._interval.times = later
         if self._position() > self._interval.t0_ns or self._interval.steps:
             self._close(self._position())
-
-    def _close_behind_last_step(self) -> None:
-        """What follows the last step is no part of the training: it gets an interval of its own."""
-        later = self._interval.since_step()
-        self._interval.times = self._interval.at_step_end
-        self._close(self._step_end)
-        self._interval.times = later

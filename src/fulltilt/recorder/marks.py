@@ -24,7 +24,7 @@ class Activity(IntEnum):
     TRANSFER = 7  # host to GPU copies
     COMMUNICATION = 8  # explicit collectives
     OBSERVER = 9  # Fulltilt's own work on this thread
-    REST = 10  # not looked at in detail: short steps between two bursts of measuring
+    REST = 10  # short steps between two bursts of measuring, only counted
 
 
 class Point(IntEnum):
@@ -110,10 +110,9 @@ class Rested(NamedTuple):
     drawn: Mapping[int, tuple[int, int]]
 
 
-class BookedApart(NamedTuple):
-    """So much of the time at rest was not spent as usual: it has been booked with a label of its own."""
+class BookedAtRest(NamedTuple):
+    """The stretch at rest that just ended, a long wait for data or a long step, was booked as it is."""
 
-    label: str
     ns: int
 
 
@@ -135,16 +134,10 @@ class Finished(NamedTuple):
 
 # Where time of an activity goes, by its number. USER time is split later by what the stack samples saw in it.
 LABEL = {activity: activity.name.lower() for activity in Activity}
-PHASE = {
-    Activity.USER: "user",
-    Activity.DATA_WAIT: "data_wait",
-    Activity.BACKWARD: "backward",
-    Activity.OPTIMIZER: "optimizer",
-    Activity.TRANSFER: "transfer",
-    Activity.REST: "rest",  # not a phase: the measured steps stand for what was not looked at
-}
+# The activities that are phases of a step (REST is none: the measured steps stand for it); all others are one, "other".
+PHASES = ("user", "data_wait", "backward", "optimizer", "transfer", "rest")
+PHASE = {activity: label if label in PHASES else "other" for activity, label in LABEL.items()}
 Key = TypeVar("Key")
-PHASE_OF_LABEL = {LABEL[activity]: phase for activity, phase in PHASE.items()}
 
 
 @dataclass

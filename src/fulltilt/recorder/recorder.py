@@ -1,7 +1,7 @@
 """The recorder of one process: takes marks on the training thread, makes a run's records of them on another.
 
 The training thread only reads the clock, records an event where there is a GPU, and appends a tuple. A daemon thread,
-the observer, looks at the training thread's stack 100 times a second (at first 200), turns marks into spans and writes
+the observer, samples the training thread's stack 100 times a second (at first 200), turns marks into spans and writes
 the run folder.
 """
 
@@ -18,17 +18,16 @@ from random import Random
 from typing import Any
 
 from fulltilt import cuda_capture
+from fulltilt.recorder.attribution import SpanBuilder
 from fulltilt.recorder.gpu_clock import Calibration, CudaClock
 from fulltilt.recorder.interpreter_lock import LockTurns, own_cpu_clock, wake_on_time
 from fulltilt.recorder.intervals import IntervalBuilder
-from fulltilt.recorder.marks import LABEL, Activity, BookedApart, EvalMode, Finished, Point, Rested
+from fulltilt.recorder.marks import Activity, BookedAtRest, EvalMode, Finished, Point, Rested
 from fulltilt.recorder.rank_files import RankFiles
 from fulltilt.recorder.rank_state import RankState
-from fulltilt.recorder.spans import Booking
-from fulltilt.recorder.stacks.loop_frames import Evaluation, LoopFrames
+from fulltilt.recorder.stacks.frames import Evaluation, LoopFrames
 from fulltilt.recorder.stacks.stack_sampler import StackSampler
-from fulltilt.recorder.step_sampling import LONG_STEP_NS, Rest, plan
-from fulltilt.recorder.steps import AfterStep
+from fulltilt.recorder.steps import LONG_STEP_NS, AfterStep, Rest, plan
 
 DRAIN_EVERY_S = 0.2
 WRITE_EVERY_S = 1.0
@@ -59,10 +58,10 @@ class Recorder:
         self._marks: deque[tuple[Any, ...]] = deque()
         self._builder = IntervalBuilder(t0_ns)
         self._sampler = StackSampler(self)
-        self._booking = Booking(t0_ns, state, self._sampler)
+        self._spans = SpanBuilder(t0_ns, state, self._sampler)
         self.left = self.left_after = Activity.USER
         self._out: RankFiles | None = None
-        self.last_switch_ns = self.step_ns = self.previous_step_ns = time.perf_counter_ns()
+        self.last_switch_ns = time.perf_counter_ns()
         self._lock_turns = LockTurns()
         self._stop = threading.Event()
         self._flush: threading.Event | None = None
@@ -108,7 +107,6 @@ class Recorder:
 
     def stepped(self) -> None:
         """An optimizer call has ended. After a burst of short steps the recorder rests."""
-        self.previous_step_ns, self.step_ns = self.step_ns, self.last_switch_ns
         rest = self.rest
         rest.measured()
         if rest.plan is not None and rest.awake_calls >= rest.plan.measured_calls:
@@ -135,7 +133,7 @@ class Recorder:
     def waited_at_rest(self, began_ns: int, ended_ns: int) -> None:
         """Book a long wait for data as it is."""
         self._passed_at_rest(began_ns)
-        self._book_apart(Activity.DATA_WAIT, began_ns, ended_ns)
+        self._book_at_rest(Activity.DATA_WAIT, began_ns, ended_ns)
 
     def _passed_at_rest(self, now_ns: int) -> None:
         """A step at rest, or its part before a long wait, has passed. A long one is booked by what the samples saw.
@@ -143,13 +141,12 @@ class Recorder:
         Not on a GPU: there it is not the host's time that is divided.
         """
         if now_ns - self.rest.booked_ns > LONG_STEP_NS and self.clock is None:
-            self._book_apart(Activity.USER, self.rest.booked_ns, now_ns)
+            self._book_at_rest(Activity.USER, self.rest.booked_ns, now_ns)
         self.rest.booked_ns = now_ns
 
-    def _book_apart(self, activity: Activity, began_ns: int, ended_ns: int) -> None:
-        apart = BookedApart(LABEL[activity], ended_ns - began_ns)
+    def _book_at_rest(self, activity: Activity, began_ns: int, ended_ns: int) -> None:
         self._marks.append((began_ns, activity, None, Point.NONE, None))
-        self._marks.append((ended_ns, Activity.REST, apart, Point.NONE, None))
+        self._marks.append((ended_ns, Activity.REST, BookedAtRest(ended_ns - began_ns), Point.NONE, None))
         self.rest.booked_ns = ended_ns
 
     def note(self, fact: Any) -> None:
@@ -296,14 +293,14 @@ class Recorder:
         self.calibration.ask(steps, queueing_s, behind_s, self.state.syncs, gpu.work.knows_a_step)
 
     def _write_spans(self, final: bool = False) -> None:
-        self._booking.book(self._builder.closed)
+        self._spans.add(self._builder.closed)
         if not self.state.trained(self._builder):
             return
         if self._out is None:
             self.state.learn_rank()
             self._out = RankFiles.claim(self.folder, self.state.rank)
             self._write_record(final=False)  # first: spans without their rank's record cannot be read
-        self._out.write(self._booking.take(final))
+        self._out.write(self._spans.take(final))
 
     def _write_record(self, final: bool) -> None:
         if self._out is None:
@@ -313,5 +310,5 @@ class Recorder:
         record = self.state.record(self._out.stream, now_s, final, self._builder, on_gpu, self.rest.not_stood_for)
         interval = None if final else self._builder.under_way(now_ns)
         if interval is not None:
-            record = replace(record, under_way=self._booking.under_way(interval, self._builder.steps))
+            record = replace(record, under_way=self._spans.under_way(interval, self._builder.steps))
         self._out.write_record(record)

@@ -122,7 +122,7 @@ class LoopMarks:
     def transfer(self) -> contextlib.AbstractContextManager[None]:
         """What happens inside is the copy of a batch to the GPU; noted where Tensor.to could not be watched."""
         session = self._session
-        if session is None or session.recorder.clock is None or session.patches.watches_copies:
+        if session is None or session.recorder.clock is None or session.device.watches_copies:
             return _NOTHING
         return _During(session.recorder, Activity.TRANSFER, Point.TRANSFER)
 
@@ -229,7 +229,7 @@ class Recording(LoopMarks):
         self._sampler.start()
         self._session = Session(torch, self.folder, t0_ns)
         self._session.begin_here()
-        self._session.patches.exits.write_record = self._write_record
+        self._session.exits.write_record = self._write_record
         atexit.register(self._stop_with_process)
         return self
 

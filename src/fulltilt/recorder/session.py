@@ -1,4 +1,4 @@
-"""One recording process put together: recorder, state of the rank, loader taps and patches."""
+"""One recording process put together: recorder, state of the rank, loader taps and the hooks into torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from typing import Any
 from fulltilt import batch_observer
 from fulltilt.recorder.deep import DeepProfile
 from fulltilt.recorder.hooks import Patches
+from fulltilt.recorder.hooks.cuda import DeviceHooks, GraphHooks
+from fulltilt.recorder.hooks.processes import ExitHooks, show_errors_without_ours, watch_ranks
+from fulltilt.recorder.hooks.training import StepHooks, watch_loaders, watch_saving
 from fulltilt.recorder.loaders import LoaderTaps
 from fulltilt.recorder.loaders.loader_hooks import FeedTaps
 from fulltilt.recorder.loaders.overrides import LoaderOverride, read_loader, read_settings
@@ -27,21 +30,41 @@ class Session:
         self.recorder = Recorder(folder, t0_ns, self.state)
         self.taps = LoaderTaps(self.recorder, torch)
         self.state.taps = self.taps
-        self.patches = Patches(torch, self.recorder, self.taps)
+        self.device = DeviceHooks(torch, self.recorder)
+        self.exits = ExitHooks(self.recorder)
+        self._steps = StepHooks(torch, self.recorder, self.taps, self.device.trains_on_gpu)
+        self._graphs = GraphHooks(torch, self.recorder, self._steps)
+        self._patches = Patches()
         self._deep = DeepProfile(torch, self.recorder, deep) if deep else None
         self._settings = read_settings(Path(settings)) if settings else None
         self._settings_for = read_loader(Path(settings)) if settings else None
 
     def install(self) -> None:
-        """Put the patches in place. The observer starts with the first loader, backward or step."""
+        """Put the hooks in place. The observer starts with the first loader, backward or step."""
         if self._settings is not None:
             self.taps.override = LoaderOverride(self._settings, self._settings_for)
             if self._settings.torch_threads:
                 self._torch.set_num_threads(self._settings.torch_threads)
-        self.patches.install()
+        self.patch()
         batch_observer.observe = FeedTaps(self.taps).observe
         if self._deep is not None:
             self._deep.install()
+
+    def patch(self) -> None:
+        """Put the hooks into torch and Python in place; the table in ``hooks`` lists them."""
+        torch, recorder, patches = self._torch, self.recorder, self._patches
+        watch_loaders(patches, torch, recorder, self.taps)
+        self._steps.install(patches)
+        self._graphs.install(patches)
+        watch_saving(patches, torch, recorder)
+        self.device.install(patches)
+        watch_ranks(patches, torch, recorder)
+        self.exits.install(patches)
+        show_errors_without_ours(patches)
+
+    def restore(self) -> None:
+        """Put every original of torch's and Python's back."""
+        self._patches.restore()
 
     def begin_here(self) -> None:
         """Install, and observe from now on: the calling thread is the one that trains."""
@@ -55,7 +78,7 @@ class Session:
             return
         if self._deep is not None:
             self._deep.stop()
-        self.patches.restore()
+        self.restore()
         batch_observer.observe = None
         try:
             if self.state.replicas:

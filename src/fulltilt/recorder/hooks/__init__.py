@@ -25,47 +25,49 @@ Everything behaves as before for the caller: same values, same exceptions, same 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
-from fulltilt.recorder.hooks.cuda import READS, DevicePatches, GraphPatches
-from fulltilt.recorder.hooks.exchange import Exchange
-from fulltilt.recorder.hooks.processes import COLLECTIVES, ErrorPatches, ExitPatches, RankPatches
-from fulltilt.recorder.hooks.training import LoadingPatches, SavingPatches, SteppingPatches
-from fulltilt.recorder.loaders import LoaderTaps
+from fulltilt.recorder.marks import Activity
 from fulltilt.recorder.recorder import Recorder
 
-__all__ = ["COLLECTIVES", "READS", "Patches"]
+Function = Callable[..., Any]
 
 
 class Patches:
-    """The patches of one recorder. ``install`` puts them in place, ``restore`` takes them out again."""
+    """What has been put in place of something else, and how to undo it."""
 
-    def __init__(self, torch: Any, recorder: Recorder, taps: LoaderTaps) -> None:
-        self._exchange = Exchange()
-        self.device = DevicePatches(torch, recorder)
-        self.exits = ExitPatches(recorder)
-        stepping = SteppingPatches(torch, recorder, taps, self.device.trains_on_gpu)
-        self._parts = (
-            LoadingPatches(torch, recorder, taps),
-            stepping,
-            GraphPatches(torch, recorder, stepping),
-            SavingPatches(torch, recorder),
-            self.device,
-            RankPatches(torch, recorder),
-            self.exits,
-            ErrorPatches(),
-        )
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
 
-    @property
-    def watches_copies(self) -> bool:
-        """Whether copies to the GPU are noted; not where torchvision needs Tensor.to as it was."""
-        return self.device.watches_copies
+    def swap(self, home: Any, name: str, make: Callable[[Function], Function]) -> None:
+        """Put ``make(original)`` in the place of ``home.name``."""
+        own = name in vars(home)
+        original = getattr(home, name)
+        setattr(home, name, functools.wraps(original)(make(original)))
+        self._undo.append(lambda: setattr(home, name, original) if own else delattr(home, name))
 
-    def install(self) -> None:
-        """Put all patches in place."""
-        for part in self._parts:
-            part.install(self._exchange)
+    def undo_by(self, undo: Callable[[], None]) -> None:
+        """Remember how something that was put in place otherwise is taken out again."""
+        self._undo.append(undo)
 
     def restore(self) -> None:
         """Put every original back."""
-        self._exchange.restore()
+        while self._undo:
+            self._undo.pop()()
+
+
+def timed(recorder: Recorder, original: Function, activity: Activity) -> Function:
+    """``original``, marked as ``activity`` while it runs on the training thread outside of any other."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not recorder.mine() or recorder.activity is not Activity.USER:
+            return original(*args, **kwargs)
+        before = recorder.switch(activity)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            recorder.switch(before)
+
+    return call

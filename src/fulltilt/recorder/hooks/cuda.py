@@ -6,11 +6,10 @@ import functools
 import sys
 import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
-from fulltilt.recorder.hooks.exchange import Exchange
-from fulltilt.recorder.hooks.training import Captured, SteppingPatches
+from fulltilt.recorder.hooks import Function, Patches
+from fulltilt.recorder.hooks.training import Captured, StepHooks
 from fulltilt.recorder.marks import Activity, Point
 from fulltilt.recorder.recorder import Recorder
 from fulltilt.recorder.stacks.frames import users_line
@@ -32,7 +31,7 @@ BLOCKED_S = 0.0002
 LARGE_COPY_BYTES = 1 << 20
 
 
-class DevicePatches:
+class DeviceHooks:
     """Marks copies to the GPU and calls that wait for it."""
 
     def __init__(self, torch: Any, recorder: Recorder) -> None:
@@ -40,37 +39,37 @@ class DevicePatches:
         self._recorder = recorder
         self._state = recorder.state
         self._copies_seen = 0
-        self._exchange: Exchange | None = None
+        self._patches: Patches | None = None
         self._on_gpu = False
         self.watches_copies = False
 
-    def install(self, exchange: Exchange) -> None:
+    def install(self, patches: Patches) -> None:
         """Stand at the tensor's methods that copy, at synchronize, and where a GPU trains at those that wait."""
         torch = self._torch
-        self._exchange = exchange
+        self._patches = patches
         # torchvision keeps a set of these very functions from the moment it is imported: then they must stay.
         self.watches_copies = "torchvision.tv_tensors" not in sys.modules
         if self.watches_copies:
             for name in ("to", "cuda"):
-                exchange.swap(torch.Tensor, name, self._copy)
-        exchange.swap(torch.cuda, "synchronize", self._synchronize)
+                patches.swap(torch.Tensor, name, self._copy)
+        patches.swap(torch.cuda, "synchronize", self._synchronize)
         if self._on_gpu:
-            self._watch_reads(exchange)
+            self._watch_reads(patches)
 
     def trains_on_gpu(self) -> None:
         """The job trains on a GPU: note what it waits for.
 
         Not before: a warning of torch's inside float(loss) names the file that made the call, which would be ours.
         """
-        if not self._on_gpu and self._exchange is not None:
+        if not self._on_gpu and self._patches is not None:
             self._on_gpu = True
-            self._watch_reads(self._exchange)
+            self._watch_reads(self._patches)
 
-    def _watch_reads(self, exchange: Exchange) -> None:
+    def _watch_reads(self, patches: Patches) -> None:
         for name, written in READS.items():
-            exchange.swap(self._torch.Tensor, name, functools.partial(self._read, written))
+            patches.swap(self._torch.Tensor, name, functools.partial(self._read, written))
 
-    def _copy(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _copy(self, original: Function) -> Function:
         recorder, copies, torch = self._recorder, self._state.copies, self._torch
 
         def copy(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +102,7 @@ class DevicePatches:
 
         return copy
 
-    def _read(self, written: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _read(self, written: str, original: Function) -> Function:
         recorder, torch = self._recorder, self._torch
 
         def read(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +114,7 @@ class DevicePatches:
 
         return read
 
-    def _synchronize(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _synchronize(self, original: Function) -> Function:
         recorder = self._recorder
 
         def synchronize(*args: Any, **kwargs: Any) -> Any:
@@ -125,7 +124,7 @@ class DevicePatches:
 
         return synchronize
 
-    def _blocked(self, original: Callable[..., Any], call: str, *args: Any, **kwargs: Any) -> Any:
+    def _blocked(self, original: Function, call: str, *args: Any, **kwargs: Any) -> Any:
         """A call that waits for the GPU."""
         recorder, state = self._recorder, self._state
         if recorder.activity is Activity.SYNC:
@@ -144,21 +143,21 @@ class DevicePatches:
                 recorder.lost_its_lead()
 
 
-class GraphPatches:
+class GraphHooks:
     """Learns what of a step each graph holds, and marks that at every replay."""
 
-    def __init__(self, torch: Any, recorder: Recorder, stepping: SteppingPatches) -> None:
+    def __init__(self, torch: Any, recorder: Recorder, stepping: StepHooks) -> None:
         self._torch, self._recorder, self._stepping = torch, recorder, stepping
         self._captured: weakref.WeakKeyDictionary[Any, Captured] = weakref.WeakKeyDictionary()
 
-    def install(self, exchange: Exchange) -> None:
+    def install(self, patches: Patches) -> None:
         """Stand where a capture begins and ends, and at replays."""
         graphs = self._torch.cuda.CUDAGraph
-        exchange.swap(graphs, "capture_begin", self._begin)
-        exchange.swap(graphs, "capture_end", self._end)
-        exchange.swap(graphs, "replay", self._replay)
+        patches.swap(graphs, "capture_begin", self._begin)
+        patches.swap(graphs, "capture_end", self._end)
+        patches.swap(graphs, "replay", self._replay)
 
-    def _begin(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _begin(self, original: Function) -> Function:
         def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(graph, *args, **kwargs)
             if self._recorder.mine():
@@ -167,7 +166,7 @@ class GraphPatches:
 
         return capture_begin
 
-    def _end(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _end(self, original: Function) -> Function:
         def capture_end(graph: Any, *args: Any, **kwargs: Any) -> Any:
             captured, self._stepping.capture = self._stepping.capture, None
             result = original(graph, *args, **kwargs)
@@ -177,7 +176,7 @@ class GraphPatches:
 
         return capture_end
 
-    def _replay(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _replay(self, original: Function) -> Function:
         def replay(graph: Any, *args: Any, **kwargs: Any) -> Any:
             captured = self._captured.get(graph)
             if captured is None:

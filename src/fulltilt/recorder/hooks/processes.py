@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from fulltilt.recorder.hooks.exchange import Exchange, timed
+from fulltilt.recorder.hooks import Function, Patches, timed
 from fulltilt.recorder.marks import Activity
 from fulltilt.recorder.recorder import Recorder
 from fulltilt.recorder.user_code import leave_out_ours
@@ -39,46 +39,35 @@ COLLECTIVES = (
 )
 
 
-class RankPatches:
-    """Marks collectives and remembers replicas, which keep timings of their own."""
+def watch_ranks(patches: Patches, torch: Any, recorder: Recorder) -> None:
+    """Mark collectives, and remember replicas, which keep timings of their own."""
 
-    def __init__(self, torch: Any, recorder: Recorder) -> None:
-        self._torch, self._recorder = torch, recorder
+    def collective(original: Function) -> Function:
+        measured = timed(recorder, original, Activity.COMMUNICATION)
+        return lambda *args, **kwargs: (original if kwargs.get("async_op") else measured)(*args, **kwargs)
 
-    def install(self, exchange: Exchange) -> None:
-        """Stand at the collectives and at DistributedDataParallel's constructor."""
-        torch = self._torch
-        exchange.swap(torch.nn.parallel.DistributedDataParallel, "__init__", self._replica_init)
-        if torch.distributed.is_available():
-            for name in COLLECTIVES:
-                if hasattr(torch.distributed, name):
-                    exchange.swap(torch.distributed, name, self._collective)
-
-    def _collective(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        measured = timed(self._recorder, original, Activity.COMMUNICATION)
-
-        def collective(*args: Any, **kwargs: Any) -> Any:
-            return original(*args, **kwargs) if kwargs.get("async_op") else measured(*args, **kwargs)
-
-        return collective
-
-    def _replica_init(self, original: Callable[..., None]) -> Callable[..., None]:
+    def replica(original: Function) -> Function:
         def __init__(replica: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
             original(replica, *args, **kwargs)
-            if self._recorder.active:
-                self._recorder.state.replicas.append(weakref.ref(replica))
+            if recorder.active:
+                recorder.state.replicas.append(weakref.ref(replica))
                 if replica.device_type == "cpu":
                     # Its default, every 100th step, is right for a GPU, where reading the timers costs a wait.
                     replica._set_ddp_runtime_logging_sample_rate(10)
 
         return __init__
 
+    patches.swap(torch.nn.parallel.DistributedDataParallel, "__init__", replica)
+    for name in COLLECTIVES if torch.distributed.is_available() else ():
+        if hasattr(torch.distributed, name):
+            patches.swap(torch.distributed, name, collective)
+
 
 # Whoever leaves at once may do so because something hangs, and a lock that is never let go would hang us too.
 PATIENCE_S = 3.0
 
 
-class ExitPatches:
+class ExitHooks:
     """Has the record written before os._exit, os.abort and os.exec*."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -86,22 +75,22 @@ class ExitPatches:
         # Told the status before the process leaves. Where a run is recorded by hand, its folder is closed as well.
         self.write_record: Callable[[int], None] = lambda _: recorder.finish()
 
-    def install(self, exchange: Exchange) -> None:
+    def install(self, patches: Patches) -> None:
         """Stand at the functions of os that end this program."""
-        exchange.swap(os, "_exit", self._leaving)
-        exchange.swap(os, "abort", self._leaving)
+        patches.swap(os, "_exit", self._leaving)
+        patches.swap(os, "abort", self._leaving)
         # The other six forms end in these two. The program that follows goes on with the record.
         for name in ("execv", "execve"):
-            exchange.swap(os, name, self._replacing)
+            patches.swap(os, name, self._replacing)
 
-    def _leaving(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _leaving(self, original: Function) -> Function:
         def leave(*status: int) -> Any:
             self._before_leaving(lambda: self.write_record(status[0] if status else -signal.SIGABRT))
             return original(*status)
 
         return leave
 
-    def _replacing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _replacing(self, original: Function) -> Function:
         def execute(*args: Any, **kwargs: Any) -> Any:
             self._before_leaving(self._recorder.flush)
             return original(*args, **kwargs)  # may fail, and then the job goes on
@@ -121,27 +110,24 @@ class ExitPatches:
             writer.join(PATIENCE_S)
 
 
-class ErrorPatches:
-    """Stands at the functions that show an error which nobody has caught."""
+def show_errors_without_ours(patches: Patches) -> None:
+    """Show uncaught errors of the process and its threads without our frames. Hooks of the script's own stay."""
+    shows, shows_threads = sys.excepthook, threading.excepthook
 
-    def install(self, exchange: Exchange) -> None:
-        """Those of the process and of its threads. A script that has hooks of its own meanwhile keeps them."""
-        shows, shows_threads = sys.excepthook, threading.excepthook
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+        leave_out_ours(error)
+        return shows(kind, error, error.__traceback__ if trace is not None else None)
 
-        def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
-            leave_out_ours(error)
-            return shows(kind, error, error.__traceback__ if trace is not None else None)
+    def show_thread(ended: Any) -> Any:
+        leave_out_ours(ended.exc_value)
+        trace = ended.exc_traceback and getattr(ended.exc_value, "__traceback__", None)
+        return shows_threads(type(ended)((ended.exc_type, ended.exc_value, trace, ended.thread)))
 
-        def show_thread(ended: Any) -> Any:
-            leave_out_ours(ended.exc_value)
-            trace = ended.exc_traceback and getattr(ended.exc_value, "__traceback__", None)
-            return shows_threads(type(ended)((ended.exc_type, ended.exc_value, trace, ended.thread)))
+    def restore() -> None:
+        if sys.excepthook is show:
+            sys.excepthook = shows
+        if threading.excepthook is show_thread:
+            threading.excepthook = shows_threads
 
-        def restore() -> None:
-            if sys.excepthook is show:
-                sys.excepthook = shows
-            if threading.excepthook is show_thread:
-                threading.excepthook = shows_threads
-
-        sys.excepthook, threading.excepthook = show, show_thread
-        exchange.undo_by(restore)
+    sys.excepthook, threading.excepthook = show, show_thread
+    patches.undo_by(restore)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fulltilt.recorder.hooks.exchange import Exchange, timed
+from fulltilt.recorder.hooks import Function, Patches, timed
 from fulltilt.recorder.loaders import LoaderTaps, given_arguments
 from fulltilt.recorder.marks import Activity, BackwardBegan, BackwardEnded, EvalMode, OptimizerStepped, Point
 from fulltilt.recorder.rank_state import memory_parts
@@ -20,33 +20,46 @@ from fulltilt.recorder.stacks.frames import users_line
 from fulltilt.records import MemoryRecord
 
 
-class LoadingPatches:
-    """Puts a tap on every DataLoader."""
+def watch_loaders(patches: Patches, torch: Any, recorder: Recorder, taps: LoaderTaps) -> None:
+    """Put a tap on every DataLoader, at its constructor and at its iter()."""
 
-    def __init__(self, torch: Any, recorder: Recorder, taps: LoaderTaps) -> None:
-        self._torch, self._recorder, self._taps = torch, recorder, taps
-
-    def install(self, exchange: Exchange) -> None:
-        """Stand at DataLoader's constructor and at its iter()."""
-        loader = self._torch.utils.data.DataLoader
-        exchange.swap(loader, "__init__", self._loader_init)
-        exchange.swap(loader, "__iter__", self._loader_iter)
-
-    def _loader_init(self, original: Callable[..., None]) -> Callable[..., None]:
+    def constructor(original: Function) -> Function:
         def __init__(loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            if self._taps.override is not None and self._recorder.active:
-                args, kwargs = self._taps.override(original, loader, args, kwargs)
+            if taps.override is not None and recorder.active:
+                args, kwargs = taps.override(original, loader, args, kwargs)
             original(loader, *args, **kwargs)
-            if self._recorder.active:
-                self._taps.constructed(loader, given_arguments(original, args, kwargs))
+            if recorder.active:
+                taps.constructed(loader, given_arguments(original, args, kwargs))
 
         return __init__
 
-    def _loader_iter(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def __iter__(loader: Any) -> Any:  # noqa: N807
-            return self._taps.iterate(original, loader)
+    def iterator(original: Function) -> Function:
+        return lambda loader: taps.iterate(original, loader)
 
-        return __iter__
+    patches.swap(torch.utils.data.DataLoader, "__init__", constructor)
+    patches.swap(torch.utils.data.DataLoader, "__iter__", iterator)
+
+
+def watch_saving(patches: Patches, torch: Any, recorder: Recorder) -> None:
+    """Mark torch.save and name the line that calls it."""
+
+    def saving(original: Function) -> Function:
+        def save(*args: Any, **kwargs: Any) -> Any:
+            if not recorder.mine() or recorder.activity is Activity.CHECKPOINT:
+                return original(*args, **kwargs)
+            recorder.wake()
+            where, function = users_line(recorder.loop_frames.spots)
+            began = time.perf_counter()
+            before = recorder.switch(Activity.CHECKPOINT)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                recorder.switch(before)
+                recorder.state.checkpoint_lines.charge(where, function, time.perf_counter() - began, "torch.save")
+
+        return save
+
+    patches.swap(torch, "save", saving)
 
 
 ASK_REPLICAS_EVERY = 16
@@ -69,7 +82,7 @@ class Captured:
         return self.backwards > 0 or bool(self.optimizers)
 
 
-class SteppingPatches:
+class StepHooks:
     """Marks backward, steps and evaluation mode."""
 
     def __init__(self, torch: Any, recorder: Recorder, taps: LoaderTaps, trains_on_gpu: Callable[[], None]) -> None:
@@ -88,20 +101,20 @@ class SteppingPatches:
         self._known: list[weakref.ref[Any]] = []
         self.capture: Captured | None = None  # while the training thread captures a CUDA graph
 
-    def install(self, exchange: Exchange) -> None:
+    def install(self, patches: Patches) -> None:
         """Stand at backward, at every optimizer's step, at the gradient scaler's, at autocast and at train()."""
         torch = self._torch
-        exchange.swap(torch.autograd, "backward", self._backward)
-        exchange.swap(torch.autograd, "grad", self._grad)
-        exchange.swap(torch.amp.grad_scaler.GradScaler, "step", self._scaler_step)
-        exchange.swap(torch.amp.autocast_mode.autocast, "__enter__", self._autocast)
-        exchange.swap(torch.nn.Module, "train", self._train)
+        patches.swap(torch.autograd, "backward", self._backward)
+        patches.swap(torch.autograd, "grad", self._grad)
+        patches.swap(torch.amp.grad_scaler.GradScaler, "step", self._scaler_step)
+        patches.swap(torch.amp.autocast_mode.autocast, "__enter__", self._autocast)
+        patches.swap(torch.nn.Module, "train", self._train)
         hooks = importlib.import_module(torch.optim.Optimizer.__module__)
         for handle in (
             hooks.register_optimizer_step_pre_hook(self._before_step),
             hooks.register_optimizer_step_post_hook(self._after_step),
         ):
-            exchange.undo_by(handle.remove)
+            patches.undo_by(handle.remove)
 
     def replayed(self, captured: Captured, launch: Callable[[], Any]) -> Any:
         """Replay a graph by ``launch``, and mark what it holds of a step."""
@@ -112,7 +125,7 @@ class SteppingPatches:
                 self._after_step(optimizer, (optimizer,), {})
         return result
 
-    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _backward(self, original: Function) -> Function:
         recorder = self._recorder
 
         def backward(*args: Any, **kwargs: Any) -> Any:
@@ -142,7 +155,7 @@ class SteppingPatches:
 
         return backward
 
-    def _at_rest(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _at_rest(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         self._around_steps = Activity.BACKWARD
         try:
             return original(*args, **kwargs)
@@ -151,7 +164,7 @@ class SteppingPatches:
             if not self._recorder.rest.on:  # a step inside has ended it
                 self._recorder.switch(Activity.USER)
 
-    def _grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _grad(self, original: Function) -> Function:
         recorder = self._recorder
         timed_grad = timed(recorder, original, Activity.BACKWARD)
 
@@ -280,7 +293,7 @@ class SteppingPatches:
                 self._recorder.trains_on_gpu(self._torch)
                 self._trains_on_gpu()
 
-    def _scaler_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _scaler_step(self, original: Function) -> Function:
         recorder, state = self._recorder, self._state
 
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -301,7 +314,7 @@ class SteppingPatches:
 
         return step
 
-    def _autocast(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _autocast(self, original: Function) -> Function:
         state = self._state
 
         def __enter__(context: Any) -> Any:  # noqa: N807
@@ -311,7 +324,7 @@ class SteppingPatches:
 
         return __enter__
 
-    def _train(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _train(self, original: Function) -> Function:
         recorder = self._recorder
 
         def train(module: Any, mode: bool = True) -> Any:
@@ -351,32 +364,3 @@ def _number(value: Any) -> float | None:
 def _asks_replicas(calls: int) -> bool:
     """Early too: what is known from the second step on is known of nearly all of a short run."""
     return calls % ASK_REPLICAS_EVERY == 0 or (1 < calls < ASK_REPLICAS_EVERY and calls & (calls - 1) == 0)
-
-
-class SavingPatches:
-    """Marks torch.save and names the line that calls it."""
-
-    def __init__(self, torch: Any, recorder: Recorder) -> None:
-        self._torch, self._recorder, self._state = torch, recorder, recorder.state
-
-    def install(self, exchange: Exchange) -> None:
-        """Stand at torch.save."""
-        exchange.swap(self._torch, "save", self._save)
-
-    def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        recorder, state = self._recorder, self._state
-
-        def save(*args: Any, **kwargs: Any) -> Any:
-            if not recorder.mine() or recorder.activity is Activity.CHECKPOINT:
-                return original(*args, **kwargs)
-            recorder.wake()
-            where, function = users_line(recorder.loop_frames.spots)
-            began = time.perf_counter()
-            before = recorder.switch(Activity.CHECKPOINT)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                recorder.switch(before)
-                state.checkpoint_lines.charge(where, function, time.perf_counter() - began, "torch.save")
-
-        return save

@@ -15,7 +15,7 @@ from typing import Any
 from fulltilt.recorder.loaders.batches import count_bytes, count_samples, kind_of, padding_share
 from fulltilt.recorder.marks import Activity, BatchArrived, PassEnded, Point, WaitBegan
 from fulltilt.recorder.stacks.frames import LineTimes
-from fulltilt.recorder.step_sampling import LONG_WAIT_NS
+from fulltilt.recorder.steps import LONG_WAIT_NS
 from fulltilt.records import LoaderRecord
 
 # A batch's size and padding are measured on the first few batches and then on every so many.

@@ -1,6 +1,7 @@
 """What a thread is doing, read from its Python stack: whose code it is, which line, and whether torch is at work.
 
 A stack sample costs about 20 µs: everything that depends only on a code position is worked out once and remembered.
+Here is also which frames hold the training loop, and which an evaluation.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import selectors
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
@@ -22,43 +24,22 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+from fulltilt.recorder.marks import Activity
 from fulltilt.recorder.stacks.expressions import expression_at, line_at, shown_at, work_at
 from fulltilt.recorder.user_code import owner, shown_path
 from fulltilt.records import HotLine
-
-# Of threads and processes: waiting for their beginning or their end brings no batch.
-BRING_NONE = frozenset({"__init__", "start", "join"})
-
-
-@cache
-def _waiting_rooms() -> frozenset[str]:
-    processes = Path(multiprocessing.__file__).parent
-    rooms = (processes / f"{name}.py" for name in ("connection", "popen_fork", "queues", "synchronize"))
-    return frozenset({threading.__file__, queue.__file__, selectors.__file__, subprocess.__file__, *map(str, rooms)})
-
-
-def waits_for_others(code: CodeType) -> bool:
-    """Whether a thread in this code waits."""
-    return code.co_filename in _waiting_rooms()
-
-
-def may_bring_a_batch(codes: Sequence[CodeType]) -> bool:
-    """Whether a wait may end with a batch, by the stack from its innermost call on."""
-    library = takewhile(lambda code: owner(code.co_filename) == "stdlib", codes)
-    return not any(code.co_name in BRING_NONE or code.co_filename == subprocess.__file__ for code in library)
-
 
 GENERATOR = 0x20  # inspect.CO_GENERATOR
 GENERATOR_EXPRESSION = "<genexpr>"
 CACHE, FOR_ITER = opcode.opmap["CACHE"], opcode.opmap["FOR_ITER"]
 DEEPEST = 100
 MODEL_CALL = "_call_impl"
-
 # The method of torch's loaders that asks the sampler: the training thread does that, with workers as without.
 ASKS_THE_SAMPLER = "_next_index"
-
 # How the writing of checkpoints is called: it is more than torch.save (transformers renames all weights, scripts zip).
 SAVING = frozenset({"save_pretrained", "save_checkpoint", "_save_checkpoint", "save_state", "save_model"})
+# Of threads and processes: waiting for their beginning or their end brings no batch.
+BRING_NO_BATCH = frozenset({"__init__", "start", "join"})
 
 Spot = tuple[CodeType, int]  # a code object and the position in its bytecode
 
@@ -104,47 +85,15 @@ def stack_of(thread_id: int) -> Stack | None:
     return Stack(calls, names)
 
 
-def is_model_call(code: CodeType) -> bool:
-    """Whether this is the function of torch's through which every module is called."""
-    return code.co_name == MODEL_CALL and owner(code.co_filename) == "torch_module"
-
-
-def in_backward_or_optimizer(stack: Stack) -> bool:
-    """Whether torch's backward or an optimizer's step is at work, rather than code of the user's inside it."""
-    for code, _ in stack.calls:
-        who = owner(code.co_filename)
-        if who == "user":
-            return False
-        if who == "torch":
-            path = code.co_filename.replace("\\", "/")
-            if "/torch/optim/" in path and code.co_name != "zero_grad":
-                return True
-            if "/torch/autograd/" in path and code.co_name == "backward":
-                return True
-    return False
-
-
-def user_code_in_backward(stack: Stack) -> bool | None:
-    """Whether backward has called code that is not torch's (a hook, a function with a backward of its own).
-
-    None when backward is not running.
-    """
+def user_code_in_backward(stack: Stack) -> bool:
+    """Whether backward has called code that is not torch's (a hook, a function with a backward of its own)."""
     theirs = False
     for code, _ in stack.calls:
         who = owner(code.co_filename)
         if who == "torch" and code.co_name == "backward" and "/torch/autograd/" in code.co_filename.replace("\\", "/"):
             return theirs
         theirs = theirs or who in ("user", "site")
-    return None
-
-
-def spots(frame: FrameType | None) -> frozenset[Spot]:
-    """The positions of all calls on the stack whose innermost frame this is."""
-    found: list[Spot] = []
-    while frame is not None:
-        found.append((frame.f_code, frame.f_lasti))
-        frame = frame.f_back
-    return frozenset(found)
+    return False
 
 
 def view_of(
@@ -159,7 +108,8 @@ def view_of(
     named where a library's line says more: it only led into the training loop (``trainer.train()``). A generator that
     is one of ``loop`` makes no batches: it yields what training brings.
     """
-    calls = _since_the_command(stack.calls)
+    # What led to our own command line, as when a recipe trains, costs the training nothing.
+    calls = [stack.calls[0], *takewhile(lambda spot: not _is_command_line(spot[0].co_filename), stack.calls[1:])]
     if inside is not None and not any(code is inside for code, _ in calls):
         return None
     top = calls[0]
@@ -177,7 +127,7 @@ def view_of(
         if who == "torch_module":
             in_library_module = in_library_module or (not in_module and user is None and outside is not None)
             in_module = True
-            of_training = of_training or is_model_call(code)
+            of_training = of_training or code.co_name == MODEL_CALL
         elif who == "torch_compile":
             special = special or "compile"
         elif who == "torch_save":
@@ -205,16 +155,40 @@ def view_of(
                 special = special or "checkpoint"
             if not in_module and _is_drawn_from(code, calls[depth + 1 :]) and code not in loop:
                 in_generator = True
-    others = (spot for spot in calls if owner(spot[0].co_filename) != "fulltilt")
-    named = user or outside or in_loop or next(others, top)
     # The Python inside a library's model is part of what the model costs; only a model of the user's can be changed.
     kind = special or ("torch" if in_library_module else _kind(top, stack.names, top_owner, in_module))
     if kind != "torch" and special is None and in_generator and not in_module:
         kind = "data_wait"
-    waits = kind in ("host", "data_wait") and waits_for_others(top[0])
-    if kind == "host" and waits and may_bring_a_batch([code for code, _ in calls]):
+    waits = kind in ("host", "data_wait") and top[0].co_filename in _waiting_files()
+    if kind == "host" and waits and _may_bring_a_batch(calls):
         kind = "waiting"
-    return _view(named, kind, of_training, sampling, waits)
+    others = (spot for spot in calls if owner(spot[0].co_filename) != "fulltilt")
+    code, position = user or outside or in_loop or next(others, top)
+    where = f"{shown_path(code.co_filename)}:{line_at(code, position)}"
+    return StackView(kind, where, code.co_qualname, shown_at(code, position), of_training, sampling, waits)
+
+
+def _kind(top: Spot, names: Mapping[str, Any], top_owner: str, in_module: bool) -> str:
+    if top_owner in ("torch", "torch_module"):
+        return "torch"
+    if top_owner in ("torch_data", "torch_tools"):
+        return "host"
+    if top_owner == "torch_distributed":
+        return "communication"
+    return work_at(*top, names) or ("torch" if in_module else "host")
+
+
+@cache
+def _waiting_files() -> frozenset[str]:
+    """The files of the standard library in which a thread waits for another thread or process."""
+    folder = Path(multiprocessing.__file__).parent
+    files = (folder / f"{name}.py" for name in ("connection", "popen_fork", "queues", "synchronize"))
+    return frozenset({threading.__file__, queue.__file__, selectors.__file__, subprocess.__file__, *map(str, files)})
+
+
+def _may_bring_a_batch(calls: list[Spot]) -> bool:
+    library = takewhile(lambda code: owner(code.co_filename) == "stdlib", (code for code, _ in calls))
+    return not any(code.co_name in BRING_NO_BATCH or code.co_filename == subprocess.__file__ for code in library)
 
 
 def _is_drawn_from(code: CodeType, callers: list[Spot]) -> bool:
@@ -239,14 +213,6 @@ def _makes_no_batches(code: CodeType, callers: list[Spot]) -> bool:
     return code.co_name == GENERATOR_EXPRESSION and not (expression_at(*callers[0]) or "").startswith("next(")
 
 
-def _since_the_command(calls: list[Spot]) -> list[Spot]:
-    """Calls without those that led to our own command line, as when a recipe trains: they cost the training nothing."""
-    for depth, (code, _) in enumerate(calls):
-        if depth and _is_command_line(code.co_filename):
-            return calls[:depth]
-    return calls
-
-
 @cache
 def _is_an_optimizers(filename: str) -> bool:
     path = filename.replace("\\", "/")
@@ -256,22 +222,6 @@ def _is_an_optimizers(filename: str) -> bool:
 @cache
 def _is_command_line(filename: str) -> bool:
     return owner(filename) == "fulltilt" and "/fulltilt/cli/" in filename.replace("\\", "/")
-
-
-def _view(spot: Spot, kind: str, of_training: bool, sampling: bool, waits: bool) -> StackView:
-    code, position = spot
-    where = f"{shown_path(code.co_filename)}:{line_at(code, position)}"
-    return StackView(kind, where, code.co_qualname, shown_at(code, position), of_training, sampling, waits)
-
-
-def _kind(top: Spot, names: Mapping[str, Any], top_owner: str, in_module: bool) -> str:
-    if top_owner in ("torch", "torch_module"):
-        return "torch"
-    if top_owner in ("torch_data", "torch_tools"):
-        return "host"
-    if top_owner == "torch_distributed":
-        return "communication"
-    return work_at(*top, names) or ("torch" if in_module else "host")
 
 
 def users_line(loop_frames: frozenset[Spot] = frozenset()) -> tuple[str, str]:
@@ -293,6 +243,121 @@ def users_line(loop_frames: frozenset[Spot] = frozenset()) -> tuple[str, str]:
     return outside or ("unknown:0", "unknown")
 
 
+# --------------------------------------------------------------------------- the frames of the training loop
+
+PARTS_OF_A_STEP = frozenset({Activity.DATA_WAIT, Activity.BACKWARD, Activity.OPTIMIZER})
+EVERY_STEP_HAS = (Activity.BACKWARD, Activity.OPTIMIZER)
+SAMPLES_AT_EACH = 3
+
+
+class LoopFrames:
+    """Learns in the first steps, on the training thread, which calls lead into the loop: ``spots``.
+
+    Where a library owns the loop, the script's line that costs the time is always the same (``trainer.train()``), and
+    says nothing. Such lines are on the stack at backward, in the optimizer and at next() alike; lines of the loop are
+    not. ``loop`` are the functions that hold it, and those that called them: they make no batches.
+    """
+
+    def __init__(self) -> None:
+        self.spots: frozenset[Spot] = frozenset()
+        self.loop: frozenset[CodeType] = frozenset()
+        self.learning = True
+        self._common: frozenset[Spot] | None = None
+        self._holding: frozenset[CodeType] | None = None
+        self._seen: dict[Activity, int] = {}
+
+    def see(self, activity: Activity, frame: FrameType | None) -> None:
+        """Take in the stack at the beginning of an activity, if it is a part of a step."""
+        if activity not in PARTS_OF_A_STEP or self._seen.get(activity, 0) == SAMPLES_AT_EACH:
+            return
+        found: list[Spot] = []
+        while frame is not None:
+            found.append((frame.f_code, frame.f_lasti))
+            frame = frame.f_back
+        here, functions = frozenset(found), frozenset(code for code, _ in found)
+        self._common = here if self._common is None else self._common & here
+        self._holding = functions if self._holding is None else self._holding & functions
+        self._seen[activity] = self._seen.get(activity, 0) + 1
+        if len(self._seen) > 1:
+            self.spots, self.loop = self._common, self._holding
+        self.learning = any(self._seen.get(part, 0) < SAMPLES_AT_EACH for part in EVERY_STEP_HAS)
+
+
+class Evaluation:
+    """What is known of the evaluation under way: the model, the function that switched it, and the one that draws."""
+
+    def __init__(self) -> None:
+        self.declared = False
+        self._model: weakref.ref[Any] | None = None
+        self._switching: CodeType | None = None
+        self._drawing: CodeType | None = None
+
+    @property
+    def in_sight(self) -> bool:
+        """Whether samples can tell when it is over. What the user declares ends where the user says so."""
+        return not self.declared and (self._model is not None or self._drawing is not None)
+
+    def declare(self, on: bool) -> None:
+        """The user says that it begins or ends here."""
+        self.forget()
+        self.declared = on
+
+    def switched(self, model: Any, frame: FrameType | None) -> None:
+        """The trained model was switched to evaluation mode, by the function with this frame or by one behind it."""
+        self._model, self._drawing = weakref.ref(model), None
+        self._switching = function_that_switches(model, frame)
+
+    def drew(self, frame: FrameType | None) -> None:
+        """A batch was drawn for it, by the function with this frame or by one that called it."""
+        self._drawing = function_that_draws(frame)
+
+    def forget(self) -> None:
+        """The job trains again."""
+        self._model = self._switching = self._drawing = None
+
+    def goes_on(self, stack: Stack) -> bool:
+        """Whether the thread with this stack still evaluates."""
+        model = self._model() if self._model is not None else None
+        if model is not None and model.training:
+            return False
+        return self._drawing is None or any(
+            code is self._drawing
+            or code is self._switching
+            or (code.co_name == MODEL_CALL and owner(code.co_filename) == "torch_module")
+            for code, _ in stack.calls
+        )
+
+
+def function_that_switches(model: Any, frame: FrameType | None) -> CodeType | None:
+    """The function of the user's that switched the model; None where a library did."""
+    while frame is not None:
+        code = frame.f_code
+        who = owner(code.co_filename)
+        if who == "site":
+            return None
+        # Not the model's own ``train`` or ``eval``, which a class may have instead of torch's.
+        its_own = code.co_name in ("train", "eval") and frame.f_locals.get(*code.co_varnames[:1] or ("",)) is model
+        if who == "user" and not its_own:
+            return code
+        frame = frame.f_back
+    return None
+
+
+def function_that_draws(frame: FrameType | None) -> CodeType | None:
+    """The innermost function of the user's that draws batches here; None where only libraries do.
+
+    A generator only hands batches on: the function that draws from it does something with them.
+    """
+    while frame is not None:
+        code = frame.f_code
+        if owner(code.co_filename) == "user" and not code.co_flags & GENERATOR:
+            return code
+        frame = frame.f_back
+    return None
+
+
+# --------------------------------------------------------------------------- seconds by line
+
 MOST_LINES = 4096
 
 
@@ -303,9 +368,8 @@ class LineTimes:
     """
 
     def __init__(self) -> None:
-        self._seconds: dict[tuple[str, str], float] = {}
-        # For each line what its calls cost, and whether they wait.
-        self._calls: dict[tuple[str, str], dict[tuple[str | None, bool], float]] = {}
+        # For each line what its calls cost; a call is its text and whether it waits.
+        self._lines: dict[tuple[str, str], dict[tuple[str | None, bool], float]] = {}
 
     def add(self, view: StackView, seconds: float) -> None:
         """Charge a line with some seconds."""
@@ -314,12 +378,9 @@ class LineTimes:
     def charge(self, where: str, function: str, seconds: float, call: str | None = None, waits: bool = False) -> None:
         """Charge a line, given by its parts."""
         key = (where, function)
-        if key not in self._seconds and len(self._seconds) >= MOST_LINES:
-            kept = sorted(self._seconds.items(), key=lambda item: -item[1])[: MOST_LINES // 2]
-            self._seconds = dict(kept)
-            self._calls = {kept_key: self._calls[kept_key] for kept_key, _ in kept}
-        self._seconds[key] = self._seconds.get(key, 0.0) + seconds
-        calls = self._calls.setdefault(key, {})
+        if key not in self._lines and len(self._lines) >= MOST_LINES:
+            self._lines = dict(self._ranked()[: MOST_LINES // 2])
+        calls = self._lines.setdefault(key, {})
         calls[call, waits] = calls.get((call, waits), 0.0) + seconds
 
     def merge(self, lines: Iterable[HotLine]) -> None:
@@ -330,16 +391,16 @@ class LineTimes:
     def take(self) -> tuple[HotLine, ...]:
         """The costliest lines so far; starts again from nothing."""
         top = self.top(20)
-        self._seconds.clear()
-        self._calls.clear()
+        self._lines.clear()
         return top
 
     def top(self, most: int = 12, stretch: float = 1.0) -> tuple[HotLine, ...]:
         """The costliest lines, first the costliest, their seconds times ``stretch``."""
-        ranked = sorted(self._seconds.items(), key=lambda item: (-item[1], item[0]))[:most]
-        return tuple(HotLine(*key, seconds * stretch, *_costliest(self._calls[key])) for key, seconds in ranked)
+        found = []
+        for key, calls in self._ranked()[:most]:
+            costliest = max(calls, key=lambda call: (call[0] is not None, calls[call]))
+            found.append(HotLine(*key, sum(calls.values()) * stretch, *costliest))
+        return tuple(found)
 
-
-def _costliest(calls: dict[tuple[str | None, bool], float]) -> tuple[str | None, bool]:
-    """The call that cost most, if one is known at all."""
-    return max(calls, key=lambda each: (each[0] is not None, calls[each]))
+    def _ranked(self) -> list[tuple[tuple[str, str], dict[tuple[str | None, bool], float]]]:
+        return sorted(self._lines.items(), key=lambda item: (-sum(item[1].values()), item[0]))

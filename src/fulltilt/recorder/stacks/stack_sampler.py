@@ -3,86 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from fulltilt.recorder.attribution import Seen
 from fulltilt.recorder.loaders import TappedIterator
 from fulltilt.recorder.marks import Activity
-from fulltilt.recorder.stacks.frames import (
-    StackView,
-    in_backward_or_optimizer,
-    stack_of,
-    user_code_in_backward,
-    view_of,
-)
-from fulltilt.recorder.step_sampling import LONG_STEP_NS
+from fulltilt.recorder.stacks.frames import StackView, stack_of, user_code_in_backward, view_of
+from fulltilt.recorder.steps import LONG_STEP_NS
 
 if TYPE_CHECKING:
     from fulltilt.recorder.recorder import Recorder
-
-# A window needs this many samples before its own split is trusted over that of the whole run.
-ENOUGH_SAMPLES = 20
-
-
-@dataclass
-class KindWeights:
-    """Stack samples of one sort of the user's own time, by kind: those of the present window, and those before it."""
-
-    enough: int
-    window: dict[str, float] = field(default_factory=dict)
-    in_window: int = 0
-    overall: dict[str, float] = field(default_factory=dict)
-
-    def add(self, kind: str, weight_s: float) -> None:
-        """Put a sample in."""
-        self.window[kind] = self.window.get(kind, 0.0) + weight_s
-        self.in_window += 1
-
-    def split(self) -> dict[str, float]:
-        """How this time divides, by the samples of the window, or of the whole run when they are few."""
-        return dict(self.window) if self.in_window >= self.enough else self._all()
-
-    def _all(self) -> dict[str, float]:
-        kinds = self.overall.keys() | self.window.keys()
-        return {kind: self.overall.get(kind, 0.0) + self.window.get(kind, 0.0) for kind in kinds}
-
-    def empty(self) -> None:
-        """The samples of the window have been used."""
-        self.overall = self._all()
-        self.window.clear()
-        self.in_window = 0
-
-
-class WeightsAfter:
-    """Stack samples of the user's own time, by the activity that it came after."""
-
-    def __init__(self) -> None:
-        self._after: dict[Activity, KindWeights] = {}
-
-    def add(self, after: Activity, kind: str, weight_s: float) -> None:
-        """Put a sample in."""
-        self._after.setdefault(after, KindWeights(ENOUGH_SAMPLES)).add(kind, weight_s)
-
-    def split(self) -> Seen:
-        """How this time divides."""
-        return {after: weights.split() for after, weights in self._after.items()}
-
-    @property
-    def in_window(self) -> int:
-        """How many samples there were in the present window."""
-        return sum(weights.in_window for weights in self._after.values())
-
-    @property
-    def seen(self) -> bool:
-        """Whether there ever was a sample."""
-        return bool(self._after)
-
-    def empty(self) -> None:
-        """The samples of the window have been used."""
-        for weights in self._after.values():
-            weights.empty()
-
 
 SAMPLE_EVERY_S = 0.01
 # A short run has few samples to divide its time by: at first they come twice as often.
@@ -91,37 +22,50 @@ EARLY_SAMPLES, EARLY_SAMPLE_EVERY_S = 400, 0.005
 SAMPLE_AT_REST_EVERY = 4
 # A sample is late when it had to wait for the interpreter lock.
 LATE_NS = 300_000
+# What the run has shown so far weighs as much as this many seconds of samples of the present window.
+WEIGHT_OF_EARLIER_S = 4 * SAMPLE_EVERY_S
 NS = 1e-9
 
 
-class StackSample(NamedTuple):
-    """A sample of the step under way; ``view`` where it shows later whose work it was."""
+@dataclass
+class KindWeights:
+    """Seconds that stack samples stand for, by kind: those of the present window, and those before it."""
 
-    after: Activity
-    kind: str
-    weight_s: float
-    view: StackView | None = None
+    window: dict[str, float] = field(default_factory=dict)
+    earlier: dict[str, float] = field(default_factory=dict)
+
+    def add(self, kind: str, weight_s: float) -> None:
+        """Put a sample in."""
+        self.window[kind] = self.window.get(kind, 0.0) + weight_s
+
+    def split(self) -> dict[str, float]:
+        """How this time divides: by the window, and a little by what was seen before."""
+        scale = min(1.0, WEIGHT_OF_EARLIER_S / (sum(self.earlier.values()) or 1.0))
+        kinds = self.earlier.keys() | self.window.keys()
+        return {kind: self.window.get(kind, 0.0) + scale * self.earlier.get(kind, 0.0) for kind in kinds}
+
+    def begin_window(self) -> None:
+        """The samples of the window have been used."""
+        for kind, weight_s in self.window.items():
+            self.earlier[kind] = self.earlier.get(kind, 0.0) + weight_s
+        self.window.clear()
 
 
 class StackSampler:
-    """Takes stack samples, each weighted by the time it stands for. Steps that take long are kept apart."""
+    """Takes stack samples, each weighted by the time it stands for, and sorts them by what the time came after."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._last_ns = time.perf_counter_ns()
         self._every_s = EARLY_SAMPLE_EVERY_S
-        self.usual = WeightsAfter()
-        self.apart = WeightsAfter()
-        self.backward = KindWeights(ENOUGH_SAMPLES)
+        self._after: dict[Activity, KindWeights] = {}
+        self.backward = KindWeights()
         self._late: dict[str, float] = {}
         self._at_rest = 0
+        self._long_step_ns = 0  # when the long step began that the last sample at rest saw
         self._taken = 0
-        # The samples of the step under way: whether it takes long shows later.
-        self._step_ns = 0
-        self._in_step: list[StackSample] = []
-        self._takes_long = False
-        # Stack samples of which it shows later whose work they saw, and the weights that they belong in.
-        self._undecided: list[tuple[WeightsAfter, StackSample, StackView]] = []
+        # Samples behind a step: what the marks since then tell decides whose work they saw.
+        self._undecided: list[tuple[StackView, float]] = []
         self._after_step_s = self._after_step_in_model_s = 0.0
 
     @property
@@ -131,24 +75,24 @@ class StackSampler:
 
     def take(self, due_ns: int, every_s: float) -> None:
         """One sample of the training thread's stack, due at ``due_ns``, that stands for ``every_s``."""
+        recorder = self._recorder
         self._every_s = every_s
-        self._taken += self._recorder.training
+        self._taken += recorder.training
         now_ns = time.perf_counter_ns()
         since_sample_ns, self._last_ns = now_ns - self._last_ns, now_ns
-        recorder = self._recorder
         activity = recorder.activity
         if activity is Activity.REST:
             self._take_at_rest(now_ns, since_sample_ns)
             return
         if recorder.evaluation.in_sight and activity is Activity.USER:
-            self._look_for_its_end()
+            self._look_for_the_end_of_evaluation()
         training = recorder.training and not recorder.state.evaluating(recorder.eval_mode)
         if activity is Activity.BACKWARD and training and recorder.clock is None:
             self._take_in_backward()
             return
         slipped = activity is not Activity.USER and recorder.left is Activity.USER
         if training and slipped and recorder.last_switch_ns > due_ns:
-            self._missed(now_ns)
+            self._missed()
         if not training or not (activity is Activity.USER or recorder.state.wants_lines(activity)):
             return
         after = recorder.left
@@ -161,24 +105,24 @@ class StackSampler:
             return
         # A sample that came late (the interpreter lock was held) stands for all of that time, but not for time
         # before the present activity began.
-        since_switch_ns = now_ns - recorder.last_switch_ns
         on_time = since_sample_ns < 2e9 * every_s
-        weight_s = every_s if on_time else max(min(since_sample_ns, since_switch_ns), 0) * NS
+        weight_s = every_s if on_time else max(min(since_sample_ns, now_ns - recorder.last_switch_ns), 0) * NS
         view = recorder.state.understood(view)
-        behind_step = activity is Activity.USER and after is Activity.OPTIMIZER
-        if behind_step:
+        if activity is not Activity.USER:
+            recorder.state.sampled(activity, view, weight_s)
+            return
+        if now_ns - due_ns > LATE_NS:
+            self._late[view.kind] = self._late.get(view.kind, 0.0) + weight_s
+        if after is Activity.OPTIMIZER:
             self._after_step_s += weight_s
             self._after_step_in_model_s += weight_s * view.of_training
-        undecided = behind_step and self._is_undecided(view)
-        if not undecided:
-            recorder.state.sampled(activity, view, weight_s)
-        if activity is Activity.USER:
-            self._add(StackSample(after, view.kind, weight_s, view if undecided else None), recorder.step_ns, now_ns)
-            if now_ns - due_ns > LATE_NS:
-                self._late[view.kind] = self._late.get(view.kind, 0.0) + weight_s
+            if self._is_undecided(view):
+                self._undecided.append((view, weight_s))
+                return
+        recorder.state.sampled(activity, view, weight_s)
+        self._add(after, view.kind, weight_s)
 
-    def _look_for_its_end(self) -> None:
-        """See whether the evaluation under way is over, or goes on after all."""
+    def _look_for_the_end_of_evaluation(self) -> None:
         recorder = self._recorder
         stack = stack_of(recorder.thread_id or 0)
         if stack is None or recorder.activity is not Activity.USER or not recorder.evaluation.in_sight:
@@ -206,13 +150,11 @@ class StackSampler:
         if stack is None or recorder.activity is not Activity.BACKWARD:
             return
         view = view_of(stack, None, recorder.loop_frames.spots) if user_code_in_backward(stack) else None
-        view = recorder.state.understood(view) if view is not None else None
-        if view is not None and view.kind == "host":
+        if view is not None and (view := recorder.state.understood(view)).kind == "host":
             recorder.state.sampled(Activity.USER, view, self._every_s)
-        self._add_in_backward(view, self._every_s)
-
-    def _add_in_backward(self, view: StackView | None, weight_s: float) -> None:
-        self.backward.add("host" if view is not None and view.kind == "host" else "torch", weight_s)
+            self.backward.add("host", self._every_s)
+        else:
+            self.backward.add("torch", self._every_s)
 
     def _take_at_rest(self, now_ns: int, since_sample_ns: int) -> None:
         """Between bursts of measuring fewer samples are taken; at a step that takes long, all of them."""
@@ -237,73 +179,40 @@ class StackSampler:
         view = recorder.state.understood(view)
         if takes_long:
             # The first sample of a long step stands for all of it so far.
-            weight_s = (since_sample_ns if began_ns == self._step_ns else now_ns - began_ns) * NS
-        theirs = user_code_in_backward(stack)
-        if theirs is not None and not takes_long:
-            self._add_in_backward(view if theirs else None, weight_s)
-        elif takes_long or not in_backward_or_optimizer(stack):
-            self._add(StackSample(Activity.REST, view.kind, weight_s), began_ns, now_ns)
+            weight_s = (since_sample_ns if began_ns == self._long_step_ns else now_ns - began_ns) * NS
+            self._long_step_ns = began_ns
+            self._add(Activity.REST, view.kind, weight_s)
         recorder.state.sampled(Activity.USER, view, weight_s)
 
-    def _add(self, taken: StackSample, step_ns: int, now_ns: int) -> None:
-        if step_ns != self._step_ns:
-            self._settle()
-            self._step_ns = step_ns
-        self._in_step.append(taken)
-        self._takes_long = now_ns - step_ns > LONG_STEP_NS
+    def _add(self, after: Activity, kind: str, weight_s: float) -> None:
+        self._after.setdefault(after, KindWeights()).add(kind, weight_s)
 
-    def _settle(self) -> None:
-        """The step whose samples were held back is over. How long it took is known if no other has ended since."""
-        recorder = self._recorder
-        if recorder.previous_step_ns == self._step_ns:
-            self._takes_long = recorder.step_ns - self._step_ns > LONG_STEP_NS
-        # On a GPU no step is booked apart: it is the GPU's time that is divided.
-        weights = self.apart if self._takes_long and recorder.clock is None else self.usual
-        for taken in self._in_step:
-            if taken.view is None:
-                weights.add(taken.after, taken.kind, taken.weight_s)
-            else:
-                self._undecided.append((weights, taken, taken.view))
-        self._in_step.clear()
-        self._takes_long = False
-
-    def _decide(self) -> None:
-        """Say of each sample behind a step whose work it saw: the marks since then tell what came next."""
-        if not self._undecided:
-            return
-        in_model_share = self._after_step_in_model_s / (self._after_step_s or 1.0)
-        own = self._recorder.after_step.is_the_scripts_own(in_model_share)
-        for weights, taken, view in self._undecided:
-            kind = "host" if own else taken.kind
-            self._recorder.state.sampled(Activity.USER, replace(view, kind=kind), taken.weight_s)
-            weights.add(taken.after, kind, taken.weight_s)
-        self._undecided.clear()
-
-    def _missed(self, now_ns: int) -> None:
+    def _missed(self) -> None:
         """A sample that was due in the user's own code came when that had ended: the interpreter lock was held.
 
         It stands for such code as other late samples did see.
         """
         total = sum(self._late.values())
         for kind, weight in self._late.items() if total else ():
-            missed = StackSample(self._recorder.left_after, kind, self._every_s * weight / total)
-            self._add(missed, self._recorder.step_ns, now_ns)
+            self._add(self._recorder.left_after, kind, self._every_s * weight / total)
 
-    def splits(self) -> tuple[Seen, Seen]:
-        """How the user's own time divides in most steps, and in what takes long."""
-        if self._takes_long or self._step_ns != self._recorder.step_ns:
-            self._settle()
-        self._decide()
-        usual, apart = self.usual.split(), self.apart.split()
-        return usual, apart or usual
+    def split(self) -> Mapping[Activity, Mapping[str, float]]:
+        """How the user's own time divides, by the activity that it came after."""
+        in_model_share = self._after_step_in_model_s / (self._after_step_s or 1.0)
+        own = self._recorder.after_step.is_the_scripts_own(in_model_share)
+        for view, weight_s in self._undecided:
+            decided = replace(view, kind="host") if own else view
+            self._recorder.state.sampled(Activity.USER, decided, weight_s)
+            self._add(Activity.OPTIMIZER, decided.kind, weight_s)
+        self._undecided.clear()
+        return {after: weights.split() for after, weights in self._after.items()}
 
     @property
     def none_yet(self) -> bool:
-        """Whether the user's own time was never looked at."""
-        return not (self._in_step or self._undecided or self.usual.seen or self.apart.seen)
+        """Whether there has been no sample of the user's own time."""
+        return not (self._undecided or self._after)
 
     def begin_window(self) -> None:
         """The samples so far have been used."""
-        self.usual.empty()
-        self.apart.empty()
-        self.backward.empty()
+        for weights in (*self._after.values(), self.backward):
+            weights.begin_window()

@@ -1,4 +1,4 @@
-"""Booking: what was warming up counts for nothing but the start-up."""
+"""Spans: what was warming up counts for nothing but the start-up."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fulltilt.recorder.attribution import SpanBuilder
 from fulltilt.recorder.intervals import Interval
 from fulltilt.recorder.marks import Activity, ActivityTimes
 from fulltilt.recorder.rank_state import RankState
-from fulltilt.recorder.spans import Booking
 
 S = 1_000_000_000
 FORWARD = {Activity.USER: {"torch": 1.0}}
@@ -21,8 +21,8 @@ class StackSampler(SimpleNamespace):
 
     backward = SimpleNamespace(split=dict)
 
-    def splits(self) -> tuple[dict, dict]:
-        return FORWARD, FORWARD
+    def split(self) -> dict:
+        return FORWARD
 
     def begin_window(self) -> None:
         pass
@@ -38,11 +38,11 @@ def step(at_s: float, busy_s: float, starved_s: float) -> Interval:
 @pytest.mark.parametrize("steps", [3, 20])
 def test_the_first_step_counts_as_one_like_the_next_ones(steps: int, at_once: bool) -> None:
     state = RankState(torch)
-    booking = Booking(0, state, StackSampler())
+    builder = SpanBuilder(0, state, StackSampler())
     intervals = [step(0.0, 1.5, 1.0), *(step(2.5 + 0.04 * number, 0.03, 0.01) for number in range(steps - 1))]
     for batch in [intervals] if at_once else [[interval] for interval in intervals]:
-        booking.book(batch)
-    spans = booking.take(final=True)
+        builder.add(batch)
+    spans = builder.take(final=True)
 
     startup_s = sum(span.buckets.startup_s for span in spans)
     assert startup_s == pytest.approx(2.5 - 0.04, rel=0.01)

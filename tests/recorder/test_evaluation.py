@@ -14,8 +14,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fulltilt
 from fulltilt.diagnosis import answer
-from fulltilt.recorder.stacks.frames import Stack, stack_of
-from fulltilt.recorder.stacks.loop_frames import Evaluation, function_that_draws, function_that_switches
+from fulltilt.recorder.stacks.frames import (
+    Evaluation,
+    Stack,
+    function_that_draws,
+    function_that_switches,
+    stack_of,
+)
 
 
 def here() -> Stack:
