@@ -21,7 +21,6 @@ from fulltilt.tuning.trial.throughput import (
     StepSnapshot,
     block_between,
     is_enough,
-    is_warm,
     rate_of,
     ready_batches,
     wait_share_of,
@@ -121,14 +120,6 @@ def test_a_queue_that_grows_lets_the_training_set_the_pace() -> None:
     assert rate is not None
     assert rate.mean == 64.0
     assert wait_share_of([]) is None
-
-
-def test_the_queue_filled_before_the_first_step_is_not_the_pace() -> None:
-    assert not is_warm(steps=2, has_waited=True, is_ahead=True, batches=2, most_batches=0)
-    assert not is_warm(steps=10, has_waited=False, is_ahead=False, batches=10, most_batches=16)
-    assert is_warm(steps=10, has_waited=True, is_ahead=False, batches=10, most_batches=16)
-    assert is_warm(steps=10, has_waited=False, is_ahead=True, batches=10, most_batches=16)
-    assert is_warm(steps=17, has_waited=False, is_ahead=False, batches=17, most_batches=16)
 
 
 def evenly(random: Random) -> float:

@@ -109,9 +109,9 @@ sys.exit(scratch.exists() and "the scratch folder is still there" or ended.retur
     )
 
 
-ROOT = Isolation("namespace", own_pids=True)
-ROOT_IN_MEMORY = Isolation("namespace", own_pids=True, in_memory=True)
-USER = Isolation("namespace", own_pids=True, with_user=True)
+ROOT = Isolation("namespace")
+ROOT_IN_MEMORY = Isolation("namespace", in_memory=True)
+USER = Isolation("namespace", with_user=True)
 USER_IN_MEMORY = Isolation("namespace", in_memory=True, with_user=True)
 
 
@@ -205,29 +205,36 @@ def test_a_signal_that_ends_the_job_is_seen_outside(job: Path) -> None:
     assert ended.returncode == 128 + 11
 
 
-def test_scratch_folders_of_killed_studies_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    killed, foreign = tmp_path / "fulltilt-trial-killed", tmp_path / "fulltilt-trial-link"
-    (killed / "0" / "work").mkdir(parents=True)
-    (tmp_path / "theirs").mkdir()
-    foreign.symlink_to(tmp_path / "theirs")
-    code = "from fulltilt.tuning.trial.isolation import Isolation; print(Isolation('none').scratch()); input()"
-    with subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-    ) as other:
-        assert other.stdout is not None
-        in_use = Path(other.stdout.readline().strip())
-        for folder in (killed, in_use):
-            os.utime(folder, (0, 0))
-        mine = Isolation("none").scratch()
-        assert sorted(tmp_path.iterdir()) == sorted([foreign, tmp_path / "theirs", in_use, mine])
-        other.kill()
-    remove_scratch(mine)
-    assert not mine.exists()
+@pytest.mark.parametrize("kept_apart", [Isolation("none"), *([ROOT, USER] if os.geteuid() == 0 else [])])
+def test_a_killed_study_leaves_neither_trial_nor_its_files(kept_apart: Isolation, tmp_path: Path) -> None:
+    (tmp_path / "records").mkdir()
+    code = f"""
+import subprocess, sys, time
+from pathlib import Path
+from fulltilt.tuning.trial.isolation import Isolation
+isolation = {kept_apart!r}
+scratch = isolation.scratch()
+sleeps = "import os, time; open(f'{tmp_path}/records/{{os.getpid()}}', 'w'); time.sleep(600)"
+command = isolation.command([sys.executable, "-c", sleeps], scratch, Path({str(tmp_path / "records")!r}))
+trial = subprocess.Popen(command)
+print(trial.pid, scratch, flush=True)
+time.sleep(600)
+"""
+    study = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert study.stdout is not None
+    pid, scratch = study.stdout.readline().split()
+    deadline = time.monotonic() + 60
+    while not os.listdir(tmp_path / "records") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    processes = [int(pid), *descendants(int(pid))]
+    study.kill()
+    study.wait()
+    while any(map(_runs, processes)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(processes) == 2
+    assert not any(map(_runs, processes))
+    assert not [path for path in Path(scratch).rglob("*") if path.is_file()]
+    remove_scratch(Path(scratch))
 
 
 def test_without_any_means_trials_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +248,7 @@ def test_without_any_means_trials_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 def tune(folder: Path, forced: str | None, *flags: str, as_user: bool = False) -> subprocess.CompletedProcess[str]:
     environment: Mapping[str, str] = {**os.environ, **({FORCED: forced} if forced else {})}
-    command = [sys.executable, "-m", "fulltilt", "tune", "--budget", "1s", "--out", "study", *flags, "train.py"]
+    command = [sys.executable, "-m", "fulltilt", "tune", "--budget", "120s", "--out", "study", *flags, "train.py"]
     return subprocess.run(
         [*(AS_USER if as_user else []), *command],
         cwd=folder,

@@ -10,10 +10,9 @@ from fulltilt.probes.gpu import Gpus
 from fulltilt.records import Run, Sample, Settings, Trial
 from fulltilt.testing import FakeClock, throttled_gpu
 from fulltilt.tuning.space import Attempt
-from fulltilt.tuning.trial.assignment import Answer, TrainingLoader
 from fulltilt.tuning.trial.launch import Ended
 from fulltilt.tuning.trial.outcome import conclude, last_exception
-from fulltilt.tuning.trial.throughput import Block
+from fulltilt.tuning.trial.throughput import Answer, Block, TrainingLoader
 from tests.diagnosis import examples
 
 ATTEMPT = Attempt(Settings(num_workers=8), "search")
@@ -53,8 +52,13 @@ HINT = "tip: on CUDA out of memory errors lower --batch\nTraceback (most recent 
         (Ended(2, None, 3.0, "no option\n  Try: --help\n\n"), None, "crashed", "ended with exit code 2: no option"),
         (Ended(2, None, 3.0, "  indented\n"), None, "crashed", "ended with exit code 2: indented"),
         (Ended(-9, "time", 60.0, ""), None, "timed_out", "stopped after 60 s"),
-        (Ended(0, None, 3.0, ""), None, "crashed", "the script ended without a step of an optimizer"),
-        (DONE, Answer((), 7, (), world_size=1, complete=False), "crashed", "the script ended after 7 steps: too few"),
+        (Ended(0, None, 3.0, ""), None, "not_measured", "the script ended without a step of an optimizer"),
+        (
+            DONE,
+            Answer((), 7, (), world_size=1, complete=False),
+            "not_measured",
+            "the script ended after 7 steps: too few",
+        ),
         (DONE, replace(ANSWER, losses=LOSSES[:7], not_finite_at=7), "diverged", "the loss of step 8 is not a finite"),
         (DONE, replace(ANSWER, losses=(9.0,) * 40), "diverged", "mean loss of steps 21 to 40: 9"),
         (DONE, replace(ANSWER, out_of_memory=2), "oom", None),
@@ -82,7 +86,16 @@ def test_a_loss_that_the_start_did_not_come_to_speaks_against_no_loader() -> Non
 def test_a_script_without_a_loader_has_nothing_to_tune() -> None:
     answer = Answer((), 900, (), world_size=1, complete=True)
     trial = conclude(ATTEMPT, DONE, answer, examples.run_of(examples.rank(loaders=())), None)
-    assert trial.note == "no DataLoader gave a batch in 900 steps: there is no loader to tune"
+    assert trial.state == "not_measured"
+    assert trial.note == "the script trained 900 steps without a batch of a DataLoader: there is no loader to tune"
+
+
+def test_a_script_stopped_before_it_trained_did_not_crash() -> None:
+    trial = conclude(ATTEMPT, Ended(-9, "time", 60.0, ""), None, replace(examples.run_of(), spans=()), None)
+    assert trial.state == "timed_out"
+    assert trial.note == (
+        "stopped after 60 s: the script had not reached a training loop (no step of an optimizer was seen)"
+    )
 
 
 def test_the_figures_of_a_trial() -> None:

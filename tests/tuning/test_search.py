@@ -286,7 +286,8 @@ def test_later_trials_may_take_a_few_times_as_long_as_the_start() -> None:
     assert time_limit_s([], 600.0, None) == 600.0
     assert time_limit_s([start], 600.0, None) == 50.0
     assert time_limit_s([start], 600.0, 7.0) == 7.0
-    assert time_limit_s([start], 11.0, None) == 30.0  # one that hangs would use up five times the budget
+    assert time_limit_s([], 3.0, 7.0) == 3.0
+    assert time_limit_s([start], 11.0, None) == 11.0  # one that hangs does not go beyond the budget
     assert time_limit_s([start], 40.0, None) == 40.0
 
 

@@ -315,7 +315,7 @@ class Trial:
     """
 
     settings: Settings
-    state: Literal["ok", "oom", "crashed", "timed_out", "diverged", "throttled"]
+    state: Literal["ok", "oom", "crashed", "timed_out", "not_measured", "diverged", "throttled"]
     samples_per_s: float | None = None
     samples_per_s_low: float | None = None
     samples_per_s_high: float | None = None

@@ -24,6 +24,7 @@ STATES = {
     "oom": "out of memory",
     "crashed": "crashed",
     "timed_out": "timed out",
+    "not_measured": "nothing to measure",
     "diverged": "diverged",
     "throttled": "GPU slowed down",
 }

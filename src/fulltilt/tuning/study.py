@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import sys
 import tempfile
@@ -26,11 +27,10 @@ from fulltilt.store import OwnedFolder
 from fulltilt.tuning.search import LEAST_PAIRS, next_attempt, next_verification, pairs_to_keep, rivals_of
 from fulltilt.tuning.source_edit import fingerprint, source_file
 from fulltilt.tuning.space import Attempt, Space, best_of, is_valid, rate, start_of, streams_alone
-from fulltilt.tuning.trial.assignment import ANSWER_FILE, Answer, Assignment, TrainingLoader
 from fulltilt.tuning.trial.isolation import Isolation, remove_scratch
 from fulltilt.tuning.trial.launch import SCRATCH, Limits, recipe_flags, run_trial
 from fulltilt.tuning.trial.outcome import conclude
-from fulltilt.tuning.trial.throughput import Patience
+from fulltilt.tuning.trial.throughput import ANSWER_FILE, Answer, Assignment, Patience, TrainingLoader
 
 KIND = "study"
 STUDY_FILE = "study.json"
@@ -40,7 +40,6 @@ OUT_OF_THE_RACE = 0.9
 # How much longer than the start a trial may take: others start more workers, compile, or load larger batches.
 LIMIT_FACTOR = 3.0
 LIMIT_MORE_S = 20.0
-SHORTEST_START_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +135,13 @@ class Study:
     def run(self, budget_s: float, trying: Callable[[Attempt, float], None], tried: Callable[[Trial], None]) -> None:
         """Make trials until nothing is left to learn or the budget is spent. Ctrl-C is raised."""
         deadline = time.monotonic() + budget_s
-        if next_step(self.trials, self.space, budget_s) is not None:
-            self._refuse_changed_script()
+        # Trials of a study that was stopped cannot be compared with those of a script that has changed since.
+        file = changed_file(self.record, self._arguments) if self.trials else None
+        if file is not None and next_step(self.trials, self.space, budget_s) is not None:
+            raise UsageError(
+                f"{file} has changed since the first of the {len(self.trials)} trials in {self.folder.path} was made",
+                "Start a new study: choose another folder with --out.",
+            )
         while True:
             left_s = deadline - time.monotonic()
             attempt = next_step(self.trials, self.space, left_s)
@@ -149,28 +153,24 @@ class Study:
             self._writer.write([trial])
             tried(trial)
 
-    def _refuse_changed_script(self) -> None:
-        """Trials of a study that was stopped cannot be compared with those of a script that has changed since."""
-        file = changed_file(self.record, self._arguments) if self.trials else None
-        if file is not None:
-            raise UsageError(
-                f"{file} has changed since the first of the {len(self.trials)} trials in {self.folder.path} was made",
-                "Start a new study: choose another folder with --out.",
-            )
-
     def measure(self, attempt: Attempt, limits: Limits, tick: Callable[[float], None] = lambda _: None) -> Trial:
         """Run one trial, which is not kept among the others yet."""
-        name = self._new_folder()
+        name = f"trials/trial-{len(self.trials) + 1:03d}"
+        while os.path.lexists(self.folder.path / name):
+            name += "-again"  # one that was cut off keeps its folder
+        self.folder.make(name)
         folder = self.folder.path / name
         is_recipe = self._arguments[:2] == ["fulltilt", "train"]
         # Flags put a recipe's settings in force; its --out is deleted with the trial.
         flags = [*recipe_flags(attempt.settings), "--fresh", "--out", SCRATCH] if is_recipe else []
-        loader = self.record.loader
+        loader, patience = self.record.loader, self._patience
+        if attempt.purpose == "search" and (best := best_of(self.trials)) is not None:
+            patience = replace(patience, to_beat=OUT_OF_THE_RACE * rate(best))
         assignment = Assignment(
             settings=Settings() if is_recipe else attempt.settings,
             folder=str(folder),
             loader=None if loader is None else TrainingLoader(loader.where, loader.dataset_len),
-            patience=self._patience_for(attempt),
+            patience=patience,
         )
         record = RunRecord(
             name=folder.name,
@@ -182,40 +182,19 @@ class Study:
         )
         command = [*self._command, *flags]
         ended = run_trial(self._isolation, command, assignment, record, limits, self._gpus, self._caches, tick)
-        answer, run = _read_answer(folder / ANSWER_FILE), _load(folder)
+        answer, run = None, None
+        with contextlib.suppress(RunFolderError):  # it ended before it had one
+            answer = store.read_record(folder / ANSWER_FILE, Answer)
+        try:
+            run = store.load(folder)
+        except FulltiltError as error:
+            print(f"fulltilt: {error}", file=sys.stderr)
         start = next((trial for trial in self.trials if trial.purpose == "start" and trial.state == "ok"), None)
         trial = conclude(attempt, ended, answer, run, start, assignment.loader)
         if attempt.purpose == "start" and run is not None and run.ranks:
             self.record = learned(self.record, run, answer, self._arguments)
             store.write_json(self.folder.path / STUDY_FILE, self.record)
         return replace(trial, folder=name)
-
-    def _new_folder(self) -> str:
-        """A new folder for the records of a trial; one that was cut off keeps its own."""
-        name = f"trials/trial-{len(self.trials) + 1:03d}"
-        while os.path.lexists(self.folder.path / name):
-            name += "-again"
-        self.folder.make(name)
-        return name
-
-    def _patience_for(self, attempt: Attempt) -> Patience:
-        best = best_of(self.trials) if attempt.purpose == "search" else None
-        return self._patience if best is None else replace(self._patience, to_beat=OUT_OF_THE_RACE * rate(best))
-
-
-def _read_answer(path: Path) -> Answer | None:
-    try:
-        return store.read_record(path, Answer)
-    except RunFolderError:
-        return None
-
-
-def _load(folder: Path) -> Run | None:
-    try:
-        return store.load(folder)
-    except FulltiltError as error:
-        print(f"fulltilt: {error}", file=sys.stderr)
-        return None
 
 
 # --------------------------------------------------------------------------- which trial, and for how long
@@ -236,14 +215,11 @@ def next_step(trials: Sequence[Trial], space: Space, left_s: float) -> Attempt |
 
 
 def time_limit_s(trials: Sequence[Trial], left_s: float, asked_s: float | None) -> float:
-    """How long the next trial may take."""
-    if asked_s is not None:
-        return asked_s
+    """How long the next trial may take: never longer than the budget, which the first may use up."""
     start = start_of(trials)
-    if start is None or start.wall_s is None:
-        return max(left_s, SHORTEST_START_S)
-    # One that hangs is not waited for much beyond the budget.
-    return min(LIMIT_FACTOR * start.wall_s + LIMIT_MORE_S, max(left_s, start.wall_s + LIMIT_MORE_S))
+    if asked_s is None and start is not None and start.wall_s is not None:
+        asked_s = LIMIT_FACTOR * start.wall_s + LIMIT_MORE_S
+    return left_s if asked_s is None else min(asked_s, left_s)
 
 
 # --------------------------------------------------------------------------- what the first trial told
@@ -252,49 +228,42 @@ def time_limit_s(trials: Sequence[Trial], left_s: float, asked_s: float | None) 
 def learned(record: StudyRecord, run: Run, answer: Answer | None, arguments: Sequence[str]) -> StudyRecord:
     """The record with what the first trial tells about the job: its loader and its optimizer."""
     evidence = gather(run, DEFAULT)
-    rank = evidence.rank
+    rank, source = evidence.rank, _source_of(evidence.loader, arguments)
+    text = ""
+    if source is not None:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            text = source.read_text(encoding="utf-8")
     return replace(
         record,
         loader=evidence.loader,
-        source_sha256=_fingerprint(evidence.loader.where if evidence.loader else None, arguments),
-        script_sha256=fingerprint(Path(_script(arguments))),
-        data_set_changes=_data_set_changes(evidence.loader, arguments),
+        source_sha256=None if source is None else fingerprint(source),
+        script_sha256=fingerprint(_script(arguments)),
+        data_set_changes=changes_data_set(text),
         optimizer=rank.optimizers[0] if rank is not None and rank.optimizers else None,
         learning_rate=answer.learning_rate if answer is not None else None,
         passes_overlap=answer is not None and answer.passes_overlap,
     )
 
 
-def changed_file(record: StudyRecord, arguments: Sequence[str]) -> str | None:
+def changed_file(record: StudyRecord, arguments: Sequence[str]) -> Path | None:
     """The script, or the file that makes its loader, if it is not as it was at the first trial."""
-    where = record.loader.where if record.loader is not None else None
-    script = _script(arguments)
-    for file, then, now in (
-        ((where or "").rpartition(":")[0], record.source_sha256, _fingerprint(where, arguments)),
-        (script, record.script_sha256, fingerprint(Path(script))),
+    for file, then in (
+        (_source_of(record.loader, arguments), record.source_sha256),
+        (_script(arguments), record.script_sha256),
     ):
-        if then is not None and now != then:
+        if file is not None and then is not None and fingerprint(file) != then:
             return file
     return None
 
 
-def _fingerprint(where: str | None, arguments: Sequence[str]) -> str | None:
-    """Of the file in which the loader is made: a diff is only applied to the text that was studied."""
-    return None if where is None else fingerprint(source_file(where, Path(), arguments))
+def _source_of(loader: LoaderRecord | None, arguments: Sequence[str]) -> Path | None:
+    """The file in which the loader is made."""
+    return None if loader is None or loader.where is None else source_file(loader.where, Path(), arguments)
 
 
-def _script(arguments: Sequence[str]) -> str:
-    """The script that a command names; empty where it names none."""
-    return next((argument for argument in arguments if argument.endswith(".py")), "")
-
-
-def _data_set_changes(loader: LoaderRecord | None, arguments: Sequence[str]) -> int | None:
-    if loader is None or loader.where is None:
-        return None
-    try:
-        return changes_data_set(source_file(loader.where, Path(), arguments).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError):
-        return None
+def _script(arguments: Sequence[str]) -> Path:
+    """The script that a command names; the working folder where it names none."""
+    return Path(next((argument for argument in arguments if argument.endswith(".py")), ""))
 
 
 def changes_data_set(source: str) -> int | None:

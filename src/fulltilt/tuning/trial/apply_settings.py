@@ -6,17 +6,17 @@ writes into its loop, are put around it from outside: well enough to measure the
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections import Counter
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from fulltilt.recorder.loaders import call_sites
 from fulltilt.recorder.loaders.overrides import apply, looks_like_training
 from fulltilt.records import Settings
-from fulltilt.tuning.trial.accumulation import Accumulation, around
-from fulltilt.tuning.trial.assignment import TrainingLoader
-
-AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
+from fulltilt.tuning.trial.throughput import TrainingLoader
 
 
 class AppliedSettings:
@@ -35,20 +35,22 @@ class AppliedSettings:
             torch.set_num_threads(settings.torch_threads)
         around(torch.utils.data.DataLoader, "__init__", self._loader_init)
         if settings.accumulation is not None and settings.accumulation > 1:
-            Accumulation(torch, settings.accumulation).install()
+            _accumulate(torch, settings.accumulation)
         if settings.precision is not None:
-            self._compute_in(settings.precision)
+            _compute_in(torch, settings.precision)
         if settings.compile:
-            self._compile_first_trained()
-
-    # ------------------------------------------------------------------ the loader
+            _compile_first_trained(torch)
 
     def _loader_init(self, original: Callable[..., None]) -> Callable[..., None]:
         def __init__(loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            bound = _bound(original, args, kwargs)
-            if bound is None or not self._is_training_loader(loader, bound):
+            try:
+                bound = inspect.signature(original).bind(loader, *args, **kwargs).arguments
+            except TypeError:  # DataLoader itself will complain
                 return original(loader, *args, **kwargs)
-            changed = self.arguments(bound)
+            given = {name: value for name, value in bound.items() if name != "self"}
+            if not self._is_training_loader(loader, given):
+                return original(loader, *args, **kwargs)
+            changed = self._arguments(given)
             return original(loader, changed.pop("dataset", None), **changed)
 
         return __init__
@@ -63,7 +65,7 @@ class AppliedSettings:
         # A library makes all its loaders at the same line of the user's.
         return sites.made_by is None or looks_like_training(given)
 
-    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _arguments(self, given: dict[str, Any]) -> dict[str, Any]:
         """The loader's arguments with the settings in force."""
         changed = apply(self._settings, given)
         batch_size = self._settings.batch_size
@@ -79,40 +81,11 @@ class AppliedSettings:
             changed["batch_size"] = batch_size
         return changed
 
-    # ------------------------------------------------------------------ the loop
 
-    def _compute_in(self, precision: str) -> None:
-        torch = self._torch
-        if precision == "tf32":
-            torch.set_float32_matmul_precision("high")
-            return
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        torch.autocast(device, dtype=getattr(torch, AUTOCAST[precision])).__enter__()
-        # Autocast keeps its copies of the weights until it ends; here it never ends, and each step changes them.
-        _hooks(torch).register_optimizer_step_post_hook(lambda *_: torch.clear_autocast_cache())
-
-    def _compile_first_trained(self) -> None:
-        """Compile the first module that is called with parameters to train: the model, before its parts."""
-        modules = self._torch.nn.modules.module
-
-        def first_call(module: Any, _inputs: Any) -> None:
-            if module.training and any(parameter.requires_grad for parameter in module.parameters()):
-                handle.remove()
-                module.compile()
-
-        handle = modules.register_module_forward_pre_hook(first_call)
-
-
-def _hooks(torch: Any) -> Any:
-    return inspect.getmodule(torch.optim.Optimizer)
-
-
-def _bound(original: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    try:
-        bound = inspect.signature(original).bind(None, *args, **kwargs)
-    except TypeError:
-        return None  # DataLoader itself will complain
-    return {name: value for name, value in bound.arguments.items() if name != "self"}
+def around(home: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put what ``make`` makes of an attribute in its place."""
+    original = getattr(home, name)
+    setattr(home, name, functools.wraps(original)(make(original)))
 
 
 def _length(dataset: Any) -> int | None:
@@ -120,3 +93,68 @@ def _length(dataset: Any) -> int | None:
         return len(dataset)
     except Exception:
         return None
+
+
+def _compute_in(torch: Any, precision: str) -> None:
+    if precision == "tf32":
+        torch.set_float32_matmul_precision("high")
+        return
+    device, dtype = "cuda" if torch.cuda.is_available() else "cpu", {"bf16": "bfloat16", "fp16": "float16"}[precision]
+    torch.autocast(device, dtype=getattr(torch, dtype)).__enter__()
+    # Autocast keeps its copies of the weights until it ends; here it never ends, and each step changes them.
+    optimizers: Any = inspect.getmodule(torch.optim.Optimizer)
+    optimizers.register_optimizer_step_post_hook(lambda *_: torch.clear_autocast_cache())
+
+
+def _compile_first_trained(torch: Any) -> None:
+    """Compile the first module that is called with parameters to train: the model, before its parts."""
+
+    def first_call(module: Any, _inputs: Any) -> None:
+        if module.training and any(parameter.requires_grad for parameter in module.parameters()):
+            handle.remove()
+            module.compile()
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(first_call)
+
+
+def _accumulate(torch: Any, parts: int) -> None:
+    """One optimizer step for every so many batches, with gradients that add up to their mean.
+
+    Until the last batch of a step, ``step`` and ``zero_grad`` do nothing. A GradScaler then unscales what was gathered
+    again with each batch: too small a step, of the same cost.
+    """
+    batches: Counter[int] = Counter()  # that each optimizer has had, by its id
+
+    def backward(original: Callable[..., Any]) -> Callable[..., Any]:
+        def scaled(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            one = isinstance(tensors, torch.Tensor)
+            return original(tensors / parts if one else [t / parts for t in tensors], *args, **kwargs)
+
+        return scaled
+
+    def constructed(original: Callable[..., None]) -> Callable[..., None]:
+        def __init__(this: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            original(this, *args, **kwargs)
+            step, zero_grad = this.step, this.zero_grad
+
+            def every_so_often(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+                batches[id(optimizer)] += 1
+                return None if batches[id(optimizer)] % parts else step(*args, **kwargs)
+
+            def with_the_step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+                return None if batches[id(optimizer)] % parts else zero_grad(*args, **kwargs)
+
+            this.step = MethodType(functools.wraps(step)(every_so_often), this)  # schedulers ask for a method
+            this.zero_grad = MethodType(functools.wraps(zero_grad)(with_the_step), this)
+
+        return __init__
+
+    def model_zeroing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def zero_grad(module: Any, *args: Any, **kwargs: Any) -> Any:
+            return None if any(count % parts for count in batches.values()) else original(module, *args, **kwargs)
+
+        return zero_grad
+
+    around(torch.autograd, "backward", backward)
+    around(torch.optim.Optimizer, "__init__", constructed)
+    around(torch.nn.Module, "zero_grad", model_zeroing)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import itertools
 import json
 import os
 import shutil
@@ -24,16 +23,10 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 Kind = Literal["namespace", "landlock", "none"]
 # For tests: which of the means to use, whatever the system has.
@@ -47,14 +40,10 @@ TOLD = {
     "none": "trials run in place (--in-place): what the script writes, overwrites or deletes is real",
 }
 PROBE_LIMIT_S = 20.0
-SCRATCH_PREFIX = "fulltilt-trial-"
-# A scratch folder that nobody has locked by then is of a study that was killed.
-STALE_S = 60.0
-_locks: dict[Path, int] = {}
-# Exits with these mean that the trial could not be isolated, so that no line of the script has run.
+# Exits with this mean that the trial could not be isolated, so that no line of the script has run.
 CANNOT_ISOLATE = 117
 
-CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID = 0x20000, 0x10000000, 0x20000000
+CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE = 1, 2, 4, 4096, 8192, 16384, 1 << 18
 SYS_MOUNT_SETATTR, SYS_LANDLOCK = 442, 444
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
@@ -65,10 +54,9 @@ SYSTEM = (*DEVICES, "/run", "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64",
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """How trials are kept apart. ``own_pids``: in a PID namespace; ``in_memory``: writes go to a tmpfs."""
+    """How trials are kept apart. ``in_memory``: writes go to a tmpfs; ``with_user``: in a user namespace."""
 
     kind: Kind
-    own_pids: bool = False
     in_memory: bool = False
     with_user: bool = False
 
@@ -80,21 +68,43 @@ class Isolation:
     def scratch(self) -> Path:
         """A new private folder for what one trial writes; `remove_scratch` takes it away."""
         base = "/var/tmp" if self.kind == "namespace" and not self.in_memory else tempfile.gettempdir()
-        _remove_stale(base)
-        scratch = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=base)).resolve()
-        _lock(scratch)
-        return scratch
+        return Path(tempfile.mkdtemp(prefix="fulltilt-trial-", dir=base)).resolve()
 
     def command(self, command: Sequence[str], scratch: Path, *writable: Path) -> list[str]:
         """The command of an isolated trial; what it writes into the ``writable`` folders is really there."""
-        plan = {**asdict(self), "scratch": str(scratch), "study": os.getpid()}
-        plan["writable"] = [str(folder.resolve()) for folder in writable]
-        places = [Path.cwd(), Path.home().resolve(), _script_folder(command)]
-        plan["cwd"], plan["needed"] = str(Path.cwd()), sorted(_needed(places, self.with_user))
-        plan["more"] = _own_folders() if self.with_user else []
         if not sys.platform.startswith("linux"):
             return list(command)
+        plan = {**asdict(self), "scratch": str(scratch), "study": os.getpid(), "cwd": str(Path.cwd())}
+        plan["writable"] = [str(folder.resolve()) for folder in writable]
+        plan["needed"] = sorted(self._needed([Path.cwd(), Path.home(), *_named_in(command)]))
         return [sys.executable, "-I", "-S", str(Path(__file__).resolve()), json.dumps(plan), *command]
+
+    def _needed(self, places: Sequence[Path]) -> set[str]:
+        """The folders that must be laid over for a job in these places.
+
+        In a user namespace only what its user owns can be copied into a layer, folders on the way included: so a folder
+        of theirs in one of somebody else's gets a layer of its own.
+        """
+        found: set[str] = set()
+        for place in filter(Path.is_dir, (each.resolve() for each in places)):
+            way = [each for each in (place, *place.parents[:-1]) if _is_own(each) and not _is_own(each.parent)]
+            found.update(map(str, way if self.with_user and way else [place]))
+        return found
+
+
+def _named_in(command: Sequence[str]) -> Iterator[Path]:
+    """The folders that a command names: of its script, its data, its output."""
+    for word in command[1:]:
+        path = Path(word.rpartition("=")[2])
+        if path.is_absolute() or path.suffix == ".py":
+            yield next(each for each in (path.absolute(), *path.absolute().parents) if each.is_dir())
+
+
+def _is_own(folder: Path) -> bool:
+    try:
+        return folder.lstat().st_uid == os.geteuid()
+    except OSError:
+        return False
 
 
 def choose(in_place: bool = False) -> tuple[Isolation | None, list[str]]:
@@ -104,25 +114,16 @@ def choose(in_place: bool = False) -> tuple[Isolation | None, list[str]]:
         return (Isolation("none") if in_place else None), ["switched off"]
     if not sys.platform.startswith("linux"):
         return None, [f"{sys.platform} has neither mount namespaces nor Landlock"]
-    reasons = []
-    for isolation in _candidates():
-        if forced and isolation.kind != forced:
-            continue
-        why_not = _try_out(isolation)
-        if why_not is None:
-            return isolation, []
-        if why_not not in reasons:
-            reasons.append(why_not)
-    return None, reasons
-
-
-def _candidates() -> Iterator[Isolation]:
-    disk = not {Path.cwd(), Path.home()} & {Path("/var"), Path("/var/tmp")}  # the scratch folder cannot lie below
-    for with_user in (False, True) if os.geteuid() == 0 else (True,):
-        for own_pids in (True, False):
-            for in_memory in (False, True) if disk and os.access("/var/tmp", os.W_OK) else (True,):
-                yield Isolation("namespace", own_pids, in_memory, with_user)
-    yield Isolation("landlock")
+    places = (False, True) if os.access("/var/tmp", os.W_OK) else (True,)
+    users = (False, True) if os.geteuid() == 0 else (True,)
+    namespaces = [Isolation("namespace", in_memory, with_user) for with_user in users for in_memory in places]
+    reasons: dict[str, None] = {}
+    for isolation in (*namespaces, Isolation("landlock")):
+        if forced in (None, isolation.kind):
+            if (why_not := _try_out(isolation)) is None:
+                return isolation, []
+            reasons[why_not] = None
+    return None, list(reasons)
 
 
 # What has to work in a trial, and must be refused or leave no trace outside.
@@ -130,7 +131,6 @@ _TRIAL = """
 import os, sys
 if sys.argv[1] == "namespace":
     os.rmdir("there"); os.mkdir("there"); open("there/new", "w").close(); open("/dev/shm/fulltilt-probe", "w").close()
-    os.stat("/proc/self/exe")
 else:
     try: open("new", "w")
     except PermissionError: pass
@@ -144,20 +144,12 @@ def _try_out(isolation: Isolation) -> str | None:
     try:
         (place / "there").mkdir()
         (place / "folder").mkdir()
-        command = isolation.command(
-            [sys.executable, "-I", "-S", "-c", _TRIAL, isolation.kind], scratch, place / "folder"
-        )
+        probe = [sys.executable, "-I", "-S", "-c", _TRIAL, isolation.kind, str(place)]
+        command = isolation.command(probe, scratch, place / "folder")
         plan = json.loads(command[4])
-        needed = [*plan["needed"], *_needed([place.resolve()], isolation.with_user)]
-        command[4] = json.dumps({**plan, "cwd": str(place.resolve()), "needed": needed})
+        command[4] = json.dumps({**plan, "cwd": str(place.resolve())})
         done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=PROBE_LIMIT_S,
-            cwd=place,
-            check=False,
-            stdin=subprocess.DEVNULL,
+            command, capture_output=True, text=True, timeout=PROBE_LIMIT_S, cwd=place, check=False, input=""
         )
         if done.returncode:
             return (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]
@@ -171,86 +163,14 @@ def _try_out(isolation: Isolation) -> str | None:
         remove_scratch(place)
 
 
-def _lock(scratch: Path) -> bool:
-    """Mark a scratch folder as in use for as long as this process lives; False where another process uses it."""
-    if fcntl is not None:
-        descriptor = os.open(scratch, os.O_RDONLY | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(descriptor)
-            return False
-        _locks[scratch] = descriptor
-    return True
-
-
-def _remove_stale(base: str) -> None:
-    """Delete the scratch folders of studies that were killed."""
-    for folder in Path(base).glob(f"{SCRATCH_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            is_old = time.time() - folder.lstat().st_mtime > STALE_S
-            if is_old and _is_own(folder) and not folder.is_symlink() and folder not in _locks and _lock(folder):
-                remove_scratch(folder)
-
-
 def remove_scratch(scratch: Path) -> None:
     """Delete a folder that `mkdtemp` made for a trial, with what overlayfs and the trial left in it."""
-    if scratch in _locks:
-        os.close(_locks.pop(scratch))
     for folder, names, _ in os.walk(scratch):
         for name in names:
             if not os.path.islink(f"{folder}/{name}"):
                 with contextlib.suppress(OSError):
                     os.chmod(f"{folder}/{name}", stat.S_IRWXU)  # overlayfs has folders that nobody may read
     shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _needed(places: Sequence[Path], with_user: bool) -> set[str]:
-    """The folders that must be laid over for a job in these places.
-
-    In a user namespace only what its user owns can be copied into a layer, folders on the way included: so a folder of
-    theirs in one of somebody else's gets a layer of its own.
-    """
-    found: set[str] = set()
-    for place in filter(Path.is_dir, places):
-        way = [each for each in (place, *place.parents[:-1]) if _is_own(each) and not _is_own(each.parent)]
-        found.update(map(str, way if with_user and way else [place]))
-    return found
-
-
-def _own_folders(limit_s: float = 0.5, most: int = 100) -> list[str]:
-    """Other folders of this user's that lie in folders of somebody else's, as far as they are found in this time."""
-    deadline, found = time.monotonic() + limit_s, list[str]()
-    todo = [(top, 0) for top in _subfolders("/") if top not in SYSTEM]
-    for folder, depth in todo:  # grows meanwhile
-        if time.monotonic() > deadline:
-            break
-        for entry in _subfolders(folder):
-            if not _is_own(entry):
-                todo += [(entry, depth + 1)] if depth < 2 else []
-            elif depth:
-                found.append(entry)
-    return found[:most]
-
-
-def _subfolders(folder: str, most: int = 300) -> list[str]:
-    try:
-        with os.scandir(folder) as entries:
-            return [entry.path for entry in itertools.islice(entries, most) if entry.is_dir(follow_symlinks=False)]
-    except OSError:
-        return []
-
-
-def _is_own(folder: str | Path) -> bool:
-    try:
-        return os.lstat(folder).st_uid == os.geteuid()
-    except OSError:
-        return False
-
-
-def _script_folder(command: Sequence[str]) -> Path:
-    script = next((word for word in command if word.endswith(".py")), ".")
-    return Path(script).resolve().parent if script != "." else Path.cwd()
 
 
 def descendants(pid: int) -> list[int]:
@@ -302,16 +222,13 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, option
 
 
 def _main(plan: dict[str, Any], command: list[str]) -> int:
-    """Isolate this process, run the command below it, and return its exit status: 128 and the signal if killed."""
-    _call("prctl", "prctl", PR_SET_PDEATHSIG, signal.SIGKILL)  # with the study, its trial ends
-    if os.getppid() != plan["study"]:
-        return 1
+    """Isolate this process, run the command below it, and return its exit status: 128 and the signal if killed.
+
+    All forks happen here, before torch is there: a child of a process with a pool of threads may hang in it.
+    """
     try:
         if plan["kind"] == "namespace":
-            _enter_namespaces(plan["with_user"], plan["own_pids"])
-            if plan["own_pids"] and (first := os.fork()):
-                return _status_of(first)
-            _call("prctl", "prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
+            _enter_namespaces(plan["with_user"])
             _lay_over(plan)
         elif plan["kind"] == "landlock":
             _restrict([plan["scratch"], *plan["writable"], "/dev", "/proc"])
@@ -319,33 +236,37 @@ def _main(plan: dict[str, Any], command: list[str]) -> int:
         where = f": {error.filename}" if error.filename else ""
         print(f"fulltilt: this trial cannot be kept from your files: {error.strerror}{where}", file=sys.stderr)
         return CANNOT_ISOLATE
+    signal.signal(signal.SIGTERM, lambda *_: _end(plan))
     _call("prctl", "prctl", PR_SET_CHILD_SUBREAPER, 1)
+    _call("prctl", "prctl", PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != plan["study"]:
+        return 1
     job = os.fork()
     if job == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
             os.execvp(command[0], command)
         except OSError as error:
             print(f"fulltilt: cannot run {command[0]}: {error.strerror}", file=sys.stderr)
             os._exit(127)
-    status = _status_of(job)
-    if not plan["own_pids"]:  # else they end with this process, the first of its namespace
-        kill_below(os.getpid())
-    return status
-
-
-def _status_of(pid: int) -> int:
-    """Wait for a child, reaping orphans on the way."""
-    while True:
+    while True:  # orphans are reaped on the way
         ended, status = os.wait()
-        if ended == pid:
+        if ended == job:
+            kill_below(os.getpid())
             code = os.waitstatus_to_exitcode(status)
             return code if code >= 0 else 128 - code
 
 
-def _enter_namespaces(with_user: bool, own_pids: bool) -> None:
+def _end(plan: dict[str, Any]) -> None:
+    """The study was killed: so is its trial, and nothing of it stays."""
+    kill_below(os.getpid())
+    remove_scratch(Path(plan["scratch"]))
+    os._exit(1)
+
+
+def _enter_namespaces(with_user: bool) -> None:
     uid, gid = os.geteuid(), os.getegid()
-    flags = CLONE_NEWNS | (CLONE_NEWPID if own_pids else 0) | (CLONE_NEWUSER if with_user else 0)
-    _call("a new mount namespace", "unshare", flags)
+    _call("a new mount namespace", "unshare", CLONE_NEWNS | (CLONE_NEWUSER if with_user else 0))
     if with_user:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
             Path(f"/proc/self/{name}").write_text(text)
@@ -353,7 +274,7 @@ def _enter_namespaces(with_user: bool, own_pids: bool) -> None:
 
 def _lay_over(plan: dict[str, Any]) -> None:
     """Lay an empty, writable layer over every folder that is not the system's; all else becomes read-only."""
-    scratch, writable = plan["scratch"], dict(enumerate(plan["writable"]))
+    scratch, writable, with_user = plan["scratch"], dict(enumerate(plan["writable"])), plan["with_user"]
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
     if plan["in_memory"]:
         _mount("tmpfs", scratch, "tmpfs", MS_NOSUID | MS_NODEV, "mode=700")
@@ -365,29 +286,26 @@ def _lay_over(plan: dict[str, Any]) -> None:
         _mount(folder, f"{home}/writable-{number}", None, MS_BIND)
     points = [point for point in _mount_points() if not _is_below(point, (scratch, *DEVICES))]
     # No layer may lie inside of what it covers; in a user namespace, neither may another mount.
-    apart = [*([] if plan["in_memory"] else [scratch]), *(points if plan["with_user"] else [])]
+    apart = [*([] if plan["in_memory"] else [scratch]), *(points if with_user else [])]
     targets = list(_folders_to_cover("/", apart))
     needed = [path for path in plan["needed"] if path != "/" and not _is_below(path, DEVICES)]
-    targets += [path for path in needed if plan["with_user"] or not _is_below(path, targets)]
-    targets += [path for path in plan["more"] if not _is_below(path, needed)]
+    targets += [path for path in needed if with_user or not _is_below(path, targets)]
     # A mount below a folder that is laid over is put onto its cover, so shallow ones come first.
     covered = sorted({path for path in (*targets, *points) if _is_below(path, targets)} - {scratch}, key=len)
     for point in points:
         _make_read_only(point)
     for number, target in enumerate(covered):
         try:
-            _cover(target, f"{home}/{number}", plan["with_user"])
+            _cover(target, f"{home}/{number}", with_user)
         except OSError:
             if any(_is_below(path, [target]) for path in needed):
                 raise
             _mount(target, f"{home}/{number}/merged", None, MS_BIND | MS_REC)  # as it is, read-only
     for number, target in enumerate(covered):
         _mount(f"{home}/{number}/merged", target, None, MS_MOVE)
-    _private_shared_memory(f"{home}/shared", plan["with_user"])
+    _private_shared_memory(f"{home}/shared", with_user)
     for number, folder in writable.items():
         _mount(f"{home}/writable-{number}", folder, None, MS_MOVE)
-    if plan["own_pids"]:
-        _mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV)
     os.chdir(plan["cwd"])
 
 
@@ -396,7 +314,7 @@ def _private_shared_memory(layer: str, with_user: bool) -> None:
     found = os.statvfs("/dev/shm")
     os.mkdir(layer)
     _mount("tmpfs", layer, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=1777,size={found.f_blocks * found.f_frsize}")
-    if _subfolders("/dev/shm"):
+    if any(os.path.isdir(f"/dev/shm/{name}") for name in os.listdir("/dev/shm")):
         _cover("/dev/shm", f"{layer}/cover", with_user)
         layer = f"{layer}/cover/merged"
     _mount(layer, "/dev/shm", None, MS_MOVE)

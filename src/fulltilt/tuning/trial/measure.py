@@ -6,6 +6,7 @@ The process ends at a step boundary without running on: no end-of-training code 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import itertools
 import math
@@ -17,14 +18,17 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from fulltilt import store
 from fulltilt.recorder.loaders import LoaderTap
 from fulltilt.recorder.session import Session
-from fulltilt.tuning.trial.apply_settings import AppliedSettings
-from fulltilt.tuning.trial.assignment import ANSWER_FILE, ASSIGNMENT, Answer, Assignment
+from fulltilt.tuning.trial.apply_settings import AppliedSettings, around
 from fulltilt.tuning.trial.throughput import (
+    ANSWER_FILE,
+    ASSIGNMENT,
+    Answer,
+    Assignment,
     Block,
     BlockTimer,
     StepSnapshot,
@@ -74,7 +78,7 @@ class Measuring:
         self._timer = BlockTimer(assignment.patience.block_s, self._timed)
         self._sources: dict[int, weakref.ref[Any]] = {}
         self._training = TrainingLoaders()
-        self._overlap = OverlappingPasses()
+        self._passes_overlap = False
         self._pending: list[tuple[StepSnapshot, StepSnapshot]] = []
         self._blocks: list[Block] = []
         self._loss: Any = None
@@ -83,7 +87,9 @@ class Measuring:
 
     def install(self) -> None:
         """Put the settings in force and begin to watch for steps."""
-        self._draw_the_same_numbers()
+        random.seed(0)  # the same in every trial, so that losses can be compared; torch's generators start alike anyway
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(0)
         self._saves.install()
         self._applied.install()
         torch = self._torch
@@ -93,35 +99,32 @@ class Measuring:
         atexit.register(self._script_ended)
         sys.excepthook = functools.partial(self._script_failed, sys.excepthook)
 
-    def _draw_the_same_numbers(self) -> None:
-        """In every trial, so that losses can be compared; torch's own generators start alike anyway."""
-        random.seed(0)
-        if (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.seed(0)
-
     # ------------------------------------------------------------------ losses
 
     def _keep_losses(self) -> None:
         torch = self._torch
-        backward, scale = torch.autograd.backward, torch.amp.grad_scaler.GradScaler.scale
         unscaled: dict[int, Any] = {}
 
-        @functools.wraps(scale)
-        def scaling(scaler: Any, outputs: Any) -> Any:
-            result = scale(scaler, outputs)
-            unscaled.clear()
-            unscaled[id(result)] = outputs
-            return result
+        def scaling(scale: Callable[..., Any]) -> Callable[..., Any]:
+            def scaled(scaler: Any, outputs: Any) -> Any:
+                result = scale(scaler, outputs)
+                unscaled.clear()
+                unscaled[id(result)] = outputs
+                return result
 
-        @functools.wraps(backward)
-        def keeping(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            loss = unscaled.pop(id(tensors), tensors)
-            if isinstance(loss, torch.Tensor) and loss.numel() == 1 and len(self._losses) < MOST_LOSSES:
-                self._loss = loss.detach().clone()  # a captured graph would overwrite its output
-            return backward(tensors, *args, **kwargs)
+            return scaled
 
-        torch.amp.grad_scaler.GradScaler.scale = scaling
-        torch.autograd.backward = keeping
+        def keeping(backward: Callable[..., Any]) -> Callable[..., Any]:
+            def kept(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+                loss = unscaled.pop(id(tensors), tensors)
+                if isinstance(loss, torch.Tensor) and loss.numel() == 1 and len(self._losses) < MOST_LOSSES:
+                    self._loss = loss.detach().clone()  # a captured graph would overwrite its output
+                return backward(tensors, *args, **kwargs)
+
+            return kept
+
+        around(torch.amp.grad_scaler.GradScaler, "scale", scaling)
+        around(torch.autograd, "backward", keeping)
 
     # ------------------------------------------------------------------ steps
 
@@ -169,9 +172,12 @@ class Measuring:
 
     def _begin_pass(self, loader: Any, tap: LoaderTap, iterate: Callable[[Any], Any]) -> Any:
         """Stands where live tuning would: a pass begins with torch's own iterator, which can be asked for its queue."""
+        before = self._sources.get(tap.loader_id, lambda: None)()
         source = self._session.taps.with_meters(functools.partial(iterate, loader), tap)
-        self._overlap.began(tap.loader_id, source)
-        if hasattr(source, "_task_info"):
+        # torch has one iterator for all passes of a loader whose workers persist: they would restart a pass under way.
+        if before is not None and before is not source and _is_under_way(before):
+            self._passes_overlap = True
+        with contextlib.suppress(TypeError):
             self._sources[tap.loader_id] = weakref.ref(source)
         return source
 
@@ -237,9 +243,17 @@ class Measuring:
             complete=complete,
             out_of_memory=int(statistics.get("num_ooms", 0)),
             remarks=tuple(dict.fromkeys(self._applied.remarks)),
-            passes_overlap=self._overlap.seen,
+            passes_overlap=self._passes_overlap,
         )
         store.write_json(Path(self._assignment.folder) / ANSWER_FILE, answer)
+
+
+def _is_under_way(source: Any) -> bool:
+    """Whether a pass has batches left; one that was abandoned counts as well, where the script still holds it."""
+    try:
+        return bool(source._num_yielded < len(source))
+    except (AttributeError, TypeError):
+        return False
 
 
 def _workers(tap: LoaderTap) -> int:
@@ -277,17 +291,6 @@ class LoaderSupply:
         return now_s - self._since_s > patience_s and steps - self._since_step > LEAST_STEPS
 
 
-class Drawn(Protocol):
-    """A loader's tap, as far as it matters here."""
-
-    loader_id: int
-    trains: bool
-    batches: int
-
-
-T = TypeVar("T", bound=Drawn)
-
-
 class TrainingLoaders:
     """A loader trains if backward() came after its batch, or if it was drawn from in every step beside one that does.
 
@@ -298,7 +301,7 @@ class TrainingLoaders:
         self._before: dict[int, int] | None = None
         self._always: set[int] | None = None
 
-    def after_step(self, taps: Sequence[T]) -> list[T]:
+    def after_step(self, taps: Sequence[Any]) -> list[Any]:
         """The loaders that feed the training, as far as seen up to this step."""
         now = {tap.loader_id: tap.batches for tap in taps}
         if self._before is not None:  # what was drawn before the first step may have been anything
@@ -308,38 +311,6 @@ class TrainingLoaders:
         return [tap for tap in taps if tap.trains or tap.loader_id in (self._always or ())]
 
 
-class OverlappingPasses:
-    """Whether one pass over a loader goes on after another has begun, as when a script peeks at its first batch.
-
-    torch has one iterator for all passes of a loader whose workers persist: the second would restart the first.
-    """
-
-    def __init__(self) -> None:
-        self._latest: dict[int, weakref.ref[Any]] = {}
-        self._overtaken: list[tuple[weakref.ref[Any], int]] = []
-        self._seen = False
-
-    def began(self, loader_id: int, source: Any) -> None:
-        """A pass has begun."""
-        self._look()
-        before = self._latest.get(loader_id, lambda: None)()
-        if before is not None and before is not source:  # a script whose own workers persist has one for all
-            self._overtaken.append((weakref.ref(before), before._num_yielded))
-        self._latest[loader_id] = weakref.ref(source)
-
-    @property
-    def seen(self) -> bool:
-        """Whether a pass was drawn from after the next had begun."""
-        self._look()
-        return self._seen
-
-    def _look(self) -> None:
-        for reference, drawn in self._overtaken:
-            source = reference()
-            self._seen = self._seen or (source is not None and source._num_yielded != drawn)
-        self._overtaken = [(reference, drawn) for reference, drawn in self._overtaken if reference() is not None]
-
-
 class Saves:
     """Counts the checkpoints that a job saves, which take a moment, and points them into ``scratch`` where given."""
 
@@ -347,7 +318,6 @@ class Saves:
         self.count = 0
         self._scratch = scratch
         self._installed: set[str] = set()
-        self._originals: list[tuple[Any, str, Any]] = []
 
     def install(self) -> None:
         """Stand around the functions that save, in the modules that are imported by now."""
@@ -359,28 +329,15 @@ class Saves:
                 for part in outer:
                     home = getattr(home, part, None)
                 if hasattr(home, last):
-                    self._exchange(home, last, self._saving(getattr(home, last), place, keyword))
-        torch: Any = sys.modules["torch"]
+                    around(home, last, functools.partial(self._saving, place, keyword))
         if self._scratch is not None and "torch.load" not in self._installed:
             self._installed.add("torch.load")
-            self._exchange(torch, "load", self._loading(torch.load))
-
-    def remove(self) -> None:
-        """Put the originals back."""
-        for home, name, original in reversed(self._originals):
-            setattr(home, name, original)
-        self._originals.clear()
-        self._installed.clear()
-
-    def _exchange(self, home: Any, name: str, around: Callable[..., Any]) -> None:
-        self._originals.append((home, name, getattr(home, name)))
-        setattr(home, name, around)
+            around(sys.modules["torch"], "load", self._loading)
 
     def _in_scratch(self, path: Any) -> str:
         return f"{self._scratch}{Path(path).absolute()}"
 
-    def _saving(self, original: Callable[..., Any], place: int, keyword: str) -> Callable[..., Any]:
-        @functools.wraps(original)
+    def _saving(self, place: int, keyword: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def save(*args: Any, **kwargs: Any) -> Any:
             self.count += 1
             given = kwargs.get(keyword, args[place] if len(args) > place else None)
@@ -395,7 +352,6 @@ class Saves:
         return save
 
     def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
         def load(f: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(f, str | os.PathLike) and Path(self._in_scratch(f)).exists():
                 f = self._in_scratch(f)

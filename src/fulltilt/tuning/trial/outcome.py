@@ -13,11 +13,10 @@ from fulltilt.diagnosis.evidence import Evidence, gather, invalid_because, preci
 from fulltilt.diagnosis.thresholds import DEFAULT
 from fulltilt.records import LoaderRecord, RankRecord, Run, Settings, Trial
 from fulltilt.tuning.space import Attempt, is_loader_only
-from fulltilt.tuning.trial.assignment import Answer, TrainingLoader
 from fulltilt.tuning.trial.launch import Ended
-from fulltilt.tuning.trial.throughput import rate_of, wait_share_of
+from fulltilt.tuning.trial.throughput import Answer, TrainingLoader, rate_of, wait_share_of
 
-State = Literal["ok", "oom", "crashed", "timed_out", "diverged", "throttled"]
+State = Literal["ok", "oom", "crashed", "timed_out", "not_measured", "diverged", "throttled"]
 
 # What running out of memory looks like in a traceback: the GPU's, the host's, and shared memory between workers.
 _OUT_OF_MEMORY = re.compile(
@@ -51,6 +50,7 @@ def conclude(
     rate = rate_of(answer.blocks) if answer is not None else None
     ranks = answer.world_size if answer is not None else 1
     losses = answer.losses[:MOST_KEPT_LOSSES] if answer is not None else ()
+    compared = compared_steps(start.losses if start is not None else losses, losses)
     samples = [sample.host for sample in run.samples] if run is not None else []
     gpus = evidence.gpus if evidence is not None else ()
     vram = [rank.vram_peak_bytes for rank in run.ranks if rank.vram_peak_bytes is not None] if run is not None else []
@@ -64,7 +64,7 @@ def conclude(
         steps=answer.steps if answer is not None else 0,
         vram_peak_bytes=max(vram, default=None),
         ram_peak_bytes=max((host.tree_pss_bytes for host in samples if host.tree_pss_bytes), default=None),
-        loss=mean_loss(losses, compared_steps(start.losses if start is not None else losses, losses)),
+        loss=fmean(losses[compared.start : compared.stop]) if compared else None,
         note=note,
         purpose=attempt.purpose,
         in_force=in_force(evidence, attempt.settings, studied),
@@ -108,7 +108,7 @@ def _state(
     attempt: Attempt, ended: Ended, answer: Answer | None, run: Run | None, start: Trial | None
 ) -> tuple[State, str | None]:
     if ended.stopped_for == "time":
-        return "timed_out", f"stopped after {ended.wall_s:.0f} s"
+        return "timed_out", f"stopped after {ended.wall_s:.0f} s{_not_reached(run)}"
     if ended.stopped_for == "memory":
         return "oom", "used more memory than there is for a trial"
     failed = ended.status not in (0, None) and (answer is None or not answer.complete)
@@ -120,7 +120,7 @@ def _state(
         refused = _refused_write(ended)
         return "crashed", refused or last_exception(ended.tail) or _how_it_ended(ended.status, ended.tail)
     if answer is None or not any(block.samples for block in answer.blocks):
-        return "crashed", _nothing_measured(answer, run)
+        return "not_measured", _nothing_measured(answer, run)
     not_finite = None
     if answer.not_finite_at is not None:
         not_finite = f"the loss of step {answer.not_finite_at + 1} is not a finite number"
@@ -128,9 +128,10 @@ def _state(
         is_further = start is not None and answer.not_finite_at >= len(start.losses)
         if not (is_further and is_loader_only(attempt.settings)):
             return "diverged", not_finite
-    if start is not None and is_worse(start.losses, answer.losses):
-        return "diverged", _worse(start.losses, answer.losses)
-    throttled = _throttled(run)
+    if start is not None and (worse := worse_by(start.losses, answer.losses)) is not None:
+        return "diverged", worse
+    # The GPU's figures are not its own while it is slowed down.
+    throttled = None if run is None else invalid_because(gather(run, DEFAULT))
     if throttled is not None:
         return "throttled", throttled
     return "ok", "; ".join((*([not_finite] if not_finite else ()), *answer.remarks)) or None
@@ -142,28 +143,24 @@ def _refused_write(ended: Ended) -> str | None:
     return None if found is None else f"a trial may not write {found[1]} here; --in-place lets it ({found[0]})"
 
 
+def _not_reached(run: Run | None) -> str:
+    """What of its training a script that was stopped had not come to."""
+    spans = [span for spans in run.spans for span in spans] if run is not None else []
+    if not any(span.steps for span in spans):
+        return ": the script had not reached a training loop (no step of an optimizer was seen)"
+    return "" if any(span.batches for span in spans) else ": no DataLoader had given the training a batch"
+
+
 def _nothing_measured(answer: Answer | None, run: Run | None) -> str:
     steps = answer.steps if answer is not None else 0
     if not steps:
         return "the script ended without a step of an optimizer"
     ranks = run.ranks if run is not None else ()
     if ranks and not any(loader.batches and loader.made_by != "script" for rank in ranks for loader in rank.loaders):
-        return f"no DataLoader gave a batch in {steps} steps: there is no loader to tune"
+        return f"the script trained {steps} steps without a batch of a DataLoader: there is no loader to tune"
     if answer is not None and answer.complete:
         return f"the loader gave no more batches (of {steps} steps), and too few to measure: they are trained on again"
     return f"the script ended after {steps} steps: too few to measure; let it train longer"
-
-
-def _throttled(run: Run | None) -> str | None:
-    """Why the GPU's figures are not its own at this moment; None when they are."""
-    return None if run is None else invalid_because(gather(run, DEFAULT))
-
-
-def _worse(start: tuple[float, ...], losses: tuple[float, ...]) -> str:
-    steps = compared_steps(start, losses)
-    assert steps is not None
-    before, after = mean_loss(start, steps), mean_loss(losses, steps)
-    return f"mean loss of steps {steps.start + 1} to {steps.stop}: {after:.4g}, at the start settings {before:.4g}"
 
 
 def _ran_out_of_memory(tail: str) -> bool:
@@ -202,19 +199,14 @@ def compared_steps(start: Sequence[float], other: Sequence[float]) -> range | No
     return range(common // 2, common) if common >= LEAST_STEPS else None
 
 
-def mean_loss(losses: Sequence[float], steps: range | None) -> float | None:
-    """The mean loss over these steps; None where they were not made."""
-    if steps is None or len(losses) < steps.stop or not steps:
-        return None
-    return fmean(losses[steps.start : steps.stop])
-
-
-def is_worse(start: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether ``other`` trains worse than ``start``: clearly beyond the noise of both."""
+def worse_by(start: Sequence[float], other: Sequence[float]) -> str | None:
+    """In words, how much worse ``other`` trains than ``start``; None where it is not clearly beyond the noise."""
     steps = compared_steps(start, other)
     if steps is None:
-        return False
+        return None
     ours, theirs = start[steps.start : steps.stop], other[steps.start : steps.stop]
+    before, after = fmean(ours), fmean(theirs)
     error = math.sqrt((pvariance(ours) + pvariance(theirs)) / len(steps))
-    excess = fmean(theirs) - fmean(ours)
-    return excess > max(SURE_ERRORS * error, TOLERATED * abs(fmean(ours)))
+    if after - before <= max(SURE_ERRORS * error, TOLERATED * abs(before)):
+        return None
+    return f"mean loss of steps {steps.start + 1} to {steps.stop}: {after:.4g}, at the start settings {before:.4g}"

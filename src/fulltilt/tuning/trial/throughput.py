@@ -1,4 +1,4 @@
-"""How fast a trial is and how sure that is: steps cut into blocks, rates over blocks with a confidence interval.
+"""What a trial is told and what it answers: steps cut into blocks, and the rate over them with its interval.
 
 Steps follow each other too closely to count as independent: a loader with w workers gives its batches in bursts of w.
 So a block ends where a whole number of bursts has passed.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from fulltilt.records import Settings
 
 # Two-sided 95 % quantiles of Student's t for 1, 2, … degrees of freedom; beyond them the normal distribution's will do.
 _T_95 = (
@@ -17,6 +19,10 @@ _T_95 = (
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
 )
 Z_95 = 1.96
+
+ASSIGNMENT = "FULLTILT_TRIAL"
+ASSIGNMENT_FILE = "assignment.json"
+ANSWER_FILE = "answer.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,66 +41,6 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Rate:
-    """Samples per second with the ends of its 95 % interval."""
-
-    mean: float
-    low: float
-    high: float
-
-    @property
-    def relative_error(self) -> float:
-        """Half the interval over the mean."""
-        return (self.high - self.low) / (2 * self.mean) if self.mean > 0 else math.inf
-
-
-def t_quantile(degrees: int) -> float:
-    """The two-sided 95 % quantile of Student's t."""
-    return _T_95[degrees - 1] if 1 <= degrees <= len(_T_95) else Z_95
-
-
-def lasting(blocks: Sequence[Block]) -> list[float]:
-    """The samples of each block at the pace that the loader can keep: those that it made during the block.
-
-    While the queue is used up, training takes more than that. A queue that grows or stays full says that it is training
-    that sets the pace. One step's samples more or less in the queue are chance.
-    """
-    used_up = sum(block.from_queue for block in blocks)
-    one_step = sum(block.samples for block in blocks) / max(sum(block.steps for block in blocks), 1)
-    if used_up <= one_step:
-        return [float(block.samples) for block in blocks]
-    return [block.samples - block.from_queue for block in blocks]
-
-
-def wait_share_of(blocks: Sequence[Block]) -> float | None:
-    """The share of its time that training waits for data at the pace that lasts; None without any measured time."""
-    seconds, samples = sum(block.seconds for block in blocks), sum(block.samples for block in blocks)
-    if seconds <= 0:
-        return None
-    busy = 1 - sum(block.wait_s for block in blocks) / seconds
-    return 1 - busy * (sum(lasting(blocks)) / samples if samples else 1.0)
-
-
-def rate_of(blocks: Sequence[Block]) -> Rate | None:
-    """Samples over seconds at the pace that lasts, with the interval of that ratio; None without any measured time.
-
-    A single block says nothing about how sure it is: its interval is unbounded above and begins at zero.
-    """
-    seconds = sum(block.seconds for block in blocks)
-    if seconds <= 0:
-        return None
-    given = lasting(blocks)
-    mean = sum(given) / seconds
-    count = len(blocks)
-    if count < 2:
-        return Rate(mean, 0.0, math.inf)
-    spread = sum((samples - mean * block.seconds) ** 2 for samples, block in zip(given, blocks, strict=True))
-    error = math.sqrt(spread / (count * (count - 1))) / (seconds / count)
-    half = t_quantile(count - 1) * error
-    return Rate(mean, max(0.0, mean - half), mean + half)
-
-
-@dataclass(frozen=True, slots=True)
 class Patience:
     """When a trial has measured enough.
 
@@ -110,38 +56,121 @@ class Patience:
     to_beat: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class TrainingLoader:
+    """Which loader feeds the training, as the first trial saw it: by the user's line and the data set's length."""
+
+    where: str | None
+    dataset_len: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The settings to put in force, on which loader, and when to stop; ``folder`` takes the records.
+
+    ``scratch`` is where saves are pointed to where nothing else may be written.
+    """
+
+    settings: Settings
+    folder: str
+    scratch: str | None = None
+    loader: TrainingLoader | None = None
+    patience: Patience = field(default_factory=Patience)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a trial measured. ``complete``: it stopped because it knew enough, not because the script ended.
+
+    ``losses`` go up to the first that is not finite, which is that of step ``not_finite_at``.
+    ``passes_overlap``: a pass over a loader began before another had ended.
+    ``learning_rate`` is the one that the optimizer was made with: a schedule may have begun below it.
+    """
+
+    blocks: tuple[Block, ...]
+    steps: int
+    losses: tuple[float, ...]
+    world_size: int
+    complete: bool
+    not_finite_at: int | None = None
+    learning_rate: float | None = None
+    out_of_memory: int = 0
+    remarks: tuple[str, ...] = ()
+    passes_overlap: bool = False
+
+
+# --------------------------------------------------------------------------- the rate over blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Samples per second with the ends of its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def _lasting(blocks: Sequence[Block]) -> list[float]:
+    """The samples of each block at the pace that the loader can keep: those that it made during the block.
+
+    While the queue is used up, training takes more than that. A queue that grows or stays full says that it is training
+    that sets the pace. One step's samples more or less in the queue are chance.
+    """
+    used_up = sum(block.from_queue for block in blocks)
+    one_step = sum(block.samples for block in blocks) / max(sum(block.steps for block in blocks), 1)
+    return [block.samples - (block.from_queue if used_up > one_step else 0.0) for block in blocks]
+
+
+def wait_share_of(blocks: Sequence[Block]) -> float | None:
+    """The share of its time that training waits for data at the pace that lasts; None without any measured time."""
+    seconds, samples = sum(block.seconds for block in blocks), sum(block.samples for block in blocks)
+    if seconds <= 0:
+        return None
+    busy = 1 - sum(block.wait_s for block in blocks) / seconds
+    return 1 - busy * (sum(_lasting(blocks)) / samples if samples else 1.0)
+
+
+def rate_of(blocks: Sequence[Block]) -> Rate | None:
+    """Samples over seconds at the pace that lasts, with the interval of that ratio; None without any measured time.
+
+    A single block says nothing about how sure it is: its interval is unbounded above and begins at zero.
+    """
+    seconds, count = sum(block.seconds for block in blocks), len(blocks)
+    if seconds <= 0:
+        return None
+    given = _lasting(blocks)
+    mean = sum(given) / seconds
+    if count < 2:
+        return Rate(mean, 0.0, math.inf)
+    spread = sum((samples - mean * block.seconds) ** 2 for samples, block in zip(given, blocks, strict=True))
+    error = math.sqrt(spread / (count * (count - 1))) / (seconds / count)
+    half = (_T_95[count - 2] if count - 2 < len(_T_95) else Z_95) * error
+    return Rate(mean, max(0.0, mean - half), mean + half)
+
+
 def is_enough(blocks: Sequence[Block], patience: Patience) -> bool:
     """Whether the rate is known well enough, or will not be within this trial's patience."""
     seconds = sum(block.seconds for block in blocks)
     if seconds >= patience.most_s:
         return True
-    if len(blocks) < patience.least_blocks or seconds < patience.least_s:
-        return False
     rate = rate_of(blocks)
-    if rate is None:
+    if len(blocks) < patience.least_blocks or seconds < patience.least_s or rate is None:
         return False
     out_of_the_race = patience.to_beat is not None and rate.high < patience.to_beat
-    return out_of_the_race or rate.relative_error <= patience.wanted_error
-
-
-def is_warm(steps: int, has_waited: bool, is_ahead: bool, batches: int, most_batches: int) -> bool:
-    """Whether what follows is the pace that the job will keep.
-
-    The first steps are slow, and the batches that the workers had queued meanwhile are consumed faster than the loader
-    gives: until a step has waited for data. A loader that ``is_ahead`` of the training will not let it wait. Where
-    neither is seen within ``most_batches``, the queue is used up so slowly that its share can be counted.
-    """
-    return steps >= WARM_UP_STEPS and (has_waited or is_ahead or batches > most_batches)
-
-
-WARM_UP_STEPS = 3
+    return out_of_the_race or rate.high - rate.low <= 2 * patience.wanted_error * rate.mean
 
 
 # --------------------------------------------------------------------------- from steps to blocks
 
+WARM_UP_STEPS = 3
 # A step that waited at least this long, and this share of its time, found the loader's queue empty.
 WAITED_S = 0.002
 WAITED_SHARE = 0.05
+# After so many interruptions without a whole block between them, they are part of the pace of this job.
+MOST_FRUITLESS = 4
+# A queue is used up within so many times its length, unless the loader is nearly as fast as the training.
+USED_UP_WITHIN = 2
 
 
 @dataclass(slots=True)
@@ -179,18 +208,6 @@ def block_between(began: StepSnapshot, ended: StepSnapshot) -> Block:
     )
 
 
-def waited_between(last: StepSnapshot, now: StepSnapshot) -> bool:
-    """Whether a step found the loader's queue empty."""
-    waited_s = now.wait_s - last.wait_s
-    return waited_s >= WAITED_S and waited_s >= WAITED_SHARE * (now.host_s - last.host_s)
-
-
-# After so many interruptions without a whole block between them, they are part of the pace of this job.
-MOST_FRUITLESS = 4
-# A queue is used up within so many times its length, unless the loader is nearly as fast as the training.
-USED_UP_WITHIN = 2
-
-
 class BlockTimer:
     """Cuts a job's steps into blocks. ``marked`` is called with the moments at which one begins or ends."""
 
@@ -206,18 +223,20 @@ class BlockTimer:
     def stepped(self, now: StepSnapshot) -> tuple[StepSnapshot, StepSnapshot] | None:
         """Where the block that ends with this step began and ended; None when none ends here."""
         last, self._last = self._last, now
-        if last is not None and now.interruptions != last.interruptions and self._fruitless < MOST_FRUITLESS:
+        if last is None:
+            return None
+        if now.interruptions != last.interruptions and self._fruitless < MOST_FRUITLESS:
             # Validation or a save came between, in which the workers went on: not the pace of training.
             self._fruitless += 1
             self._cold_since, self._began, self._has_waited = now, None, False
             return None
-        if last is not None:
-            self._has_waited = self._has_waited or waited_between(last, now)
+        waited_s = now.wait_s - last.wait_s
+        self._has_waited |= waited_s >= WAITED_S and waited_s >= WAITED_SHARE * (now.host_s - last.host_s)
         if self._began is None:
-            self._begin_when_warm(now)
+            if self._is_warm(now):
+                self._began = self._marked(now)
             return None
         began = self._began
-        assert last is not None
         bursts, before = ((moment.batches - began.batches) // max(now.workers, 1) for moment in (now, last))
         if now.host_s - began.host_s < self._block_s or bursts == before:
             return None
@@ -226,14 +245,19 @@ class BlockTimer:
             self._fruitless = 0
         return began, self._began
 
-    def _begin_when_warm(self, now: StepSnapshot) -> None:
+    def _is_warm(self, now: StepSnapshot) -> bool:
+        """Whether what follows is the pace that the job will keep.
+
+        The first steps are slow, and the batches that the workers had queued meanwhile are consumed faster than the
+        loader gives: until a step has waited for data. A loader that is ahead of the training will not let it wait.
+        Where neither is seen for long, the queue is used up so slowly that its share can be counted.
+        """
         cold = self._cold_since
         batches = now.batches - (0 if cold is None else cold.batches)
         # Once each worker has been given something to do, one that has nothing to do is ahead of the training.
         is_ahead = batches > now.workers and now.ready > now.queue_batches - now.workers
         most_batches = USED_UP_WITHIN * now.queue_batches if cold is None else now.workers
-        if is_warm(now.steps, self._has_waited, is_ahead, batches, most_batches):
-            self._began = self._marked(now)
+        return now.steps >= WARM_UP_STEPS and (self._has_waited or is_ahead or batches > most_batches)
 
 
 def ready_batches(iterator: Any) -> int:
