@@ -13,8 +13,7 @@ import pytest
 
 from fulltilt.errors import MachineError
 from fulltilt.train import checkpoint, checkpoint_files
-from fulltilt.train.checkpoint import KeepPolicy, newest_complete
-from fulltilt.train.checkpoint_writer import Writer
+from fulltilt.train.checkpoint import KeepPolicy, Writer, newest_complete
 from tests.faults import victim
 from tests.faults.victim import Order
 from tests.train.test_checkpoint import claimed, snapshot

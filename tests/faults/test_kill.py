@@ -46,7 +46,7 @@ def test_killed_at_every_disk_call_of_the_protocol(tmp_path: Path, again: bool) 
             checkpoint.delete_old(root, KeepPolicy(last=1, best=0))
 
         died = killed_at(points + 1, save)
-        checkpoint.sweep(root)
+        checkpoint.prepare(root)
         found = newest_complete(root)
         assert not found.warnings, "a half-written checkpoint had a checkpoint's name"
         assert found.checkpoint is not None

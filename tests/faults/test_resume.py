@@ -72,22 +72,20 @@ def test_forgetting_a_part_shows(
     run(tmp_path / "out", stop_at=8)
     restore = train_state.restore
 
-    def forgetful(folder: Path, model: torch.nn.Module, parts: dict[str, train_state.Part]) -> None:
+    def forgetful(folder: Path, model: torch.nn.Module, parts: dict[str, train_state.Part], *loaded: Any) -> None:
         assert forgotten in parts
-        restore(folder, model, {name: part for name, part in parts.items() if name != forgotten})
+        restore(folder, model, {name: part for name, part in parts.items() if name != forgotten}, *loaded)
 
     monkeypatch.setattr(train_state, "restore", forgetful)
     assert differs(lambda: run(tmp_path / "out"), whole)
 
 
-def test_the_list_above_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_list_above_is_complete(tmp_path: Path) -> None:
     """``settings`` is the one part that changes nothing but what the user is told (see test_loop)."""
-    seen: list[str] = []
-    freeze = train_state.freeze
-    monkeypatch.setattr(
-        train_state, "freeze", lambda model, states, *rest: seen.extend(states) or freeze(model, states, *rest)
-    )
     run(tmp_path / "out", stop_at=5)
+    found = checkpoint.newest_complete(tmp_path / "out" / "checkpoints").checkpoint
+    assert found is not None
+    seen = checkpoint.load(found.folder)[1]
     assert set(seen) == {*PARTS, "settings"}
 
 

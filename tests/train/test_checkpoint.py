@@ -15,8 +15,16 @@ from hypothesis import strategies as st
 from fulltilt.errors import ForeignFiles, MachineError, UsageError
 from fulltilt.store import OwnedFolder
 from fulltilt.train import checkpoint, checkpoint_files
-from fulltilt.train.checkpoint import DamagedCheckpoint, KeepPolicy, Snapshot, newest_complete, steps_to_delete
-from fulltilt.train.checkpoint_writer import HostMemory, Writer, check_space
+from fulltilt.train.checkpoint import (
+    DamagedCheckpoint,
+    HostMemory,
+    KeepPolicy,
+    Snapshot,
+    Writer,
+    check_space,
+    newest_complete,
+    steps_to_delete,
+)
 
 
 def snapshot(step: int, metric: float | None = None, size: int = 7) -> Snapshot:
@@ -163,7 +171,7 @@ def test_sweeping_puts_a_displaced_checkpoint_back(root: Path) -> None:
     owned.move(folder, root / ".displaced-step-00000003.1")
     owned.make(root / ".partial-step-00000003-1")
     owned.make(root / ".deleted-step-00000001.1")
-    checkpoint.sweep(root)
+    checkpoint.prepare(root)
     assert [path.name for path in root.iterdir()] == ["step-00000003"]
     checkpoint.verify(folder)
 
@@ -178,10 +186,9 @@ def test_files_of_others_survive_wherever_they_lie(root: Path) -> None:
     checkpoint.write(root, snapshot(2, metric=0.5))
     checkpoint.write(root, snapshot(3))
     checkpoint.delete_old(root, KeepPolicy(last=1, best=0))
-    checkpoint.sweep(root)
+    checkpoint.prepare(root)
     found = sorted(path.read_text().split()[0] for path in root.rglob("notes.txt"))
     assert found == ["deleted", "replaced", "taken"]
-    assert sorted(path.name for path in root.iterdir() if path.name.startswith(".")) == [".partial-step-00000009-1"]
     assert [path.name for path in checkpoint.folders(root)] == ["step-00000003"]
 
 

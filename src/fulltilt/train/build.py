@@ -1,4 +1,4 @@
-"""Putting a training together before its first step: device, ranks, model, data, guards; and its stages."""
+"""Putting a training together before its first step: device, ranks, model, data; its stages; where it begins."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 
-from fulltilt.errors import UsageError
-from fulltilt.train import checkpoint, cuda_graphs, optimizers, precision
-from fulltilt.train.checkpoint import KeepPolicy
-from fulltilt.train.checkpoint_writer import Writer, check_space
+from fulltilt.errors import MachineError, UsageError
+from fulltilt.train import checkpoint, cuda_graphs, optimizers, precision, train_state, weight_import
+from fulltilt.train.checkpoint import KeepPolicy, Writer, check_space, newest_complete
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.data_source import LoaderSettings, Source, make_source
 from fulltilt.train.distributed import Group, LossModule, Replicated, SingleProcess, detect, device_of, divided
@@ -81,11 +80,6 @@ def learning_rate_of(state: TrainState) -> float:
     return stage_rate(settings, stages[index], step, stages[index].epochs * per_epoch, per_epoch)
 
 
-def last_trained_epoch(epoch: int, consumed: int) -> int:
-    """The epoch whose stage the optimizer of a checkpoint belongs to: a new stage begins with its first step."""
-    return epoch - 1 if epoch and not consumed else epoch
-
-
 def _optimizer(state: TrainState) -> torch.optim.Optimizer:
     make = state.job.optimizer or optimizers.build
     made = make(state.model, state.settings, state.device)
@@ -138,8 +132,7 @@ def _built(
     undo.callback(lock.close)
     if group.first:
         lock.enter_context(checkpoint.claim(out).locked(f"another training uses {out}"))
-        checkpoint.prepare(root)
-        checkpoint.sweep(root)  # only now: what looks left over could have been another run's, in the making
+        checkpoint.prepare(root)  # only now: what looks left over could have been another run's, in the making
     group.barrier()
     seed_everything(settings.seed)  # alike on every rank: models that draw their weights late must agree
     precision.set_tf32(settings.tf32)
@@ -274,3 +267,73 @@ def _eval_source(job: Job, settings: TrainSettings, plan: EpochPlan, loading: Lo
     size = settings.eval_batch_size or settings.batch_size
     quiet = EpochPlan(samples=0, batch_size=size, seed=plan.seed, rank=plan.rank, world=plan.world, shuffle=False)
     return make_source(job.eval_data, quiet, loading, job.collate, job.eval_augment)
+
+
+# --------------------------------------------------------------------------- where it begins
+
+
+# An optimizer's own state comes back with these as they were; a setting that was changed since has to win.
+_SETTINGS_IN_GROUPS = ("weight_decay", "momentum")
+
+
+def resume(state: TrainState, *, resume_from: Path | None = None, fresh: bool = False) -> None:
+    """Bring the state to its newest checkpoint, or to what was named, and say which that is. Raises FulltiltErrors."""
+    if fresh and state.group.first and (aside := checkpoint.set_aside(state.root)) is not None:
+        state.screen.say(f"The checkpoints of the run before are now in {aside}")
+    state.group.barrier()
+    if not fresh:
+        # The first rank chooses for all: on a network disk the others may not see the newest one yet.
+        found = state.group.from_first(newest_complete(state.root) if state.group.first else None)
+        for warning in found.warnings:
+            state.screen.warn(warning)
+        if found.checkpoint is not None:
+            # A run that was started with --resume-from goes on with its own checkpoints once it has some.
+            _restore(state, found.checkpoint.folder)
+            state.writer.newest = found.checkpoint
+            return
+    if resume_from is None:
+        return
+    source = weight_import.place_of(resume_from)
+    if (source / checkpoint.MANIFEST_FILE).exists():
+        _restore(state, source)
+    else:
+        for line in weight_import.load_weights(state.model, source).lines():
+            state.screen.say(line)
+        _average_from_here(state)
+
+
+def _restore(state: TrainState, folder: Path) -> None:
+    if not folder.is_dir():
+        raise MachineError(
+            f"{folder}, from which the first rank goes on, is not there for rank {state.group.ranks.rank}",
+            "Give an --out on storage that all machines share.",
+        )
+    loaded = checkpoint.load(folder)
+    saved = loaded[1]
+    # The optimizer has to be that of the last step before its state comes in: a new stage makes its own.
+    epoch, consumed = saved["progress"]["epoch"], saved["progress"]["consumed"]
+    enter_stage(state, min(epoch - 1 if epoch and not consumed else epoch, state.epochs - 1))
+    groups = state.stepper.optimizer.param_groups
+    asked = [{name: group[name] for name in _SETTINGS_IN_GROUPS if name in group} for group in groups]
+    average_begins = state.ema is not None and "ema" not in saved
+    parts = {name: part for name, part in state.parts().items() if name != "ema" or not average_begins}
+    train_state.restore(folder, state.model, parts, loaded)
+    changed = state.kept_settings.changed
+    for group, wishes in zip(state.stepper.optimizer.param_groups, asked, strict=True):
+        group.update({name: value for name, value in wishes.items() if name in changed})
+    where = f"in epoch {epoch + 1}" if consumed or not epoch else f"after epoch {epoch}"
+    state.screen.say(f"Resuming from {folder} (step {state.progress.step}, {where})")
+    if average_begins:
+        _average_from_here(state)
+        state.screen.say("The average of the weights begins here: the checkpoint has none")
+    if changed:
+        state.screen.say(f"Changed since: {', '.join(state.kept_settings.changes)}")
+    if consumed and "samples" in changed:
+        state.screen.warn(
+            f"the rest of epoch {epoch + 1} is drawn from the changed data: a sample may come twice, or not"
+        )
+
+
+def _average_from_here(state: TrainState) -> None:
+    if state.ema is not None:
+        state.ema.load_state_dict({name: parameter.detach() for name, parameter in state.model.named_parameters()})

@@ -1,14 +1,17 @@
-"""Which checkpoint a run resumes from: the newest that passes its checksums, and what that loses."""
+"""Checkpoints of a run: how one is written, which is the newest that is intact, which old ones are deleted."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
+import threading
+import time
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,10 +19,11 @@ from typing import Any, Literal
 import torch
 
 from fulltilt import store
-from fulltilt.errors import ForeignFiles, MachineError
+from fulltilt.errors import ForeignFiles, FulltiltError, MachineError
 from fulltilt.store.run_files import TRAINING
 from fulltilt.train import checkpoint_files
-from fulltilt.train.checkpoint_files import FileSum
+from fulltilt.train.checkpoint_files import FileSum, refusals_told
+from fulltilt.train.fsdp import gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,48 +119,39 @@ def claim(out: Path) -> store.OwnedFolder:
 
 
 def prepare(root: Path) -> None:
-    """Make ``root`` in the claimed folder and check that it can be written. Raises ForeignFiles, MachineError."""
+    """Make ``root`` in the claimed folder, check that it can be written, and clear away what a kill has left.
+
+    Unfinished and half-deleted folders go; a displaced checkpoint comes back if its successor never arrived. Raises
+    ForeignFiles, MachineError.
+    """
     folder = _owner(root)
-    try:
+    with refusals_told(root):
         folder.make(root)
         folder.remove(folder.make(folder.temporary(root / "probe")))
-    except OSError as error:
-        raise checkpoint_files.cannot_write(root, error) from error
-
-
-def sweep(root: Path) -> None:
-    """Remove unfinished and half-deleted folders; put a displaced checkpoint back if its successor never arrived."""
-    for path in sorted(root.glob(".displaced-step-*")):
-        _settle(path, root / path.name[len(".displaced-") :].partition(".")[0])
-    for pattern in (".partial-*", ".deleted-*", ".*.tmp"):
-        for path in root.glob(pattern):
-            _discard(path)
+        for path in sorted(root.glob(".displaced-step-*")):
+            _settle(path, root / path.name[len(".displaced-") :].partition(".")[0])
+        for pattern in (".partial-*", ".deleted-*", ".*.tmp"):
+            for path in root.glob(pattern):
+                _discard(path)
 
 
 def write(root: Path, snapshot: Snapshot) -> Checkpoint:
     """Write a checkpoint so that it is complete under its name or not there at all. Raises MachineError."""
-    partial, needed = None, snapshot.size_bytes
+    folder, needed = _owner(root), snapshot.size_bytes
+    contents = {
+        MODEL_FILE: checkpoint_files.tensor_parts(snapshot.model),
+        TENSORS_FILE: checkpoint_files.tensor_parts(snapshot.tensors),
+        VALUES_FILE: iter([json.dumps(snapshot.values).encode()]),
+    }
+    partial = root / f".partial-{folder_name(snapshot.step)}-{uuid.uuid4().hex[:12]}"
     try:
-        partial = partial_folder(root, snapshot.step, (MODEL_FILE, TENSORS_FILE, VALUES_FILE))
-        manifest = _write_files(partial, snapshot, needed)
-        return _appear(partial, root / folder_name(snapshot.step), manifest)
-    except OSError as error:
-        raise checkpoint_files.cannot_write(partial or root, error, needed) from error
+        with refusals_told(partial, needed):
+            folder.announce(partial, *(partial / name for name in (*contents, MANIFEST_FILE)))
+            partial.mkdir()
+            sums = {name: checkpoint_files.write_file(partial / name, parts) for name, parts in contents.items()}
+            return _appear(partial, root, snapshot.step, snapshot.epoch, snapshot.metric, sums)
     finally:
-        if partial is not None:
-            _discard(partial)
-
-
-def partial_folder(root: Path, step: int, files: Iterable[str]) -> Path:
-    """A new hidden folder for the files of a step, which ``adopt`` makes a checkpoint and `sweep` knows.
-
-    ``files`` are the names that will be written into it: of a writer that is killed, those are removed.
-    """
-    folder = _owner(root)
-    partial = root / f".partial-{folder_name(step)}-{uuid.uuid4().hex[:12]}"
-    folder.announce(partial, *(partial / name for name in (*files, MANIFEST_FILE)))
-    partial.mkdir()
-    return partial
+        _discard(partial)
 
 
 def adopt(root: Path, made: Path, step: int, epoch: int, metric: float | None) -> Checkpoint:
@@ -164,12 +159,12 @@ def adopt(root: Path, made: Path, step: int, epoch: int, metric: float | None) -
 
     Raises MachineError.
     """
-    try:
-        sums = {path.name: checkpoint_files.sync_file(path) for path in sorted(made.iterdir()) if path.is_file()}
-        manifest = _write_manifest(made, step, epoch, metric, sums, None)
-        return _appear(made, root / folder_name(step), manifest)
-    except OSError as error:
-        raise checkpoint_files.cannot_write(made, error) from error
+    with refusals_told(made):
+        files = [path for path in sorted(made.iterdir()) if path.is_file()]
+        for path in files:
+            checkpoint_files.sync(path)
+        sums = {path.name: checkpoint_files.hash_file(path) for path in files}
+        return _appear(made, root, step, epoch, metric, sums)
 
 
 def _owner(root: Path) -> store.OwnedFolder:
@@ -179,13 +174,18 @@ def _owner(root: Path) -> store.OwnedFolder:
     return folder
 
 
-def _appear(partial: Path, final: Path, manifest: dict[str, Any]) -> Checkpoint:
-    folder = _owner(final)
-    folder.record(partial, *(partial / name for name in (*manifest["files"], MANIFEST_FILE)))
-    checkpoint_files.sync_folder(partial)
+def _appear(
+    partial: Path, root: Path, step: int, epoch: int, metric: float | None, sums: Mapping[str, FileSum]
+) -> Checkpoint:
+    """Write the manifest and give the folder its name. `prepare` knows the way out of each state in between."""
+    manifest = {"schema_version": SCHEMA_VERSION, "step": step, "epoch": epoch, "metric": metric, "files": dict(sums)}
+    checkpoint_files.write_file(partial / MANIFEST_FILE, [_seal(manifest)])
+    folder, final = _owner(root), root / folder_name(step)
+    folder.record(partial, *(partial / name for name in (*sums, MANIFEST_FILE)))
+    checkpoint_files.sync(partial)
     displaced = final.with_name(f".displaced-{final.name}.{uuid.uuid4().hex[:12]}")
     try:
-        if os.path.lexists(final):  # the run went back and came here again; `sweep` knows the way out of each state
+        if os.path.lexists(final):  # the run went back and came here again
             folder.check(final)
             checkpoint_files.rename(folder, final, displaced)
         checkpoint_files.rename(folder, partial, final)
@@ -197,44 +197,24 @@ def _appear(partial: Path, final: Path, manifest: dict[str, Any]) -> Checkpoint:
 
 def _settle(displaced: Path, final: Path) -> None:
     if final.exists():
-        _discard(displaced)
+        _delete(displaced, final.name)
     elif (folder := _owner(final)).owns(displaced):
         checkpoint_files.rename(folder, displaced, final)
 
 
+def _delete(path: Path, name: str) -> None:
+    """Renamed first: a half-deleted folder must not look like a damaged checkpoint."""
+    hidden = path.with_name(f".deleted-{name}.{uuid.uuid4().hex[:12]}")
+    checkpoint_files.rename(_owner(path), path, hidden)
+    _discard(hidden)
+
+
 def _discard(path: Path) -> None:
-    """Remove what is ours of a hidden folder. What somebody else has put there stays, in the open."""
+    """Remove what is ours of a hidden folder. What somebody else has put there stays."""
     folder = _owner(path)
     with contextlib.suppress(OSError):  # a full disk refuses the note, not the removal
-        if folder.owns(path) and not folder.remove(path):
-            step = re.search(r"step-\d+", path.name)
-            kept = path.with_name(f"{step[0] if step else path.name.strip('.')}.not-removed")
-            if not os.path.lexists(kept):
-                folder.move(path, kept)
-
-
-def _write_files(folder: Path, snapshot: Snapshot, needed: int) -> dict[str, Any]:
-    contents = {
-        MODEL_FILE: checkpoint_files.tensor_parts(snapshot.model),
-        TENSORS_FILE: checkpoint_files.tensor_parts(snapshot.tensors),
-        VALUES_FILE: iter([json.dumps(snapshot.values).encode()]),
-    }
-    sums = {name: checkpoint_files.write_file(folder / name, parts, needed) for name, parts in contents.items()}
-    return _write_manifest(folder, snapshot.step, snapshot.epoch, snapshot.metric, sums, needed)
-
-
-def _write_manifest(
-    folder: Path, step: int, epoch: int, metric: float | None, sums: Mapping[str, FileSum], needed: int | None
-) -> dict[str, Any]:
-    body = {
-        "schema_version": SCHEMA_VERSION,
-        "step": step,
-        "epoch": epoch,
-        "metric": metric,
-        "files": {name: {"bytes": total.bytes, "sha256": total.sha256} for name, total in sums.items()},
-    }
-    checkpoint_files.write_file(folder / MANIFEST_FILE, [_seal(body)], needed)
-    return body
+        if folder.owns(path):
+            folder.remove(path)
 
 
 def _seal(body: dict[str, Any]) -> bytes:
@@ -246,14 +226,37 @@ def _seal(body: dict[str, Any]) -> bytes:
 def delete_old(root: Path, policy: KeepPolicy) -> list[int]:
     """Delete what the policy does not keep, and return those steps. Called only after a newer one is complete."""
     folder = _owner(root)
-    known = [found for found in map(_described_or_none, folders(root)) if found is not None]
+    known = []
+    for path in folders(root):
+        with contextlib.suppress(MachineError):  # a damaged one stays where it is: it may be all the user has
+            known.append(_described(path, _manifest(path)))
     doomed = [step for step in steps_to_delete(known, policy) if folder.owns(root / folder_name(step))]
-    for step in doomed:
-        # Renamed first: a half-deleted folder must not look like a damaged checkpoint.
-        hidden = root / f".deleted-{folder_name(step)}.{uuid.uuid4().hex[:12]}"
-        checkpoint_files.rename(folder, root / folder_name(step), hidden)
-        _discard(hidden)
+    with refusals_told(root):
+        for step in doomed:
+            _delete(root / folder_name(step), folder_name(step))
     return doomed
+
+
+def set_aside(root: Path) -> Path | None:
+    """Give old checkpoints and their metrics other names, so that a fresh run is not taken for theirs.
+
+    Returns the checkpoints' new place; None when there are none.
+    """
+    if not folders(root):
+        return None
+    log = root.with_name(METRICS_FILE)
+    for number in itertools.count(1):
+        aside, log_aside = root.with_name(f"{root.name}.old-{number}"), log.with_stem(f"{log.stem}.old-{number}")
+        if not (os.path.lexists(aside) or os.path.lexists(log_aside)):
+            break
+    folder = _owner(root)
+    with refusals_told(root):
+        checkpoint_files.rename(folder, root, aside)
+        folder.make(root)
+        # Its epochs are no part of the fresh run's history, which forecasts are made from.
+        if folder.owns(log):
+            checkpoint_files.rename(folder, log, log_aside)
+    return aside
 
 
 # --------------------------------------------------------------------------- reading
@@ -273,24 +276,10 @@ def verify(folder: Path) -> Checkpoint:
             found = checkpoint_files.hash_file(folder / name)
         except OSError as error:
             raise DamagedCheckpoint(f"{folder / name}: {error.strerror or error}") from error
-        if found.bytes != expected["bytes"]:
-            raise DamagedCheckpoint(f"{folder / name} has {found.bytes:,} bytes instead of {expected['bytes']:,}")
-        if found.sha256 != expected["sha256"]:
-            raise DamagedCheckpoint(f"{folder / name}: its checksum differs from the manifest")
+        if found != expected:
+            sizes = f"{found['bytes']:,} bytes, {expected['bytes']:,} in the manifest"
+            raise DamagedCheckpoint(f"{folder / name}: its checksum differs ({sizes})")
     return _described(folder, manifest)
-
-
-def is_ours(path: Path) -> bool:
-    """Whether ``path`` is a folder of one of our checkpoints, intact or not."""
-    return (path / MANIFEST_FILE).exists()
-
-
-def values(folder: Path) -> dict[str, Any]:
-    """The plain values of the state of a checkpoint that was verified. Raises DamagedCheckpoint."""
-    try:
-        return dict(json.loads((folder / VALUES_FILE).read_bytes()))
-    except (OSError, ValueError) as error:
-        raise DamagedCheckpoint(f"{folder / VALUES_FILE}: cannot be read ({error})") from error
 
 
 def load(folder: Path) -> tuple[dict[str, torch.Tensor], Any]:
@@ -332,13 +321,6 @@ def _described(folder: Path, manifest: dict[str, Any]) -> Checkpoint:
     return Checkpoint(folder, manifest["step"], manifest["epoch"], manifest["metric"], size)
 
 
-def _described_or_none(folder: Path) -> Checkpoint | None:
-    try:
-        return _described(folder, _manifest(folder))
-    except MachineError:
-        return None  # a damaged one stays where it is: it may be all the user has
-
-
 # --------------------------------------------------------------------------- the newest
 
 
@@ -372,3 +354,112 @@ def _fallback_warning(refused: Path, why: str, taken: Checkpoint) -> str:
     lost = int(refused.name.removeprefix("step-")) - taken.step
     told = "1 step is" if lost == 1 else f"{lost} steps are"
     return f"{refused.name} is refused: {why}. Falling back to {taken.folder.name}: {told} lost."
+
+
+# --------------------------------------------------------------------------- beside the training
+
+
+class HostMemory:
+    """Host copies of device tensors, in buffers that are pinned once and used again by every save."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def freeze(self, tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+        """Copies that no later step can change. The caller synchronises once, after the last of them."""
+        frozen = {}
+        for name, tensor in tensors.items():
+            source = gathered(tensor.detach())
+            key = f"{prefix}:{name}"
+            buffer = self._buffers.get(key)
+            if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
+                buffer = self._buffers[key] = _host_buffer(source)
+            frozen[name] = buffer.copy_(source, non_blocking=source.is_cuda)
+        return frozen
+
+
+def _host_buffer(source: torch.Tensor) -> torch.Tensor:
+    if source.is_cuda:
+        try:
+            return torch.empty_like(source, device="cpu", pin_memory=True)
+        except RuntimeError:  # the machine limits pinned memory; an ordinary copy is slower but right
+            pass
+    return torch.empty_like(source, device="cpu")
+
+
+class Writer:
+    """Writes one checkpoint at a time in the background and deletes old ones by policy.
+
+    The next ``check``, ``wait`` or ``save`` raises its error: a run cannot end well without its checkpoint.
+    """
+
+    def __init__(self, root: Path, policy: KeepPolicy) -> None:
+        self.root, self.policy = root, policy
+        self.newest: Checkpoint | None = None
+        self.longest_save_s = 0.0
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def check(self) -> None:
+        """Raise what the writer met since the last call, if anything. Never waits."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            if isinstance(error, FulltiltError | KeyboardInterrupt):
+                raise error
+            raise MachineError(f"the checkpoint was not written: {type(error).__name__}: {error}") from error
+
+    def wait(self) -> None:
+        """Wait until the disk has everything. Raises what the writer met."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def finish(self) -> None:
+        """Let a save under way come to its end, because something else has gone wrong. Raises nothing."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def save(self, snapshot: Snapshot, *, background: bool = True) -> None:
+        """Write ``snapshot``; its tensors must be frozen. The caller has waited for the save before this one."""
+        self.wait()
+        if not background:
+            self._write(snapshot)
+            self.check()
+            return
+        # Not a daemon: if the main thread dies of an exception, the interpreter still waits for a save under way.
+        self._thread = threading.Thread(target=self._write, args=(snapshot,), name="fulltilt-checkpoint")
+        self._thread.start()
+
+    def _write(self, snapshot: Snapshot) -> None:
+        begun = time.monotonic()
+        try:
+            self.newest = write(self.root, snapshot)
+            delete_old(self.root, self.policy)
+        except BaseException as error:  # handed over to the training thread, which raises it
+            self._error = error
+        self.longest_save_s = max(self.longest_save_s, time.monotonic() - begun)
+
+
+def check_space(root: Path, size_bytes: int, policy: KeepPolicy) -> None:
+    """Raise MachineError before step 0 unless all kept checkpoints and the one being written will fit.
+
+    What earlier checkpoints of this run take already counts as room, because they make way for new ones.
+    """
+    with contextlib.suppress(ImportError):  # Windows has no such limit
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        if limit != resource.RLIM_INFINITY and size_bytes > limit:
+            raise MachineError(
+                f"a checkpoint in {root} needs {size_bytes:,} bytes; the file-size limit is {limit:,}",
+                "Raise it with `ulimit -f unlimited`.",
+            )
+    present = sum(file.stat().st_size for folder in folders(root) for file in folder.iterdir())
+    needed = size_bytes * (policy.most + 1)
+    free = checkpoint_files.free_bytes(root)
+    if needed > free + present:
+        raise MachineError(
+            f"{root} has {free:,} bytes free; {policy.most} kept checkpoints and one being written need {needed:,}",
+            "Free some space, keep fewer checkpoints (keep_last, keep_best), or choose another folder with --out.",
+        )

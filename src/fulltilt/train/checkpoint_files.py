@@ -5,6 +5,7 @@ Every write, fsync and rename of a checkpoint goes through here, so that a test 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import hashlib
@@ -12,7 +13,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,78 +26,60 @@ CHUNK_BYTES = 16 * 2**20
 _FLAGS = getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 
-@dataclass(frozen=True, slots=True)
-class FileSum:
-    """The size and SHA-256 of a file as it was written."""
-
-    bytes: int
-    sha256: str
+FileSum = dict[str, Any]  # the bytes and the sha256 of a file, as the manifest has them
 
 
-def write_file(path: Path, parts: Iterable[bytes | memoryview], needed_bytes: int | None = None) -> FileSum:
-    """Write a new file and flush it to the disk; hashing happens in the same pass.
-
-    Raises MachineError, which names ``needed_bytes`` (the whole checkpoint's) when the disk is full.
-    """
+def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileSum:
+    """Write a new file and flush it to the disk; hashing happens in the same pass. Raises OSError."""
     digest = hashlib.sha256()
     written = 0
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o644)
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o644)
-        try:
-            for part in parts:
-                view = memoryview(part).cast("B")
-                for start in range(0, len(view), CHUNK_BYTES):
-                    chunk = view[start : start + CHUNK_BYTES]
-                    digest.update(chunk)
-                    written += len(chunk)
-                    while chunk:
-                        chunk = chunk[os.write(fd, chunk) :]
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise cannot_write(path, error, needed_bytes or written) from error
-    return FileSum(written, digest.hexdigest())
+        for part in parts:
+            view = memoryview(part).cast("B")
+            for start in range(0, len(view), CHUNK_BYTES):
+                chunk = view[start : start + CHUNK_BYTES]
+                digest.update(chunk)
+                written += len(chunk)
+                while chunk:
+                    chunk = chunk[os.write(fd, chunk) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return {"bytes": written, "sha256": digest.hexdigest()}
 
 
 def hash_file(path: Path) -> FileSum:
     """The size and SHA-256 of a file as it is now. Raises OSError."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
-        return FileSum(file.tell(), digest.hexdigest())
+        return {"bytes": file.tell(), "sha256": digest.hexdigest()}
 
 
-def sync_file(path: Path) -> FileSum:
-    """Flush a file that somebody else wrote to the disk; returns what it holds. Raises MachineError."""
-    try:
-        with path.open("rb+") as file:
-            os.fsync(file.fileno())
-        return hash_file(path)
-    except OSError as error:
-        raise cannot_write(path, error) from error
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush the names in ``folder`` to the disk. Windows has no such call and needs none."""
-    if os.name == "nt":
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk. Windows has no such call for folders and needs none."""
+    if os.name == "nt" and path.is_dir():
         return
+    fd = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
-        fd = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise cannot_write(folder, error) from error
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def rename(folder: OwnedFolder, old: Path, new: Path) -> None:
-    """Rename an entry of a folder of ours and flush that folder. Raises ForeignFiles, MachineError."""
+    """Rename an entry of a folder of ours and flush that folder. Raises ForeignFiles, OSError."""
+    folder.move(old, new)
+    sync(new.parent)
+
+
+@contextlib.contextmanager
+def refusals_told(path: Path, needed_bytes: int | None = None) -> Iterator[None]:
+    """Within it, a refused write is a MachineError; ``needed_bytes`` are those of the whole checkpoint."""
     try:
-        folder.move(old, new)
+        yield
     except OSError as error:
-        raise cannot_write(new, error) from error
-    sync_folder(new.parent)
+        raise cannot_write(path, error, needed_bytes) from error
 
 
 def free_bytes(folder: Path) -> int:
@@ -193,22 +175,16 @@ def _tensor_header(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a safetensors file, on the host. Raises OSError or ValueError for a damaged one."""
-    safetensors_torch = require_safetensors()
-    try:
-        return dict(safetensors_torch.load_file(path))
-    except OSError:
-        raise
-    except Exception as error:  # the library raises a type of its own for a bad header
-        raise ValueError(f"{path.name} is not a safetensors file: {error}") from error
-
-
-def require_safetensors() -> Any:
-    """The safetensors library, or a UsageError that says what to install."""
     try:
         import safetensors.torch
     except ImportError as error:
         raise UsageError("checkpoints need safetensors", "Install it with: pip install 'fulltilt[train]'") from error
-    return safetensors.torch
+    try:
+        return dict(safetensors.torch.load_file(path))
+    except OSError:
+        raise
+    except Exception as error:  # the library raises a type of its own for a bad header
+        raise ValueError(f"{path.name} is not a safetensors file: {error}") from error
 
 
 # --------------------------------------------------------------------------- state as plain values and named tensors

@@ -57,7 +57,7 @@ def watched(state: TrainState, found: Mapping[str, float]) -> float | None:
         return None
     metric = found.get(name.removeprefix("eval_"))
     if metric is not None:
-        state.history.add(state.progress.epoch, metric)
+        state.history.values.append((state.progress.epoch, metric))
     elif found:
         close = difflib.get_close_matches(name.removeprefix("eval_"), found, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""

@@ -7,13 +7,12 @@ import re
 import shutil
 import signal
 import statistics
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -44,15 +43,30 @@ class Verdict:
     why: str | None = None
 
 
-class Guard:
-    """Counts bad steps and knows the recent losses. Its state is part of the checkpoint."""
+class Stateful:
+    """Something whose ``kept`` attributes are a part of the checkpoint."""
+
+    kept: ClassVar[tuple[str, ...]] = ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return {name: getattr(self, name) for name in self.kept}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From the checkpoint."""
+        for name in self.kept:
+            setattr(self, name, state[name])
+
+
+class Guard(Stateful):
+    """Counts bad steps and knows the recent losses."""
+
+    kept = ("skipped", "in_a_row", "rollbacks", "recent")
 
     def __init__(self, settings: TrainSettings) -> None:
         self.limits = settings
-        self.skipped = 0
-        self.in_a_row = 0
-        self.rollbacks = 0
-        self.recent: deque[float] = deque(maxlen=WINDOW)
+        self.skipped = self.in_a_row = self.rollbacks = 0
+        self.recent: list[float] = []
 
     def judge(self, figures: StepFigures) -> Verdict:
         """The verdict on one step, in the order of the steps."""
@@ -74,7 +88,7 @@ class Guard:
         if self._is_spike(figures.loss):
             why = f"step {figures.step}: the loss jumped to {figures.loss:g}, far above the usual {self._usual():g}"
             return self._give_up(why) if self.limits.on_spike == "rollback" else Verdict("go", why)
-        self.recent.append(figures.loss)
+        self.recent = [*self.recent[1 - WINDOW :], figures.loss]
         return Verdict("go")
 
     def _give_up(self, why: str) -> Verdict:
@@ -98,16 +112,6 @@ class Guard:
             return False
         return loss > usual + factor * statistics.median(abs(known - usual) for known in self.recent)
 
-    def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint."""
-        counts = {"skipped": self.skipped, "in_a_row": self.in_a_row, "rollbacks": self.rollbacks}
-        return {**counts, "recent": list(self.recent)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From the checkpoint."""
-        self.skipped, self.in_a_row, self.rollbacks = state["skipped"], state["in_a_row"], state["rollbacks"]
-        self.recent = deque(state["recent"], maxlen=WINDOW)
-
 
 # --------------------------------------------------------------------------- memory
 
@@ -124,8 +128,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
-class MicroBatch:
+class MicroBatch(Stateful):
     """The most samples that go through the model at once on a rank; None until memory has run out."""
+
+    kept = ("most",)
 
     def __init__(self, *, splittable: bool) -> None:
         self.most: int | None = None
@@ -144,14 +150,6 @@ class MicroBatch:
                 "Lower batch_size: splitting the batch would change what is trained.",
             )
         self.most = (largest + 1) // 2
-
-    def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint."""
-        return {"most": self.most}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From the checkpoint."""
-        self.most = state["most"]
 
 
 # --------------------------------------------------------------------------- loader workers

@@ -13,9 +13,8 @@ from typing import NoReturn
 
 from fulltilt.errors import Diverged, FulltiltError, MachineError, StoppedEarly, UsageError
 from fulltilt.train import config, train_state
-from fulltilt.train.build import build, enter_stage, learning_rate_of
-from fulltilt.train.checkpoint import Snapshot, newest_complete
-from fulltilt.train.checkpoint_writer import HostMemory
+from fulltilt.train.build import build, enter_stage, learning_rate_of, resume
+from fulltilt.train.checkpoint import HostMemory, Snapshot, newest_complete
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.data_source import StepData
 from fulltilt.train.evaluate import evaluate, watched
@@ -24,7 +23,6 @@ from fulltilt.train.job import Job
 from fulltilt.train.metrics_log import AsyncMetrics
 from fulltilt.train.progress import Screen
 from fulltilt.train.record import MachineWatch, StepProfiler, TrainingRecord
-from fulltilt.train.resume import resume
 from fulltilt.train.stop import StopRequest, Watchdog
 from fulltilt.train.train_state import Hook, Outcome, StepEnd, TrainState
 
@@ -65,12 +63,7 @@ class Saving:
         self.wait_for_disk()  # what is being written lies in the memory that is used now
         self._watchdog.beat(f"saving step {state.progress.step}")
         state.share_buffers()
-        states = {name: part.state_dict() for name, part in state.parts().items()}
-        if state.group.first:
-            return train_state.freeze(state.model, states, state.progress, metric, self._memory)
-        if state.stepper.placement.lockstep:
-            train_state.help_gather_state(state.model, states)
-        return None
+        return train_state.freeze(state, metric, self._memory)
 
     def wait_for_disk(self) -> None:
         """Wait until everything saved is on the disk. Raises what the writer met."""

@@ -13,13 +13,12 @@ import torch
 
 from fulltilt.errors import MachineError, UsageError
 from fulltilt.train import checkpoint, checkpoint_files
-from fulltilt.train.checkpoint import Checkpoint, DamagedCheckpoint, Snapshot
-from fulltilt.train.checkpoint_writer import HostMemory, Writer
+from fulltilt.train.checkpoint import Checkpoint, DamagedCheckpoint, HostMemory, Snapshot, Writer
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.data_source import Source
 from fulltilt.train.distributed import Group, same_everywhere
 from fulltilt.train.fsdp import OptimizerState, gathered, local_shard, sharded_like
-from fulltilt.train.guards import Guard, MicroBatch
+from fulltilt.train.guards import Guard, MicroBatch, Stateful
 from fulltilt.train.job import Job
 from fulltilt.train.metrics_log import EpochTotals
 from fulltilt.train.optimizers import Ema
@@ -41,51 +40,31 @@ class Part(Protocol):
     def load_state_dict(self, state: Any, /) -> Any: ...  # noqa: D102
 
 
-@dataclass(slots=True)
-class Progress:
+@dataclass
+class Progress(Stateful):
     """Where the run is. ``consumed`` is the position in the epoch of what was trained on, not of what was fetched."""
 
+    kept = ("step", "epoch", "consumed", "samples")
     step: int = 0
     epoch: int = 0
     consumed: int = 0
     samples: int = 0
 
-    def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint."""
-        return {"step": self.step, "epoch": self.epoch, "consumed": self.consumed, "samples": self.samples}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From the checkpoint."""
-        self.step, self.epoch = state["step"], state["epoch"]
-        self.consumed, self.samples = state["consumed"], state["samples"]
+class MetricHistory(Stateful):
+    """The watched metric after each evaluation, by epoch, and the best of them."""
 
-
-class MetricHistory:
-    """The watched metric after each evaluation, and the best of them."""
+    kept = ("values",)
 
     def __init__(self, mode: Literal["max", "min"]) -> None:
         self.mode = mode
         self.values: list[tuple[int, float]] = []
-
-    def add(self, epoch: int, value: float) -> bool:
-        """Note a value; True when it is the best so far."""
-        before = self.best
-        self.values.append((epoch, value))
-        return self.best != before
 
     @property
     def best(self) -> float | None:
         """The best value so far; one that is no number is none."""
         values = [value for _, value in self.values if not math.isnan(value)]
         return (max if self.mode == "max" else min)(values, default=None)
-
-    def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint."""
-        return {"values": [list(pair) for pair in self.values]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From the checkpoint."""
-        self.values = [(epoch, value) for epoch, value in state["values"]]
 
 
 class KeptSettings:
@@ -131,44 +110,40 @@ class RandomStates:
             restore_rng(state["ranks"][rank], self.group.device)
 
 
-def freeze(
-    model: torch.nn.Module,
-    states: dict[str, Any],
-    progress: Progress,
-    metric: float | None,
-    memory: HostMemory,
-) -> Snapshot:
-    """A snapshot on the host that later steps cannot change. Waits for the device once."""
-    values, tensors = checkpoint_files.flatten_state(states)
-    weights = memory.freeze(model.state_dict(), "model")
-    frozen = memory.freeze(tensors, "state")
+def freeze(state: TrainState, metric: float | None, memory: HostMemory) -> Snapshot | None:
+    """A snapshot on the host that later steps cannot change; None on ranks but the first, which give their shards.
+
+    All ranks take part. Waits for the device once.
+    """
+    weights = state.model.state_dict()
+    values, tensors = checkpoint_files.flatten_state({name: part.state_dict() for name, part in state.parts().items()})
+    if not state.group.first:
+        if state.stepper.placement.lockstep:
+            for tensor in [*weights.values(), *tensors.values()]:
+                gathered(tensor)  # one at a time is in memory
+        return None
+    frozen = memory.freeze(weights, "model"), memory.freeze(tensors, "state")
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return Snapshot(progress.step, progress.epoch, metric, weights, frozen, values)
+    return Snapshot(state.progress.step, state.progress.epoch, metric, *frozen, values)
 
 
-def help_gather_state(model: torch.nn.Module, states: dict[str, Any]) -> None:
-    """What the other ranks do while the first one freezes sharded tensors: give their parts, in the same order."""
-    for tensor in [*model.state_dict().values(), *checkpoint_files.flatten_state(states)[1].values()]:
-        gathered(tensor)  # one at a time is in memory
-
-
-def restore(folder: Path, model: torch.nn.Module, parts: dict[str, Part]) -> None:
-    """Put every part back as the checkpoint has it.
+def restore(folder: Path, model: torch.nn.Module, parts: dict[str, Part], loaded: Any = None) -> None:
+    """Put every part back as the checkpoint has it; ``loaded`` is what ``checkpoint.load`` gave, if it was read.
 
     Raises DamagedCheckpoint when it lacks a part, UsageError listing the keys when it is of another model.
     """
-    weights, state = checkpoint.load(folder)
+    weights, state = loaded or checkpoint.load(folder)
     missing = [name for name in parts if name not in state]
     if missing:
         raise DamagedCheckpoint(
             f"{folder} lacks {', '.join(missing)}", "Take its weights alone with --resume-from, or start with --fresh."
         )
-    fit = compare(model.state_dict(), weights, str(folder))
+    own = model.state_dict()
+    fit = compare(own, weights, str(folder))
     if not fit.complete:
         remedy = "Give the settings of that model, another --out, or --fresh."
         raise UsageError(f"this is the checkpoint of another model: {'; '.join(fit.lines(3))}", remedy)
-    own = model.state_dict()
     model.load_state_dict({name: sharded_like(tensor, own[name]) for name, tensor in weights.items()})
     for name, part in parts.items():
         part.load_state_dict(state[name])
@@ -179,13 +154,7 @@ def expected_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, 
 
     Raises UsageError for a model that no checkpoint can hold.
     """
-    weights = checkpoint_files.tensor_bytes(_checked(model.state_dict()))
-    trained: int = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
-    moments = 1 if isinstance(optimizer, torch.optim.SGD) else 2
-    return weights + trained * moments + (trained if averaged else 0) + 2**16
-
-
-def _checked(weights: dict[str, Any]) -> dict[str, torch.Tensor]:
+    weights = model.state_dict()
     for name, value in weights.items():
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             kind = value.layout if isinstance(value, torch.Tensor) else type(value).__name__
@@ -193,7 +162,9 @@ def _checked(weights: dict[str, Any]) -> dict[str, torch.Tensor]:
                 f"cannot save {name} of the model: {kind} is not an ordinary tensor",
                 "Leave it out of the model's state_dict().",
             )
-    return weights
+    trained: int = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
+    moments = 1 if isinstance(optimizer, torch.optim.SGD) else 2
+    return checkpoint_files.tensor_bytes(weights) + trained * moments + (trained if averaged else 0) + 2**16
 
 
 # --------------------------------------------------------------------------- the whole

@@ -115,7 +115,7 @@ def place_of(path: Path) -> Path:
 def read_weights(path: Path) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
     """The named tensors of a checkpoint folder or file, and the names of what else it holds. Raises UsageError."""
     path = place_of(path)
-    if checkpoint.is_ours(path):
+    if (path / checkpoint.MANIFEST_FILE).exists():
         return checkpoint.load(path)[0], ("the rest of the state",)
     if path.is_dir():
         path = _weights_of_folder(path)

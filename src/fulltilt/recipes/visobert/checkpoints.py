@@ -20,7 +20,6 @@ from fulltilt.recipes.run_folder import claim, refuse_foreign, remove_private
 from fulltilt.train import checkpoint, checkpoint_files
 from fulltilt.train.guards import is_out_of_memory
 from fulltilt.train.progress import Screen
-from fulltilt.train.resume import set_aside
 from fulltilt.train.weight_import import compare
 
 STATE_FILE = "trainer_state.json"  # Hugging Face's own
@@ -36,8 +35,7 @@ def take_folder(request: Request, root: Path, screen: Screen, cleanup: contextli
     cleanup.enter_context(folder.locked(f"another training uses {request.out}"))
     checkpoint.prepare(root)
     remove_private(folder, f"{root.name}/.partial-*")
-    checkpoint.sweep(root)
-    if request.fresh and (aside := set_aside(root)) is not None:
+    if request.fresh and (aside := checkpoint.set_aside(root)) is not None:
         screen.say(f"The checkpoints of the run before are now in {aside}")
 
 

@@ -30,8 +30,7 @@ from fulltilt.recipes.visobert.model import remember_structure, takes_whole_mask
 from fulltilt.store import OwnedFolder
 from fulltilt.train import checkpoint
 from fulltilt.train.build import SLOW_DISK_BYTES_PER_S
-from fulltilt.train.checkpoint import KeepPolicy
-from fulltilt.train.checkpoint_writer import check_space
+from fulltilt.train.checkpoint import KeepPolicy, check_space
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.cuda_graphs import GraphedModel
 from fulltilt.train.guards import StepFigures
