@@ -218,19 +218,6 @@ def test_a_sample_that_is_random_only_now_and_then_is_caught_when_it_is():
         list(asked)
 
 
-def test_samples_are_read_again_while_the_first_epoch_is_read():
-    """No generator tells of it, and none of the samples fetched at the start is random."""
-
-    def draw(index):
-        return torch.tensor([index, os.urandom(1)[0] if 50 < index < 150 else 0])
-
-    assert inspect(Drawn(draw, 200), checks=2).random_because is None
-    drawn, loader = epochs(Drawn(draw, 200), checks=2)
-    assert loader.tier == "none"
-    assert any("is another one when it is read again; nothing is kept" in note for note in loader.notes)
-    assert min(distinct_per_sample(drawn)[51:150]) > 1
-
-
 def test_a_data_set_that_changes_between_epochs_is_no_longer_served_from_memory():
     """Deterministic, and yet not the same in each epoch: a curriculum, kept where nobody looks for it."""
     stages = [0]
@@ -300,13 +287,3 @@ def test_a_sample_drawn_several_times_in_an_epoch_is_augmented_anew_each_time(ki
     with feed.loader(dataset, 4, sampler=[1, 1, 1, 2, 2, 1, 1, 1], augment=noise, num_workers=workers) as loader:
         drawn = torch.cat([_first(batch) for _ in range(2) for batch in loader]).flatten(1)
     assert len(torch.unique(drawn, dim=0)) == len(drawn) == 16
-
-
-def test_a_generator_seeded_by_the_seed_of_the_worker_is_drawn_anew():
-    def draw(index):
-        generator = np.random.default_rng(torch.utils.data.get_worker_info().seed + index)
-        return torch.tensor([float(index), generator.random()])
-
-    drawn, loader = epochs(Drawn(draw))
-    assert loader.tier == "none"
-    assert set(distinct_per_sample(drawn)) == {6}

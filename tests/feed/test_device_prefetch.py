@@ -13,10 +13,8 @@ from fulltilt import feed
 from fulltilt.errors import DataError
 from fulltilt.feed import cache_policy
 from fulltilt.feed.dataloader_fallback import to_device
-from fulltilt.feed.device_prefetch import DeviceRing
-from fulltilt.feed.row_reader import HostBatch
 from fulltilt.feed.sample_layout import layout_of
-from fulltilt.feed.storage import DeviceStore, HostBuffers
+from fulltilt.feed.storage import DeviceStore, HostStore
 from fulltilt.feed.tiers import Room
 
 from .conftest import Drawn, Pixels
@@ -33,7 +31,6 @@ def as_on_a_gpu(monkeypatch):
     def make(*args, **options):
         loader = feed.loader(*args, **options)
         loader._device_batches.copies_ahead = True
-        loader._policy.rows.staging.copies_from = True
         return loader
 
     return make
@@ -82,39 +79,28 @@ def test_long_rows_go_from_pinned_memory_straight_to_the_device(as_on_a_gpu, mon
     dataset = Pixels(23)
     with as_on_a_gpu(dataset, 5, shuffle=True, residency="pinned", num_workers=2) as loader:
         list(loader)
-        loader._policy.rows.store.pinned = True  # as it would be with a GPU
-        monkeypatch.setattr(HostBuffers, "take", None)
+        loader._cache.rows.store.pinned = True  # as it would be with a GPU
+        monkeypatch.setattr(HostStore, "gather", None)
         for images, numbers in loader:
             for image, number in zip(images, numbers, strict=True):
                 assert torch.equal(image, dataset[int(number)][0])
 
 
 def test_vram_is_taken_only_after_the_model_has_shown_what_it_needs(as_on_a_gpu, monkeypatch):
-    monkeypatch.setattr(cache_policy.Residence, "waits_for_model", property(lambda self: True))
     asked = []
     room = cache_policy.measure_room()
     monkeypatch.setattr(
         cache_policy, "measure_room", lambda *_, **options: asked.append(options["model_has_run"]) or room
     )
     with as_on_a_gpu(Pixels(40), 4, num_workers=0) as loader:
+        loader._cache.waits_for_model = True
         tiers = [loader.tier for _ in loader]
         assert tiers[:3] == ["none"] * 3
         assert tiers[4:] == ["vram"] * 6
         assert asked[-1] is True
-        # The batches before it were put aside, those underway went into it: nothing has to be read again.
+        list(loader)  # reads the batches before it
         assert any("all 40 samples are kept (vram)" in note for note in loader.notes)
-        assert bool(loader._policy.rows.store.present.all())
-
-
-def test_batches_underway_while_the_model_is_watched_are_kept(as_on_a_gpu, monkeypatch):
-    """With workers, more batches than the model has seen are on their way to the device when its memory is known."""
-    monkeypatch.setattr(cache_policy.Residence, "waits_for_model", property(lambda self: True))
-    with as_on_a_gpu(Pixels(80), 4, num_workers=2, shuffle=True) as loader:
-        for number, _ in enumerate(loader):
-            time.sleep(0.05 if number < 4 else 0)  # steps that take long: the queue fills up meanwhile
-        assert loader.tier == "vram"
-        # All but the one that may be handed over at that very moment; the next pass reads it before it begins.
-        assert int(loader._policy.rows.store.present.sum()) >= 76
+        assert bool(loader._cache.rows.store.present.all())
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -123,7 +109,7 @@ def test_what_drop_last_left_out_is_read_before_the_next_pass_begins(as_on_a_gpu
     dataset = Pixels(43)
     with as_on_a_gpu(dataset, 4, shuffle=True, drop_last=True, num_workers=workers, residency="vram") as loader:
         assert len(list(loader)) == 10
-        assert int(loader._policy.rows.store.present.sum()) == 40
+        assert int(loader._cache.rows.store.present.sum()) == 40
         resident = []
         serve = loader._device_batches._resident
         monkeypatch.setattr(loader._device_batches, "_resident", lambda *given: resident.append(True) or serve(*given))
@@ -168,28 +154,6 @@ def test_skipped_samples_are_left_out_of_a_device_store(as_on_a_gpu):
     with as_on_a_gpu(Drawn(draw, 20), 4, num_workers=2, checks=2, on_bad_sample="skip", residency="vram") as loader:
         for _ in range(3):
             assert sorted(int(row[0]) for batch in loader for row in batch) == [i for i in range(20) if i != 5]
-
-
-def test_the_ring_hands_memory_back_and_never_overwrites_what_is_in_use():
-    ring = DeviceRing(rows=2, row_bytes=16, device=CPU, depth=2)
-    released = []
-
-    def source():
-        for number in range(6):
-            indices = torch.tensor([number, number + 100])
-            rows = torch.full((2, 16), number, dtype=torch.uint8)
-            yield HostBatch(indices, rows, indices, lambda number=number: released.append(number))
-
-    seen = []
-    for batch in ring.stream(source()):
-        number = int(batch.indices[0])
-        time.sleep(0.01)  # the thread may run ahead meanwhile, into the other buffer only
-        assert bool((batch.rows == number).all())
-        assert batch.row_indices.tolist() == [number, number + 100]
-        seen.append(number)
-        batch.done()
-    assert seen == list(range(6))
-    assert sorted(released) == seen
 
 
 def test_a_device_store_gathers_every_dtype():

@@ -396,7 +396,7 @@ def test_a_disk_that_fills_up_while_caching_does_not_stop_training(cache_dir, ca
     dataset = Pixels(40)
     with feed.loader(dataset, 4, residency="disk", cache_dir=cache_dir, num_workers=2, shuffle=True) as loader:
         loader._device_batches.copies_ahead = prefetches
-        loader._policy.settle(model_has_run=True)
+        loader._cache.settle(model_has_run=True)
         with largest_file(20 * 448):  # half of the rows
             for _ in range(2):
                 served = list(loader)

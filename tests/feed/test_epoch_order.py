@@ -108,17 +108,6 @@ def test_a_random_sampler_goes_on_with_the_samples_that_were_left(given):
         assert [batch.tolist() for batch in resumed] == epochs[epoch][3:]
 
 
-def test_a_sampler_with_a_generator_of_its_own_gives_what_it_gives_a_dataloader():
-    def sampler():
-        return RandomSampler(range(20), generator=torch.Generator().manual_seed(1))
-
-    data = Drawn(torch.tensor)
-    plain = DataLoader(data, 4, sampler=sampler())
-    with feed.loader(data, 4, sampler=sampler(), num_workers=0) as loader:
-        for _ in range(3):
-            assert torch.equal(torch.cat(list(loader)), torch.cat(list(plain)))
-
-
 @pytest.mark.parametrize("made", ["in each epoch", "once"])
 def test_the_epoch_that_the_sampler_was_told_is_drawn(made):
     """As scripts for several GPUs do, also when they go on in the sixth epoch: it began with the first one's order."""
@@ -155,20 +144,6 @@ def test_ranks_draw_other_samples_from_a_sampler_that_knows_of_none():
     first, second = drawn(0), drawn(1)
     assert first == drawn(0)
     assert all(mine != others for mine, others in zip(first, second, strict=True))
-
-
-def test_a_loader_made_in_each_epoch_is_told(caplog):
-    class OnlyHere(Drawn):
-        pass
-
-    def epoch(**options):
-        with feed.loader(OnlyHere(lambda i: i, 11), 4, num_workers=0, **options) as loader:
-            list(loader)
-        return [note for note in loader.notes if "keep one loader for all epochs" in note]
-
-    assert [len(epoch()) for _ in range(3)] == [0, 0, 0]  # every epoch is the same anyway
-    assert [len(epoch(shuffle=True)) for _ in range(4)] == [0, 1, 0, 0]
-    assert caplog.text.count("keep one loader") == 1
 
 
 def test_a_sampler_without_an_end_is_refused():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fulltilt import feed
-from fulltilt.feed.handles import workers_without_sharing
+from fulltilt.feed.dataset_objects import workers_without_sharing
 
 SAMPLES, NUMBERS = 400, 64
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import mmap
 import multiprocessing
-import pickle
 import re
 from collections import namedtuple
 
@@ -507,18 +505,6 @@ def test_a_daemon_process_goes_without_workers():
     theirs.close()
     assert mine.recv() == 2
     process.join()
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
-def test_a_copy_of_a_loader_serves_the_same(copied):
-    """Also in the middle of an epoch, whose workers nobody can copy."""
-    with feed.loader(Pixels(8), 2, num_workers=1, seed=3, shuffle=True) as loader:
-        passing = iter(loader)
-        next(passing)
-        with copied(loader) as other:
-            got, expected = ([labels.tolist() for _, labels in one] for one in (other, loader))
-        assert got == expected
-        assert len(list(passing)) == 3
 
 
 def test_a_killed_worker_is_explained():

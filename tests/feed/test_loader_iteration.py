@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shelve
 import zipfile
@@ -25,7 +24,6 @@ from torch.utils.data import (
 from fulltilt import feed
 from fulltilt.errors import DataError, MachineError, UsageError
 from fulltilt.feed import worker_pool
-from fulltilt.feed.worker_pool import WorkerPool
 
 from .conftest import Drawn, Pixels
 
@@ -103,24 +101,6 @@ def test_an_iterator_put_aside_goes_on_where_it_was(residency, ahead):
     if residency == "none":
         with pytest.raises(UsageError, match="closed while this iterator"):
             list(another)
-
-
-def test_what_was_to_be_read_ahead_is_not_read_after_a_break(monkeypatch):
-    go = multiprocessing.Event()
-    read = torch.zeros(400, dtype=torch.bool).share_memory_()
-
-    def draw(index):
-        if "check" not in multiprocessing.current_process().name:
-            if index >= 40:
-                go.wait(60)
-            read[index] = True
-        return torch.tensor(index)
-
-    drain = WorkerPool._drain
-    monkeypatch.setattr(WorkerPool, "_drain", lambda self, slot: (go.set(), drain(self, slot)))
-    with feed.loader(Drawn(draw, 400), 40, num_workers=2, checks=2) as loader:
-        next(iter(loader))
-    assert int(read.sum()) <= 40 + 2 * 10  # the task that each worker had begun, of three batches read ahead
 
 
 def test_batches_look_as_a_dataloader_makes_them():

@@ -179,7 +179,7 @@ def test_an_evaluation_between_two_batches_does_not_disturb_what_is_kept() -> No
     kept = fed(data, plan_of(shuffle=False))
     with torch.inference_mode():
         first = drain(kept)
-    assert not kept.loader._policy.rows.store.rows.is_inference()
+    assert not kept.loader._cache.rows.store.rows.is_inference()
     assert same(first, drain(kept))
     kept.close()
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from fulltilt.feed.dataset_check import AttributeSnapshot
+from fulltilt.feed.dataset_objects import attributes, changed_attribute
 from fulltilt.feed.epoch_order import BatchOrder, draws_of, sample_of
 from fulltilt.feed.sample_layout import mapping_like, own_move, sequence_of
 from fulltilt.feed.sample_reader import BadSamples, Failure, ShapesDiffer, failure_of
@@ -31,7 +31,7 @@ class FallbackLoader:
         self._order, self._workers, self._device = order, workers, device
         self._bad, self._on_bad = bad, on_bad
         self._loader: DataLoader[Any] | None = None  # None while a pass has it
-        self._settings = AttributeSnapshot(dataset)
+        self._attributes = attributes(dataset)
 
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Any, torch.Tensor]]:
         """The batches of ``epoch`` from number ``start`` on, each with the numbers of its draws."""
@@ -58,10 +58,10 @@ class FallbackLoader:
 
     def _loader_for_now(self) -> DataLoader[Any]:
         """One that no other pass is using, whose workers have the data set as it is now."""
-        now = AttributeSnapshot(self._samples.dataset)
-        if self._loader is not None and self._settings.changed(now) is None:
+        now = attributes(self._samples.dataset)
+        if self._loader is not None and changed_attribute(self._attributes, now) is None:
             return self._loader
-        self._settings = now
+        self._attributes = now
         return DataLoader(
             self._samples,
             batch_sampler=_EpochBatches(),

@@ -2,13 +2,12 @@
 
 What is declared (``decode=``, or ``deterministic = True`` in the data set) is taken at its word. A data set of which
 nothing is declared is kept only if a few samples, each fetched several times under different seeds, are equal to the
-bit and leave every generator of random, numpy and torch where it was. The same is asked of others while the first
-epoch is read (``readers.py``) and at the start of each later one. In doubt a data set is random: never kept.
+bit and leave every generator of random, numpy and torch where it was. The generators are watched while the first epoch
+is read too (``sample_reader.py``), and samples are compared again in later ones. In doubt a data set is random.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,14 +16,12 @@ from typing import Any
 import torch
 
 from fulltilt.errors import DataError, UsageError
+from fulltilt.feed.dataset_objects import Generators
 from fulltilt.feed.epoch_order import spread
-from fulltilt.feed.random_state import Generators
 from fulltilt.feed.sample_layout import Layout, ShapeChanged, Unstorable, layout_of, same_sample
 from fulltilt.feed.sample_reader import TO_ONE_SHAPE, Failure, Policy, ShapesDiffer, failure_of, name_of, stopped_by
 from fulltilt.feed.worker_pool import in_child_process
 
-# A digest of a data set's labels is taken in every epoch: a few milliseconds.
-_DIGEST_BYTES, _DIGEST_ITEMS = 64 * 1024**2, 100_000
 _SEEDS = (0x5EED0001, 0x0DDBA11, 0x1CEB00DA)
 DECLARE = (
     "To have the part that is the same every time kept, declare the stages: "
@@ -89,44 +86,6 @@ def _random_because(dataset: Any, drawn: dict[int, Any]) -> str | None:
                 if not same_sample(before, now):
                     return f"sample {index} is another one when it is read again"
     return None
-
-
-class AttributeSnapshot:
-    """The attributes of a data set and of what it wraps, to notice when their owner changes them between epochs."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._values: dict[str, Any] = {}
-        self._held: list[Any] = []  # so that no other object takes an id
-        self._add(dataset, "", 3)
-
-    def changed(self, now: AttributeSnapshot) -> str | None:
-        """The name of an attribute that is another one ``now``."""
-        names = {**self._values, **now._values}
-        return next((name for name in names if self._values.get(name) != now._values.get(name)), None)
-
-    def _add(self, item: Any, path: str, depth: int) -> None:
-        for name, value in [*getattr(item, "__dict__", {}).items()][:64]:
-            where = f"{path}.{name}" if path else name
-            if isinstance(value, bool | int | float | str | bytes | None):
-                self._values[where] = repr(value)
-                continue
-            self._held.append(value)
-            self._values[where] = id(value), _digest(value)
-            if depth > 1 and not isinstance(value, type | list | tuple | dict):
-                self._add(value, where, depth - 1)
-
-
-def _digest(value: Any) -> int:
-    """A number that changes with labels and settings that are changed in place; 0 for what would take long."""
-    if isinstance(value, torch.Tensor):
-        return value._version
-    if type(value).__module__ == "numpy" and getattr(value, "nbytes", _DIGEST_BYTES) < _DIGEST_BYTES:
-        return zlib.crc32(value.tobytes())
-    if isinstance(value, list | tuple | dict) and len(value) <= _DIGEST_ITEMS:
-        inner = value.values() if isinstance(value, dict) else value
-        plain = all(isinstance(item, bool | int | float | str | None) for item in inner)
-        return zlib.crc32(repr(value).encode("utf-8", "backslashreplace")) if plain else len(value)
-    return 0
 
 
 def _check_collates(sample: Any, unstorable_because: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from numbers import Integral
@@ -15,8 +14,8 @@ import torch
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from fulltilt.errors import UsageError
+from fulltilt.feed.dataset_objects import Generators
 from fulltilt.feed.draws import as_int64, sample_seed
-from fulltilt.feed.random_state import Generators, is_generator
 
 SAMPLE_BITS = 40
 _SAMPLE = (1 << SAMPLE_BITS) - 1
@@ -172,7 +171,7 @@ class GivenBatches:
 
 
 def draws_of(order: BatchOrder, epoch: int) -> list[torch.Tensor]:
-    """The batches of ``epoch`` as draws (``repeats.py``); only a sampler can repeat samples, others cost nothing."""
+    """The batches of ``epoch`` as draws; only a sampler can repeat samples, others cost nothing."""
     batches = order.batches(epoch)
     return batches if isinstance(order, Order) and order.sampler is None else numbered(batches)
 
@@ -208,7 +207,7 @@ def _asked(sampler: Iterable[Any], seed: int, epoch: int, samples: int, apart: i
     tell = getattr(sampler, "set_epoch", None)
     if callable(tell):
         tell(epoch)
-    generators = Generators()
+    generators = Generators(sampler)  # it may have one of its own
     with generators.untouched():
         generators.seed(sample_seed(seed, epoch, apart))
         return _all_of(sampler, samples)
@@ -261,64 +260,6 @@ def spread(samples: int, count: int) -> Iterator[int]:
         yield number * (samples - 1) // (count - 1)
 
 
-def replayable(sampler: Any) -> Any:
-    """``sampler``, which gives the samples of whatever epoch it is told, also where a generator of its own decides."""
-    own = list(_generators_of(sampler))
-    return _Replayed(sampler, own) if own else sampler
-
-
-class _Replayed:
-    """Epochs asked for in turn are taken as they come, as a DataLoader does; for any other they are drawn anew."""
-
-    def __init__(self, sampler: Any, own: list[Any]) -> None:
-        self._sampler = sampler
-        self._own = Generators(*own)
-        self._at_first = self._own.state()
-        self._next = 0
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # asked by pickle before there is a sampler
-            raise AttributeError(name)
-        return getattr(self._sampler, name)
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __iter__(self) -> Iterator[Any]:
-        self._next += 1
-        return iter(self._sampler)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be that of ``epoch``."""
-        with Generators().untouched():
-            if epoch < self._next:
-                self._own.restore(self._at_first)
-                self._next = 0
-            while self._next < epoch:
-                self._tell(self._next)
-                for _ in self:
-                    pass
-        self._tell(epoch)
-
-    def _tell(self, epoch: int) -> None:
-        tell = getattr(self._sampler, "set_epoch", None)
-        if callable(tell):
-            tell(epoch)
-
-
-def _generators_of(sampler: Any) -> Iterator[Any]:
-    """Those that the sampler itself holds, and the sampler within a batch sampler; not those of the data set."""
-    while sampler is not None:
-        yield from (value for value in getattr(sampler, "__dict__", {}).values() if is_generator(value))
-        sampler = getattr(sampler, "sampler", None)
-
-
-AGAIN = (
-    "a loader for such a data set has begun with epoch 0 before, and this one draws the same order and augmentation "
-    "again: keep one loader for all epochs, or call loader.set_epoch(epoch)"
-)
-
-
 class Position:
     """Epoch and batch, counted as batches are handed out. ``next`` is where the next pass begins."""
 
@@ -344,11 +285,6 @@ class Position:
         self.epoch, self.batch = epoch, start
         return epoch, start
 
-    @property
-    def counts_by_itself(self) -> bool:
-        """Whether the next pass is the loader's first, and nobody has said which epoch that is."""
-        return self.next == (0, 0) and not self._positioned
-
     def handed_out(self, epoch: int, number: int) -> None:
         """Batch ``number`` of ``epoch`` was: a checkpoint taken after its step must not see it again."""
         self.epoch, self.batch = epoch, number + 1
@@ -356,24 +292,6 @@ class Position:
     def ended(self, epoch: int) -> None:
         """The pass over ``epoch`` is over."""
         self.epoch, self.batch = epoch + 1, 0
-
-
-_begun: Counter[tuple[Any, ...]] = Counter()
-
-
-def begins_again(order: BatchOrder, *data: Any) -> bool:
-    """Whether a loader begins with epoch 0 for the second time in this process, with the same seed, size and ``data``.
-
-    One that is made in every epoch does, and gives the same order and augmentation each time.
-    """
-    _begun[order.seed, order.batch_size, *data] += 1
-    return _begun[order.seed, order.batch_size, *data] == 2
-
-
-def is_shuffled(order: BatchOrder) -> bool:
-    """Whether epochs differ in their order."""
-    random = isinstance(sampler_of(order), RANDOM_SAMPLERS)
-    return random or bool(getattr(order, "shuffle", False))
 
 
 def told_epoch(order: BatchOrder) -> int | None:

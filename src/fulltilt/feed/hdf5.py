@@ -159,7 +159,7 @@ class Hdf5Loader:
             offsets = list(itertools.accumulate((block.rows for block in self._blocks), initial=0))
             columns = self._empty(offsets.pop())
         if numbers:
-            with self._pool() as pool, contextlib.closing(self._read(pool, numbers)) as arriving:
+            with contextlib.closing(self._pool()) as pool, contextlib.closing(self._read(pool, numbers)) as arriving:
                 for number, row in progress(arriving, len(numbers), f"Reading HDF5 into {self.tier}", shown=shown):
                     if self._stores:
                         self._write(number, row)
@@ -290,16 +290,15 @@ class Hdf5Loader:
 
     def _read(self, pool: WorkerPool, numbers: list[int]) -> Generator[tuple[int, torch.Tensor], None, None]:
         """Each block's number and its bytes, which are valid until the next is asked for. Raises DataError."""
-        slots = pool.stream((torch.tensor([number]) for number in numbers), 0)
-        with contextlib.closing(slots):
-            for number, slot in zip(numbers, slots, strict=True):
-                if slot.failures:
-                    raise DataError(slot.failures[0].message, DAMAGED)
+        stream = pool.stream((torch.tensor([number]) for number in numbers), 0)
+        with contextlib.closing(stream):
+            for number, (rows, failures) in zip(numbers, stream, strict=True):
+                if failures:
+                    raise DataError(failures[0].message, DAMAGED)
                 try:
-                    yield number, slot.rows[0]
+                    yield number, rows[0]
                 finally:
                     self._synchronize()
-                    pool.release(slot)
 
     def _empty(self, rows: int) -> list[torch.Tensor]:
         return [

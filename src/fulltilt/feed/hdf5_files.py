@@ -172,9 +172,6 @@ class BlockReader:
         self._open: dict[str, Any] = {}
         self._pid = os.getpid()
 
-    def opened_in_worker(self) -> None:
-        """Called once in a worker process before its first read."""
-
     def read(self, indices: torch.Tensor, rows: torch.Tensor, epoch: int) -> list[Failure]:  # noqa: ARG002
         """Read block ``indices[i]`` into ``rows[i]``."""
         import numpy

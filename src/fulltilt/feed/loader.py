@@ -20,33 +20,36 @@ import torch
 from fulltilt.batch_observer import observed
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
-from fulltilt.feed.cache_policy import CachePolicy, Notes, Residence
+from fulltilt.feed.cache_policy import Notes, SampleCache, refuse_if_asked
 from fulltilt.feed.dataloader_fallback import FallbackLoader
 from fulltilt.feed.dataset_check import Inspection, inspect, length_of
+from fulltilt.feed.dataset_objects import workers_without_sharing
 from fulltilt.feed.device_prefetch import DeviceBatches
 from fulltilt.feed.epoch_order import (
-    AGAIN,
     BatchOrder,
     GivenBatches,
     Order,
     Position,
-    begins_again,
     draws_of,
     every_batch_counts,
-    is_shuffled,
     ranks,
-    replayable,
     resumed_at,
     sampler_of,
     step_samples,
-    told_epoch,
 )
-from fulltilt.feed.handles import workers_without_sharing
 from fulltilt.feed.progress import progress
-from fulltilt.feed.sample_reader import BadSamples, Decoded, Policy, ShapesDiffer, pass_over
+from fulltilt.feed.sample_reader import BadSamples, Decoded, Policy, ShapesDiffer
 from fulltilt.feed.storage import device_or_default, home_of
 from fulltilt.feed.tiers import Residency, Tier, default_workers
 from fulltilt.records import Settings
+
+# What a DataLoader can be told and the feed decides by itself, so that one can stand in for the other in a script.
+DECIDED_HERE = frozenset(
+    {
+        *("pin_memory", "pin_memory_device", "persistent_workers", "prefetch_factor"),
+        *("timeout", "multiprocessing_context", "in_order"),
+    }
+)
 
 
 def loader(
@@ -86,33 +89,50 @@ def loader(
     given here. What else a DataLoader takes about workers and pinning may stay in the call.
     Raises UsageError, DataError, DoesNotFit.
     """
-    refuse_unknown(set(of_a_dataloader))
-    if settings is None:
-        settings = Settings()
-    elif not isinstance(settings, Settings):
+    if unknown := sorted(of_a_dataloader.keys() - DECIDED_HERE):
+        raise UsageError(
+            f"feed.loader has no {', '.join(unknown)}", "Random numbers follow from seed=..., batches from sampler=..."
+        )
+    settings = Settings() if settings is None else settings
+    if not isinstance(settings, Settings):
         raise UsageError(f"settings is a {type(settings).__name__}", "Give fulltilt.records.Settings(num_workers=...).")
     if settings.residency is not None and residency == "auto":
         residency = settings.residency  # type: ignore[assignment]
     workers = num_workers if num_workers is not None else settings.num_workers
-    refuse_mistakes(
-        seed=seed,
-        num_workers=workers,
-        collate_fn=collate_fn,
-        reserve_bytes=reserve_bytes,
-        cache_dir=cache_dir,
-        cache_limit_bytes=cache_limit_bytes,
-        on_bad_sample=on_bad_sample,
-        max_bad_share=max_bad_share,
-        checks=checks,
-        decode=decode,
-        cache_key=cache_key,
-    )
-    workers = default_workers() if workers is None else workers
     size = settings.batch_size if settings.batch_size is not None and batch_size == 1 else batch_size
+    _refuse_mistakes(
+        [
+            ("on_bad_sample", on_bad_sample, on_bad_sample in ("stop", "skip"), "'stop' or 'skip'"),
+            ("max_bad_share", max_bad_share, _number(max_bad_share) and 0 <= max_bad_share <= 1, "from 0 to 1"),
+            ("num_workers", workers, workers is None or _count(workers), "a whole number of at least 0"),
+            ("checks", checks, _count(checks), "a number of samples"),
+            ("seed", seed, isinstance(seed, int), "a whole number"),
+            ("reserve_bytes", reserve_bytes, reserve_bytes is None or _number(reserve_bytes), "a number of bytes"),
+            (
+                "cache_limit_bytes",
+                cache_limit_bytes,
+                cache_limit_bytes is None or _number(cache_limit_bytes),
+                "a number of bytes",
+            ),
+            ("collate_fn", collate_fn, collate_fn is None or callable(collate_fn), "a function of a list of samples"),
+            ("decode", decode, decode is None or callable(decode), "a function of what the data set returns"),
+            (
+                "cache_key",
+                cache_key,
+                cache_key is None or _text(cache_key),
+                "a text that names the data, as 'train-v3'",
+            ),
+            ("cache_dir", cache_dir, cache_dir is None or isinstance(cache_dir, str | os.PathLike), "a folder"),
+        ]
+    )
+    if workers and multiprocessing.current_process().daemon:
+        raise UsageError(
+            f"num_workers is {workers}, and this process is a daemon, which may start none", "Use num_workers=0."
+        )
     length_of(dataset)
     if decode is not None:
         dataset = Decoded(dataset, decode)
-    workers, shared = workers_without_sharing(dataset, workers)
+    workers, shared = workers_without_sharing(dataset, default_workers() if workers is None else workers)
     found = _inspected(dataset, size, checks, on_bad_sample, workers) if collate_fn is None else Inspection(None)
     order: BatchOrder
     if batch_sampler is not None:
@@ -120,37 +140,46 @@ def loader(
             raise UsageError(
                 "a batch_sampler decides on the batches itself", "Leave out batch_size, shuffle, sampler and drop_last."
             )
-        order = GivenBatches(len(dataset), replayable(batch_sampler), seed)
+        order = GivenBatches(len(dataset), batch_sampler, seed)
     else:
-        rank, world_size = ranks(rank, world_size)
-        order = Order(
-            samples=len(dataset),
-            batch_size=size,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-            rank=rank,
-            world_size=world_size,
-            sampler=replayable(sampler),
-        )
-    device = device_or_default(device)
-    home = home_of(dataset, device)
+        order = Order(len(dataset), size, shuffle, seed, drop_last, *ranks(rank, world_size), sampler)
     made = FeedLoader(
         dataset,
         order,
         found,
         augment=as_augmentation(augment),
-        residence=Residence(
-            dataset, found, residency, home, reserve_bytes, cache_dir, cache_limit_bytes, checks, cache_key
-        ),
-        device=device,
+        residency=residency,
+        device=device_or_default(device),
         workers=workers,
         collate_fn=collate_fn,
         bad=BadSamples(len(dataset), on_bad_sample, max_bad_share),
+        reserve_bytes=reserve_bytes,
+        cache_dir=cache_dir,
+        cache_limit_bytes=cache_limit_bytes,
+        cache_key=cache_key,
+        checks=checks,
     )
     if shared is not None:
         made.notes.warn(shared)
     return made
+
+
+def _refuse_mistakes(arguments: list[tuple[str, Any, bool, str]]) -> None:
+    for name, value, right, expected in arguments:
+        if not right:
+            raise UsageError(f"{name} is {value!r}; it must be {expected}")
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and value >= 0
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
 
 
 def _inspected(dataset: Any, batch_size: int, checks: int, policy: Policy, workers: int) -> Inspection:
@@ -175,37 +204,39 @@ class FeedLoader:
         found: Inspection,
         *,
         augment: Augmentation | None,
-        residence: Residence,
+        residency: Residency,
         device: torch.device,
         workers: int,
-        collate_fn: Callable[..., Any] | None,
         bad: BadSamples,
+        collate_fn: Callable[..., Any] | None = None,
         on_worker_start: Callable[[], None] | None = None,
+        **cache_options: Any,
     ) -> None:
-        self.dataset, self.order, self.device = dataset, order, device
+        self.dataset, self.order, self.device, self.workers = dataset, order, device, workers
         self.notes = Notes()
-        self.workers = workers
-        self._augment = augment
-        self._residence = residence
-        self._finishes = bool(getattr(dataset, "finishes_on_device", False))
+        self._augment, self._bad, self._asked, self._found = augment, bad, residency, found
+        self._samples = len(dataset)
         self._position = Position()
         self._fallback: FallbackLoader | None = None
-        self._policy: CachePolicy | None = None
-        self._bad = bad
-        self._collate, self._on_worker_start, self._found = collate_fn, on_worker_start, found
+        self._cache: SampleCache | None = None
+        home = home_of(dataset, device)
         if found.layout is None:
             self._fall_back(found.unstorable_because or "a collate_fn was given", collate_fn)
         else:
-            self._device_batches = DeviceBatches(found.layout, residence.device)
-            self._policy = CachePolicy(
-                residence,
+            self._device_batches = DeviceBatches(found.layout, home)
+            self._cache = SampleCache(
+                dataset,
+                found,
                 found.layout,
                 order.batch_size,
+                asked=residency,
+                device=home,
                 seed=order.seed,
                 workers=workers,
                 bad=bad,
                 notes=self.notes,
                 on_worker_start=on_worker_start,
+                **cache_options,
             )
 
     # ----------------------------------------------------------------- like a DataLoader
@@ -213,7 +244,7 @@ class FeedLoader:
     @property
     def tier(self) -> Tier:
         """Where the decoded samples live; ``none`` until that is decided."""
-        return self._residence.tier
+        return "none" if self._cache is None else self._cache.tier
 
     @property
     def sampler(self) -> Any:
@@ -238,8 +269,8 @@ class FeedLoader:
 
     def regroup(self, order: BatchOrder) -> None:
         """Draw the same samples in the batches of another order from the next iteration on. What is kept stays."""
-        if order.batch_size != self.order.batch_size and self._policy is not None:
-            self._policy.rows.resize(order.batch_size)
+        if order.batch_size != self.order.batch_size and self._cache is not None:
+            self._cache.rows.resize(order.batch_size)
             self._device_batches.close()
         self.order = order
 
@@ -257,22 +288,22 @@ class FeedLoader:
 
     def fill(self, *, shown: bool | None = None) -> None:
         """Decode everything now, with a progress bar, instead of while the first epoch trains."""
-        policy = self._policy
-        if policy is None or not self._residence.wanted:
+        cache = self._cache
+        if cache is None or not cache.wanted:
             return
-        policy.settle(model_has_run=False)
-        everything = [*torch.split(torch.arange(self._residence.samples), self.batch_size)]
-        if policy.rows.store is not None and policy.rows.missing(everything):
-            batches = self._device_batches.batches(policy.rows, everything, 0)
+        cache.settle(model_has_run=False)
+        everything = [*torch.split(torch.arange(self._samples), self.batch_size)]
+        if cache.rows.store is not None and len(cache.rows.lacking(everything)):
+            batches = self._device_batches.batches(cache.rows, everything, 0)
             for _ in progress(batches, len(everything), f"Decoding into {self.tier}", shown=shown):
                 pass
-        policy.end_epoch()
-        policy.leave_epoch()
+        cache.end_epoch()
+        cache.leave_epoch()
 
     def close(self) -> None:
         """End the workers and give all memory back. A complete disk cache stays for the next run."""
-        if self._policy is not None:
-            self._policy.rows.close()
+        if self._cache is not None:
+            self._cache.rows.close()
             self._device_batches.close()
 
     def __enter__(self) -> FeedLoader:
@@ -281,48 +312,32 @@ class FeedLoader:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, or a loader sent to another process, begins where this one stands and keeps samples of its own."""
-        made_with = {
-            "augment": self._augment,
-            "residence": self._residence,
-            "device": self.device,
-            "workers": self.workers,
-            "collate_fn": self._collate,
-            "bad": self._bad,
-            "on_worker_start": self._on_worker_start,
-        }
-        return _made_anew, (self.dataset, self.order, self._found, made_with, *self._position.next)
-
     # ----------------------------------------------------------------- one epoch
 
     def _pass(self) -> Iterator[Any]:
-        if (now := len(self.dataset)) != self._residence.samples:
+        if (now := len(self.dataset)) != self._samples:
             raise UsageError(
-                f"the data set had {self._residence.samples} samples and has {now} now", "Make another loader for it."
+                f"the data set had {self._samples} samples and has {now} now", "Make another loader for it."
             )
-        self._tell_if_made_in_each_epoch()
         epoch, start = self._position.begin(self.order)
         try:
             for number, (batch, indices) in enumerate(self._batches(epoch, start), start):
                 self._position.handed_out(epoch, number)
                 if len(indices):
                     yield self._finished(batch, indices, epoch)
-                else:
-                    pass_over(number, epoch, awaited=every_batch_counts(self.order))
+                elif every_batch_counts(self.order):
+                    raise DataError(
+                        f"every sample of batch {number} of epoch {epoch} is bad, and the other ranks or the trainer "
+                        "count on it",
+                        "Repair the samples that were skipped (loader.notes names them), or use larger batches.",
+                    )
         except DataError as error:
             error.__traceback__ = None  # where in here it was noticed tells its owner nothing
             raise
         self._position.ended(epoch)
 
-    def _tell_if_made_in_each_epoch(self) -> None:
-        random = is_shuffled(self.order) or self._augment is not None or self._found.random_because is not None
-        by_itself = self._position.counts_by_itself and told_epoch(self.order) is None
-        if random and by_itself and begins_again(self.order, type(self.dataset), self._residence.samples):
-            self.notes.warn(AGAIN)
-
     def _finished(self, batch: Any, indices: torch.Tensor, epoch: int) -> Any:
-        if self._finishes:
+        if getattr(self.dataset, "finishes_on_device", False):
             batch, indices = self.dataset.finish_on_device(batch, self.device), indices.to(self.device)
         return batch if self._augment is None else self._augment(batch, self.order.seed, epoch, indices)
 
@@ -343,7 +358,7 @@ class FeedLoader:
 
     def _fall_back(self, why: str, collate_fn: Callable[..., Any] | None = None) -> None:
         """Serve by torch's DataLoader from now on."""
-        self._residence.refuse_if_asked(why)
+        refuse_if_asked(self._asked, why, self._found)
         self.close()
         self.notes.say(f"served by a DataLoader with {self.workers} workers: {why}")
         self._fallback = FallbackLoader(
@@ -351,85 +366,18 @@ class FeedLoader:
         )
 
     def _kept(self, epoch: int, start: int) -> Iterator[tuple[Any, torch.Tensor]]:
-        policy = self._policy
-        assert policy is not None
-        policy.begin_epoch(epoch)
+        cache = self._cache
+        assert cache is not None
+        cache.begin_epoch(epoch)
         drawn = draws_of(self.order, epoch)[start:]
         largest = max((len(batch) for batch in drawn), default=0)
-        if largest > policy.rows.batch_size:  # a batch sampler may not say beforehand how large they get
-            policy.rows.resize(largest)
-        batches = self._device_batches.batches(policy.rows, drawn, epoch)
+        if largest > cache.rows.batch_size:  # a batch sampler may not say beforehand how large they get
+            cache.rows.resize(largest)
+        batches = self._device_batches.batches(cache.rows, drawn, epoch)
         try:
             for number, (leaves, indices) in enumerate(batches):
-                policy.batches_trained(number)
-                yield policy.layout.build_batch(leaves), indices
-            policy.end_epoch()
+                cache.batches_trained(number)
+                yield cache.layout.build_batch(leaves), indices
+            cache.end_epoch()
         finally:
-            policy.leave_epoch()
-
-
-def _made_anew(
-    dataset: Any, order: BatchOrder, found: Inspection, made_with: dict[str, Any], epoch: int, batch: int
-) -> FeedLoader:
-    made = FeedLoader(dataset, order, found, **made_with)
-    made.begin_at(epoch, batch)
-    return made
-
-
-# What a DataLoader can be told and the feed decides by itself, so that one can stand in for the other in a script.
-DECIDED_HERE = frozenset(
-    {
-        *("pin_memory", "pin_memory_device", "persistent_workers", "prefetch_factor"),
-        *("timeout", "multiprocessing_context", "in_order"),
-    }
-)
-
-
-def refuse_unknown(names: set[str]) -> None:
-    """Raise UsageError for arguments that a DataLoader knows and the feed has no use for."""
-    if unknown := sorted(names - DECIDED_HERE):
-        raise UsageError(
-            f"feed.loader has no {', '.join(unknown)}", "Random numbers follow from seed=..., batches from sampler=..."
-        )
-
-
-def refuse_mistakes(
-    *,
-    seed: Any,
-    num_workers: Any,
-    collate_fn: Any,
-    reserve_bytes: Any,
-    cache_dir: Any,
-    cache_limit_bytes: Any,
-    on_bad_sample: Any,
-    max_bad_share: Any,
-    checks: Any,
-    decode: Any,
-    cache_key: Any,
-) -> None:
-    """Raise UsageError for the first argument that is not what it has to be."""
-    if on_bad_sample not in ("stop", "skip"):
-        raise UsageError(f"on_bad_sample is {on_bad_sample!r}", "Choose 'stop' or 'skip'.")
-    if not isinstance(max_bad_share, int | float) or not 0.0 <= max_bad_share <= 1.0:
-        raise UsageError(f"max_bad_share is {max_bad_share!r}; it is a share of the samples, from 0 to 1")
-    if num_workers is not None and (type(num_workers) is not int or num_workers < 0):
-        raise UsageError(f"num_workers is {num_workers!r}; it must be a whole number of at least 0")
-    if num_workers and multiprocessing.current_process().daemon:
-        raise UsageError(
-            f"num_workers is {num_workers}, and this process is a daemon, which may start none", "Use num_workers=0."
-        )
-    if not isinstance(checks, int) or checks < 0:
-        raise UsageError(f"checks is {checks!r}; it must be a number of samples")
-    if not isinstance(seed, int):
-        raise UsageError(f"seed is {seed!r}; it must be a whole number")
-    for name, count in (("reserve_bytes", reserve_bytes), ("cache_limit_bytes", cache_limit_bytes)):
-        if count is not None and (not isinstance(count, int | float) or count < 0):
-            raise UsageError(f"{name} is {count!r}; it must be a number of bytes")
-    if collate_fn is not None and not callable(collate_fn):
-        raise UsageError(f"collate_fn is {collate_fn!r}; it must be a function of a list of samples")
-    if decode is not None and not callable(decode):
-        raise UsageError(f"decode is {decode!r}; it must be a function of what the data set returns")
-    if cache_key is not None and (not isinstance(cache_key, str) or not cache_key):
-        raise UsageError(f"cache_key is {cache_key!r}; it must be a text that names the data, such as 'train-v3'")
-    if cache_dir is not None and not isinstance(cache_dir, str | os.PathLike):
-        raise UsageError(f"cache_dir is {cache_dir!r}; it must be a folder")
+            cache.leave_epoch()

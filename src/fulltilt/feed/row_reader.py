@@ -1,66 +1,61 @@
-"""The rows of every batch: from the store where they are kept, from the workers where they are not yet."""
+"""The rows of every batch in host memory: from the store where they are kept, from the workers where not yet."""
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
+from fulltilt.errors import UsageError
 from fulltilt.feed.disk_cache import CacheFull
 from fulltilt.feed.epoch_order import sample_of
 from fulltilt.feed.sample_layout import Layout
 from fulltilt.feed.sample_reader import BadSamples, Failure, Reader
-from fulltilt.feed.storage import Buffer, DeviceStore, HostStore, Staging
-from fulltilt.feed.worker_pool import Slot, WorkerPool
+from fulltilt.feed.storage import DeviceStore, HostStore
+from fulltilt.feed.worker_pool import WorkerPool
 
 # Batches read ahead by the workers: enough to bridge a slow sample or a validation pause, few enough to stay small.
 SLOTS = 4
 # Above this, two batches have to do: one being read while the other is copied.
 SLOT_BYTES = 2 * 1024**3
-# Batches put aside while it is not known yet whether and where there is room: those that the model is watched with, and
-# those that are on their way to the device meanwhile. Fewer where they are large.
-PUT_ASIDE = 8
-PUT_ASIDE_BYTES = 2 * 1024**3
 # Rows at least this long are copied to the device one by one from pinned memory: a copy call then costs less than
-# moving the row to a staging buffer first.
+# moving the row to a buffer first.
 DIRECT_ROW_BYTES = 64 * 1024
 
+Store = DeviceStore | HostStore
 
-_Read = tuple[WorkerPool, Slot]  # a slot with rows, and the pool to give it back to
+
+@dataclass
+class HostRows:
+    """A batch, or the part of it that a device ``store`` lacks, in host memory.
+
+    ``samples`` are the samples of the ``rows`` that are to go into the device store; with ``scattered``, ``rows`` is
+    a whole pinned store and the batch is its rows ``samples``.
+    """
+
+    draws: torch.Tensor
+    rows: torch.Tensor
+    samples: torch.Tensor
+    store: DeviceStore | None = None
+    scattered: bool = False
 
 
 @dataclass
 class _Plan:
     draws: torch.Tensor
     wanted: torch.Tensor
-    store: DeviceStore | HostStore | None
-
-
-@dataclass
-class HostBatch:
-    """A batch, or the part of it that is not on the device yet, in host memory.
-
-    ``release`` is called when ``rows`` was copied away. ``store`` is handed through to the consumer. ``scattered``:
-    ``rows`` is a whole pinned store, and the batch is its rows ``row_indices``.
-    """
-
-    indices: torch.Tensor
-    rows: torch.Tensor
-    row_indices: torch.Tensor
-    release: Callable[[], None] = field(default=lambda: None)
-    store: Any = None
-    scattered: bool = False
+    store: Store | None
 
 
 class RowReader:
-    """Serves batches of rows in order, and keeps what was read in ``store`` (which may come, go and be None).
+    """Assembles batches in order, and keeps what was read in ``store`` (which may come, go and be None).
 
-    ``on_random`` and ``on_full`` are told, on whatever thread reads, that a sample draws random numbers or that the
-    store ran out of room; both may set ``store`` to None.
+    ``on_failure`` and ``on_full`` are told, on whatever thread reads, of a bad or random sample and that the store ran
+    out of room; both may set ``store`` to None.
     """
 
     def __init__(
@@ -72,250 +67,146 @@ class RowReader:
         workers: int,
         device: torch.device,
         bad: BadSamples,
-        on_random: Callable[[Failure], None],
+        on_failure: Callable[[Failure], None],
         on_full: Callable[[CacheFull], None],
-        on_bad: Callable[[Failure], None],
         on_worker_start: Callable[[], None] | None = None,
     ) -> None:
-        self.reader = reader
-        self.layout = layout
-        self.batch_size = batch_size
-        self.workers = workers
-        self.device = device
+        self.reader, self.layout, self.batch_size, self.workers = reader, layout, batch_size, workers
         self.bad = bad
-        self.store: DeviceStore | HostStore | None = None
-        self._on_random, self._on_full, self._on_bad = on_random, on_full, on_bad
-        self._on_worker_start = on_worker_start
-        self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.puts_aside = False
-        self._pool: WorkerPool | None = None
-        self.staging = Staging(batch_size, layout.row_bytes, device)
-
-    def missing(self, batches: Iterable[torch.Tensor]) -> bool:
-        """Whether any sample of ``batches`` still has to be read from the source."""
-        every, store = list(batches), self.store
-        return store is None or bool(every and not store.has(self._asked(every)).all())
+        self.store: Store | None = None
+        self._device = device
+        self._on_failure, self._on_full, self._on_worker_start = on_failure, on_full, on_worker_start
+        self._idle: list[WorkerPool] = []
+        self._in_use: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
     def lacking(self, batches: list[torch.Tensor]) -> torch.Tensor:
-        """The samples of ``batches`` that the store does not have, each once."""
-        assert self.store is not None
-        asked = self._asked(batches)
-        lacking: torch.Tensor = torch.unique(asked[~self.store.has(asked)])
+        """The samples of ``batches`` that are to be read from the source, each once."""
+        asked = sample_of(self.bad.without_bad(torch.cat(batches))) if batches else torch.empty(0, dtype=torch.int64)
+        lacking: torch.Tensor = torch.unique(asked if self.store is None else asked[~self.store.has(asked)])
         return lacking
 
-    def _asked(self, batches: list[torch.Tensor]) -> torch.Tensor:
-        return sample_of(self.bad.without_bad(torch.cat(batches)))
+    # ----------------------------------------------------------------- workers
 
-    def open_store(self, store: DeviceStore | HostStore | None) -> None:
-        """Keep what is read from now on, and what was put aside until now; None keeps nothing."""
-        self.store, self.puts_aside = store, False
-        aside, self._aside = self._aside, []
-        for indices, rows in aside if store is not None else ():
-            if isinstance(store, DeviceStore):
-                store.write(indices.to(self.device), rows.to(self.device))
-                store.present[indices] = True
-            else:
-                assert store is not None
-                self._keep(store, indices, rows)
+    def take_pool(self) -> WorkerPool:
+        """Workers for one pass; call it on the main thread, where forking is safest.
+
+        An iterator put aside keeps its own, so that it does not hold up the pass that comes after it.
+        """
+        pool = self._idle.pop() if self._idle else self._new_pool()
+        self._in_use.add(pool)
+        return pool
+
+    def give_back(self, pool: WorkerPool) -> None:
+        """The pass is over; the next one may have its workers."""
+        self._in_use.discard(pool)
+        if pool.closed or pool.retired or self._idle:
+            pool.close()
+        else:
+            self._idle.append(pool)
+
+    def _new_pool(self) -> WorkerPool:
+        small = SLOTS * self.batch_size * self.layout.row_bytes <= SLOT_BYTES
+        return WorkerPool(
+            self.reader,
+            self.layout.row_bytes,
+            self.batch_size,
+            workers=self.workers,
+            slots=(SLOTS if small else 2) if self.workers else 1,
+            device=self._device,
+            on_worker_start=self._on_worker_start,
+        )
+
+    def stop_workers(self) -> None:
+        """End the workers that no pass is using; those of a pass under way end with it."""
+        for pool in self._in_use:
+            pool.retired = True
+        while self._idle:
+            self._idle.pop().close()
 
     def resize(self, batch_size: int) -> None:
         """Serve batches of up to ``batch_size`` from now on; what is kept stays."""
         self.stop_workers()
-        self.batch_size, self.staging = batch_size, Staging(batch_size, self.layout.row_bytes, self.device)
-
-    def start_workers(self) -> None:
-        """Start the workers; call it on the main thread, where forking is safest.
-
-        Each pass has workers of its own: an iterator put aside must not hold up the one that comes after it.
-        """
-        if self._pool is not None and (self._pool.closed or self._pool.streams):
-            self.stop_workers()
-        if self._pool is None:
-            self._pool = WorkerPool(
-                self.reader,
-                self.layout.row_bytes,
-                self.batch_size,
-                workers=self.workers,
-                slots=self._slots(),
-                device=self.device,
-                on_worker_start=self._on_worker_start,
-            )
-
-    def _slots(self) -> int:
-        small = SLOTS * self.batch_size * self.layout.row_bytes <= SLOT_BYTES
-        return SLOTS if self.workers and small else 2
-
-    def stop_workers(self) -> None:
-        """End the workers and free their slots; reading starts them again.
-
-        A pass that is still under way (an iterator put aside) keeps its own until it ends.
-        """
-        pool, self._pool = self._pool, None
-        if pool is not None and not pool.streams:
-            pool.close()
+        self.batch_size = batch_size
 
     def close(self) -> None:
-        """End the workers and give the store back."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        """End all workers and give the store back."""
+        self.stop_workers()
+        for pool in list(self._in_use):
+            pool.close()
         if self.store is not None:
             self.store.close()
             self.store = None
-        self.staging = Staging(self.batch_size, self.layout.row_bytes, self.device)
 
-    def host_batches(self, batches: Iterable[torch.Tensor], epoch: int) -> Generator[HostBatch, None, None]:
-        """One HostBatch for each batch, in order. For a device store it holds only the rows that are missing there."""
+    # ----------------------------------------------------------------- batches
+
+    def host_rows(
+        self, batches: Iterable[torch.Tensor], epoch: int, pool: WorkerPool | None, buffer: Callable[[], torch.Tensor]
+    ) -> Generator[HostRows, None, None]:
+        """Each batch in a ``buffer()`` [batch, row_bytes], in order; without a ``pool`` all of it has to be kept."""
         plans: deque[_Plan] = deque()
-        slots = self._stream(self._plan(batches, plans), epoch)
-        slot: _Read | None = None
-        with self.staging.for_a_pass() as free_buffer:
-            try:
-                while True:
-                    if not plans or (len(plans[0].wanted) and slot is None):
-                        slot = next(slots, None)
-                        if not plans:
-                            return
-                    plan = plans.popleft()
-                    if not len(plan.wanted):
-                        yield self._from_store(plan, free_buffer)
-                    else:
-                        assert slot is not None
-                        mine, slot = slot, None
-                        yield self._from_slot(plan, mine, free_buffer)
-            finally:
-                if slot is not None:
-                    slot[0].release(slot[1])
-                slots.close()
-
-    # ----------------------------------------------------------------- planning
+        wanted = self._plan(batches, plans)
+        nothing: tuple[torch.Tensor, list[Failure]] = torch.empty(0, self.layout.row_bytes, dtype=torch.uint8), []
+        read = pool.stream(wanted, epoch) if pool is not None else (nothing for _ in wanted)
+        with contextlib.closing(read):
+            for rows, failures in read:
+                yield self._assembled(plans.popleft(), rows, failures, buffer)
 
     def _plan(self, batches: Iterable[torch.Tensor], plans: deque[_Plan]) -> Iterator[torch.Tensor]:
-        """Append a plan for each batch; yields the samples to read for those that need any."""
-        underway: torch.Tensor | None = None
+        """Append a plan for each batch; yields the draws to read for it."""
+        underway = torch.zeros(self.bad.samples, dtype=torch.bool)
         for batch in batches:
-            store = self.store
-            draws = self.bad.without_bad(batch)
-            if store is None:
-                wanted = draws
-            else:
-                indices = sample_of(draws)
-                if underway is None:
-                    underway = torch.zeros(self.bad.samples, dtype=torch.bool)
+            store, draws = self.store, self.bad.without_bad(batch)
+            wanted = draws
+            if store is not None:
+                samples = sample_of(draws)
                 # A sample asked for by an earlier batch will be there when this batch is assembled.
-                wanted = torch.unique(indices[~(store.has(indices) | underway[indices])])
+                wanted = torch.unique(samples[~(store.has(samples) | underway[samples])])
                 underway[wanted] = True
             plans.append(_Plan(draws, wanted, store))
-            if len(wanted):
-                yield wanted
+            yield wanted
 
-    def _stream(self, wanted: Iterator[torch.Tensor], epoch: int) -> Generator[_Read, None, None]:
-        first = next(wanted, None)
-        if first is None:
-            return  # everything is kept: no workers are needed
-        self.start_workers()
-        pool = self._pool
-        assert pool is not None
-
-        def all_of_it() -> Iterator[torch.Tensor]:
-            yield first
-            yield from wanted
-
-        with contextlib.closing(pool.stream(all_of_it(), epoch)) as slots:
-            for slot in slots:
-                yield pool, slot
-
-    # ----------------------------------------------------------------- assembling
-
-    def _from_slot(self, plan: _Plan, read_slot: _Read, free_buffer: Callable[[], Buffer]) -> HostBatch:
-        pool, slot = read_slot
-        try:
-            self._judge(slot.failures or [])
-        except BaseException:
-            pool.release(slot)
-            raise
-        read, rows = slot.indices[: slot.count].clone(), slot.rows[: slot.count]
+    def _assembled(
+        self, plan: _Plan, rows: torch.Tensor, failures: list[Failure], buffer: Callable[[], torch.Tensor]
+    ) -> HostRows:
+        if len(rows) != len(plan.wanted):
+            raise UsageError("the loader was closed while this iterator was in use", "Begin another pass over it.")
+        self._judge(failures)
+        read = plan.wanted
         if self.bad.failures:
             good = ~self.bad.bad[sample_of(read)]
-            if not bool(good.all()):
-                read, rows = read[good], rows[good]
-        draws = self.bad.without_bad(plan.draws)
+            read, rows = read[good], rows[good]
         # A batch that was asked for before there was a store goes into the one that has come since.
         store = plan.store or self.store
-        if store is None:
-            if self.puts_aside and len(self._aside) < min(PUT_ASIDE, PUT_ASIDE_BYTES // max(rows.nbytes, 1)):
-                self._aside.append((sample_of(read), rows.clone()))
-            return HostBatch(read, rows, read, lambda: pool.release(slot))
-        read = sample_of(read)
-        if isinstance(store, DeviceStore):
-            return HostBatch(draws, rows, read, lambda: pool.release(slot), store)
-        if self.store is store:
-            self._keep(store, read, rows)
-        batch = self._gather(store, draws, read, rows, free_buffer)
-        pool.release(slot)
-        return batch
+        if isinstance(store, HostStore):
+            return self._gathered(store, self.bad.without_bad(plan.draws), sample_of(read), rows, buffer)
+        out = buffer()[: len(rows)]
+        out.copy_(rows)
+        draws = read if store is None else self.bad.without_bad(plan.draws)
+        return HostRows(draws, out, sample_of(read) if store is not None else read[:0], store)
 
-    def _from_store(self, plan: _Plan, free_buffer: Callable[[], Buffer]) -> HostBatch:
-        draws = self.bad.without_bad(plan.draws)
-        none, no_rows = draws[:0], torch.empty(0, self.layout.row_bytes, dtype=torch.uint8)
-        if plan.store is None or isinstance(plan.store, DeviceStore):  # None: every sample of it is known to be bad
-            return HostBatch(draws, no_rows, none, store=plan.store)
-        return self._gather(plan.store, draws, none, no_rows, free_buffer)
-
-    def _keep(self, store: HostStore, indices: torch.Tensor, rows: torch.Tensor) -> None:
-        try:
-            store.write(indices, rows)
-        except CacheFull as full:
-            self._on_full(full)
-
-    def _gather(
+    def _gathered(
         self,
         store: HostStore,
         draws: torch.Tensor,
         read: torch.Tensor,
         rows: torch.Tensor,
-        free_buffer: Callable[[], Buffer],
-    ) -> HostBatch:
-        indices = sample_of(draws)
-        there = store.has(indices)
+        buffer: Callable[[], torch.Tensor],
+    ) -> HostRows:
+        if len(read):
+            try:
+                store.write(read, rows)
+            except CacheFull as full:
+                self._on_full(full)
+        samples = sample_of(draws)
+        there = store.has(samples)
+        out = buffer()[: len(samples)]
         if store.pinned and self.layout.row_bytes >= DIRECT_ROW_BYTES and bool(there.all()):
-            return HostBatch(draws, store.rows, indices, store=store, scattered=True)
-        buffer, release = free_buffer()
-        out = buffer[: len(indices)]
-        try:
-            if bool(there.all()):
-                store.gather(indices, out)
-            else:
-                self._patch(store, indices, there, read, rows, out)
-        except BaseException:
-            release()
-            raise
-        return HostBatch(draws, out, indices, release)
-
-    def _patch(
-        self,
-        store: HostStore,
-        indices: torch.Tensor,
-        there: torch.Tensor,
-        read: torch.Tensor,
-        rows: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        """Assemble a batch of which the store could not keep all rows: from the store, from ``rows``, or read now."""
-        at = {index: position for position, index in enumerate(read.tolist())}
-        for position, index in enumerate(indices.tolist()):
-            if there[position]:
-                out[position] = store.rows[index]
-            elif index in at:
-                out[position] = rows[at[index]]
-            else:
-                self._judge(self.reader.read(indices[position : position + 1], out[position : position + 1], 0))
-
-    # ----------------------------------------------------------------- what went wrong
+            return HostRows(draws, store.rows, samples, scattered=True)
+        store.gather(samples, out)
+        for place in (~there).nonzero().flatten().tolist():  # the disk is full
+            self._judge(self.reader.read(draws[place : place + 1], out[place : place + 1], 0))
+        return HostRows(draws, out, samples[:0])
 
     def _judge(self, failures: list[Failure]) -> None:
-        for failure in self.bad.note(failures):
-            self._on_bad(failure)
-        for failure in failures:
-            if failure.kind == "random":
-                self._on_random(failure)
+        for failure in [*self.bad.note(failures), *(failure for failure in failures if failure.kind == "random")]:
+            self._on_failure(failure)

@@ -15,17 +15,13 @@ from typing import Any, Literal, Protocol
 import torch
 
 from fulltilt.errors import DataError, FulltiltError
+from fulltilt.feed.dataset_objects import Generators, own_module
 from fulltilt.feed.draws import sample_seed
 from fulltilt.feed.epoch_order import sample_of
-from fulltilt.feed.handles import own_module
-from fulltilt.feed.random_state import Generators
 from fulltilt.feed.sample_layout import Layout, ShapeChanged, Unstorable
 
 # Attributes under which data sets keep their files, in the order in which they are asked for a sample's name.
 _FILE_LISTS = ("samples", "imgs", "paths", "files", "image_paths", "images", "filenames", "image_files", "_files")
-
-# Of a data set of which nothing is declared, one sample in so many is read twice while the first epoch is read.
-READ_AGAIN_EVERY = 32
 
 
 @dataclass(frozen=True)
@@ -46,9 +42,6 @@ class Failure:
 
 class Reader(Protocol):
     """Fills rows with samples. Sent to workers once; reads in each of them."""
-
-    def opened_in_worker(self) -> None:
-        """Called once in a worker process before its first read."""
 
     def read(self, indices: torch.Tensor, rows: torch.Tensor, epoch: int) -> list[Failure]:
         """Write the sample of draw ``indices[i]`` into ``rows[i]``; returns what failed."""
@@ -73,19 +66,13 @@ class SampleReader:
     """Reads a map-style data set, sample by sample or with its ``__getitems__``.
 
     ``seeded``: every generator starts from (seed, epoch, index), so that workers and ranks do not matter.
-    ``checked``: nothing was declared; a sample that draws a random number or is another one when it is read again is
-    reported, and from then on all are read seeded.
+    ``checked``: nothing was declared; a sample that draws a random number is reported, and from then on all are seeded.
     """
 
     def __init__(self, dataset: Any, layout: Layout, *, seeded: bool, checked: bool, seed: int) -> None:
         self.dataset, self.layout, self.seed = dataset, layout, seed
         self.seeded, self.checked = seeded, checked
         self._generators: Generators | None = None
-        self._in_worker = False
-
-    def opened_in_worker(self) -> None:
-        """Called once in a worker process before its first read."""
-        self._in_worker = True
 
     def read(self, indices: torch.Tensor, rows: torch.Tensor, epoch: int) -> list[Failure]:
         """Write the sample of draw ``indices[i]`` into ``rows[i]``; returns what failed."""
@@ -98,50 +85,27 @@ class SampleReader:
                 self.dataset[int(sample_of(indices[0]))]
             self._generators = Generators(self.dataset)
         # In this process the user's own generators must not notice us; a worker's belong to us.
-        with nullcontext() if self._in_worker else self._generators.untouched():
-            if self.seeded:
-                return self._read_seeded(indices, rows, epoch, self._generators)
-            return self._read_checked(indices, rows, epoch, self._generators)
+        in_worker = torch.utils.data.get_worker_info() is not None
+        with nullcontext() if in_worker else self._generators.untouched():
+            failures: list[Failure] = []
+            if not self.seeded:
+                before = self._generators.mark()
+                failures = self._read_plainly(sample_of(indices), rows)
+                if before == self._generators.mark():
+                    return failures
+                self.seeded = True
+                index = int(sample_of(indices[0]))
+                failures = [Failure(index, "random", "it draws random numbers", name_of(self.dataset, index))]
+            for draw, row in _pairs(indices, rows):
+                self._generators.seed(sample_seed(self.seed, epoch, draw))
+                failures += _failed([read_one(self.dataset, sample_of(draw), self.layout, row)])
+            return failures
 
     def _read_plainly(self, indices: torch.Tensor, rows: torch.Tensor) -> list[Failure]:
         failures = self._read_together(indices, rows)
         if failures is None:
             failures = _failed(read_one(self.dataset, i, self.layout, row) for i, row in _pairs(indices, rows))
         return failures
-
-    def _read_seeded(
-        self, draws: torch.Tensor, rows: torch.Tensor, epoch: int, generators: Generators
-    ) -> list[Failure]:
-        failures = []
-        for draw, row in _pairs(draws, rows):
-            generators.seed(sample_seed(self.seed, epoch, draw))
-            failures.append(read_one(self.dataset, sample_of(draw), self.layout, row))
-        return _failed(failures)
-
-    def _read_checked(
-        self, draws: torch.Tensor, rows: torch.Tensor, epoch: int, generators: Generators
-    ) -> list[Failure]:
-        indices = sample_of(draws)
-        before = generators.mark()
-        failures = self._read_plainly(indices, rows)
-        found = "it draws random numbers" if before != generators.mark() else None
-        bad = {failure.index for failure in failures}
-        again = torch.zeros_like(rows[0])
-        for position, index in enumerate(indices.tolist()):
-            if found is not None:
-                break
-            if index % READ_AGAIN_EVERY == 0 and index not in bad:
-                generators.seed(sample_seed(self.seed + 1, epoch, index))
-                if read_one(self.dataset, index, self.layout, again) is not None or not torch.equal(
-                    again, rows[position]
-                ):
-                    found = "it is another one when it is read again"
-        if found is None:
-            return failures
-        self.seeded = True
-        index = int(indices[0])
-        told = Failure(index, "random", found, name_of(self.dataset, index))
-        return [told, *self._read_seeded(draws, rows, epoch, generators)]
 
     def _read_together(self, indices: torch.Tensor, rows: torch.Tensor) -> list[Failure] | None:
         """One call for all samples; None where that does not work: read one by one, a culprit can be named."""
@@ -174,7 +138,11 @@ def read_one(dataset: Any, index: int, layout: Layout, row: torch.Tensor) -> Fai
         sample = dataset[index]
     except Exception as error:
         return failure_of(dataset, index, error)
-    return pack_one(dataset, index, sample, layout, row)
+    try:
+        layout.pack(sample, row)
+    except (ShapeChanged, Unstorable) as error:
+        return Failure(index, "shape", str(error), name_of(dataset, index))
+    return None
 
 
 def failure_of(dataset: Any, index: int, error: Exception) -> Failure:
@@ -201,15 +169,6 @@ def _users_line(error: Exception) -> str | None:
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
         if own_module(str(frame.f_globals.get("__name__"))) and not _is_ours(frame):
             return f"{Path(frame.f_code.co_filename).name}, line {number}, in {frame.f_code.co_name}"
-    return None
-
-
-def pack_one(dataset: Any, index: int, sample: Any, layout: Layout, row: torch.Tensor) -> Failure | None:
-    """Write an already drawn sample into ``row``; None when it fits the layout."""
-    try:
-        layout.pack(sample, row)
-    except (ShapeChanged, Unstorable) as error:
-        return Failure(index, "shape", str(error), name_of(dataset, index))
     return None
 
 
@@ -287,15 +246,6 @@ class BadSamples:
     def without_bad(self, draws: torch.Tensor) -> torch.Tensor:
         """``draws`` less those of bad samples."""
         return draws[~self.bad[sample_of(draws)]] if self.failures else draws
-
-
-def pass_over(number: int, epoch: int, *, awaited: bool) -> None:
-    """A batch of which no sample is left is not served. Raises DataError where that would be waited for."""
-    if awaited:
-        raise DataError(
-            f"every sample of batch {number} of epoch {epoch} is bad, and the other ranks or the trainer count on it",
-            "Repair the samples that were skipped (loader.notes names them), or use larger batches.",
-        )
 
 
 def stopped_by(failure: Failure) -> DataError:

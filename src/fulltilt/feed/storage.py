@@ -6,12 +6,8 @@ import contextlib
 import mmap
 import multiprocessing
 import os
-import queue
 import warnings
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -80,70 +76,6 @@ def _forget_error(device: torch.device) -> None:
         torch.zeros(1, device=device)
 
 
-# One being filled, one being copied, one ready.
-COUNT = 3
-
-Buffer = tuple[torch.Tensor, Callable[[], None]]  # rows to fill, and what to call when they were copied away
-
-
-class HostBuffers:
-    """A few host buffers [rows, row_bytes] that are handed out in turn, pinned as long as this object lives."""
-
-    @torch.inference_mode(False)  # made in an evaluation, they have to be of use to the feeding thread
-    def __init__(self, rows: int, row_bytes: int, device: torch.device) -> None:
-        self._memory = shared_bytes(COUNT * rows * row_bytes)
-        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-        for buffer in self._memory.view(COUNT, rows, row_bytes):
-            self._free.put(buffer)
-        pin(self._memory, device, self)
-
-    def take(self) -> Buffer:
-        """A free buffer; waits for one."""
-        buffer = self._free.get()
-        return buffer, lambda: self._free.put(buffer)
-
-
-class Staging:
-    """Buffers for each pass over a data set: of some that all passes shared, one put aside would keep too many.
-
-    A pass that ends leaves its own to the next.
-    """
-
-    def __init__(self, rows: int, row_bytes: int, device: torch.device) -> None:
-        self._rows, self._row_bytes, self._device = rows, row_bytes, device
-        self.copies_from = device.type == "cuda"  # elsewhere what was put together is the batch itself
-        self._spare: deque[HostBuffers] = deque(maxlen=1)
-
-    @contextmanager
-    def for_a_pass(self) -> Iterator[Callable[[], Buffer]]:
-        """What gives a free buffer each time that it is called."""
-        mine: HostBuffers | None = None
-
-        def free() -> Buffer:
-            nonlocal mine
-            if not self.copies_from:
-                return torch.empty(self._rows, self._row_bytes, dtype=torch.uint8), _nothing
-            if mine is None:
-                mine = self._left_over() or HostBuffers(self._rows, self._row_bytes, self._device)
-            return mine.take()
-
-        try:
-            yield free
-        finally:
-            if mine is not None:
-                self._spare.append(mine)
-
-    def _left_over(self) -> HostBuffers | None:
-        try:
-            return self._spare.pop()  # in one go: passes run on threads of their own
-        except IndexError:
-            return None
-
-
-def _nothing() -> None:
-    return None
-
-
 class DeviceStore:
     """One tensor [samples, *shape] for each leaf on the device; a batch is one gather for each leaf.
 
@@ -177,6 +109,14 @@ class DeviceStore:
             batch.append(picked)
         return batch
 
+    def row(self, index: int) -> torch.Tensor:
+        """One kept sample as a packed row, on the host."""
+        row = torch.zeros(self.layout.row_bytes, dtype=torch.uint8)
+        for words, leaf in zip(self._words, self.layout.leaves, strict=True):
+            if leaf.nbytes:
+                row[leaf.offset : leaf.offset + leaf.nbytes] = words[index].cpu().view(torch.uint8)
+        return row
+
     def close(self) -> None:
         """Give the memory back."""
         self.columns, self._words = [], []
@@ -204,6 +144,10 @@ class HostStore:
         # Eight bytes at a time: index_select copies element by element where it cannot use memcpy.
         torch.index_select(self.rows.view(torch.int64), 0, indices, out=out.view(torch.int64))
         return out
+
+    def row(self, index: int) -> torch.Tensor:
+        """One kept sample."""
+        return self.rows[index]
 
     def close(self) -> None:
         """Give the memory back."""

@@ -1,26 +1,22 @@
-"""Worker processes that write samples straight into shared batch slots.
+"""Worker processes that write samples straight into shared memory.
 
 Against torch's DataLoader: several workers fill one batch together (low latency, few batches in memory), nothing is
 collated or pickled, no shared-memory file is opened for a batch, and rows keep the data set's own dtype (uint8, not
-float32). A task is 24 bytes on one pipe; its indices lie in shared memory beside the slot.
+float32). A DataLoader in here would also be taken for one of the user's by the recorder and the tuner.
 """
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import pickle
 import platform
 import signal
-import struct
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import connection
-from multiprocessing.context import BaseContext
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data._utils import worker as of_torch
@@ -29,10 +25,6 @@ from fulltilt.errors import FulltiltError, MachineError, UsageError
 from fulltilt.feed.sample_reader import Failure, Reader
 from fulltilt.feed.storage import pin, shared_bytes, start_method
 
-_TASK = struct.Struct("=iiiiq")  # slot, first row, row after the last, 0, epoch
-_STOP = b""
-# Workers look this often whether their parent is still there.
-_PARENT_CHECK_S = 2.0
 # Some data sets read an index of all their files before their first sample.
 PATIENCE_S = 300.0
 # Arm's library of convolutions asks for threads whatever torch was told, and a fork does not copy them: it waits for
@@ -43,15 +35,12 @@ Result = TypeVar("Result")
 
 
 @dataclass
-class Slot:
-    """One batch in the making: shared rows and indices, how many rows are still out, and what failed."""
-
+class _Slot:
     number: int
     rows: torch.Tensor
-    indices: torch.Tensor
     count: int = 0
     outstanding: int = 0
-    failures: list[Failure] | None = None
+    failures: list[Failure] = field(default_factory=list)
 
 
 class WorkerPool:
@@ -69,235 +58,122 @@ class WorkerPool:
         device: torch.device,
         on_worker_start: Callable[[], None] | None = None,
     ) -> None:
-        self.workers = workers
-        self.rows_per_slot = rows_per_slot
+        self.workers, self.closed = workers, False
+        self.retired = False  # to be closed when the pass that uses it ends
         self._reader = reader
-        self._on_worker_start = on_worker_start
-        slot_bytes = rows_per_slot * row_bytes
-        # One block for all slots: one registration with the driver, one mapping to inherit.
-        self._memory = shared_bytes(slots * slot_bytes)
-        # Behind the indices of all slots, one number each that says whether the slot is still wanted.
-        self._index_memory = shared_bytes(slots * (rows_per_slot + 1) * 8)
-        self._broken = False
-        self.streams = 0  # passes that are under way
-        rows = self._memory.view(slots, rows_per_slot, row_bytes)
-        indices, self._wanted = _index_views(self._index_memory, rows_per_slot)
-        self._slots = [Slot(n, rows[n], indices[n]) for n in range(slots)]
-        self._free = deque(self._slots)
+        self._memory = shared_bytes(slots * rows_per_slot * row_bytes)
+        views = self._memory.view(slots, rows_per_slot, row_bytes)
+        self._slots = [_Slot(number, rows) for number, rows in enumerate(views)]
         self._processes: list[Any] = []
-        self._results: list[connection.Connection] = []
-        self._tasks: connection.Connection | None = None
         if workers:
+            context: Any = multiprocessing.get_context(start_method())
             try:
-                self._start(workers)
+                self._tasks, self._results = context.SimpleQueue(), context.SimpleQueue()
+                for number in range(workers):
+                    given = (reader, views, number, workers, self._tasks, self._results, on_worker_start)
+                    process = context.Process(target=_work, args=given, name=f"fulltilt-feed-{number}", daemon=True)
+                    process.start()
+                    self._processes.append(process)
             except OSError as error:
                 self.close()
-                raise no_processes(workers, error) from error
-        self.pinned = pin(self._memory, device, self)
+                raise _no_processes(workers, error) from error
+        pin(self._memory, device, self)
 
-    # ----------------------------------------------------------------- the parent's side
+    def stream(
+        self, batches: Iterable[torch.Tensor], epoch: int
+    ) -> Generator[tuple[torch.Tensor, list[Failure]], None, None]:
+        """The rows of each batch and what failed, in order; the rows are valid until the next batch is asked for.
 
-    def stream(self, batches: Iterable[torch.Tensor], epoch: int) -> Generator[Slot, None, None]:
-        """Slots filled with ``batches`` in their order. The caller hands each back with ``release``.
-
-        As many batches are read ahead as there are free slots.
+        As many batches are read ahead as there are slots. Left early, the workers are ended in mid-sample.
         """
-        waiting: deque[Slot] = deque()
+        if not self.workers:
+            for asked in batches:
+                rows = self._slots[0].rows[: len(asked)]
+                yield rows, self._reader.read(asked, rows, epoch) if len(asked) else []
+            return
+        free, waiting = deque(self._slots), deque[_Slot]()
         source = iter(batches)
-        exhausted = False
-        self.streams += 1
         try:
             while True:
-                while self._free and not exhausted:
-                    batch = next(source, None)
-                    if batch is None:
-                        exhausted = True
-                        break
-                    slot = self._free.popleft()
-                    # In the queue before it is submitted: whatever happens, it is drained and given back.
-                    waiting.append(slot)
-                    self._submit(slot, batch, epoch)
+                while free and (batch := next(source, None)) is not None:
+                    waiting.append(free.popleft())
+                    self._submit(waiting[-1], batch, epoch)
                 if not waiting:
-                    assert exhausted, "a slot was not released"
                     return
-                self._wait(waiting[0])
-                yield waiting.popleft()
+                slot = waiting.popleft()
+                self._wait(slot)
+                yield slot.rows[: slot.count], slot.failures
+                free.append(slot)
         finally:
-            self.streams -= 1
-            for slot in waiting:
-                self._wanted[slot.number] = 0  # what no worker has begun is not read any more
-            for slot in waiting:
-                # A worker may still be writing into it: only a finished slot can be used again.
-                self._drain(slot)
-                self._free.append(slot)
+            if any(slot.outstanding for slot in self._slots):
+                self.close()
 
-    @property
-    def closed(self) -> bool:
-        """Whether a worker died or the pool was closed: it is of no further use."""
-        return self._broken
-
-    def release(self, slot: Slot) -> None:
-        """The rows of ``slot`` were copied away; it may be filled again."""
-        self._free.append(slot)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def close(self) -> None:
+        """End the workers; those that are in the middle of a sample hold nothing that has to be saved."""
+        idle = not self.closed and not any(slot.outstanding for slot in self._slots)
+        self.closed = True  # before they end: an iterator that outlives the pool must not take that for a death
+        processes, self._processes = self._processes, []
+        for process in processes:
+            with contextlib.suppress(OSError):
+                self._tasks.put(None) if idle else process.kill()
+        for process in processes:
+            process.join(2.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
 
     def __del__(self) -> None:
         # A loader that was dropped without being closed must not leave processes behind.
         with contextlib.suppress(Exception):
             self.close()
 
-    def close(self) -> None:
-        """End the workers and give their memory back."""
-        self._broken = True  # before they end: an iterator that outlives the pool must not take that for a death
-        if self._tasks is not None:
-            for _ in self._processes:
-                try:
-                    self._tasks.send_bytes(_STOP)
-                except OSError:
-                    break
-        deadline = time.monotonic() + 2.0
-        for process in self._processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()  # in the middle of a slow sample; it holds nothing that has to be saved
-                process.join()
-        for end in [*self._results, *([self._tasks] if self._tasks is not None else [])]:
-            end.close()
-        self._processes, self._results, self._tasks = [], [], None
-
-    def _start(self, workers: int) -> None:
-        context: BaseContext = multiprocessing.get_context(start_method())
-        reading, self._tasks = context.Pipe(duplex=False)
-        lock = context.Lock()
-        for number in range(workers):
-            mine, theirs = context.Pipe(duplex=False)
-            memory = (self._memory, self._index_memory, self.rows_per_slot)
-            place = (number, workers)
-            arguments = (self._reader, place, *memory, reading, lock, theirs, os.getpid(), self._on_worker_start)
-            process = context.Process(  # type: ignore[attr-defined]
-                target=_work, args=arguments, name=f"fulltilt-feed-{number}", daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._results.append(mine)
-        reading.close()
-
-    def _refuse_if_closed(self) -> None:
-        """Another thread may close the pool at any moment, and then workers end and pipes break without a fault."""
-        if self._broken:
-            raise UsageError("the loader was closed while this iterator was in use", "Begin another pass over it.")
-
-    def _submit(self, slot: Slot, batch: torch.Tensor, epoch: int) -> None:
+    def _submit(self, slot: _Slot, batch: torch.Tensor, epoch: int) -> None:
         self._refuse_if_closed()
-        slot.count = len(batch)
+        slot.count = slot.outstanding = len(batch)
         slot.failures = []
-        slot.indices[: slot.count] = batch
-        self._wanted[slot.number] = 1
-        slot.outstanding = 0
-        if self._tasks is None:
-            slot.failures = self._reader.read(slot.indices[: slot.count], slot.rows[: slot.count], epoch)
-            return
-        share = self._rows_per_task(slot.count)
-        for start in range(0, slot.count, share):
-            stop = min(start + share, slot.count)
-            try:
-                self._tasks.send_bytes(_TASK.pack(slot.number, start, stop, 0, epoch))
-            except OSError as error:  # nobody is left at the other end
-                self._refuse_if_closed()
-                self._broken = True
-                dead = next((process for process in self._processes if not process.is_alive()), self._processes[0])
-                raise self._worker_died(dead.sentinel) from error
-            slot.outstanding += stop - start
-
-    def _rows_per_task(self, count: int) -> int:
         # Two tasks a worker and batch even out samples of unequal cost; a task much smaller would be all overhead.
-        return max(1, -(-count // (2 * max(self.workers, 1))))
+        share = max(1, -(-slot.count // (2 * self.workers)))
+        for start in range(0, slot.count, share):
+            self._tasks.put((slot.number, start, batch[start : start + share].tolist(), epoch))
 
-    def _wait(self, slot: Slot) -> None:
+    def _wait(self, slot: _Slot) -> None:
+        arriving = self._results._reader
         while slot.outstanding:
             self._refuse_if_closed()
-            sentinels = [process.sentinel for process in self._processes]
-            try:
-                told = connection.wait([*self._results, *sentinels], timeout=30.0)
-            except (OSError, ValueError):  # a pipe was closed meanwhile
+            sentinels = {process.sentinel: process for process in self._processes}
+            ready = connection.wait([arriving, *sentinels], timeout=1.0)
+            if arriving in ready:
+                number, rows, failures = self._results.get()
+                self._slots[number].outstanding -= rows
+                self._slots[number].failures += failures
+            elif ready:
                 self._refuse_if_closed()
-                raise
-            for ready in told:
-                if isinstance(ready, connection.Connection):
-                    self._receive(ready)
-                else:
-                    self._collect_last_words()
-                    if slot.outstanding:
-                        self._refuse_if_closed()
-                        self._broken = True
-                        raise self._worker_died(ready)
+                raise _worker_died(sentinels[ready[0]], self.workers)
 
-    def _receive(self, end: connection.Connection) -> bool:
-        """Take one message in; False if there will be no more."""
-        try:
-            number, rows, failures = end.recv()
-        except (EOFError, OSError):
-            return False  # its process has ended; the sentinel tells
-        slot = self._slots[number]
-        slot.outstanding -= rows
-        if slot.failures is not None:
-            slot.failures += failures
-        return True
-
-    def _collect_last_words(self) -> None:
-        for end in self._results:
-            with contextlib.suppress(OSError):  # closed meanwhile
-                while end.poll() and self._receive(end):
-                    pass
-
-    def _drain(self, slot: Slot) -> None:
-        if self._broken:
-            return  # nothing of it is used again
-        try:
-            self._wait(slot)
-        except (MachineError, UsageError):
-            pass  # a worker died after the batches that were wanted, or the pool was closed: new ones start if needed
-
-    def _worker_died(self, sentinel: Any) -> MachineError:
-        process = next(p for p in self._processes if p.sentinel == sentinel)
-        process.join(1.0)
-        code = process.exitcode
-        if code == -signal.SIGKILL:
-            return MachineError(
-                f"a loader worker died: pid {process.pid} got SIGKILL, most likely from the OOM killer",
-                f"Use fewer workers than {self.workers}, or give the job more memory.",
-            )
-        if code == -signal.SIGBUS:
-            return MachineError(
-                f"a loader worker (pid {process.pid}) died of a bus error: /dev/shm is too small, or a disk is full",
-                "Give the container more (docker run --shm-size=8g), use fewer workers, or free the disk of the cache.",
-            )
-        how = f"was ended by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
-        return MachineError(
-            f"a loader worker died: pid {process.pid} {how}",
-            "The data set's own code ended it; run once without workers to see where.",
-        )
+    def _refuse_if_closed(self) -> None:
+        if self.closed:
+            raise UsageError("the loader was closed while this iterator was in use", "Begin another pass over it.")
 
 
-def no_processes(workers: int, error: OSError) -> MachineError:
-    """The error for workers that the system does not let start."""
+def _no_processes(workers: int, error: OSError) -> MachineError:
     return MachineError(
         f"{workers} loader workers cannot be started: {error.strerror or error}",
         "Use a smaller num_workers, or allow more open files (ulimit -n) and processes (ulimit -u).",
     )
 
 
-def _index_views(memory: torch.Tensor, rows_per_slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The indices [slots, rows] and the wanted marks [slots] that lie in ``memory``, as parent and workers see them."""
-    words = memory.view(torch.int64)
-    slots = len(words) // (rows_per_slot + 1)
-    return words[:-slots].view(slots, rows_per_slot), words[-slots:]
+def _worker_died(process: Any, workers: int) -> MachineError:
+    process.join(1.0)
+    code = process.exitcode or 0
+    how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    remedy = "The data set's own code ended it; run once without workers to see where."
+    if code == -signal.SIGKILL:
+        how = "got SIGKILL, most likely from the OOM killer"
+        remedy = f"Use fewer workers than {workers}, or give the job more memory."
+    elif code == -signal.SIGBUS:
+        how = "died of a bus error: /dev/shm is too small, or a disk is full"
+        remedy = "Give the container more (docker run --shm-size=8g), use fewer workers, or free the disk of the cache."
+    return MachineError(f"a loader worker died: pid {process.pid} {how}", remedy)
 
 
 # --------------------------------------------------------------------------- the worker's side
@@ -305,65 +181,35 @@ def _index_views(memory: torch.Tensor, rows_per_slot: int) -> tuple[torch.Tensor
 
 def _work(
     reader: Reader,
-    place: tuple[int, int],
-    memory: torch.Tensor,
-    index_memory: torch.Tensor,
-    rows_per_slot: int,
-    tasks: connection.Connection,
-    lock: Any,
-    results: connection.Connection,
-    parent: int,
+    slots: torch.Tensor,
+    number: int,
+    workers: int,
+    tasks: Any,
+    results: Any,
     on_start: Callable[[], None] | None,
 ) -> None:
     # Ctrl-C goes to the whole process group; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    become_worker(*place, getattr(reader, "dataset", None))
-    indices, wanted = _index_views(index_memory, rows_per_slot)
-    rows = memory.view(len(indices), rows_per_slot, -1)
+    # The parent alone can still write tasks: when it is gone, the queue ends.
+    tasks._writer.close()
+    results._reader.close()
+    _become_worker(number, workers, getattr(reader, "dataset", None))
     if on_start is not None:
         on_start()
-    reader.opened_in_worker()
-    while True:
-        with lock:
-            while not tasks.poll(_PARENT_CHECK_S):
-                if os.getppid() != parent:
-                    return
-            message = tasks.recv_bytes()
-        if message == _STOP:
-            return
-        number, start, stop, _, epoch = _TASK.unpack(message)
-        failures = []
-        if wanted[number]:
-            failures = reader.read(indices[number, start:stop], rows[number, start:stop], epoch)
-        try:
-            results.send((number, stop - start, failures))
-        except OSError:
-            return  # the parent has gone
+    with contextlib.suppress(EOFError, OSError):
+        while (task := tasks.get()) is not None:
+            slot, start, indices, epoch = task
+            rows = slots[slot, start : start + len(indices)]
+            results.put((slot, len(indices), reader.read(torch.tensor(indices), rows, epoch)))
 
 
-# --------------------------------------------------------------------------- what a worker is to the data set
-
-
-class _WorkerInfo:
-    """What ``get_worker_info()`` answers in a worker; its seed is that of the sample."""
-
-    def __init__(self, number: int, workers: int, dataset: Any) -> None:
-        self.id, self.num_workers, self.dataset = number, workers, dataset
-        self.seed_of_sample = number
-
-    @property
-    def seed(self) -> int:
-        """A number that differs from sample to sample and from epoch to epoch."""
-        return self.seed_of_sample
-
-
-def become_worker(number: int, workers: int, dataset: Any) -> None:
+def _become_worker(number: int, workers: int, dataset: Any) -> None:
     """Behave as worker ``number`` of ``workers`` of a DataLoader over ``dataset``, for the rest of this process."""
     torch.set_num_threads(1)
     if _HANGS_IN_A_FORK:
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment, unused-ignore]
-    of_torch._worker_info = _WorkerInfo(number, workers, dataset)  # type: ignore[assignment]
+    of_torch._worker_info = of_torch.WorkerInfo(id=number, num_workers=workers, seed=number, dataset=dataset)
 
 
 def in_child_process(call: Callable[[], Result], workers: int, dataset: Any = None) -> Result:
@@ -377,16 +223,14 @@ def in_child_process(call: Callable[[], Result], workers: int, dataset: Any = No
     context = multiprocessing.get_context("fork")
     try:
         mine, theirs = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_answer, args=(call, theirs, workers, dataset), name="fulltilt-feed-check", daemon=True
-        )
+        given = (call, theirs, workers, dataset)
+        process = context.Process(target=_answer, args=given, name="fulltilt-feed-check", daemon=True)
         process.start()
     except OSError as refused:
-        raise no_processes(workers, refused) from refused
+        raise _no_processes(workers, refused) from refused
     theirs.close()
     try:
         if not mine.poll(PATIENCE_S):
-            process.kill()
             raise MachineError(
                 f"the data set gave no sample in a process of its own within {PATIENCE_S:.0f} s",
                 "It may wait for a thread, which no fork copies: make pools where they are used, or have no workers.",
@@ -400,13 +244,10 @@ def in_child_process(call: Callable[[], Result], workers: int, dataset: Any = No
         ) from None
     finally:
         mine.close()
-        if process.is_alive():
-            process.join(1.0)
-            process.kill()
+        process.kill()
         process.join()
     if kind == "error":
-        error: FulltiltError = answer[0].__new__(answer[0])
-        FulltiltError.__init__(error, *answer[1:3])
+        error: FulltiltError = answer[0](*answer[1:3])
         for note in answer[3]:
             error.add_note(note)
         raise error
@@ -414,17 +255,12 @@ def in_child_process(call: Callable[[], Result], workers: int, dataset: Any = No
 
 
 def _answer(call: Callable[[], Any], to: connection.Connection, workers: int, dataset: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    become_worker(0, workers, dataset)
-    try:
-        answer: tuple[Any, ...] = ("result", call())
-    except FulltiltError as error:
-        answer = ("error", type(error), error.what, error.remedy, getattr(error, "__notes__", []))
-    except Exception:
-        answer = ("unsent",)  # raised again where it is called once more
-    try:
-        sent = pickle.dumps(answer)
-    except Exception:
-        sent = pickle.dumps(("unsent",))
+    _become_worker(0, workers, dataset)
+    sent = pickle.dumps(("unsent",))  # called once more in the parent: what it raises is raised there
+    with contextlib.suppress(Exception):
+        try:
+            sent = pickle.dumps(("result", call()))
+        except FulltiltError as error:
+            sent = pickle.dumps(("error", type(error), error.what, error.remedy, getattr(error, "__notes__", [])))
     with contextlib.suppress(OSError):
         to.send_bytes(sent)

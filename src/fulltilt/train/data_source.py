@@ -18,13 +18,11 @@ import torch.distributed as dist
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed import FeedLoader
 from fulltilt.feed.augment import Augmentation, as_augmentation
-from fulltilt.feed.cache_policy import Residence
 from fulltilt.feed.dataset_check import inspect
+from fulltilt.feed.dataset_objects import shared_handle
 from fulltilt.feed.draws import mix
-from fulltilt.feed.handles import shared_handle
 from fulltilt.feed.sample_layout import own_move
 from fulltilt.feed.sample_reader import BadSamples, Failure, Policy, ShapesDiffer, name_of, one_line
-from fulltilt.feed.storage import home_of
 from fulltilt.feed.tiers import Residency
 from fulltilt.train.distributed import Ranks, part_of
 from fulltilt.train.guards import explain_dead_worker, worker_limits
@@ -534,16 +532,14 @@ def _fed(data: Any, plan: EpochPlan, loading: LoaderSettings, augment: Augmentat
                 "Use residency: auto or none, or return tensors of one shape.",
             )
         return None
-    home = home_of(data, loading.device)
     loader = FeedLoader(
         data,
         order,
         found,
         augment=augment,
-        residence=Residence(data, found, loading.residency, home, None, None, None, checks=8),
+        residency=loading.residency,
         device=loading.device,
         workers=part_of(loading.workers, Ranks(plan.rank, plan.world)),
-        collate_fn=None,
         bad=BadSamples(len(data), loading.on_bad_sample, loading.max_bad_share),
         on_worker_start=WorkerStart(loading.stack_log),
     )

@@ -1,0 +1,244 @@
+"""What a data set holds that matters to workers: random generators, and open files that do not survive a fork."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import io
+import pickle
+import random
+import sys
+import types
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from fulltilt.feed.storage import start_method
+
+# Libraries whose open handles must not be shared: readers in two processes would share a position or a lock.
+_HANDLES_OF = frozenset({"h5py", "lmdb", "sqlite3", "tables", "netCDF4", "tarfile", "zipfile", "socket"})
+# What these libraries give out that is only data.
+_RECORDS = frozenset({"TarInfo", "ZipInfo", "Row", "Empty", "Datatype"})
+# Code that asks in which process it runs opens its files there.
+_KNOWS_ITS_PROCESS = frozenset({"getpid", "get_worker_info"})
+
+# Bounds of the search: data sets hold lists of a million paths, and models, and modules.
+_DEPTH, _OBJECTS, _LONG_LIST = 8, 20_000, 256
+_NOT_SEARCHED = (str, bytes, int, float, complex, type(None), torch.Tensor, types.ModuleType)
+
+
+def own_module(name: str | None) -> bool:
+    """Whether a module belongs to the user, and not to Python or an installed library."""
+    if name is None or name == "__main__":  # also under a launcher, whose own file __main__ then is
+        return True
+    if name.split(".")[0] in sys.stdlib_module_names:
+        return False
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return file is None or ("site-packages" not in file and "dist-packages" not in file)
+
+
+def _reached(root: Any) -> Iterator[Any]:
+    """Every object in the attributes, containers, methods, closures and used globals of ``root``, within bounds."""
+    seen: dict[int, Any] = {}  # held, so that no other object takes an id
+    level = [root]
+    for _ in range(_DEPTH):
+        following: list[Any] = []
+        for item in level:
+            if isinstance(item, _NOT_SEARCHED) or id(item) in seen or len(seen) > _OBJECTS:
+                continue
+            seen[id(item)] = item
+            yield item
+            if type(item).__module__.partition(".")[0] not in ("random", "numpy"):
+                following += _inside(item)
+        level = following
+
+
+def _inside(item: Any) -> list[Any]:
+    if isinstance(item, dict):
+        return list(item.values())[:_LONG_LIST]
+    if isinstance(item, list | tuple | set | frozenset):
+        return list(item)[:_LONG_LIST]
+    if isinstance(item, types.MethodType):
+        return [item.__self__, item.__func__]
+    if isinstance(item, types.BuiltinMethodType):
+        return [item.__self__]
+    if isinstance(item, functools.partial):
+        return [item.func, item.args, item.keywords]
+    if isinstance(item, functools._lru_cache_wrapper):
+        return [item.__wrapped__]
+    if isinstance(item, types.FunctionType):
+        with suppress(ValueError):  # a closure that is not filled yet
+            used = inspect.getclosurevars(item)
+            names = item.__code__.co_names
+            of_modules = [
+                vars(module).get(name)
+                for module in used.globals.values()
+                if isinstance(module, types.ModuleType) and own_module(module.__name__)
+                for name in names
+            ]
+            return [*used.nonlocals.values(), *used.globals.values(), *of_modules, *(item.__defaults__ or ())]
+        return []
+    cls = item if isinstance(item, type) else type(item)
+    members = [
+        _function(member) for base in cls.__mro__ if own_module(base.__module__) for member in vars(base).values()
+    ]
+    slots = [getattr(item, name, None) for base in cls.__mro__ for name in vars(base).get("__slots__", ())]
+    return [*getattr(item, "__dict__", {}).values(), *slots, *members]
+
+
+def _function(member: Any) -> Any:
+    """The function within a static or class method or a property; anything else as it is."""
+    return member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+
+
+# --------------------------------------------------------------------------- open files
+
+
+def workers_without_sharing(dataset: Any, workers: int) -> tuple[int, str | None]:
+    """How many of ``workers`` may read ``dataset``, and why not all of them. See ``shared_handle``."""
+    held = shared_handle(dataset) if workers else None
+    if held is None:
+        return workers, None
+    return 0, (
+        f"read in this process alone: the data set holds an open {held}, which {workers} workers would share; "
+        "open it in the first __getitem__ for workers"
+    )
+
+
+def shared_handle(dataset: Any) -> str | None:
+    """The open file of ``dataset`` that its workers would share, in words; None where there is none.
+
+    Forked workers share its position. What they read through it is now and then somebody else's sample, and no error.
+    """
+    if start_method() != "fork":
+        return None
+    parts = list(_reached(dataset))
+    handle = next((item for item in parts if _is_open_handle(item)), None)
+    if handle is None or any(_knows_its_process(item) for item in parts):
+        return None
+    # A data set in an HDF5 file has the name of its key; its file has that of the file.
+    opened = handle if hasattr(handle, "filename") or not hasattr(handle, "file") else handle.file
+    name = getattr(opened, "filename", None) or getattr(opened, "name", None)
+    key = "" if opened is handle else f", key {handle.name}"
+    return f"{type(handle).__name__}{f' of {name}{key}' if isinstance(name, str) else ''}"
+
+
+def _knows_its_process(item: Any) -> bool:
+    is_users = isinstance(item, types.FunctionType) and own_module(item.__module__)
+    return is_users and not _KNOWS_ITS_PROCESS.isdisjoint(item.__code__.co_names)
+
+
+def _is_open_handle(item: Any) -> bool:
+    """Whether this is a file or a connection that is open to read from. Files that are written to are no data."""
+    if isinstance(item, io.IOBase):
+        if item.closed or isinstance(item, io.BytesIO | io.StringIO) or item in (sys.stdin, sys.stdout, sys.stderr):
+            return False
+        return item.readable() and "a" not in str(getattr(item, "mode", ""))
+    library = type(item).__module__.partition(".")[0]
+    if library not in _HANDLES_OF or isinstance(item, type) or type(item).__name__ in _RECORDS:
+        return False
+    closed = getattr(item, "closed", False) or not getattr(item, "isopen", True) or getattr(item, "fp", item) is None
+    return not closed and not (library == "h5py" and not item)
+
+
+# --------------------------------------------------------------------------- random generators
+
+
+class Generators:
+    """The global generators of random, numpy and torch, and those in reach of ``root``: read, seeded, and put back."""
+
+    def __init__(self, root: Any = None) -> None:
+        numpy = sys.modules.get("numpy")
+        every = [random.random.__self__, torch.default_generator]  # type: ignore[attr-defined]
+        every += [] if numpy is None else [numpy.random.mtrand._rand]
+        every += [item for item in _reached(root) if _is_generator(item)]
+        self._every = list({id(generator): generator for generator in every}.values())
+
+    def mark(self) -> bytes:
+        """Something that changes whenever one of them is drawn from."""
+        return pickle.dumps([_state(generator) for generator in self._every])
+
+    def seed(self, seed: int) -> None:
+        """Start every generator from the 32-bit ``seed``: forked workers would all repeat the same numbers."""
+        for position, generator in enumerate(self._every):
+            number = seed if position < 3 else (seed + 0x9E3779B9 * (position + 1)) & 0xFFFFFFFF
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(number)
+            elif hasattr(generator, "bit_generator"):
+                generator.bit_generator.state = type(generator.bit_generator)(number).state
+            else:
+                generator.seed(number)
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Leave every generator as it was found."""
+        before = [_state(generator) for generator in self._every]
+        try:
+            yield
+        finally:
+            for generator, state in zip(self._every, before, strict=True):
+                if isinstance(generator, random.Random):
+                    generator.setstate(state)
+                elif isinstance(generator, torch.Generator):
+                    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+                elif hasattr(generator, "bit_generator"):
+                    generator.bit_generator.state = state
+                else:
+                    generator.set_state(state)
+
+
+def _is_generator(item: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    if isinstance(item, torch.Generator):
+        return item.device.type == "cpu"
+    if isinstance(item, random.Random):
+        return not isinstance(item, random.SystemRandom)
+    return numpy is not None and isinstance(item, numpy.random.RandomState | numpy.random.Generator)
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state(legacy=False)
+
+
+# --------------------------------------------------------------------------- attributes
+
+Attributes = dict[str, tuple[Any, Any]]
+_PLAIN = bool | int | float | str | bytes
+# Longer lists of labels are not looked through in every epoch.
+_DIGEST_BYTES, _DIGEST_ITEMS = 64 * 1024**2, 100_000
+
+
+def attributes(dataset: Any) -> Attributes:
+    """The attributes of a data set, each with a number that changes when settings or labels are changed in place."""
+    return {name: (value, _digest(value)) for name, value in getattr(dataset, "__dict__", {}).items()}
+
+
+def changed_attribute(before: Attributes, now: Attributes) -> str | None:
+    """The name of an attribute that is another one ``now``."""
+    for name in {**before, **now}:
+        (old, old_digest), (new, digest) = before.get(name, (None, None)), now.get(name, (None, None))
+        if old_digest != digest or (old is not new and not isinstance(new, _PLAIN)):
+            return name
+    return None
+
+
+def _digest(value: Any) -> Any:
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        return value._version
+    if type(value).__module__ == "numpy" and getattr(value, "nbytes", _DIGEST_BYTES) < _DIGEST_BYTES:
+        return zlib.crc32(value.tobytes())
+    if isinstance(value, list | tuple | dict) and len(value) <= _DIGEST_ITEMS:
+        inner = value.values() if isinstance(value, dict) else value
+        if all(isinstance(item, _PLAIN | None) for item in inner):
+            return zlib.crc32(repr(value).encode("utf-8", "backslashreplace"))
+        return len(value)
+    return None
