@@ -37,7 +37,7 @@ def measure(job: Job, folder: Path, device: torch.device, best: dict[str, Any], 
     live = Live(session)
     session.taps.live = live.begin
     moments = list(train(job, with_workers(0, device), device, minute_s + reached_s))
-    (record,) = [tuner.history.record() for tuner in live.tuners.values()]
+    (record,) = [tuner.record for tuner in live.tuners.values()]
     session.finish()
     found = with_workers(record.settings.num_workers or 0, device, record.settings.prefetch_factor or 2)
     workers = int(found["num_workers"])

@@ -16,11 +16,9 @@ from torch.utils.data import Dataset
 from fulltilt.recorder.session import Session
 from fulltilt.store import create_folder
 from fulltilt.tuning.live import Live
-from fulltilt.tuning.live.capacity import Capacity
-from fulltilt.tuning.live.controller import Settle, Try
-from fulltilt.tuning.live.limits import Limits
-from fulltilt.tuning.live.window import Knobs
-from fulltilt.tuning.live.worker_pool import WorkerPool
+from fulltilt.tuning.live.batch_check import BatchCheck
+from fulltilt.tuning.live.controller import Capacity, Settle, Try
+from fulltilt.tuning.live.window import Knobs, Limits
 
 # One batch is enough for a judgement, so that moves come one upon the other.
 HASTY = Limits(
@@ -61,7 +59,7 @@ class Tuning:
 
     @property
     def record(self) -> Any:
-        return self.tuner.history.record()
+        return self.tuner.record
 
     @property
     def tuner(self) -> Any:
@@ -89,10 +87,9 @@ def tuning(
     limits: Limits = HASTY,
     capacity: Capacity = ROOMY,
     exact: bool = False,
-    waits: bool = True,
 ) -> Iterator[Tuning]:
-    """Live tuning with written moves for as long as the block lasts. ``waits``: a pool that starts up holds training,
-    so that every move comes at its batch."""
+    """Live tuning with written moves for as long as the block lasts. The check of batches holds training up, so that
+    every move comes at its batch."""
     one = Tuning(folder, script, keeps, limits, exact)
     one.session.install()
     one.session.taps.live = one.live.begin
@@ -102,8 +99,8 @@ def tuning(
             patch.dict("os.environ", {"FULLTILT_DEBUG": "1"}),  # an error of tuning's own fails the test
             patch(f"{home}.decide", one.decide),
             patch(f"{home}.pays", one.pays),
-            patch.object(WorkerPool, "is_ready", _is_ready_now if waits else is_ready),
-            patch("fulltilt.tuning.live.capacity.measure_capacity", lambda *_: capacity),
+            patch.object(BatchCheck, "begin", _begin_and_wait),
+            patch("fulltilt.tuning.live.controller.measure_capacity", lambda *_: capacity),
         ):
             yield one
     finally:
@@ -111,16 +108,14 @@ def tuning(
         one.session.finish()
 
 
-def _is_ready_now(pool: WorkerPool) -> bool:
-    """Ready, however long that takes: what is decided at one batch is in force at the next."""
-    deadline_s = time.monotonic() + 60
-    while not is_ready(pool):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
-    return True
+begin = BatchCheck.begin
 
 
-is_ready = WorkerPool.is_ready
+def _begin_and_wait(check: BatchCheck, make: Any) -> None:
+    begin(check, make)
+    if check.thread is not None:
+        check.thread.join(60)
+        assert check.verdict is not None
 
 
 def flat(batch: Any) -> Any:

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from fulltilt.tuning.live.limits import DEFAULT
-from fulltilt.tuning.live.window import Arrival, Knobs, Seen, Window
+from fulltilt.tuning.live.window import DEFAULT, Arrival, Knobs, Seen, Window
 from fulltilt.tuning.trial.throughput import (
     Block,
     BlockTimer,

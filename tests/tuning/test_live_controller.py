@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fulltilt.tuning.live.capacity import Capacity, most_workers
-from fulltilt.tuning.live.controller import Settle, Situation, decide, pays
-from fulltilt.tuning.live.limits import DEFAULT
-from fulltilt.tuning.live.window import Arrival, Fetches, Knobs, Seen, Window, summarize
+from fulltilt.tuning.live.controller import Capacity, Settle, Situation, decide, most_workers, pays
+from fulltilt.tuning.live.window import DEFAULT, Arrival, Fetches, Knobs, Seen, Window, summarize
 
 
 def simulate(

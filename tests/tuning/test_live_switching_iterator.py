@@ -180,7 +180,7 @@ def test_two_loaders_in_turns_have_their_own_batches(persistent: bool, tmp_path:
     plain = story()
     with tuning(tmp_path, [Knobs(2)] * 2) as one:
         assert story(one.trains) == plain
-        outcomes = [move.outcome for tuner in one.live.tuners.values() for move in tuner.history.record().moves]
+        outcomes = [move.outcome for tuner in one.live.tuners.values() for move in tuner.record.moves]
         assert outcomes == ["kept", "kept"]
 
 

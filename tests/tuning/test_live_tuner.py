@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_in
 
 from fulltilt import store
 from fulltilt.records import Settings
-from fulltilt.tuning.live.capacity import Capacity
 from fulltilt.tuning.live.tuner import Phase
 from fulltilt.tuning.live.window import Knobs, Seen
 from tests.tuning.live_jobs import HASTY, Squares, Tuning, flat, tuning
@@ -39,7 +38,7 @@ def drawn_from(loader: Any) -> list[Any]:
 
 
 def kill_workers(one: Tuning) -> None:
-    for worker in one.source.serving._iterator._workers:
+    for worker in one.source.pool._iterator._workers:
         worker.kill()
         worker.join()
 
@@ -160,13 +159,6 @@ def test_an_error_of_the_data_set_is_the_one_of_the_training_process(tmp_path: P
         assert errors == ["record 31 is damaged"]
         assert drawn == [batch for batch in plain() if 31 not in batch[1]]
         assert one.record.settings.num_workers == 2
-
-
-def test_a_pool_that_there_is_no_room_for_is_not_started(tmp_path: Path) -> None:
-    with tuning(tmp_path, [Knobs(4)], capacity=Capacity(cpus=8, memory_free_bytes=1 << 20)) as one:
-        assert drawn_from(one.trains(DataLoader(Squares(SIZE), batch_size=2))) == plain()
-        assert one.record.moves[0].outcome == "failed"
-        assert "free memory" in str(one.record.moves[0].why)
 
 
 def test_an_evaluation_loader_is_not_touched(tmp_path: Path) -> None:
@@ -364,46 +356,14 @@ def test_a_sampler_of_a_list_is_no_reason(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------- time
 
 
-START_S = [0.0]
-
-
-def starts_slowly(_: int) -> None:
-    time.sleep(START_S[0])
-
-
-@pytest.mark.slow
-def test_a_pool_that_starts_slowly_holds_no_pass_up(tmp_path: Path) -> None:
-    """Spawned workers import torch first. Meanwhile the script's own go on, over any number of passes."""
-    with tuning(tmp_path, [Knobs(2)], waits=False) as one:
-        own = DataLoader(
-            Squares(SIZE), batch_size=2, num_workers=1, persistent_workers=True, worker_init_fn=starts_slowly
-        )
-        loader = one.trains(own)
-        START_S[0] = 3.0
-        try:
-            longest_s, deadline_s = 0.0, time.monotonic() + 120
-            assert drawn_from(loader) == plain()
-            while one.record.state != "settled":
-                assert time.monotonic() < deadline_s, one.record
-                began_s = time.monotonic()
-                assert drawn_from(loader) == plain()
-                longest_s = max(longest_s, time.monotonic() - began_s)
-                time.sleep(0.05)
-        finally:
-            START_S[0] = 0.0
-        assert longest_s < 2.0
-        assert one.record.moves[0].outcome == "kept"
-        assert drawn_from(loader) == plain()
-
-
 def test_each_batch_bears_its_part_of_starting_the_workers(tmp_path: Path) -> None:
     """Workers that end with a pass of a few batches cost more than they win."""
     with tuning(tmp_path, [Knobs(2)]) as one:
         loader = one.trains(DataLoader(Squares(16), batch_size=2))
         passing = iter(loader)
         for _ in passing:
-            if one.tuner.phase is Phase.TRYING and one.source.serving.knobs.workers:
-                one.source.serving.start_s = 2.0
+            if one.tuner.phase is Phase.TRYING and one.source.pool.is_serving:
+                one.source.pool.start_s = 2.0
                 break
         seen = one.tuner._with_pass_start(one.source, Seen(Knobs(2), 10.0, 0.0, 0.5, 0.05))
         assert seen.batches_per_s == pytest.approx(1 / (0.1 + 2.2 / 8))

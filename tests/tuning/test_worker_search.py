@@ -10,8 +10,7 @@ from random import Random
 import pytest
 
 from fulltilt.records import Settings
-from fulltilt.tuning.live.capacity import Capacity
-from fulltilt.tuning.live.controller import Settle, Situation, decide, pays
+from fulltilt.tuning.live.controller import Capacity, Settle, Situation, decide, pays
 from fulltilt.tuning.live.window import Knobs, Seen
 from fulltilt.tuning.search import Bracket, winner
 from fulltilt.tuning.space import Space, streams_alone

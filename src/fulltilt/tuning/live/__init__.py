@@ -17,7 +17,7 @@ from fulltilt import store
 from fulltilt.errors import FulltiltError
 from fulltilt.recorder.loaders.overrides import LOADER
 from fulltilt.records import LiveRecord, Settings
-from fulltilt.tuning.live.limits import DEFAULT, Limits
+from fulltilt.tuning.live.window import DEFAULT, Limits
 from fulltilt.tuning.space import rid_of_none
 
 if TYPE_CHECKING:
@@ -60,22 +60,27 @@ class Live:
 
     def records(self) -> tuple[LiveRecord, ...]:
         """What was done to each training loader."""
-        return tuple(tuner.history.record() for tuner in list(self.tuners.values()) if tuner.tap.trains)
+        return tuple(tuner.record for tuner in list(self.tuners.values()) if tuner.tap.trains)
 
     def _new(self, tap: LoaderTap) -> LoaderTuner:
-        from fulltilt.tuning.live import capacity
-        from fulltilt.tuning.live.history import History
+        from fulltilt.tuning.live import controller
         from fulltilt.tuning.live.tuner import LoaderTuner
 
-        def measure(tuner: LoaderTuner) -> capacity.Capacity:
+        def measure(tuner: LoaderTuner) -> controller.Capacity:
             others = (other for other in self.tuners.values() if other is not tuner and other.tap.in_pass)
             workers = sum(other.tap.serving_workers or 0 for other in others)
-            return capacity.measure_capacity(self._session, tap, workers, tuner.tensors_per_batch)
+            return controller.measure_capacity(self._session, tap, workers, tuner.tensors_per_batch)
 
-        history = History(tap.loader_id, lambda: time.perf_counter() - self._t0_s, partial(self._write, tap.where))
-        fetches = partial(capacity.fetches_so_far, self._session, tap)
-        taps, limits = self._session.taps, self._limits
-        tuner = LoaderTuner(taps, tap, history, measure, fetches, limits, self._exact)
+        tuner = LoaderTuner(
+            self._session.taps,
+            tap,
+            lambda: time.perf_counter() - self._t0_s,
+            partial(self._write, tap.where),
+            measure,
+            partial(controller.fetches_so_far, self._session, tap),
+            self._limits,
+            self._exact,
+        )
         self.tuners[tap.loader_id] = tuner
         return tuner
 

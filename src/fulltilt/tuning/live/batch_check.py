@@ -7,6 +7,8 @@ and the script had something else, it does otherwise in a worker, and the loader
 from __future__ import annotations
 
 import copy
+import ctypes
+import hashlib
 import io
 import os
 import pickle
@@ -14,27 +16,27 @@ import random
 import sys
 import threading
 import types
-import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from fulltilt.recorder.loaders.batches import count_bytes
-from fulltilt.tuning.live.history import short
 from fulltilt.tuning.live.index_queue import IndexQueue
 from fulltilt.tuning.live.worker_pool import WorkerPool
 
 # What is rounded differently with one thread comes out the same now and then.
 MOST_BATCHES = 3
-MOST_BYTES = 256 << 20
 CHECKING_WORKERS = 2
 TIMES = 3
-# Batches are nested less deeply than this.
-DEEPEST = 12
 # Of a data set's own state; pickling more would take longer than a step.
 MOST_STATE_BYTES = 32 << 20
 LARGE_ARRAY_BYTES = 1 << 20
+
+
+def short(error: Exception) -> str:
+    """The last line of what went wrong; before it stands a worker's own traceback."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}".rstrip(": ")
 
 
 class BatchCheck:
@@ -44,43 +46,33 @@ class BatchCheck:
     data set are looked at, too, before there are any workers that could share them.
     """
 
+    SAME, RANDOM = "same", "random"
+
     def __init__(self, dataset: Any, collate: Any, serial: bool) -> None:
         self.verdict: str | None = None
         self.tensors_per_batch = 0
+        self.thread: threading.Thread | None = None  # in which workers make the batches again
         self._makers = (dataset, collate)
         self._serial = serial
-        self._wanted: list[tuple[Any, Any]] = []
-        self._bytes = 0
+        self._wanted: list[tuple[Any, bytes]] = []
         self._is_random = False
         self._before: tuple[Any, ...] = ()
-        self._state: int | None = None
-        self._pool: WorkerPool | None = None
-        self._found: str | None = None
-
-    SAME, RANDOM = "same", "random"
-
-    # ------------------------------------------------------------------ collecting
+        self._state: bytes | None = None
 
     @property
     def is_collecting(self) -> bool:
         """Whether more batches are wanted."""
-        enough = len(self._wanted) >= MOST_BATCHES or self._bytes >= MOST_BYTES
-        return self._pool is None and self.verdict is None and not enough
+        return self.thread is None and self.verdict is None and len(self._wanted) < MOST_BATCHES
 
     @property
-    def has_begun(self) -> bool:
-        """Whether workers make them again, or that is over."""
-        return self._pool is not None or self.verdict is not None
-
-    @property
-    def has_some(self) -> bool:
-        """Whether there is at least one batch to compare."""
-        return bool(self._wanted)
+    def may_begin(self) -> bool:
+        """Whether there is a batch to compare, and no comparison has begun."""
+        return self.thread is None and self.verdict is None and bool(self._wanted)
 
     def begin_pass(self) -> None:
         """The script may change its data set between two passes."""
-        if self._pool is None:
-            self._wanted, self._bytes, self._state = [], 0, None
+        if self.thread is None:
+            self._wanted, self._state = [], None
 
     def about_to_fetch(self) -> None:
         """The script's next batch is made."""
@@ -90,33 +82,29 @@ class BatchCheck:
             self._before = (_generators_now(), _file_positions())
 
     def fetched(self, indices: Any, batch: Any) -> None:
-        """It was made: keep a copy, since training may change the batch itself."""
+        """It was made: keep what tells it from any other, since training may change the batch itself."""
         if self._before:
             generators, positions = self._before
             self._is_random = self._is_random or generators != _generators_now()
-            if _moved(positions, _file_positions()):
+            now = _file_positions()
+            if any(now.get(file, position) != position for file, position in positions.items()):
                 self.verdict = "its data set reads from a file that stays open, whose position workers would share"
-        pickler = _Pickler(is_batch=True)
-        problem = pickler.problem_of(batch) or pickler.unusual
-        if problem is not None and self._serial:
+        pickled = Pickled(batch)
+        problem = pickled.problem or pickled.unusual
+        if problem is not None:
             self.verdict = f"its batches cannot be handed over by a worker ({problem})"
-        self.tensors_per_batch = max(self.tensors_per_batch, pickler.tensors)
-        if self.verdict is None:
-            self._bytes += count_bytes(batch)
-            self._wanted.append((copy.deepcopy(indices), copy.deepcopy(batch)))
+        self.tensors_per_batch = max(self.tensors_per_batch, pickled.tensors)
+        self._wanted.append((copy.deepcopy(indices), pickled.digest))
 
     def _look_at_data_set(self) -> None:
-        pickler = _Pickler(is_batch=False)
-        problem = pickler.problem_of(self._makers)
-        if problem is not None:
-            self.verdict = f"its data set holds what a worker cannot share ({problem})"
-        elif self._state is not None and pickler.digest != self._state:
+        pickled = Pickled(self._makers, is_batch=False)
+        if pickled.problem is not None:
+            self.verdict = f"its data set holds what a worker cannot share ({pickled.problem})"
+        elif self._state is not None and pickled.digest != self._state:
             self.verdict = (
                 "what its data set holds changes as it is read, and workers would not see each other's changes"
             )
-        self._state = pickler.digest
-
-    # ------------------------------------------------------------------ comparing
+        self._state = pickled.digest
 
     def begin(self, make: Callable[[int], WorkerPool]) -> None:
         """Have workers make the batches again, beside the training."""
@@ -124,72 +112,28 @@ class BatchCheck:
             self._look_at_data_set()
         if self.verdict is None:
             try:
-                self._pool = make(CHECKING_WORKERS)
-                self._pool.start(self._compare)
+                pool = make(CHECKING_WORKERS)
+                pool.serve(IndexQueue(iter([indices for indices, _ in self._wanted for _ in range(TIMES)])))
             except Exception as error:
                 self.verdict = f"workers cannot be started ({short(error)})"
-
-    def poll(self) -> None:
-        """Take note of what has come out by now."""
-        if self.verdict is not None or self._pool is None:
-            return
-        try:
-            if self._pool.is_ready():
-                self.verdict = self.RANDOM if self._is_random else self._found or self.SAME
-        except Exception as error:
-            self.verdict = f"a worker cannot make its batches ({short(error)})"
-
-    def end(self) -> None:
-        """End the workers."""
-        if self._pool is not None:
-            self._pool.retire()
-        self._wanted = []
+                return
+            self.thread = threading.Thread(target=self._compare, args=(pool,), name="fulltilt-check", daemon=True)
+            self.thread.start()
 
     def _compare(self, pool: WorkerPool) -> None:
-        pool.serve(IndexQueue(iter([indices for indices, _ in self._wanted for _ in range(TIMES)])))
-        for _, wanted in self._wanted:
-            first, *others = [pool.draw()[1] for _ in range(TIMES)]
-            agree = [is_same(first, other) for other in others]
-            if not all(agree):
-                self._is_random = True
-            elif is_same(wanted, first) is False:
-                self._found = "its batches come out different in a worker"
-
-
-def is_same(ours: Any, theirs: Any, depth: int = DEEPEST) -> bool | None:
-    """Whether two batches hold the same numbers, bit for bit; None where that cannot be told."""
-    numpy = sys.modules.get("numpy")
-    if ours is theirs:
-        return True
-    if type(ours) is not type(theirs):
-        return False
-    if depth == 0:
-        return None
-    if isinstance(ours, torch.Tensor) and ours.layout == torch.strided and not ours.is_quantized:
-        return _same_tensor(ours, theirs)
-    if numpy is not None and isinstance(ours, numpy.ndarray) and not ours.dtype.hasobject:
-        return (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape) and ours.tobytes() == theirs.tobytes()
-    try:
-        if isinstance(ours, Mapping):
-            ours, theirs = ([part for pair in mapping.items() for part in pair] for mapping in (ours, theirs))
-        if isinstance(ours, list | tuple):
-            pairs = zip(ours, theirs, strict=False)
-            return len(ours) == len(theirs) and _all(is_same(*pair, depth - 1) for pair in pairs)
-        same = is_same(vars(ours), vars(theirs), depth - 1) if hasattr(ours, "__dict__") else None
-        return pickle.dumps(ours) == pickle.dumps(theirs) if same is None else same
-    except Exception:  # objects of the user's may answer anything, and fail at it
-        return None
-
-
-def _all(answers: Iterable[bool | None]) -> bool | None:
-    found = list(answers)
-    return False if False in found else None if None in found else True
-
-
-def _same_tensor(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-        return False
-    return torch.equal(*(tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in (ours, theirs)))
+        found = self.SAME
+        try:
+            for _, wanted in self._wanted:
+                first, *others = [Pickled(pool.draw()[1]).digest for _ in range(TIMES)]
+                if any(other != first for other in others):
+                    self._is_random = True
+                elif wanted != first:
+                    found = "its batches come out different in a worker"
+        except Exception as error:
+            error.__traceback__ = error.__cause__ = error.__context__ = None  # they would hold the pool
+            found, self._is_random = f"a worker cannot make its batches ({short(error)})", False
+        pool.retire()
+        self.verdict = self.RANDOM if self._is_random else found
 
 
 # ---------------------------------------------------------------------- what a fetch depends on
@@ -199,53 +143,69 @@ class _Enough(Exception):  # noqa: N818 - it says what happened
     pass
 
 
-class _Pickler(pickle.Pickler):
+class Pickled(pickle.Pickler):
     """Pickles to nowhere, which finds what no other process can have: open files, connections, pools of threads.
 
-    Of a batch everything but its tensors is pickled as a worker would. Of a data set, large data, code and random
-    generators are left out, since forked workers have them anyway; ``digest`` changes when the rest does.
+    ``digest`` is that of a batch down to the last bit. Of a data set, large data, code and random generators are left
+    out, since forked workers have them anyway: it changes when the rest does. ``unusual`` names a tensor that a worker
+    would not hand over as it is.
     """
 
-    def __init__(self, is_batch: bool) -> None:
-        self._sink = _Digest()
-        super().__init__(self._sink, protocol=pickle.HIGHEST_PROTOCOL)
+    def __init__(self, item: Any, is_batch: bool = True) -> None:
+        super().__init__(self, protocol=pickle.HIGHEST_PROTOCOL)  # writes to itself
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._bytes = 0
         self._is_batch = is_batch
         self.tensors = 0
         self.unusual: str | None = None
-
-    @property
-    def digest(self) -> int:
-        """Of all that was pickled."""
-        return self._sink.crc
-
-    def problem_of(self, item: Any) -> str | None:
-        """Why it cannot be pickled; None where it can."""
+        self.problem: str | None = None
         try:
             self.dump(item)
         except _Enough:
             pass
         except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return None
+            self.problem = f"{type(error).__name__}: {error}"
+
+    @property
+    def digest(self) -> bytes:
+        """Of all that was pickled."""
+        return self._hash.digest()
+
+    def write(self, data: Any) -> None:
+        """Take in what is pickled, up to a limit."""
+        self._hash.update(data)
+        self._bytes += len(data)
+        if self._bytes > MOST_STATE_BYTES and not self._is_batch:
+            raise _Enough
 
     def reducer_override(self, item: Any) -> Any:
-        """Let a number stand for what is not pickled."""
-        if isinstance(item, torch.Tensor):
-            self.tensors += 1
-            if item.device.type != "cpu" or (item.requires_grad and not item.is_leaf):
-                self.unusual = f"a tensor on {item.device}{', with its gradient' if item.requires_grad else ''}"
-            return int, (0 if self._is_batch else _version(item),)
-        if self._is_batch or item is int or item is list:
+        """Let something plain stand for what is not pickled as it is."""
+        numpy = sys.modules.get("numpy")
+        if isinstance(item, torch.Tensor) and item.layout == torch.strided:
+            return self._tensor(item)
+        is_array = numpy is not None and isinstance(item, numpy.ndarray) and not item.dtype.hasobject
+        if is_array and (self._is_batch or item.nbytes <= LARGE_ARRAY_BYTES):
+            return tuple, ((item.dtype.str, item.shape, item.tobytes()),)
+        if self._is_batch or any(item is plain for plain in (int, list, tuple)):
             return NotImplemented
+        if is_array:
+            return int, (item.nbytes,)
         if isinstance(item, types.FunctionType):
             cells = [cell.cell_contents for cell in item.__closure__ or () if _is_filled(cell)]
             return list, ([*cells, item.__defaults__, item.__kwdefaults__],)
-        is_closed = isinstance(item, io.IOBase) and item.closed
-        if is_closed or isinstance(item, (*_LEFT_OUT, *_numpy_types(sys.modules.get("numpy")))):
+        if isinstance(item, (*_LEFT_OUT, *_numpy_generators(numpy))) or (isinstance(item, io.IOBase) and item.closed):
             return int, ()
-        if type(item).__module__ == "numpy" and getattr(item, "nbytes", 0) > LARGE_ARRAY_BYTES:
-            return int, (item.nbytes,)
         return NotImplemented
+
+    def _tensor(self, item: torch.Tensor) -> Any:
+        self.tensors += 1
+        if item.device.type != "cpu" or (item.requires_grad and not item.is_leaf):
+            self.unusual = f"a tensor on {item.device}{', with its gradient' if item.requires_grad else ''}"
+        if not self._is_batch:  # how often it was written to, where torch counts
+            return int, (0 if item.is_inference() else item._version,)
+        held = item.detach().cpu().contiguous()
+        data = ctypes.string_at(held.data_ptr(), held.numel() * held.element_size())
+        return tuple, ((str(item.dtype), tuple(item.shape), data),)
 
 
 _LEFT_OUT = (
@@ -254,7 +214,7 @@ _LEFT_OUT = (
 )
 
 
-def _numpy_types(numpy: Any) -> tuple[type, ...]:
+def _numpy_generators(numpy: Any) -> tuple[type, ...]:
     return () if numpy is None else (numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator)
 
 
@@ -265,27 +225,6 @@ def _is_filled(cell: types.CellType) -> bool:
         return False
 
 
-def _version(tensor: torch.Tensor) -> int:
-    """How often it was written to; 0 where torch does not count."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-class _Digest(io.RawIOBase):
-    """A checksum of what is written, up to a limit."""
-
-    def __init__(self) -> None:
-        self.crc = 0
-        self._bytes = 0
-
-    def write(self, data: Any) -> int:
-        """Take in what a pickler writes."""
-        self.crc = zlib.crc32(data, self.crc)
-        self._bytes += len(data)
-        if self._bytes > MOST_STATE_BYTES:
-            raise _Enough
-        return len(data)
-
-
 def _generators_now() -> tuple[Any, ...]:
     """The state of the random generators that all code of this process shares."""
     numpy = sys.modules.get("numpy")
@@ -294,30 +233,23 @@ def _generators_now() -> tuple[Any, ...]:
 
 
 def _file_positions() -> dict[str, int]:
-    """The position of each file that this process has open to read; empty where there is no /proc.
+    """The position of each file that this process has open to read: forked workers would share it. Empty without /proc.
 
     Files that are only written or appended to are no data: logs, and Fulltilt's record, grow during a fetch too.
     """
     positions = {}
     try:
-        import fcntl
-
         descriptors = os.listdir("/proc/self/fd")  # noqa: PTH208
-    except (OSError, ImportError):
+    except OSError:
         return {}
     for descriptor in descriptors:
         try:
             path = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115
-            if not path.startswith("/") or path.startswith(("/dev/", "/proc/", "/sys/")) or "(deleted)" in path:
-                continue
-            flags = fcntl.fcntl(int(descriptor), fcntl.F_GETFL)
-            if flags & os.O_ACCMODE != os.O_WRONLY and not flags & os.O_APPEND:
-                positions[f"{descriptor} {path}"] = os.lseek(int(descriptor), 0, os.SEEK_CUR)
-        except (OSError, ValueError):
+            with open(f"/proc/self/fdinfo/{descriptor}") as info:  # noqa: PTH123
+                position, flags = (line.split()[1] for line in (next(info), next(info)))
+        except (OSError, StopIteration):
             continue
+        is_read = int(flags, 8) & os.O_ACCMODE != os.O_WRONLY and not int(flags, 8) & os.O_APPEND
+        if is_read and path.startswith("/") and not path.startswith(("/dev/", "/proc/", "/sys/")):
+            positions[f"{descriptor} {path}"] = int(position)
     return positions
-
-
-def _moved(before: dict[str, int], after: dict[str, int]) -> bool:
-    """Whether a file that was open all the time was read on: its position would be shared by forked readers."""
-    return any(after[key] != position for key, position in before.items() if key in after)

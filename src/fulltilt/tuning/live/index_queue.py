@@ -118,40 +118,6 @@ def _with_own_generator(sampler: Any) -> RandomSampler | None:
     return sampler if sampler is not None and sampler.generator is not None else None
 
 
-class Feed:
-    """Stands where a pool's DataLoader has its sampler: gives it index batches while it is open.
-
-    ``owed`` are those that it took and has not made yet, the earliest first.
-    """
-
-    def __init__(self) -> None:
-        self.owed: deque[Any] = deque()
-        self._queue: IndexQueue | None = None
-
-    def open(self, queue: IndexQueue) -> None:
-        """Give what this queue has, from now on."""
-        self.owed.clear()
-        self._queue = queue
-
-    def close(self) -> None:
-        """Give nothing more, so that the pool ends with what it owes."""
-        self._queue = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there may be more to come."""
-        return self._queue is not None
-
-    def __iter__(self) -> Feed:
-        return self
-
-    def __next__(self) -> Any:
-        if self._queue is None:
-            raise StopIteration
-        self.owed.append(self._queue.take())
-        return self.owed[-1]
-
-
 def reason_of_sampler(sampler: Any, iterator: Any) -> str | None:
     """Why a sampler may not be read further ahead than the script itself does; ``iterator`` is its own, under way."""
     kind = type(sampler)

@@ -22,13 +22,11 @@ if TYPE_CHECKING:
 class SwitchingIterator:
     """Hands out the batches of the pools in its line, the first one's to the last, so that none is lost or overtaken.
 
-    ``best`` stands by while ``candidate`` is on trial. All of it runs on the thread that draws.
+    All of it runs on the thread that draws.
     """
 
     def __init__(self, tuner: LoaderTuner, loader: Any) -> None:
         self.loader = loader
-        self.best: WorkerPool | None = None
-        self.candidate: WorkerPool | None = None
         self.ended = True
         self._tuner = tuner
         self._line: deque[WorkerPool] = deque()
@@ -37,10 +35,12 @@ class SwitchingIterator:
         """Begin a pass with this pool; not ``at_once``: when the first batch is asked for."""
         self.ended = False
         self.queue = queue
+        for other in self._line:
+            if other is not pool:
+                other.retire()  # of a pass that was left during a hand-over
         self._line = deque([pool])
         self._left_s: float | None = None
         self._ready = 0
-        self.first_wait_s = 0.0
         self._num_yielded = 0  # torch's name: loaders that can be resumed read it
         if at_once:
             try:
@@ -78,8 +78,6 @@ class SwitchingIterator:
         if self._left_s is not None:
             arrival = Arrival(wait_s, asked_s - self._left_s, before - self._ready)
             self._let_tune(lambda source: self._tuner.arrived(source, arrival))
-        else:
-            self.first_wait_s = wait_s
         self._left_s = time.perf_counter()
         return batch
 
@@ -96,8 +94,7 @@ class SwitchingIterator:
         while True:
             pool, last = self._line[0], self._line[-1]
             if pool is not last and not pool.owed:
-                self._line.popleft()
-                self._tuner.ran_dry(self, pool)
+                self._line.popleft().retire()
                 continue
             try:
                 # No worker before it has more than the batch in its hands: from here on CPUs would idle.
@@ -109,7 +106,9 @@ class SwitchingIterator:
             try:
                 return pool.draw()
             except StopIteration:
-                self._end()
+                self.ended = True
+                self.queue.over()
+                self._tuner.pass_ended(self)
                 raise
             except Exception as error:
                 if (made := self._recover(pool, error)) is not None:
@@ -131,13 +130,9 @@ class SwitchingIterator:
                     del error  # else its traceback would hold this frame, and so the pool
             made = self._tuner.make_here(self, pool.last_taken)
         self.queue.give_back([indices for other in self._line for indices in other.owed])
+        self.retire()
         self._line = deque([self._tuner.replace_failed(self, pool, error)])
         return made
-
-    def _end(self) -> None:
-        self.ended = True
-        self.queue.over()
-        self._tuner.pass_ended(self)
 
     @property
     def is_steady(self) -> bool:
@@ -145,9 +140,9 @@ class SwitchingIterator:
         return len(self._line) == 1
 
     @property
-    def serving(self) -> WorkerPool:
-        """The pool from which the next batch comes."""
-        return self._line[0]
+    def pool(self) -> WorkerPool | None:
+        """The pool that takes indices from now on."""
+        return self._line[-1] if self._line else None
 
     def hand_over(self, pool: WorkerPool) -> None:
         """Let another pool go on behind the batches that are under way."""
@@ -156,7 +151,5 @@ class SwitchingIterator:
 
     def retire(self) -> None:
         """End all workers."""
-        for pool in {*self._line, self.best, self.candidate}:
-            if pool is not None:
-                pool.retire()
-        self.best = self.candidate = None
+        for pool in self._line:
+            pool.retire()

@@ -1,31 +1,30 @@
-"""Live tuning of one loader: measures what is in force, asks the controller, starts pools, keeps or takes back.
+"""Live tuning of one loader: measures what is in force, asks the controller, tries other pools, keeps or takes back.
 
-During a trial the best pool stands by, so that going back costs nothing. Pools end with their pass, unless the script's
-own workers persist: what a script changes in its data set between two passes is seen as in the plain run.
+A pool that is tried goes on where the one before ran dry. Pools end with their pass, unless the script's own workers
+persist: what a script changes in its data set between two passes is seen as in the plain run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import weakref
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from fulltilt.recorder.loaders import LoaderTap, LoaderTaps
-from fulltilt.tuning.live.batch_check import BatchCheck
-from fulltilt.tuning.live.capacity import Capacity, most_workers
-from fulltilt.tuning.live.controller import Settle, Situation, Try, best_of, decide, pays
-from fulltilt.tuning.live.history import History, settings_of, short, words
+from fulltilt.records import LiveMove, LiveRecord, Settings
+from fulltilt.tuning.live.batch_check import BatchCheck, short
+from fulltilt.tuning.live.controller import Capacity, Settle, Situation, Try, best_of, decide, pays
 from fulltilt.tuning.live.index_queue import IndexQueue, reason_of_sampler
-from fulltilt.tuning.live.limits import Limits
 from fulltilt.tuning.live.switching_iterator import SwitchingIterator
-from fulltilt.tuning.live.window import Arrival, Fetches, Knobs, Seen, Window
+from fulltilt.tuning.live.window import Arrival, Fetches, Knobs, Limits, Seen, Window
 from fulltilt.tuning.live.worker_pool import (
     WorkerPool,
     copy_of,
@@ -38,37 +37,44 @@ from fulltilt.tuning.live.worker_pool import (
 # Far from the seeds that torch gives the workers of one pool, one after the other.
 SEED_STEP = 0x9E3779B97F4A7C15
 OF_LOADER = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
+WATCHED = "not enough was seen yet"
 
 
 class Phase(Enum):
     """Where the tuning of a loader stands."""
 
     WATCHING = "measuring the settings in force"
-    CHECKING = "comparing what workers make with what the script has"
-    STARTING = "waiting for the workers of a new pool"
+    CHECKING = "comparing what workers make with what the script has, before the first trial"
     TRYING = "measuring a new pool"
     DONE = "nothing more is tried"
 
 
 class LoaderTuner:
-    """Tunes one loader. All of it runs on the thread that draws, between two batches."""
+    """Tunes one loader. All of it runs on the thread that draws, between two batches.
+
+    ``record`` is what reports read; ``changed`` is told which settings come into force, and None when they are taken
+    back.
+    """
 
     def __init__(
         self,
         taps: LoaderTaps,
         tap: LoaderTap,
-        history: History,
+        now_s: Callable[[], float],
+        changed: Callable[[Settings | None], None],
         capacity: Callable[[LoaderTuner], Capacity],
         fetches: Callable[[], Fetches],
         limits: Limits,
         exact: bool,
     ) -> None:
         self.tap = tap
-        self.history = history
+        self.record = LiveRecord(tap.loader_id, "watching", WATCHED, Settings(), Settings())
         self.user = self.in_force = Knobs(0)
         self.phase = Phase.WATCHING
         self.tensors_per_batch = 0
         self._taps = taps
+        self._now_s = now_s
+        self._changed = changed
         self._capacity = capacity
         self._limits = limits
         self._exact = exact
@@ -106,7 +112,7 @@ class LoaderTuner:
         if self._check is not None:
             self._check.begin_pass()
         queue = self._begin_queue(loader, first=not goes_on)
-        source.begin_pass(queue, self._pool_for_pass(source), at_once=self.user.workers > 0)
+        source.begin_pass(queue, source.pool or self._pool_in_force(source), at_once=self.user.workers > 0)
         return source
 
     def _adopt(self, loader: Any) -> None:
@@ -126,7 +132,8 @@ class LoaderTuner:
             self.in_force = user
             self.phase, self._check = Phase.WATCHING, None
             self._seen, self._failed = (), ()
-            self.history.starts(user, persists)
+            own, cost_s = self._settings(user), self.record.cost_s
+            self.record = LiveRecord(self.tap.loader_id, "watching", WATCHED, own, own, cost_s=cost_s)
             self._note_in_force()
             self._window.begin(user, self._limits.warm_up_batches)
             if (reason := reason_against(loader)) is not None:
@@ -153,22 +160,17 @@ class LoaderTuner:
                 indices = iter(sampler)
         return IndexQueue(indices, self.user.workers * self.user.prefetch, sampler)
 
-    def _pool_for_pass(self, source: SwitchingIterator) -> WorkerPool:
-        """A trial goes on in the next pass; where pools end with their pass, one that was starting up begins there."""
-        if self.phase is Phase.TRYING or (self.phase is Phase.STARTING and not self._persists):
-            try:
-                if source.candidate is None:
-                    source.candidate = self._make_candidate(source)
-                if self.phase is Phase.STARTING:
-                    self._begin_trial(source.candidate)
-                return source.candidate
-            except Exception as error:
-                self._trial_failed(source, error)
-        return self._best_of(source)
+    def _pool_in_force(self, source: SwitchingIterator) -> WorkerPool:
+        """A pool with the settings in force; a trial goes on in the next pass."""
+        if self.phase is not Phase.TRYING:
+            return self._make(source, self.in_force)
+        pool = self._make(source, self._wanted.knobs)
+        pool.on_trial = True
+        return pool
 
     def pass_ended(self, source: SwitchingIterator) -> None:
         """All batches of a pass were given."""
-        if self._check is not None and self._check.has_some and not self._check.has_begun:
+        if self.phase is Phase.CHECKING and self._check is not None and self._check.may_begin:
             self._begin_check(source, self._check)
         self._window.pass_ended()
         if not self._persists:
@@ -184,10 +186,27 @@ class LoaderTuner:
 
     def at_boundary(self, source: SwitchingIterator) -> None:
         """Move on, if something is due."""
-        if source.is_steady and self.phase is Phase.CHECKING:
-            self._check_batches(source)
-        elif source.is_steady and self.phase is Phase.STARTING:
-            self._start_or_switch(source)
+        check = self._check
+        if self.phase is not Phase.CHECKING or check is None or not source.is_steady:
+            return
+        if check.may_begin and not check.is_collecting:
+            self._begin_check(source, check)
+        if check.verdict is None:
+            return
+        self.tensors_per_batch = check.tensors_per_batch
+        if check.verdict == BatchCheck.RANDOM and self._exact:
+            self.leave_alone("its data set draws random numbers, which in other workers would be others (--exact)")
+        elif check.verdict not in (BatchCheck.SAME, BatchCheck.RANDOM):
+            self.leave_alone(check.verdict)
+        else:
+            if check.verdict == BatchCheck.RANDOM:
+                note = "the data set draws random numbers; in other workers they are others of the same distribution"
+                self.record = replace(self.record, note=note)
+            self._try(source)
+
+    def _begin_check(self, source: SwitchingIterator, check: BatchCheck) -> None:
+        with self._costs():
+            check.begin(lambda workers: self._make(source, Knobs(workers), metered=False))
 
     def arrived(self, source: SwitchingIterator, arrival: Arrival) -> None:
         """Another batch came."""
@@ -195,7 +214,7 @@ class LoaderTuner:
             return
         seen = self._window.add(arrival)
         if seen is not None:
-            with self.history.costs():
+            with self._costs():
                 self._judge(source, self._with_pass_start(source, seen))
 
     def _with_pass_start(self, source: SwitchingIterator, seen: Seen) -> Seen:
@@ -205,106 +224,48 @@ class LoaderTuner:
             batches = len(source)
         except TypeError:
             return seen
-        if not workers or self._persists or not batches:
+        if not workers or self._persists or not batches or source.pool is None:
             return seen
-        # A pool that began within the pass will wait for its first batch, too, when it begins one.
-        start_s = (
-            source.serving.start_s + workers / seen.batches_per_s if source.serving.start_s else source.first_wait_s
-        )
+        start_s = source.pool.start_s + workers / seen.batches_per_s  # until the first batch was made
         rate = 1 / (1 / seen.batches_per_s + start_s / batches)
         return seen._replace(batches_per_s=rate, wait_share=1 - rate * seen.busy_s)
 
     def _judge(self, source: SwitchingIterator, seen: Seen) -> None:
         """A window is full: keep or take back what was tried, and decide what comes next."""
-        if (
-            not self._seen
-            and (reason := reason_of_sampler(sampler_of(source.loader), source.queue.indices)) is not None
-        ):
-            self.leave_alone(reason)
-            return
+        if not self._seen:
+            reason = reason_of_sampler(sampler_of(source.loader), source.queue.indices)
+            if reason is not None:
+                self.leave_alone(reason)
+                return
         if self.phase is Phase.TRYING:
             self._end_trial(source, seen)
         else:
-            self.history.saw(seen)
+            self._saw(seen)
         self._seen = (*self._seen, seen)
         self._decide(source)
 
     def _decide(self, source: SwitchingIterator) -> None:
-        situation = Situation(self.in_force, self._seen, self._capacity(self), self._failed)
-        move = decide(situation, self._limits)
+        move = decide(Situation(self.in_force, self._seen, self._capacity(self), self._failed), self._limits)
         if isinstance(move, Settle):
             self.phase = Phase.DONE
-            self.history.settled(move.why)
+            self._note("settled", move.why)
             return
-        self._wanted = move
+        self._wanted, self.phase = move, Phase.CHECKING
         if self._check is None:
             self._check = BatchCheck(source.loader.dataset, source.loader.collate_fn, serial=not self.user.workers)
-            self.phase = Phase.CHECKING
-            self.history.checks()
-        else:
-            self._want()
-
-    def _want(self) -> None:
-        self.phase = Phase.STARTING
-        self.history.tries(self._wanted)
-
-    # ------------------------------------------------------------------ the check
-
-    def _check_batches(self, source: SwitchingIterator) -> None:
-        check = self._check
-        assert check is not None
-        if not check.has_begun and not check.is_collecting:
-            self._begin_check(source, check)
-        check.poll()
-        if check.verdict is None:
-            return
-        self.tensors_per_batch = check.tensors_per_batch
-        check.end()
-        if check.verdict == BatchCheck.RANDOM and self._exact:
-            self.leave_alone("its data set draws random numbers, which in other workers would be others (--exact)")
-        elif check.verdict in (BatchCheck.SAME, BatchCheck.RANDOM):
-            if check.verdict == BatchCheck.RANDOM:
-                self.history.draws_random_numbers()
-            self._want()
-        else:
-            self.leave_alone(check.verdict)
-
-    def _begin_check(self, source: SwitchingIterator, check: BatchCheck) -> None:
-        with self.history.costs():
-            check.begin(lambda workers: self._make(source, Knobs(workers), metered=False))
+            self._note("watching", "checking that workers make the same batches")
 
     # ------------------------------------------------------------------ trials
 
-    def _start_or_switch(self, source: SwitchingIterator) -> None:
-        try:
-            if source.candidate is None:
-                with self.history.costs():
-                    source.candidate = self._make_candidate(source)
-                    source.candidate.start()
-                self._started_s = time.perf_counter()
-            if not source.candidate.is_ready():
-                if time.perf_counter() - self._started_s > self._limits.start_s:
-                    raise TimeoutError(f"its workers did not start within {self._limits.start_s:.0f} s")
-                return
-        except Exception as error:
-            self._trial_failed(source, error)
-            return
-        source.best = source.serving
-        source.hand_over(source.candidate)
-        self._begin_trial(source.candidate)
-
-    def _make_candidate(self, source: SwitchingIterator) -> WorkerPool:
+    def _try(self, source: SwitchingIterator) -> None:
+        """Let a pool with the wanted settings go on behind what is under way."""
         knobs = self._wanted.knobs
-        most, what = most_workers(self._capacity(self), knobs.prefetch, self._limits)
-        if knobs.workers > most:
-            raise MemoryError(f"there is room for {most} workers ({what})")
-        return self._make(source, knobs)
-
-    def _begin_trial(self, candidate: WorkerPool) -> None:
-        knobs = candidate.knobs
+        move = LiveMove(self._settings(knobs), self._now_s(), expected=self._wanted.expected)
+        self._note("trying", f"trying {words(knobs)}", moves=(*self.record.moves, move))
         self.phase = Phase.TRYING
         self._window.begin(knobs, knobs.workers * knobs.prefetch, self._to_beat.batches_per_s)
         self.tap.serving_workers = knobs.workers
+        source.hand_over(self._pool_in_force(source))
 
     @property
     def _to_beat(self) -> Seen:
@@ -312,32 +273,20 @@ class LoaderTuner:
         return next((one for one in reversed(self._seen) if one.knobs == self.in_force), best_of(self._seen))
 
     def _end_trial(self, source: SwitchingIterator, seen: Seen) -> None:
+        self.phase = Phase.WATCHING
         if pays(self._to_beat, seen, self._limits):
-            if source.best is not None:
-                source.best.retire()
-            source.best, source.candidate = source.candidate, None
+            if source.pool is not None:
+                source.pool.on_trial = False
             self.in_force = seen.knobs
-            self.history.kept(seen)
+            self._end_move("kept", seen)
+            self._saw(seen)
+            self._note("watching", f"{words(seen.knobs)} paid", settings=self._settings(seen.knobs))
+            self._changed(self.record.settings)
         else:
-            source.candidate = None
-            source.hand_over(self._best_of(source))
-            self.history.returned(seen)
+            source.hand_over(self._pool_in_force(source))
+            self._end_move("returned", seen)
+            self._note("watching", f"{words(seen.knobs)} did not pay")
         self._note_in_force()
-
-    def _trial_failed(self, source: SwitchingIterator, error: Exception) -> None:
-        if source.candidate is not None:
-            source.candidate.retire()
-            source.candidate = None
-        self._failed = (*self._failed, self._wanted.knobs)
-        self.history.failed(short(error))
-        self._note_in_force()
-        self._decide(source)
-
-    def _best_of(self, source: SwitchingIterator) -> WorkerPool:
-        """The pool with the settings in force, made anew where the one before ended with its pass."""
-        if source.best is None:
-            source.best = self._make(source, self.in_force)
-        return source.best
 
     def _make(self, source: SwitchingIterator, knobs: Knobs, metered: bool = True) -> WorkerPool:
         """A pool, with patience for batches that take as long as those seen so far."""
@@ -353,24 +302,22 @@ class LoaderTuner:
         own = knobs == self.user and metered
         return WorkerPool(source.loader, knobs, generator, self._iterate, meter, None if own else patience_s)
 
-    def ran_dry(self, source: SwitchingIterator, pool: WorkerPool) -> None:
-        """A pool has given its last batch and another goes on."""
-        if pool not in (source.best, source.candidate):
-            pool.retire()
-
     # ------------------------------------------------------------------ when something is wrong
 
     def replace_failed(self, source: SwitchingIterator, pool: WorkerPool, error: Exception) -> WorkerPool:
-        """A pool of ours broke: the best so far goes on, or one with the script's own settings."""
-        if pool is source.candidate:
-            self._trial_failed(source, error)
+        """The pool that goes on where one of ours broke: with the best settings so far, or with the script's own."""
+        if pool.on_trial:
+            self._failed = (*self._failed, self._wanted.knobs)
+            self._end_move("failed", None, short(error))
+            self._note("watching", short(error))
+            self._note_in_force()
             if is_of_data_set(error) and not self.user.workers:
                 self.leave_alone(f"its data set works in the training process only ({short(error)})")
+            else:
+                self._decide(source)
         else:
-            source.best = None
-            pool.retire()
             self.leave_alone(f"{words(pool.knobs)} failed ({short(error)}): back to the script's own settings")
-        return self._best_of(source)
+        return self._make(source, self.in_force)
 
     def make_here(self, source: SwitchingIterator, indices: Any) -> tuple[Any, Any]:
         """A batch, made in the training process. Raises what the script's data set raises there."""
@@ -381,18 +328,65 @@ class LoaderTuner:
     def broke(self, error: Exception) -> None:
         """Tuning itself went wrong: whatever serves now goes on."""
         self.phase = Phase.DONE
-        self.history.settled(f"tuning ended by an error of its own ({short(error)})")
+        self._note("settled", f"tuning ended by an error of its own ({short(error)})")
 
     def leave_alone(self, why: str) -> None:
         """Go back to the script's own settings for good."""
         self.phase = Phase.DONE
         self._left_alone = True
         self.in_force = self.user
-        self.history.left_alone(why)
+        found_others = self.record.settings != self.record.before
+        self._note("left_alone", why, settings=self.record.before, note=None)
+        if found_others:
+            self._changed(None)
         self.tap.in_force, self.tap.serving_workers = {}, None
 
+    # ------------------------------------------------------------------ what reports read
+
+    def _settings(self, knobs: Knobs) -> Settings:
+        """Settings as files and records have them. Whether workers persist is the script's own choice."""
+        return Settings(
+            num_workers=knobs.workers,
+            prefetch_factor=knobs.prefetch if knobs.workers else None,
+            pin_memory=knobs.pin,
+            persistent_workers=self._persists if knobs.workers else None,
+        )
+
     def _note_in_force(self) -> None:
-        settings = asdict(settings_of(self.in_force, self._persists))
+        settings = asdict(self._settings(self.in_force))
         self.tap.in_force = {name: settings[name] for name in OF_LOADER}
         self.tap.in_force["persistent_workers"] = bool(settings["persistent_workers"])
         self.tap.serving_workers = self.in_force.workers
+
+    def _note(self, state: str, why: str, **more: Any) -> None:
+        self.record = replace(self.record, state=state, why=why, **more)  # type: ignore[arg-type]
+
+    def _saw(self, seen: Seen) -> None:
+        """What the settings in force gave."""
+        rate, wait = seen.batches_per_s, seen.wait_share
+        if self.record.before_batches_per_s is None:
+            self.record = replace(self.record, before_batches_per_s=rate, before_wait_share=wait)
+        self.record = replace(self.record, batches_per_s=rate, wait_share=wait)
+
+    def _end_move(
+        self, outcome: Literal["kept", "returned", "failed"], seen: Seen | None, why: str | None = None
+    ) -> None:
+        *earlier, last = self.record.moves
+        rate, wait = (None, None) if seen is None else (seen.batches_per_s, seen.wait_share)
+        ended = replace(last, outcome=outcome, batches_per_s=rate, wait_share=wait, why=why)
+        self.record = replace(self.record, moves=(*earlier, ended))
+
+    @contextlib.contextmanager
+    def _costs(self) -> Iterator[None]:
+        """Time of the training thread that goes into tuning."""
+        began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.record = replace(self.record, cost_s=self.record.cost_s + time.perf_counter() - began_s)
+
+
+def words(knobs: Knobs) -> str:
+    """Settings in a few words."""
+    workers = f"{knobs.workers} worker{'' if knobs.workers == 1 else 's'}"
+    return f"{workers}, prefetch {knobs.prefetch}{', pinned' if knobs.pin else ''}" if knobs.workers else workers

@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
 from torch.utils.data._utils import signal_handling
 
-from fulltilt.tuning.live.index_queue import Feed, IndexQueue
+from fulltilt.tuning.live.index_queue import IndexQueue
 from fulltilt.tuning.live.window import Knobs
 from fulltilt.tuning.trial.throughput import ready_batches
 
@@ -55,11 +56,9 @@ def reason_against(loader: Any) -> str | None:
         return "its batches come in no fixed order (in_order=False)"
     if torch.get_default_device().type != "cpu":
         return f"the default device is {torch.get_default_device()}, from which torch draws the seeds of workers"
-    return _reason_against_forking() if loader.num_workers == 0 else None
-
-
-def _reason_against_forking() -> str | None:
-    """Why a loader without workers cannot get any behind the script's back."""
+    if loader.num_workers:
+        return None
+    # A loader without workers cannot always get some behind the script's back.
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     if method != "fork":
         return (
@@ -72,11 +71,36 @@ def _reason_against_forking() -> str | None:
     return None
 
 
+def is_of_data_set(error: Exception) -> bool:
+    """Whether the script's own code raised this in a worker, rather than the pool having failed."""
+    return RAISED_IN_WORKER in str(error)
+
+
 def copy_of(loader: Any) -> Any:
     """A DataLoader with all that this one has, without the constructor's work."""
     copy = object.__new__(DataLoader)
     vars(copy).update(vars(loader))
     return copy
+
+
+class _Feed:
+    """Stands where a pool's DataLoader has its sampler: gives it index batches while there is a queue.
+
+    ``owed`` are those that it took and has not made yet, the earliest first.
+    """
+
+    def __init__(self) -> None:
+        self.owed: deque[Any] = deque()
+        self.queue: IndexQueue | None = None
+
+    def __iter__(self) -> _Feed:
+        return self
+
+    def __next__(self) -> Any:
+        if self.queue is None:
+            raise StopIteration
+        self.owed.append(self.queue.take())
+        return self.owed[-1]
 
 
 class WorkerPool:
@@ -99,15 +123,14 @@ class WorkerPool:
     ) -> None:
         self.knobs = knobs
         self.is_scripts_own = patience_s is None
-        self.error: Exception | None = None
-        self.start_s = 0.0  # until all workers had started, where that was waited for
+        self.on_trial = False
+        self.start_s = 0.0  # that starting the workers held up training
         self.last_taken: Any = None
-        self._feed = Feed()
-        self._iterate = iterate
+        self._feed = _Feed()
         self._metered = metered
         self._iterator: Any = None
-        self._is_ready = False
         self._loader = copy_of(loader)
+        self._iterate = partial(iterate, self._loader)
         vars(self._loader).update(
             {"sampler" if loader.batch_sampler is None else "batch_sampler": self._feed},
             num_workers=knobs.workers,
@@ -120,58 +143,34 @@ class WorkerPool:
             _iterator=None,
         )
 
-    def start(self, check: Callable[[WorkerPool], None] | None = None) -> None:
-        """Start the workers; beside the training thread, wait for all of them and let ``check`` draw from them."""
-        began_s = time.perf_counter()
-        self._begin()
-
-        def wait() -> None:
-            try:
-                self._iterate(self._loader)  # returns when each worker has answered
-                if check is not None:
-                    check(self)
-            except Exception as error:
-                error.__traceback__ = error.__cause__ = error.__context__ = None  # they would hold the iterator
-                self.error = error
-            else:
-                self.start_s = time.perf_counter() - began_s
-                self._is_ready = True
-
-        threading.Thread(target=wait, name="fulltilt-pool", daemon=True).start()
-
-    def is_ready(self) -> bool:
-        """Whether all workers have started and are checked. Raises what went wrong."""
-        if self.error is not None:
-            raise self.error
-        return self._is_ready
-
     def serve(self, queue: IndexQueue) -> None:
         """Take indices from this queue from now on, as many as the workers may have."""
-        self._feed.open(queue)
-        self._begin()
-
-    def _begin(self) -> None:
-        is_new = self._iterator is None
+        self._feed.owed.clear()
+        self._feed.queue = queue
+        if self._iterator is not None:
+            self._iterator = self._iterate()
+            return
+        began_s = time.perf_counter()
         with warnings.catch_warnings():
             if not self.is_scripts_own:
                 warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-            begin = partial(self._iterate, self._loader)
-            self._iterator = self._metered(begin) if is_new else begin()
-        if is_new and self.knobs.workers and not self.is_scripts_own:
+            self._iterator = self._metered(self._iterate)
+        self.start_s = time.perf_counter() - began_s
+        if self.knobs.workers and not self.is_scripts_own:
             signal_handling._remove_worker_pids(id(self._iterator))  # type: ignore[attr-defined]
             self._iterator._worker_pids_set = False
-        if is_new and self.knobs.workers and self.knobs.pin:
+        if self.knobs.workers and self.knobs.pin:
             # Up to 2.14, torch's own exit handler waits five seconds for each worker that pins. This one comes first.
             atexit.register(_drop, weakref.ref(self))
 
     @property
     def is_serving(self) -> bool:
         """Whether it takes indices."""
-        return self._feed.is_open
+        return self._feed.queue is not None
 
     def close(self) -> None:
         """Take no more indices, and make what it owes."""
-        self._feed.close()
+        self._feed.queue = None
 
     @property
     def owed(self) -> list[Any]:
@@ -195,7 +194,8 @@ class WorkerPool:
 
     def retire(self) -> None:
         """End its workers beside the training thread: joining them takes a moment, and five seconds where one hangs."""
-        iterator, self._iterator, self._loader = self._iterator, None, None
+        iterator = self._iterator
+        _drop(weakref.ref(self))
         if self.knobs.workers:
             # torch ends them with the last reference, which an error under way may hold for another moment.
             thread = threading.Thread(target=_hold, args=(iterator,), name="fulltilt-retire", daemon=True)
@@ -207,11 +207,6 @@ def _hold(_: Any) -> None:
     time.sleep(HELD_S)
 
 
-def is_of_data_set(error: Exception) -> bool:
-    """Whether the script's own code raised this in a worker, rather than the pool having failed."""
-    return RAISED_IN_WORKER in str(error)
-
-
 def _drop(reference: weakref.ref[WorkerPool]) -> None:
     if (pool := reference()) is not None:
-        pool._iterator = pool._loader = None
+        pool._iterator = pool._loader = pool._iterate = None  # type: ignore[assignment]
