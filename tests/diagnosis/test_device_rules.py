@@ -224,7 +224,7 @@ def test_padding_is_counted_in_compute() -> None:
 @pytest.mark.parametrize(
     ("dataset", "residency", "told"),
     [
-        ("ResidentTexts", "auto", "share a batch already"),
+        ("TextLoader", "auto", "share a batch already"),
         ("TextLoader", None, "share a batch already"),
         ("TokenisedTexts", "none", "Leave out residency: none."),
         ("Comments", "none", "batch_sampler"),

@@ -135,7 +135,7 @@ def test_model_given_is_never_the_one_replaced(
     [
         ("cod", "train,recipes"),
         ("carclip", "train,recipes"),
-        ("visobert", "train,recipes,hf"),
+        ("visobert", "train,recipes"),
         ("hdf5", "train,recipes,hdf5"),
     ],
 )

@@ -207,7 +207,10 @@ class Batching:
         if not self.shuffle:
             return found
         groups = [found[start : start + world_size] for start in range(0, len(found), world_size)]
-        return [batch for group in torch.randperm(len(groups), generator=generator).tolist() for batch in groups[group]]
+        order = torch.randperm(len(groups), generator=generator).tolist()
+        if (size := self.batch_size) is not None:  # what is left over comes last, as torch's loaders have it
+            order.sort(key=lambda group: min(map(len, groups[group])) < size)
+        return [batch for group in order for batch in groups[group]]
 
     def _typical_batch(self, lengths: torch.Tensor) -> int:
         if self.batch_size is not None:

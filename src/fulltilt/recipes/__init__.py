@@ -28,7 +28,7 @@ _IMAGES = ("PIL", "pillow", "recipes")
 _NEEDED = {
     "cod": (_TRAIN, _NUMPY, _IMAGES, ("timm", "timm", "recipes")),
     "carclip": (_TRAIN, _NUMPY, _IMAGES, ("transformers", "transformers", "recipes")),
-    "visobert": (_TRAIN, _NUMPY, ("transformers", "transformers", "hf"), ("accelerate", "accelerate", "hf")),
+    "visobert": (_TRAIN, _NUMPY, ("transformers", "transformers", "recipes")),
     "hdf5": (_TRAIN, _NUMPY, ("h5py", "h5py", "hdf5")),
 }
 

@@ -24,6 +24,7 @@ SHARED_SETTINGS = {
     "max_steps": "Stop after this many optimizer steps.",
     "batch_size": "Samples of a batch, over all GPUs.",
     "accumulation": "Batches for each optimizer step.",
+    "optimizer": "What moves the weights; adamw8bit takes a quarter of the memory.",
     "lr": "The highest learning rate.",
     "min_lr": "The learning rate at the end.",
     "schedule": "How the learning rate falls.",

@@ -1,13 +1,16 @@
-"""Models that others have trained: named as a folder or on the hub, and loaded without running code of theirs."""
+"""Models that others have trained, from a folder or the hub, without running code of theirs; and tokenizers of ours."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from fulltilt.errors import DataError, FulltiltError, UsageError
+from fulltilt.recipes.recipe import Request
+from fulltilt.recipes.run_folder import refuse_foreign, written_by_library
+from fulltilt.train.distributed import detect
 from fulltilt.train.guards import is_out_of_memory
 from fulltilt.train.weight_import import reason
 
@@ -82,3 +85,56 @@ def cannot_load(what: str, name: str, error: Exception, instead: str) -> Excepti
     damaged = any(Path(name, file).is_file() for file in ("config.json", "tokenizer.json"))
     kind = DataError if damaged else UsageError
     return kind(f"the {what} of {name} cannot be loaded: {first[:200]}", instead)
+
+
+# --------------------------------------------------------------------------- the tokenizer of a model without one
+
+
+def own_tokenizer(request: Request, texts: Sequence[str], **how: Any) -> Any:
+    """The tokenizer that this run, or the one it goes on from, has in its folder; otherwise a new one, left there.
+
+    A run that goes on, perhaps with more data, must read its texts as before. Raises ForeignFiles, DataError.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    home = request.out / "tokenizer"
+    refuse_foreign(home)
+    known = [] if request.fresh else [home]
+    if (begin := request.resume_from) is not None:  # OUT, or OUT/checkpoints/step-…
+        known += [begin / "tokenizer", begin.resolve().parent.parent / "tokenizer"]
+    for folder in known:
+        if (folder / "tokenizer.json").is_file():
+            return load("tokenizer", str(folder), PreTrainedTokenizerFast.from_pretrained, "Use --fresh.")
+    made = trained_tokenizer(texts, **how)
+    if detect().rank == 0:
+        with written_by_library(home) as private:
+            made.save_pretrained(str(private))
+    return made
+
+
+def trained_tokenizer(
+    texts: Sequence[str], *, size: int, start: str, end: str, pad: str, lowercase: bool = False
+) -> Any:
+    """A byte-pair tokenizer of ``size`` pieces in Hugging Face's form. The same texts give the same one.
+
+    The numbers of the special tokens are in the order start, pad, end; ``pad`` may be ``end``.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE())
+    made.normalizer = normalizers.Sequence([normalizers.NFKC(), *([normalizers.Lowercase()] if lowercase else [])])
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    made.decoder = decoders.ByteLevel()
+    special = list(dict.fromkeys([start, pad, end]))
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # no text is unknown
+        show_progress=False,
+    )
+    made.train_from_iterator(sorted(set(texts)), trainer)
+    made.post_processor = processors.TemplateProcessing(
+        single=f"{start} $A {end}", special_tokens=[(token, special.index(token)) for token in (start, end)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token=start, eos_token=end, pad_token=pad)

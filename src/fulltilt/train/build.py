@@ -13,7 +13,7 @@ from fulltilt.errors import MachineError, UsageError
 from fulltilt.train import checkpoint, cuda_graphs, optimizers, precision, train_state, weight_import
 from fulltilt.train.checkpoint import KeepPolicy, Writer, check_space, newest_complete
 from fulltilt.train.config import TrainSettings
-from fulltilt.train.data_source import LoaderSettings, Source, make_source
+from fulltilt.train.data_source import BatchSource, LoaderSettings, Source, make_source
 from fulltilt.train.distributed import Group, LossModule, Replicated, SingleProcess, detect, device_of, divided
 from fulltilt.train.fsdp import Sharded
 from fulltilt.train.guards import Guard, MicroBatch
@@ -321,6 +321,10 @@ def _restore(state: TrainState, folder: Path) -> None:
     changed = state.kept_settings.changed
     for group, wishes in zip(state.stepper.optimizer.param_groups, asked, strict=True):
         group.update({name: value for name, value in wishes.items() if name in changed})
+    if isinstance(state.source, BatchSource) and "batch_size" in changed:
+        # Its position counts batches: as many samples in the batches of now, rounded down.
+        before, now = (kept["batch_size"] for kept in (state.kept_settings.before, state.kept_settings.now))
+        state.progress.consumed = consumed * before // now
     where = f"in epoch {epoch + 1}" if consumed or not epoch else f"after epoch {epoch}"
     state.screen.say(f"Resuming from {folder} (step {state.progress.step}, {where})")
     if average_begins:

@@ -47,7 +47,7 @@ class TrainSettings:
     min_lr: float = bounded(0.0, least=0)
     weight_decay: float = bounded(0.01, least=0)
     momentum: float = bounded(0.9, least=0, most=1)
-    schedule: Literal["cosine", "constant"] = "cosine"
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_epochs: float = bounded(0.0, least=0)
     warmup_steps: int | None = bounded(None, least=0)
     clip_norm: float | None = bounded(None, above=0)

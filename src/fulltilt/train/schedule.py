@@ -64,9 +64,9 @@ def learning_rate(
     peak: float,
     floor: float = 0.0,
     warmup_steps: int = 0,
-    shape: Literal["cosine", "constant"] = "cosine",
+    shape: Literal["cosine", "linear", "constant"] = "cosine",
 ) -> float:
-    """The rate for step ``step`` (from 0): a line up to ``peak`` over the warm-up, then a cosine down to ``floor``.
+    """The rate for step ``step`` (from 0): a line up to ``peak`` over the warm-up, then by ``shape`` down to ``floor``.
 
     The last warm-up step runs at the peak and the last step of all at the floor; later steps stay there.
     """
@@ -76,7 +76,8 @@ def learning_rate(
         return peak
     left = max(total_steps - warmup_steps - 1, 1)
     done = min((step - warmup_steps) / left, 1.0)
-    return floor + (peak - floor) * 0.5 * (1.0 + math.cos(math.pi * done))
+    share = 1.0 - done if shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return floor + (peak - floor) * share
 
 
 def stage_rate(settings: TrainSettings, stage: Stage, step: int, total_steps: int, steps_per_epoch: int) -> float:

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fulltilt.errors import DataError, FulltiltError, UsageError
 from fulltilt.recipes import options
 from fulltilt.recipes.synthetic import text as made
 from fulltilt.recipes.visobert import RECIPE, Options, translate
 from fulltilt.recipes.visobert.data import read_texts
-from fulltilt.recipes.visobert.trainer import classification
 
 ROWS = [("hay lắm", "good"), ("chán\nquá", "bad"), ('"ok", bạn', "good"), ("tệ", "bad")]
 
@@ -49,9 +47,8 @@ def test_every_format_gives_the_same_texts(tmp_path: Path, suffix: str) -> None:
     assert found.validation.labels == [1, 0]
 
 
-def test_a_list_in_json_and_a_table_of_another_delimiter_are_read_too(tmp_path: Path) -> None:
-    rows = [{"text": text, "label": label} for text, label in ROWS]
-    (tmp_path / "train.json").write_text(json.dumps(rows, indent=1))
+def test_table_of_another_delimiter_is_read_too(tmp_path: Path) -> None:
+    write(tmp_path, "train.jsonl")
     (tmp_path / "dev.csv").write_text("label;text\ngood;a, b\nbad;c\n")
     found = read_texts(tmp_path, Options(), 0)
     assert found.train.texts == [text for text, _ in ROWS]
@@ -105,11 +102,9 @@ def test_labels_that_only_look_like_numbers_are_names(tmp_path: Path) -> None:
         ("jsonl", ("x", float("nan")), "there is no label"),
         ("parquet", ("x", float("nan")), "there is no label"),
         ("jsonl", (float("nan"), 1.0), "there is no text"),
-        ("jsonl", ("x \ud83d", 1.0), r"half a character \('\\ud83d'\)"),
     ],
 )
-def test_what_is_missing_or_cut_is_no_class_and_no_text(tmp_path: Path, suffix: str, row: Any, told: str) -> None:
-    """Seen to fail: NaN was one more class, and half an emoji ended the tokenizer's training."""
+def test_what_is_missing_is_no_class_and_no_text(tmp_path: Path, suffix: str, row: Any, told: str) -> None:
     write(tmp_path, f"train.{suffix}", [("a", 1.0), ("b", 2.0), row])
     with pytest.raises(DataError, match=rf"line [34]: {told}"):
         read_texts(tmp_path, Options(), 0)
@@ -151,7 +146,7 @@ def test_mistakes_are_told_with_file_and_line(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------- keys
 
 
-def test_guide_4s_keys_are_those_of_the_recipe(tmp_path: Path) -> None:
+def test_hugging_face_keys_are_those_of_the_recipe(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(
         "per_device_train_batch_size: 80\nper_device_eval_batch_size: 160\ngradient_checkpointing: true\n"
@@ -164,8 +159,7 @@ def test_guide_4s_keys_are_those_of_the_recipe(tmp_path: Path) -> None:
     assert (settings.batch_size, settings.eval_batch_size, settings.accumulation) == (80, 160, 2)
     assert (settings.workers, settings.prefetch, settings.gradient_checkpointing) == (4, 6, True)
     assert (settings.precision, settings.tf32, settings.lr, settings.epochs) == ("fp16", False, 2e-5, 3)
-    assert (asked.options.optim, asked.options.dataloader_persistent_workers) == ("adamw_bnb_8bit", False)
-    assert settings.clip_norm is None
+    assert (settings.optimizer, settings.clip_norm) == ("adamw8bit", None)
     assert options.read(RECIPE, {"batch_size": 8}, file).settings.batch_size == 8, "a flag wins"
 
 
@@ -186,28 +180,25 @@ def test_keys_say_one_thing_once_and_count_per_device(
     for best, larger, expected in (
         ("eval_loss", None, {"monitor": "loss", "monitor_mode": "min"}),
         ("f1_macro", True, {"monitor": "macro_f1", "monitor_mode": "max"}),
-        ("accuracy", None, {"monitor": "accuracy", "monitor_mode": "max"}),
-        ("bleu", True, {}),
+        ("accuracy", None, {"monitor": "accuracy"}),
     ):
         assert translate({"metric_for_best_model": best, "greater_is_better": larger}).values == expected
-    told = capsys.readouterr().err
-    assert "eval_strategy, report_to" in told
-    assert "bleu is not measured; there are loss, macro_f1, accuracy" in told
+    assert "eval_strategy, report_to" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("given", "named"),
+    ("given", "told"),
     [
-        ({"tokens_per_batch": 500, "residency": "none"}, "tokens_per_batch"),
-        ({"lr_scheduler_type": "linear", "schedule": "constant"}, "schedule and lr_scheduler_type"),
-        ({"lr_scheduler_type": "linear", "min_lr": 1e-6}, "min_lr and lr_scheduler_type"),
-        ({"warmup_ratio": 0.1, "warmup_epochs": 1.0}, "warmup_ratio and warmup_epochs"),
-        ({"monitor": "f2"}, "monitor: 'f2' is not measured"),
+        ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type: should be one of cosine, linear, constant"),
+        ({"optim": "adafactor"}, "optim: should be one of adamw, adamw8bit, adam, sgd"),
+        ({"lr_scheduler_type": "linear", "schedule": "constant"}, "schedule says again"),
+        ({"warmup_ratio": 0.1, "warmup_epochs": 1.0}, "warmup_ratio, warmup_epochs"),
     ],
 )
-def test_of_two_settings_that_exclude_each_other_none_is_silently_ignored(given: dict[str, Any], named: str) -> None:
-    with pytest.raises(UsageError, match=named):
-        options.read(RECIPE, given)
+def test_what_cannot_be_done_is_refused(given: dict[str, Any], told: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    with pytest.raises(UsageError, match=told):
+        options.read(RECIPE, {}, tmp_path / "config.json")
 
 
 def test_every_problem_of_a_hugging_face_config_at_once_under_its_own_names(tmp_path: Path) -> None:
@@ -228,14 +219,6 @@ def test_every_problem_of_a_hugging_face_config_at_once_under_its_own_names(tmp_
 
 
 # --------------------------------------------------------------------------- the rest
-
-
-def test_macro_f1_by_its_definition() -> None:
-    predicted, true = torch.tensor([0, 0, 1, 1, 2, 0]), torch.tensor([0, 1, 1, 1, 0, 0])
-    # class 0: 2 of 3 and 2 of 3; class 1: 2 of 2 and 2 of 3; class 2: 0 of 1 and none asked for; class 3 is not there
-    found = classification(predicted, true, 4)
-    assert found["macro_f1"] == pytest.approx((2 / 3 + 4 / 5 + 0) / 3)
-    assert found["accuracy"] == pytest.approx(4 / 6)
 
 
 def test_made_texts_are_the_same_for_the_same_seed(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def precision_unused(evidence: Evidence) -> Judgement:
 
 
 # Their batches hold texts of like length already. And what visobert has without residency.
-_OF_LIKE_LENGTH = ("TextLoader", "ResidentTexts")
+_OF_LIKE_LENGTH = ("TextLoader",)
 _WITHOUT_RESIDENCY = "TokenisedTexts"
 
 

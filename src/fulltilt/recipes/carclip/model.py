@@ -19,8 +19,6 @@ from torch.nn import functional
 from fulltilt.errors import UsageError
 from fulltilt.recipes.carclip import GIVE, OPEN_CLIP
 from fulltilt.recipes.pretrained import cannot_load, load
-from fulltilt.recipes.run_folder import refuse_foreign, written_by_library
-from fulltilt.train.distributed import detect
 
 # What every CLIP model was trained with.
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -28,9 +26,14 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 # transformers' 0.02 drowns in the patches, which are about 25 times as large: such a model learns colours and, for a
 # long time, no shapes. Synthetic cars, 10,000 samples: recall at 1 is 8 × chance with 0.02 and 25 × with this.
 POSITION_STD = 0.3
-START, END = "<|startoftext|>", "<|endoftext|>"
-# Captions of cars are a few hundred words; what remains of it goes to their parts, so that no caption is unknown.
-VOCABULARY = 4096
+# Of the tokenizer that a model with random weights gets. Captions of cars are a few hundred words.
+TOKENIZER = {
+    "size": 4096,
+    "start": "<|startoftext|>",
+    "end": "<|endoftext|>",
+    "pad": "<|endoftext|>",
+    "lowercase": True,
+}
 
 
 class HuggingFaceTowers(torch.nn.Module):
@@ -260,49 +263,6 @@ def _preparing(side: int) -> dict[str, Any]:
         "image_mean": list(CLIP_MEAN),
         "image_std": list(CLIP_STD),
     }
-
-
-# --------------------------------------------------------------------------- the tokenizer of a model without one
-
-
-def trained_tokenizer(captions: Sequence[str]) -> Any:
-    """A byte-pair tokenizer in Hugging Face's form. The same captions give the same tokenizer."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    made = Tokenizer(models.BPE())
-    made.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[START, END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    made.train_from_iterator(sorted(set(captions)), trainer)
-    made.post_processor = processors.TemplateProcessing(
-        single=f"{START} $A {END}", special_tokens=[(START, 0), (END, 1)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token=START, eos_token=END, pad_token=END)
-
-
-def kept_tokenizer(home: Path, others: Sequence[Path], captions: Sequence[str]) -> Any:
-    """The tokenizer in the first of ``others`` that has one; otherwise a new one, which is left in ``home``.
-
-    A run that goes on, perhaps with more pictures, must read its captions as before. Raises ForeignFiles, DataError.
-    """
-    from transformers import PreTrainedTokenizerFast
-
-    refuse_foreign(home)
-    for folder in others:
-        if (folder / "tokenizer.json").is_file():
-            return load("tokenizer", str(folder), PreTrainedTokenizerFast.from_pretrained, "Use --fresh.")
-    made = trained_tokenizer(captions)
-    if detect().rank == 0:
-        with written_by_library(home) as private:
-            made.save_pretrained(str(private))
-    return made
 
 
 def fixed_length(tokenizer: Any, captions: Sequence[str], most: int) -> int:

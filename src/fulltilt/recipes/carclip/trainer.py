@@ -16,14 +16,14 @@ from fulltilt.recipes.carclip.data import CarPictures, CarViews, Label, Picture,
 from fulltilt.recipes.carclip.loss import compared, contrastive_loss
 from fulltilt.recipes.carclip.metrics import WholeSet
 from fulltilt.recipes.carclip.model import (
+    TOKENIZER,
     Loaded,
     Towers,
-    kept_tokenizer,
     load_hugging_face,
     load_open_clip,
     random_weights,
 )
-from fulltilt.recipes.pretrained import refuse_unavailable
+from fulltilt.recipes.pretrained import own_tokenizer, refuse_unavailable
 from fulltilt.recipes.recipe import Request, on_engine
 from fulltilt.recipes.run_folder import refuse_foreign, refuse_to_replace, written_by_library
 from fulltilt.train.config import TrainSettings
@@ -126,11 +126,7 @@ def load_model(request: Request, captions: Sequence[str]) -> Loaded:
         return load_open_clip(name)
     if name not in BUILT_IN:
         return load_hugging_face(name, captions)
-    home = request.out / "tokenizer"
-    known = [] if request.fresh else [home]
-    if request.resume_from is not None:  # OUT/checkpoints/step-…
-        known.append(request.resume_from.resolve().parent.parent / "tokenizer")
-    tokenizer = kept_tokenizer(home, known, captions)
+    tokenizer = own_tokenizer(request, captions, **TOKENIZER)
     return random_weights(name, tokenizer, captions, options.image_size, options.temperature)
 
 

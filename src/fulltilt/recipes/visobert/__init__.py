@@ -1,4 +1,4 @@
-"""Short social text in classes, with Hugging Face's Trainer: options, and its own config files read as they are."""
+"""Short social text in classes, with a transformer of Hugging Face's and its Trainer's config files as they are."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from fulltilt.recipes.recipe import Recipe, Translated, imported, option
 
 __all__ = ["RECIPE", "Options"]
 
+# Hugging Face's name of a setting, and ours.
 _SAME_THING = {
     "num_train_epochs": "epochs",
     "per_device_train_batch_size": "batch_size",
     "per_device_eval_batch_size": "eval_batch_size",
     "gradient_accumulation_steps": "accumulation",
     "learning_rate": "lr",
+    "lr_scheduler_type": "schedule",
+    "optim": "optimizer",
     "max_grad_norm": "clip_norm",
     "dataloader_num_workers": "workers",
     "dataloader_prefetch_factor": "prefetch",
@@ -26,17 +29,24 @@ _SAME_THING = {
     "torch_compile": "compile",
     "save_steps": "save_every",
     "save_total_limit": "keep_last",
+    "metric_for_best_model": "monitor",
+    "greater_is_better": "monitor_mode",
     "output_dir": "out",
     "model_name_or_path": "model",
     "max_seq_length": "max_length",
 }
-# What an evaluation measures, and how others call it.
-MEASURED = ("loss", "macro_f1", "accuracy")
-_ALIASES = {"f1": "macro_f1", "f1_macro": "macro_f1", "acc": "accuracy"}
-_BEST = ("metric_for_best_model", "greater_is_better")
+_VALUES: dict[str, dict[Any, Any]] = {
+    "optim": {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_bnb_8bit": "adamw8bit"},
+    "lr_scheduler_type": {"constant_with_warmup": "constant"},
+    "metric_for_best_model": {"f1": "macro_f1", "f1_macro": "macro_f1", "acc": "accuracy"},
+    "greater_is_better": {True: "max", False: "min"},
+    "max_grad_norm": {0: None},
+}
 _PER_DEVICE = ("per_device_train_batch_size", "per_device_eval_batch_size")
-# Every training here logs, evaluates after each epoch, saves then and keeps the best by itself; lengths are bucketed.
+# Every training here logs, evaluates after each epoch, saves then, and pins what workers load; lengths are bucketed.
 _DONE_ANYWAY = {
+    "dataloader_persistent_workers",
+    "dataloader_pin_memory",
     "do_train",
     "do_eval",
     "disable_tqdm",
@@ -65,21 +75,16 @@ class Options:
     classes: str | None = option(None, "The labels, separated by commas; otherwise those of the training data.")
     val_share: float = option(0.1, "Share held out where there is no validation file.", above=0, most=0.5)
     max_length: int = option(128, "Tokens of a text at most.", least=4)
-    tokens_per_batch: int | None = option(None, "Budget of tokens a batch, in place of the batch size.", least=16)
     class_weights: Literal["balanced", "none"] = option("balanced", "Weigh rare classes up.")
     label_smoothing_factor: float = option(0.0, "Share of each label given to all classes.", least=0, most=0.9)
     warmup_ratio: float = option(0.0, "Share of all steps in which the learning rate rises.", least=0, most=1)
-    lr_scheduler_type: str | None = option(None, "A schedule of Hugging Face's, such as linear.")
-    optim: str | None = option(None, "An optimizer of Hugging Face's, such as adamw_bnb_8bit.")
     load_best_model_at_end: bool = option(False, "Keep the best weights at the end, not the last.")
-    dataloader_persistent_workers: bool = option(True, "Keep loader workers (with --residency none).")
-    dataloader_pin_memory: bool = option(True, "Pin the loader's memory (with --residency none).")
     vocab_size: int = option(4000, "Pieces of the made model's tokenizer.", least=100)
     hidden_size: int = option(128, "Width of the made model; a multiple of 32.", least=32)
     num_hidden_layers: int = option(2, "Layers of the made model.", least=1)
 
     def problems(self) -> list[str]:
-        """What is wrong between fields that are each right alone."""
+        """What is wrong between fields that are each right alone; some of them are the engine's."""
         found = []
         if self.hidden_size % 32:
             found.append(f"hidden_size ({self.hidden_size}) is not a multiple of 32, the width of a head")
@@ -87,25 +92,9 @@ class Options:
             names = [name.strip() for name in self.classes.split(",")]
             if len(names) < 2 or len(set(names)) < len(names) or not all(names):
                 found.append(f"classes: {self.classes!r} should name two or more, each once")
-        return found + _contradictions(self)
-
-
-def _contradictions(asked: Any) -> list[str]:
-    """Settings of which one would be silently ignored beside another; some of them are the engine's."""
-    found = []
-    if asked.tokens_per_batch and getattr(asked, "residency", None) == "none":
-        found.append("tokens_per_batch: residency none has the Trainer's own loader, which has batch_size only")
-    if asked.lr_scheduler_type is not None:
-        said = [
-            name for name, unsaid in (("schedule", "cosine"), ("min_lr", 0)) if getattr(asked, name, unsaid) != unsaid
-        ]
-        found += [f"{name} and lr_scheduler_type exclude each other; give only one of them" for name in said]
-    if asked.warmup_ratio and getattr(asked, "warmup_epochs", 0):
-        found.append("warmup_ratio and warmup_epochs exclude each other; give only one of them")
-    monitor = getattr(asked, "monitor", None)
-    if monitor is not None and monitor.removeprefix("eval_") not in MEASURED:
-        found.append(f"monitor: {monitor!r} is not measured; there are {', '.join(MEASURED)}")
-    return found
+        if self.warmup_ratio and (getattr(self, "warmup_epochs", 0) or getattr(self, "warmup_steps", None)):
+            found.append("warmup_ratio, warmup_epochs and warmup_steps exclude each other; give only one of them")
+        return found
 
 
 def translate(given: Mapping[str, Any]) -> Translated:
@@ -114,9 +103,11 @@ def translate(given: Mapping[str, Any]) -> Translated:
     names: dict[str, str] = {}
     problems: list[str] = []
     for key, value in given.items():
-        if key in ("fp16", "bf16") and type(value) is not bool:
-            problems.append(f"{key}: should be true or false, not {value!r}")
-        if key in ("fp16", "bf16", *_BEST) or key in _DONE_ANYWAY:
+        if key in ("fp16", "bf16"):
+            if type(value) is not bool:
+                problems.append(f"{key}: should be true or false, not {value!r}")
+            continue
+        if key in _DONE_ANYWAY or (key in _SAME_THING and value is None):  # null is Hugging Face's default
             continue
         if key not in _SAME_THING and (close := difflib.get_close_matches(key[:80], _SAME_THING, n=1, cutoff=0.9)):
             problems.append(f"{key}: there is no such setting; did you mean {close[0]}?")
@@ -125,15 +116,14 @@ def translate(given: Mapping[str, Any]) -> Translated:
         if name in values:
             problems.append(f"{key} says again what another key says; give only one of them (here it is {name})")
         values[name], names[name] = _converted(key, value), key
-    if "metric_for_best_model" in given:
-        values = {**_best(given), **values}
+    if str(values.get("monitor")).endswith("loss"):
+        values.setdefault("monitor_mode", "min")
     if "fp16" in given or "bf16" in given:
         if "precision" in values or (given.get("fp16") and given.get("bf16")):
             problems.append("fp16, bf16 and precision exclude each other; give only one of them")
         values["precision"] = "fp16" if given.get("fp16") else "bf16" if given.get("bf16") else "fp32"
-    unused = [key for key in given if key in _DONE_ANYWAY]
-    if unused:
-        print(f"Not needed here: {', '.join(unused)} (logging, evaluating and saving are done anyway)", file=sys.stderr)
+    if unused := [key for key in given if key in _DONE_ANYWAY]:
+        print(f"Without effect here: {', '.join(unused)} (see fulltilt train visobert --help)", file=sys.stderr)
     return Translated(values, problems, names)
 
 
@@ -142,29 +132,19 @@ def _converted(key: str, value: Any) -> Any:
         return value * int(os.environ.get("WORLD_SIZE", "1") or 1)
     if key == "num_train_epochs" and isinstance(value, float) and value.is_integer():
         return int(value)
-    if key == "max_grad_norm" and value == 0:
-        return None
-    return value
-
-
-def _best(given: Mapping[str, Any]) -> dict[str, str]:
-    """By which metric the best weights are chosen. A loss is better when it is smaller, unless that is denied."""
-    asked = str(given["metric_for_best_model"]).removeprefix("eval_")
-    metric = _ALIASES.get(asked, asked)
-    if metric not in MEASURED:
-        print(f"metric_for_best_model: {asked} is not measured; there are {', '.join(MEASURED)}", file=sys.stderr)
-        return {}
-    larger = given.get("greater_is_better")
-    return {"monitor": metric, "monitor_mode": "max" if larger or (larger is None and metric != "loss") else "min"}
+    if key == "metric_for_best_model" and isinstance(value, str):
+        value = value.removeprefix("eval_")
+    known = _VALUES.get(key, {})
+    return known.get(value, value) if isinstance(value, str | bool | int | float) else value
 
 
 RECIPE = Recipe(
     name="visobert",
-    about="Classify short social text with a transformer and Hugging Face's Trainer.",
+    about="Classify short social text with a transformer, configured with Hugging Face's keys.",
     options=Options,
-    check_options=imported("fulltilt.recipes.visobert.arguments:check_options"),
+    check_options=imported("fulltilt.recipes.visobert.trainer:check_options"),
     check=imported("fulltilt.recipes.visobert.data:check"),
-    run=imported("fulltilt.recipes.visobert.training:run"),
+    run=imported("fulltilt.recipes.visobert.trainer:run"),
     synthetic="text",
     synthetic_size=6000,
     settings={

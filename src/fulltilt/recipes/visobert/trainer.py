@@ -1,378 +1,253 @@
-"""Hugging Face's Trainer with our batches, loss, metrics, checkpoints and callbacks; everything else is its own."""
+"""From labelled texts to a fine-tuned model: tokenizer, model, loss and metrics put together for the engine."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import math
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch.nn import functional
-from transformers import Trainer, TrainerCallback
 
-from fulltilt.errors import Diverged
-from fulltilt.integrations.huggingface import FulltiltCallback
-from fulltilt.recipes.run_folder import remove_private
-from fulltilt.recipes.visobert.arguments import optimizer_name
-from fulltilt.recipes.visobert.checkpoints import (
-    LOSSES_FILE,
-    OPTIMIZER_FILE,
-    expected_bytes,
-    refusals_told,
-    set_schedule,
-)
-from fulltilt.recipes.visobert.data import BucketSampler, ResidentTexts, loader, sorted_batches
-from fulltilt.recipes.visobert.model import remember_structure, takes_whole_masks, whole_mask
-from fulltilt.store import OwnedFolder
+from fulltilt import feed
+from fulltilt.feed.text import Tokens, tokenise
+from fulltilt.recipes import pretrained
+from fulltilt.recipes.recipe import Request, on_engine
+from fulltilt.recipes.run_folder import refuse_foreign, refuse_to_replace, written_by_library
+from fulltilt.recipes.visobert import Options
+from fulltilt.recipes.visobert.data import Split, Texts, TokenisedTexts, read_texts
 from fulltilt.train import checkpoint
-from fulltilt.train.build import SLOW_DISK_BYTES_PER_S
-from fulltilt.train.checkpoint import KeepPolicy, check_space
-from fulltilt.train.config import TrainSettings
-from fulltilt.train.cuda_graphs import GraphedModel
-from fulltilt.train.guards import StepFigures
-from fulltilt.train.metrics_log import AsyncMetrics
-from fulltilt.train.progress import Screen
-from fulltilt.train.stop import StopRequest
-from fulltilt.train.train_state import KeptSettings
+from fulltilt.train.distributed import detect, device_of
+from fulltilt.train.job import Job
+
+GIVE = "Give the folder of a model, or its name on the hub if this machine can reach it."
+# Widths of batches are rounded up to it, in training and in evaluation.
+WIDTH_MULTIPLE = 8
+_HEAD_WIDTH = 32
 
 
-class ClassLoss:
-    """Cross-entropy with class weights and label smoothing. ``total`` sums what a step has brought so far."""
+def check_options(request: Request) -> None:
+    """Look at the model's name. Raises UsageError."""
+    options: Options = request.options
+    if options.model is not None:
+        pretrained.refuse_unavailable(options.model, GIVE)
+        refuse_to_replace(options.model, request.out)
+
+
+def run(request: Request) -> Mapping[str, float]:
+    """Train and return the last metrics; the model of the end lies in ``OUT/model``. Raises FulltiltErrors."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    request = on_this_machine(request)
+    refuse_foreign(request.out / "model")  # better now than after the training
+    texts = read_texts(request.data, request.options, request.settings.seed)
+    job, tokenizer = build(request, texts)
+    metrics = on_engine(lambda _: job)(request)
+    if detect().rank == 0:
+        keep_model(request, job.model, tokenizer)
+    return metrics
+
+
+def on_this_machine(request: Request) -> Request:
+    """The request with the warm-up in epochs or steps, and without what only a GPU has."""
+    options: Options = request.options
+    settings = request.settings
+    if options.warmup_ratio and settings.max_steps is not None:
+        settings = replace(settings, warmup_steps=round(options.warmup_ratio * settings.max_steps))
+    elif options.warmup_ratio:
+        settings = replace(settings, warmup_epochs=options.warmup_ratio * settings.epochs)
+    if device_of(settings.device, detect().local_rank).type == "cpu":
+        if settings.precision == "fp16":
+            _say("No GPU here: fp16 switched off, the arithmetic is float32")
+            settings = replace(settings, precision="fp32")
+        if settings.optimizer == "adamw8bit":
+            _say("No GPU here: 8-bit AdamW switched off (it saves GPU memory), the optimizer is AdamW")
+            settings = replace(settings, optimizer="adamw")
+    return replace(request, settings=settings)
+
+
+def build(request: Request, texts: Texts) -> tuple[Job, Any]:
+    """The engine's job, and the tokenizer."""
+    options: Options = request.options
+    settings = request.settings
+    tokenizer = load_tokenizer(request, texts)
+    torch.manual_seed(settings.seed)  # the weights are drawn here, before the engine seeds
+    model = load_model(options, tokenizer, texts.classes)
+    weights = torch.tensor(texts.balanced_weights()) if options.class_weights == "balanced" else None
+    loss = ClassLoss(weights, options.label_smoothing_factor)
+    loss.whole_masks = takes_whole_masks(model, tokenizer.pad_token_id)
+    cut = partial(tokenizer, truncation=True, max_length=options.max_length)
+    data, held = (
+        _data(request, split, tokenise(split.texts, cut), tokenizer.pad_token_id, training=training)
+        for split, training in ((texts.train, True), (texts.validation, False))
+    )
+    _say(
+        f"{len(texts.train.texts):,} training and {len(texts.validation.texts):,} validation texts, "
+        f"{len(texts.classes)} classes; {sum(p.numel() for p in model.parameters()):,} parameters"
+    )
+    job = Job(
+        model=model,
+        loss=loss,
+        data=data,
+        eval_data=held,
+        eval_loss=loss.with_predictions,
+        eval_metrics=lambda kept: classification(kept["predicted"], kept["labels"], len(texts.classes)),
+        collate=partial(_padded, transformers.DataCollatorWithPadding(tokenizer, pad_to_multiple_of=WIDTH_MULTIPLE)),
+        name="visobert",
+    )
+    return job, tokenizer
+
+
+def _data(request: Request, split: Split, tokens: Tokens, pad_id: int, *, training: bool) -> Any:
+    """Batches of like lengths out of tokens on the device; without residency, texts for a DataLoader with workers."""
+    settings, ranks = request.settings, detect()
+    if settings.residency == "none":
+        return TokenisedTexts(tokens, split.labels)
+    labels, size = split.labels, settings.batch_size
+    if not training:  # by length, each rank its own part: every text counts once
+        size = settings.eval_batch_size or size
+        mine = tokens.lengths.argsort(stable=True)[ranks.rank :: ranks.world].tolist()
+        texts = TokenisedTexts(tokens, labels)
+        tokens, labels = Tokens.of([texts[n]["input_ids"] for n in mine]), [labels[n] for n in mine]
+    return feed.text(
+        tokens,
+        labels,
+        batch_size=max(size // ranks.world, 1),
+        pad_id=pad_id,
+        multiple=WIDTH_MULTIPLE,
+        shuffle=training,
+        drop_last=training and settings.drop_last,
+        seed=settings.seed,
+        device=device_of(settings.device, ranks.local_rank),
+        rank=ranks.rank if training else 0,
+        world_size=ranks.world if training else 1,
+    )
+
+
+def _padded(pad: Any, samples: list[Any]) -> dict[str, torch.Tensor]:
+    return dict(pad(samples))
+
+
+def keep_model(request: Request, model: Any, tokenizer: Any) -> None:
+    """Leave the last or the best weights with their tokenizer in ``OUT/model``, complete or not at all."""
+    final, root = request.out / "model", request.out / "checkpoints"
+    saved = [checkpoint.verify(folder) for folder in checkpoint.folders(root)]
+    sign = 1 if request.settings.monitor_mode == "max" else -1
+    rated = [(sign * one.metric, -one.step, one) for one in saved if one.metric is not None]
+    best = max(rated)[-1] if rated and request.options.load_best_model_at_end else None
+    weights, _ = checkpoint.load((best or max(saved, key=lambda one: one.step)).folder)
+    with written_by_library(final) as private:
+        model.save_pretrained(private, state_dict=weights)
+        tokenizer.save_pretrained(private)
+    _say(f"The {'best' if best else 'last'} model is in {final}")
+
+
+def _say(line: str) -> None:
+    if detect().rank == 0:
+        print(line, flush=True)
+
+
+# --------------------------------------------------------------------------- model and tokenizer
+
+
+def load_tokenizer(request: Request, texts: Texts) -> Any:
+    """The tokenizer of the model, or one that is trained on the texts."""
+    options: Options = request.options
+    if options.model is not None:
+        return pretrained.load("tokenizer", options.model, transformers.AutoTokenizer.from_pretrained, GIVE)
+    # XLM-R's own special tokens, in its own order: their numbers are fixed in its configuration.
+    special = {"start": "<s>", "pad": "<pad>", "end": "</s>"}
+    return pretrained.own_tokenizer(request, texts.train.texts, size=options.vocab_size, **special)
+
+
+def load_model(options: Options, tokenizer: Any, classes: tuple[str, ...]) -> Any:
+    """A model that gives a logit for each class. Raises UsageError for one that cannot be had."""
+    names = dict(enumerate(classes))
+    labels: dict[str, Any] = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
+    if options.model is not None:
+        make = transformers.AutoModelForSequenceClassification.from_pretrained
+        # A head for other classes is replaced: that is what fine-tuning is for.
+        how = {"num_labels": len(classes), "ignore_mismatched_sizes": True, **labels}
+        return pretrained.load("model", options.model, make, GIVE, **how).float()
+    config = transformers.XLMRobertaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=options.hidden_size,
+        num_hidden_layers=options.num_hidden_layers,
+        num_attention_heads=options.hidden_size // _HEAD_WIDTH,
+        intermediate_size=4 * options.hidden_size,
+        max_position_embeddings=options.max_length + 2,  # XLM-R's positions begin behind the padding's number
+        num_labels=len(classes),
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        type_vocab_size=1,
+        **labels,
+    )
+    return transformers.XLMRobertaForSequenceClassification(config)
+
+
+def whole_mask(mask: torch.Tensor) -> torch.Tensor:
+    """[batch, width] of 0 and 1 as [batch, 1, width, width] of false and true, without taking more memory.
+
+    Given the former, transformers asks the device in every forward whether anything is padded at all
+    (``padding_mask.all()``), and the host waits for the answer. The latter is taken as it is.
+    """
+    return mask.bool()[:, None, None, :].expand(-1, -1, mask.shape[1], -1)
+
+
+def takes_whole_masks(model: Any, pad_id: int) -> bool:
+    """Whether a model says the same of a padded text under either mask; tried out, since each has its own code."""
+    ids = torch.arange(16).view(2, 8) % model.config.vocab_size
+    ids = torch.where(ids == pad_id, (pad_id + 1) % model.config.vocab_size, ids)
+    mask = torch.ones_like(ids)
+    ids[1, 5:], mask[1, 5:] = pad_id, 0
+    model.eval()  # the engine switches it back
+    try:
+        with torch.no_grad():
+            plain, other = (model(input_ids=ids, attention_mask=given).logits for given in (mask, whole_mask(mask)))
+        return bool(torch.allclose(plain, other, rtol=1e-3, atol=1e-4))
+    except Exception:  # whatever a model says to a mask that it does not know
+        return False
+
+
+# --------------------------------------------------------------------------- loss and metrics
+
+
+class ClassLoss(torch.nn.Module):
+    """Cross-entropy with class weights and label smoothing. ``whole_masks``: the model takes ``whole_mask``."""
 
     def __init__(self, weights: torch.Tensor | None, smoothing: float) -> None:
-        self.weights, self.smoothing = weights, smoothing
-        self.total: torch.Tensor | None = None
+        super().__init__()
+        self.register_buffer("weights", weights, persistent=False)
+        self.smoothing = smoothing
+        self.whole_masks = False
 
-    def __call__(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-        """The loss of a micro-batch as its share of the step, as the Trainer asks for it."""
-        logits = outputs["logits"].float()
-        if self.weights is not None and self.weights.device != logits.device:
-            self.weights = self.weights.to(logits.device)
+    def forward(self, model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The mean loss of a batch."""
+        return self._measured(self._logits(model, batch), batch["labels"])
+
+    def with_predictions(
+        self, model: Any, batch: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, Any], dict[str, torch.Tensor]]:
+        """The loss, and what the metrics of the whole set need."""
+        logits = self._logits(model, batch)
+        kept = {"predicted": logits.argmax(-1), "labels": batch["labels"]}
+        return self._measured(logits, batch["labels"]), {}, kept
+
+    def _logits(self, model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        mask = batch["attention_mask"]
+        found = model(input_ids=batch["input_ids"], attention_mask=whole_mask(mask) if self.whole_masks else mask)
+        logits: torch.Tensor = found.logits.float()
+        return logits
+
+    def _measured(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        weights: Any = self.weights
         summed = functional.cross_entropy(
-            logits, labels, weight=self.weights, label_smoothing=self.smoothing, reduction="sum"
+            logits, labels, weight=weights, label_smoothing=self.smoothing, reduction="sum"
         )
-        loss = summed / (len(labels) if num_items_in_batch is None else num_items_in_batch)
-        if torch.is_grad_enabled():
-            self.total = loss.detach() if self.total is None else self.total + loss.detach()
-        return loss
-
-    def taken(self) -> torch.Tensor:
-        """The loss of the step that has just ended, on the device."""
-        total, self.total = self.total, None
-        assert total is not None
-        return total
-
-
-class TextTrainer(Trainer):  # type: ignore[misc]
-    """``train_dataset`` and ``eval_dataset`` are ResidentTexts, or data sets for the Trainer's own loader.
-
-    ``replays``: replay the model as CUDA graphs, and say here where that cannot be done.
-    """
-
-    def __init__(
-        self,
-        *,
-        sampler: BucketSampler | None,
-        root: Path,
-        policy: KeepPolicy,
-        monitor: str | None,
-        waited: Callable[[float, int], None],
-        losses_so_far: Callable[[], list[float]],
-        kept_settings: KeptSettings,
-        replays: Callable[[str], None] | None,
-        **hugging_face: Any,
-    ) -> None:
-        self.sampler = sampler
-        self.root, self.policy, self.monitor = root, policy, monitor
-        self._waited, self._losses_so_far = waited, losses_so_far
-        self._kept_settings = kept_settings
-        self._writing_to: Path | None = None
-        self.steps_apart = 0  # steps made less those that the Trainer counts; see ``regrouped``
-        self.position: int | None = None  # where it goes on, if that is not what the checkpoint says
-        super().__init__(**hugging_face)
-        remember_structure(self.model)
-        self._whole_masks = takes_whole_masks(self.model, self.processing_class.pad_token_id)
-        for texts in (self.train_dataset, self.eval_dataset):
-            if self._whole_masks and isinstance(texts, ResidentTexts):
-                texts.mask_type = torch.bool  # which they would be turned into
-        if replays is not None:
-            GraphedModel(self.model, self.model, replays)
-        self._dense_parameters = self.model.num_parameters(exclude_embeddings=True)
-        self.checkpoint_bytes = expected_bytes(self.model, optimizer_name(self.args))
-        self.longest_save_s = self.checkpoint_bytes / SLOW_DISK_BYTES_PER_S  # until one has been measured
-
-    # ----------------------------------------------------------------------- batches
-
-    def get_train_dataloader(self) -> Any:
-        """See Trainer."""
-        if self.sampler is None:
-            return super().get_train_dataloader()
-        return loader(self.train_dataset, self.sampler)
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """See Trainer. Several ranks share an evaluation out in the Trainer's own way."""
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if not isinstance(dataset, ResidentTexts):
-            return super().get_eval_dataloader(eval_dataset)
-        return loader(dataset, sorted_batches(dataset, self.args.per_device_eval_batch_size))
-
-    def get_batch_samples(self, *drawn: Any, **how: Any) -> Any:
-        """See Trainer. Here it waits for data."""
-        began = time.perf_counter()
-        batches, items = super().get_batch_samples(*drawn, **how)
-        self._waited(time.perf_counter() - began, len(batches))
-        return batches, items
-
-    # ----------------------------------------------------------------------- what a step would do needlessly
-
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """See Trainer."""
-        ready: dict[str, Any] = super()._prepare_inputs(inputs)
-        if self._whole_masks:
-            ready["attention_mask"] = whole_mask(ready["attention_mask"])
-        return ready
-
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """See Trainer, which lets the device count. A text has one label, so that the host knows."""
-        if self.args.world_size > 1:
-            return super()._get_num_items_in_batch(batch_samples, device)
-        return sum(len(batch["labels"]) for batch in batch_samples)
-
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """See Trainer, which counts the model's parameters anew in each step."""
-        return int(6 * inputs["input_ids"].numel() * self._dense_parameters)
-
-    # ----------------------------------------------------------------------- checkpoints
-
-    def check_space(self) -> None:
-        """Raise MachineError unless the checkpoints that are kept will fit."""
-        if self.is_world_process_zero():
-            check_space(self.root, self.checkpoint_bytes, self.policy)
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return str(self._writing_to or super()._get_output_dir(trial))
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write what the Trainer writes, but into a folder that appears under its name when it is whole."""
-        losses = self._losses_so_far()
-        began = time.monotonic()
-        step = self.state.global_step + self.steps_apart
-        with self._partial(step) as partial:
-            with refusals_told(partial, self.checkpoint_bytes):
-                super()._save_checkpoint(model, trial)
-            self._barrier()
-            if self.is_world_process_zero():
-                made = partial / f"checkpoint-{self.state.global_step}"
-                with refusals_told(partial, self.checkpoint_bytes):
-                    kept = self._kept_settings.state_dict()
-                    told = {"optim": optimizer_name(self.args), "steps": step, "settings": kept}
-                    (made / OPTIMIZER_FILE).write_text(json.dumps(told) + "\n")
-                    (made / LOSSES_FILE).write_text(json.dumps(losses) + "\n")
-                OwnedFolder(self.root.parent).record_tree(made)
-                checkpoint.adopt(self.root, made, step, int(self.state.epoch), self._metric())
-                checkpoint.delete_old(self.root, self.policy)
-            self._barrier()
-        self.longest_save_s = max(self.longest_save_s, time.monotonic() - began)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """See Trainer, which takes these settings from the checkpoint: one that was changed since has to win."""
-        groups = self.optimizer.param_groups
-        decays, rates = [group["weight_decay"] for group in groups], list(getattr(self.lr_scheduler, "base_lrs", ()))
-        super()._load_optimizer_and_scheduler(checkpoint)
-        changed = self._kept_settings.changed
-        if "weight_decay" in changed:
-            for group, decay in zip(self.optimizer.param_groups, decays, strict=True):
-                group["weight_decay"] = decay
-        if "lr" in changed and rates:
-            before, self.lr_scheduler.base_lrs = self.lr_scheduler.base_lrs, rates
-            for group, old, new in zip(self.optimizer.param_groups, before, rates, strict=True):
-                group["lr"], group["initial_lr"] = group["lr"] * new / old, new
-        if self.position is not None:
-            set_schedule(self.lr_scheduler, self.optimizer.param_groups, self.position)
-
-    @contextlib.contextmanager
-    def _partial(self, step: int) -> Iterator[Path]:
-        # One name for all ranks, which write their random states into the same folder.
-        self._writing_to = partial = self.root / f".partial-{checkpoint.folder_name(step)}"
-        folder = OwnedFolder(self.root.parent)
-        if self.is_world_process_zero():
-            folder.make(partial)
-        self._barrier()
-        try:
-            yield partial
-        finally:
-            self._writing_to = None
-            if self.is_world_process_zero():
-                remove_private(folder, f"{self.root.name}/{partial.name}")
-
-    def _metric(self) -> float | None:
-        """What the checkpoint is rated by: the evaluation of this very step, if there was one."""
-        last = next((entry for entry in reversed(self.state.log_history) if "eval_loss" in entry), None)
-        if last is None or last["step"] != self.state.global_step or self.monitor is None:
-            return None
-        value = last.get(f"eval_{self.monitor.removeprefix('eval_')}")
-        return None if value is None else float(value)
-
-    def _barrier(self) -> None:
-        if self.args.world_size > 1:
-            torch.distributed.barrier()
-
-
-# fp16 skips steps while it seeks its loss scale; this many in a row are no search. Any other step moves the weights.
-MOST_SKIPPED_STEPS = 20
-
-
-class Figures(TrainerCallback):  # type: ignore[misc]
-    """Puts the engine's lines on the screen, from figures that leave the GPU some steps later."""
-
-    def __init__(
-        self,
-        screen: Screen,
-        settings: TrainSettings,
-        loss: ClassLoss,
-        sampler: BucketSampler | None,
-        texts: int,
-        per_epoch: int,
-        device: torch.device,
-    ) -> None:
-        self.screen, self.settings, self.loss, self.sampler = screen, settings, loss, sampler
-        self.texts, self.per_epoch = texts, per_epoch
-        self.readout: AsyncMetrics[tuple[int, int]] = AsyncMetrics(device)
-        self._served = 0
-        self._bad = 0
-        self._allowed = 0
-        self._losses: list[float] = []
-        self.losses_before: list[float] = []  # of the epoch that a resume goes on in
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """See TrainerCallback."""
-        self._losses, self.losses_before = self.losses_before, []
-        self._allowed = MOST_SKIPPED_STEPS if args.fp16 else 0
-        epoch, done = divmod(state.global_step, self.per_epoch)
-        self.screen.epoch_begins(epoch, self.per_epoch, done, left=state.max_steps - state.global_step)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """See TrainerCallback."""
-        # A whole batch, which the first one need not be: the rest of the data may come at any place.
-        rows = min(args.train_batch_size * args.world_size, self.texts)
-        samples = rows * args.gradient_accumulation_steps
-        if self.sampler is None or self.sampler.batching.tokens_per_batch is None:
-            self.screen.stepped(samples, args.gradient_accumulation_steps)
-        if self.sampler is not None:
-            samples, self._served = (self.sampler.served - self._served) * args.world_size, self.sampler.served
-        self.readout.push((state.global_step, samples), self.loss.taken().reshape(1))
-        self._show(self.readout.due())
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """See TrainerCallback."""
-        self.settle()
-        self.screen.epoch_trained()
-        if not control.should_evaluate and _epoch_is_over(state, self.per_epoch):
-            self._summarise(state, {})
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
-        """See TrainerCallback. Evaluations come at the end of an epoch."""
-        wanted = ("eval_loss", "eval_macro_f1", "eval_accuracy")
-        self._summarise(state, {name: metrics[name] for name in wanted if name in metrics})
-        target, monitor = self.settings.target, self.settings.monitor
-        if target is not None and monitor is not None:
-            name = f"eval_{monitor.removeprefix('eval_')}"
-            history = [(entry["step"] / self.per_epoch, entry[name]) for entry in state.log_history if name in entry]
-            self.screen.outlook(history, target, self.settings.monitor_mode)
-
-    def _summarise(self, state: Any, shown: dict[str, float]) -> None:
-        if self._losses:
-            shown = {"train_loss": sum(self._losses) / len(self._losses), **shown}
-        self.screen.epoch_ends((state.global_step - 1) // self.per_epoch, shown)
-
-    def losses_so_far(self) -> list[float]:
-        """The losses of the epoch up to here, for a checkpoint. Raises Diverged."""
-        self.settle()
-        return self._losses
-
-    def settle(self) -> None:
-        """Look at every figure that is still on its way. Raises Diverged."""
-        self._show(self.readout.drain())
-
-    def _show(self, figures: Any) -> None:
-        for (step, samples), (loss,) in figures:
-            self._bad = 0 if math.isfinite(loss) else self._bad + 1
-            if self._bad:
-                self.screen.warn(f"step {step}: the loss is {loss}")
-            if self._bad > self._allowed:
-                raise Diverged(
-                    f"the loss has not been finite since step {step - self._allowed}",
-                    "Lower learning_rate, lengthen the warm-up, or train with bf16 in place of fp16.",
-                )
-            if not self._bad:
-                self._losses.append(loss)
-            self.screen.step(StepFigures(step, loss, math.nan, bool(self._bad)), samples)
-
-
-class EvaluateEvery(TrainerCallback):  # type: ignore[misc]
-    """Lets the Trainer evaluate after every so many epochs only, and after the last step in any case."""
-
-    def __init__(self, epochs: int, per_epoch: int) -> None:
-        self.epochs, self.per_epoch = epochs, per_epoch
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """See TrainerCallback."""
-        if state.global_step < state.max_steps and state.global_step // self.per_epoch % self.epochs:
-            control.should_evaluate = False
-
-
-class StopAndSave(TrainerCallback):  # type: ignore[misc]
-    """Saves and stops at the step after a signal, or before the time is over; saves every ``save_every`` steps."""
-
-    def __init__(
-        self, stop: StopRequest, save_every: int | None, per_epoch: int, recorder: FulltiltCallback | None
-    ) -> None:
-        self.stop, self.save_every, self.per_epoch, self.recorder = stop, save_every, per_epoch, recorder
-        self.trainer: TextTrainer | None = None
-        self.ended_early = False
-        self._within_epoch = False
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """See TrainerCallback. The last step of an epoch is left to the end of the epoch, which saves anyway."""
-        assert self.trainer is not None
-        self.stop.step_done(self.trainer.longest_save_s)
-        if _epoch_is_over(state, self.per_epoch):
-            return
-        if self.save_every and state.global_step % self.save_every == 0:
-            control.should_save = True
-        if self._asked(args):
-            self._within_epoch = control.should_save = True
-            control.should_evaluate = False
-            self._end(control)
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """See TrainerCallback. An epoch that was cut short is neither evaluated nor saved a second time."""
-        if self._within_epoch:
-            control.should_evaluate = control.should_save = False
-        elif state.global_step < state.max_steps and self._asked(args):
-            self._end(control)
-
-    def _asked(self, args: Any) -> bool:
-        """Whether any rank was asked to stop: all of them have to stop at the same step."""
-        asked = self.stop.reason is not None
-        if args.world_size > 1:
-            flag = torch.tensor(float(asked))  # from host to host: nobody waits for a GPU
-            torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
-            asked = bool(flag)
-        return asked
-
-    def _end(self, control: Any) -> None:
-        control.should_training_stop = self.ended_early = True
-        if self.recorder is not None:
-            self.recorder.interrupted = True
-
-
-def _epoch_is_over(state: Any, per_epoch: int) -> bool:
-    return bool(state.global_step % per_epoch == 0 or state.global_step >= state.max_steps)
+        return summed / len(labels)
 
 
 def classification(predicted: torch.Tensor, true: torch.Tensor, classes: int) -> dict[str, float]:
