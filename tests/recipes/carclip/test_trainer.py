@@ -18,7 +18,8 @@ from fulltilt.cli.train import run_recipe
 from fulltilt.errors import UsageError
 from fulltilt.recipes.carclip import RECIPE, trainer
 from fulltilt.recipes.carclip.loss import contrastive_loss
-from fulltilt.recipes.carclip.model import fixed_length, kept_tokenizer, tokenised, trained_tokenizer
+from fulltilt.recipes.carclip.model import TOKENIZER, fixed_length, tokenised
+from fulltilt.recipes.pretrained import own_tokenizer, trained_tokenizer
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.synthetic import make_folder
 from fulltilt.train.config import TrainSettings
@@ -129,10 +130,12 @@ def test_frozen_towers_and_temperature_stay(cars: Path, tmp_path: Path) -> None:
 
 def test_the_same_captions_give_the_same_tokenizer(tmp_path: Path) -> None:
     captions = [f"a {colour} car of {year}" for colour in ("red", "blue", "green") for year in range(1990, 2020)]
-    one, two = trained_tokenizer(captions), trained_tokenizer(captions[::-1])
+    one, two = (trained_tokenizer(given, **TOKENIZER) for given in (captions, captions[::-1]))
     assert one.backend_tokenizer.to_str() == two.backend_tokenizer.to_str()
-    kept = kept_tokenizer(tmp_path / "out", [tmp_path / "out"], captions)
-    again = kept_tokenizer(tmp_path / "new", [tmp_path / "new", tmp_path / "out"], ["other captions"])
+    begun = Request(None, TrainSettings(), tmp_path, tmp_path / "out")
+    kept = own_tokenizer(begun, captions, **TOKENIZER)
+    goes_on = Request(None, TrainSettings(), tmp_path, tmp_path / "new", resume_from=tmp_path / "out")
+    again = own_tokenizer(goes_on, ["other captions"], **TOKENIZER)
     assert again.get_vocab() == kept.get_vocab() == one.get_vocab(), "a run that goes on reads as it did"
     length = fixed_length(one, captions, 77)
     found = tokenised(one, ["a red car of 2001", "ein völlig fremdes 車" * 20], length)
