@@ -205,7 +205,7 @@ def test_imports_go_downward_only(house: Path) -> None:
     [
         ("records/__init__.py", "import fulltilt.store", "fulltilt.records is not allowed to import fulltilt.store"),
         (
-            "diagnosis/live_tuning.py",
+            "diagnosis/loaders.py",
             "import fulltilt.report",
             "fulltilt.diagnosis is not allowed to import fulltilt.report",
         ),

@@ -42,7 +42,7 @@ def test_pageable_copies_should_be_pinned_and_not_wait() -> None:
     unpinned = (loader(num_workers=4, pin_memory=False),)
     run = on_gpu(None, {"transfer": 20.0, "compute": 80.0}, transfer=copies(), loaders=unpinned)
     finding = found(transfer_blocking(gather(run)))
-    assert finding.share == pytest.approx(20 / 110)
+    assert finding.share == pytest.approx(20 / 100)
     assert finding.where == "train.py:40"
     assert "2 copies a step, 18.1 MiB each, 100 % from pageable memory, 100 % blocking" in finding.evidence
     assert finding.fix == (
@@ -117,7 +117,7 @@ def test_gaps_between_kernels_are_launch_bound() -> None:
     deep = DeepRecord(10, 0.1, 0.003, 0.06, 0.0, 1000, 0.0)
     run = on_gpu({"vram_used_bytes": 10**9}, {"host_code": 60.0, "compute": 40.0}, launch_s=55.0, deep=deep)
     finding = found(launch_bound(gather(run)))
-    assert finding.share == pytest.approx(55 / 110)
+    assert finding.share == pytest.approx(55 / 100)
     assert "1000 kernels a step of 3 µs each" in finding.evidence
     assert 'torch.compile(model, mode="reduce-overhead")' in finding.fix
     assert "AdamW(..., fused=True)" in finding.fix
@@ -138,7 +138,7 @@ def test_kernels_that_leave_multiprocessors_idle_want_a_larger_batch() -> None:
     gpu = {"util_pct": 80.0, "sm_active_pct": 20.0, "vram_used_bytes": 14 * 10**9}
     run = on_gpu(gpu, {"compute": 90.0, "host_code": 10.0})
     finding = found(batch_too_small(gather(run)))
-    assert finding.share == pytest.approx(90 * 0.75 / 110)
+    assert finding.share == pytest.approx(90 * 0.75 / 100)
     assert "SMs are active 25 % of the time that a kernel runs" in finding.evidence
     assert "10 % of the GPU's memory is in use" in finding.evidence
     assert "A suggestion, since it changes what is trained: try batch_size 32 → 64 at train.py:31" in finding.fix
@@ -152,7 +152,7 @@ def test_a_gpu_that_idles_between_full_kernels_wants_no_larger_batch() -> None:
 
 def test_launches_just_below_the_limit_also_want_a_larger_batch() -> None:
     run = on_gpu({"sm_active_pct": None, "vram_used_bytes": 10**9}, {"compute": 92.0, "host_code": 8.0}, launch_s=8.0)
-    assert found(batch_too_small(gather(run))).share == pytest.approx(8 / 110)
+    assert found(batch_too_small(gather(run))).share == pytest.approx(8 / 100)
 
 
 def test_full_multiprocessors_full_memory_or_little_compute_want_no_larger_batch() -> None:
@@ -215,7 +215,7 @@ def test_unknown_arithmetic_is_not_judged() -> None:
 def test_padding_is_counted_in_compute() -> None:
     padded = (loader(num_workers=2, padding_share=0.6),)
     finding = found(padding_waste(gather(on_gpu(None, {"compute": 90.0, "host_code": 10.0}, loaders=padded))))
-    assert finding.share == pytest.approx(54 / 110)
+    assert finding.share == pytest.approx(54 / 100)
     assert finding.evidence[0] == "60 % of what the batches hold is padding"
     assert "batch_sampler" in finding.fix
     assert finding.predicted_speedup == (1.37, 2.17)
@@ -251,7 +251,7 @@ def test_a_little_padding_is_left_alone_and_none_counted_is_not_judged() -> None
 def test_the_healthy_end_says_whether_a_full_gpu_is_really_full() -> None:
     run = on_gpu(None, {"compute": 95.0, "host_code": 5.0}, gpu_busy_step_s=0.095)
     finding = found(compute_bound(gather(run)))
-    assert finding.share == pytest.approx(95 / 110)
+    assert finding.share == pytest.approx(95 / 100)
     assert (finding.severity, finding.predicted_speedup) == ("info", None)
     assert "320 of at most 337 samples/s: 95 % of the compute ceiling" in finding.evidence
     assert "GPU 0 utilisation 97 % is real: SMs active 85 %" in finding.evidence

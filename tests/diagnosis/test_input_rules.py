@@ -7,7 +7,7 @@ import pytest
 from fulltilt.diagnosis import answer
 from fulltilt.diagnosis.evidence import Evidence, gather, one_loader_a_line
 from fulltilt.diagnosis.findings import Judgement
-from fulltilt.diagnosis.loader_limits import Limit
+from fulltilt.diagnosis.loaders import Limit
 from fulltilt.diagnosis.rules.data_loading import (
     epoch_restart,
     input_cpu_bound,
@@ -139,7 +139,7 @@ def test_unmeasured_workers_are_not_judged(rule: object) -> None:
 
 def test_serial_loading_says_how_many_workers_its_cost_needs() -> None:
     finding = found(input_serial(gather(serial())))
-    assert finding.share == pytest.approx(62 / 110)
+    assert finding.share == pytest.approx(62 / 100)
     assert finding.severity == "severe"
     assert finding.where == "train.py:31"
     assert finding.evidence[0] == "waiting for data takes 62 % of the time after start-up: 1 min 02 s, 62 ms a step"
@@ -472,7 +472,7 @@ def test_workers_that_stood_by_while_others_were_on_trial_do_not_make_idle_worke
 def test_respawned_workers_should_persist() -> None:
     passing = loader(num_workers=2, passes=41, restart_s=40.0)
     finding = found(epoch_restart(gather(run_of(rank(loaders=(passing,)), epoch_turnover=40.0, compute=60.0))))
-    assert finding.share == pytest.approx(40 / 110)
+    assert finding.share == pytest.approx(40 / 100)
     assert finding.evidence[1] == "41 passes, 1 s for each new one"
     assert finding.fix == (
         "Keep the workers alive at train.py:31: DataLoader(..., num_workers=2, persistent_workers=True)."

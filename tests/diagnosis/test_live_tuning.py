@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fulltilt.diagnosis import answer
-from fulltilt.diagnosis.live_tuning import live_record, live_settings, live_words
+from fulltilt.diagnosis.evidence import live_record
+from fulltilt.diagnosis.rules.live_tuning import live_settings, live_words
 from fulltilt.records import Diagnosis, LiveMove, LiveRecord, Settings
 from tests.diagnosis.examples import loader, machine, rank, run_of, workers
 

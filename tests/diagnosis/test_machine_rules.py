@@ -29,7 +29,7 @@ def test_reading_back_swap_is_fatal_and_comes_first() -> None:
     run = run_of(rank(loaders=feeding), samples=sampled(host_reading=full), data_wait=40.0, compute=60.0)
     finding = found(memory_pressure(gather(run)))
     assert (finding.severity, finding.predicted_speedup) == ("severe", None)
-    assert finding.share == pytest.approx(100 / 110)
+    assert finding.share == pytest.approx(100 / 100)
     assert finding.evidence == ("38.1 MiB/s are read back from swap", "RAM is at 97 % of its limit")
     assert finding.fix == (
         "Lower num_workers 8 → 4 at train.py:31 and prefetch_factor 4 → 2 (30.5 MiB of batches are kept ready)."
@@ -80,7 +80,7 @@ def crowd(**changes: Any) -> Run:
 
 def test_workers_that_queue_are_too_many() -> None:
     finding = found(cpu_oversubscribed(gather(crowd())))
-    assert finding.share == pytest.approx(0.8 * 100 / 110)
+    assert finding.share == pytest.approx(0.8 * 100 / 100)
     assert finding.evidence[:2] == (
         "8 workers and 2 training threads queue for 2 CPUs",
         "the workers spend 80 % of their runnable time in that queue",
@@ -127,7 +127,7 @@ def test_a_crowd_whose_queueing_is_unknown_is_not_judged() -> None:
 def test_a_hot_gpu_is_throttled() -> None:
     run = on_gpu(throttle_reasons=("thermal",), sm_clock_mhz=990.0, temperature_c=89.0)
     finding = found(throttled(gather(run)))
-    assert finding.share == pytest.approx(100 / 110)
+    assert finding.share == pytest.approx(100 / 100)
     assert finding.evidence == (
         "GPU 0 was slowed down in 100 % of the readings: thermal",
         "its clock was at 50 % of its maximum",

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from fulltilt.diagnosis.loaders import joined_lines
 from fulltilt.records import HotLine
-from fulltilt.report.loaders import loader_sites, merged_lines
-from fulltilt.report.step_picture import step_picture
+from fulltilt.report.step_picture import loader_sites, step_picture
 from tests.report import examples
 
 
@@ -25,11 +25,10 @@ def made_anew_each_epoch():
 
 def test_loaders_of_one_line_are_one():
     run, _ = made_anew_each_epoch()
-    (site,) = loader_sites(run.ranks[0])
-    assert (site.loader.passes, site.loader.batches, site.loader.samples) == (3, 450, 28800)
-    assert site.work is not None
-    assert site.work.batches == 450
-    assert site.work.fetch_s == pytest.approx(0.94 * 450)
+    ((loader, (work,)),) = loader_sites(run.ranks[0])
+    assert (loader.passes, loader.batches, loader.samples) == (3, 450, 28800)
+    assert work.batches == 450
+    assert work.fetch_s == pytest.approx(0.94 * 450)
 
 
 def test_training_and_evaluation_stay_apart_and_unused_ones_are_left_out():
@@ -37,7 +36,7 @@ def test_training_and_evaluation_stay_apart_and_unused_ones_are_left_out():
     train = run.ranks[0].loaders[0]
     others = (replace(train, loader_id=1, role="eval"), replace(train, loader_id=2, where="x.py:1", batches=0))
     sites = loader_sites(replace(run.ranks[0], loaders=(train, *others)))
-    assert [site.loader.role for site in sites] == ["train", "eval"]
+    assert [loader.role for loader, _ in sites] == ["train", "eval"]
 
 
 def test_a_step_is_drawn_alike_however_often_the_loader_is_made():
@@ -58,4 +57,4 @@ def test_batches_that_workers_did_not_report_do_not_shrink_the_picture():
 
 def test_a_line_seen_twice_is_one_line():
     lines = [HotLine("a.py:1", "f", 1.0, "x()"), HotLine("a.py:2", "f", 2.5), HotLine("a.py:1", "f", 2.0, "x()")]
-    assert merged_lines(lines) == (HotLine("a.py:1", "f", 3.0, "x()"), HotLine("a.py:2", "f", 2.5))
+    assert joined_lines(lines) == (HotLine("a.py:1", "f", 3.0, "x()"), HotLine("a.py:2", "f", 2.5))

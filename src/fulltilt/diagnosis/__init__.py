@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fulltilt.diagnosis.checklist import make_checklist
-from fulltilt.diagnosis.evidence import gather, invalid_because, settings_in_force, without_side_jobs
+from fulltilt.diagnosis.checklist import make_checklist, settings_in_force
+from fulltilt.diagnosis.evidence import gather, invalid_because, without_side_jobs
 from fulltilt.diagnosis.ledger import mean_step
 from fulltilt.diagnosis.low_gpu import low_gpu_warning
 from fulltilt.diagnosis.rules import judge

@@ -1,12 +1,55 @@
-"""The verification checklist after a run: each line passed, failed or not applicable, with its figure."""
+"""What the job ran with, and the verification checklist: each line passed, failed or not applicable."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 
 from fulltilt.diagnosis.evidence import Evidence
+from fulltilt.diagnosis.rules.live_tuning import live_settings
 from fulltilt.figures import number, percent
 from fulltilt.records import CheckLine, LoaderRecord
+
+# --------------------------------------------------------------------------- settings
+
+Setting = tuple[str, str | int | float | bool | None]
+
+
+def settings_in_force(evidence: Evidence) -> tuple[Setting, ...]:
+    """What the job ran with, what was asked for (``asked.…``), what live tuning did (``live.…``). None: not seen."""
+    rank, loader = evidence.rank, evidence.loader
+    in_force: list[Setting] = [
+        ("device", rank.device if rank else None),
+        ("world_size", rank.world_size if rank else None),
+        ("batch_size", loader.batch_size if loader else None),
+        ("accumulation", _accumulation(evidence)),
+        ("num_workers", loader.num_workers if loader else None),
+        ("prefetch_factor", loader.prefetch_factor if loader else None),
+        ("pin_memory", loader.pin_memory if loader else None),
+        ("persistent_workers", loader.persistent_workers if loader else None),
+        ("start_method", loader.start_method if loader else None),
+        ("torch_threads", rank.torch_threads if rank else None),
+        ("precision", rank.precision.name if rank and rank.precision else None),
+        ("tf32", rank.precision.tf32 if rank and rank.precision else None),
+        ("compile", rank.precision.compiled if rank and rank.precision else None),
+        ("optimizer", ", ".join(rank.optimizers) or None if rank else None),
+        ("learning_rate", rank.learning_rate if rank else None),
+        ("loader", loader.where if loader else None),
+    ]
+    asked = evidence.run.run.asked
+    values = ((field.name, getattr(asked, field.name)) for field in fields(asked))
+    asked_for = ((f"asked.{name}", value) for name, value in values if value is not None)
+    return (*in_force, *asked_for, *live_settings(evidence.live))
+
+
+def _accumulation(evidence: Evidence) -> int | None:
+    """Batches for each optimizer step, as counted."""
+    batches = sum(span.batches for spans in evidence.run.spans for span in spans if span.steps > 0)
+    steps = sum(span.steps for spans in evidence.run.spans for span in spans)
+    return max(round(batches / steps), 1) if batches and steps else None
+
+
+# --------------------------------------------------------------------------- checklist
 
 # How the batch size is called on command lines: --batch_size 128, --batch-size=128, per_device_train_batch_size=128.
 _BATCH_FLAG = re.compile(r"-{0,2}(?:per[-_]device[-_])?(?:train[-_])?batch[-_]?size|-b|--bs")
@@ -14,13 +57,7 @@ _BATCH_FLAG = re.compile(r"-{0,2}(?:per[-_]device[-_])?(?:train[-_])?batch[-_]?s
 
 def make_checklist(evidence: Evidence) -> tuple[CheckLine, ...]:
     """The five lines: batch size, GPU memory, GPU use, speed, data loading."""
-    return (
-        _batch_size(evidence),
-        _gpu_memory(evidence),
-        _gpu_use(evidence),
-        _speed(evidence),
-        _loading(evidence),
-    )
+    return tuple(check(evidence) for check in (_batch_size, _gpu_memory, _gpu_use, _speed, _loading))
 
 
 def asked_batch_size(command: tuple[str, ...]) -> int | None:
@@ -96,10 +133,13 @@ def _gpu_use(evidence: Evidence) -> CheckLine:
 def _speed(evidence: Evidence) -> CheckLine:
     threshold = evidence.thresholds.check_speed_share
     name = f"Speed > {percent(threshold)} of the compute ceiling"
-    rate, ceiling = evidence.throughput.samples_per_s, evidence.ceilings.compute_samples_per_s
-    if rate is None or not ceiling:
-        return CheckLine(name, "skip", _no_figure(evidence, "samples were not counted", gpu_needed=False))
-    share = min(rate / ceiling, 1.0)
+    rate, ceiling, share = (
+        evidence.throughput.samples_per_s,
+        evidence.ceilings.compute_samples_per_s,
+        evidence.share_of_ceiling,
+    )
+    if rate is None or share is None:
+        return CheckLine(name, "skip", "samples were not counted")
     figure = f"{_epoch_time(evidence, rate)}, {percent(share)} of the {number(ceiling)} that compute allows"
     if share > threshold:
         return CheckLine(name, "ok", figure)
@@ -127,12 +167,12 @@ def _loading(evidence: Evidence) -> CheckLine:
     name = "No data loading bottleneck"
     if evidence.throughput.steps == 0:
         return CheckLine(name, "skip", "no training step was seen")
-    share = evidence.active_share(evidence.buckets.data_wait_s)
+    share = evidence.share(evidence.buckets.data_wait_s)
     figure = f"Data wait: {percent(share)} of the time after start-up"
     if share < evidence.thresholds.warn_share:
         return CheckLine(name, "ok", figure)
     return CheckLine(name, "fail", figure, "The first input finding says which part of the loader is slow.")
 
 
-def _no_figure(evidence: Evidence, otherwise: str, gpu_needed: bool = True) -> str:
-    return "no GPU in use" if gpu_needed and not evidence.on_gpu else otherwise
+def _no_figure(evidence: Evidence, otherwise: str) -> str:
+    return otherwise if evidence.on_gpu else "no GPU in use"

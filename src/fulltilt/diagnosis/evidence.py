@@ -1,15 +1,12 @@
-"""What the rules judge by, gathered once from a run, with its settings and whether its timings are valid."""
+"""What the rules judge by, gathered once from a run, and whether its timings are valid."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from dataclasses import dataclass, replace
 
 from fulltilt.diagnosis import ledger as ledgers
 from fulltilt.diagnosis.gpu_summary import HostSummary, summarise_gpus, summarise_host
-from fulltilt.diagnosis.live_tuning import live_record, live_settings
-from fulltilt.diagnosis.loader_limits import Limit, Supply, find_limit, loader_ceiling, measure_supply
+from fulltilt.diagnosis.loaders import Limit, Supply, find_limit, loader_ceiling, measure_supply, one_loader_a_line
 from fulltilt.diagnosis.thresholds import DEFAULT, Thresholds
 from fulltilt.figures import percent
 from fulltilt.records import (
@@ -18,9 +15,9 @@ from fulltilt.records import (
     GpuSummary,
     HotLine,
     Ledger,
+    LiveRecord,
     LoaderRecord,
     Machine,
-    PrecisionRecord,
     RankRecord,
     RankSummary,
     Run,
@@ -29,104 +26,14 @@ from fulltilt.records import (
     WorkerRecord,
 )
 
-# --------------------------------------------------------------------------- loaders of one line
-
-# Two that a line makes may be drawn from side by side (labelled and unlabelled), or be two stages.
-SIDE_BY_SIDE = 2
-Number = TypeVar("Number", int, float)
-
-
-def one_loader_a_line(rank: RankRecord) -> RankRecord:
-    """The rank with the loaders joined that a line made for one pass each, as a curriculum does, and their workers."""
-    lines: dict[tuple[str, int], list[LoaderRecord]] = {}
-    for loader in rank.loaders:
-        if loader.role == "train" and loader.made_by is None and loader.where and loader.passes <= loader.constructed:
-            lines.setdefault((loader.where, loader.num_workers), []).append(loader)
-    for same in lines.values():
-        if len(same) > SIDE_BY_SIDE:
-            rank = _with_one(rank, same)
-    return rank
-
-
-def _with_one(rank: RankRecord, same: list[LoaderRecord]) -> RankRecord:
-    ids = {loader.loader_id for loader in same}
-    kept = same[0].loader_id
-    workers = [record for record in rank.workers if record.loader_id in ids]
-    return replace(
-        rank,
-        loaders=tuple(
-            _joined_loaders(same) if loader.loader_id == kept else loader
-            for loader in rank.loaders
-            if loader.loader_id == kept or loader.loader_id not in ids
-        ),
-        workers=(
-            *(record for record in rank.workers if record.loader_id not in ids),
-            *([_joined_workers(kept, workers)] if workers else []),
-        ),
-    )
-
-
-def _joined_loaders(same: list[LoaderRecord]) -> LoaderRecord:
-    first, last = same[0], same[-1]
-    return replace(
-        last,
-        loader_id=first.loader_id,
-        constructed=sum(loader.constructed for loader in same),
-        passes=sum(loader.passes for loader in same),
-        batches=sum(loader.batches for loader in same),
-        eval_batches=sum(loader.eval_batches for loader in same),
-        samples=_sum_of_known([loader.samples for loader in same]),
-        batch_bytes=max((loader.batch_bytes for loader in same if loader.batch_bytes is not None), default=None),
-        wait_s=sum(loader.wait_s for loader in same),
-        wait_cpu_s=sum(loader.wait_cpu_s for loader in same),
-        first_wait_s=first.first_wait_s,
-        # The first wait of each later one is that for another pass.
-        restart_s=sum(loader.restart_s for loader in same) + sum(loader.first_wait_s for loader in same[1:]),
-        sampler_lines=_joined_lines(line for loader in same for line in loader.sampler_lines),
-    )
-
-
-def _joined_workers(loader_id: int, records: list[WorkerRecord]) -> WorkerRecord:
-    return WorkerRecord(
-        loader_id=loader_id,
-        processes=max(record.processes for record in records),
-        batches=sum(record.batches for record in records),
-        fetch_s=sum(record.fetch_s for record in records),
-        fetch_cpu_s=sum(record.fetch_cpu_s for record in records),
-        cpu_wait_s=_sum_of_known([record.cpu_wait_s for record in records]),
-        idle_s=sum(record.idle_s for record in records),
-        process_cpu_s=sum(record.process_cpu_s for record in records),
-        read_bytes=_sum_of_known([record.read_bytes for record in records]),
-        lines=_joined_lines(line for record in records for line in record.lines),
-        pss_bytes=max((record.pss_bytes for record in records if record.pss_bytes is not None), default=None),
-    )
-
-
-def _joined_lines(lines: Iterable[HotLine]) -> tuple[HotLine, ...]:
-    total: dict[tuple[str, str, str | None], HotLine] = {}
-    for line in lines:
-        key = (line.where, line.function, line.call)
-        known = total.get(key)
-        total[key] = line if known is None else replace(known, seconds=known.seconds + line.seconds)
-    return tuple(total.values())
-
-
-def _sum_of_known(values: Sequence[Number | None]) -> Number | None:
-    """The sum; None where one of them was not measured."""
-    known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None
-
-
-# --------------------------------------------------------------------------- the evidence
-
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """One run, ready to be judged.
 
     ``rank`` is the rank that sets the pace (the slowest in its own work); ``loader``, ``workers`` and ``supply``
-    are its training loader, that loader's workers, and what its batches cost. ``delivered_samples_per_s`` (while
-    training draws batches) and ``usable_cpus`` are for one rank.
+    are its training loader, that loader's workers, and what its batches cost; ``live`` is what live tuning did to it.
+    ``delivered_samples_per_s`` (while training draws batches) and ``usable_cpus`` are for one rank.
     """
 
     run: Run
@@ -139,6 +46,7 @@ class Evidence:
     rank: RankRecord | None
     loader: LoaderRecord | None
     workers: WorkerRecord | None
+    live: LiveRecord | None
     supply: Supply | None
     limit: Limit
     delivered_samples_per_s: float | None
@@ -184,14 +92,21 @@ class Evidence:
     @property
     def host_lines(self) -> tuple[HotLine, ...]:
         """The lines of the pace-setting rank that cost host time, the costliest first."""
-        return _costliest_first(self.rank.host_lines if self.rank else ())
+        return tuple(sorted(self.rank.host_lines if self.rank else (), key=lambda line: -line.seconds))
+
+    @property
+    def training_loaders(self) -> list[LoaderRecord]:
+        """The loaders that feed the training of the pace-setting rank."""
+        return [loader for loader in (self.rank.loaders if self.rank else ()) if loader.role == "train"]
+
+    @property
+    def share_of_ceiling(self) -> float | None:
+        """The rate that was reached over the one that compute alone would allow; None when either is unknown."""
+        rate, ceiling = self.throughput.samples_per_s, self.ceilings.compute_samples_per_s
+        return min(rate / ceiling, 1.0) if rate is not None and ceiling else None
 
     def share(self, seconds: float) -> float:
-        """``seconds`` as a share of the wall time of the run, which is what a finding reports."""
-        return _ratio(seconds, self.ledger.wall_s)
-
-    def active_share(self, seconds: float) -> float:
-        """``seconds`` as a share of the time after start-up, which is what judgements and predictions go by."""
+        """``seconds`` as a share of the time after start-up: the base of every share that is told."""
         return _ratio(seconds, self.active_s)
 
     @property
@@ -219,7 +134,8 @@ def gather(run: Run, thresholds: Thresholds = DEFAULT) -> Evidence:
     loader = training_loader(rank)
     workers = workers_of(rank, loader)
     own = next((spans for one, spans in zip(run.ranks, run.spans, strict=True) if one is rank), ())
-    supply = measure_supply(loader, workers, own, live_record(rank, loader)) if loader else None
+    live = live_record(rank, loader)
+    supply = measure_supply(loader, workers, own, live) if loader else None
     usable_cpus = run.run.machine.cpu.usable / _ranks_beside(run, rank)
     wait_share = _ratio(ledger.buckets.data_wait_s, ledger.wall_s - ledger.buckets.startup_s)
     rate = ledgers.rate_while_drawing(run)
@@ -235,6 +151,7 @@ def gather(run: Run, thresholds: Thresholds = DEFAULT) -> Evidence:
         rank=rank,
         loader=loader,
         workers=workers,
+        live=live,
         supply=supply,
         limit=find_limit(
             wait_share,
@@ -266,6 +183,14 @@ def waited_behind_loaders_s(rank: RankRecord | None, data_wait_s: float) -> floa
     if not loaders or not all(loader.wait_s > 0 for loader in loaders):
         return 0.0
     return max(data_wait_s - sum(loader.wait_s + loader.first_wait_s for loader in loaders), 0.0)
+
+
+def live_record(rank: RankRecord | None, loader: LoaderRecord | None) -> LiveRecord | None:
+    """The tuning of the training loader; None when the job ran without `--auto`."""
+    if rank is None or not rank.live:
+        return None
+    wanted = loader.loader_id if loader is not None else None
+    return next((live for live in rank.live if live.loader_id == wanted), rank.live[0])
 
 
 def workers_of(rank: RankRecord | None, loader: LoaderRecord | None) -> WorkerRecord | None:
@@ -328,56 +253,8 @@ def _ranks_beside(run: Run, rank: RankRecord | None) -> int:
     return max(sum(1 for other in run.ranks if rank and other.hostname == rank.hostname), 1)
 
 
-def _costliest_first(lines: tuple[HotLine, ...]) -> tuple[HotLine, ...]:
-    return tuple(sorted(lines, key=lambda line: -line.seconds))
-
-
 def _ratio(part: float, whole: float) -> float:
     return min(max(part / whole, 0.0), 1.0) if whole > 0 else 0.0
-
-
-# --------------------------------------------------------------------------- settings
-
-Setting = tuple[str, str | int | float | bool | None]
-
-
-def settings_in_force(evidence: Evidence) -> tuple[Setting, ...]:
-    """What the job ran with, what was asked for (``asked.…``), what live tuning did (``live.…``). None: not seen."""
-    rank, loader = evidence.rank, evidence.loader
-    in_force: list[Setting] = [
-        ("device", rank.device if rank else None),
-        ("world_size", rank.world_size if rank else None),
-        ("batch_size", loader.batch_size if loader else None),
-        ("accumulation", _accumulation(evidence)),
-        ("num_workers", loader.num_workers if loader else None),
-        ("prefetch_factor", loader.prefetch_factor if loader else None),
-        ("pin_memory", loader.pin_memory if loader else None),
-        ("persistent_workers", loader.persistent_workers if loader else None),
-        ("start_method", loader.start_method if loader else None),
-        ("torch_threads", rank.torch_threads if rank else None),
-        ("precision", precision_name(rank.precision) if rank and rank.precision else None),
-        ("tf32", rank.precision.tf32 if rank and rank.precision else None),
-        ("compile", rank.precision.compiled if rank and rank.precision else None),
-        ("optimizer", ", ".join(rank.optimizers) or None if rank else None),
-        ("learning_rate", rank.learning_rate if rank else None),
-        ("loader", loader.where if loader else None),
-    ]
-    asked = evidence.run.run.asked
-    values = ((field.name, getattr(asked, field.name)) for field in fields(asked))
-    asked_for = ((f"asked.{name}", value) for name, value in values if value is not None)
-    return (*in_force, *asked_for, *live_settings(live_record(rank, loader)))
-
-
-def precision_name(precision: PrecisionRecord) -> str | None:
-    """``bfloat16`` under autocast, otherwise the type of the parameters."""
-    return precision.autocast or precision.parameters
-
-
-def _accumulation(evidence: Evidence) -> int | None:
-    """Batches for each optimizer step, as counted."""
-    batches = sum(span.batches for spans in evidence.run.spans for span in spans if span.steps > 0)
-    steps = sum(span.steps for spans in evidence.run.spans for span in spans)
-    return max(round(batches / steps), 1) if batches and steps else None
 
 
 # --------------------------------------------------------------------------- valid timings
@@ -385,24 +262,15 @@ def _accumulation(evidence: Evidence) -> int | None:
 
 def invalid_because(evidence: Evidence) -> str | None:
     """Why the run is not a valid measurement, in one sentence; None when nothing speaks against it."""
-    reasons = (reason for gpu in evidence.gpus for reason in (_slowed_down(gpu, evidence), _shared(gpu)))
-    return next((reason for reason in reasons if reason is not None), None)
-
-
-def _slowed_down(gpu: GpuSummary, evidence: Evidence) -> str | None:
-    share = gpu.throttled_share
-    if share is None or share < evidence.thresholds.throttled_share:
-        return None
-    reasons = ", ".join(gpu.throttle_reasons).replace("_", " ") or "reasons unknown"
-    return f"GPU {gpu.index} was slowed down in {percent(share)} of the readings ({reasons})"
-
-
-def _shared(gpu: GpuSummary) -> str | None:
-    if not gpu.foreign_processes:
-        return None
-    first = gpu.foreign_processes[0]
-    more = f" and {len(gpu.foreign_processes) - 1} more" if len(gpu.foreign_processes) > 1 else ""
-    return f"GPU {gpu.index} was shared with {first.name or 'a process'} (pid {first.pid}){more}"
+    for gpu in evidence.gpus:
+        share = gpu.throttled_share
+        if share is not None and share >= evidence.thresholds.throttled_share:
+            reasons = ", ".join(gpu.throttle_reasons).replace("_", " ") or "reasons unknown"
+            return f"GPU {gpu.index} was slowed down in {percent(share)} of the readings ({reasons})"
+        if others := gpu.foreign_processes:
+            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+            return f"GPU {gpu.index} was shared with {others[0].name or 'a process'} (pid {others[0].pid}){more}"
+    return None
 
 
 # --------------------------------------------------------------------------- ranks of the job

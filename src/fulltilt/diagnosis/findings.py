@@ -69,11 +69,11 @@ Judgement = Finding | Abstention | None
 Severity = Literal["info", "warn", "severe"]
 
 
-def severity_of(active_share: float, thresholds: Thresholds) -> Severity:
+def severity_of(share: float, thresholds: Thresholds) -> Severity:
     """How loud: by the share of the time after start-up that the cause costs."""
-    if active_share >= thresholds.severe_share:
+    if share >= thresholds.severe_share:
         return "severe"
-    return "warn" if active_share >= thresholds.warn_share else "info"
+    return "warn" if share >= thresholds.warn_share else "info"
 
 
 def found(
@@ -86,11 +86,11 @@ def found(
     gain: Gain | None = None,
     severity: Severity | None = None,
 ) -> Finding:
-    """A finding that costs ``cost_s`` seconds of the wall time."""
+    """A finding that costs ``cost_s`` seconds."""
     return Finding(
         code=code,
         share=evidence.share(cost_s),
-        severity=severity or severity_of(evidence.active_share(cost_s), evidence.thresholds),
+        severity=severity or severity_of(evidence.share(cost_s), evidence.thresholds),
         evidence=tuple(facts),
         where=where,
         fix=fix,
@@ -101,7 +101,7 @@ def found(
 def time_spent(evidence: Evidence, what: str, cost_s: float) -> str:
     """``data wait takes 62 % of the time after start-up: 124 s, 15.5 ms a step``."""
     return (
-        f"{what} takes {percent(evidence.active_share(cost_s))} of the time after start-up: "
+        f"{what} takes {percent(evidence.share(cost_s))} of the time after start-up: "
         f"{seconds(cost_s)}, {seconds(evidence.per_step(cost_s))} a step"
     )
 

@@ -204,6 +204,25 @@ def mean_step(run: Run) -> Phases | None:
     return Phases(*(mean(phase.name) for phase in fields(Phases)))  # type: ignore[arg-type]
 
 
+# A job that was killed this long after its last step hung, and so many times as long as a step takes.
+HUNG_S, HUNG_STEPS = 10.0, 20
+
+
+def hung_stretch(run: Run) -> Span | None:
+    """The time since the last step of a job that was killed or interrupted, if that is long ago: it hung.
+
+    Of several ranks that of the one that is longest at it.
+    """
+    stretches = [rank.under_way for rank in run.ranks if rank.under_way is not None and not rank.finished]
+    stretches += [spans[-1] for spans in run.spans if spans and not spans[-1].steps]
+    last = max(stretches, key=lambda span: span.t1_s - span.t0_s, default=None)
+    if last is None or run.run.state not in ("killed", "interrupted"):
+        return None
+    trained = [span for spans in run.spans for span in spans if span.steps]
+    usual_s = sum(span.t1_s - span.t0_s for span in trained) / max(sum(span.steps for span in trained), 1)
+    return last if last.t1_s - last.t0_s >= max(HUNG_S, HUNG_STEPS * usual_s) else None
+
+
 # --------------------------------------------------------------------------- ranks beside each other
 
 

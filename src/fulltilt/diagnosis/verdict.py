@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
 
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.findings import amdahl, expected
-from fulltilt.diagnosis.ledger import rate_while_drawing
-from fulltilt.diagnosis.live_tuning import live_record, live_words
-from fulltilt.diagnosis.rules.gpu import share_of_ceiling
-from fulltilt.diagnosis.run_ending import ended_before_training, ending
+from fulltilt.diagnosis.ledger import hung_stretch, rate_while_drawing
+from fulltilt.diagnosis.rules.live_tuning import live_words
 from fulltilt.figures import count, number, percent, seconds, times
-from fulltilt.records import BUCKETS, Finding, Verdict
+from fulltilt.records import BUCKETS, Finding, Run, RunRecord, Verdict
 
 _FATAL = ("memory_pressure", "shm_small")
 
@@ -38,7 +37,7 @@ def reach_verdict(evidence: Evidence, findings: tuple[Finding, ...]) -> Verdict:
     """The verdict: the first finding's code and share, and the sentence that people read."""
     if evidence.throughput.steps == 0:
         return Verdict("no_steps", 0.0, f"{_nothing_trained(evidence)}.")
-    ended = ending(evidence.run, evidence.throughput.steps)
+    ended = _ending(evidence.run, evidence.throughput.steps)
     if not findings and evidence.too_short:
         return Verdict("too_short", 0.0, f"{_too_short(evidence)}{ended}.")
     if not findings:
@@ -113,7 +112,7 @@ _SENTENCES: dict[str, str] = {
 
 
 def _sentence(evidence: Evidence, finding: Finding) -> str:
-    share = evidence.active_share(finding.share * evidence.ledger.wall_s)
+    share = finding.share
     predicted = finding.predicted_speedup
     if finding.code == "compute_bound":
         return _compute_bound(evidence, share)
@@ -134,8 +133,7 @@ def _gain(evidence: Evidence, share: float) -> str:
 
     The rate of a run under live tuning is that of no settings in particular: its gain is told by what was tried.
     """
-    live = live_record(evidence.rank, evidence.loader)
-    if live is not None and live.moves:
+    if evidence.live is not None and evidence.live.moves:
         return ""
     rate, ceiling = rate_while_drawing(evidence.run), evidence.ceilings.compute_samples_per_s
     if rate and ceiling and ceiling > rate:
@@ -157,7 +155,7 @@ def _giver(evidence: Evidence, rate: float) -> str:
 
 
 def _compute_bound(evidence: Evidence, share: float) -> str:
-    reached = share_of_ceiling(evidence)
+    reached = evidence.share_of_ceiling
     rate = ""
     if reached is not None:
         rate = (
@@ -172,8 +170,7 @@ def _compute_bound(evidence: Evidence, share: float) -> str:
 
 def _tuned(evidence: Evidence) -> str:
     """What live tuning did to the run, where it was asked for."""
-    live = live_record(evidence.rank, evidence.loader)
-    return "" if live is None else f"; {live_words(live)}"
+    return "" if evidence.live is None else f"; {live_words(evidence.live)}"
 
 
 def _nothing_trained(evidence: Evidence) -> str:
@@ -182,7 +179,7 @@ def _nothing_trained(evidence: Evidence) -> str:
     batches = sum(loader.batches for rank in evidence.run.ranks for loader in rank.loaders)
     if steps := max((rank.steps for rank in evidence.run.ranks), default=0):
         return f"{count('step', steps)} trained, but their time cannot be told: steps.jsonl is missing or empty"
-    if (ended := ended_before_training(run)) is not None:
+    if (ended := _ended_before_training(run)) is not None:
         return ended
     if not evidence.run.ranks:
         return "Nothing was recorded: no process of the job trained with torch"
@@ -200,7 +197,7 @@ def _unexplained(evidence: Evidence) -> tuple[float, str]:
     largest = max((b for b in BUCKETS if b != "startup_s"), key=lambda bucket: getattr(evidence.buckets, bucket))
     cost_s: float = getattr(evidence.buckets, largest)
     name = largest.removesuffix("_s").replace("_", " ")
-    sentence = f"No cause found: {name} takes {percent(evidence.active_share(cost_s))} of the time after start-up"
+    sentence = f"No cause found: {name} takes {percent(evidence.share(cost_s))} of the time after start-up"
     return evidence.share(cost_s), sentence
 
 
@@ -209,3 +206,74 @@ def _too_short(evidence: Evidence) -> str:
     shortest = seconds(evidence.thresholds.longest_too_short_s)
     wanted = f"more than {shortest}" if evidence.active_s <= evidence.thresholds.longest_too_short_s else "more steps"
     return f"Too short to tell: {seen}; let it train for {wanted}"
+
+
+# --------------------------------------------------------------------------- how the run ended
+
+_MEANWHILE = {
+    "data_wait_s": "it waited for data",
+    "compute_s": "it computed",
+    "sync_s": "it waited for the GPU",
+    "host_code_s": "it ran code of the script's own",
+    "validation_s": "it validated",
+    "checkpoint_s": "it saved",
+    "epoch_turnover_s": "it started a pass over the data",
+    "communication_s": "it waited for other ranks",
+}
+
+
+def _end_is_missing(run: Run) -> bool:
+    """Whether a process of an ended run could not write down its last moments: it was killed, or left at once."""
+    return run.run.state != "running" and any(not rank.finished for rank in run.ranks)
+
+
+def _ending(run: Run, steps: int) -> str:
+    """What follows the verdict when the run did not end well; empty when it did, or still runs."""
+    record, missing = run.run, _end_is_missing(run)
+    after = f"after {'at least ' if missing else ''}{count('step', steps)}"
+    unseen = ", and what it did last was not recorded" if missing else ""
+    if record.state == "crashed":
+        if record.exit_code is not None:
+            return f"; the script ended with exit code {record.exit_code} {after}{_for_memory(record)}{unseen}"
+        return f"; stopped {after} by {record.ended_by or 'an exception'}{unseen}"
+    if record.state in ("killed", "interrupted"):
+        return f"; it was {record.state}{_by_signal(record)} {after}{_hung(run) or unseen}"
+    return "; its end was not recorded" if missing else ""
+
+
+def _hung(run: Run) -> str:
+    """What a job did all the time since its last step, if it hung."""
+    last = hung_stretch(run)
+    most = max(BUCKETS, key=lambda name: float(getattr(last.buckets, name))) if last is not None else ""
+    if last is None or most not in _MEANWHILE:
+        return ""
+    return f"; for the last {seconds(last.t1_s - last.t0_s)} before that it made none: {_MEANWHILE[most]}"
+
+
+def _ended_before_training(record: RunRecord) -> str | None:
+    """The sentence for a run that ended badly before its first step; None when it did not."""
+    if record.state == "crashed":
+        if record.exit_code is not None:
+            code, for_memory = record.exit_code, _for_memory(record)
+            return f"The script ended with exit code {code} before its first training step{for_memory}"
+        return f"Stopped by {record.ended_by or 'an exception'} before the first training step"
+    if record.state in ("killed", "interrupted"):
+        return f"The script was {record.state}{_by_signal(record)} before its first training step"
+    return None
+
+
+def _by_signal(record: RunRecord) -> str:
+    code = record.exit_code
+    if record.state != "killed" or code is None:
+        return ""
+    number = -code if code < 0 else code - 128  # a shell in front tells 128 and the signal
+    if number == signal.SIGKILL and record.oom_kills:
+        return " by the kernel for lack of memory (SIGKILL)"
+    return f" by {signal.Signals(number).name}" if number in set(signal.Signals) else ""
+
+
+def _for_memory(record: RunRecord) -> str:
+    """That processes of the job were killed, where its exit code tells another story: a loader's worker was."""
+    if not record.oom_kills:
+        return ""
+    return f", and the kernel killed {count('process', record.oom_kills)} for lack of memory"

@@ -442,6 +442,11 @@ class PrecisionRecord:
     scaler: bool
     compiled: bool
 
+    @property
+    def name(self) -> str | None:
+        """``bfloat16`` under autocast, otherwise the type of the parameters."""
+        return self.autocast or self.parameters
+
 
 @dataclass(frozen=True, slots=True)
 class CommunicationRecord:
@@ -591,7 +596,7 @@ FindingCode = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A named cause: its share of the wall time, its evidence, a concrete fix, and what that would win."""
+    """A named cause: its share of the time after start-up, its evidence, a concrete fix, and what that would win."""
 
     code: FindingCode
     share: float

@@ -74,21 +74,22 @@ _WORTH_A_ROW = 0.05
 
 
 def _shares(answers: Sequence[Diagnosis]) -> list[tuple[str, Cell]]:
-    """The parts of the wall time that matter in one of the runs, as rows."""
+    """The parts of the time after start-up that matter in one of the runs, as rows."""
     return [
-        (tint.label, partial(_share, bucket))
+        (f"{tint.label}, after start-up", partial(_share, bucket))
         for bucket, tint in BUCKET_TINTS.items()
-        if bucket in _ALWAYS or any(_part(bucket, answer) >= _WORTH_A_ROW for answer in answers)
+        if bucket in _ALWAYS
+        or (bucket != "startup_s" and any((_part(bucket, answer) or 0.0) >= _WORTH_A_ROW for answer in answers))
     ]
 
 
-def _part(bucket: str, answer: Diagnosis) -> float:
-    seconds: float = getattr(answer.ledger.buckets, bucket)
-    return seconds / answer.ledger.wall_s if answer.ledger.wall_s > 0 else 0.0
+def _part(bucket: str, answer: Diagnosis) -> float | None:
+    active_s = answer.ledger.wall_s - answer.ledger.buckets.startup_s
+    return min(getattr(answer.ledger.buckets, bucket) / active_s, 1.0) if active_s > 0 else None
 
 
 def _share(bucket: str, answer: Diagnosis) -> str:
-    return figures.percent(_part(bucket, answer)) if answer.ledger.wall_s > 0 else figures.NOT_MEASURED
+    return figures.percent(_part(bucket, answer))
 
 
 _USE: tuple[tuple[str, Cell], ...] = (
@@ -97,6 +98,7 @@ _USE: tuple[tuple[str, Cell], ...] = (
     ("GPU memory, peak", _fullest_gpu),
 )
 _SPEED: tuple[tuple[str, Cell], ...] = (
+    ("start-up", lambda answer: figures.seconds(answer.ledger.buckets.startup_s)),
     ("wall time", lambda answer: figures.seconds(answer.ledger.wall_s)),
     ("steps", lambda answer: figures.whole(answer.throughput.steps)),
     ("steps/s", lambda answer: figures.number(answer.throughput.steps_per_s)),

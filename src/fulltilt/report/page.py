@@ -18,7 +18,6 @@ from fulltilt.diagnosis.verdict import title
 from fulltilt.records import CheckLine, Diagnosis, Finding, GpuSummary, HotLine, LoaderRecord, Machine, RankRecord, Run
 from fulltilt.report import wording
 from fulltilt.report.comparison import Reported, Row, compare, told_apart
-from fulltilt.report.loaders import fetching_title, loader_sites, worker_lines
 from fulltilt.report.markup import Child, Markup, element
 from fulltilt.report.page_charts import (
     bucket_class,
@@ -32,7 +31,7 @@ from fulltilt.report.page_charts import (
     step_lanes,
 )
 from fulltilt.report.palette import BUCKET_TINTS, PHASE_TINTS, bucket_order
-from fulltilt.report.step_picture import step_picture
+from fulltilt.report.step_picture import loader_sites, step_picture
 from fulltilt.store import write_text
 
 # --------------------------------------------------------------------------- parts
@@ -61,7 +60,7 @@ def _finding_card(finding: Finding) -> Markup:
     gain = figures.speedup(finding.predicted_speedup)
     facts: list[Child] = [
         element("span", finding.severity, class_=f"pill {finding.severity}"),
-        element("span", f"{figures.percent(finding.share)} of the wall time"),
+        element("span", wording.after_startup(finding.share)),
         element("code", finding.code),
         element("code", finding.where, class_="where") if finding.where else None,
     ]
@@ -83,7 +82,7 @@ def hot_lines(rank: RankRecord) -> list[Markup]:
     """Tables of the lines that cost most: in the workers, in the training process, waiting, saving."""
     fetch_s = sum(work.fetch_s for work in rank.workers)
     groups = [
-        (fetching_title(rank), worker_lines(rank), fetch_s),
+        (wording.fetching_title(rank), wording.worker_lines(rank), fetch_s),
         ("In the training process", rank.host_lines, None),
         ("Waiting for the GPU", rank.sync_lines, None),
         ("Saving", rank.checkpoint_lines, None),
@@ -243,7 +242,7 @@ def deep_look(rank: RankRecord) -> Markup | None:
 
 def loaders(rank: RankRecord) -> list[Markup]:
     """Each line that makes DataLoaders that were used, and what came out of them."""
-    shown = [definitions(_loader_name(site.loader), _loader_facts(site.loader)) for site in loader_sites(rank)]
+    shown = [definitions(_loader_name(loader), _loader_facts(loader)) for loader, _ in loader_sites(rank)]
     return [markup for markup in shown if markup is not None]
 
 
@@ -362,7 +361,7 @@ def _sections(run: Run, diagnosis: Diagnosis) -> list[Child]:
             "Where the time went",
             ledger_bar(diagnosis.ledger.buckets, order) if order else None,
             ledger_table(diagnosis.ledger, order) if order else None,
-            note=figures.seconds(diagnosis.ledger.wall_s),
+            note=f"of {figures.seconds(diagnosis.ledger.wall_s)} of wall time",
         ),
         section("What to change", finding_cards(diagnosis.findings), note="in order of what it would win"),
         section(

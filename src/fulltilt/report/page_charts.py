@@ -124,7 +124,7 @@ def ledger_table(ledger: Ledger, order: Iterable[str]) -> Markup:
         element("th", "bucket", scope="col"),
         element("th", "what it is", class_="meaning", scope="col"),
         element("th", "time", class_="figure", scope="col"),
-        element("th", "share", class_="figure", scope="col"),
+        element("th", "of the wall time", class_="figure", scope="col"),
     )
     return element("table", element("thead", head), element("tbody", rows), class_="ledger")
 

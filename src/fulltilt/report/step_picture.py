@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fulltilt.records import Diagnosis, LoaderRecord, Phases, RankRecord, Run
-from fulltilt.report.loaders import LoaderSite, loader_sites
+from fulltilt.diagnosis.loaders import joined
+from fulltilt.records import Diagnosis, LoaderRecord, Phases, RankRecord, Run, WorkerRecord
 from fulltilt.report.palette import IDLE
+
+Site = tuple[LoaderRecord, tuple[WorkerRecord, ...]]
+
+
+def loader_sites(rank: RankRecord) -> list[Site]:
+    """The loaders that gave batches, those of one line and role as one, each with the record of its workers."""
+    groups: dict[object, list[LoaderRecord]] = {}
+    for loader in rank.loaders:
+        if loader.batches > 0:
+            groups.setdefault((loader.where or loader.loader_id, loader.role), []).append(loader)
+    return [joined(rank, same) for same in groups.values()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +65,7 @@ def step_picture(run: Run, diagnosis: Diagnosis) -> StepPicture | None:
     if phases is None or not run.ranks:
         return None
     site = _train_site(run.ranks[0])
-    host = _host_lane(phases, None if site is None else site.loader)
+    host = _host_lane(phases, None if site is None else site[0])
     gpu = _gpu_lane(phases)
     step_s = max(lane.length_s for lane in (host, gpu) if lane is not None)
     if step_s <= 0:
@@ -66,10 +77,10 @@ def step_picture(run: Run, diagnosis: Diagnosis) -> StepPicture | None:
     return StepPicture(step_s, measured, lanes)
 
 
-def _train_site(rank: RankRecord) -> LoaderSite | None:
+def _train_site(rank: RankRecord) -> Site | None:
     """Where the job trains from; with several loaders, the one that was waited for longest."""
-    sites = [site for site in loader_sites(rank) if site.loader.role == "train"]
-    return max(sites, key=lambda site: site.loader.wait_s, default=None)
+    sites = [site for site in loader_sites(rank) if site[0].role == "train"]
+    return max(sites, key=lambda site: site[0].wait_s, default=None)
 
 
 def _host_lane(phases: Phases, loader: LoaderRecord | None) -> Lane:
@@ -93,9 +104,9 @@ def _gpu_lane(phases: Phases) -> Lane | None:
     return _lane("GPU", [(IDLE, phases.gpu_idle_s), ("busy", phases.gpu_busy_s)])
 
 
-def _worker_lane(site: LoaderSite, steps: int, step_s: float) -> Lane | None:
+def _worker_lane(site: Site, steps: int, step_s: float) -> Lane | None:
     """What each worker does in the time of one step, all workers being equal."""
-    loader, work = site.loader, site.work
+    loader, work = site[0], site[1][0] if site[1] else None
     if work is None or work.batches == 0 or loader.num_workers == 0 or steps == 0:
         return None
     # A worker's batches may be fewer than the loader's: what it had not told when it was stopped is missing.

@@ -18,9 +18,8 @@ from fulltilt.figures import clean, one_line
 from fulltilt.records import BUCKETS, Buckets, CheckLine, Diagnosis, Finding, GpuSummary, HotLine, Ledger, Run
 from fulltilt.report import wording
 from fulltilt.report.comparison import Reported, compare, told_apart
-from fulltilt.report.loaders import fetching_title, worker_lines
 from fulltilt.report.palette import BUCKET_TINTS, IDLE, PHASE_TINTS, Tint, bucket_order
-from fulltilt.report.step_picture import Lane, StepPicture, step_picture
+from fulltilt.report.step_picture import StepPicture, step_picture
 from fulltilt.store import REPORT_FILE
 
 # --------------------------------------------------------------------------- bars
@@ -90,56 +89,24 @@ def ledger_bar(parts: Sequence[tuple[Tint, float]], width: int, ink: Ink) -> Tex
 
 def step_lines(picture: StepPicture, width: int, ink: Ink) -> list[Text]:
     """One step as a picture: each part on a line of its own, at its place and to scale, with its length."""
-    name_width = max(len(PHASE_TINTS[part.kind].label) for lane in picture.lanes for part in lane.parts)
-    figures = _Figures.of(picture)
-    bar_width = max(width - name_width - figures.width - 6, 3)
+    parts = [part for lane in picture.lanes for part in lane.parts]
+    name_width = max(len(PHASE_TINTS[part.kind].label) for part in parts)
+    length_width = max(len(figures.seconds(part.length_s)) for part in parts)
+    bar_width = max(width - name_width - length_width - 6, 3)
     lines = []
     for lane in picture.lanes:
         lines.append(Text(lane.name, "bold", no_wrap=True, overflow="ellipsis"))
-        lines += _lane_lines(lane, picture.scale_s, name_width, bar_width, figures, ink)
-    return lines
-
-
-@dataclass(frozen=True, slots=True)
-class _Figures:
-    """The columns of the lengths and of their shares of the whole width."""
-
-    seconds_width: int
-    share_width: int
-
-    @classmethod
-    def of(cls, picture: StepPicture) -> _Figures:
-        lengths = [part.length_s for lane in picture.lanes for part in lane.parts]
-        return cls(
-            max(len(figures.seconds(length)) for length in [picture.scale_s, *lengths]),
-            max(len(figures.percent(length / picture.scale_s)) for length in [picture.scale_s, *lengths]),
-        )
-
-    @property
-    def width(self) -> int:
-        return self.seconds_width + 2 + self.share_width
-
-    def row(self, length_s: float, share: float) -> str:
-        return f"{figures.seconds(length_s):>{self.seconds_width}}  {figures.percent(share):>{self.share_width}}"
-
-
-def _lane_lines(lane: Lane, scale_s: float, name_width: int, bar_width: int, figures: _Figures, ink: Ink) -> list[Text]:
-    lines = []
-    for part in lane.parts:
-        tint = PHASE_TINTS[part.kind]
-        start = round(part.start_s / scale_s * bar_width)
-        end = max(round((part.start_s + part.length_s) / scale_s * bar_width), start + 1)
-        if end > bar_width:
-            start, end = start - (end - bar_width), bar_width
-        line = Text("  ", no_wrap=True).append(tint.label.ljust(name_width + 1), "dim" if part.kind == IDLE else "")
-        line.append(" " * start)
-        if part.kind == IDLE:
-            line.append(("┄" if ink.blocks else ".") * (end - start), "dim")
-        else:
-            line.append(("█" if ink.blocks else "#") * (end - start), tint.colour if ink.colour else "")
-        line.append(" " * (bar_width - end))
-        figure = figures.row(part.length_s, part.length_s / scale_s)
-        lines.append(line.append(f"  {figure}", "dim" if part.kind == IDLE else ""))
+        for part in lane.parts:
+            tint, idle = PHASE_TINTS[part.kind], part.kind == IDLE
+            start = round(part.start_s / picture.scale_s * bar_width)
+            end = max(round((part.start_s + part.length_s) / picture.scale_s * bar_width), start + 1)
+            if end > bar_width:
+                start, end = start - (end - bar_width), bar_width
+            glyph = ("┄" if ink.blocks else ".") if idle else ("█" if ink.blocks else "#")
+            style = "dim" if idle else tint.colour if ink.colour else ""
+            line = Text("  ", no_wrap=True).append(tint.label.ljust(name_width + 1), "dim" if idle else "")
+            line.append(" " * start).append(glyph * (end - start), style).append(" " * (bar_width - end))
+            lines.append(line.append(f"  {figures.seconds(part.length_s):>{length_width}}", "dim" if idle else ""))
     return lines
 
 
@@ -168,7 +135,7 @@ def show_hot_lines(console: Console, run: Run) -> None:
         return
     rank = run.ranks[0]
     fetch_s = sum(work.fetch_s for work in rank.workers)
-    _show_lines(console, fetching_title(rank), worker_lines(rank), fetch_s)
+    _show_lines(console, wording.fetching_title(rank), wording.worker_lines(rank), fetch_s)
     _show_lines(console, "In the training process", rank.host_lines)
     _show_lines(console, "Lines that wait for the GPU", rank.sync_lines)
     _show_lines(console, "Saving", rank.checkpoint_lines)
@@ -284,8 +251,7 @@ def verdict_lines(diagnosis: Diagnosis, folder: str | Path | None) -> list[str]:
     lines = [one_line(diagnosis.verdict.sentence)]
     for place, finding in enumerate(diagnosis.findings[:3], start=1):
         gain = figures.speedup(finding.predicted_speedup)
-        # The sentence above speaks of the time after start-up.
-        told = f"{figures.percent(finding.share)} of the wall time" + (f", {gain}" if gain else "")
+        told = wording.after_startup(finding.share) + (f", {gain}" if gain else "")
         lines.append(f"  {place}. {title(finding.code)} ({told}): {one_line(finding.fix)}")
     return [*lines, f"  report: {clean(str(Path(folder) / REPORT_FILE))}"] if folder is not None else lines
 
@@ -351,7 +317,7 @@ def _show_ledger(console: Console, ledger: Ledger, ink: Ink) -> None:
     parts = bucket_parts(ledger.buckets, bucket_order(ledger))
     if not parts or ledger.wall_s <= 0:
         return
-    heading(console, "Where the time went", figures.seconds(ledger.wall_s))
+    heading(console, "Where the time went", f"of {figures.seconds(ledger.wall_s)} of wall time")
     console.print(ledger_bar(parts, console.width, ink))
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column()
@@ -389,7 +355,7 @@ def _show_findings(console: Console, findings: Sequence[Finding], ink: Ink) -> N
             head.append(" " * room if room > 1 else "  ").append(gain, "bold green")
         console.print(head)
         label = Text().append(finding.severity, SEVERITY_STYLES[finding.severity])
-        details = [f"{figures.percent(finding.share)} of the wall time", finding.code, finding.where]
+        details = [wording.after_startup(finding.share), finding.code, finding.where]
         label.append("".join(f" {ink.bullet} {one_line(detail)}" for detail in details if detail), "dim")
         console.print(Padding(label, (0, 0, 0, 4), expand=False))
         for evidence in finding.evidence:

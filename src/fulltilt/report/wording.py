@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
+from fulltilt.diagnosis.loaders import joined_lines
 from fulltilt.figures import NOT_MEASURED, clean, one_line, percent, seconds, whole
-from fulltilt.records import DeepRecord, RunRecord
+from fulltilt.records import DeepRecord, HotLine, RankRecord, RunRecord
 
 NO_END_YET = "This run has no end yet: it still runs, or it was killed. This is what there is so far."
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:%|×|ms\b|s\b|min\b|h\b|samples/s|steps\b|workers\b|CPUs\b))")
@@ -18,6 +19,11 @@ def ended(record: RunRecord) -> str:
             return f"ended with exit code {record.exit_code}"
         return f"{record.state}, exit code {record.exit_code}"
     return f"{record.state}, {clean(record.ended_by)}" if record.ended_by else record.state
+
+
+def after_startup(share: float) -> str:
+    """``62 % of the time after start-up``: the base of every share but those of the ledger."""
+    return f"{percent(share)} of the time after start-up"
 
 
 def setting(value: str | int | float | bool | None) -> str:
@@ -52,3 +58,15 @@ def deep_facts(deep: DeepRecord) -> list[tuple[str, str]]:
 def not_valid(because: str) -> str:
     """The warning above a run whose timings are not its own."""
     return f"Not a valid measurement: {one_line(because)}."
+
+
+def worker_lines(rank: RankRecord) -> tuple[HotLine, ...]:
+    """The lines that cost time where batches are fetched: inside the workers of all loaders, or without any."""
+    return joined_lines(line for work in rank.workers for line in work.lines)
+
+
+def fetching_title(rank: RankRecord) -> str:
+    """What stands above ``worker_lines``: without workers the training process fetches by itself."""
+    fetching = {work.loader_id for work in rank.workers if work.lines}
+    staffed = any(loader.num_workers > 0 for loader in rank.loaders if loader.loader_id in fetching)
+    return f"{'Inside the workers' if staffed else 'Inside the loading'}, share of fetching"

@@ -21,7 +21,8 @@ from fulltilt.diagnosis.findings import (
     rewritten,
     time_spent,
 )
-from fulltilt.diagnosis.loader_limits import Limit, Supply, sampling_share
+from fulltilt.diagnosis.ledger import hung_stretch
+from fulltilt.diagnosis.loaders import Limit, Supply, sampling_share
 from fulltilt.diagnosis.rules.worker_count import (
     WorkerPlan,
     gain_without_wait,
@@ -29,7 +30,6 @@ from fulltilt.diagnosis.rules.worker_count import (
     unplanned_workers,
     workers_unmeasured,
 )
-from fulltilt.diagnosis.run_ending import hung_stretch
 from fulltilt.figures import count, cpus, number, percent, seconds, size
 from fulltilt.records import Abstention, Finding, FindingCode, HotLine, LoaderRecord
 
@@ -73,7 +73,7 @@ def slow_sampler(evidence: Evidence, loader: LoaderRecord) -> Finding:
         "or work the order out beforehand."
     )
     where = loader.where if line.where.startswith("torch/") else line.where  # nobody mends torch's own samplers
-    predicted = by_removing(share * evidence.active_share(wait_s), evidence.thresholds.recovered_low)
+    predicted = by_removing(share * evidence.share(wait_s), evidence.thresholds.recovered_low)
     return found(evidence, "input_serial", wait_s, facts, fix, where, predicted)
 
 
@@ -101,7 +101,7 @@ def contended_lock(evidence: Evidence, loader: LoaderRecord, code: FindingCode) 
         "or give each worker a file, a handle or a connection of its own."
     )
     part = min(line.seconds / workers.fetch_s, 1.0)
-    unhindered = amdahl(evidence.active_share(wait_s))
+    unhindered = amdahl(evidence.share(wait_s))
     predicted = gain(amdahl(part * limits.recovered_low), amdahl(part), cap=unhindered)
     return found(evidence, code, wait_s, facts, fix, line.where, predicted)
 
@@ -117,7 +117,7 @@ def _is_a_lock(line: HotLine) -> bool:
 def made_by_hand(evidence: Evidence) -> Finding:
     """The finding for a job without a loader."""
     wait_s = evidence.buckets.data_wait_s
-    share = evidence.active_share(wait_s)
+    share = evidence.share(wait_s)
     line = costliest_line(evidence) if evidence.loader else next(iter(evidence.host_lines), None)
     if line and line.waits:
         return _made_elsewhere(evidence, line)
@@ -148,7 +148,7 @@ def _made_elsewhere(evidence: Evidence, line: HotLine) -> Finding:
         "threads or processes make them side by side, begin with each one earlier (a longer queue, more requests under "
         "way), or make each of them cheaper."
     )
-    predicted = by_removing(evidence.active_share(wait_s), evidence.thresholds.recovered_low)
+    predicted = by_removing(evidence.share(wait_s), evidence.thresholds.recovered_low)
     return found(evidence, "input_serial", wait_s, facts, fix, line.where, predicted)
 
 
@@ -170,7 +170,7 @@ def made_behind_loader(evidence: Evidence, loader: LoaderRecord) -> Finding:
         f"or the collate_fn of the loader, {rewritten(evidence, loader, num_workers=workers, persistent_workers=True)}"
         f"{at(loader.where)}."
     )
-    predicted = _gain_beside_training(evidence, evidence.active_share(behind_s))
+    predicted = _gain_beside_training(evidence, evidence.share(behind_s))
     return found(evidence, "input_serial", wait_s, facts, fix, line.where if line else None, predicted)
 
 
@@ -192,7 +192,7 @@ def drawn_by_own_thread(evidence: Evidence, loader: LoaderRecord) -> Finding:
         f"{rewritten(evidence, loader, num_workers=workers, persistent_workers=True)}. One worker would fetch no "
         "faster than the script's own thread does; several fetch side by side."
     )
-    most = min(workers * (1 + evidence.thresholds.rate_error), amdahl(evidence.active_share(wait_s)))
+    most = min(workers * (1 + evidence.thresholds.rate_error), amdahl(evidence.share(wait_s)))
     return found(evidence, "input_serial", wait_s, facts, fix, loader.where, gain(1.0, most))
 
 
@@ -202,8 +202,6 @@ def _gain_beside_training(evidence: Evidence, share: float) -> Gain:
     one, several = 1 / max(share, 1 - share), 1 / max(share / helpers, 1 - share)
     return gain(1 + (one - 1) * evidence.thresholds.recovered_low, several)
 
-
-# --------------------------------------------------------------------------- loading
 
 # --------------------------------------------------------------------------- no workers
 
@@ -354,7 +352,7 @@ def _line_gain(evidence: Evidence, line: HotLine | None) -> Gain:
     if line is None or evidence.workers is None:
         return gain_without_wait(evidence)
     part = min(line.seconds / evidence.workers.fetch_s, 1.0)
-    unhindered = amdahl(evidence.active_share(evidence.buckets.data_wait_s))
+    unhindered = amdahl(evidence.share(evidence.buckets.data_wait_s))
     return gain(amdahl(part * evidence.thresholds.recovered_low), amdahl(part), cap=unhindered)
 
 
@@ -378,8 +376,6 @@ def _cpus(evidence: Evidence) -> str:
 def _known(fact: str | None) -> list[str]:
     return [fact] if fact else []
 
-
-# --------------------------------------------------------------------------- hand-over and restarts
 
 # --------------------------------------------------------------------------- handing over
 
@@ -459,10 +455,10 @@ def _sooner_batches(evidence: Evidence, loader: LoaderRecord) -> str:
 def epoch_restart(evidence: Evidence) -> Judgement:
     """Each pass over the data begins with starting workers and filling an empty queue."""
     turnover_s = evidence.buckets.epoch_turnover_s
-    share = evidence.active_share(turnover_s)
+    share = evidence.share(turnover_s)
     if share < evidence.thresholds.epoch_turnover_share:
         return None
-    loader = _restarted_loader(evidence)
+    loader = max(evidence.training_loaders, key=lambda loader: (loader.restart_s, loader.passes), default=None)
     if loader is None:
         return Abstention("epoch_restart", "the DataLoader whose passes are being restarted")
     if loader.passes < 2:
@@ -489,13 +485,8 @@ def epoch_restart(evidence: Evidence) -> Judgement:
     low, high = by_removing(share, evidence.thresholds.recovered_low)
     if loader.batches <= loader.passes * loader.num_workers * (loader.prefetch_factor or 2):
         # All batches of so short a pass are ordered at its beginning: what they wait for is the start as well.
-        high = amdahl(share + evidence.active_share(evidence.buckets.data_wait_s))
+        high = amdahl(share + evidence.share(evidence.buckets.data_wait_s))
     return found(evidence, "epoch_restart", turnover_s, facts, fix, loader.where, gain(low, high))
-
-
-def _restarted_loader(evidence: Evidence) -> LoaderRecord | None:
-    loaders = [loader for loader in evidence.rank.loaders if loader.role == "train"] if evidence.rank else []
-    return max(loaders, key=lambda loader: (loader.restart_s, loader.passes), default=None)
 
 
 # --------------------------------------------------------------------------- shared memory

@@ -10,8 +10,6 @@ from fulltilt.diagnosis.gpu_summary import is_it_real
 from fulltilt.figures import capital, number, percent, seconds, size
 from fulltilt.records import Abstention, GpuSummary, TransferRecord
 
-# --------------------------------------------------------------------------- precision, padding, batch size
-
 # --------------------------------------------------------------------------- too little work at a time
 
 
@@ -21,7 +19,7 @@ def batch_too_small(evidence: Evidence) -> Judgement:
         return None
     limits = evidence.thresholds
     gpu = gpu_in_use(evidence)
-    launch_share = evidence.active_share(evidence.launch_s or 0.0)
+    launch_share = evidence.share(evidence.launch_s or 0.0)
     if launch_share >= limits.launch_share:
         return None  # the GPU idles between kernels: launch_bound, which is another cure
     vram_share = _vram_share(gpu)
@@ -43,7 +41,7 @@ def batch_too_small(evidence: Evidence) -> Judgement:
         facts.append(f"SMs are active {percent(sm_active / 100)} of the time that a kernel runs")
     facts.append(f"{percent(vram_share)} of the GPU's memory is in use")
     where = evidence.loader.where if evidence.loader else None
-    predicted = by_removing(evidence.active_share(cost_s), limits.recovered_low)
+    predicted = by_removing(evidence.share(cost_s), limits.recovered_low)
     return found(evidence, "batch_too_small", cost_s, facts, _larger_batch(evidence), where, predicted)
 
 
@@ -102,7 +100,7 @@ def precision_unused(evidence: Evidence) -> Judgement:
     elif not on_tensor_cores:
         fix += ', or at least allow TF32: torch.set_float32_matmul_precision("high")'
     fix += ". It changes the rounding of what is trained, so compare the loss."
-    share = evidence.active_share(compute_s)
+    share = evidence.share(compute_s)
     speed = limits.tf32_to_half_speed if on_tensor_cores else limits.fp32_to_half_speed
     predicted = by_speeding_up(share, *speed)
     # What it costs is what the faster arithmetic would save at the cautious end.
@@ -121,7 +119,7 @@ def padding_waste(evidence: Evidence) -> Judgement:
     padding = evidence.loader.padding_share
     limits = evidence.thresholds
     cost_s = evidence.buckets.compute_s * padding
-    if padding < limits.padding_share or evidence.active_share(cost_s) < limits.warn_share / 2:
+    if padding < limits.padding_share or evidence.share(cost_s) < limits.warn_share / 2:
         return None
     facts = [
         f"{percent(padding)} of what the batches hold is padding",
@@ -134,7 +132,7 @@ def padding_waste(evidence: Evidence) -> Judgement:
             "smaller batch size. Both change what is trained."
         )
         return found(evidence, "padding_waste", cost_s, facts, fix, evidence.loader.where, None)
-    predicted = by_removing(evidence.active_share(cost_s), limits.recovered_low)
+    predicted = by_removing(evidence.share(cost_s), limits.recovered_low)
     if evidence.loader.dataset == _WITHOUT_RESIDENCY and evidence.run.run.asked.residency == "none":
         fix = "Leave out residency: none. Then texts of like length share a batch."
         return found(evidence, "padding_waste", cost_s, facts, fix, evidence.loader.where, predicted)
@@ -152,11 +150,11 @@ def padding_waste(evidence: Evidence) -> Judgement:
 def compute_bound(evidence: Evidence) -> Judgement:
     """The job computes most of its time: the healthy end, with the word on whether a full GPU is really full."""
     compute_s = evidence.buckets.compute_s
-    share = evidence.active_share(compute_s)
+    share = evidence.share(compute_s)
     if share < evidence.thresholds.compute_dominates:
         return None
     facts = [time_spent(evidence, "compute", compute_s)]
-    reached = share_of_ceiling(evidence)
+    reached = evidence.share_of_ceiling
     if reached is not None and evidence.ceilings.compute_samples_per_s and evidence.throughput.samples_per_s:
         facts.append(
             f"{number(evidence.throughput.samples_per_s)} of at most "
@@ -172,12 +170,6 @@ def compute_bound(evidence: Evidence) -> Judgement:
     return found(evidence, "compute_bound", compute_s, facts, fix, None, None, "info")
 
 
-def share_of_ceiling(evidence: Evidence) -> float | None:
-    """The rate that was reached over the one that compute alone would allow; None when either is unknown."""
-    rate, ceiling = evidence.throughput.samples_per_s, evidence.ceilings.compute_samples_per_s
-    return min(rate / ceiling, 1.0) if rate is not None and ceiling else None
-
-
 def gpu_in_use(evidence: Evidence) -> GpuSummary | None:
     """The GPU of the rank that sets the pace."""
     uuid = evidence.rank.gpu_uuid if evidence.rank else None
@@ -185,7 +177,7 @@ def gpu_in_use(evidence: Evidence) -> GpuSummary | None:
 
 
 def _compute_dominates(evidence: Evidence) -> bool:
-    share = evidence.active_share(evidence.buckets.compute_s)
+    share = evidence.share(evidence.buckets.compute_s)
     return evidence.on_gpu and share >= evidence.thresholds.compute_dominates
 
 
@@ -205,8 +197,6 @@ def _on_off(flag: bool | None) -> str:
     return {None: "unknown", True: "on", False: "off"}[flag]
 
 
-# --------------------------------------------------------------------------- launches, copies, synchronization
-
 # --------------------------------------------------------------------------- copies
 
 
@@ -215,7 +205,7 @@ def transfer_blocking(evidence: Evidence) -> Judgement:
     if not evidence.on_gpu or evidence.rank is None:
         return None
     cost_s = evidence.buckets.transfer_s
-    share = evidence.active_share(cost_s)
+    share = evidence.share(cost_s)
     if share < evidence.thresholds.transfer_share:
         return None
     transfer = evidence.rank.transfer
@@ -284,7 +274,7 @@ def sync_point(evidence: Evidence) -> Judgement:
     if not evidence.on_gpu or evidence.rank is None:
         return None
     cost_s = evidence.buckets.sync_s
-    share = evidence.active_share(cost_s)
+    share = evidence.share(cost_s)
     if share < evidence.thresholds.sync_share:
         return None
     lines = sorted(evidence.rank.sync_lines, key=lambda line: -line.seconds)
@@ -318,7 +308,7 @@ def launch_bound(evidence: Evidence) -> Judgement:
         return None
     if evidence.launch_s is None:
         return Abstention("launch_bound", "the GPU's idle time between kernels")
-    share = evidence.active_share(evidence.launch_s)
+    share = evidence.share(evidence.launch_s)
     if share < evidence.thresholds.launch_share:
         return None
     facts = [time_spent(evidence, "idling between kernels that the host launches too slowly", evidence.launch_s)]

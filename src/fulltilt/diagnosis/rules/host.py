@@ -52,7 +52,7 @@ def host_code(evidence: Evidence) -> Judgement:
     if evidence.on_gpu and launch_s is None and not lines:
         return Abstention("host_code", "what the host did while the GPU idled (launching, or code of the script's own)")
     cost_s = evidence.buckets.host_code_s - (launch_s or 0.0)
-    share = evidence.active_share(cost_s)
+    share = evidence.share(cost_s)
     if share < evidence.thresholds.host_code_share:
         return None
     facts = [time_spent(evidence, "code of the script's own", cost_s)]
@@ -112,7 +112,7 @@ def _speed_up_line(line: HotLine, share: float, seldom: bool) -> str:
 def validation_heavy(evidence: Evidence) -> Judgement:
     """Validation takes so much of the job that validating less often would pay."""
     cost_s = evidence.buckets.validation_s
-    share = evidence.active_share(cost_s)
+    share = evidence.share(cost_s)
     limits = evidence.thresholds
     if share < limits.validation_share:
         return None
@@ -151,7 +151,7 @@ def _validation_loader(evidence: Evidence) -> LoaderRecord | None:
 def checkpoint_stall(evidence: Evidence) -> Judgement:
     """Training stands still while the model is saved."""
     cost_s = evidence.buckets.checkpoint_s
-    share = evidence.active_share(cost_s)
+    share = evidence.share(cost_s)
     limits = evidence.thresholds
     if share < limits.checkpoint_share:
         return None

@@ -6,7 +6,7 @@ would contradict what was tried.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.findings import (
@@ -19,9 +19,8 @@ from fulltilt.diagnosis.findings import (
     rewritten,
     time_spent,
 )
-from fulltilt.diagnosis.live_tuning import changes, live_record, on_trial, settings_words
 from fulltilt.diagnosis.rules.worker_count import gain_without_wait
-from fulltilt.figures import number, percent
+from fulltilt.figures import count, number, percent, times
 from fulltilt.records import Finding, LiveMove, LiveRecord, LoaderRecord, Settings
 
 _INPUT = ("input_serial", "input_cpu_bound", "input_io_bound", "input_handover")
@@ -30,7 +29,7 @@ _OF_THE_LOADER = (*_INPUT, "cpu_oversubscribed")
 
 def as_measured(evidence: Evidence, judgement: Judgement) -> Judgement:
     """A finding about the loader with live tuning's figures and settings in it, where a trial came to its end."""
-    loader, live = evidence.loader, live_record(evidence.rank, evidence.loader)
+    loader, live = evidence.loader, evidence.live
     if not isinstance(judgement, Finding) or loader is None or live is None:
         return judgement
     if judgement.code not in _OF_THE_LOADER:
@@ -108,8 +107,86 @@ def _gain(evidence: Evidence, loader: LoaderRecord, live: LiveRecord) -> Gain | 
         return None
     left_s = loader.batches * live.wait_share / live.batches_per_s
     saved_s = max(evidence.buckets.data_wait_s - left_s, 0.0)
-    return by_removing(evidence.active_share(saved_s), evidence.thresholds.recovered_low)
+    return by_removing(evidence.share(saved_s), evidence.thresholds.recovered_low)
 
 
 def _measured(batches_per_s: float, wait_share: float) -> str:
     return f"{number(batches_per_s)} batches/s, waiting for data in {percent(wait_share)} of the measured time"
+
+
+# --------------------------------------------------------------------------- in words and as settings
+
+Value = str | int | float | bool | None
+
+# torch's own depth of the queue, which a loader without workers does not name.
+_DEFAULT_PREFETCH = 2
+
+
+def changes(live: LiveRecord) -> dict[str, tuple[Value, Value]]:
+    """The settings that live tuning changed, each as it was and as it is; none where it left the loader alone."""
+    if live.state == "left_alone":
+        return {}
+    pairs = {
+        field.name: (getattr(live.before, field.name), getattr(live.settings, field.name)) for field in fields(Settings)
+    }
+    default = {"prefetch_factor": _DEFAULT_PREFETCH}
+    return {
+        name: (before, after)
+        for name, (before, after) in pairs.items()
+        if (before or default.get(name)) != (after or default.get(name))
+    }
+
+
+def on_trial(live: LiveRecord) -> Settings | None:
+    """The settings whose trial had not come to its end when the record was written."""
+    last = live.moves[-1] if live.moves else None
+    return last.settings if last is not None and live.state == "trying" and last.outcome == "trying" else None
+
+
+def settings_words(settings: Settings) -> str:
+    """``4 workers, prefetch 2``."""
+    if not settings.num_workers:
+        return "no workers"
+    pinned = ", pinned" if settings.pin_memory else ""
+    return f"{count('worker', settings.num_workers)}, prefetch {settings.prefetch_factor or _DEFAULT_PREFETCH}{pinned}"
+
+
+def live_settings(live: LiveRecord | None) -> tuple[tuple[str, Value], ...]:
+    """What live tuning did, as settings: ``live.num_workers`` of "0 → 4", and why it stands there."""
+    if live is None:
+        return ()
+    changed = [
+        (f"live.{name}", f"{_plain(before)} → {_plain(after)}") for name, (before, after) in changes(live).items()
+    ]
+    note = (("live.note", live.note),) if live.note else ()
+    why = _on_trial_at_the_end(live) or live.why
+    return (("live", live.state), ("live.why", why), *changed, *note, ("live.moves", len(live.moves)))
+
+
+def live_words(live: LiveRecord) -> str:
+    """What live tuning did, in a few words for a line that has other things to say."""
+    if live.state == "left_alone":
+        return f"live tuning left the loader alone: {live.why}"
+    changed = ", ".join(f"{name} {_plain(before)} → {_plain(after)}" for name, (before, after) in changes(live).items())
+    trial = _on_trial_at_the_end(live)
+    if not changed:
+        return f"live tuning: {trial}" if trial else f"live tuning changed nothing: {live.why}"
+    before, after = live.before_batches_per_s, live.batches_per_s
+    if not before or not after or live.before_wait_share is None or live.wait_share is None:
+        return f"live tuning: {changed}"
+    wait = f"data wait {percent(live.before_wait_share)} → {percent(live.wait_share)} of the measured time"
+    gain = f"{times(after / before)} as many batches a second ({number(after)}), {wait}"
+    return "; ".join(part for part in (f"live tuning: {changed}", gain, trial, live.note) if part)
+
+
+def _on_trial_at_the_end(live: LiveRecord) -> str:
+    settings = on_trial(live)
+    if settings is None:
+        return ""
+    return f"{settings_words(settings)} {'was' if settings.num_workers == 1 else 'were'} on trial at the end"
+
+
+def _plain(value: Value) -> str:
+    if value is None:
+        return "default"
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)

@@ -19,7 +19,7 @@ from fulltilt.diagnosis.findings import (
     time_spent,
 )
 from fulltilt.diagnosis.gpu_summary import clock_ratio, training_samples, use_before_the_job
-from fulltilt.diagnosis.loader_limits import Limit, is_crowded
+from fulltilt.diagnosis.loaders import Limit, is_crowded
 from fulltilt.diagnosis.rules.worker_count import allowed_workers
 from fulltilt.figures import capital, count, cpus, number, percent, size
 from fulltilt.records import Abstention
@@ -129,7 +129,7 @@ def cpu_oversubscribed(evidence: Evidence) -> Judgement:
     taken_s = evidence.workers.process_cpu_s if evidence.workers and not evidence.on_gpu else 0.0
     computing_s = min(evidence.buckets.compute_s * supply.queueing_share, taken_s)
     cost_s = evidence.buckets.data_wait_s * supply.queueing_share + computing_s
-    share = evidence.active_share(cost_s)
+    share = evidence.share(cost_s)
     if share < limits.data_wait_share:
         return None
     rate = evidence.delivered_samples_per_s
@@ -184,7 +184,7 @@ def throttled(evidence: Evidence) -> Judgement:
         if hot
         else "Give the GPU its power: raise the limit (nvidia-smi -pl), check the supply and its cables."
     ) + " Until then its timings say nothing about the job."
-    compute_share = evidence.active_share(evidence.buckets.compute_s)
+    compute_share = evidence.share(evidence.buckets.compute_s)
     predicted = by_speeding_up(compute_share, 1.0, 1 / clock) if clock else None
     return found(evidence, "throttled", share * evidence.buckets.compute_s, facts, fix, None, predicted)
 
@@ -222,7 +222,7 @@ def gpu_shared(evidence: Evidence) -> Judgement:
         if use_pct < evidence.thresholds.idle_gpu_pct:
             return found(evidence, "gpu_shared", 0.0, facts, fix, severity="info")
     taken = len(others) / (len(others) + 1)
-    share = evidence.active_share(evidence.buckets.compute_s) * taken
+    share = evidence.share(evidence.buckets.compute_s) * taken
     cost_s = evidence.buckets.compute_s * taken
     return found(evidence, "gpu_shared", cost_s, facts, fix, None, gain(1.0, amdahl(share)), "warn")
 

@@ -35,7 +35,7 @@ def straggler(evidence: Evidence) -> Judgement:
     if slowest is None or not others:
         return None
     waits_s = sum(rank.waits_s for rank in others) / len(others)
-    share = evidence.active_share(waits_s)
+    share = evidence.share(waits_s)
     if share < evidence.thresholds.straggler_share:
         return None
     cause, excess_s = _what_differs(slowest, others)
@@ -59,7 +59,7 @@ def communication_bound(evidence: Evidence) -> Judgement:
         return lacking
     # The slowest rank waits for nobody: what it spends on the exchange is the exchange itself.
     exposed_s = min((rank.buckets.communication_s for rank in evidence.ranks), default=0.0)
-    share = evidence.active_share(exposed_s)
+    share = evidence.share(exposed_s)
     if share < evidence.thresholds.communication_share or evidence.rank is None:
         return None
     facts = [time_spent(evidence, "exchanging gradients, not hidden behind backward,", exposed_s)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.findings import Gain, amdahl, by_removing, by_speeding_up, gain
-from fulltilt.diagnosis.loader_limits import Supply
+from fulltilt.diagnosis.loaders import Supply
 from fulltilt.records import Abstention, FindingCode
 
 
@@ -52,7 +52,7 @@ def plan_workers(evidence: Evidence) -> WorkerPlan | None:
     cautious, hopeful = (full_cpu_rate(evidence, supply, rate, threads) / rate for threads in _threads(evidence))
     # Whatever the error of the rates: no loader wins more than the time that training waits for it.
     least, most = min(low, cautious) * (1 - limits.rate_error), min(high, hopeful) * (1 + limits.rate_error)
-    predicted = by_speeding_up(evidence.active_share(evidence.drawing_s), *gain(least, most, cap=unhindered))
+    predicted = by_speeding_up(evidence.share(evidence.drawing_s), *gain(least, most, cap=unhindered))
     return WorkerPlan(supply.workers, needed, allowed, advised, predicted)
 
 
@@ -127,12 +127,12 @@ def gain_without_wait(evidence: Evidence) -> Gain:
 
     With several loaders the cautious end is nothing: the wait may be for the others.
     """
-    share = evidence.active_share(evidence.buckets.data_wait_s)
+    share = evidence.share(evidence.buckets.data_wait_s)
     return by_removing(share, 0.0 if _several_loaders(evidence) else evidence.thresholds.recovered_low)
 
 
 def _several_loaders(evidence: Evidence) -> bool:
-    return evidence.rank is not None and sum(loader.role == "train" for loader in evidence.rank.loaders) > 1
+    return len(evidence.training_loaders) > 1
 
 
 def workers_unmeasured(evidence: Evidence, code: FindingCode) -> Abstention:

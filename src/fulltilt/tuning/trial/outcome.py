@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from statistics import fmean, pvariance
 from typing import Literal
 
-from fulltilt.diagnosis.evidence import Evidence, gather, invalid_because, precision_name
+from fulltilt.diagnosis.evidence import Evidence, gather, invalid_because
 from fulltilt.diagnosis.thresholds import DEFAULT
 from fulltilt.records import LoaderRecord, RankRecord, Run, Settings, Trial
 from fulltilt.tuning.space import Attempt, is_loader_only
@@ -93,7 +93,7 @@ def in_force(evidence: Evidence | None, asked: Settings, studied: TrainingLoader
         torch_threads=evidence.rank.torch_threads,
         batch_size=loader.batch_size if loader else None,
         accumulation=max(1, round(batches / steps)) if steps else None,
-        precision=asked.precision or (precision_name(precision) if precision else None),
+        precision=asked.precision or (precision.name if precision else None),
         compile=bool(asked.compile) or (precision.compiled if precision else None),
     )
 

@@ -1,4 +1,4 @@
-"""How the training loader keeps up: what a batch costs, and which part of the loader sets its rate.
+"""The loaders of a job: those of one line joined, what a batch costs, and which part of a loader sets its rate.
 
 Exactly one part does, so the causes exclude each other. Workers with nothing to do are not the limit: then it is the
 way from them to the training thread. Workers that queue for a CPU are too many. All others either compute or wait.
@@ -6,12 +6,90 @@ way from them to the training thread. Workers that queue for a CPU are too many.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from fulltilt.diagnosis.ledger import Spans, paused_s, rare_host_code_s, sum_buckets
 from fulltilt.diagnosis.thresholds import Thresholds
-from fulltilt.records import LiveRecord, LoaderRecord, WorkerRecord
+from fulltilt.records import HotLine, LiveRecord, LoaderRecord, RankRecord, WorkerRecord
+
+# --------------------------------------------------------------------------- loaders of one line
+
+# Two that a line makes may be drawn from side by side (labelled and unlabelled), or be two stages.
+SIDE_BY_SIDE = 2
+_SUMS = ("constructed", "passes", "batches", "eval_batches", "samples", "wait_s", "wait_cpu_s")
+_WORKER_SUMS = ("batches", "fetch_s", "fetch_cpu_s", "cpu_wait_s", "idle_s", "process_cpu_s", "read_bytes")
+
+
+def one_loader_a_line(rank: RankRecord) -> RankRecord:
+    """The rank with the loaders joined that a line made for one pass each, as a curriculum does, and their workers."""
+    lines: dict[tuple[str, int], list[LoaderRecord]] = {}
+    for loader in rank.loaders:
+        if loader.role == "train" and loader.made_by is None and loader.where and loader.passes <= loader.constructed:
+            lines.setdefault((loader.where, loader.num_workers), []).append(loader)
+    for same in lines.values():
+        if len(same) > SIDE_BY_SIDE:
+            one, work = joined(rank, same)
+            others = [loader for loader in same if loader.loader_id != one.loader_id]
+            rank = replace(
+                rank,
+                loaders=tuple(one if x.loader_id == one.loader_id else x for x in rank.loaders if x not in others),
+                workers=(*(x for x in rank.workers if x.loader_id not in {y.loader_id for y in same}), *work),
+            )
+    return rank
+
+
+def joined(rank: RankRecord, same: Sequence[LoaderRecord]) -> tuple[LoaderRecord, tuple[WorkerRecord, ...]]:
+    """Several loaders as if they were one, and the record of all their workers, if there is any."""
+    first = same[0]
+    # The first wait of each later one is that for another pass.
+    restart_s = sum(loader.restart_s for loader in same) + sum(loader.first_wait_s for loader in same[1:])
+    loader = replace(
+        same[-1],
+        loader_id=first.loader_id,
+        first_wait_s=first.first_wait_s,
+        restart_s=restart_s,
+        batch_bytes=_largest(same, "batch_bytes"),
+        sampler_lines=joined_lines(line for loader in same for line in loader.sampler_lines),
+        **{name: _sum(same, name) for name in _SUMS},
+    )
+    ids = {one.loader_id for one in same}
+    records = [record for record in rank.workers if record.loader_id in ids]
+    if not records:
+        return loader, ()
+    work = WorkerRecord(
+        loader_id=first.loader_id,
+        processes=max(record.processes for record in records),
+        lines=joined_lines(line for record in records for line in record.lines),
+        pss_bytes=_largest(records, "pss_bytes"),
+        **{name: _sum(records, name) for name in _WORKER_SUMS},
+    )
+    return loader, (work,)
+
+
+def joined_lines(lines: Iterable[HotLine]) -> tuple[HotLine, ...]:
+    """The same line met several times as one, the costliest first."""
+    total: dict[tuple[str, str, str | None], HotLine] = {}
+    for line in lines:
+        key = (line.where, line.function, line.call)
+        known = total.get(key)
+        total[key] = line if known is None else replace(known, seconds=known.seconds + line.seconds)
+    return tuple(sorted(total.values(), key=lambda line: -line.seconds))
+
+
+def _sum(records: Sequence[LoaderRecord | WorkerRecord], name: str) -> Any:
+    """The sum; None where one of them was not measured."""
+    values = [getattr(record, name) for record in records]
+    return None if None in values else sum(values)
+
+
+def _largest(records: Sequence[LoaderRecord | WorkerRecord], name: str) -> int | None:
+    return max((value for record in records if (value := getattr(record, name)) is not None), default=None)
+
+
+# --------------------------------------------------------------------------- what sets the rate of the input
 
 
 class Limit(Enum):
