@@ -227,12 +227,3 @@ def test_a_tokenizer_without_ids_is_told_and_arrays_will_do(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(MachineError, match="cannot be written"):
         made.save(tmp_path / "file" / "tokens")
-
-
-@pytest.mark.parametrize("seed", [-5, 2**63, 2**70])
-def test_a_copy_of_a_loader_serves_the_same_with_a_seed_of_any_size(seed):
-    loader = feed.text([[number] for number in range(1, 30)], batch_size=4, seed=seed)
-    list(loader)
-    other = pickle.loads(pickle.dumps(loader))
-    got, expected = ([batch["input_ids"].tolist() for batch in one] for one in (other, loader))
-    assert got == expected

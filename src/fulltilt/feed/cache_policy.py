@@ -200,7 +200,7 @@ class SampleCache:
             return store, ""
         if tier == "disk":
             named = self._cache_key is not None
-            key = CacheKey(f"{type(self.dataset).__name__} {self._cache_key or ''}".strip(), {}, reusable=named)
+            key = CacheKey(f"{type(self.dataset).__name__} {self._cache_key or ''}".strip(), "", reusable=named)
             cache, how = open_cache(
                 self._cache_dir, key, self.layout, self.samples, limit_bytes=self._cache_limit_bytes
             )

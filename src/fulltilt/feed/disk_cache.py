@@ -68,18 +68,18 @@ class CacheFull(Exception):  # noqa: N818 - an event; the job goes on without th
 
 @dataclass(frozen=True)
 class CacheKey:
-    """What a cache was made for. ``label`` names the data set; ``parts`` are digests of what it was made from.
+    """What a cache was made for: ``label`` names the data set, ``made_from`` what of it (files, arguments).
 
     Only a ``reusable`` one is looked for by the next run.
     """
 
     label: str
-    parts: dict[str, str]
+    made_from: str
     reusable: bool
 
     def folder_name(self, layout: Layout, samples: int) -> str:
         """The same for equal keys, layouts and numbers of samples."""
-        named = (FORMAT, self.label, sorted(self.parts.items()), layout.describe(), samples)
+        named = (FORMAT, self.label, self.made_from, layout.describe(), samples)
         return hashlib.blake2b(repr(named).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
@@ -93,7 +93,6 @@ class CacheEntry:
     size_bytes: int
     complete: bool
     used_at_s: float
-    parts: dict[str, str]
     in_use: bool
 
 
@@ -236,8 +235,8 @@ def _read_entry(folder: Path) -> CacheEntry | None:
     header = read_header(folder)
     if header is None:
         return None
-    label, samples, parts = header.get("label", "?"), header.get("samples", 0), header.get("parts", {})
-    if type(samples) is not int or not isinstance(parts, dict):
+    samples = header.get("samples", 0)
+    if type(samples) is not int:
         return None
     try:
         # Blocks, not length: a half-written file is sparse.
@@ -247,7 +246,8 @@ def _read_entry(folder: Path) -> CacheEntry | None:
         return None
     with _lock_alone(folder) as alone:
         in_use = not alone
-    return CacheEntry(folder, str(label), samples, size, not folder.name.endswith(PARTIAL), used, parts, in_use)
+    label = str(header.get("label", "?"))
+    return CacheEntry(folder, label, samples, size, not folder.name.endswith(PARTIAL), used, in_use)
 
 
 def _open_file(folder: Path, name: str, flags: int) -> int:
@@ -266,22 +266,8 @@ def _open_file(folder: Path, name: str, flags: int) -> int:
     return fd
 
 
-def _lock_shared(folder: Path) -> int | None:
-    """A descriptor that marks the cache as in use until it is closed (the kernel does so at a kill too)."""
-    return _lock(folder, shared=True)
-
-
-@contextlib.contextmanager
-def _lock_alone(folder: Path) -> Iterator[bool]:
-    fd = _lock(folder, shared=False)
-    try:
-        yield fd is not None
-    finally:
-        if fd is not None:
-            os.close(fd)
-
-
 def _lock(folder: Path, *, shared: bool) -> int | None:
+    """A descriptor that marks the cache as in use until it is closed (the kernel does so at a kill too)."""
     try:
         fd = _open_file(folder, HEADER, os.O_RDONLY)
     except OSError:
@@ -293,6 +279,16 @@ def _lock(folder: Path, *, shared: bool) -> int | None:
         os.close(fd)
         return None
     return fd
+
+
+@contextlib.contextmanager
+def _lock_alone(folder: Path) -> Iterator[bool]:
+    fd = _lock(folder, shared=False)
+    try:
+        yield fd is not None
+    finally:
+        if fd is not None:
+            os.close(fd)
 
 
 # --------------------------------------------------------------------------- one cache
@@ -411,7 +407,7 @@ def _open_cache(
     for name, complete in ((final, True), (final + PARTIAL, False)):
         folder = owned.path / name
         writable = all(owned.owns(entry) for entry in (name, f"{name}/{ROWS}", f"{name}/{MARKS}"))
-        lock = _lock_shared(folder) if complete or writable else None
+        lock = _lock(folder, shared=True) if complete or writable else None
         if lock is not None and _fits(folder, samples, layout):
             store = DiskStore(owned, name, samples, layout.row_bytes, lock, keep=True, complete=complete)
             with contextlib.suppress(OSError):  # somebody else's: then it is not for us to say when it was used
@@ -430,7 +426,6 @@ def _open_cache(
         if not owned.remove(name):
             raise CacheFull(f"{folder} was not made by Fulltilt and is left as it is")
     _sweep(owned)
-    stale = _remove_stale(cache_dir, key)
     make_room(cache_dir, samples * (layout.row_bytes + 4), limit_bytes)
     keep = key.reusable
     name = final + PARTIAL if keep else f"{ONE_RUN}{os.getpid()}-{secrets.token_hex(4)}{PARTIAL}"
@@ -439,10 +434,10 @@ def _open_cache(
     except OSError:
         owned.remove(name)
         raise
-    lock = _lock_shared(owned.path / name)
+    lock = _lock(owned.path / name, shared=True)
     assert lock is not None
     store = DiskStore(owned, name, samples, layout.row_bytes, lock, keep=keep, complete=False)
-    return store, found_damaged or stale or "new"
+    return store, found_damaged or "new"
 
 
 def _create(owned: OwnedFolder, name: str, key: CacheKey, layout: Layout, samples: int) -> None:
@@ -450,7 +445,6 @@ def _create(owned: OwnedFolder, name: str, key: CacheKey, layout: Layout, sample
     header = {
         "format": FORMAT,
         "label": key.label,
-        "parts": key.parts,
         "samples": samples,
         "row_bytes": layout.row_bytes,
         "layout": layout.describe(),
@@ -494,21 +488,6 @@ def _drop_torn_rows(store: DiskStore) -> int:
             _write_fully(store._marks_fd, bytes(4), index * 4)
             dropped += 1
     return dropped
-
-
-def _remove_stale(cache_dir: Path, key: CacheKey) -> str | None:
-    """Delete caches of the same data set whose files or code have changed; says what was found."""
-    told = None
-    for entry in list_caches(cache_dir):
-        if entry.label != key.label or not key.reusable:
-            continue
-        changed = [name for name, digest in key.parts.items() if entry.parts.get(name) != digest]
-        if not changed:
-            continue  # another process has just completed it
-        # Other arguments make another data set, such as the validation part of the same folder: its cache stays.
-        kept = "arguments" in changed or not remove(entry)
-        told = f"new; the one there {'is another' if kept else 'was refused as stale'} ({', '.join(changed)} changed)"
-    return told
 
 
 # --------------------------------------------------------------------------- bytes

@@ -8,7 +8,6 @@ Streamed: blocks are drawn in random order, a group of them is mixed, and the ne
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -209,11 +208,10 @@ class Hdf5Loader:
         files = [(name, status.st_size, status.st_mtime_ns) for name, status in found]
         columns = []
         for column in self.source.columns:
-            parts = {"files": _digest(files), "arguments": _digest((self._blocks, column))}
-            made_from = CacheKey(f"HDF5 {self.source.files[0]} {column.key}", parts, reusable=True)
+            key = CacheKey(f"HDF5 {files[0][0]} {column.key}", repr((files, self._blocks, column)), reusable=True)
             layout = layout_of(torch.empty(self._reader.rows * column.row_bytes, dtype=torch.uint8))
             with self._disk_errors():
-                self._stores.append(open_cache(self._cache_dir, made_from, layout, len(self._blocks))[0])
+                self._stores.append(open_cache(self._cache_dir, key, layout, len(self._blocks))[0])
             columns.append(self._stores[-1].rows.view(-1).view(column.dtype).view(-1, *column.shape))
         return columns
 
@@ -399,10 +397,6 @@ def _enter_thread(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # a thread begins with the first device, whichever the process uses
         cuda_capture.use_thread_local_mode()
-
-
-def _digest(value: Any) -> str:
-    return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
 
 
 hdf5 = Hdf5Loader

@@ -210,78 +210,43 @@ class BlockReader:
         return {**vars(self), "_open": {}, "_pid": -1}
 
 
-# ----------------------------------------------------------------- what cannot be used
-
-
 def _column(file: Any, name: str, key: str) -> Column:
-    import h5py
     import numpy
 
     if key not in file:
         raise UsageError(f"{name} has no key {key!r}", f"It has: {', '.join(sorted(file)) or 'none'}.")
-    try:
-        data = file[key]
-    except KeyError:
-        link = file.get(key, getlink=True)
-        if not isinstance(link, h5py.ExternalLink):
-            raise
-        what = f"{name}: {key!r} is a link to {link.path!r} in {link.filename}, which cannot be opened"
-        raise DataError(what, _BRING) from None
-    if hasattr(data, "keys"):
-        inside = ", ".join(f"{key}/{inner}" for inner in sorted(data)) or "nothing"
-        raise UsageError(f"{name}: {key!r} is not an array of rows, but a group", f"It holds: {inside}.")
-    if not getattr(data, "shape", None):  # a single value, a type, or nothing at all
-        raise UsageError(f"{name}: {key!r} is not an array of rows, but a single value", "Give another key.")
-    if data.is_virtual:
-        _refuse_missing_sources(data, name, key)
+    data = file[key]
+    if not getattr(data, "shape", None):
+        inside = (
+            f"It holds: {', '.join(f'{key}/{inner}' for inner in sorted(data))}." if hasattr(data, "keys") else None
+        )
+        raise UsageError(f"{name}: {key!r} is not an array of rows, but a group or a single value", inside)
+    for source in data.virtual_sources() if data.is_virtual else ():
+        _refuse_missing(name, key, source.file_name, source.dset_name)
     try:
         # Whatever the byte order of the file, rows are read in that of the machine.
         dtype = torch.from_numpy(numpy.empty(0, dtype=data.dtype.newbyteorder("="))).dtype
     except TypeError as error:
-        kind, remedy = _no_numbers(data.dtype)
-        raise DataError(f"{name}: {key!r} holds {kind}, not numbers of one kind", remedy) from error
+        raise DataError(
+            f"{name}: {key!r} holds {data.dtype}, not numbers of one kind and rows of one length",
+            "Store it as integers or floating-point numbers, padded to one length, or give another key.",
+        ) from error
     shape = tuple(int(size) for size in data.shape[1:])
     if 0 in shape:
-        whole = " × ".join(str(size) for size in data.shape)
-        raise DataError(f"{name}: {key!r} holds no value in its rows: its shape is {whole}", "Give another key.")
+        raise DataError(f"{name}: {key!r} holds no value in its rows: its shape is {data.shape}", "Give another key.")
     row_bytes = math.prod(shape) * int(data.dtype.itemsize)
     return Column(key, shape, dtype, row_bytes, int(data.chunks[0]) if data.chunks else 1)
 
 
-def _no_numbers(dtype: Any) -> tuple[str, str]:
-    """What an array that torch cannot have holds, and what to do about it."""
-    import h5py
-
-    if h5py.check_string_dtype(dtype) is not None:
-        return "strings", "Store numbers in their place, such as 0 and 1 for two labels, or give another key."
-    if h5py.check_vlen_dtype(dtype) is not None:
-        return "rows of differing length", "Pad them to one length, or give another key."
-    if dtype.names:
-        named = f"records of {', '.join(dtype.names)}"
-        return named, "Store each of these as an array of its own, or give another key."
-    return str(dtype), "Store it as integers or floating-point numbers, or give another key."
-
-
-def _refuse_missing_sources(data: Any, name: str, key: str) -> None:
+def _refuse_missing(name: str, key: str, other: str, inner: str) -> None:
     """Raise DataError where a virtual data set takes rows from what is not there: the library would give zeros."""
-    import h5py
-
-    beside = Path(name).parent
-    prefix = os.environ.get("HDF5_VDS_PREFIX", "").replace("${ORIGIN}", str(beside))
-    for source in data.virtual_sources():
-        other, inner = source.file_name, source.dset_name
-        # "." is the file itself; with %b the library counts through as many files as there are.
-        if other == "." or "%b" in other:
-            continue
-        # The places where the library looks, in its order.
-        places = [Path(other), *([Path(prefix) / other] if prefix else []), beside / other, beside / Path(other).name]
-        found = next((place for place in places if place.exists()), None)
-        if found is None:
-            raise DataError(f"{name}: rows of {key!r} come from {other}, which is not there", _BRING)
-        try:
-            with h5py.File(found, "r") as opened:
-                absent = "%b" not in inner and inner not in opened
-        except OSError as error:
-            raise DataError(f"{name}: rows of {key!r} come from {found}, which cannot be read: {error}") from error
-        if absent:
-            raise DataError(f"{name}: rows of {key!r} come from {inner!r} in {found}, which has no such key")
+    if other == "." or "%b" in other + inner:  # the file itself; as many files as there are
+        return
+    found = next((path for path in (Path(other), Path(name).parent / other) if path.exists()), Path(other))
+    try:
+        with require_h5py().File(found, "r") as opened:
+            opened[inner]
+    except (OSError, KeyError) as error:
+        raise DataError(
+            f"{name}: rows of {key!r} come from {inner!r} in {other}, which is not there", _BRING
+        ) from error

@@ -11,17 +11,9 @@ Item = TypeVar("Item")
 
 def progress(items: Iterable[Item], total: int, label: str, *, shown: bool | None = None) -> Iterator[Item]:
     """``items``, with a bar on stderr that counts them. ``shown`` None: only on a terminal."""
-    if shown is None:
-        shown = sys.stderr.isatty()
-    if not shown:
-        yield from items
-        return
+    if not (sys.stderr.isatty() if shown is None else shown):
+        return iter(items)
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import track
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=total)
-        for item in items:
-            yield item
-            bar.advance(task)
+    return iter(track(items, label, total, console=Console(stderr=True), transient=True))

@@ -6,14 +6,16 @@ is assembled by one gather and its tensors are cut out of it without touching a 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 _IMAGE_MODES = {"RGB": 3, "L": 1, "RGBA": 4}
 
@@ -31,22 +33,11 @@ class Leaf:
     dtype: torch.dtype
     offset: int
     nbytes: int
-    kind: str  # "tensor", "array", "image:RGB", "int", "float" or "bool"
-    wrapper: type | None = None  # a tensor subclass (torchvision's tv_tensors), needed by transforms that look at it
-    stacked: type | None = None  # what torch makes of several: that subclass again, or a plain tensor
+    stacked: type | None = None  # what torch makes of several of a tensor subclass: that subclass, or a plain tensor
 
     def describe(self) -> str:
         """The leaf in words, for messages and for the key of a cache."""
-        return f"{self.path or 'sample'}: {self.kind} {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
-
-
-def stacked_type(value: torch.Tensor) -> type | None:
-    """The subclass that torch makes of several such values; None for a plain tensor."""
-    try:
-        made = type(torch.stack([value, value]))
-    except Exception:  # the subclass's own code
-        return None
-    return None if made is torch.Tensor else made
+        return f"{self.path or 'sample'}: {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -65,17 +56,6 @@ def is_image(value: Any) -> bool:
 def _is_array(value: Any) -> bool:
     module = sys.modules.get("numpy")
     return module is not None and isinstance(value, module.ndarray | module.generic)
-
-
-def kind_of(value: Any) -> str:
-    """What a value is, as ``Leaf.kind`` has it."""
-    if isinstance(value, torch.Tensor):
-        return "tensor"
-    if is_image(value):
-        return f"image:{value.mode}"
-    if _is_array(value):
-        return "array"
-    return type(value).__name__
 
 
 def as_tensor(value: Any, path: str) -> torch.Tensor:
@@ -135,7 +115,7 @@ class ShapeChanged(Exception):  # noqa: N818 - a verdict about a sample, caught 
 class Layout:
     """The structure shared by all samples of a data set."""
 
-    skeleton: Any
+    structure: pytree.TreeSpec
     leaves: tuple[Leaf, ...]
     row_bytes: int
 
@@ -145,26 +125,17 @@ class Layout:
 
     def pack(self, sample: Any, row: torch.Tensor) -> None:
         """Write ``sample`` into ``row`` (uint8). Raises ShapeChanged or Unstorable."""
-        values = self._in_order(list(_flatten(sample, "")))
-        for leaf, (path, value) in zip(self.leaves, values, strict=True):
-            tensor = as_tensor(value, path)
-            if path != leaf.path or tensor.shape != leaf.shape or tensor.dtype != leaf.dtype:
-                found = f"{path or 'sample'} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        try:
+            values = self.structure.flatten_up_to(sample)  # the order of a dict's keys is no part of its shape
+        except ValueError as error:
+            raise ShapeChanged(f"its parts are others: {error}") from error
+        for leaf, value in zip(self.leaves, values, strict=True):
+            tensor = as_tensor(value, leaf.path)
+            if tensor.shape != leaf.shape or tensor.dtype != leaf.dtype:
+                found = f"{leaf.path or 'sample'} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
                 raise ShapeChanged(f"{found} instead of {leaf.describe()}")
             if leaf.nbytes:
                 row[leaf.offset : leaf.offset + leaf.nbytes].copy_(bytes_of(tensor))
-
-    def _in_order(self, values: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-        """The parts of a sample as the first one had them: the order of a dict's keys is no part of its shape."""
-        if len(values) != len(self.leaves):
-            raise ShapeChanged(f"it has {len(values)} parts instead of {len(self.leaves)}")
-        if all(path == leaf.path for leaf, (path, _) in zip(self.leaves, values, strict=True)):
-            return values
-        named = dict(values)
-        return [
-            (leaf.path, named[leaf.path]) if leaf.path in named else pair
-            for leaf, pair in zip(self.leaves, values, strict=True)
-        ]
 
     def split(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """The leaves of a batch as views into its packed ``rows``: one tensor [batch, *shape] for each leaf."""
@@ -181,34 +152,45 @@ class Layout:
 
     def build(self, leaves: list[Any]) -> Any:
         """A sample of the data set's own structure from its leaves."""
-        return _build(self.skeleton, iter(leaves))
+        return pytree.tree_unflatten(leaves, self.structure)
 
     def build_batch(self, leaves: list[Any]) -> Any:
         """A batch from its leaves, in the structure that torch's DataLoader gives it: tuples have become lists."""
-        typed = (
-            part if leaf.stacked is None else part.as_subclass(leaf.stacked)
-            for leaf, part in zip(self.leaves, leaves, strict=True)
+        parts = zip(self.leaves, leaves, strict=True)
+        return _with_lists(
+            self.build([p if leaf.stacked is None else p.as_subclass(leaf.stacked) for leaf, p in parts])
         )
-        return _build(self.skeleton, typed, list)
+
+
+def _with_lists(value: Any) -> Any:
+    if type(value) in (tuple, list):
+        return [_with_lists(item) for item in value]
+    if isinstance(value, tuple):
+        return type(value)(*map(_with_lists, value))
+    if isinstance(value, dict):
+        for key in value:
+            value[key] = _with_lists(value[key])
+    return value
 
 
 def layout_of(sample: Any) -> Layout:
     """The layout of data set samples that look like ``sample``. Raises Unstorable."""
     leaves: list[Leaf] = []
     offset = 0
-    for path, value in _flatten(sample, ""):
+    values, structure = pytree.tree_flatten_with_path(sample)
+    for keys, value in values:
+        path = pytree.keystr(keys)
         tensor = as_tensor(value, path)
         nbytes = tensor.numel() * tensor.element_size()
-        wrapper = type(value) if isinstance(value, torch.Tensor) and type(value) is not torch.Tensor else None
-        stacked = None if wrapper is None else stacked_type(value)
-        leaves.append(Leaf(path, tuple(tensor.shape), tensor.dtype, offset, nbytes, kind_of(value), wrapper, stacked))
+        stacked = None
+        if isinstance(value, torch.Tensor) and type(value) is not torch.Tensor:
+            with contextlib.suppress(Exception):  # the subclass's own code
+                stacked = type(torch.stack([value, value]))
+        leaves.append(Leaf(path, tuple(tensor.shape), tensor.dtype, offset, nbytes, stacked))
         offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
     if not leaves:
         raise Unstorable(f"a sample is {type(sample).__name__} without any tensor in it")
-    names = Counter(leaf.path for leaf in leaves)
-    if len(names) < len(leaves):  # the keys 1 and "1", say: nobody could tell them apart when they change places
-        raise Unstorable(f"two parts of a sample are called {names.most_common(1)[0][0]}")
-    return Layout(_skeleton(sample), tuple(leaves), max(offset, ALIGNMENT))
+    return Layout(structure, tuple(leaves), max(offset, ALIGNMENT))
 
 
 def same_sample(left: Any, right: Any) -> bool:
@@ -221,52 +203,6 @@ def same_sample(left: Any, right: Any) -> bool:
     except ShapeChanged:
         return False
     return torch.equal(first, second)
-
-
-# --------------------------------------------------------------------------- nesting
-
-
-def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _flatten(item, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, tuple | list):
-        for number, item in enumerate(value):
-            yield from _flatten(item, f"{path}[{number}]")
-    else:
-        yield path, value
-
-
-def _skeleton(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        items = {key: _skeleton(item) for key, item in value.items()}
-        return items if type(value) is dict else _Mapped(mapping_like(value), items)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return _Named(type(value), tuple(_skeleton(item) for item in value))
-    if isinstance(value, tuple):
-        return tuple(_skeleton(item) for item in value)
-    if isinstance(value, list):
-        entries = [_skeleton(item) for item in value]
-        return entries if type(value) is list else _Listed(type(value), entries)
-    return None
-
-
-@dataclass(frozen=True)
-class _Named:
-    cls: Callable[..., Any]
-    items: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class _Listed:
-    cls: type
-    items: list[Any]
-
-
-@dataclass(frozen=True)
-class _Mapped:
-    make: Callable[[dict[Any, Any]], Any]
-    items: dict[Any, Any]
 
 
 def mapping_like(value: Mapping[Any, Any]) -> Callable[[dict[Any, Any]], Any]:
@@ -298,19 +234,3 @@ def sequence_of(cls: type, items: list[Any]) -> Any:
         return cls(items)
     except Exception:
         return tuple(items) if issubclass(cls, tuple) else items
-
-
-def _build(skeleton: Any, leaves: Iterator[Any], for_tuple: type = tuple) -> Any:
-    if isinstance(skeleton, dict):
-        return {key: _build(item, leaves, for_tuple) for key, item in skeleton.items()}
-    if isinstance(skeleton, _Mapped):
-        return skeleton.make({key: _build(item, leaves, for_tuple) for key, item in skeleton.items.items()})
-    if isinstance(skeleton, _Named):
-        return skeleton.cls(*(_build(item, leaves, for_tuple) for item in skeleton.items))
-    if isinstance(skeleton, _Listed):
-        return sequence_of(skeleton.cls, [_build(item, leaves, for_tuple) for item in skeleton.items])
-    if isinstance(skeleton, tuple):
-        return for_tuple(_build(item, leaves, for_tuple) for item in skeleton)
-    if isinstance(skeleton, list):
-        return [_build(item, leaves, for_tuple) for item in skeleton]
-    return next(leaves)

@@ -1,21 +1,19 @@
 """``stage_dir``: a data folder copied to tmpfs or a local disk when that pays, checked, resumable and cleaned up.
 
-    <stage>/<name>-<key>/files/…       the copy
-    <stage>/<name>-<key>/staged.jsonl  one line for each file that is whole: path, size, time, checksum
-    <stage>/<name>-<key>/.fulltilt     the marker: what Fulltilt has put there, and may delete
+    <stage>/<name>-<key>/files/…    the copy
+    <stage>/<name>-<key>/.fulltilt  the marker: what Fulltilt has put there, and may delete
 
-A file is written beside its place and renamed, and its line is appended after that: whatever ends the copying, the
-next run goes on with the files that have no line.
+A file is written beside its place, gets the time of its original and is renamed: whatever ends the copying, the next
+run goes on with the files whose size or time differs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import queue
-import zlib
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,11 +27,10 @@ from fulltilt.probes.storage import read_storage
 from fulltilt.records import StorageReading
 from fulltilt.store.owned_folder import OwnedFolder
 
-_LINES, _FILES = "staged.jsonl", "files"
+_FILES = "files"
 # Left free on the stage, for everybody else: a full /dev/shm breaks DataLoader workers, a full tmpfs takes the RAM.
 _SPARE_SHARE = 0.1
 _COPIERS = 8
-_PIECE = 4 * 1024**2
 
 
 @dataclass(frozen=True)
@@ -96,9 +93,15 @@ def stage_dir(
         reason = verdict.reason
     else:
         reason = "asked for"
-    files = _files_of(source)
-    target = stage_path / f"{source.name}-{_key(source)}"
-    _check_space(sum(size for _, size, _ in files), target, free)
+    files = list(_files_below(source))
+    key = hashlib.blake2b(str(source.resolve()).encode(), digest_size=6).hexdigest()
+    target = stage_path / f"{source.name}-{key}"
+    need = sum(size for _, size, _ in _missing(target, files))
+    if free is not None and need > free * (1 - _SPARE_SHARE):
+        raise MachineError(
+            f"staging needs {in_words(need)}; {stage_path} has {in_words(free)} free",
+            "Stage to a larger file system, or train from the original folder.",
+        )
     copied = _copy_all(source, target, files, shown)
     return StagedFolder(target / _FILES, target, f"{reason}; {copied} of {len(files)} files copied")
 
@@ -133,34 +136,35 @@ class StagedFolder:
 _File = tuple[str, int, int]  # path relative to the folder, size, modification time in ns
 
 
-def _files_of(folder: Path) -> list[_File]:
-    found = []
-    for name in files_below(str(folder)):
-        path = Path(name)
-        with contextlib.suppress(OSError):  # a dangling link is not data
-            status = path.stat()
-            found.append((str(path.relative_to(folder)), status.st_size, status.st_mtime_ns))
-    return found
-
-
 def _copy_all(source: Path, target: Path, files: list[_File], shown: bool | None) -> int:
     # In /dev/shm everybody may write: the folder has to be this user's alone.
     owned = OwnedFolder.claim_private(target, "staged copy", flag="stage")
-    done = dict(_whole_files(target))
-    missing = [file for file in files if done.get(file[0]) != (file[1], file[2])]
+    unfinished = [target / f"copying-{number}" for number in range(_COPIERS)]
     places: queue.SimpleQueue[Path] = queue.SimpleQueue()
-    names = [target / f"copying-{os.getpid()}-{number}" for number in range(_COPIERS)]
-    for name in names:
-        places.put(name)
-    copied = {parent for file in files for parent in (Path(file[0]), *Path(file[0]).parents)}
+    for place in unfinished:
+        places.put(place)
+
+    def copy(file: _File) -> None:
+        making, (name, size, time_ns) = places.get(), file
+        try:
+            final = target / _FILES / name
+            final.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, making)
+            if making.stat().st_size != size:
+                raise DataError(f"{source / name} did not arrive whole in {target}", "It may be changing meanwhile.")
+            os.utime(making, ns=(time_ns, time_ns))
+            making.replace(final)
+        finally:
+            making.unlink(missing_ok=True)
+            places.put(making)
+
+    copied = {parent for name, _, _ in files for parent in (Path(name), *Path(name).parents)} - {Path()}
     try:
-        owned.reserve(_LINES, _FILES, *names, *(f"{_FILES}/{path}" for path in copied if path != Path()))
-        (target / _FILES).mkdir(exist_ok=True)
-        with (target / _LINES).open("a", encoding="utf-8") as lines, ThreadPoolExecutor(_COPIERS) as copiers:
-            copies = copiers.map(lambda file: _copy_one(source, target / _FILES, file, places), missing)
-            for line in progress(copies, len(missing), f"Staging {source.name}", shown=shown):
-                lines.write(json.dumps(line) + "\n")
-                lines.flush()
+        with owned.locked("", wait=True), ThreadPoolExecutor(_COPIERS) as copiers:
+            missing = _missing(target, files)
+            owned.reserve(_FILES, *unfinished, *(f"{_FILES}/{path}" for path in copied))
+            for _ in progress(copiers.map(copy, missing), len(missing), f"Staging {source.name}", shown=shown):
+                pass
     except OSError as error:
         raise MachineError(
             f"staging to {target} failed: {error.strerror or error}",
@@ -169,83 +173,31 @@ def _copy_all(source: Path, target: Path, files: list[_File], shown: bool | None
     return len(missing)
 
 
-def _copy_one(source: Path, target: Path, file: _File, places: queue.SimpleQueue[Path]) -> dict[str, str | int]:
-    """Copy one file with a checksum taken while reading, and compare what arrived with it."""
-    making = places.get()
-    try:
-        return _copy_to(source, target, file, making)
-    finally:
-        making.unlink(missing_ok=True)
-        places.put(making)
-
-
-def _copy_to(source: Path, target: Path, file: _File, making: Path) -> dict[str, str | int]:
-    name, size, time_ns = file
-    final = target / name
-    final.parent.mkdir(parents=True, exist_ok=True)
-    checksum = 0
-    with (source / name).open("rb") as reading, making.open("wb") as writing:
-        while piece := reading.read(_PIECE):
-            checksum = zlib.crc32(piece, checksum)
-            writing.write(piece)
-    if making.stat().st_size != size or _checksum(making) != checksum:
-        raise DataError(f"{source / name} did not arrive whole in {target}", "It may be changing while it is copied.")
-    os.utime(making, ns=(time_ns, time_ns))
-    making.replace(final)
-    return {"path": name, "size": size, "time_ns": time_ns, "crc32": checksum}
-
-
-def _whole_files(target: Path) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Files that an earlier run copied and that are still as it left them. A torn last line is dropped."""
-    try:
-        lines = (target / _LINES).read_text(encoding="utf-8").splitlines(keepends=True)
-    except OSError:
-        return
-    for line in lines:
+def _missing(target: Path, files: list[_File]) -> list[_File]:
+    """Files that are not in the copy, or are others: a copy has the size and time of its original once it is whole."""
+    missing = []
+    for file in files:
         try:
-            entry = json.loads(line)
-            path = target / _FILES / entry["path"]
-            whole = line.endswith("\n") and path.stat().st_size == entry["size"]
-            if whole and _checksum(path) == entry["crc32"]:
-                yield entry["path"], (entry["size"], entry["time_ns"])
-        except (ValueError, KeyError, TypeError, OSError):
-            continue
+            status = (target / _FILES / file[0]).lstat()
+        except OSError:
+            missing.append(file)
+        else:
+            if (status.st_size, status.st_mtime_ns) != file[1:]:
+                missing.append(file)
+    return missing
 
 
-def _checksum(path: Path) -> int:
-    checksum = 0
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            checksum = zlib.crc32(piece, checksum)
-    return checksum
-
-
-def _check_space(need: int, target: Path, free: int | None) -> None:
-    there = sum(size for _, (size, _) in _whole_files(target))
-    if free is not None and need - there > free * (1 - _SPARE_SHARE):
-        raise MachineError(
-            f"staging needs {in_words(need - there)}; {target.parent} has {in_words(free)} free",
-            "Stage to a larger file system, or train from the original folder.",
-        )
-
-
-def _key(source: Path) -> str:
-    return hashlib.blake2b(str(source.resolve()).encode(), digest_size=6).hexdigest()
-
-
-def files_below(folder: str, _above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[str]:
-    """The paths of all files in ``folder`` and below, in the order of their names; a circle of links is left."""
-    folders: list[str] = []
-    files: list[str] = []
-    with contextlib.suppress(OSError):  # not ours to read
-        status = os.stat(folder)  # noqa: PTH116 - a million files: Path would cost seconds
-        here = status.st_dev, status.st_ino
-        if here in _above:
+def _files_below(folder: Path, below: str = "", above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[_File]:
+    """All files of ``folder`` and of folders behind links; a circle of links and what cannot be read are left."""
+    with contextlib.suppress(OSError):
+        here = (folder / below).stat()
+        if (here.st_dev, here.st_ino) in above:
             return
-        _above |= {here}
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                (folders if entry.is_dir() else files).append(entry.path)
-    yield from sorted(files)
-    for inner in sorted(folders):
-        yield from files_below(inner, _above)
+        above |= {(here.st_dev, here.st_ino)}
+        for entry in sorted(os.scandir(folder / below), key=lambda entry: entry.name):
+            name = f"{below}/{entry.name}" if below else entry.name
+            if entry.is_dir():
+                yield from _files_below(folder, name, above)
+                continue
+            with contextlib.suppress(OSError):  # a dangling link is not data
+                yield name, entry.stat().st_size, entry.stat().st_mtime_ns

@@ -97,13 +97,6 @@ def _no_ids(found: str) -> DataError:
     )
 
 
-def _refuse_what_is_no_text(texts: list[Any], first: int) -> None:
-    """Nothing (None, NaN of an empty cell) among them: a tokenizer would end in a traceback that names none."""
-    for number, text in enumerate(texts, first):
-        if text is None or text != text:
-            raise DataError(f"text {number} is {text}", "Leave out the rows that have no text, or fill them with ''.")
-
-
 def tokenise(
     texts: Iterable[str], tokenizer: Callable[..., Any], *, max_length: int | None = None, shown: bool | None = None
 ) -> Tokens:
@@ -120,7 +113,11 @@ def tokenise(
     starts = range(0, len(every), 1000)
     for start in progress(starts, len(starts), "Tokenising", shown=shown):
         part = every[start : start + 1000]
-        _refuse_what_is_no_text(part, start)
+        for number, one in enumerate(part, start):
+            if one is None or one != one:  # an empty cell: a tokenizer would end in a traceback that names none
+                raise DataError(
+                    f"text {number} is {one}", "Leave out the rows that have no text, or fill them with ''."
+                )
         found = tokenizer(part)
         named = hasattr(found, "keys") and "input_ids" in found.keys()  # noqa: SIM118 - any object with keys
         made = found["input_ids"] if named else found if isinstance(found, list) else None
@@ -321,18 +318,8 @@ class TextLoader:
         self._labels = labels.to(device) if labels is not None else None
         self._position = Position()
         self._real = self._padded = 0
-        self._start_planner()
-
-    def _start_planner(self) -> None:
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="fulltilt-order")
         self._planned: dict[int, Future[list[torch.Tensor]]] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_planner", "_planned")}
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state)
-        self._start_planner()
 
     @property
     def padding_waste(self) -> float | None:
