@@ -237,19 +237,6 @@ def test_losing_the_only_gpu_with_gpm_closes_quietly():
         assert gpus.read()[0].lost
 
 
-def test_when_other_code_ends_nvml_the_gpus_are_found_again():
-    clock = FakeClock()
-    nvml = one_h200(clock, busy_after_s=0)
-    gpus = opened(nvml)
-    nvml.driver.sessions = 0  # a library called nvmlShutdown once too often
-    assert gpus.read()[0].lost
-    clock.advance(1)
-    (reading,) = gpus.read()
-    assert not reading.lost
-    assert reading.sm_active_pct == pytest.approx(96.0)
-    assert nvml.driver.sessions == 1
-
-
 def test_closing_gives_everything_back():
     nvml = one_h200()
     opened(nvml).close()

@@ -44,7 +44,7 @@ def entry_points() -> dict[str, Any]:
     }
     points |= {name: vars(torch.Tensor).get(name, "inherited") for name in ("to", "cuda", *READS)}
     points |= {name: getattr(torch.distributed, name) for name in COLLECTIVES}
-    points |= {name: getattr(os, name) for name in ("_exit", "abort", "execv", "execve")}
+    points |= {name: getattr(os, name) for name in ("_exit", "abort")}
     points |= {"excepthook": sys.excepthook, "excepthook of threads": threading.excepthook}
     return points
 

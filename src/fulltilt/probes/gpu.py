@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import psutil
 
 from fulltilt.probes.nvml import Gpm, GpmReading, GpuLost, Nvml
-from fulltilt.probes.rate_limit import RateLimit, Turns
+from fulltilt.probes.rate_limit import RateLimit
 from fulltilt.records import GpuProcess, GpuReading
 
 # --------------------------------------------------------------------------- CUDA_VISIBLE_DEVICES
@@ -193,18 +194,6 @@ class Device:
             degrees = nvml.query("nvmlDeviceGetTemperature", self.board, sensor)
         return None if degrees is None else float(degrees)
 
-    def find_again(self, nvml: Nvml, clock: Callable[[], float]) -> None:
-        """Look this GPU up by its UUID, in a session that was begun anew."""
-        try:
-            handle = nvml.query("nvmlDeviceGetHandleByUUID", self.uuid)
-            if handle is None:
-                return
-            board = nvml.query("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
-            self.handle, self.board = handle, handle if board is None else board
-        except GpuLost:
-            return
-        self.describe(nvml, clock)
-
     def close(self) -> None:
         """Give back what the driver holds for us."""
         if self.gpm is not None:
@@ -341,7 +330,8 @@ class Gpus:
                 return cls("the NVML bindings are not installed (pip install nvidia-ml-py)")
         gpus = cls(None)
         try:
-            gpus._begin(Nvml(nvml), None if all_devices else _environment(environ), root_pid or os.getpid(), clock)
+            environ = None if all_devices else os.environ if environ is None else environ
+            gpus._begin(Nvml(nvml), environ, root_pid or os.getpid(), clock)
         except GpuLost:
             gpus.why_none = "the driver lost its GPUs; dmesg tells why (look for Xid)"
         except Exception as error:  # a damaged driver must not end the job that we only watch
@@ -352,33 +342,29 @@ class Gpus:
         self.why_none = nvml.start()
         if self.why_none is not None:
             return
-        self._nvml, self._clock = nvml, clock
+        self._nvml = nvml
         self.driver = nvml.query("nvmlSystemGetDriverVersion")
         version = nvml.query("nvmlSystemGetCudaDriverVersion_v2")
         self.cuda = None if not version else f"{version // 1000}.{version % 1000 // 10}"
         self._devices, self.why_none = find_devices(nvml, environ, clock)
         self._processes = GpuProcesses(nvml, root_pid)
-        without_gpm = [device for device in self._devices if device.gpm is None]
-        self._pcie_turns = Turns(without_gpm, RateLimit(_PCIE_SHARE, clock=clock))
-        self._energy_turns = Turns(self._devices, RateLimit(_ENERGY_SHARE, clock=clock))
+        self._without_gpm = deque(device for device in self._devices if device.gpm is None)
+        self._with_energy = deque(self._devices)
+        self._pcie_limit = RateLimit(_PCIE_SHARE, clock=clock)
+        self._energy_limit = RateLimit(_ENERGY_SHARE, clock=clock)
 
     def read(self) -> tuple[GpuReading, ...]:
         """One reading of each GPU; a GPU that the driver lost stays in the list with ``lost=True``."""
         if self._nvml is None:
             return ()
-        asks_pcie, asks_energy = self._pcie_turns.next(), self._energy_turns.next()
+        asks_pcie = _next_turn(self._without_gpm, self._pcie_limit)
+        asks_energy = _next_turn(self._with_energy, self._energy_limit)
         readings: list[GpuReading] = []
-        ended = False
         for device in self._devices:
             try:
                 readings.append(self._read_device(self._nvml, device, device is asks_pcie, device is asks_energy))
-            except GpuLost as lost:
+            except GpuLost:
                 readings.append(GpuReading(device.uuid, device.index, device.name, lost=True))
-                ended = ended or lost.by_shutdown
-        if ended and self._nvml.start() is None:
-            # Other code in this process ended NVML under us. The next reading finds the GPUs again.
-            for device in self._devices:
-                device.find_again(self._nvml, self._clock)
         return tuple(readings)
 
     def _read_device(self, nvml: Nvml, device: Device, asks_pcie: bool, asks_energy: bool) -> GpuReading:
@@ -389,12 +375,12 @@ class Gpus:
         power_limit_mw = nvml.query("nvmlDeviceGetEnforcedPowerLimit", handle)
         energy_mj = None
         if asks_energy:
-            with self._energy_turns.limit.spend():
+            with self._energy_limit.spend():
                 energy_mj = nvml.query("nvmlDeviceGetTotalEnergyConsumption", handle)
         gpm = device.gpm.read() if device.gpm is not None else GpmReading()
         tx, rx = gpm.pcie_tx_bytes_per_s, gpm.pcie_rx_bytes_per_s
         if asks_pcie:
-            with self._pcie_turns.limit.spend():
+            with self._pcie_limit.spend():
                 tx = _scaled(nvml.query("nvmlDeviceGetPcieThroughput", board, module.NVML_PCIE_UTIL_TX_BYTES), 1024)
                 rx = _scaled(nvml.query("nvmlDeviceGetPcieThroughput", board, module.NVML_PCIE_UTIL_RX_BYTES), 1024)
         return GpuReading(
@@ -439,8 +425,12 @@ class Gpus:
         self.close()
 
 
-def _environment(environ: Mapping[str, str] | None) -> Mapping[str, str]:
-    return os.environ if environ is None else environ
+def _next_turn(devices: deque[Device], limit: RateLimit) -> Device | None:
+    """The device that waited longest, when a reading is due."""
+    if not devices or not limit.due():
+        return None
+    devices.rotate(-1)
+    return devices[-1]
 
 
 def throttle_words(reasons: int | None) -> tuple[str, ...] | None:

@@ -45,11 +45,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class GpuLost(Exception):  # noqa: N818 - a state of the GPU, not an error of ours
-    """The driver no longer answers for a GPU. ``by_shutdown``: somebody else ended the NVML session."""
-
-    def __init__(self, by_shutdown: bool) -> None:
-        super().__init__("the driver no longer answers for this GPU")
-        self.by_shutdown = by_shutdown
+    """The driver no longer answers for a GPU."""
 
 
 class Nvml:
@@ -81,7 +77,7 @@ class Nvml:
                 return call(*arguments)
         except self.module.NVMLError as error:
             if error.value in self._lost:
-                raise GpuLost(by_shutdown=error.value == self.module.NVML_ERROR_UNINITIALIZED) from error
+                raise GpuLost from error
             return None
 
     def stop(self) -> None:

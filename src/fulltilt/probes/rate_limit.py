@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar
-
-Item = TypeVar("Item")
 
 
 class RateLimit:
@@ -39,18 +35,3 @@ class RateLimit:
             yield
         finally:
             self._left_s -= self._clock() - start_s
-
-
-class Turns(Generic[Item]):
-    """Items that share one limit: when a reading is due, it is the turn of the item that waited longest."""
-
-    def __init__(self, items: Iterable[Item], limit: RateLimit) -> None:
-        self._queue = deque(items)
-        self.limit = limit
-
-    def next(self) -> Item | None:
-        """The item whose turn it is; None while nothing is due."""
-        if not self._queue or not self.limit.due():
-            return None
-        self._queue.rotate(-1)
-        return self._queue[-1]

@@ -127,23 +127,13 @@ def summarise(events: Iterable[Any], steps: int, waits: Mapping[str, int]) -> De
     """What a profile of ``steps`` steps says, per step. ``waits`` counts the synchronising calls by line."""
     events = list(events)
     kernels = [event for event in events if _on_gpu(event)]
-    begin = min((event.time_range.start for event in events), default=0.0)
-    end = max((event.time_range.end for event in events), default=0.0)
-    if not kernels:
-        return DeepRecord(
-            steps=steps,
-            step_s=(end - begin) * 1e-6 / steps,
-            gpu_busy_s=None,
-            kernel_gaps_s=None,
-            copies_s=None,
-            kernels=None,
-            tensor_core_share=None,
-            top_kernels=_top((event.name, event.self_cpu_time_total) for event in events if "::" in event.name),
-        )
-    first = min(event.time_range.start for event in kernels)
-    last = max(event.time_range.end for event in kernels)
-    busy = _covered([(event.time_range.start, event.time_range.end) for event in kernels])
+    first = min((event.time_range.start for event in kernels or events), default=0.0)
+    last = max((event.time_range.end for event in kernels or events), default=0.0)
     per_step = 1e-6 / steps
+    if not kernels:
+        top = _top((event.name, event.self_cpu_time_total) for event in events if "::" in event.name)
+        return DeepRecord(steps, (last - first) * per_step, None, None, None, None, None, top_kernels=top)
+    busy = _covered([(event.time_range.start, event.time_range.end) for event in kernels])
     copies = sum(_length(event) for event in kernels if event.name.startswith(("Memcpy HtoD", "Memcpy DtoH")))
     return DeepRecord(
         steps=steps,

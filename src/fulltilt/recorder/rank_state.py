@@ -213,8 +213,6 @@ class RankState:
                     source="DistributedDataParallel",
                 )
 
-    # ------------------------------------------------------------------ who this is
-
     def learn_rank(self) -> None:
         """Ask torch which rank this process is, while it knows: most scripts leave the group before they end."""
         module = sys.modules.get("torch.distributed")
@@ -261,7 +259,13 @@ class RankState:
             syncs=round(stretch * self.syncs),
             sync_blocked_s=stretch * self.sync_blocked_s,
             transfer=self.copies.record(stretch),
-            precision=self._precision(),
+            precision=PrecisionRecord(
+                autocast=self.autocast,
+                parameters=self.parameter_dtype,
+                tf32=self._tf32(),
+                scaler=self.scaler,
+                compiled=self._compiled(),
+            ),
             communication=self.communication,
             deep=self.deep,
             gpu_busy_step_s=self.gpu_busy_s / self.gpu_steps if self.gpu_steps else None,
@@ -280,8 +284,8 @@ class RankState:
 
     def _highest_peak(self, now_bytes: int | None) -> int | None:
         """The highest so far: loops that print the peak of each epoch reset torch's own."""
-        seen = [peak for peak in (self._vram_peak_bytes, now_bytes) if peak is not None]
-        self._vram_peak_bytes = max(seen, default=None)
+        if now_bytes is not None:
+            self._vram_peak_bytes = max(now_bytes, self._vram_peak_bytes or 0)
         return self._vram_peak_bytes
 
     def _worker_records(self) -> tuple[WorkerRecord, ...]:
@@ -306,16 +310,9 @@ class RankState:
                 )
         return tuple(records)
 
-    def _precision(self) -> PrecisionRecord:
+    def _compiled(self) -> bool:
         dynamo = sys.modules.get("torch._dynamo.utils")
-        graphs = dynamo.counters["stats"].get("unique_graphs", 0) if dynamo is not None else 0
-        return PrecisionRecord(
-            autocast=self.autocast,
-            parameters=self.parameter_dtype,
-            tf32=self._tf32(),
-            scaler=self.scaler,
-            compiled=bool(graphs),
-        )
+        return dynamo is not None and bool(dynamo.counters["stats"].get("unique_graphs", 0))
 
     def _tf32(self) -> bool | None:
         try:

@@ -27,12 +27,13 @@ from fulltilt.recorder.rank_files import RankFiles
 from fulltilt.recorder.rank_state import RankState
 from fulltilt.recorder.stacks.frames import Evaluation, LoopFrames
 from fulltilt.recorder.stacks.stack_sampler import StackSampler
-from fulltilt.recorder.steps import LONG_STEP_NS, AfterStep, Rest, plan
+from fulltilt.recorder.steps import LONG_STEP_NS, Rest, plan
 
 DRAIN_EVERY_S = 0.2
 WRITE_EVERY_S = 1.0
 # A killed process loses what it has not written: a second, or this part of what was seen where that is less.
 LOST_SHARE = 0.1
+MOST_PROBLEMS = 100
 NS = 1e-9
 
 
@@ -57,6 +58,7 @@ class Recorder:
         self._t0_ns = t0_ns
         self._marks: deque[tuple[Any, ...]] = deque()
         self._builder = IntervalBuilder(t0_ns)
+        self.after_step = self._builder.after_step
         self._sampler = StackSampler(self)
         self._spans = SpanBuilder(t0_ns, state, self._sampler)
         self.left = self.left_after = Activity.USER
@@ -64,9 +66,7 @@ class Recorder:
         self.last_switch_ns = time.perf_counter_ns()
         self._lock_turns = LockTurns()
         self._stop = threading.Event()
-        self._flush: threading.Event | None = None
         self.pid = os.getpid()
-        self._problems = 0
         self._thread = threading.Thread(target=self._observe, name="fulltilt-observer", daemon=True)
 
     # ------------------------------------------------------------------ on the training thread
@@ -80,8 +80,7 @@ class Recorder:
         self._thread.start()
 
     def _disown(self) -> None:
-        """A forked child (a loader worker) is not the job: it must not record."""
-        self.active = False
+        self.active = False  # a forked child (a loader worker) is not the job
 
     def mine(self) -> bool:
         """Whether the calling thread is the one that trains."""
@@ -136,10 +135,7 @@ class Recorder:
         self._book_at_rest(Activity.DATA_WAIT, began_ns, ended_ns)
 
     def _passed_at_rest(self, now_ns: int) -> None:
-        """A step at rest, or its part before a long wait, has passed. A long one is booked by what the samples saw.
-
-        Not on a GPU: there it is not the host's time that is divided.
-        """
+        """A step at rest, or its part before a long wait, has passed. A long one is booked, but not on a GPU."""
         if now_ns - self.rest.booked_ns > LONG_STEP_NS and self.clock is None:
             self._book_at_rest(Activity.USER, self.rest.booked_ns, now_ns)
         self.rest.booked_ns = now_ns
@@ -193,12 +189,6 @@ class Recorder:
         if self._out is not None:
             self._out.close()
 
-    def flush(self) -> None:
-        """Have everything written so far, and go on recording. Returns when that is done; not for the observer."""
-        if self._thread.is_alive():
-            flushed = self._flush = threading.Event()
-            flushed.wait()
-
     # ------------------------------------------------------------------ on the observer thread
 
     def evaluates(self, on: bool) -> None:
@@ -208,17 +198,12 @@ class Recorder:
             self.state.taps.was_evaluating = on
         self.note(EvalMode(on))
 
-    @property
-    def after_step(self) -> AfterStep:
-        """What the marks so far tell of the stretches behind steps."""
-        return self._builder.after_step
-
     def _observe(self) -> None:
         wake_on_time()
         began = time.monotonic()
         next_drain = next_write = next_record = began + DRAIN_EVERY_S
         jitter = Random()  # our own: the job's random numbers are the job's
-        ruins_nothing = False
+        ruins_nothing, problems = False, 0
         while True:
             # Never in step with the job: samples at a fixed interval would always meet a 10 ms step at the same place.
             every_s = self._lock_turns.every_s(self._sampler.usually_every_s)
@@ -247,20 +232,11 @@ class Recorder:
                     next_record = now + WRITE_EVERY_S
                     self.state.observer_s = time.thread_time()
                     self._write_record(final=False)
-                if self._flush is not None:
-                    self._drain()
-                    self._write_spans()
-                    self._write_record(final=False)
-                    self._flush.set()
-                    self._flush = None
             except Exception as error:
-                self._problem(error)
-
-    def _problem(self, error: Exception) -> None:
-        self._problems += 1
-        self.state.remark(f"observer: {type(error).__name__}: {error}")
-        if self._problems > 100:
-            self._stop.set()
+                problems += 1
+                self.state.remark(f"observer: {type(error).__name__}: {error}")
+                if problems > MOST_PROBLEMS:
+                    return
 
     def _drain(self, patience_s: float = 0.0) -> None:
         """Turn the marks whose events have been reached into intervals."""

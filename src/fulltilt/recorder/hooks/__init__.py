@@ -17,7 +17,7 @@
 | cuda.synchronize                    | waits for the GPU                              |
 | distributed.all_reduce, …           | explicit collectives                           |
 | nn.parallel.DistributedDataParallel | the replica, for its own timings               |
-| os._exit, .abort, .exec*            | the end of a process that runs no exit handler |
+| os._exit, os.abort                  | the end of a process that runs no exit handler |
 | sys.excepthook, threading.excepthook | nothing: errors are shown without our frames  |
 
 Everything behaves as before for the caller: same values, same exceptions, same call when nothing is recorded.

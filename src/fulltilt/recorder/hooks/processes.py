@@ -68,7 +68,7 @@ PATIENCE_S = 3.0
 
 
 class ExitHooks:
-    """Has the record written before os._exit, os.abort and os.exec*."""
+    """Has the record written before os._exit and os.abort."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -79,25 +79,15 @@ class ExitHooks:
         """Stand at the functions of os that end this program."""
         patches.swap(os, "_exit", self._leaving)
         patches.swap(os, "abort", self._leaving)
-        # The other six forms end in these two. The program that follows goes on with the record.
-        for name in ("execv", "execve"):
-            patches.swap(os, name, self._replacing)
 
     def _leaving(self, original: Function) -> Function:
         def leave(*status: int) -> Any:
-            self._before_leaving(lambda: self.write_record(status[0] if status else -signal.SIGABRT))
+            self._before_leaving(status[0] if status else -signal.SIGABRT)
             return original(*status)
 
         return leave
 
-    def _replacing(self, original: Function) -> Function:
-        def execute(*args: Any, **kwargs: Any) -> Any:
-            self._before_leaving(self._recorder.flush)
-            return original(*args, **kwargs)  # may fail, and then the job goes on
-
-        return execute
-
-    def _before_leaving(self, write: Callable[[], None]) -> None:
+    def _before_leaving(self, status: int) -> None:
         recorder = self._recorder
         if not recorder.active or os.getpid() != recorder.pid:
             return  # a loader's worker, or a child that was forked
@@ -105,7 +95,7 @@ class ExitHooks:
         with contextlib.suppress(BaseException):
             if recorder.mine():
                 recorder.wake()
-            writer = threading.Thread(target=write, name="fulltilt-leaving", daemon=True)
+            writer = threading.Thread(target=self.write_record, args=(status,), name="fulltilt-leaving", daemon=True)
             writer.start()
             writer.join(PATIENCE_S)
 
