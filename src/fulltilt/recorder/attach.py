@@ -51,7 +51,8 @@ def environment(folder: Path, t0_ns: int, settings: Path | None, deep: int) -> d
         variables[SETTINGS] = str(settings.resolve())
     if deep:
         variables[DEEP] = str(deep)
-        variables.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own chatter is not the job's output
+    # The profiler's own messages are not the job's output.
+    variables["KINETO_LOG_LEVEL"] = os.environ.get("KINETO_LOG_LEVEL", "99")
     return variables
 
 

@@ -1,28 +1,177 @@
-"""`--deep N`: a few steps under torch.profiler, for what only it sees: kernel gaps, copies, waits and their lines."""
+"""A few steps under torch.profiler, for what only it sees.
+
+On a GPU, three steps now and then for the time in which kernels really run: events at a step's ends also count the gaps
+between them. With `--deep N`, N steps with the host's side of them: copies, waits and their lines.
+"""
 
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import time
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fulltilt.recorder.hooks import Function, Patches
 from fulltilt.recorder.marks import Activity
 from fulltilt.recorder.recorder import Recorder
 from fulltilt.recorder.stacks.frames import users_line
-from fulltilt.records import DeepRecord, HotLine
+from fulltilt.records import DeepRecord, HotLine, KernelRecord
 
 # Steps before the profiler starts: compilation, autotuning and the allocator have settled by then.
 WARM_UP_STEPS = 10
 # Runtime calls during which the host waits for the GPU.
 WAITS = frozenset({"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"})
+COPIES = ("Memcpy HtoD", "Memcpy DtoH")
 SYNC_WARNING = "called a synchronizing CUDA operation"
 SYNC_NOTICE = "Synchronization debug mode is a prototype"
 MATMUL = re.compile(r"gemm|matmul|cutlass|wgmma|conv|xmma|mma_|nvjet|flash|fmha", re.IGNORECASE)
 TENSOR_CORE = re.compile(
     r"tensorop|s\d{4,}|hmma|imma|wgmma|bf16|f16|half|tf32|sm90|nvjet|flash|fmha|fp8", re.IGNORECASE
 )
+
+
+# On an H200 a burst costs about 20 ms of CUPTI's start, once, 5 to 50 ms at its end, and some launching in between.
+BURST_STEPS = 3
+FIRST_BURST_STEP, FIRST_BURST_S = 30, 2.0
+AGAIN = 4  # the next burst comes at so many times the step
+# With it, Kineto lets go of CUPTI at the end; otherwise each launch stays up to a fifth dearer until the process ends.
+RELEASE_CUPTI = "TEARDOWN_CUPTI"
+
+
+class KernelBursts:
+    """Traces kernels for three steps now and then, and keeps the mean over all of them."""
+
+    def __init__(self, torch: Any, recorder: Recorder) -> None:
+        self._torch, self._recorder = torch, recorder
+        self._calls = 0
+        self._at_call = FIRST_BURST_STEP
+        self._first_ns = 0
+        self._profiler: Any = None
+        self._released: str | None = None
+        self._totals = KernelTotals()
+        self._patches = Patches()
+
+    def install(self, patches: Patches) -> None:
+        """Count steps."""
+        hooks = importlib.import_module(self._torch.optim.Optimizer.__module__)
+        patches.undo_by(hooks.register_optimizer_step_post_hook(self._stepped).remove)
+
+    def _stepped(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if self._recorder.clock is None or not self._recorder.mine():
+            return
+        self._calls += 1
+        if self._calls == 1:
+            self._first_ns = time.perf_counter_ns()
+        elif self._profiler is not None:
+            if self._calls >= self._at_call + BURST_STEPS:
+                self.stop()
+        elif self._calls >= self._at_call and time.perf_counter_ns() - self._first_ns > FIRST_BURST_S * 1e9:
+            self._at_call = self._calls
+            self._start()
+
+    def _start(self) -> None:
+        """Begin, unless the script profiles itself or replays CUDA graphs, which CUPTI cannot be taken from safely."""
+        recorder, torch = self._recorder, self._torch
+        profiled = torch.autograd._profiler_enabled() or "NSYS_PROFILING_SESSION_ID" in os.environ
+        if profiled or recorder.profiling or recorder.state.uses_cuda_graphs or recorder.calibration.under_way:
+            self._at_call = self._calls * 2
+            return
+        recorder.wake()
+        before = recorder.switch(Activity.OBSERVER)
+        self._released = os.environ.get(RELEASE_CUPTI)
+        os.environ[RELEASE_CUPTI] = "1"
+        try:
+            torch.cuda.synchronize()  # what was queued before is not of these steps
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+                self._profiler.start()
+            # Two profilers at once are an error: where the script starts its own, ours ends first.
+            self._patches.swap(torch.autograd.profiler.profile, "__init__", self._give_way)
+            recorder.profiling = True
+        except Exception as error:
+            self._profiler = None
+            self._end(f"kernels could not be traced: {error}")
+        finally:
+            recorder.switch(before)
+
+    def _give_way(self, original: Function) -> Function:
+        def init(profile: Any, *args: Any, **kwargs: Any) -> None:
+            self.stop()
+            original(profile, *args, **kwargs)
+
+        return init
+
+    def stop(self) -> None:
+        """End a burst that is under way and take it in."""
+        if self._profiler is None:
+            return
+        recorder, profiler, self._profiler = self._recorder, self._profiler, None
+        before = recorder.switch(Activity.OBSERVER)
+        steps = self._calls - self._at_call
+        problem = None
+        try:
+            self._patches.restore()
+            profiler.stop()
+            self._totals.add([event for event in profiler.events() if _on_gpu(event)], steps)
+            recorder.state.kernels = self._totals.record()
+        except Exception as error:
+            problem = f"kernels could not be traced: {error}"
+        finally:
+            self._end(problem)
+            recorder.switch(before)
+
+    def _end(self, problem: str | None) -> None:
+        self._recorder.profiling = False
+        self._at_call = self._calls * AGAIN
+        if self._released is None:
+            os.environ.pop(RELEASE_CUPTI, None)
+        else:
+            os.environ[RELEASE_CUPTI] = self._released
+        if problem is not None:
+            self._recorder.state.remark(problem)
+
+
+class KernelTotals:
+    """Kernels of all bursts so far."""
+
+    def __init__(self) -> None:
+        self._steps = self._kernels = 0
+        self._busy_us = self._copies_us = self._products_us = self._tensor_core_us = 0.0
+        self._by_name: dict[str, float] = {}
+
+    def add(self, kernels: list[Any], steps: int) -> None:
+        """Take in a burst of so many steps."""
+        if not kernels or steps <= 0:
+            return
+        self._steps += steps
+        self._kernels += len(kernels)
+        self._busy_us += _covered([(event.time_range.start, event.time_range.end) for event in kernels])
+        for event in kernels:
+            length = _length(event)
+            self._by_name[event.name] = self._by_name.get(event.name, 0.0) + length
+            if event.name.startswith(COPIES):
+                self._copies_us += length
+            if MATMUL.search(event.name):
+                self._products_us += length
+                self._tensor_core_us += length if TENSOR_CORE.search(event.name) else 0.0
+
+    def record(self) -> KernelRecord | None:
+        """The mean step; None while nothing was seen."""
+        if not self._steps:
+            return None
+        per_step = 1e-6 / self._steps
+        return KernelRecord(
+            steps=self._steps,
+            busy_s=self._busy_us * per_step,
+            copies_s=self._copies_us * per_step,
+            kernels=round(self._kernels / self._steps),
+            tensor_core_share=self._tensor_core_us / self._products_us if self._products_us else None,
+            top_kernels=_top((name, cost_us / self._steps) for name, cost_us in self._by_name.items()),
+        )
 
 
 class DeepProfile:
@@ -134,7 +283,7 @@ def summarise(events: Iterable[Any], steps: int, waits: Mapping[str, int]) -> De
         top = _top((event.name, event.self_cpu_time_total) for event in events if "::" in event.name)
         return DeepRecord(steps, (last - first) * per_step, None, None, None, None, None, top_kernels=top)
     busy = _covered([(event.time_range.start, event.time_range.end) for event in kernels])
-    copies = sum(_length(event) for event in kernels if event.name.startswith(("Memcpy HtoD", "Memcpy DtoH")))
+    copies = sum(_length(event) for event in kernels if event.name.startswith(COPIES))
     return DeepRecord(
         steps=steps,
         step_s=(last - first) * per_step,

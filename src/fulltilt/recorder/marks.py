@@ -24,6 +24,7 @@ class Activity(IntEnum):
     TRANSFER = 7  # host to GPU copies
     COMMUNICATION = 8  # explicit collectives
     OBSERVER = 9  # Fulltilt's own work on this thread
+    STARTUP = 11  # torch.compile compiles
     REST = 10  # short steps between two bursts of measuring, only counted
 
 

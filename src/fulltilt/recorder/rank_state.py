@@ -17,7 +17,9 @@ from fulltilt.recorder.marks import Activity
 from fulltilt.recorder.stacks.frames import LineTimes, StackView
 from fulltilt.records import (
     CommunicationRecord,
+    CompileRecord,
     DeepRecord,
+    KernelRecord,
     LiveRecord,
     MemoryRecord,
     PrecisionRecord,
@@ -129,6 +131,10 @@ class RankState:
         self.replicas: list[weakref.ref[Any]] = []
         self.communication: CommunicationRecord | None = None
         self.deep: DeepRecord | None = None
+        self.kernels: KernelRecord | None = None
+        self.uses_cuda_graphs = False
+        # What torch.compile did, asked for each time that the record is written.
+        self.compiling: Callable[[], CompileRecord | None] = lambda: None
         self.remarks: list[str] = []
         self._vram_peak_bytes: int | None = None
         # What live tuning did, asked for each time that the record is written.
@@ -268,6 +274,8 @@ class RankState:
             ),
             communication=self.communication,
             deep=self.deep,
+            kernels=self.kernels,
+            compile=self.compiling(),
             gpu_busy_step_s=self.gpu_busy_s / self.gpu_steps if self.gpu_steps else None,
             launch_s=self.launch_s if on_gpu else None,
             vram_peak_bytes=self._highest_peak(stats.get("allocated_bytes.all.peak")),

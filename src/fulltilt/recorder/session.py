@@ -9,8 +9,9 @@ from types import ModuleType
 from typing import Any
 
 from fulltilt import batch_observer
-from fulltilt.recorder.deep import DeepProfile
+from fulltilt.recorder.deep import DeepProfile, KernelBursts
 from fulltilt.recorder.hooks import Patches
+from fulltilt.recorder.hooks.compiling import CompileHooks
 from fulltilt.recorder.hooks.cuda import DeviceHooks, GraphHooks
 from fulltilt.recorder.hooks.processes import ExitHooks, show_errors_without_ours, watch_ranks
 from fulltilt.recorder.hooks.training import StepHooks, watch_loaders, watch_saving
@@ -35,6 +36,7 @@ class Session:
         self._steps = StepHooks(torch, self.recorder, self.taps, self.device.trains_on_gpu)
         self._graphs = GraphHooks(torch, self.recorder, self._steps)
         self._patches = Patches()
+        self._bursts = KernelBursts(torch, self.recorder)
         self._deep = DeepProfile(torch, self.recorder, deep) if deep else None
         self._settings = read_settings(Path(settings)) if settings else None
         self._settings_for = read_loader(Path(settings)) if settings else None
@@ -56,6 +58,8 @@ class Session:
         watch_loaders(patches, torch, recorder, self.taps)
         self._steps.install(patches)
         self._graphs.install(patches)
+        CompileHooks(torch, recorder).install(patches)
+        self._bursts.install(patches)
         watch_saving(patches, torch, recorder)
         self.device.install(patches)
         watch_ranks(patches, torch, recorder)
@@ -76,6 +80,7 @@ class Session:
         """Write everything and put torch back as it was."""
         if os.getpid() != self.recorder.pid:
             return
+        self._bursts.stop()
         if self._deep is not None:
             self._deep.stop()
         self.restore()

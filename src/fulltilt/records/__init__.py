@@ -475,6 +475,36 @@ class DeepRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelRecord:
+    """What the GPU ran in a few steps under torch.profiler, begun now and then while the job runs. Times are per step.
+
+    ``busy_s`` is the union of kernels and copies: gaps between kernels are no work.
+    """
+
+    steps: int
+    busy_s: float
+    copies_s: float
+    kernels: int
+    tensor_core_share: float | None
+    top_kernels: tuple[HotLine, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CompileRecord:
+    """What torch.compile did. ``recompile_lines`` are functions that were compiled again, with the reason.
+
+    ``seconds`` are of the host; those on the training thread are part of the start-up on the ledger.
+    """
+
+    compiles: int
+    seconds: float
+    recompiles: int = 0
+    recompile_lines: tuple[HotLine, ...] = ()
+    graph_breaks: int = 0
+    break_reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class RankRecord:
     """What one rank's recorder knows besides its spans. Rewritten atomically while the job runs.
 
@@ -507,6 +537,8 @@ class RankRecord:
     precision: PrecisionRecord | None = None
     communication: CommunicationRecord | None = None
     deep: DeepRecord | None = None
+    kernels: KernelRecord | None = None
+    compile: CompileRecord | None = None
     gpu_busy_step_s: float | None = None
     launch_s: float | None = None
     vram_peak_bytes: int | None = None

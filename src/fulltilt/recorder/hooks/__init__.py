@@ -7,6 +7,7 @@
 | autograd.backward, autograd.grad    | backward                                       |
 | optim (global step hooks)           | steps                                          |
 | cuda.CUDAGraph                      | steps that are replays                         |
+| compile, dynamo's callbacks         | compiling, which is start-up                   |
 | amp.GradScaler.step                 | steps that the scaler skipped                  |
 | amp.autocast.__enter__              | the precision in force                         |
 | save                                | checkpoints                                    |

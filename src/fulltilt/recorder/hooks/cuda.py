@@ -160,6 +160,7 @@ class GraphHooks:
     def _begin(self, original: Function) -> Function:
         def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(graph, *args, **kwargs)
+            self._recorder.state.uses_cuda_graphs = True
             if self._recorder.mine():
                 self._stepping.capture = Captured()
             return result

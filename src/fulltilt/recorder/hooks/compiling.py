@@ -1,0 +1,98 @@
+"""Where torch.compile compiles: how long it takes, how often it starts again and why, and where graphs break."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from fulltilt.recorder.hooks import Function, Patches
+from fulltilt.recorder.marks import Activity
+from fulltilt.recorder.recorder import Recorder
+from fulltilt.records import CompileRecord, HotLine
+
+MOST_LINES = 10
+
+
+class CompileHooks:
+    """Marks compiling as start-up, whenever it comes. Dynamo calls its own callbacks around each compilation."""
+
+    def __init__(self, torch: Any, recorder: Recorder) -> None:
+        self._torch, self._recorder = torch, recorder
+        self._patches: Patches | None = None
+        self._before: Activity | None = None
+        self._began_ns = 0
+        self._seconds = 0.0
+
+    def install(self, patches: Patches) -> None:
+        """Listen from the first torch.compile on: importing dynamo costs seconds, and most jobs never do."""
+        self._patches = patches
+        patches.swap(self._torch, "compile", self._compile)
+        self._recorder.state.compiling = self.record
+
+    def _compile(self, original: Function) -> Function:
+        def compile(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            handler = getattr(sys.modules.get("torch._dynamo.callback"), "CompilationCallbackHandler", None)
+            if handler is not None and self._patches is not None:
+                # Not as callbacks of our own: torch._dynamo.reset() forgets those.
+                self._patches.swap(handler, "run_start_callbacks", self._begin)
+                self._patches.swap(handler, "run_end_callbacks", self._end)
+                self._patches = None
+            return result
+
+        return compile
+
+    def _begin(self, original: Function) -> Function:
+        recorder = self._recorder
+
+        def run_start_callbacks(*args: Any, **kwargs: Any) -> Any:
+            self._began_ns = time.perf_counter_ns()
+            if recorder.mine():
+                recorder.wake()
+                self._before = recorder.switch(Activity.STARTUP)
+            return original(*args, **kwargs)
+
+        return run_start_callbacks
+
+    def _end(self, original: Function) -> Function:
+        recorder = self._recorder
+
+        def run_end_callbacks(*args: Any, **kwargs: Any) -> Any:
+            self._seconds += (time.perf_counter_ns() - self._began_ns) * 1e-9
+            if self._before is not None and recorder.mine():
+                recorder.switch(self._before)
+                self._before = None
+            return original(*args, **kwargs)
+
+        return run_end_callbacks
+
+    def record(self) -> CompileRecord | None:
+        """What dynamo has counted so far; None where nothing was compiled."""
+        dynamo: Any = sys.modules.get("torch._dynamo.utils")
+        if dynamo is None or not self._seconds:
+            return None
+        again: dict[tuple[str, str], tuple[float, int, str]] = {}
+        compiles = 0
+        for metrics in list(dynamo.get_compilation_metrics()):
+            compiles += 1
+            reason = getattr(metrics, "recompile_reason", None)
+            if reason:
+                spot = f"{metrics.co_filename}:{metrics.co_firstlineno}", metrics.co_name
+                seconds, times, _ = again.get(spot, (0.0, 0, ""))
+                # "0/1: tensor 'x' size mismatch at index 0. expected 3, actual 4" and, behind it, a stack.
+                words = " ".join(reason.splitlines()[0].split("#")[0].split(": ", 1)[-1].split())
+                again[spot] = (seconds + (metrics.entire_frame_compile_time_s or 0.0), times + 1, words)
+        lines = sorted(again.items(), key=lambda item: -item[1][0])[:MOST_LINES]
+        breaks = dict(dynamo.counters.get("graph_break", {}))
+        return CompileRecord(
+            compiles=compiles,
+            seconds=self._seconds,
+            recompiles=sum(times for _, times, _ in again.values()),
+            recompile_lines=tuple(
+                HotLine(where, function, seconds, f"{times} times: {words}")
+                for (where, function), (seconds, times, words) in lines
+            ),
+            graph_breaks=sum(breaks.values()),
+            break_reasons=tuple(reason.splitlines()[0] for reason in list(breaks)[:MOST_LINES] if reason),
+        )
