@@ -29,9 +29,9 @@ from feedbench.images import MEAN, STD, PerSample, cod_chain
 from fulltilt.feed import augment
 from fulltilt.recipes.cod import model as network
 from fulltilt.recipes.cod.data import Pictures, pairs
-from fulltilt.recipes.cod.loss import deep_loss, structure_loss
 from fulltilt.recipes.cod.metrics import iou
-from fulltilt.recipes.synthetic.folder import make_folder
+from fulltilt.recipes.cod.trainer import deep_loss, structure_loss
+from fulltilt.recipes.synthetic import make_folder
 from fulltilt.train import Job, TrainSettings, train
 from fulltilt.train.progress import Screen
 

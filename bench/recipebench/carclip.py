@@ -17,8 +17,8 @@ from fulltilt.recipes.carclip import CarClipOptions
 from fulltilt.recipes.carclip.loss import contrastive_loss
 from fulltilt.recipes.carclip.trainer import build
 from fulltilt.recipes.recipe import Request
+from fulltilt.recipes.synthetic import spread
 from fulltilt.recipes.synthetic.cars import CAPTIONS, COLUMNS, described, picture
-from fulltilt.recipes.synthetic.folder import spread
 from fulltilt.train import Job, TrainSettings
 from recipebench.measuring import Bench, plain_step, stock_rate
 from recipebench.turns import Turns, engine_turns, steps_of

@@ -16,8 +16,8 @@ from fulltilt.recipes.cod import CodOptions
 from fulltilt.recipes.cod.data import Pair, Pictures
 from fulltilt.recipes.cod.trainer import build
 from fulltilt.recipes.recipe import Request
+from fulltilt.recipes.synthetic import spread
 from fulltilt.recipes.synthetic.cod import draw
-from fulltilt.recipes.synthetic.folder import spread
 from fulltilt.train import Job, TrainSettings
 from recipebench.measuring import Bench, plain_step, stock_rate
 from recipebench.turns import Turns, engine_turns, steps_of

@@ -61,7 +61,7 @@ def test_the_measures_are_those_of_the_cpu() -> None:
 
 
 def test_half_precision_stays_finite_with_a_large_picture() -> None:
-    from fulltilt.recipes.cod.loss import structure_loss
+    from fulltilt.recipes.cod.trainer import structure_loss
 
     mask = (torch.rand(2, 1, 384, 384, device="cuda") > 0.7).float()
     weight = torch.ones(1, 1, 1, 1, device="cuda", requires_grad=True)

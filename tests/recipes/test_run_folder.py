@@ -1,4 +1,4 @@
-"""What a training may write in its folder, and what of the last run it takes over."""
+"""What a training may write in its folder, with what of the options."""
 
 from __future__ import annotations
 
@@ -6,60 +6,28 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fulltilt.cli import train as cli
 from fulltilt.cli.main import main
 from fulltilt.errors import ForeignFiles
-from fulltilt.recipes import RECIPES, find, options, run_folder
-from fulltilt.train.config import TrainSettings
+from fulltilt.recipes import RECIPES, find, run_folder
 
 
-@pytest.fixture
-def trained(tmp_path: Path) -> Any:
-    """Starts a recipe that only notes its settings; returns them."""
-    seen: list[TrainSettings] = []
-    recipe = dataclasses.replace(
-        find("hdf5"), run=lambda request: seen.append(request.settings) or {}, check=lambda request: None
-    )
-
-    def start(**flags: Any) -> TrainSettings:
-        assert cli.run_recipe(recipe, {"data": str(tmp_path), "out": str(tmp_path / "out"), **flags}) == 0
-        return seen[-1]
-
-    return start
-
-
-def test_what_a_study_found_holds_without_being_said_again(trained: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Seen to fail: a resume without the flags loaded with the default number of workers, and only said so."""
-    default = trained().workers
-    assert trained(workers=default + 5, residency="ram").workers == default + 5
-    again = trained(batch_size=7)
-    assert (again.workers, again.residency, again.batch_size) == (default + 5, "ram", 7)
-    assert f"Loading as this run was told before: workers {default + 5}, residency ram" in capsys.readouterr().out
-    assert trained(workers=1).workers == 1, "what is said anew wins"
-    assert trained().workers == 1
-    assert trained(fresh=True).workers == default
-
-
-def test_another_folder_or_a_damaged_file_says_nothing(tmp_path: Path) -> None:
-    folder = run_folder.claim(tmp_path / "out")
-    for content in ("", "[]", '{"workers": -1}', '{"workers": "many"}', "\x00", '{"lr": 3.0}'):
-        folder.write(run_folder.LOADING_FILE, content.encode())
-        assert run_folder.loading_of_last_run(folder.path) == {}
-    assert run_folder.loading_of_last_run(tmp_path / "nowhere") == {}
-    (tmp_path / run_folder.LOADING_FILE).write_text('{"workers": 3}')
-    assert run_folder.loading_of_last_run(tmp_path) == {}, "somebody else's file was read"
-
-
-def test_a_batch_size_is_never_taken_over(tmp_path: Path) -> None:
-    folder = run_folder.claim(tmp_path / "out")
-    folder.write(run_folder.LOADING_FILE, b'{"workers": 3, "batch_size": 99}')
-    asked = options.read(find("hdf5"), {"out": str(folder.path)})
-    assert asked.settings.workers == 3
-    assert asked.settings.batch_size != 99
+def test_secrets_are_masked_in_what_a_recipe_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FULLTILT_SECRETS", "internal-host")
+    recipe = dataclasses.replace(find("visobert"), check_options=lambda _: None, check=lambda _: None, run=lambda _: {})
+    asked = {"data": str(tmp_path), "out": str(tmp_path / "out")}
+    for text_column in ("text", "hf_abcdefghijklmnopqrstuvwx"):
+        given = {"model": "https://me:hunter2@hub.example/visobert", "label_column": "internal-host"}
+        assert cli.run_recipe(recipe, {**asked, **given, "text_column": text_column}) == 0
+    written = "".join(path.read_text() for path in (tmp_path / "out").rglob("*") if path.is_file())
+    for secret in ("hunter2", "internal-host", "hf_abcdefgh"):
+        assert secret not in written + capsys.readouterr().out
+    assert "https://me:***@hub.example/visobert" in written
 
 
 # --------------------------------------------------------------------------- what is not ours

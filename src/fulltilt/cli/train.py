@@ -47,7 +47,7 @@ def train(arguments: Annotated[list[str] | None, typer.Argument(metavar="NAME [O
 def run_recipe(recipe: Recipe, given: dict[str, Any], config: Path | None = None) -> int:
     """Train as flags and config ask for; returns the exit code. Raises UsageError for what is wrong with them."""
     require(recipe.name)
-    asked = flagged.read(recipe, given, config, RUNS / recipe.name)
+    asked = flagged.read(recipe, given, config)
     from fulltilt.train import exit_code_of
     from fulltilt.train.distributed import detect
     from fulltilt.train.launch import relaunch
@@ -78,10 +78,6 @@ def run_recipe(recipe: Recipe, given: dict[str, Any], config: Path | None = None
         with run_folder.restored_when_refused(out):
             for line in run_folder.keep_options(recipe, request):
                 print(line, flush=True)
-            run_folder.keep_loading(out, asked.loading)
-            if asked.taken_over:
-                told = ", ".join(f"{name} {value}" for name, value in asked.taken_over.items())
-                print(f"Loading as this run was told before: {told}", flush=True)
             recipe.run(request)
 
     code: int = exit_code_of(body, out)

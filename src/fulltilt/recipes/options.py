@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from fulltilt.errors import UsageError
 from fulltilt.probes.host import cpu_capacity
-from fulltilt.recipes import run_folder
 from fulltilt.recipes.recipe import Recipe, Request, option
 from fulltilt.train import config
 from fulltilt.train.config import TrainSettings
@@ -73,14 +71,11 @@ class Asked:
     options: Any
     settings: TrainSettings
     place: Place
-    # How to load: what was said, now or when this run was last started, and which of it only then.
-    loading: Mapping[str, Any] = field(default_factory=dict)
-    taken_over: Mapping[str, Any] = field(default_factory=dict)
 
     def request(self, data: Path, out: Path) -> Request:
         """With the data at hand."""
         place = self.place
-        resume_from = None if place.resume_from is None else _newest_in(Path(place.resume_from))
+        resume_from = None if place.resume_from is None else Path(place.resume_from)
         return Request(self.options, self.settings, data, out, resume_from, place.fresh)
 
 
@@ -97,43 +92,22 @@ def flags(recipe: Recipe) -> list[Flag]:
     return listed
 
 
-def read(recipe: Recipe, given: Mapping[str, Any], file: Path | None = None, default_out: Path | None = None) -> Asked:
-    """What flags (``given``) and config file ask for. Raises UsageError listing every problem of both.
-
-    A run that goes on in its ``out``, or in ``default_out``, loads as it was told before, unless it is told now.
-    """
+def read(recipe: Recipe, given: Mapping[str, Any], file: Path | None = None) -> Asked:
+    """What flags (``given``) and config file ask for. Raises UsageError listing every problem of both."""
     from_file = recipe.translate({} if file is None else config.read(file))
     # The flag is --max-time; the setting carries its unit.
     values = {"max_time_s" if key == "max_time" else key: value for key, value in from_file.values.items()}
     names = {"max_time_s": "max_time", **{key: name for key, name in from_file.names.items() if key not in given}}
-    said = {**values, **given}
-    out = Path(said["out"]) if isinstance(said.get("out"), str) else default_out
-    before = {} if out is None or said.get("fresh") else run_folder.loading_of_last_run(out)
-    values = {**_defaults(recipe), **before, **said}
+    values = {**_defaults(recipe), **values, **given}
     union: Any = _union(recipe.options)  # type: ignore[arg-type, unused-ignore]
     source = "the command line" if file is None else f"{file} and the command line"
     whole = config.parse(values, union, source, problems=from_file.problems, names=names)
-    loading = {name: getattr(whole, name) for name in run_folder.LOADING if name in said or name in before}
-    taken_over = {name: value for name, value in before.items() if name not in said}
-    return Asked(_part(whole, recipe.options), _part(whole, TrainSettings), _part(whole, Place), loading, taken_over)
+    return Asked(_part(whole, recipe.options), _part(whole, TrainSettings), _part(whole, Place))
 
 
 def _defaults(recipe: Recipe) -> dict[str, Any]:
     """The recipe's own settings; and workers for all CPUs but the one that trains, busy until the data is resident."""
     return {"workers": max(int(cpu_capacity().usable) - 1, 1), **recipe.settings}
-
-
-def _newest_in(path: Path) -> Path:
-    """A run's folder stands for its newest checkpoint."""
-    root = path / "checkpoints"
-    if not root.is_dir():
-        return path
-    from fulltilt.train.checkpoint import newest_complete
-
-    found = newest_complete(root).checkpoint
-    if found is None:
-        raise UsageError(f"{root} holds no complete checkpoint", "Give another folder or file with --resume-from.")
-    return found.folder
 
 
 def _part(whole: Any, record: type[Record]) -> Record:

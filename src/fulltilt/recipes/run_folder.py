@@ -1,8 +1,5 @@
 """The folder of a training: claimed before anything is written, with the options of the last run in it.
 
-    recipe.json     recipe, data and options: a run that goes on says what is different now
-    loading.json    how it was told to load its data: what a study found holds on without being said again
-
 Libraries that write folders of their own (models, tokenizers) get a private one, which then takes its place.
 """
 
@@ -10,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,13 +15,9 @@ from typing import Any
 from fulltilt import store
 from fulltilt.errors import ForeignFiles, FulltiltError, UsageError
 from fulltilt.recipes.recipe import Recipe, Request
-from fulltilt.train import config
-from fulltilt.train.config import TrainSettings
+from fulltilt.records.secrets import mask_config
 
-RECIPE_FILE = "recipe.json"
-LOADING_FILE = "loading.json"
-# Settings that leave the training itself unchanged. What is said anew wins, in a flag or in a config.
-LOADING = ("workers", "prefetch", "residency")
+RECIPE_FILE = "recipe.json"  # recipe, data and options, without secrets: a run that goes on says what is different
 _ANOTHER_OUT = "Choose another folder with --out."
 
 
@@ -37,7 +30,7 @@ def claim(out: Path) -> store.OwnedFolder:
 
 def refuse_other_recipe(recipe: Recipe, request: Request) -> None:
     """Raise UsageError for the folder of another recipe, unless it is to begin anew."""
-    other = _read(request.out, RECIPE_FILE).get("recipe", recipe.name)
+    other = _read_options(request.out).get("recipe", recipe.name)
     if other != recipe.name and not request.fresh:
         raise UsageError(f"{request.out} holds a run of the recipe {other}", f"{_ANOTHER_OUT[:-1]}, or use --fresh.")
 
@@ -45,31 +38,13 @@ def refuse_other_recipe(recipe: Recipe, request: Request) -> None:
 # --------------------------------------------------------------------------- the last run's options
 
 
-def loading_of_last_run(out: Path) -> dict[str, Any]:
-    """How the run in ``out`` was told to load; nothing when there is none, or its file is not what we wrote."""
-    found = _read(out, LOADING_FILE)
-    said = {name: found[name] for name in LOADING if name in found}
-    try:
-        config.parse(said, TrainSettings)
-    except (TypeError, UsageError):
-        return {}
-    return said
-
-
-def keep_loading(out: Path, said: Mapping[str, Any]) -> None:
-    """Write down how a run was told to load. A disk that refuses is told elsewhere."""
-    with contextlib.suppress(OSError, FulltiltError):
-        if said or _read(out, LOADING_FILE):
-            store.write_json(out / LOADING_FILE, dict(said))
-
-
 def keep_options(recipe: Recipe, request: Request) -> list[str]:
     """Write down the recipe's options; a line when they were others before and the run goes on.
 
     The engine says the same of its own settings. Raises ForeignFiles, MachineError.
     """
-    now = {"recipe": recipe.name, "data": str(request.data), **asdict(request.options)}
-    before = _read(request.out, RECIPE_FILE)
+    now = mask_config({"recipe": recipe.name, "data": str(request.data), **asdict(request.options)})
+    before = _read_options(request.out)
     store.write_json(request.out / RECIPE_FILE, now)
     changed = [f"{name} {before[name]} → {now[name]}" for name in now if name in before and before[name] != now[name]]
     return [f"Changed since the last run: {', '.join(changed)}"] if changed and not request.fresh else []
@@ -79,24 +54,23 @@ def keep_options(recipe: Recipe, request: Request) -> list[str]:
 def restored_when_refused(out: Path) -> Iterator[None]:
     """Put back the options of the last run when this one is refused: it has changed nothing in ``out``."""
     folder = store.OwnedFolder(out)
-    before = {name: (out / name).read_bytes() for name in (RECIPE_FILE, LOADING_FILE) if folder.owns(name)}
+    before = (out / RECIPE_FILE).read_bytes() if folder.owns(RECIPE_FILE) else None
     try:
         yield
     except UsageError:
         with contextlib.suppress(OSError, FulltiltError):  # the refusal is what is to be told
-            for name in (RECIPE_FILE, LOADING_FILE):
-                if name not in before:
-                    folder.remove(name)
-                elif before[name] != (out / name).read_bytes():
-                    folder.write(name, before[name])
+            if before is None:
+                folder.remove(RECIPE_FILE)
+            else:
+                folder.write(RECIPE_FILE, before)
         raise
 
 
-def _read(out: Path, name: str) -> dict[str, Any]:
+def _read_options(out: Path) -> dict[str, Any]:
     try:
-        if not store.OwnedFolder(out).owns(name):
+        if not store.OwnedFolder(out).owns(RECIPE_FILE):
             return {}
-        found = json.loads((out / name).read_text(encoding="utf-8"))
+        found = json.loads((out / RECIPE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -18,10 +18,9 @@ from fulltilt.errors import DataError, UsageError
 from fulltilt.recipes.cod import CodOptions
 from fulltilt.recipes.cod import model as network
 from fulltilt.recipes.cod.data import Pair, Pictures, check_pairs, pairs
-from fulltilt.recipes.cod.loss import deep_loss, structure_loss
 from fulltilt.recipes.cod.model import Experts, check_backbone, imbalance
 from fulltilt.recipes.cod.model import blocks as blocks_of
-from fulltilt.recipes.cod.trainer import stages
+from fulltilt.recipes.cod.trainer import deep_loss, stages, structure_loss
 from fulltilt.recipes.synthetic import make_folder
 from fulltilt.train.schedule import trainable
 

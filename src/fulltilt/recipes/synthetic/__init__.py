@@ -1,11 +1,146 @@
 """Synthetic data in the real formats: hard enough to show learning, the same for the same seed, on any machine.
 
 Each kind is a module here with ``make(folder, size, seed)``, which writes the data set into an empty folder and yields
-the number of samples after each piece that is done.
+the number of samples after each piece. A folder is complete or not to be used, and never somebody else's.
 """
 
 from __future__ import annotations
 
-from fulltilt.recipes.synthetic.folder import KINDS, make_folder
+import difflib
+import errno
+import importlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
 
-__all__ = ["KINDS", "make_folder"]
+from fulltilt.errors import MachineError, UsageError
+from fulltilt.probes.host import cpu_capacity
+from fulltilt.store.owned_folder import OwnedFolder
+
+# Kind → what one of its samples is called.
+KINDS = {"cod": "image", "cars": "image", "text": "text", "hdf5": "window"}
+# What the folder holds. Written last: a folder without it is not complete.
+DESCRIPTION = "synthetic.json"
+# Samples in a piece: handing one out costs nothing beside it, and the progress bar moves.
+PIECE = 50
+_REMEDIES = {
+    errno.ENOSPC: "Make room there, or give another folder.",
+    errno.EDQUOT: "Make room there, or give another folder.",
+    errno.EFBIG: "Raise the limit on the size of files (ulimit -f), or ask for fewer samples.",
+}
+
+
+def make_folder(kind: str, folder: Path, size: int, seed: int) -> bool:
+    """Fill ``folder`` with synthetic data; False when exactly this was in it already. Raises UsageError, MachineError.
+
+    A folder that holds anything else is refused. Of several ranks that ask for the same folder, one fills it.
+    """
+    if kind not in KINDS:
+        close = difflib.get_close_matches(kind[:80], KINDS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise UsageError(f"there is no synthetic data {kind!r}{hint}", f"Kinds: {', '.join(KINDS)}.")
+    wanted = {"kind": kind, "size": size, "seed": seed}
+    if _holds(folder, wanted):
+        return False
+    owned = OwnedFolder.claim(folder, "data set", flag="DIR")
+    try:
+        with owned.locked(f"{folder} is being filled", wait=True):
+            if _holds(folder, wanted):
+                return False
+            _fill(owned, kind, size, seed)
+            owned.write(DESCRIPTION, json.dumps(wanted).encode() + b"\n")
+    except OSError as error:
+        remedy = _REMEDIES.get(error.errno or 0, "Give another folder.")
+        raise MachineError(f"cannot make {folder}: {error.strerror or error}", remedy) from error
+    return True
+
+
+def _holds(folder: Path, wanted: dict[str, Any]) -> bool:
+    """Whether the folder holds this data. Raises UsageError for other synthetic data."""
+    try:
+        found = json.loads((folder / DESCRIPTION).read_text())
+    except (OSError, ValueError):
+        return False
+    if found == wanted:
+        return True
+    holds = ", ".join(f"{key} {value}" for key, value in found.items())
+    raise UsageError(f"{folder} holds other synthetic data ({holds})", "Give another folder, or remove that one.")
+
+
+def _fill(owned: OwnedFolder, kind: str, size: int, seed: int) -> None:
+    """Make the data in a private folder inside, then move it to its place."""
+    for name in owned.entries():  # of one that was killed
+        _remove_private(owned, owned.path / name)
+        owned.remove(name)
+    private = owned.make(owned.temporary("making"))
+    try:
+        _show(importlib.import_module(f"{__name__}.{kind}").make(private, size, seed), size, f"making {kind}")
+        owned.record_tree(private)
+        for entry in sorted(private.iterdir()):
+            owned.move(entry, owned.path / entry.name)
+    finally:
+        _remove_private(owned, private)
+
+
+def _remove_private(owned: OwnedFolder, private: Path) -> None:
+    """Remove a private folder of ours with whatever was written there before the end."""
+    if private.suffix == ".tmp" and owned.owns(private):
+        shutil.rmtree(private, ignore_errors=True)
+
+
+def _show(done: Iterator[int], size: int, label: str) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(label, total=size)
+        for number in done:
+            bar.update(task, completed=number)
+
+
+def spread(write: Callable[[range], None], size: int) -> Iterator[int]:
+    """Call ``write`` with every piece of ``range(size)`` in some process; yields how many samples are done so far.
+
+    The pieces do not depend on the number of processes.
+    """
+    pieces = [range(first, min(first + PIECE, size)) for first in range(0, size, PIECE)]
+    processes = min(int(cpu_capacity().usable), len(pieces))
+    done = 0
+    if processes < 2:
+        for piece in pieces:
+            write(piece)
+            done += len(piece)
+            yield done
+        return
+    start = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context(start), initializer=_end_with_the_parent)
+    try:
+        waiting = {pool.submit(write, piece): len(piece) for piece in pieces}
+        for finished in as_completed(waiting):
+            finished.result()
+            done += waiting[finished]
+            yield done
+    finally:
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C or a full disk, what is begun is waited for and nothing else
+
+
+def _end_with_the_parent() -> None:
+    """Leave Ctrl-C to the parent, and do not outlive it: a killed one cannot tell."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

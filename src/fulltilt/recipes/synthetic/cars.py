@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
-from fulltilt.recipes.synthetic.folder import spread
+from fulltilt.recipes.synthetic import spread
 
 CAPTIONS = "captions.csv"
 COLUMNS = ("image", "caption", "make", "model", "year", "colour", "body", "split")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from fulltilt.recipes.synthetic.folder import spread
+from fulltilt.recipes.synthetic import spread
 
 Array = np.ndarray[Any, Any]
 

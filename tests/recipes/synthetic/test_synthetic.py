@@ -14,8 +14,8 @@ import pytest
 
 from fulltilt.cli import main as command
 from fulltilt.errors import UsageError
-from fulltilt.recipes.synthetic import folder as synthetic
-from fulltilt.recipes.synthetic.folder import spread
+from fulltilt.recipes import synthetic
+from fulltilt.recipes.synthetic import spread
 from fulltilt.store.owned_folder import MARKER, OwnedFolder
 
 
