@@ -30,53 +30,34 @@ MORE = "pin_memory=True, persistent_workers=True, prefetch_factor=4"
 MANY_LINES = """loader = DataLoader(
     ds,
     batch_size=8,  # what fits
-    shuffle=True,
 
-    # two were enough once
     num_workers=2,  # why two?
 )  # the end
-"""
-NO_TRAILING_COMMA = """loader = DataLoader(
-    ds,
-    num_workers=2  # why two?
-)
-"""
-HANGING = """loader = DataLoader(ds, batch_size=8,
-                    num_workers=2)
 """
 
 
 @pytest.mark.parametrize(
-    ("source", "expected"),
+    "source",
     [
-        ("x = torch.utils.data.DataLoader(ds, 8, True, None, None, 2, f)\n", ("2, f", f"8, f, {MORE}")),
-        ("größe = 'ä', DataLoader(ds, num_workers=2)\n", ("=2", f"=8, {MORE}")),
-        ("from torch.utils.data import DataLoader as DL\nx = DL(ds, num_workers=2)\n", ("=2", f"=8, {MORE}")),
-        ("x = DataLoader(ds, num_workers=2, **more)\n", ("=2, **more", f"=8, **more, {MORE}")),
-        ("x = DataLoader(ds, num_workers=2, prefetch_factor=2,)\n", ("=2, prefetch_factor=2", f"=8, {MORE}")),
-        (HANGING, ("=2", f"=8, {MORE}")),
-        (
-            MANY_LINES,
-            ("=2,  # why two?\n", "=8,  # why two?\n    " + MORE.replace(", ", ",\n    ") + ",\n"),
-        ),
-        (
-            NO_TRAILING_COMMA,
-            ("=2  # why two?\n", "=8,  # why two?\n    " + MORE.replace(", ", ",\n    ") + "\n"),
-        ),
+        "x = torch.utils.data.DataLoader(ds, 8, True, num_workers=2)\n",
+        "größe = 'ä', DataLoader(ds, num_workers=2)\n",
+        "x = DataLoader(ds, 8,\n               num_workers=2,)\n",
+        MANY_LINES,
+        "x = 1\n\x0c\ny = DataLoader(ds, num_workers=2)\n",
     ],
-    ids=["positional", "umlauts", "another name", "unpacked", "trailing comma", "hanging", "many lines", "no comma"],
+    ids=["qualified", "umlauts", "hanging", "many lines", "form feed"],
 )
-def test_a_literal_is_changed_and_what_is_missing_added(source: str, expected: tuple[str, str]) -> None:
-    line = next(number for number, text in enumerate(source.splitlines(), 1) if "Loader(" in text or "DL(" in text)
-    edited, several = edit_call(source, line, WANTED, BEFORE)
-    if "prefetch_factor=2" in source:
-        assert (
-            edited
-            == "x = DataLoader(ds, num_workers=8, prefetch_factor=4, pin_memory=True, persistent_workers=True,)\n"
-        )
-    else:
-        assert edited == source.replace(*expected)
+def test_a_literal_is_changed_and_what_is_missing_added(source: str) -> None:
+    line = source[: source.index("DataLoader(")].count("\n") + 1
+    edited, several = edit_call(source.encode(), line, WANTED, BEFORE)
+    assert edited.decode() == source.replace("num_workers=2", f"num_workers=8, {MORE}")
     assert not several
+
+
+def test_a_written_queue_is_changed_where_it_stands() -> None:
+    source = b"x = DataLoader(ds, prefetch_factor=2, num_workers=2)\n"
+    expected = b"x = DataLoader(ds, prefetch_factor=4, num_workers=8, pin_memory=True, persistent_workers=True)\n"
+    assert edit_call(source, 1, WANTED, BEFORE) == (expected, False)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +66,8 @@ def test_a_literal_is_changed_and_what_is_missing_added(source: str, expected: t
         ("loader = DataLoader(ds, num_workers=cfg.workers)\n", 1, (), "num_workers is cfg.workers"),
         ("n = 2\nloader = DataLoader(ds, num_workers=n)\n", 2, (), "num_workers is n"),
         ("loader = DataLoader(ds, **options())\n", 1, ("num_workers",), "not followed"),
-        ("loader = DataLoader(*options())\n", 1, ("num_workers",), "unpacked with"),
+        ("loader = DataLoader(ds, 8, True, None, None, 2)\n", 1, ("num_workers",), "not followed"),
+        ("# coding: latin-1\nloader = DataLoader(ds, num_workers=2)  # f\xfcr\n", 2, (), "does not parse as UTF-8"),
         ("loader = DataLoader(ds, num_workers=5)\n", 1, (), "num_workers is 5 there, but 2 was in force"),
         ("a, b = DataLoader(c, num_workers=2), DataLoader(d, num_workers=2)\n", 1, (), "no single"),
         ("loader = DataLoader((ds))\n", 1, (), "but 2 was in force"),
@@ -95,30 +77,18 @@ def test_a_literal_is_changed_and_what_is_missing_added(source: str, expected: t
 )
 def test_nothing_is_guessed(source: str, line: int, given: tuple[str, ...], why: str) -> None:
     with pytest.raises(Unclear, match=why):
-        edit_call(source, line, WANTED, BEFORE, given)
+        edit_call(source.encode("latin-1"), line, WANTED, BEFORE, given)
 
 
 def test_what_would_change_something_else_is_refused() -> None:
     """Behind the last argument stands a parenthesis that `ast` does not show."""
     with pytest.raises(Unclear, match="not changed by machine"):
-        edit_call("x = DataLoader((ds))\n", 1, {"num_workers": 8}, {"num_workers": 0})
-
-
-def test_two_calls_of_one_line_are_told_apart_by_their_arguments() -> None:
-    source = "val, train = DataLoader(b, 8), DataLoader(a, 8, shuffle=True)\n"
-    given = ("dataset", "batch_size", "shuffle")
-    edited, _ = edit_call(source, 1, {"num_workers": 8}, {"num_workers": 0}, given)
-    assert edited == source.replace("shuffle=True)", "shuffle=True, num_workers=8)")
+        edit_call(b"x = DataLoader((ds))\n", 1, {"num_workers": 8}, {"num_workers": 0})
 
 
 def test_what_was_written_since_is_left_as_it_is() -> None:
-    source = "x = DataLoader(ds, num_workers=8)\n"
+    source = b"x = DataLoader(ds, num_workers=8)\n"
     assert edit_call(source, 1, {"num_workers": 8}, {"num_workers": 0}) == (source, False)
-
-
-def test_torchs_own_defaults_are_not_written() -> None:
-    edited, _ = edit_call("x = DataLoader(ds)\n", 1, {**WANTED, "prefetch_factor": 2}, {"num_workers": 0})
-    assert edited == "x = DataLoader(ds, num_workers=8, pin_memory=True, persistent_workers=True)\n"
 
 
 def test_a_function_that_makes_several_loaders_is_told(tmp_path: Path) -> None:
@@ -153,30 +123,6 @@ def test_the_diff_is_applied_whole_and_keeps_line_ends_and_mode(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == [tmp_path / "train.py"]
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "\ufeffx = DataLoader(ds, batch_size=8)\n".encode(),
-        "# -*- coding: latin-1 -*-\nx = DataLoader(ds, batch_size=8)  # für\n".encode("latin-1"),
-        b"x = 1\n\x0c\ny = DataLoader(ds, batch_size=8)\n",
-    ],
-    ids=["byte order mark", "latin-1", "form feed"],
-)
-def test_a_diff_is_one_that_patch_takes_whatever_the_encoding(tmp_path: Path, source: bytes) -> None:
-    (tmp_path / "train.py").write_bytes(source)
-    line = source.count(b"\n")
-    loader = examples.loader(where=f"train.py:{line}", num_workers=0, batch_size=8)
-    change = propose(loader, IN_FORCE, tmp_path)
-    assert isinstance(change, SourceChange), change
-    assert change.new == source.replace(
-        b"batch_size=8", b"batch_size=8, num_workers=8, pin_memory=True, persistent_workers=True"
-    )
-    body = [f"{part}\n" for part in change.diff.split("\n")[3:-1]]
-    assert all(part[:1] in " +-" for part in body)
-    before = "".join(part[1:] for part in body if part[:1] in " -")
-    assert before.encode(change.encoding) == source, "patch compares bytes"
-
-
 def test_a_link_stays_a_link_and_a_read_only_file_stays_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,10 +134,6 @@ def test_a_link_stays_a_link_and_a_read_only_file_stays_as_it_is(
     with pytest.raises(MachineError, match="read-only"):
         apply_change(change, None)
     monkeypatch.undo()
-    with monkeypatch.context() as patched:
-        patched.setattr("tempfile.mkstemp", lambda **_: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
-        with pytest.raises(MachineError, match="cannot write into"):
-            apply_change(change, None)
     apply_change(change, None)
     assert (tmp_path / "train.py").is_symlink()
     assert "num_workers=8" in (tmp_path / "real.py").read_text()

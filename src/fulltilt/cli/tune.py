@@ -315,7 +315,7 @@ def _hand_over(
     if change.new == change.old:
         console.print(Text(f"{change.path} has these settings already; nothing is left to write."))
         return
-    store.write_text(folder / DIFF_FILE, change.diff, change.encoding)
+    store.write_text(folder / DIFF_FILE, change.diff)
     console.print(Text(change.diff), soft_wrap=True)  # a wrapped line is no diff
     for remark in change.remarks:
         console.print(Text(f"Note: {remark}."))

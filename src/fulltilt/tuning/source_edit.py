@@ -7,18 +7,15 @@ with the value that was seen in force, or is not there. Everything else is told 
 from __future__ import annotations
 
 import ast
-import copy
 import difflib
 import hashlib
-import io
 import os
-import re
 import shutil
 import tempfile
-import tokenize
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fulltilt.diagnosis.findings import made_for_each_pass
 from fulltilt.errors import MachineError, UsageError
@@ -33,14 +30,9 @@ DEFAULTS: Mapping[str, object] = {
     "batch_size": 1,
 }
 NEED_WORKERS = ("prefetch_factor", "persistent_workers")
-# torch's own default, not worth writing.
-ONCE_THERE_ARE_WORKERS: Mapping[str, object] = {"prefetch_factor": 2}
-# The order of DataLoader's positional arguments.
-POSITIONS = (
-    *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory"),
-    *("drop_last", "timeout", "worker_init_fn", "multiprocessing_context"),
-)
-# Libraries that construct the loader themselves, and how they are told.
+# What torch takes where there are workers and nothing is written.
+DEFAULT_PREFETCH = 2
+# How Hugging Face's Trainer, which constructs the loader itself, is told.
 _TRAINING_ARGUMENTS = {
     "num_workers": "dataloader_num_workers",
     "prefetch_factor": "dataloader_prefetch_factor",
@@ -48,26 +40,23 @@ _TRAINING_ARGUMENTS = {
     "persistent_workers": "dataloader_persistent_workers",
     "batch_size": "per_device_train_batch_size",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class SourceChange:
-    """A change of one file. ``old`` and ``new`` are its whole text, byte for byte; the diff is in its ``encoding``."""
-
-    path: Path
-    old: bytes
-    new: bytes
-    diff: str
-    encoding: str
-    remarks: tuple[str, ...]
-
-
 # torch draws a seed whenever workers start, from the generator that shuffles too.
 OTHER_SHUFFLES = (
     "workers that persist are seeded once, so that shuffles from the second epoch on come in another order than before"
 )
 SEVERAL_LOADERS = "this line makes other loaders too, which change with it"
 MAKE_ONCE = "the loader is made again for each epoch: made once before the loop, it could keep its workers"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceChange:
+    """A change of one file. ``old`` and ``new`` are its whole text, byte for byte."""
+
+    path: Path
+    old: bytes
+    new: bytes
+    diff: str
+    remarks: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,74 +77,58 @@ def propose(
     """The change that puts the loader's part of ``in_force`` into the user's source."""
     names = (*LOADER_SETTINGS, *(["batch_size"] if with_batch else []))
     wanted = {name: value for name in names if (value := getattr(in_force, name)) is not None}
-    if not in_force.num_workers:
-        wanted = {name: value for name, value in wanted.items() if name not in NEED_WORKERS}
-    made_again = loader is not None and made_for_each_pass(loader)
-    if made_again:
-        wanted.pop("persistent_workers", None)  # workers live no longer than their loader
     if loader is not None and loader.made_by == "fulltilt":
-        return WriteYourself(
-            "Fulltilt makes the loader from its settings", " ".join(_train_flags(in_force, with_batch))
-        )
+        flags = {"--workers": wanted.get("num_workers"), "--batch-size": wanted.get("batch_size")}
+        told = " ".join(f"{flag} {value}" for flag, value in flags.items() if value is not None)
+        return WriteYourself("Fulltilt makes the loader from its settings", told)
+    made_again = loader is not None and made_for_each_pass(loader)
+    for name in NEED_WORKERS:
+        # Workers live no longer than their loader.
+        if not in_force.num_workers or (made_again and name == "persistent_workers"):
+            wanted.pop(name, None)
     if loader is None or loader.where is None:
         return WriteYourself("it was not seen where the training loader is made", _call("DataLoader(…", wanted))
     before = {name: getattr(loader, name) for name in names}
-    news = {name: value for name, value in wanted.items() if _is_news(name, before[name], value)}
+    news = {name: value for name, value in wanted.items() if value != _or_default(name, before[name])}
+    by_hand = _call("DataLoader(…", news)
     if loader.made_by == "transformers":
         arguments = {_TRAINING_ARGUMENTS[name]: value for name, value in news.items()}
-        return WriteYourself(
-            f"Hugging Face's Trainer makes the loader ({loader.where})", _call("TrainingArguments(…", arguments)
-        )
+        why = f"Hugging Face's Trainer makes the loader ({loader.where})"
+        return WriteYourself(why, _call("TrainingArguments(…", arguments))
     if loader.made_by is not None:
-        return WriteYourself(f"{loader.made_by} makes the loader ({loader.where})", _call("DataLoader(…", news))
-    for argument in command:
-        name = argument.split("=")[0].lstrip("-").replace("-", "_")
-        if argument.startswith("--") and name in wanted and wanted[name] != before[name]:
-            return WriteYourself(
-                f"{argument.split('=')[0]} is given on the command line", f"{argument.split('=')[0]} {wanted[name]}"
-            )
+        return WriteYourself(f"{loader.made_by} makes the loader ({loader.where})", by_hand)
+    for flag in (argument.split("=")[0] for argument in command if argument.startswith("--")):
+        name = flag.lstrip("-").replace("-", "_")
+        if name in news:
+            return WriteYourself(f"{flag} is given on the command line", f"{flag} {news[name]}")
     file, _, line = loader.where.rpartition(":")
     path = source_file(loader.where, working_folder, command)
     try:
         old = path.read_bytes()
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(old).readline)
-        source = old.decode(encoding)
-    except (OSError, UnicodeDecodeError, SyntaxError) as error:
-        return WriteYourself(f"{file} could not be read: {error}", _call("DataLoader(…", news))
-    try:
-        edited, several = edit_call(source, int(line), wanted, before, loader.given)
+        new, several = edit_call(old, int(line), news, before, loader.given)
+    except OSError as error:
+        return WriteYourself(f"{file} could not be read: {error}", by_hand)
     except Unclear as unclear:
-        return WriteYourself(f"{loader.where}: {unclear}", _call("DataLoader(…", news))
-    new = edited.encode(encoding)
+        return WriteYourself(f"{loader.where}: {unclear}", by_hand)
     shuffles_otherwise = bool(loader.shuffle) and news.get("persistent_workers") is True
-    remarks = (
-        *((SEVERAL_LOADERS,) if several else ()),
-        *((OTHER_SHUFFLES,) if shuffles_otherwise else ()),
-        *((MAKE_ONCE,) if made_again else ()),
-    )
-    # A mark at the beginning of the file is part of its first line to patch and git.
-    encoding = "utf-8" if encoding == "utf-8-sig" else encoding
-    diff = unified_diff(file, old.decode(encoding), new.decode(encoding))
-    return SourceChange(path, old, new, diff, encoding, remarks)
+    told_of = {SEVERAL_LOADERS: several, OTHER_SHUFFLES: shuffles_otherwise, MAKE_ONCE: made_again}
+    remarks = tuple(remark for remark, is_so in told_of.items() if is_so)
+    return SourceChange(path, old, new, _unified_diff(file, old, new), remarks)
 
 
-def _is_news(name: str, before: object, value: object) -> bool:
-    """Whether a setting is to be written: it is not in force, nor comes by itself with workers."""
-    return value != before and not (before is None and value == ONCE_THERE_ARE_WORKERS.get(name))
+def _or_default(name: str, value: object) -> object:
+    """A setting as it is in force once there are workers."""
+    return DEFAULT_PREFETCH if name == "prefetch_factor" and value is None else value
 
 
-def _train_flags(settings: Settings, with_batch: bool) -> list[str]:
-    """Settings as flags of `fulltilt train`."""
-    flags = [] if settings.num_workers is None else ["--workers", str(settings.num_workers)]
-    if with_batch and settings.batch_size is not None:
-        flags += ["--batch-size", str(settings.batch_size)]
-    return flags
+def _call(opening: str, arguments: Mapping[str, object]) -> str:
+    return f"{opening}, {', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
 
 
-def unified_diff(name: str, old: str, new: str) -> str:
+def _unified_diff(name: str, old: bytes, new: bytes) -> str:
     """A diff that `git apply` and `patch -p1` take."""
-    # Not splitlines: a form feed is no line end to git and patch.
-    before, after = (io.StringIO(text, newline="").readlines() for text in (old, new))
+    # Lines of bytes: a form feed ends a line of text, but none to git and patch.
+    before, after = ([line.decode() for line in data.splitlines(keepends=True)] for data in (old, new))
     lines = difflib.unified_diff(before, after, f"a/{name}", f"b/{name}")
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
@@ -179,33 +152,25 @@ def fingerprint(path: Path) -> str | None:
 
 def apply_change(change: SourceChange, studied_sha256: str | None) -> None:
     """Write the change, whole or not at all. Raises UsageError when the file is not the one that was studied."""
-    if fingerprint(change.path) != hashlib.sha256(change.old).hexdigest() or (
-        studied_sha256 is not None and studied_sha256 != hashlib.sha256(change.old).hexdigest()
-    ):
+    proposed_for = hashlib.sha256(change.old).hexdigest()
+    if fingerprint(change.path) != proposed_for or studied_sha256 not in (None, proposed_for):
         raise UsageError(f"{change.path} has changed since it was studied; nothing was written", "Tune it again.")
     path = change.path.resolve()  # a link stays one
     if not os.access(path, os.W_OK):
-        raise MachineError(
-            f"cannot write {change.path}: it is read-only", "Make it writable, or apply the diff yourself."
-        )
+        raise MachineError(f"cannot write {path}: it is read-only", "Make it writable, or apply the diff yourself.")
+    temporary = None
     try:
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise MachineError(f"cannot write into {path.parent}: {error.strerror or error}") from error
-    try:
-        with os.fdopen(descriptor, "wb") as file:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            temporary = Path(file.name)
             file.write(change.new)
             file.flush()
             os.fsync(file.fileno())
         shutil.copymode(path, temporary)
-        Path(temporary).replace(path)
+        temporary.replace(path)
     except OSError as error:
-        Path(temporary).unlink(missing_ok=True)
-        raise MachineError(f"cannot write {change.path}: {error.strerror or error}") from error
-
-
-def _call(opening: str, arguments: Mapping[str, object]) -> str:
-    return f"{opening}, {', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+        raise MachineError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 # --------------------------------------------------------------------------- the call
@@ -216,166 +181,67 @@ class Unclear(Exception):  # noqa: N818 - reads as the sentence it is
 
 
 def edit_call(
-    source: str, line: int, wanted: Mapping[str, object], in_force: Mapping[str, object], given: Collection[str] = ()
-) -> tuple[str, bool]:
+    source: bytes, line: int, wanted: Mapping[str, Any], before: Mapping[str, object], given: Collection[str] = ()
+) -> tuple[bytes, bool]:
     """The source with ``wanted`` in the DataLoader call at ``line``, and whether that call makes several loaders.
 
-    ``in_force`` is what the call ran with before, ``given`` the arguments that it was seen with. Raises Unclear.
+    ``before`` is what the call ran with, ``given`` the arguments that it was seen with. Raises Unclear.
     """
     try:
+        source.decode()
         module = ast.parse(source)
     except (SyntaxError, ValueError) as error:
-        raise Unclear(f"the file does not parse: {error}") from error
-    call = _loader_call(module, line, given)
-    text = _Text(source)
-    added: dict[str, object] = {}
+        raise Unclear(f"the file does not parse as UTF-8: {error}") from error
+    calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
+    around = [call for call in calls if call.lineno <= line <= (call.end_lineno or 0) and _name(call) == "DataLoader"]
+    found = [call for call in around if call.lineno == max(each.lineno for each in around)]
+    if len(found) != 1:
+        raise Unclear(f"no single DataLoader(...) call stands at line {line}")
+    call, splices, added = found[0], list[tuple[int, int, str]](), ""
+    written = {keyword.arg: keyword for keyword in call.keywords}
+    begins = [0]
+    for text in source.splitlines(keepends=True):
+        begins.append(begins[-1] + len(text))
+
+    def end_of(node: ast.expr | ast.keyword) -> int:
+        return begins[(node.end_lineno or 1) - 1] + (node.end_col_offset or 0)
+
+    arguments: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
+    last = max(map(end_of, arguments), default=None)
     for name, value in wanted.items():
-        if value == in_force.get(name, DEFAULTS.get(name)):
-            continue
-        written = _written(call, name)
-        if written is None and name in given:
-            raise Unclear(f"{name} is given to DataLoader(...) in a way that is not followed")
         # Where the number of workers varies, torch would refuse what needs some.
         for which in (name, "num_workers") if name in NEED_WORKERS else (name,):
-            expression = _written(call, which)
-            if expression is not None and not isinstance(expression, ast.Constant):
-                raise Unclear(f"{which} is {ast.unparse(expression)} there, not a number or a word")
-        assert written is None or isinstance(written, ast.Constant)
-        now = DEFAULTS.get(name) if written is None else written.value
+            keyword = written.get(which)
+            if keyword is None and which in given:
+                raise Unclear(f"{which} is given to DataLoader(...) in a way that is not followed")
+            if keyword is not None and not isinstance(keyword.value, ast.Constant):
+                raise Unclear(f"{which} is {ast.unparse(keyword.value)} there, not a number or a word")
+        keyword = written.get(name)
+        now = keyword.value.value if keyword is not None else DEFAULTS[name]  # type: ignore[attr-defined]
         if now == value:  # written since
             continue
-        if now != in_force.get(name, DEFAULTS.get(name)) and not (now is None and name in ONCE_THERE_ARE_WORKERS):
-            raise Unclear(f"{name} is {now!r} there, but {in_force.get(name)!r} was in force")
-        if value == ONCE_THERE_ARE_WORKERS.get(name, ...) and (written is None or written.value is None):
-            continue
-        if written is None:
-            added[name] = value
+        if _or_default(name, now) != _or_default(name, before.get(name, DEFAULTS[name])):
+            raise Unclear(f"{name} is {now!r} there, but {before.get(name)!r} was in force")
+        if keyword is not None:
+            splices.append((begins[keyword.value.lineno - 1] + keyword.value.col_offset, end_of(keyword), repr(value)))
+            keyword.value = ast.Constant(value)
+        elif last is None:
+            raise Unclear("the call has no arguments")
         else:
-            text.replace(text.start(written), text.end(written), repr(value))
-    if added:
-        _add_keywords(text, call, added)
-    edited = text.edited()
-    if not _is_the_same_but_for(module, edited, call, wanted):
-        raise Unclear("the call is written in a way that is not changed by machine")
-    return edited, _makes_several(module, call)
-
-
-def _loader_call(module: ast.Module, line: int, given: Collection[str]) -> ast.Call:
-    """The call that makes the loader at a line. Raises Unclear."""
-    names = {"DataLoader"} | {
-        alias.asname
-        for node in ast.walk(module)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-        if alias.name == "DataLoader" and alias.asname
-    }
-    calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
-    around = [call for call in calls if call.lineno <= line <= (call.end_lineno or 0)]
-    found = [call for call in around if _last_name(call.func).endswith("DataLoader") or _last_name(call.func) in names]
-    found = [call for call in found if call.lineno == max(each.lineno for each in found)]
-    if len(found) > 1:
-        found = [call for call in found if set(_names(call)) == set(given)]
-    if not found:
-        raise Unclear(f"no single DataLoader(...) call stands at line {line}")
-    if len(found) > 1:
-        raise Unclear(f"several loaders are made at line {line}")
-    return found[0]
-
-
-def _last_name(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-
-
-def _names(call: ast.Call) -> Iterator[str]:
-    """The arguments that are written in a call."""
-    yield from POSITIONS[: len(call.args)]
-    yield from (keyword.arg for keyword in call.keywords if keyword.arg is not None)
-
-
-def _written(call: ast.Call, name: str) -> ast.expr | None:
-    """What stands for an argument in a call, by its keyword or its position. Raises Unclear behind a ``*``."""
-    for keyword in call.keywords:
-        if keyword.arg == name:
-            return keyword.value
-    if any(isinstance(argument, ast.Starred) for argument in call.args):
-        raise Unclear("its arguments are unpacked with *")
-    index = POSITIONS.index(name) if name in POSITIONS else len(call.args)
-    return call.args[index] if index < len(call.args) else None
-
-
-class _Text:
-    """A source text with replacements, in the bytes that `ast` counts."""
-
-    def __init__(self, source: str) -> None:
-        self.data = source.encode()
-        lines = self.data.splitlines(keepends=True)
-        self._begins = [sum(map(len, lines[:number])) for number in range(len(lines) + 1)]
-        self._replacements: list[tuple[int, int, bytes]] = []
-
-    def start(self, node: ast.expr | ast.keyword) -> int:
-        return self._begins[node.lineno - 1] + node.col_offset
-
-    def end(self, node: ast.expr | ast.keyword) -> int:
-        return self._begins[(node.end_lineno or 1) - 1] + (node.end_col_offset or 0)
-
-    def line_start(self, offset: int) -> int:
-        return max(begin for begin in self._begins if begin <= offset)
-
-    def replace(self, start: int, end: int, text: str) -> None:
-        self._replacements.append((start, end, text.encode()))
-
-    def edited(self) -> str:
-        data = self.data
-        for start, end, text in sorted(self._replacements, reverse=True):
-            data = data[:start] + text + data[end:]
-        return data.decode()
-
-
-def _add_keywords(text: _Text, call: ast.Call, added: Mapping[str, object]) -> None:
-    """Behind the last argument, on lines of their own where the arguments stand so."""
-    words = [f"{name}={value!r}" for name, value in added.items()]
-    arguments: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
-    if not arguments:
-        raise Unclear("the call has no arguments")
-    last = max(arguments, key=text.end)
-    end, begin = text.end(last), text.line_start(text.start(last))
-    indent = text.data[begin : text.start(last)]
-    rest = re.match(rb"[ \t]*(,?)[ \t]*(?:#[^\r\n]*)?(\r\n|\r|\n)", text.data[end:])
-    if indent.strip() or rest is None:
-        text.replace(end, end, "".join(f", {word}" for word in words))
-        return
-    newline = rest[2].decode()
-    if not rest[1]:
-        text.replace(end, end, ",")
-    comma = [*("," for _ in words[1:]), rest[1].decode()]
-    lines = (f"{indent.decode()}{word}{sign}{newline}" for word, sign in zip(words, comma, strict=True))
-    text.replace(end + rest.end(), end + rest.end(), "".join(lines))
-
-
-def _is_the_same_but_for(module: ast.Module, edited: str, call: ast.Call, wanted: Mapping[str, object]) -> bool:
-    """Whether the edited source differs from the module in these arguments of this call only."""
-
-    def without(tree: ast.Module) -> str:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and (node.lineno, node.col_offset) == (call.lineno, call.col_offset):
-                node.keywords = [keyword for keyword in node.keywords if keyword.arg not in wanted]
-                for index, name in enumerate(POSITIONS[: len(node.args)]):
-                    if name in wanted:
-                        node.args[index] = ast.Constant(None)
-        return ast.dump(tree)
-
+            added += f", {name}={value!r}"
+            call.keywords.append(ast.keyword(name, ast.Constant(value)))
+    for start, end, new in sorted([*splices, (last or 0, last or 0, added)], reverse=True):  # so that offsets hold
+        source = source[:start] + new.encode() + source[end:]
     try:
-        changed = ast.parse(edited)
+        is_as_meant = ast.dump(ast.parse(source)) == ast.dump(module)
     except (SyntaxError, ValueError):
-        return False
-    return without(changed) == without(copy.deepcopy(module))
+        is_as_meant = False
+    if not is_as_meant:
+        raise Unclear("the call is written in a way that is not changed by machine")
+    makers = {node.name for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and call in ast.walk(node)}
+    return source, any(sum(_name(each) == maker for each in calls) > 1 for maker in makers)
 
 
-def _makes_several(module: ast.Module, call: ast.Call) -> bool:
-    """Whether the call stands in a function that is called more than once."""
-    for node in ast.walk(module):
-        if isinstance(node, ast.FunctionDef) and call in ast.walk(node):
-            calls = [each for each in ast.walk(module) if isinstance(each, ast.Call)]
-            if sum(_last_name(each.func) == node.name for each in calls) > 1:
-                return True
-    return False
+def _name(call: ast.Call) -> str:
+    node = call.func
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

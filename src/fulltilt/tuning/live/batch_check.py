@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from fulltilt.tuning.live.index_queue import IndexQueue
-from fulltilt.tuning.live.worker_pool import WorkerPool
+from fulltilt.tuning.live.worker_pool import IndexQueue, WorkerPool
 
 # What is rounded differently with one thread comes out the same now and then.
 MOST_BATCHES = 3

@@ -11,9 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fulltilt.tuning.live.index_queue import IndexQueue
 from fulltilt.tuning.live.window import Arrival
-from fulltilt.tuning.live.worker_pool import WorkerPool, is_of_data_set, sampler_of
+from fulltilt.tuning.live.worker_pool import IndexQueue, WorkerPool, is_of_data_set, sampler_of
 
 if TYPE_CHECKING:
     from fulltilt.tuning.live.tuner import LoaderTuner

@@ -22,15 +22,16 @@ from fulltilt.recorder.loaders import LoaderTap, LoaderTaps
 from fulltilt.records import LiveMove, LiveRecord, Settings
 from fulltilt.tuning.live.batch_check import BatchCheck, short
 from fulltilt.tuning.live.controller import Capacity, Settle, Situation, Try, best_of, decide, pays
-from fulltilt.tuning.live.index_queue import IndexQueue, reason_of_sampler
 from fulltilt.tuning.live.switching_iterator import SwitchingIterator
 from fulltilt.tuning.live.window import Arrival, Fetches, Knobs, Limits, Seen, Window
 from fulltilt.tuning.live.worker_pool import (
+    IndexQueue,
     WorkerPool,
     copy_of,
     is_of_data_set,
     knobs_of,
     reason_against,
+    reason_of_sampler,
     sampler_of,
 )
 
