@@ -24,8 +24,8 @@ from fulltilt.feed.augment import (
     SpecAugment,
     VerticalFlip,
 )
-from fulltilt.feed.augment.colour import Draw
 from fulltilt.feed.augment.geometry import interpolate, pick
+from fulltilt.feed.augment.photometric import Draw
 
 from .conftest import Pixels
 

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pack_sequence
 from fulltilt import feed
 from fulltilt.errors import DataError
 from fulltilt.feed import cache_policy
-from fulltilt.feed.dataloader_fallback import to_device
+from fulltilt.feed.loader import to_device
 from fulltilt.feed.sample_layout import layout_of
 from fulltilt.feed.storage import DeviceStore, HostStore
 from fulltilt.feed.tiers import Room
@@ -75,7 +75,7 @@ def test_an_iterator_that_is_put_aside_does_not_hold_up_the_next(as_on_a_gpu, ti
 
 
 def test_long_rows_go_from_pinned_memory_straight_to_the_device(as_on_a_gpu, monkeypatch):
-    monkeypatch.setattr("fulltilt.feed.row_reader.DIRECT_ROW_BYTES", 64)
+    monkeypatch.setattr("fulltilt.feed.device_prefetch.DIRECT_ROW_BYTES", 64)
     dataset = Pixels(23)
     with as_on_a_gpu(dataset, 5, shuffle=True, residency="pinned", num_workers=2) as loader:
         list(loader)
@@ -219,13 +219,3 @@ def test_what_a_collate_fn_makes_is_moved_whatever_it_is():
     assert moved["packed"].batch_sizes.device == CPU  # torch insists on it
     assert [part.device for part in moved["named"]] == [META]
     assert moved["graph"].nodes.device == META
-
-
-def test_a_batch_that_moves_itself_without_a_word_is_not_lost():
-    class Forgetful(Graph):
-        def to(self, device):
-            self.nodes = self.nodes.to(device)
-
-    batch = Forgetful(torch.ones(2))
-    assert to_device([batch], META) == [batch]
-    assert batch.nodes.device == META

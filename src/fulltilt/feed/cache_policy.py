@@ -13,9 +13,9 @@ import torch
 from fulltilt.errors import DataError, FulltiltError, UsageError
 from fulltilt.feed.dataset_check import DECLARE, Inspection
 from fulltilt.feed.dataset_objects import Attributes, Generators, attributes, changed_attribute
+from fulltilt.feed.device_prefetch import RowReader, Store
 from fulltilt.feed.disk_cache import CacheFull, CacheKey, DiskStore, default_cache_dir, default_limit_bytes, open_cache
 from fulltilt.feed.epoch_order import spread
-from fulltilt.feed.row_reader import RowReader, Store
 from fulltilt.feed.sample_layout import Layout
 from fulltilt.feed.sample_reader import BadSamples, Failure, SampleReader
 from fulltilt.feed.storage import DeviceStore, HostStore, pin, shared_bytes

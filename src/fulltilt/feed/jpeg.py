@@ -16,9 +16,9 @@ from typing import Any, Literal, Protocol
 import torch
 
 from fulltilt.errors import DataError, UsageError
-from fulltilt.feed.dataloader_fallback import to_device
 from fulltilt.feed.disk_cache import default_cache_dir
 from fulltilt.feed.epoch_order import spread
+from fulltilt.feed.loader import to_device
 from fulltilt.feed.storage import device_or_default
 from fulltilt.feed.tiers import default_workers, measure_room
 

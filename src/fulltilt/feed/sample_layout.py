@@ -218,14 +218,7 @@ def mapping_like(value: Mapping[Any, Any]) -> Callable[[dict[Any, Any]], Any]:
 def own_move(value: Any) -> Callable[[torch.device], Any] | None:
     """How a batch of a class of its own moves, such as a packed sequence or a graph; None where its parts do."""
     move = getattr(value, "to", None)
-    if not callable(move) or isinstance(value, type):
-        return None
-
-    def moved(device: torch.device) -> Any:
-        there = move(device)
-        return value if there is None else there  # it moved itself and forgot to say so
-
-    return moved
+    return move if callable(move) and not isinstance(value, type) else None
 
 
 def sequence_of(cls: type, items: list[Any]) -> Any:

@@ -252,9 +252,8 @@ def stopped_by(failure: Failure) -> DataError:
     """The error for one bad sample, with what to do about it."""
     if failure.kind == "shape":
         return ShapesDiffer(f"{failure.where()} differs from the first sample: {failure.message}", TO_ONE_SHAPE)
-    raised_in = f" ({failure.line})" if failure.line else ""
     error = DataError(
-        f"{failure.where()} cannot be read: {failure.message}{raised_in}",
+        f"{failure.where()} cannot be read: {failure.message}" + (f" ({failure.line})" if failure.line else ""),
         "Repair or remove it, or skip such samples with on_bad_sample='skip'.",
     )
     if failure.trace:

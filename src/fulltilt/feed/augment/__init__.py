@@ -13,14 +13,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from fulltilt.errors import UsageError
-from fulltilt.feed.augment.colour import (
-    ColourJitter,
-    Draw,
-    GaussianNoise,
-    Greyscale,
-    Normalise,
-    Photometric,
-)
 from fulltilt.feed.augment.geometry import (
     Affine,
     CenterCrop,
@@ -33,7 +25,15 @@ from fulltilt.feed.augment.geometry import (
     interpolate,
     pick,
 )
-from fulltilt.feed.augment.spectrogram import SpecAugment
+from fulltilt.feed.augment.photometric import (
+    ColourJitter,
+    Draw,
+    GaussianNoise,
+    Greyscale,
+    Normalise,
+    Photometric,
+    SpecAugment,
+)
 from fulltilt.feed.draws import as_int64, uniform
 from fulltilt.feed.epoch_order import sample_of
 from fulltilt.feed.sample_layout import mapping_like
@@ -62,7 +62,7 @@ class Augmentation(Protocol):
     """What the loader calls with each batch."""
 
     def __call__(self, batch: Any, seed: int, epoch: int, indices: torch.Tensor) -> Any:
-        """The augmented batch; ``indices`` are the numbers of its draws (``repeats.py``), on the device."""
+        """The augmented batch; ``indices`` are the numbers of its draws on the device."""
 
 
 class Pipeline:
@@ -229,7 +229,9 @@ def as_augmentation(given: Any) -> Augmentation | None:
         raise UsageError(
             f"augment is {type(given).__name__}", "Give transforms of fulltilt.feed.augment or a function."
         )
-    return _OfSamples(given) if _asks_for_samples(given) else _OfBatch(given)
+    if _asks_for_samples(given):  # it looks its samples up: it gets their numbers, not those of the draws
+        return lambda batch, seed, epoch, indices: given(batch, seed, epoch, sample_of(indices))
+    return lambda batch, seed, epoch, indices: given(batch)  # noqa: ARG005
 
 
 def _asks_for_samples(function: Callable[..., Any]) -> bool:
@@ -238,24 +240,6 @@ def _asks_for_samples(function: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):
         return False  # a builtin that does not tell
     return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) == 4
-
-
-class _OfSamples:
-    """The user's function looks its samples up: it gets their numbers, not those of the draws."""
-
-    def __init__(self, function: Augmentation) -> None:
-        self.function = function
-
-    def __call__(self, batch: Any, seed: int, epoch: int, indices: torch.Tensor) -> Any:
-        return self.function(batch, seed, epoch, sample_of(indices))
-
-
-class _OfBatch:
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        self.function = function
-
-    def __call__(self, batch: Any, seed: int, epoch: int, indices: torch.Tensor) -> Any:  # noqa: ARG002
-        return self.function(batch)
 
 
 def _as_float(image: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Colour: transforms of float images in [0, 1], each sample with numbers of its own."""
+"""Transforms of values: colours of float images in [0, 1], bands of feature windows; each sample with its own draws."""
 
 from __future__ import annotations
 
@@ -111,6 +111,36 @@ class Normalise:
         return (image - mean) / std
 
 
+@dataclass(frozen=True)
+class SpecAugment:
+    """Blank ``time_masks`` bands of up to ``time_width`` steps, ``feature_masks`` of up to ``feature_width`` features.
+
+    Park et al. 2019; for windows [batch, time, features]. ``fill`` None puts the window's own mean there.
+    """
+
+    time_masks: int = 2
+    time_width: int = 10
+    feature_masks: int = 2
+    feature_width: int = 4
+    fill: float | None = 0.0
+
+    @property
+    def draws(self) -> int:
+        """Two numbers a band: its width and its start."""
+        return 2 * (self.time_masks + self.feature_masks)
+
+    def apply(self, windows: torch.Tensor, draw: Draw) -> torch.Tensor:
+        """The new windows."""
+        steps, features = windows.shape[-2:]
+        time_draws, feature_draws = torch.split(draw.u, [2 * self.time_masks, 2 * self.feature_masks], dim=1)
+        time = _bands(time_draws, steps, self.time_width)[:, :, None]
+        feature = _bands(feature_draws, features, self.feature_width)[:, None, :]
+        blank = time | feature
+        if self.fill is not None:
+            return windows.masked_fill(blank, self.fill)
+        return torch.where(blank, windows.mean(dim=(-2, -1), keepdim=True), windows)
+
+
 def _factor(u: torch.Tensor, spread: float) -> torch.Tensor:
     low = max(0.0, 1.0 - spread)
     return low + u * (1.0 + spread - low)
@@ -141,3 +171,12 @@ def _turn_hue(image: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
 
 def _ramp(place: torch.Tensor) -> torch.Tensor:
     return torch.minimum(place, 4 - place).clamp(0, 1)
+
+
+def _bands(u: torch.Tensor, length: int, widest: int) -> torch.Tensor:
+    """[batch, length]: where any of the bands lies. Widths are uniform on 0..widest, starts on what fits."""
+    pairs = u.view(len(u), -1, 2)
+    width = torch.floor(pairs[..., 0] * (min(widest, length) + 1))
+    start = torch.floor(pairs[..., 1] * (length - width + 1))
+    place = torch.arange(length, device=u.device)[None, None, :]
+    return ((place >= start[..., None]) & (place < (start + width)[..., None])).any(dim=1)
