@@ -21,7 +21,7 @@ from fulltilt.probes.sampler import Sampler
 from fulltilt.records import Sample
 from fulltilt.train import TrainSettings
 from fulltilt.train.cuda_graphs import GraphedModel
-from fulltilt.train.precision import set_tf32
+from fulltilt.train.step import set_tf32
 
 
 class Bench:

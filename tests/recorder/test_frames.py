@@ -365,4 +365,4 @@ def test_what_starts_our_own_command_line_is_no_line_of_the_users() -> None:
 def test_the_feeds_loaders_have_a_place_only_where_the_user_draws_from_them() -> None:
     where, made_by = called_from("feed/loader.py", loader_hooks._place)
     assert (where.partition(":")[0], made_by) == ("tests/recorder/test_frames.py", None)
-    assert called_from("train/evaluate.py", loader_hooks._place) == (None, "fulltilt")
+    assert called_from("train/loop.py", loader_hooks._place) == (None, "fulltilt")

@@ -18,7 +18,7 @@ from fulltilt.train import checkpoint
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.job import Job
 from fulltilt.train.loop import train
-from fulltilt.train.progress import Screen, epoch_time_line, loader_profile_line
+from fulltilt.train.progress import Screen, epoch_time_line
 from fulltilt.train.schedule import Stage
 from fulltilt.train.train_state import Outcome, StepEnd
 from tests.faults import victim
@@ -90,7 +90,6 @@ def test_the_guides_lines_are_there_to_the_letter(tmp_path: Path, monkeypatch: p
     assert len(re.findall(r"samples/s ETA .* loss ", told)) >= 10
     assert epoch_time_line(120, 49440, 384) == "Epoch time: 120s (412 samples/sec, 3.2 batches/sec)"
     assert epoch_time_line(238, 20, 2) == "Epoch time: 238s (0.084 samples/sec, 0.0084 batches/sec)"
-    assert loader_profile_line([0.0253 * 2 - 0.0781, 0.0781]) == "[TRAIN PROFILE] DataLoader avg: 25.3ms, max: 78.1ms"
 
 
 def test_the_loader_profile_is_only_for_debugging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

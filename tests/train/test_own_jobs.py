@@ -21,9 +21,9 @@ from fulltilt.train.config import TrainSettings
 from fulltilt.train.job import Job
 from fulltilt.train.launch import exit_code_of
 from fulltilt.train.loop import train
-from fulltilt.train.precision import LossScale
 from fulltilt.train.progress import Screen
 from fulltilt.train.schedule import Stage
+from fulltilt.train.step import LossScale
 from fulltilt.train.train_state import Outcome, StepEnd
 from tests.faults import victim
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from fulltilt.errors import MachineError, UsageError
-from fulltilt.train import checkpoint, cuda_graphs, optimizers, precision, train_state, weight_import
+from fulltilt.train import checkpoint, cuda_graphs, optimizers, train_state, weight_import
 from fulltilt.train.checkpoint import KeepPolicy, Writer, check_space, newest_complete
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.data_source import BatchSource, LoaderSettings, Source, make_source
@@ -20,11 +20,10 @@ from fulltilt.train.guards import Guard, MicroBatch
 from fulltilt.train.job import Job, samples_in
 from fulltilt.train.metrics_log import EpochTotals
 from fulltilt.train.optimizers import Ema
-from fulltilt.train.precision import LossScale
 from fulltilt.train.progress import Screen
 from fulltilt.train.sampler import EpochPlan, seed_everything
 from fulltilt.train.schedule import Stage, stage_at, stage_rate, trainable
-from fulltilt.train.step import Stepper
+from fulltilt.train.step import LossScale, Stepper, choose_precision, set_tf32
 from fulltilt.train.train_state import KeptSettings, MetricHistory, Progress, TrainState, expected_bytes
 
 
@@ -135,7 +134,7 @@ def _built(
         checkpoint.prepare(root)  # only now: what looks left over could have been another run's, in the making
     group.barrier()
     seed_everything(settings.seed)  # alike on every rank: models that draw their weights late must agree
-    precision.set_tf32(settings.tf32)
+    set_tf32(settings.tf32)
     if settings.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cudnn.benchmark = False
@@ -149,7 +148,7 @@ def _built(
     group.copy_from_first([*model.parameters(), *model.buffers()])
     seed_everything(settings.seed, ranks.rank)
 
-    arithmetic = precision.choose(settings.precision, device)
+    arithmetic = choose_precision(settings.precision, device)
     scale = LossScale(device, active=arithmetic.scaled)
     micro = MicroBatch(splittable=job.splittable)
     stages = job.stages or (Stage("training", settings.epochs),)

@@ -251,7 +251,21 @@ class SeededSamples(torch.utils.data.Dataset[Any]):
                 return failure_of(self.samples, index, error)
 
 
-class MapSource:
+class PlannedSource:
+    """Steps of whole batches after a plan. ``consumed`` counts samples over all ranks."""
+
+    plan: EpochPlan
+
+    def steps_per_epoch(self) -> int:
+        """See Source."""
+        return self.plan.steps
+
+    def steps_done(self, consumed: int) -> int:
+        """See Source."""
+        return consumed // self.plan.step_samples
+
+
+class MapSource(PlannedSource):
     """A map-style data set behind a DataLoader whose workers live as long as the run."""
 
     def __init__(
@@ -280,7 +294,7 @@ class MapSource:
         )
 
     def steps(self, epoch: int, consumed: int) -> Iterator[StepData]:
-        """See Source. ``consumed`` counts samples over all ranks."""
+        """See Source."""
         plan = replace(self.plan, epoch=epoch, start=consumed)
         self._batches.begin(plan)
         self._generator.manual_seed(mix(plan.seed, epoch))
@@ -301,14 +315,6 @@ class MapSource:
             if self.augment is not None:
                 taken = [self._augmented(*pair, epoch) for pair in zip(taken, shares, strict=True)]
             yield StepData(taken, end - first, end, partial(sample_names, order.order[first:end]))
-
-    def steps_per_epoch(self) -> int:
-        """See Source."""
-        return self.plan.steps
-
-    def steps_done(self, consumed: int) -> int:
-        """See Source."""
-        return consumed // self.plan.step_samples
 
     def resized(self, batch_size: int, accumulation: int) -> MapSource:
         """See Source."""
@@ -451,38 +457,27 @@ class PlannedOrder:
     """An epoch plan as the feed asks for it: this rank's micro-batches of the steps that are left."""
 
     def __init__(self, plan: EpochPlan) -> None:
-        self.plan = plan
+        self.plan, self.seed, self.batch_size = plan, plan.seed, plan.rank_batch_size
         self.permutation = plan.order()
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of the largest micro-batch on a rank."""
-        return -(-self.plan.batch_size // self.plan.world)
-
-    @property
-    def seed(self) -> int:
-        """The run's seed."""
-        return self.plan.seed
 
     def batches(self, epoch: int) -> list[torch.Tensor]:
         """The sample numbers of each micro-batch; the plan is of this ``epoch`` alone."""
         assert epoch == self.plan.epoch
-        shares = [share for step in range(self.plan.steps) for share in self.plan.shares(step)]
-        return [self.permutation[low:high] for low, high in shares]
+        return [self.permutation[low:high] for low, high in self.plan.all_shares()]
 
     def batches_per_epoch(self) -> int:
         """How many micro-batches this rank has."""
-        return sum(len(self.plan.shares(step)) for step in range(self.plan.steps))
+        return len(self.plan.all_shares())
 
 
-class FeedSource:
+class FeedSource(PlannedSource):
     """A map-style data set behind the feed: the batches of MapSource, already on the device."""
 
     def __init__(self, loader: FeedLoader, plan: EpochPlan) -> None:
         self.loader, self.plan = loader, plan
 
     def steps(self, epoch: int, consumed: int) -> Iterator[StepData]:
-        """See Source. ``consumed`` counts samples over all ranks; a skipped sample counts as used."""
+        """See Source. A skipped sample counts as used."""
         plan = replace(self.plan, epoch=epoch, start=consumed)
         order = PlannedOrder(plan)
         self.loader.regroup(order)
@@ -498,14 +493,6 @@ class FeedSource:
                 yield StepData(taken, end - first, end, partial(sample_names, ids))
         finally:
             drawn.close()  # type: ignore[attr-defined]
-
-    def steps_per_epoch(self) -> int:
-        """See Source."""
-        return self.plan.steps
-
-    def steps_done(self, consumed: int) -> int:
-        """See Source."""
-        return consumed // self.plan.step_samples
 
     def resized(self, batch_size: int, accumulation: int) -> FeedSource:
         """See Source. What the feed keeps stays kept."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib
 import importlib.util
@@ -11,7 +12,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
@@ -179,55 +180,33 @@ class MetricLog:
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 
-class Tracker(Protocol):
-    """Something that draws curves."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Add one point to each curve."""
-
-    def close(self) -> None:
-        """Let go, with everything written."""
+Log = Callable[[Mapping[str, float], int], None]
 
 
-class TensorBoard:
+def _tensorboard(out: Path) -> tuple[Log, Callable[[], None]]:
     """Event files in ``OUT/tensorboard``."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, out: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    writer: Any = SummaryWriter(str(store.OwnedFolder(out).make(out / "tensorboard")))  # type: ignore[no-untyped-call, unused-ignore]
 
-        self._writer: Any = SummaryWriter(str(store.OwnedFolder(out).make(out / "tensorboard")))  # type: ignore[no-untyped-call, unused-ignore]
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """See Tracker."""
+    def log(metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        """See Tracker."""
-        self._writer.close()
+    return log, writer.close
 
 
-class WandbTracker:
+def _wandb(module: str, out: Path, project: str, config: Mapping[str, Any]) -> tuple[Log, Callable[[], None]]:
     """wandb, or trackio, which took over its calls. A resumed training goes on with the curves it began."""
-
-    def __init__(self, module: str, out: Path, project: str, config: Mapping[str, Any]) -> None:
-        # The name of a folder is no name for a run: another machine has a folder of that name, too.
-        path = out / f"{module}-run.txt"
-        if not path.exists():
-            store.write_text(path, f"{out.resolve().name}-{uuid.uuid4().hex[:8]}\n")
-        name = path.read_text(encoding="utf-8").strip()
-        own = {"id": name, "dir": str(out)} if module == "wandb" else {}
-        self._run: Any = importlib.import_module(module).init(
-            project=project, name=name, config=dict(config), resume="allow", **own
-        )
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """See Tracker."""
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """See Tracker."""
-        self._run.finish()
+    # The name of a folder is no name for a run: another machine has a folder of that name, too.
+    path = out / f"{module}-run.txt"
+    if not path.exists():
+        store.write_text(path, f"{out.resolve().name}-{uuid.uuid4().hex[:8]}\n")
+    name = path.read_text(encoding="utf-8").strip()
+    own = {"id": name, "dir": str(out)} if module == "wandb" else {}
+    tracker = importlib.import_module(module)
+    run = tracker.init(project=project, name=name, config=dict(config), resume="allow", **own)
+    return lambda metrics, step: run.log(dict(metrics), step=step), run.finish
 
 
 class Trackers:
@@ -235,7 +214,7 @@ class Trackers:
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
-        self._open: dict[str, Tracker] = {}
+        self._open: dict[str, tuple[Log, Callable[[], None]]] = {}
 
     def start(self, asked: Sequence[TrackerName] | None, out: Path, project: str, config: Mapping[str, Any]) -> None:
         """Open them. Without a wish (None) TensorBoard is written where it is installed."""
@@ -244,30 +223,26 @@ class Trackers:
                 if asked is not None:
                     self._warn(f"{name} is not installed, so nothing is logged there: pip install {name}")
                 continue
-            try:
-                self._open[name] = (
-                    TensorBoard(out) if name == "tensorboard" else WandbTracker(name, out, project, config)
-                )
-            except Exception as error:
-                self._give_up(name, error)
+            with self._left_out_if_it_fails(name):
+                self._open[name] = _tensorboard(out) if name == "tensorboard" else _wandb(name, out, project, config)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """One point for each of ``metrics``."""
-        for name, tracker in list(self._open.items()):
-            try:
-                tracker.log(metrics, step)
-            except Exception as error:
-                self._give_up(name, error)
+        for name, (log, _) in list(self._open.items()):
+            with self._left_out_if_it_fails(name):
+                log(metrics, step)
 
     def close(self) -> None:
         """Let them write the rest."""
-        for name, tracker in list(self._open.items()):
-            try:
-                tracker.close()
-            except Exception as error:
-                self._give_up(name, error)
+        for name, (_, close) in list(self._open.items()):
+            with self._left_out_if_it_fails(name):
+                close()
 
-    def _give_up(self, name: str, error: Exception) -> None:
-        self._open.pop(name, None)
-        first = (str(error).strip().splitlines() or [""])[0][:200]
-        self._warn(f"{name} failed and is left out from here on ({type(error).__name__}: {first})")
+    @contextlib.contextmanager
+    def _left_out_if_it_fails(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._open.pop(name, None)
+            first = (str(error).strip().splitlines() or [""])[0][:200]
+            self._warn(f"{name} failed and is left out from here on ({type(error).__name__}: {first})")

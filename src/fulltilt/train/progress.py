@@ -23,13 +23,15 @@ from fulltilt.diagnosis.forecast import forecast
 from fulltilt.errors import FulltiltError
 from fulltilt.figures import clean
 from fulltilt.probes.host import rates_between, read_counters
-from fulltilt.records import Buckets, GpuReading, Sample
+from fulltilt.records import Buckets, GpuReading, HostReading, Sample
 from fulltilt.report.console import encodable
 from fulltilt.report.status_line import memory_line, status_line
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.distributed import device_lines
 from fulltilt.train.guards import StepFigures
 from fulltilt.train.metrics_log import MetricLog, Trackers
+
+Reading = TypeVar("Reading", HostReading, GpuReading)
 
 
 def epoch_time_line(seconds: float, samples: int, batches: int) -> str:
@@ -45,17 +47,6 @@ def rate_text(per_s: float) -> str:
     return f"{per_s:.0f}" if per_s >= 9.95 else f"{per_s:.2g}"
 
 
-def batch_size_line(in_force: int, asked: int) -> str:
-    """``Batch size: 128 (expected: 128)``."""
-    return f"Batch size: {in_force} (expected: {asked})"
-
-
-def loader_profile_line(waits_s: list[float]) -> str:
-    """``[TRAIN PROFILE] DataLoader avg: 25.3ms, max: 78.1ms``."""
-    mean_s = sum(waits_s) / len(waits_s) if waits_s else 0.0
-    return f"[TRAIN PROFILE] DataLoader avg: {1e3 * mean_s:.1f}ms, max: {1e3 * max(waits_s, default=0.0):.1f}ms"
-
-
 def bar_text(done: int, total: int | None, width: int = 20) -> str:
     """``[██████····] 60%``; only a count when the total is not known."""
     if not total:
@@ -69,46 +60,29 @@ def metrics_text(values: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
 
 
-def watched_metric(values: Mapping[str, float], watched: str | None) -> tuple[str, float] | None:
+def watched_metric(values: Mapping[str, float], watched: str | None) -> dict[str, float]:
     """The metric worth a place beside the bar: the watched one, else the first of the evaluation that is no loss."""
-    if watched is not None:
-        name = f"eval_{watched.removeprefix('eval_')}"
-        return (name, values[name]) if name in values else None
-    found = (pair for pair in values.items() if pair[0].startswith("eval_") and pair[0] != "eval_loss")
-    return next(found, None)
+    evaluated = [name for name in values if name.startswith("eval_")]
+    wanted = [f"eval_{watched.removeprefix('eval_')}"] if watched else [n for n in evaluated if n != "eval_loss"]
+    return {name: values[name] for name in wanted[:1] if name in values}
 
 
 # --------------------------------------------------------------------------- peaks
-
-
-Figure = TypeVar("Figure", int, float)
 
 
 def peak_of(before: Sample | None, now: Sample) -> Sample:
     """``now`` with each figure of the status line at its highest so far; what was never measured stays None."""
     if before is None:
         return now
-    host = replace(
-        now.host,
-        cpu_pct=_highest(before.host.cpu_pct, now.host.cpu_pct),
-        mem_used_bytes=_highest(before.host.mem_used_bytes, now.host.mem_used_bytes),
-    )
     known = {gpu.uuid: gpu for gpu in before.gpus}
-    return replace(now, host=host, gpus=tuple(_gpu_peak(known.get(gpu.uuid, gpu), gpu) for gpu in now.gpus))
+    on_gpu = ("util_pct", "vram_used_bytes", "temperature_c", "sm_active_pct")
+    gpus = tuple(_highest(known.get(gpu.uuid, gpu), gpu, on_gpu) for gpu in now.gpus)
+    return replace(now, host=_highest(before.host, now.host, ("cpu_pct", "mem_used_bytes")), gpus=gpus)
 
 
-def _gpu_peak(before: GpuReading, now: GpuReading) -> GpuReading:
-    return replace(
-        now,
-        util_pct=_highest(before.util_pct, now.util_pct),
-        vram_used_bytes=_highest(before.vram_used_bytes, now.vram_used_bytes),
-        temperature_c=_highest(before.temperature_c, now.temperature_c),
-        sm_active_pct=_highest(before.sm_active_pct, now.sm_active_pct),
-    )
-
-
-def _highest(a: Figure | None, b: Figure | None) -> Figure | None:
-    return max((value for value in (a, b) if value is not None), default=None)
+def _highest(before: Reading, now: Reading, names: Sequence[str]) -> Reading:
+    both = {name: [value for one in (before, now) if (value := getattr(one, name)) is not None] for name in names}
+    return replace(now, **{name: max(values, default=None) for name, values in both.items()})  # type: ignore[arg-type]
 
 
 # --------------------------------------------------------------------------- terminal
@@ -158,28 +132,18 @@ class Terminal:
         if self._gone:
             return
         try:
-            self.stream.write(_encodable(text, self.stream))
+            self.stream.write(encodable(text, getattr(self.stream, "encoding", None) or "utf-8"))
             self.stream.flush()
         except (OSError, ValueError):  # ValueError: somebody has closed the stream
             self._gone = True  # the window was closed, the reader of the pipe has ended: the training goes on
-            _forget_the_rest(self.stream)
-
-
-def _forget_the_rest(stream: TextIO) -> None:
-    """What is still buffered cannot be written either; Python would complain of it at its own end, with code 120."""
-    if stream is sys.stdout:
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            if self.stream is sys.stdout:  # Python would complain of what is still buffered at its end, with code 120
+                with contextlib.suppress(OSError, ValueError):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
 
 def _one_row(text: str) -> str:
     """Names come from anywhere: no codes for the terminal, no line of their own."""
     return clean(text).replace("\n", " ")
-
-
-def _encodable(text: str, stream: TextIO) -> str:
-    """A terminal without Unicode (LANG=C) shows plainer characters."""
-    return encodable(text, getattr(stream, "encoding", None) or "utf-8")
 
 
 # --------------------------------------------------------------------------- the screen
@@ -303,7 +267,7 @@ class Screen:
         rest = self._steps is not None and 1 < self._steps == self._resumed_at + self._queued
         if self._asked is not None and self._asked != self._batch_told and not rest:
             self._batch_told = self._asked
-            self.say(batch_size_line(-(-samples // max(batches, 1)), self._asked))
+            self.say(f"Batch size: {-(-samples // max(batches, 1))} (expected: {self._asked})")
             self._say_memory()
 
     def step(self, figures: StepFigures, samples: int) -> None:
@@ -343,7 +307,9 @@ class Screen:
         if self.latest is not None:
             self.say(f"Final - {status_line(self.latest)}")
             self.say(f"Peak - {status_line(self._peak or self.latest)}")
-        self.debug(loader_profile_line(self.waits_s))
+        waits_ms = [1e3 * wait_s for wait_s in self.waits_s] or [0.0]
+        mean_ms = sum(waits_ms) / len(waits_ms)
+        self.debug(f"[TRAIN PROFILE] DataLoader avg: {mean_ms:.1f}ms, max: {max(waits_ms):.1f}ms")
         if self._log is not None:
             try:
                 self._log.write(epoch + 1, metrics, seconds)
@@ -376,16 +342,13 @@ class Screen:
 
     def _bar(self, figures: StepFigures, now: float) -> list[str]:
         rate = self._samples / max(now - self._began_s, 1e-9)
-        parts = [f"Epoch {self._epoch + 1}/{self._epochs} {bar_text(self._done, self._steps)}"]
-        parts.append(f"{rate_text(rate)} samples/s")
+        where = f"Epoch {self._epoch + 1}/{self._epochs} {bar_text(self._done, self._steps)}"
+        parts = [where, f"{rate_text(rate)} samples/s"]
         if self._last and self._done > self._resumed_at:
             left = (self._last - self._done) * (now - self._began_s) / (self._done - self._resumed_at)
             parts.append(f"ETA {words.seconds(round(left))}")
         parts.append(f"loss {figures.loss:.4g}")
-        watched = watched_metric(self._metrics, self._watched)
-        if watched is not None:
-            parts.append(metrics_text(dict([watched])))
-        line = " ".join(parts)
+        line = " ".join([*parts, metrics_text(watched_metric(self._metrics, self._watched))]).rstrip()
         return [line] if self.latest is None else [line, status_line(self.latest)]
 
     def _say_memory(self) -> None:

@@ -152,17 +152,12 @@ class StepProfiler:
 
     def __init__(self, steps: int | None, out: Path, rank: int, screen: Screen, marks: LoopMarks) -> None:
         self._folder, self._rank, self._screen, self._marks = out / "profile", rank, screen, marks
-        self._left = None if steps is None else PROFILER_SKIPS + PROFILER_WARM_UP + steps
+        self._left = PROFILER_SKIPS + PROFILER_WARM_UP + (steps or 0)
         self._profile: Any = None
         self._number = 0
         if steps is not None:
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                activities.append(torch.profiler.ProfilerActivity.CUDA)
             schedule = torch.profiler.schedule(wait=PROFILER_SKIPS, warmup=PROFILER_WARM_UP, active=steps, repeat=1)
-            self._profile = torch.profiler.profile(
-                activities=activities, schedule=schedule, on_trace_ready=self._write, record_shapes=True
-            )
+            self._profile = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write, record_shapes=True)
 
     def __enter__(self) -> StepProfiler:
         if self._profile is not None:
@@ -172,18 +167,14 @@ class StepProfiler:
 
     def step(self, number: int) -> None:
         """Step ``number`` has ended."""
-        if self._profile is None or self._left is None:
-            return
-        self._number = number
-        self._profile.step()
-        self._left -= 1
-        if self._left <= 0:
-            self._end()
+        if self._profile is not None:
+            self._number = number
+            self._profile.step()
+            self._left -= 1
+            if self._left <= 0:
+                self.__exit__()
 
     def __exit__(self, *_: object) -> None:
-        self._end()
-
-    def _end(self) -> None:
         profile, self._profile = self._profile, None
         if profile is not None:
             profile.stop()

@@ -123,6 +123,15 @@ class EpochPlan:
                 shares.append((low, high))
         return shares
 
+    def all_shares(self) -> list[tuple[int, int]]:
+        """This rank's micro-batches of all steps that are left."""
+        return [share for step in range(self.steps) for share in self.shares(step)]
+
+    @property
+    def rank_batch_size(self) -> int:
+        """Samples of a full micro-batch on a rank."""
+        return -(-self.batch_size // self.world)
+
     def order(self) -> torch.Tensor:
         """The epoch's permutation of sample indices, the same on every rank."""
         if not self.shuffle:
@@ -147,13 +156,12 @@ class RankBatches:
 
     @property
     def batch_size(self) -> int:
-        """Samples of a full micro-batch on a rank, where torch's own samplers have it: reports ask there."""
-        return -(-self.plan.batch_size // self.plan.world)
+        """Where torch's own samplers have it: reports ask there."""
+        return self.plan.rank_batch_size
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        for step in range(self.plan.steps):
-            for low, high in self.plan.shares(step):
-                yield [(self.plan.epoch, index) for index in self.order[low:high].tolist()]
+        for low, high in self.plan.all_shares():
+            yield [(self.plan.epoch, index) for index in self.order[low:high].tolist()]
 
     def __len__(self) -> int:
-        return sum(len(self.plan.shares(step)) for step in range(self.plan.steps))
+        return len(self.plan.all_shares())

@@ -22,11 +22,10 @@ from fulltilt.train.guards import Guard, MicroBatch, Stateful
 from fulltilt.train.job import Job
 from fulltilt.train.metrics_log import EpochTotals
 from fulltilt.train.optimizers import Ema
-from fulltilt.train.precision import LossScale, Precision
 from fulltilt.train.progress import Screen
 from fulltilt.train.sampler import restore_rng, rng_state
 from fulltilt.train.schedule import Stage
-from fulltilt.train.step import Stepper
+from fulltilt.train.step import LossScale, Precision, Stepper
 from fulltilt.train.weight_import import compare
 
 # What a rollback takes back. The rest (where the run is, what the guard has seen) goes on.

@@ -10,7 +10,7 @@ import pickle
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +84,13 @@ def _shape(tensor: torch.Tensor) -> str:
     return "×".join(map(str, tensor.shape)) or "a number"
 
 
-def load_weights(model: torch.nn.Module, path: Path, *, strict: bool = False) -> WeightMatch:
-    """Load what fits from ``path`` into ``model`` and say what. Raises UsageError, with ``strict`` for any misfit."""
+def load_weights(model: torch.nn.Module, path: Path) -> WeightMatch:
+    """Load what fits from ``path`` into ``model`` and say what. Raises UsageError where nothing does."""
     given, left_out = read_weights(path)
     own = model.state_dict()
     given = _without_prefix(given, own)
-    plan = compare(own, given, str(path))
-    plan = WeightMatch(plan.source, plan.taken, plan.missing, plan.unexpected, plan.mismatched, left_out)
-    if not plan.taken or (strict and not plan.complete):
+    plan = replace(compare(own, given, str(path)), left_out=left_out)
+    if not plan.taken:
         raise UsageError("; ".join(plan.lines()), "Give a checkpoint of the same model with --resume-from.")
     model.load_state_dict({name: sharded_like(given[name], own[name]) for name in plan.taken}, strict=False)
     return plan
@@ -118,17 +117,13 @@ def read_weights(path: Path) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
     if (path / checkpoint.MANIFEST_FILE).exists():
         return checkpoint.load(path)[0], ("the rest of the state",)
     if path.is_dir():
-        path = _weights_of_folder(path)
+        there = [path / name for name in _FOLDER_FILES if (path / name).is_file()]
+        if not there:
+            raise DataError(f"{path} is no checkpoint folder and has no {' or '.join(_WHOLE)}", _WHAT_TO_GIVE)
+        path = there[0]
     if path.name.endswith(".index.json"):
         return _in_parts(path), ()
     return _weights_in(_content(path), path)
-
-
-def _weights_of_folder(folder: Path) -> Path:
-    for name in _FOLDER_FILES:
-        if (folder / name).is_file():
-            return folder / name
-    raise DataError(f"{folder} is no checkpoint folder and has no {' or '.join(_WHOLE)}", _WHAT_TO_GIVE)
 
 
 def _in_parts(index: Path) -> dict[str, torch.Tensor]:
