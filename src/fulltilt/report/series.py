@@ -103,7 +103,7 @@ def _without_gaps(spans: Iterable[Span]) -> Iterator[list[Span]]:
 
 def _rates(spans: Sequence[Span], width_s: float) -> list[Stretch]:
     """The rates of as many equal parts as have steps enough, each about ``width_s`` long or longer."""
-    t0_s, length_s = spans[0].t0_s, spans[-1].t1_s - spans[0].t0_s
+    t0_s, length_s = spans[0].t0_s, max(spans[-1].t1_s - spans[0].t0_s, width_s)
     parts = max(min(sum(span.steps for span in spans) // STEPS_A_RATE, int(length_s / width_s)), 1)
     slots = groupby(spans, key=lambda span: int(((span.t0_s + span.t1_s) / 2 - t0_s) / length_s * parts))
     return [_rate(list(group)) for _, group in slots]

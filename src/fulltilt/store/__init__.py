@@ -15,7 +15,7 @@ A file that is damaged anywhere else is an error that names the file and the lin
 from __future__ import annotations
 
 from fulltilt.store.codec import decode, encode, encode_fully
-from fulltilt.store.owned_folder import OwnedFolder, write_named_file
+from fulltilt.store.owned_folder import OwnedFolder, open_plain, write_named_file
 from fulltilt.store.run_files import (
     FINDINGS_FILE,
     REPORT_FILE,
@@ -53,6 +53,7 @@ __all__ = [
     "encode_fully",
     "load",
     "move_earlier_run",
+    "open_plain",
     "rank_file",
     "read_json",
     "read_lines",

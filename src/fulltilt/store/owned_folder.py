@@ -9,6 +9,7 @@ below the folder is followed. The marker is only ever appended to, so that sever
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import stat
@@ -16,6 +17,7 @@ import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 from fulltilt.errors import ForeignFiles, MachineError, RunFolderError, UsageError
 
@@ -365,9 +367,9 @@ class OwnedFolder:
                 name, identity = noted["path"], noted["is"]
                 if identity is None:
                     self._entries.pop(name, None)
-                else:
+                elif not {"", ".", ".."} & set(name.split("/")):  # else it is of a marker that others have written
                     self._entries[str(name)] = tuple(int(part) for part in identity)
-            except (ValueError, KeyError, TypeError, RecursionError):
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
                 continue
 
 
@@ -393,6 +395,23 @@ def write_named_file(path: Path, data: bytes, mode: int = 0o666, signature: byte
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+
+
+def open_plain(path: Path, *, follow: bool = False) -> BinaryIO:
+    """A plain file for reading; no pipe or device, which would never end, and no link unless it may be followed.
+
+    Raises OSError.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | (_NO_FOLLOW & ~getattr(os, "O_NOFOLLOW", 0) if follow else _NO_FOLLOW))
+    except OSError as error:
+        if error.errno == errno.ELOOP and path.is_symlink():
+            raise OSError(errno.ELOOP, "it is a link, which is not followed here", str(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+    return open(fd, "rb")
 
 
 def kind_of(folder: Path) -> str | None:
@@ -467,7 +486,7 @@ def _uid() -> int | None:
 def _identity(path: Path) -> Identity | None:
     try:
         status = path.lstat()
-    except OSError:
+    except (OSError, ValueError):  # not there, or no name at all
         return None
     if stat.S_ISDIR(status.st_mode):
         return (status.st_ino,)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from fulltilt.errors import ForeignFiles, FulltiltError, NotARunFolder, RunFolderError
 from fulltilt.records import SCHEMA_VERSION, RankRecord, Run, RunRecord, Sample, Span
 from fulltilt.store.codec import decode, encode
-from fulltilt.store.owned_folder import OwnedFolder, kind_of, write_named_file
+from fulltilt.store.owned_folder import OwnedFolder, kind_of, open_plain, write_named_file
 
 Record = TypeVar("Record")
 
@@ -58,14 +58,18 @@ RUN_FILES = (
 ROUNDING_S = 1e-8
 
 
-def read_json(path: Path) -> Any:
-    """The plain content of a JSON file. Raises RunFolderError naming the file and line."""
+def read_json(path: Path, *, follow: bool = False) -> Any:
+    """The plain content of a JSON file. Raises RunFolderError naming the file and line.
+
+    A link is followed only where the user named the file.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
+        with open_plain(path, follow=follow) as file:
+            text = file.read().decode("utf-8")
     except FileNotFoundError as error:
         raise RunFolderError(f"{path} does not exist") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise RunFolderError(f"cannot read {path}: {error}") from error
+        raise RunFolderError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError alone: a number with too many digits
@@ -86,7 +90,7 @@ def read_record(path: Path, record: type[Record]) -> Record:
 def read_lines(path: Path, record: type[Record]) -> Iterator[Record]:
     """The records of a JSON-lines file. A torn last line is dropped; any other damage raises RunFolderError."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             for number, raw in enumerate(file, start=1):
                 if not raw.endswith(b"\n"):
                     return  # torn by a kill; it was never complete
@@ -103,7 +107,7 @@ def read_lines(path: Path, record: type[Record]) -> Iterator[Record]:
 def read_new_lines(path: Path, record: type[Record], offset: int) -> tuple[list[Record], int]:
     """The complete lines behind a byte offset, and the offset behind them: for following a file that grows."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             file.seek(offset)
             data = file.read()
     except FileNotFoundError:

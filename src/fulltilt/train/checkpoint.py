@@ -289,14 +289,15 @@ def load(folder: Path) -> tuple[dict[str, torch.Tensor], Any]:
         values = json.loads((folder / VALUES_FILE).read_bytes())
         state = checkpoint_files.unflatten_state(values, checkpoint_files.read_tensors(folder / TENSORS_FILE))
         return checkpoint_files.read_tensors(folder / MODEL_FILE), state
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{folder}: cannot be read back ({error})") from error
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST_FILE
     try:
-        raw = path.read_bytes()
+        with store.open_plain(path) as file:
+            raw = file.read()
         manifest = json.loads(raw)
         checksum = manifest.pop("manifest_sha256")
         plain_names = all(Path(name).name == name for name in manifest["files"])

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fulltilt.errors import MachineError, UsageError
-from fulltilt.store import OwnedFolder
+from fulltilt.store import OwnedFolder, open_plain
 
 # Small enough that a write never holds a page-cache lock for long, large enough that the call itself costs nothing.
 CHUNK_BYTES = 16 * 2**20
@@ -51,7 +51,7 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileSum:
 
 def hash_file(path: Path) -> FileSum:
     """The size and SHA-256 of a file as it is now. Raises OSError."""
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         digest = hashlib.file_digest(file, "sha256")
         return {"bytes": file.tell(), "sha256": digest.hexdigest()}
 

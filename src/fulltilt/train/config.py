@@ -17,6 +17,7 @@ from operator import ge, gt, le
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from fulltilt import store
 from fulltilt.errors import UsageError
 from fulltilt.figures import duration_s
 from fulltilt.records import MOST_OF_A_SETTING
@@ -134,9 +135,10 @@ def load(path: Path, record: type[Record]) -> Record:
 def read(path: Path) -> dict[str, Any]:
     """The plain values of a config file. Raises UsageError for what is not a flat, harmless mapping."""
     try:
-        raw = path.read_bytes()
+        with store.open_plain(path, follow=True) as file:
+            raw = file.read(MOST_CONFIG_BYTES + 1)
         if len(raw) > MOST_CONFIG_BYTES:
-            raise UsageError(f"{path} has {len(raw):,} bytes; a config has at most {MOST_CONFIG_BYTES:,}")
+            raise UsageError(f"{path} has more than {MOST_CONFIG_BYTES:,} bytes, which no config has")
         text = raw.decode("utf-8")
         if path.suffix in (".yaml", ".yml"):
             content = _read_yaml(text)

@@ -159,7 +159,7 @@ class MetricLog:
             if self._rows is None:  # not before: a fresh run has put the file of the run before aside by now
                 self._rows = {}
                 if self.path.exists():
-                    with self.path.open(newline="", encoding="utf-8") as file:
+                    with io.TextIOWrapper(store.open_plain(self.path), "utf-8", newline="") as file:
                         self._rows = {int(row["epoch"]): row for row in csv.DictReader(file)}
         except OSError as error:
             raise checkpoint_files.cannot_write(self.path, error) from error

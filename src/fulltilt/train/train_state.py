@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from fulltilt.errors import MachineError, UsageError
+from fulltilt.errors import FulltiltError, MachineError, UsageError
 from fulltilt.train import checkpoint, checkpoint_files
 from fulltilt.train.checkpoint import Checkpoint, DamagedCheckpoint, HostMemory, Snapshot, Writer
 from fulltilt.train.config import TrainSettings
@@ -145,7 +145,15 @@ def restore(folder: Path, model: torch.nn.Module, parts: dict[str, Part], loaded
         raise UsageError(f"this is the checkpoint of another model: {'; '.join(fit.lines(3))}", remedy)
     model.load_state_dict({name: sharded_like(tensor, own[name]) for name, tensor in weights.items()})
     for name, part in parts.items():
-        part.load_state_dict(state[name])
+        try:
+            part.load_state_dict(state[name])
+        except FulltiltError:
+            raise
+        except Exception as error:  # whatever a damaged value does to the part, or to torch
+            raise DamagedCheckpoint(
+                f"{folder}: its {name} cannot be taken over ({type(error).__name__})",
+                "Take its weights alone with --resume-from, or start with --fresh.",
+            ) from error
 
 
 def expected_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, averaged: bool) -> int:

@@ -24,14 +24,14 @@ LOADER = "loader"
 
 def read_loader(path: Path) -> str | None:
     """The line of the loader that a settings file is for; None when it names none."""
-    where = store.read_json(path).get(LOADER)
+    where = store.read_json(path, follow=True).get(LOADER)
     return where if isinstance(where, str) else None
 
 
 def read_settings(path: Path) -> Settings:
     """The settings of a JSON file. Raises UsageError for a missing or damaged file, unknown keys and forbidden ones."""
     try:
-        plain = store.read_json(path)
+        plain = store.read_json(path, follow=True)
     except RunFolderError as error:
         raise UsageError(f"--settings: {error.what}") from error
     if not isinstance(plain, dict):
