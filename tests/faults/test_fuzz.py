@@ -383,14 +383,13 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
         _watched["seen"].append(f"{event} {arguments[:2]}")
     elif event in CHANGES or event == "open":
         path, flags = arguments[0], arguments[2] if event == "open" else WRITING
-        if not isinstance(path, (str, bytes)) or not isinstance(flags, int) or not os.path.isabs(path):
+        if not isinstance(path, (str, bytes)) or not isinstance(flags, int) or os.fsdecode(path)[:1] != "/":
             return  # a descriptor, or a name below one
         follows = event == "open" and not flags & os.O_NOFOLLOW
         real = (os.path.realpath if follows else os.path.abspath)(os.fsdecode(path))
-        writes = flags & WRITING
-        if real.startswith(_watched["outside"]) or (writes and not real.startswith(_watched["writable"])):
-            if real != os.devnull and "__pycache__" not in real:
-                _watched["seen"].append(f"{event} {real}")
+        elsewhere = flags & WRITING and not real.startswith((*_watched["writable"], os.devnull, sys.prefix))
+        if real.startswith(_watched["outside"]) or elsewhere:
+            _watched["seen"].append(f"{event} {real}")
 
 
 sys.addaudithook(_audit)
@@ -423,11 +422,13 @@ def outcome(read: Callable[[Path], None], folder: Path) -> str:
     try:
         read(folder)
     except FulltiltError as error:
-        assert 2 <= error.exit_code <= 7, f"exit code {error.exit_code}: {error}"
+        if not 2 <= error.exit_code <= 7:
+            raise AssertionError(f"exit code {error.exit_code}: {error}") from error
         shown = io.StringIO()
         with contextlib.redirect_stderr(shown):
             complain(str(error))
-        assert "\x1b" not in shown.getvalue()
+        if "\x1b" in shown.getvalue():
+            raise AssertionError("escape sequences reach the terminal") from error
         return "refused"
     return "read"
 

@@ -304,6 +304,9 @@ def _manifest(folder: Path) -> dict[str, Any]:
         intact = _seal(manifest) == raw and plain_names and bool(manifest["files"])
         newer = manifest["schema_version"] > SCHEMA_VERSION
         step_agrees = folder_name(manifest["step"]) == folder.name or not _NAME.fullmatch(folder.name)
+        found = _described(folder, manifest)
+        if not all(isinstance(value, int | float) for value in (found.step, found.epoch, found.metric or 0.0)):
+            raise TypeError
     except OSError as error:
         raise DamagedCheckpoint(f"{path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -57,7 +57,7 @@ class OptimizerState:
         parameters = [p for group in groups for p in group["params"]]
         rates = [{"lr_factor": group["lr_factor"]} if "lr_factor" in group else {} for group in groups]
         entries = {
-            index: {name: _as_parameter(value, parameters[index]) for name, value in entry.items()}
+            index: {name: _as_parameter(name, value, parameters[index]) for name, value in entry.items()}
             for index, entry in state["state"].items()
             if index < len(parameters)
         }
@@ -66,8 +66,14 @@ class OptimizerState:
             group.update(rate)
 
 
-def _as_parameter(value: Any, parameter: torch.Tensor) -> Any:
+# Of torch's own optimizers. Others keep moments in forms of their own.
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+def _as_parameter(name: str, value: Any, parameter: torch.Tensor) -> Any:
     moment = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+    if not moment and name in _MOMENTS:
+        raise ValueError(f"{name} is not of its parameter's shape")
     return sharded_like(value, parameter) if moment else value
 
 

@@ -127,6 +127,18 @@ def freeze(state: TrainState, metric: float | None, memory: HostMemory) -> Snaps
     return Snapshot(state.progress.step, state.progress.epoch, metric, *frozen, values)
 
 
+def _fits(saved: Any, own: Any) -> bool:
+    """Whether a saved value is of the same kind as the part's own; torch itself takes any, and fails a step later."""
+    if isinstance(own, dict):
+        return isinstance(saved, dict) and all(_fits(saved[key], own[key]) for key in own if key in saved)
+    if isinstance(own, tuple | list):
+        same = isinstance(saved, tuple | list) and (isinstance(own, list) or len(saved) == len(own))
+        return same and all(map(_fits, saved, own))
+    if isinstance(own, int | float):
+        return saved is None or isinstance(saved, int | float | torch.Tensor)
+    return True
+
+
 def restore(folder: Path, model: torch.nn.Module, parts: dict[str, Part], loaded: Any = None) -> None:
     """Put every part back as the checkpoint has it; ``loaded`` is what ``checkpoint.load`` gave, if it was read.
 
@@ -146,6 +158,8 @@ def restore(folder: Path, model: torch.nn.Module, parts: dict[str, Part], loaded
     model.load_state_dict({name: sharded_like(tensor, own[name]) for name, tensor in weights.items()})
     for name, part in parts.items():
         try:
+            if name != "settings" and not _fits(state[name], part.state_dict()):
+                raise TypeError
             part.load_state_dict(state[name])
         except FulltiltError:
             raise
