@@ -82,10 +82,11 @@ class Place:
             "--num-hidden-layers 1 --max-steps 3 --save-every 1",
             "cod": "--backbone test_resnet --img-size 32 --decoder-width 16 --num-experts 2 --epochs 1 "
             "--stage1-epochs 0 --batch-size 4 --stage2-batch-size 4 --workers 0 --max-steps 2 --save-every 1",
+            "carclip": "--model small --image-size 32 --batch-size 6 --epochs 1 --workers 0 --max-steps 2 --save-every 1",
             "hdf5": "--epochs 1 --batch-size 24 --width 8 --heads 2 --workers 0 --max-steps 3 --save-every 1",
         }
         if self.verb in small:
-            kind = {"visobert": "text"}.get(self.verb, self.verb)
+            kind = {"visobert": "text", "carclip": "cars"}.get(self.verb, self.verb)
             return fulltilt("train", self.verb, "--data", self._data(kind), "--out", target, *small[self.verb].split())
         return {
             "run": lambda: fulltilt("run", "--out", target, "job.py"),
@@ -185,7 +186,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
                 (root / "job.py").write_text(JOB)
                 subprocess.run(fulltilt("run", "--out", folder, "job.py"), cwd=root, check=True, capture_output=True)
             else:
-                make_folder(kind, folder, {"text": 60, "cod": 8, "hdf5": 96}[kind], 0)
+                make_folder(kind, folder, {"text": 40, "cod": 8, "cars": 16, "hdf5": 96}[kind], 0)
         return folder
 
     return made
@@ -260,7 +261,7 @@ def snapshot_of(before: dict[Path, object]) -> dict[Path, object]:
 CHECKS = {"before": check_before, "again": check_again, "during": check_during}
 QUICK = [("run", "again"), ("cache", "again")]
 ALL = [(verb, moment) for verb in ("run", "report", "html", "make-data", "feed", "cache", "watch") for moment in CHECKS]
-ALL += [(verb, moment) for verb in ("visobert", "cod", "hdf5", "tune") for moment in CHECKS]
+ALL += [(verb, moment) for verb in ("visobert", "cod", "carclip", "hdf5", "tune") for moment in CHECKS]
 SEEDS = int(os.environ.get("FOREIGN_FILES_SEEDS", "4"))
 
 

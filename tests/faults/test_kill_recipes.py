@@ -1,6 +1,7 @@
 """Recipes and cache fills killed at any moment, again and again, until they end: nothing lost, nothing foreign changed.
 
-`make test-kills` makes a thousand kills; KILLS says how many.
+`make test-kills` makes a thousand kills. KILLS says how many, KILL_SHARDS into how many tests of each job they are
+divided (`-n` spreads them), and KILL_SEED draws other moments.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from fulltilt.recipes.synthetic import make_folder
 from fulltilt.train import checkpoint
 
 KILLS = int(os.environ.get("KILLS", "1000"))
+SHARDS = int(os.environ.get("KILL_SHARDS", "1"))
+SEED = int(os.environ.get("KILL_SEED", "0"))
 JOBS = ("cod", "carclip", "visobert", "hdf5", "cache")
 COMMON = "--epochs 2 --save-every 2 --workers 0"
 FLAGS = {
@@ -87,14 +90,16 @@ def weights(out: Path) -> str | None:
 @pytest.mark.slow
 @pytest.mark.kills
 @pytest.mark.timeout(7200)
+@pytest.mark.parametrize("shard", range(SHARDS))
 @pytest.mark.parametrize("job", JOBS)
-def test_killed_again_and_again_it_ends_as_if_never_killed(job: str, tmp_path: Path) -> None:
+def test_killed_again_and_again_it_ends_as_if_never_killed(job: str, shard: int, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     data = tmp_path / "data"
     if job in KINDS:
         kind, size = KINDS[job]
         make_folder(kind, data, size, 0)
-    rng = random.Random(job)
+    rng = random.Random(f"{job} {shard} {SEED}")
+    wanted = -(-KILLS // (len(JOBS) * SHARDS))
     log = tmp_path / "log.txt"
 
     def work(out: Path) -> Callable[[], int]:
@@ -108,7 +113,7 @@ def test_killed_again_and_again_it_ends_as_if_never_killed(job: str, tmp_path: P
 
     kills = completed = 0
     number = 0
-    while kills < KILLS // len(JOBS):
+    while kills < wanted or not completed:
         out, step = tmp_path / f"out-{number}", -1
         number += 1
         while True:
@@ -131,11 +136,11 @@ def test_killed_again_and_again_it_ends_as_if_never_killed(job: str, tmp_path: P
                 now = -1 if found is None else found.step
                 assert now >= step, f"{step - now} steps lost"
                 step = now
-            if kills >= KILLS // len(JOBS) + 50:
+            if kills >= wanted + 50:
                 break
         notes = out / "notes of mine.txt"
         assert not notes.exists() or notes.read_text() == "mine"
         if expected is not None and ended:
             assert weights(out) == expected
-    print(f"{job}: {kills} kills, {completed} completed")
+    print(f"{job}, shard {shard}: {kills} kills, {number} runs, {completed} completed, nothing lost")
     assert completed

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import os
 import stat
@@ -17,7 +18,6 @@ import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
 
 from fulltilt.errors import ForeignFiles, MachineError, RunFolderError, UsageError
 
@@ -397,7 +397,7 @@ def write_named_file(path: Path, data: bytes, mode: int = 0o666, signature: byte
         raise
 
 
-def open_plain(path: Path, *, follow: bool = False) -> BinaryIO:
+def open_plain(path: Path, *, follow: bool = False) -> io.BufferedReader:
     """A plain file for reading; no pipe or device, which would never end, and no link unless it may be followed.
 
     Raises OSError.

@@ -138,7 +138,7 @@ def read(path: Path) -> dict[str, Any]:
         with store.open_plain(path, follow=True) as file:
             raw = file.read(MOST_CONFIG_BYTES + 1)
         if len(raw) > MOST_CONFIG_BYTES:
-            raise UsageError(f"{path} has more than {MOST_CONFIG_BYTES:,} bytes, which no config has")
+            raise UsageError(f"{path} has more bytes; a config has at most {MOST_CONFIG_BYTES:,}")
         text = raw.decode("utf-8")
         if path.suffix in (".yaml", ".yml"):
             content = _read_yaml(text)
