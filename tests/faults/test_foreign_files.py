@@ -82,7 +82,8 @@ class Place:
             "--num-hidden-layers 1 --max-steps 3 --save-every 1",
             "cod": "--backbone test_resnet --img-size 32 --decoder-width 16 --num-experts 2 --epochs 1 "
             "--stage1-epochs 0 --batch-size 4 --stage2-batch-size 4 --workers 0 --max-steps 2 --save-every 1",
-            "carclip": "--model small --image-size 32 --batch-size 6 --epochs 1 --workers 0 --max-steps 2 --save-every 1",
+            "carclip": "--model small --image-size 32 --batch-size 6 --epochs 1 --workers 0 --max-steps 2 "
+            "--save-every 1",
             "hdf5": "--epochs 1 --batch-size 24 --width 8 --heads 2 --workers 0 --max-steps 3 --save-every 1",
         }
         if self.verb in small:
