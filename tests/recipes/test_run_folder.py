@@ -25,8 +25,10 @@ def test_secrets_are_masked_in_what_a_recipe_writes(
         given = {"model": "https://me:hunter2@hub.example/visobert", "label_column": "internal-host"}
         assert cli.run_recipe(recipe, {**asked, **given, "text_column": text_column}) == 0
     written = "".join(path.read_text() for path in (tmp_path / "out").rglob("*") if path.is_file())
+    shown = capsys.readouterr().out
+    assert "Changed since the last run: text_column" in shown
     for secret in ("hunter2", "internal-host", "hf_abcdefgh"):
-        assert secret not in written + capsys.readouterr().out
+        assert secret not in written + shown
     assert "https://me:***@hub.example/visobert" in written
 
 

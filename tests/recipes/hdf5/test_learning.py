@@ -35,7 +35,6 @@ def test_events_are_told_from_decoys_in_a_recording_never_seen(windows: Path, tm
     found = trained(windows, tmp_path / "out")
     assert found["eval_auroc"] > 0.90
     assert found["eval_auprc"] > 0.60
-    assert found["eval_ece_calibrated"] < 0.10
 
 
 def test_shuffled_labels_teach_nothing(windows: Path, tmp_path: Path) -> None:

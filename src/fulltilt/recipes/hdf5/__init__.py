@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from fulltilt.recipes.recipe import Recipe, Request, option
+from fulltilt.recipes.recipe import Recipe, imported, option
 
 __all__ = ["RECIPE", "Config", "Options"]
 
@@ -38,24 +37,12 @@ class Options:
         return found
 
 
-def _check(request: Request) -> None:
-    from fulltilt.recipes.hdf5.data import look
-
-    look(request.data, request.options)
-
-
-def _run(request: Request) -> Mapping[str, float]:
-    from fulltilt.recipes.hdf5.trainer import run
-
-    return run(request)
-
-
 RECIPE = Recipe(
     name="hdf5",
     about="Tell windows of features in HDF5 files apart: event or not.",
     options=Options,
-    check=_check,
-    run=_run,
+    check=imported("fulltilt.recipes.hdf5.trainer:check"),
+    run=imported("fulltilt.recipes.hdf5.trainer:run"),
     synthetic="hdf5",
     synthetic_size=40_000,
     settings={

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 _SUFFIXES = {".h5", ".hdf5", ".hdf", ".he5"}
 _HELD_OUT = re.compile(r"(val|valid|validation|test)([-_. \d].*)?", re.IGNORECASE)
-# Labels and rows of features read at a time.
-_PIECE, _ROWS = 1_000_000, 4096
+# Labels read at a time.
+_PIECE = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,23 +125,6 @@ def _refuse_other_windows(train: Source, validation: Source) -> None:
                 f"{validation.files[0]}: {column.key!r} has rows of {held}, but {own} in {train.files[0]}",
                 "Training and validation need windows of one shape.",
             )
-
-
-def refuse_not_finite(found: Found, options: Options) -> None:
-    """Raise DataError for the first feature that is NaN or infinite. It reads everything: for when a loss was lost."""
-    import numpy
-
-    h5py = require_h5py()
-    for path in dict.fromkeys((*found.train.files, *found.validation.files)):
-        with h5py.File(path, "r") as file:
-            for key in keys_of(options)[:-1]:
-                for start in range(0, len(file[key]), _ROWS):
-                    rows = numpy.isfinite(file[key][start : start + _ROWS]).reshape(-1, file[key][:1].size)
-                    if not rows.all():
-                        row = start + int(numpy.flatnonzero(~rows.all(axis=1))[0])
-                        raise DataError(
-                            f"{path}: {key!r} is not finite at row {row}", "Put numbers there, or remove it."
-                        )
 
 
 def _count_labels(part: Part, key: str) -> tuple[int, int]:

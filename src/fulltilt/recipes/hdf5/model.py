@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -93,23 +92,13 @@ class Curve:
     true_positives: torch.Tensor
     false_positives: torch.Tensor
 
-    @property
-    def positives(self) -> float:
-        """How many samples are positive."""
-        return float(self.true_positives[-1])
-
-    @property
-    def negatives(self) -> float:
-        """How many samples are negative."""
-        return float(self.false_positives[-1])
-
 
 def curve(logits: torch.Tensor, labels: torch.Tensor) -> Curve | None:
-    """The curve of a set; None when it lacks one of the classes, where no such metric means anything."""
+    """The curve of a set; None when it lacks a class or a score is not finite: then no such metric means anything."""
     order = torch.sort(logits.double(), descending=True, stable=True)
     truth = labels.double()[order.indices]
     found, missed = truth.cumsum(0), (1 - truth).cumsum(0)
-    if not len(truth) or not float(found[-1]) or not float(missed[-1]):
+    if not len(truth) or not float(found[-1]) or not float(missed[-1]) or not bool(torch.isfinite(logits).all()):
         return None
     # Samples of one score are taken or left together: only the last of them is a threshold.
     last = torch.ones_like(truth, dtype=torch.bool)
@@ -119,75 +108,30 @@ def curve(logits: torch.Tensor, labels: torch.Tensor) -> Curve | None:
 
 def auroc(of: Curve) -> float:
     """The chance that a positive sample scores above a negative one; ties count half."""
-    hit = torch.cat([of.true_positives.new_zeros(1), of.true_positives]) / of.positives
-    false_alarm = torch.cat([of.false_positives.new_zeros(1), of.false_positives]) / of.negatives
+    hit = torch.cat([of.true_positives.new_zeros(1), of.true_positives]) / of.true_positives[-1]
+    false_alarm = torch.cat([of.false_positives.new_zeros(1), of.false_positives]) / of.false_positives[-1]
     return float(torch.trapezoid(hit, false_alarm))
 
 
 def auprc(of: Curve) -> float:
     """Average precision: the precision at each threshold, weighted by the recall that it adds."""
     precision = of.true_positives / (of.true_positives + of.false_positives)
-    gained = torch.cat([of.true_positives[:1], of.true_positives.diff()]) / of.positives
+    gained = torch.cat([of.true_positives[:1], of.true_positives.diff()]) / of.true_positives[-1]
     return float((precision * gained).sum())
 
 
 def best_f1(of: Curve) -> tuple[float, float]:
     """The highest F1, and the logit at and above which a sample has to be called positive for it."""
-    f1 = 2 * of.true_positives / (of.positives + of.true_positives + of.false_positives)
+    f1 = 2 * of.true_positives / (of.true_positives[-1] + of.true_positives + of.false_positives)
     best = int(f1.argmax())
     return float(f1[best]), float(of.thresholds[best])
 
 
-def calibration_error(probabilities: torch.Tensor, labels: torch.Tensor, bins: int = 15) -> float:
-    """ECE: how far, on average, the predicted probability of a positive is from their share, over equal bins."""
-    probabilities, labels = probabilities.double(), labels.double()
-    which = (probabilities * bins).long().clamp(max=bins - 1)
-    gap = torch.zeros(bins, dtype=torch.float64, device=which.device).index_add_(0, which, probabilities - labels)
-    return float(gap.abs().sum()) / max(len(labels), 1)
-
-
-def best_temperature(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    """The T that makes sigmoid(logit / T) the most likely probabilities of the labels, within 0.01 to 100.
-
-    The likelihood is concave in 1 / T, so that halving the interval finds it; nothing to tune, the same on every
-    machine.
-    """
-    logits, labels = logits.double(), labels.double()
-    low, high = 0.01, 100.0
-    for _ in range(60):
-        middle = math.sqrt(low * high)
-        slope = float(((torch.sigmoid(middle * logits) - labels) * logits).sum())
-        low, high = (low, middle) if slope > 0 else (middle, high)
-    return 1 / math.sqrt(low * high)
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """From a logit to a decision: ``sigmoid(logit / temperature)`` is a probability, ``threshold`` the best cut."""
-
-    temperature: float
-    threshold: float
-
-
-def summary(logits: torch.Tensor, labels: torch.Tensor) -> tuple[dict[str, float], Calibration | None]:
-    """All metrics of a set by name, and its calibration. A set that lacks one class has neither.
-
-    The temperature is fitted on every other sample and its error is that of the rest: a fit does not judge itself.
-    """
+def summary(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+    """All metrics of a set by name; ``threshold`` is the probability to cut at. A set that lacks one class has none."""
     found = curve(logits, labels)
     if found is None:
-        return {}, None
+        return {}
     f1, cut = best_f1(found)
-    temperature = best_temperature(logits[::2], labels[::2])
-    rest, truth = logits[1::2], labels[1::2]
-    calibration = Calibration(temperature, float(torch.sigmoid(torch.tensor(cut / temperature))))
-    metrics = {
-        "auroc": auroc(found),
-        "auprc": auprc(found),
-        "f1": f1,
-        "threshold": calibration.threshold,
-        "ece": calibration_error(torch.sigmoid(rest.double()), truth),
-        "ece_calibrated": calibration_error(torch.sigmoid(rest.double() / temperature), truth),
-        "temperature": temperature,
-    }
-    return metrics, calibration
+    threshold = float(torch.sigmoid(torch.tensor(cut)))
+    return {"auroc": auroc(found), "auprc": auprc(found), "f1": f1, "threshold": threshold}

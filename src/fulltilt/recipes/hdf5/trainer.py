@@ -3,39 +3,39 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fulltilt import feed
-from fulltilt.errors import DataError, Diverged
+from fulltilt.errors import DataError
 from fulltilt.feed.augment import Pipeline, SpecAugment
 from fulltilt.feed.hdf5 import Hdf5Loader
 from fulltilt.feed.staging import stage_dir
 from fulltilt.probes.host import cpu_capacity
 from fulltilt.recipes.hdf5 import Options
-from fulltilt.recipes.hdf5.data import Found, Part, hdf5_files, keys_of, look, refuse_not_finite
-from fulltilt.recipes.hdf5.model import Calibration, WindowNet, binary_loss, summary
+from fulltilt.recipes.hdf5.data import Found, Part, hdf5_files, keys_of, look
+from fulltilt.recipes.hdf5.model import WindowNet, binary_loss, summary
 from fulltilt.recipes.recipe import Request
-from fulltilt.store.owned_folder import OwnedFolder
-from fulltilt.store.run_files import TRAINING
 from fulltilt.train import Job, train
 from fulltilt.train.distributed import detect, device_of
 from fulltilt.train.progress import Screen
 from fulltilt.train.sampler import seed_everything
 
-CALIBRATION_FILE = "calibration.json"
 # A copy keeps the time of its original, on some file systems to two seconds.
 _CLOCKS_APART_S = 2.5
 
 
+def check(request: Request) -> None:
+    """Look at the files and every label. Raises UsageError, DataError."""
+    look(request.data, request.options)
+
+
 def run(request: Request) -> Mapping[str, float]:
-    """Train and return the last metrics. The calibration of the last evaluation goes into the run folder."""
+    """Train and return the last metrics."""
     options: Options = request.options
     screen = Screen(request.out, speaks=detect().rank == 0, sampled=options.profile_gpu_util)
     screen.debugging = screen.debugging and options.profile_performance
@@ -51,13 +51,9 @@ def run(request: Request) -> Mapping[str, float]:
                 "hold other files out: call them val…"
             )
         job = build(request, found, data, eval_data)
-        try:
-            outcome = train(
-                job, request.settings, request.out, resume_from=request.resume_from, fresh=request.fresh, screen=screen
-            )
-        except Diverged:
-            refuse_not_finite(found, options)  # then it was the data, not the learning rate
-            raise
+        outcome = train(
+            job, request.settings, request.out, resume_from=request.resume_from, fresh=request.fresh, screen=screen
+        )
     metrics: dict[str, float] = outcome.metrics
     return metrics
 
@@ -67,7 +63,7 @@ def build(request: Request, found: Found, data: Hdf5Loader, eval_data: Hdf5Loade
     options: Options = request.options
     seed_everything(request.settings.seed)  # the weights are drawn here, before the engine seeds itself
     model = WindowNet(found.feature_count, options.width, options.heads, options.dropout)
-    # A weight on the positives moves every logit by its logarithm; taken off again, logits mean what they say.
+    # A weight on the positives moves every logit by its logarithm; taken off again, the threshold is a probability.
     shift = math.log(found.pos_weight) if options.imbalance == "pos_weight" else 0.0
 
     def measured(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -81,12 +77,7 @@ def build(request: Request, found: Found, data: Hdf5Loader, eval_data: Hdf5Loade
         return measured(logits, labels), {}, {"logits": logits - shift, "labels": labels}
 
     def eval_metrics(kept: dict[str, torch.Tensor]) -> dict[str, float]:
-        if not bool(torch.isfinite(kept["logits"]).all()):
-            refuse_not_finite(found, options)
-        metrics, calibration = summary(kept["logits"], kept["labels"])
-        if calibration is not None and detect().rank == 0:
-            _write_calibration(request.out, calibration, shift)
-        return metrics
+        return summary(kept["logits"], kept["labels"])
 
     return Job(model, loss, data, eval_data=eval_data, eval_loss=eval_loss, eval_metrics=eval_metrics, name="hdf5")
 
@@ -159,9 +150,3 @@ def _logits(net: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tenso
     *features, labels = batch
     parts = [part.float() for part in features]
     return net(parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)), labels.reshape(len(labels))
-
-
-def _write_calibration(out: Path, calibration: Calibration, shift: float) -> None:
-    """How to use the network: sigmoid((logit - logit_shift) / temperature) is a probability, cut at threshold."""
-    text = json.dumps({**asdict(calibration), "logit_shift": shift}, indent=1) + "\n"
-    OwnedFolder.claim(out, TRAINING).write(CALIBRATION_FILE, text.encode())
