@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fulltilt.cli.streams import NOTEBOOK_VARIABLES, StatusBar, given_to_script
+from fulltilt.cli.streams import StatusBar, given_to_script
+from fulltilt.report.console import NOTEBOOK_VARIABLES
 
 
 @pytest.mark.parametrize(
@@ -40,13 +41,14 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("name", ["", "JPY_PARENT_PID", "COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE"])
+@pytest.mark.parametrize("name", ["", "JPY_PARENT_PID", "COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE", "PAGER"])
 def test_no_status_line_floods_a_notebook(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for known in NOTEBOOK_VARIABLES:
+    for known in (*NOTEBOOK_VARIABLES, "PAGER"):
         monkeypatch.delenv(known, raising=False)
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("GIT_PAGER", "cat")
     if name:
-        monkeypatch.setenv(name, "1")
+        monkeypatch.setenv(name, "cat")
     stream = Terminal()
     bar = StatusBar(stream)
     bar.show("12 steps")

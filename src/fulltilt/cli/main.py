@@ -10,7 +10,7 @@ import typer
 
 from fulltilt import __version__
 from fulltilt.cli import streams
-from fulltilt.errors import FulltiltError, MachineError, refused_path
+from fulltilt.errors import FulltiltError, MachineError, UsageError, refused_path
 
 app = typer.Typer(
     name="fulltilt",
@@ -23,6 +23,16 @@ app = typer.Typer(
 
 # Each verb's file has `register(app)`. The order is the order of `fulltilt --help`.
 VERBS = ("demo", "check", "watch", "run", "tune", "plan", "train", "report", "make-data", "cache")
+
+
+# What is not installed without an extra, by the name under which it is imported.
+EXTRAS = {
+    **dict.fromkeys(("numpy", "PIL", "timm", "transformers", "yaml"), "recipes"),
+    "safetensors": "train",
+    "h5py": "hdf5",
+    "accelerate": "hf",
+    "lightning": "lightning",
+}
 
 
 def _show_version(asked: bool) -> None:
@@ -53,6 +63,13 @@ def main(arguments: list[str] | None = None) -> None:
     except FulltiltError as error:
         streams.complain(str(error))
         code = error.exit_code
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if module not in EXTRAS:
+            raise
+        what = f"fulltilt {arguments[0]} needs {module}, which this Python does not have"
+        streams.complain(f'{what}\nInstall: pip install "fulltilt[{EXTRAS[module]}]"')
+        code = UsageError.exit_code
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:

@@ -13,15 +13,13 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from fulltilt.report.console import let_print
+from fulltilt.report.console import can_redraw, let_print
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 # What argparse, click and others end with when they do not know a flag.
 USAGE_ERROR = 2
-# Set in all that a notebook's cells start. There a terminal's codes are not undone: each status line would stay.
-NOTEBOOK_VARIABLES = ("JPY_PARENT_PID", "JPY_SESSION_NAME", "COLAB_RELEASE_TAG", "COLAB_GPU", "KAGGLE_KERNEL_RUN_TYPE")
 
 
 class _Heedless(io.FileIO):
@@ -86,8 +84,7 @@ class StatusBar:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        capable = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" and os.name == "posix"
-        self.on = capable and not _in_notebook()
+        self.on = os.name == "posix" and can_redraw(stream)
         self._rows = 0
 
     def show(self, text: str) -> None:
@@ -117,7 +114,3 @@ class StatusBar:
             self._stream.flush()
         except OSError:
             self.on = False
-
-
-def _in_notebook() -> bool:
-    return any(name in os.environ for name in NOTEBOOK_VARIABLES)

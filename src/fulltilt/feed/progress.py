@@ -6,12 +6,14 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
+from fulltilt.report.console import can_redraw
+
 Item = TypeVar("Item")
 
 
 def progress(items: Iterable[Item], total: int, label: str, *, shown: bool | None = None) -> Iterator[Item]:
     """``items``, with a bar on stderr that counts them. ``shown`` None: only on a terminal."""
-    if not (sys.stderr.isatty() if shown is None else shown):
+    if not (can_redraw(sys.stderr) if shown is None else shown):
         return iter(items)
     from rich.console import Console
     from rich.progress import track

@@ -64,6 +64,22 @@ codecs.register_error(ERRORS, _plainly)
 
 # --------------------------------------------------------------------------- consoles
 
+# Set in all that the cells of Jupyter, Colab and Kaggle start.
+NOTEBOOK_VARIABLES = ("JPY_PARENT_PID", "JPY_SESSION_NAME", "COLAB_RELEASE_TAG", "COLAB_GPU", "KAGGLE_KERNEL_RUN_TYPE")
+
+
+def can_redraw(stream: TextIO) -> bool:
+    """Whether a line can be drawn anew: on a terminal that is not a notebook's cell.
+
+    A cell's ``!command`` runs under a pseudo-terminal, but every line that is drawn anew stays there.
+    """
+    environ = os.environ
+    # ipykernel, whoever starts it, takes both pagers away from what its cells run.
+    notebook = any(name in environ for name in NOTEBOOK_VARIABLES) or (
+        environ.get("PAGER") == environ.get("GIT_PAGER") == "cat"
+    )
+    return stream.isatty() and environ.get("TERM", "dumb") != "dumb" and not notebook
+
 
 class _Piped(Console):
     def on_broken_pipe(self) -> None:

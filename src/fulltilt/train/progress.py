@@ -24,7 +24,7 @@ from fulltilt.errors import FulltiltError
 from fulltilt.figures import clean
 from fulltilt.probes.host import rates_between, read_counters
 from fulltilt.records import Buckets, GpuReading, HostReading, Sample
-from fulltilt.report.console import encodable
+from fulltilt.report.console import can_redraw, encodable
 from fulltilt.report.status_line import memory_line, status_line
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.distributed import device_lines
@@ -94,7 +94,7 @@ class Terminal:
     def __init__(self, stream: TextIO | None) -> None:
         self._gone = stream is None  # the command was started with its output closed
         self.stream = stream if stream is not None else io.StringIO()
-        self.live = self.stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self.live = can_redraw(self.stream)
         self._rows = 0
         self._lock = threading.Lock()  # warnings come from the thread that samples the machine
 
