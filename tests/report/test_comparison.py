@@ -3,7 +3,7 @@
 import dataclasses
 
 from fulltilt.records import Buckets, Ledger, Throughput
-from fulltilt.report.comparison import compare, told_apart
+from fulltilt.report.run_view import compare, told_apart
 from tests.report import examples
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from fulltilt.diagnosis.loaders import joined_lines
 from fulltilt.records import HotLine
-from fulltilt.report.step_picture import loader_sites, step_picture
+from fulltilt.report.run_view import loader_sites, step_picture
 from tests.report import examples
 
 

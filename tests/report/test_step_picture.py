@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fulltilt.report.step_picture import step_picture
+from fulltilt.report.run_view import step_picture
 from tests.report import examples
 
 

@@ -13,9 +13,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from fulltilt.report.step_picture import Lane, Part, StepPicture
+from fulltilt.report.run_view import Lane, Part, StepPicture, fetching_title
 from fulltilt.report.terminal import Ink, show, split_cells, step_lines, verdict_lines
-from fulltilt.report.wording import fetching_title
 from tests.report import examples
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"

@@ -16,8 +16,7 @@ from pathlib import Path
 from fulltilt import figures
 from fulltilt.diagnosis.verdict import title
 from fulltilt.records import CheckLine, Diagnosis, Finding, GpuSummary, HotLine, LoaderRecord, Machine, RankRecord, Run
-from fulltilt.report import wording
-from fulltilt.report.comparison import Reported, Row, compare, told_apart
+from fulltilt.report import run_view
 from fulltilt.report.markup import Child, Markup, element
 from fulltilt.report.page_charts import (
     bucket_class,
@@ -31,7 +30,7 @@ from fulltilt.report.page_charts import (
     step_lanes,
 )
 from fulltilt.report.palette import BUCKET_TINTS, PHASE_TINTS, bucket_order
-from fulltilt.report.step_picture import loader_sites, step_picture
+from fulltilt.report.run_view import Reported, Row, compare, loader_sites, step_picture, told_apart
 from fulltilt.store import write_text
 
 # --------------------------------------------------------------------------- parts
@@ -60,7 +59,7 @@ def _finding_card(finding: Finding) -> Markup:
     gain = figures.speedup(finding.predicted_speedup)
     facts: list[Child] = [
         element("span", finding.severity, class_=f"pill {finding.severity}"),
-        element("span", wording.after_startup(finding.share)),
+        element("span", run_view.after_startup(finding.share)),
         element("code", finding.code),
         element("code", finding.where, class_="where") if finding.where else None,
     ]
@@ -69,7 +68,7 @@ def _finding_card(finding: Finding) -> Markup:
         element("h3", title(finding.code)),
         element("p", gain, class_="gain") if gain else None,
         element("p", facts, class_="facts"),
-        element("ul", [element("li", wording.glued(line)) for line in finding.evidence]) if finding.evidence else None,
+        element("ul", [element("li", run_view.glued(line)) for line in finding.evidence]) if finding.evidence else None,
         element("p", finding.fix, class_="fix"),
         class_=f"card {finding.severity}",
     )
@@ -82,7 +81,7 @@ def hot_lines(rank: RankRecord) -> list[Markup]:
     """Tables of the lines that cost most: in the workers, in the training process, waiting, saving."""
     fetch_s = sum(work.fetch_s for work in rank.workers)
     groups = [
-        (wording.fetching_title(rank), wording.worker_lines(rank), fetch_s),
+        (run_view.fetching_title(rank), run_view.worker_lines(rank), fetch_s),
         ("In the training process", rank.host_lines, None),
         ("Waiting for the GPU", rank.sync_lines, None),
         ("Saving", rank.checkpoint_lines, None),
@@ -232,12 +231,12 @@ def definitions(name: str, pairs: Iterable[tuple[str, str | None]]) -> Markup | 
 
 def settings(diagnosis: Diagnosis) -> Markup | None:
     """The settings in force."""
-    return definitions("Settings", ((name, wording.setting(value)) for name, value in diagnosis.settings))
+    return definitions("Settings", ((name, run_view.setting(value)) for name, value in diagnosis.settings))
 
 
 def deep_look(rank: RankRecord) -> Markup | None:
     """What the profiler saw in a step."""
-    return definitions("A step under the profiler", wording.deep_facts(rank.deep)) if rank.deep else None
+    return definitions("A step under the profiler", run_view.deep_facts(rank.deep)) if rank.deep else None
 
 
 def loaders(rank: RankRecord) -> list[Markup]:
@@ -315,14 +314,14 @@ def _one_run(run: Run, diagnosis: Diagnosis) -> list[Child]:
 def _verdict(run: Run, diagnosis: Diagnosis) -> Markup:
     record, verdict = run.run, diagnosis.verdict
     severity = diagnosis.findings[0].severity if diagnosis.findings else "info"
-    running = element("p", wording.NO_END_YET, class_="running")
+    running = element("p", run_view.NO_END_YET, class_="running")
     invalid = diagnosis.invalid_because
     return element(
         "header",
         element("p", title(verdict.code), class_=f"eyebrow {severity}"),
-        element("h1", wording.glued(verdict.sentence)),
+        element("h1", run_view.glued(verdict.sentence)),
         running if record.state == "running" else None,
-        element("p", wording.not_valid(invalid), class_="running") if invalid is not None else None,
+        element("p", run_view.not_valid(invalid), class_="running") if invalid is not None else None,
         element("dl", _key_figures(diagnosis), class_="tiles"),
         speed_bars(diagnosis.throughput, diagnosis.ceilings),
         element(
@@ -330,7 +329,7 @@ def _verdict(run: Run, diagnosis: Diagnosis) -> Markup:
             element("b", record.name),
             element("code", shlex.join(record.command)),
             element("span", record.started_at),
-            element("span", wording.ended(record)),
+            element("span", run_view.ended(record)),
             class_="identity",
         ),
         class_="verdict",
@@ -416,7 +415,7 @@ def _comparison(runs: Sequence[Reported]) -> list[Child]:
         heading = element("h3", name, element("small", figures.seconds(diagnosis.ledger.wall_s)))
         bar = ledger_bar(diagnosis.ledger.buckets, bucket_order(diagnosis.ledger))
         ledgers.append(
-            element("div", heading, bar, element("p", wording.glued(diagnosis.verdict.sentence)), class_="beside")
+            element("div", heading, bar, element("p", run_view.glued(diagnosis.verdict.sentence)), class_="beside")
         )
         if picture is not None:
             heading = element("h3", name, element("small", figures.seconds(picture.step_s)))

@@ -20,11 +20,11 @@ from fulltilt.records import (
     Sample,
     Throughput,
 )
-from fulltilt.report import series, wording
+from fulltilt.report import run_view, series
 from fulltilt.report.markup import Markup, element
 from fulltilt.report.palette import BUCKET_TINTS, PHASE_TINTS
+from fulltilt.report.run_view import Lane, StepPicture
 from fulltilt.report.series import Point, Slot
-from fulltilt.report.step_picture import Lane, StepPicture
 
 # --------------------------------------------------------------------------- scales
 
@@ -108,7 +108,7 @@ def ledger_bar(buckets: Buckets, order: Sequence[str], height: int = BAR_HEIGHT)
 
 def ledger_table(ledger: Ledger, order: Iterable[str]) -> Markup:
     """The buckets in words and figures."""
-    decimals = wording.decimals(ledger.wall_s)
+    decimals = run_view.decimals(ledger.wall_s)
     rows = [
         element(
             "tr",

@@ -16,10 +16,9 @@ from fulltilt import figures
 from fulltilt.diagnosis.verdict import title
 from fulltilt.figures import clean, one_line
 from fulltilt.records import BUCKETS, Buckets, CheckLine, Diagnosis, Finding, GpuSummary, HotLine, Ledger, Run
-from fulltilt.report import wording
-from fulltilt.report.comparison import Reported, compare, told_apart
+from fulltilt.report import run_view
 from fulltilt.report.palette import BUCKET_TINTS, IDLE, PHASE_TINTS, Tint, bucket_order
-from fulltilt.report.step_picture import StepPicture, step_picture
+from fulltilt.report.run_view import Reported, StepPicture, compare, step_picture, told_apart
 from fulltilt.store import REPORT_FILE
 
 # --------------------------------------------------------------------------- bars
@@ -135,14 +134,14 @@ def show_hot_lines(console: Console, run: Run) -> None:
         return
     rank = run.ranks[0]
     fetch_s = sum(work.fetch_s for work in rank.workers)
-    _show_lines(console, wording.fetching_title(rank), wording.worker_lines(rank), fetch_s)
+    _show_lines(console, run_view.fetching_title(rank), run_view.worker_lines(rank), fetch_s)
     _show_lines(console, "In the training process", rank.host_lines)
     _show_lines(console, "Lines that wait for the GPU", rank.sync_lines)
     _show_lines(console, "Saving", rank.checkpoint_lines)
     if rank.deep is not None:
-        facts = [f"{name} {figure}" for name, figure in wording.deep_facts(rank.deep) if figure != figures.NOT_MEASURED]
+        known = [fact for fact in run_view.deep_facts(rank.deep) if fact[1] != figures.NOT_MEASURED]
         heading(console, "A step under the profiler")
-        console.print(Text(one_line(" · ".join(facts))))
+        console.print(Text(one_line(" · ".join(f"{name} {figure}" for name, figure in known))))
         _show_lines(console, "Synchronising calls, per step", rank.deep.sync_calls)
         _show_lines(console, "Kernels, per step", rank.deep.top_kernels)
 
@@ -251,7 +250,7 @@ def verdict_lines(diagnosis: Diagnosis, folder: str | Path | None) -> list[str]:
     lines = [one_line(diagnosis.verdict.sentence)]
     for place, finding in enumerate(diagnosis.findings[:3], start=1):
         gain = figures.speedup(finding.predicted_speedup)
-        told = wording.after_startup(finding.share) + (f", {gain}" if gain else "")
+        told = run_view.after_startup(finding.share) + (f", {gain}" if gain else "")
         lines.append(f"  {place}. {title(finding.code)} ({told}): {one_line(finding.fix)}")
     return [*lines, f"  report: {clean(str(Path(folder) / REPORT_FILE))}"] if folder is not None else lines
 
@@ -282,11 +281,11 @@ def _show_head(console: Console, run: Run, diagnosis: Diagnosis) -> None:
     console.print()
     console.rule(Text(clean(record.name), "bold"), style="dim")
     console.print(Text(one_line(shlex.join(record.command)), "dim", no_wrap=True, overflow="ellipsis"))
-    console.print(Text(f"{clean(record.started_at)} · {wording.ended(record)}", "dim"))
+    console.print(Text(f"{clean(record.started_at)} · {run_view.ended(record)}", "dim"))
     if record.state == "running":
-        console.print(Text(wording.NO_END_YET, "yellow"))
+        console.print(Text(run_view.NO_END_YET, "yellow"))
     if diagnosis.invalid_because is not None:
-        console.print(Text(wording.not_valid(diagnosis.invalid_because), "yellow"))
+        console.print(Text(run_view.not_valid(diagnosis.invalid_because), "yellow"))
     console.print()
     console.print(Text(clean(diagnosis.verdict.sentence), "bold"))
     figures = list(_figures(diagnosis))
@@ -308,7 +307,7 @@ def _figures(diagnosis: Diagnosis) -> Iterable[str]:
     if speed.steps_per_s is not None:
         rate = f"{figures.number(speed.steps_per_s)} steps/s"
         yield f"{figures.whole(speed.steps)} steps · {rate} · {figures.seconds(diagnosis.ledger.wall_s)} in all"
-    settings = [f"{name}={wording.setting(value)}" for name, value in diagnosis.settings if value is not None]
+    settings = [f"{name}={run_view.setting(value)}" for name, value in diagnosis.settings if value is not None]
     if settings:
         yield one_line(" · ".join(settings))
 
@@ -323,7 +322,7 @@ def _show_ledger(console: Console, ledger: Ledger, ink: Ink) -> None:
     table.add_column()
     table.add_column(justify="right")
     table.add_column(justify="right")
-    decimals = wording.decimals(ledger.wall_s)
+    decimals = run_view.decimals(ledger.wall_s)
     for place, (tint, size) in enumerate(parts):
         character, style = ink.fill(tint, place)
         label = Text(character * 2, style).append(f" {tint.label}", "default")
@@ -355,7 +354,7 @@ def _show_findings(console: Console, findings: Sequence[Finding], ink: Ink) -> N
             head.append(" " * room if room > 1 else "  ").append(gain, "bold green")
         console.print(head)
         label = Text().append(finding.severity, SEVERITY_STYLES[finding.severity])
-        details = [wording.after_startup(finding.share), finding.code, finding.where]
+        details = [run_view.after_startup(finding.share), finding.code, finding.where]
         label.append("".join(f" {ink.bullet} {one_line(detail)}" for detail in details if detail), "dim")
         console.print(Padding(label, (0, 0, 0, 4), expand=False))
         for evidence in finding.evidence:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from fulltilt import figures
 from fulltilt.records import Settings, Trial
-from fulltilt.report import wording
+from fulltilt.report import run_view
 from fulltilt.tuning.learning_rate import Scaled, figure, scale
 from fulltilt.tuning.search import Comparison
 from fulltilt.tuning.space import WAITS, best_of, is_loader_only, is_valid, knee_of, rate, start_of
@@ -154,7 +154,7 @@ def show_solutions(console: Console, rows: Sequence[Solution]) -> None:
         trial = row.trial
         table.add_row(
             row.name,
-            wording.setting(trial.in_force.num_workers),
+            run_view.setting(trial.in_force.num_workers),
             _batch(trial),
             rate_words(trial),
             "1 ×" if row.speedup is None else f"{row.speedup:.2f} ×",

@@ -1,0 +1,308 @@
+"""What the terminal and the page both show of a run: its words, one step laid out, several runs side by side."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import PurePath
+from typing import TypeAlias
+
+from fulltilt import figures
+from fulltilt.diagnosis.loaders import joined, joined_lines
+from fulltilt.figures import NOT_MEASURED, clean, one_line, percent, seconds, whole
+from fulltilt.records import (
+    DeepRecord,
+    Diagnosis,
+    HotLine,
+    LoaderRecord,
+    Phases,
+    RankRecord,
+    Run,
+    RunRecord,
+    WorkerRecord,
+)
+from fulltilt.report.palette import BUCKET_TINTS, IDLE
+
+NO_END_YET = "This run has no end yet: it still runs, or it was killed. This is what there is so far."
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:%|×|ms\b|s\b|min\b|h\b|samples/s|steps\b|workers\b|CPUs\b))")
+
+
+def ended(record: RunRecord) -> str:
+    """How a run ended: ``done``, ``ended with exit code 1``, ``killed``."""
+    if record.exit_code is not None and record.exit_code > 0:
+        if record.state == "crashed":  # whether it crashed or chose to say so, nobody else knows
+            return f"ended with exit code {record.exit_code}"
+        return f"{record.state}, exit code {record.exit_code}"
+    return f"{record.state}, {clean(record.ended_by)}" if record.ended_by else record.state
+
+
+def after_startup(share: float) -> str:
+    """``62 % of the time after start-up``: the base of every share but those of the ledger."""
+    return f"{percent(share)} of the time after start-up"
+
+
+def setting(value: str | int | float | bool | None) -> str:
+    """A setting's value as Python writes it."""
+    return NOT_MEASURED if value is None else str(value)
+
+
+def decimals(whole_s: float) -> int:
+    """How many decimals of a second a table needs whose figures add up to ``whole_s``."""
+    return 1 if whole_s >= 100 else 2 if whole_s >= 10 else 3
+
+
+def glued(text: str) -> str:
+    """A sentence whose figures are not torn from their units at the end of a line."""
+    return _BEFORE_UNIT.sub("\N{NO-BREAK SPACE}", text)
+
+
+def deep_facts(deep: DeepRecord) -> list[tuple[str, str]]:
+    """What the profiler saw in a step (``--deep N``), as names and figures."""
+    return [
+        ("steps looked at", whole(deep.steps)),
+        ("step", seconds(deep.step_s)),
+        ("GPU busy", seconds(deep.gpu_busy_s)),
+        ("gaps between kernels", seconds(deep.kernel_gaps_s)),
+        ("copies", seconds(deep.copies_s)),
+        ("kernels", NOT_MEASURED if deep.kernels is None else whole(deep.kernels)),
+        ("in tensor cores", percent(deep.tensor_core_share)),
+        *([("the profiler failed", deep.error)] if deep.error else []),
+    ]
+
+
+def not_valid(because: str) -> str:
+    """The warning above a run whose timings are not its own."""
+    return f"Not a valid measurement: {one_line(because)}."
+
+
+def worker_lines(rank: RankRecord) -> tuple[HotLine, ...]:
+    """The lines that cost time where batches are fetched: inside the workers of all loaders, or without any."""
+    return joined_lines(line for work in rank.workers for line in work.lines)
+
+
+def fetching_title(rank: RankRecord) -> str:
+    """What stands above ``worker_lines``: without workers the training process fetches by itself."""
+    fetching = {work.loader_id for work in rank.workers if work.lines}
+    staffed = any(loader.num_workers > 0 for loader in rank.loaders if loader.loader_id in fetching)
+    return f"{'Inside the workers' if staffed else 'Inside the loading'}, share of fetching"
+
+
+# --------------------------------------------------------------------------- one step
+
+Site = tuple[LoaderRecord, tuple[WorkerRecord, ...]]
+
+
+def loader_sites(rank: RankRecord) -> list[Site]:
+    """The loaders that gave batches, those of one line and role as one, each with the record of its workers."""
+    groups: dict[object, list[LoaderRecord]] = {}
+    for loader in rank.loaders:
+        if loader.batches > 0:
+            groups.setdefault((loader.where or loader.loader_id, loader.role), []).append(loader)
+    return [joined(rank, same) for same in groups.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stretch of a lane. ``kind`` is a key of PHASE_TINTS."""
+
+    kind: str
+    start_s: float
+    length_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One of those who work at a step, and its parts in order."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+    @property
+    def length_s(self) -> float:
+        """From the start of the step to the end of the last part."""
+        return max((part.start_s + part.length_s for part in self.parts), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPicture:
+    """The mean step. ``scale_s`` is the length of the longest lane, to which all of them are drawn."""
+
+    step_s: float
+    steps: int
+    lanes: tuple[Lane, ...]
+
+    @property
+    def scale_s(self) -> float:
+        """What the full width of the drawing stands for."""
+        return max(self.step_s, *(lane.length_s for lane in self.lanes))
+
+
+def step_picture(run: Run, diagnosis: Diagnosis) -> StepPicture | None:
+    """The mean step of the first rank, or None when no step was recorded.
+
+    Lengths are measured; the order within a lane is the usual one, and the GPU's work is drawn in one piece.
+    """
+    phases = diagnosis.step
+    if phases is None or not run.ranks:
+        return None
+    site = _train_site(run.ranks[0])
+    host = _host_lane(phases, None if site is None else site[0])
+    gpu = _gpu_lane(phases)
+    step_s = max(lane.length_s for lane in (host, gpu) if lane is not None)
+    if step_s <= 0:
+        return None
+    workers = None if site is None else _worker_lane(site, run.ranks[0].steps, step_s)
+    lanes = tuple(lane for lane in (workers, host, gpu) if lane is not None)
+    # A run that was cut short has steps of which no phases were written.
+    measured = sum(span.steps for span in (run.spans[0] if run.spans else ()) if span.phases is not None)
+    return StepPicture(step_s, measured, lanes)
+
+
+def _train_site(rank: RankRecord) -> Site | None:
+    """Where the job trains from; with several loaders, the one that was waited for longest."""
+    sites = [site for site in loader_sites(rank) if site[0].role == "train"]
+    return max(sites, key=lambda site: site[0].wait_s, default=None)
+
+
+def _host_lane(phases: Phases, loader: LoaderRecord | None) -> Lane:
+    rest = [
+        ("transfer", phases.transfer_s),
+        ("forward", phases.forward_s),
+        ("backward", phases.backward_s),
+        ("optimizer", phases.optimizer_s),
+        ("other", phases.other_s),
+    ]
+    if loader is None or loader.num_workers > 0:
+        return _lane("Host", [("wait", phases.load_s), *rest])
+    # Without workers the training process loads by itself: its CPU time meanwhile is preprocessing.
+    preprocess_s = phases.load_s * min(loader.wait_cpu_s / loader.wait_s, 1.0) if loader.wait_s > 0 else 0.0
+    return _lane("Host", [("load", phases.load_s - preprocess_s), ("preprocess", preprocess_s), *rest])
+
+
+def _gpu_lane(phases: Phases) -> Lane | None:
+    if phases.gpu_busy_s is None or phases.gpu_idle_s is None:
+        return None
+    return _lane("GPU", [(IDLE, phases.gpu_idle_s), ("busy", phases.gpu_busy_s)])
+
+
+def _worker_lane(site: Site, steps: int, step_s: float) -> Lane | None:
+    """What each worker does in the time of one step, all workers being equal."""
+    loader, work = site[0], site[1][0] if site[1] else None
+    if work is None or work.batches == 0 or loader.num_workers == 0 or steps == 0:
+        return None
+    # A worker's batches may be fewer than the loader's: what it had not told when it was stopped is missing.
+    each = loader.batches / steps / loader.num_workers / work.batches
+    queue_s = work.cpu_wait_s or 0.0
+    load_s = max(work.fetch_s - work.fetch_cpu_s - queue_s, 0.0)
+    busy = [("load", load_s * each), ("preprocess", work.fetch_cpu_s * each), ("queue", queue_s * each)]
+    idle_s = max(step_s - sum(length for _, length in busy), 0.0)
+    name = "Worker" if loader.num_workers == 1 else f"Each of {loader.num_workers} workers"
+    return _lane(name, [*busy, (IDLE, idle_s)])
+
+
+def _lane(name: str, lengths: list[tuple[str, float]]) -> Lane:
+    parts = []
+    start_s = 0.0
+    for kind, length_s in lengths:
+        if length_s > 0:
+            parts.append(Part(kind, start_s, length_s))
+            start_s += length_s
+    return Lane(name, tuple(parts))
+
+
+# --------------------------------------------------------------------------- several runs
+
+Reported: TypeAlias = tuple[Run, Diagnosis]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table: a name and one cell a run. ``differs``: not all runs have the same."""
+
+    name: str
+    cells: tuple[str, ...]
+    differs: bool
+
+
+def told_apart(runs: Sequence[Reported]) -> tuple[str, ...]:
+    """A name for each run: its own, or that of its folder where several runs have the same."""
+    ways = (
+        tuple(run.run.name for run, _ in runs),
+        tuple(PurePath(run.folder).name for run, _ in runs),
+        tuple(run.folder for run, _ in runs),
+    )
+    return next((names for names in ways if all(names) and len(set(names)) == len(names)), ways[-1])
+
+
+def compare(runs: Sequence[Reported]) -> tuple[Row, ...]:
+    """The rows of the table: settings first, then what came of them. Rows that no run has are left out."""
+    answers = [diagnosis for _, diagnosis in runs]
+    names = dict.fromkeys(name for answer in answers for name, _ in answer.settings)
+    rows = [_row(name, [setting(dict(answer.settings).get(name)) for answer in answers]) for name in names]
+    for name, cell in (*_USE, *_shares(answers), *_SPEED):
+        rows.append(_row(name, [cell(answer) for answer in answers]))
+    rows.append(_row("speed against the first", _against_first(_speeds(answers))))
+    return tuple(row for row in rows if any(cell != figures.NOT_MEASURED for cell in row.cells))
+
+
+def _row(name: str, cells: Sequence[str]) -> Row:
+    return Row(name, tuple(cells), differs=len(set(cells)) > 1)
+
+
+def _speeds(answers: Sequence[Diagnosis]) -> list[float | None]:
+    """Samples a second; steps where no run knows its samples."""
+    rates = [answer.throughput.samples_per_s for answer in answers]
+    return [answer.throughput.steps_per_s for answer in answers] if not any(rates) else rates
+
+
+def _against_first(rates: Sequence[float | None]) -> list[str]:
+    first = rates[0]
+    return [f"{rate / first:.2f} ×" if rate is not None and first else figures.NOT_MEASURED for rate in rates]
+
+
+def _fullest_gpu(answer: Diagnosis) -> str:
+    peaks = [gpu.vram_peak_bytes for gpu in answer.gpu if gpu.vram_peak_bytes is not None]
+    return figures.size(max(peaks, default=None))
+
+
+Cell: TypeAlias = Callable[[Diagnosis], str]
+
+# Shares that are always told, and from which share on the others are.
+_ALWAYS = ("data_wait_s", "compute_s")
+_WORTH_A_ROW = 0.05
+
+
+def _shares(answers: Sequence[Diagnosis]) -> list[tuple[str, Cell]]:
+    """The parts of the time after start-up that matter in one of the runs, as rows."""
+    return [
+        (f"{tint.label}, after start-up", partial(_share, bucket))
+        for bucket, tint in BUCKET_TINTS.items()
+        if bucket in _ALWAYS
+        or (bucket != "startup_s" and any((_part(bucket, answer) or 0.0) >= _WORTH_A_ROW for answer in answers))
+    ]
+
+
+def _part(bucket: str, answer: Diagnosis) -> float | None:
+    active_s = answer.ledger.wall_s - answer.ledger.buckets.startup_s
+    return min(getattr(answer.ledger.buckets, bucket) / active_s, 1.0) if active_s > 0 else None
+
+
+def _share(bucket: str, answer: Diagnosis) -> str:
+    return figures.percent(_part(bucket, answer))
+
+
+_USE: tuple[tuple[str, Cell], ...] = (
+    ("GPU use", lambda answer: figures.pct_range([gpu.util_pct for gpu in answer.gpu])),
+    ("SM active", lambda answer: figures.pct_range([gpu.sm_active_pct for gpu in answer.gpu])),
+    ("GPU memory, peak", _fullest_gpu),
+)
+_SPEED: tuple[tuple[str, Cell], ...] = (
+    ("start-up", lambda answer: figures.seconds(answer.ledger.buckets.startup_s)),
+    ("wall time", lambda answer: figures.seconds(answer.ledger.wall_s)),
+    ("steps", lambda answer: figures.whole(answer.throughput.steps)),
+    ("steps/s", lambda answer: figures.number(answer.throughput.steps_per_s)),
+    ("compute ceiling, samples/s", lambda answer: figures.number(answer.ceilings.compute_samples_per_s)),
+    ("samples/s", lambda answer: figures.number(answer.throughput.samples_per_s)),
+)
