@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import subprocess
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -167,7 +169,7 @@ def on_one_batch(watch: Watch, model: Any, batch: tuple[torch.Tensor, torch.Tens
 
 
 def compute(watch: Watch) -> None:
-    on_one_batch(watch, stack(4096, 8, torch.bfloat16), batch_of(8192, 4096, torch.bfloat16))
+    on_one_batch(watch, stack(2048, 8, torch.bfloat16), batch_of(16384, 2048, torch.bfloat16))
 
 
 def float32(watch: Watch) -> None:
@@ -241,7 +243,7 @@ def list_of_batches(watch: Watch) -> None:
 
 
 def item(watch: Watch) -> None:
-    model, (x, y) = stack(2048, 16, torch.bfloat16), batch_of(4096, 2048, torch.bfloat16)
+    model, (x, y) = stack(4096, 16, torch.bfloat16), batch_of(4096, 4096, torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), 1e-4)
     norms = {}
     while True:
@@ -373,30 +375,38 @@ JOBS: dict[str, tuple[Callable[[Watch], None], tuple[str, ...]]] = {
 # --------------------------------------------------------------------------- truth beside what is told
 
 
-def run_job(name: str, seconds: float, trace: bool) -> None:
-    """In a process of its own: run the job and print what it counted."""
+def run_job(name: str, seconds: float, trace: bool) -> dict[str, Any]:
+    """Run the job and say what it counted."""
     watch = Watch(seconds, trace)
     with suppress(Done):
         JOBS[name][0](watch)
-    print("TRUTH " + json.dumps(watch.truth()), flush=True)
+    return watch.truth()
 
 
-def answer_of(command: list[str]) -> dict[str, Any]:
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+def traced(name: str, seconds: float) -> dict[str, Any]:
+    """The plain and the traced run, in a fork of this process: torch is imported already, CUDA is not begun."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
+        return process.submit(run_job, name, seconds, True).result(timeout=90)
+
+
+def observed(name: str, seconds: float, out: Path) -> dict[str, Any]:
+    """The run under `fulltilt run`."""
+    job = [__file__, "--seconds", str(seconds), "--worker", name]
+    command = [sys.executable, "-m", "fulltilt", "run", "--out", str(out), "--", sys.executable, *job]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=90)
     lines = [line for line in done.stdout.splitlines() if line.startswith("TRUTH ")]
     if not lines:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}")
-    told: dict[str, Any] = json.loads(lines[0].removeprefix("TRUTH "))
-    return told
+    counted: dict[str, Any] = json.loads(lines[0].removeprefix("TRUTH "))
+    return counted
 
 
 def compare(name: str, seconds: float) -> dict[str, Any]:
     """One row: the profiler's figures, Fulltilt's, and what lies outside the limits."""
-    here = [sys.executable, __file__, "--seconds", str(seconds), "--worker", name]
-    true = answer_of([*here, "--trace"])
+    true = traced(name, seconds)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         out = Path(folder) / "run"
-        counted = answer_of([sys.executable, "-m", "fulltilt", "run", "--out", str(out), "--", *here])
+        counted = observed(name, seconds, out)
         told = json.loads((out / "findings.json").read_text())
         rank = json.loads(next(out.glob("rank*.json")).read_text())
     kernels_s = (rank.get("kernels") or {}).get("busy_s")
@@ -470,24 +480,21 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--out", type=Path, default=Path("truth.json"))
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--trace", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.worker:
-        return run_job(asked.worker, asked.seconds, asked.trace)
-    if not torch.cuda.is_available():
-        sys.exit("bench/truth.py needs a GPU")
+        print("TRUTH " + json.dumps(run_job(asked.worker, asked.seconds, trace=False)), flush=True)
+        return
     rows = []
     for name in asked.jobs.split(","):
         try:
             rows.append(compare(name, asked.seconds))
-        except (RuntimeError, subprocess.TimeoutExpired, StopIteration, OSError) as error:
+        except (RuntimeError, subprocess.TimeoutExpired, TimeoutError, StopIteration, OSError) as error:
             rows.append({"job": name, "error": str(error) or type(error).__name__})
             print(error, file=sys.stderr, flush=True)
-        facts = {"torch": torch.__version__, "python": platform.python_version(), "gpu": torch.cuda.get_device_name()}
-        asked.out.write_text(json.dumps({"facts": {**facts, "cpus": os.cpu_count()}, "rows": rows}, indent=1) + "\n")
+        facts = {"torch": torch.__version__, "python": platform.python_version(), "cpus": os.cpu_count()}
+        asked.out.write_text(json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
         print(table(rows[-1:]).splitlines()[-1], flush=True)
     print(table(rows))
-    return None
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fulltilt.recorder.gpu_clock import AGAIN, FIRST_AT_STEP, LEAD, LONGEST_DELAY_S, UNTIL_KNOWN, Calibration
-from fulltilt.recorder.marks import Point
+from fulltilt.recorder.gpu_clock import AGAIN, FIRST_AT_STEP, LEAD, LONGEST_DELAY_S, UNTIL_KNOWN, Calibration, GpuTime
+from fulltilt.recorder.marks import ActivityTimes, Point
 
 
 def asked(
@@ -56,3 +56,12 @@ def test_a_second_lead_is_not_asked_for_before_the_first_was_given() -> None:
 def test_leads_behind_blocking_calls_share_what_there_is_to_queue() -> None:
     assert asked(syncs=0.0).again_delay_s == pytest.approx(2 * LEAD * 0.01)
     assert asked(12, syncs=36.0).again_delay_s == pytest.approx(2 * LEAD * 0.01 / 4)
+
+
+def test_long_stretch_at_rest_is_host_code_beyond_the_queue() -> None:
+    gpu = GpuTime(0.0, Point.STEP)
+    gpu.advance(1e6, 6e6, Point.STEP, ActivityTimes())  # 5 ms of work lie in the queue
+    gpu.held = [(1e6, 50e6, "user"), (50e6, 100e6, "rest")]
+    times = ActivityTimes()
+    gpu.advance(100e6, 100e6, Point.STEP, times)
+    assert times.by_label == {"host_code": 44e6, "rest": 50e6}

@@ -170,7 +170,7 @@ class GpuTime:
         """The host set a mark at ``host_ns``, the GPU reached its event at ``gpu_ns``: book the stretch it ends."""
         begin, end = self.position_ns, max(gpu_ns, self.position_ns)
         self.position_ns = end
-        self.lag_ns = end - host_ns
+        lag, self.lag_ns = max(0.0, self.lag_ns), end - host_ns
         span = end - begin
         held, self.held = self.held, []
         dry_until = min(host_ns, end)
@@ -192,8 +192,12 @@ class GpuTime:
             return
         if any(label == "rest" for *_, label in held):
             waited = min(span, sum(ended - began for began, ended, label in held if label == "data_wait"))
+            # A long stretch of the host's cost the GPU what its queue did not cover.
+            long = sum(max(0.0, ended - began - lag) for began, ended, label in held if label == "user")
+            held_up = min(span - waited, long)
             times.put("data_wait", waited)
-            times.put("rest", span - waited)
+            times.put("host_code", held_up)
+            times.put("rest", span - waited - held_up)
             return
         if not doubtful or (partial and doubtful <= DOUBT * (partial + span)):
             self.work.learn(kind, partial + span - doubtful / 2)

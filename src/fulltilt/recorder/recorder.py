@@ -27,7 +27,7 @@ from fulltilt.recorder.rank_files import RankFiles
 from fulltilt.recorder.rank_state import RankState
 from fulltilt.recorder.stacks.frames import Evaluation, LoopFrames
 from fulltilt.recorder.stacks.stack_sampler import StackSampler
-from fulltilt.recorder.steps import LONG_STEP_NS, Rest, plan
+from fulltilt.recorder.steps import LONG_STEP_NS, LONG_STEP_ON_GPU_NS, Rest, plan
 
 DRAIN_EVERY_S = 0.2
 WRITE_EVERY_S = 1.0
@@ -135,8 +135,8 @@ class Recorder:
         self._book_at_rest(Activity.DATA_WAIT, began_ns, ended_ns)
 
     def _passed_at_rest(self, now_ns: int) -> None:
-        """A step at rest, or its part before a long wait, has passed. A long one is booked, but not on a GPU."""
-        if now_ns - self.rest.booked_ns > LONG_STEP_NS and self.clock is None:
+        """A step at rest, or its part before a long wait, has passed. A long one is booked by what the samples saw."""
+        if now_ns - self.rest.booked_ns > (LONG_STEP_NS if self.clock is None else LONG_STEP_ON_GPU_NS):
             self._book_at_rest(Activity.USER, self.rest.booked_ns, now_ns)
         self.rest.booked_ns = now_ns
 

@@ -255,6 +255,9 @@ VERY_SHORT_STEP_S, RESTED_STEPS_VERY_SHORT = 0.004, 496
 LONG_WAIT_NS = 2_000_000
 # So is a step that takes longer than this: it did something that the others do not.
 LONG_STEP_NS = 10_000_000
+# On a GPU a host that only launches kernels is never this long about it, nor several times a whole step.
+LONG_STEP_ON_GPU_NS = 20_000_000
+LONG_STEP_FACTOR = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fulltilt.recorder.loaders import TappedIterator
 from fulltilt.recorder.marks import Activity
 from fulltilt.recorder.stacks.frames import StackView, stack_of, user_code_in_backward, view_of
-from fulltilt.recorder.steps import LONG_STEP_NS
+from fulltilt.recorder.steps import LONG_STEP_FACTOR, LONG_STEP_NS, LONG_STEP_ON_GPU_NS
 
 if TYPE_CHECKING:
     from fulltilt.recorder.recorder import Recorder
@@ -108,6 +108,11 @@ class StackSampler:
         on_time = since_sample_ns < 2e9 * every_s
         weight_s = every_s if on_time else max(min(since_sample_ns, now_ns - recorder.last_switch_ns), 0) * NS
         view = recorder.state.understood(view)
+        if recorder.clock is not None and view.kind == "torch":
+            # Work of torch's on the CPU, such as making the next batches: launching is never so long about it.
+            step_ns = recorder.step_ns - recorder.previous_step_ns
+            if now_ns - recorder.last_switch_ns > max(LONG_STEP_ON_GPU_NS, LONG_STEP_FACTOR * step_ns):
+                view = replace(view, kind="host")
         if activity is not Activity.USER:
             recorder.state.sampled(activity, view, weight_s)
             return
@@ -160,7 +165,8 @@ class StackSampler:
         """Between bursts of measuring fewer samples are taken; at a step that takes long, all of them."""
         recorder = self._recorder
         began_ns = recorder.rest.booked_ns
-        takes_long = now_ns - began_ns > LONG_STEP_NS and recorder.clock is None
+        on_gpu = recorder.clock is not None
+        takes_long = now_ns - began_ns > (LONG_STEP_ON_GPU_NS if on_gpu else LONG_STEP_NS)
         self._at_rest += 1
         if not takes_long and self._at_rest % SAMPLE_AT_REST_EVERY:
             return
@@ -181,7 +187,10 @@ class StackSampler:
             # The first sample of a long step stands for all of it so far.
             weight_s = (since_sample_ns if began_ns == self._long_step_ns else now_ns - began_ns) * NS
             self._long_step_ns = began_ns
-            self._add(Activity.REST, view.kind, weight_s)
+            if on_gpu:
+                view = replace(view, kind="host" if view.kind == "torch" else view.kind)
+            else:
+                self._add(Activity.REST, view.kind, weight_s)
         recorder.state.sampled(Activity.USER, view, weight_s)
 
     def _add(self, after: Activity, kind: str, weight_s: float) -> None:
