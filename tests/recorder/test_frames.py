@@ -1,4 +1,4 @@
-"""A look at a stack says whose time it is and names the user's line."""
+"""A stack sample says whose time it is and names the user's line."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ def test_owners() -> None:
     assert owner(__file__) == "user"
 
 
-def test_a_look_keeps_nothing_that_a_function_has_let_go_of() -> None:
+def test_a_sample_keeps_nothing_that_a_function_has_let_go_of() -> None:
     class Activations:
         pass
 
@@ -296,7 +296,7 @@ def test_a_look_keeps_nothing_that_a_function_has_let_go_of() -> None:
     def step() -> None:
         kept = Activations()
         alive.append(weakref.ref(kept))
-        looked.wait(10)  # the position at which the looks are taken
+        looked.wait(10)  # the position at which the samples are taken
         del kept
         dropped.set()
         looked.clear()

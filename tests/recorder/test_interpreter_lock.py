@@ -98,14 +98,16 @@ def test_turns_are_long_until_a_costly_wait_is_paid_for(
     monkeypatch: pytest.MonkeyPatch, cost_s: float, patient_s: float
 ) -> None:
     waits, long_s = Waits(monkeypatch), 0.0
-    for look in range(1000):
-        waits.wait(0.1, 0.00002 if look else cost_s, observed_s=0.1)
+    for sample in range(1000):
+        waits.wait(0.1, 0.00002 if sample else cost_s, observed_s=0.1)
         long_s += 0.1 * waits.patient
     assert long_s == pytest.approx(patient_s, abs=0.5)
     assert sys.getswitchinterval() == pytest.approx(ALONE_S)
 
 
-def test_looks_become_fewer_and_not_later_where_the_observed_thread_has_no_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_become_fewer_and_not_later_where_the_observed_thread_has_no_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     waits = Waits(monkeypatch)
     assert waits.turns.every_s(0.005) == 0.005
     for _ in range(1000):

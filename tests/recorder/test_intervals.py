@@ -426,7 +426,7 @@ def test_what_the_host_does_behind_a_validation_is_not_the_gpus_validating() -> 
     loop.mark(Activity.DATA_WAIT, WaitBegan(True))
     loop.mark(Activity.USER, PassEnded(1, True, 0), Point.EVAL)
     loop.spend(40)  # a metric, as far as anybody knows
-    loop.builder.feed(Mark(loop.t, None, EvalMode(False)))  # type: ignore[arg-type]  # a look has shown its end
+    loop.builder.feed(Mark(loop.t, None, EvalMode(False)))  # type: ignore[arg-type]  # a sample has shown its end
     loop.spend(300)
     loop.mark(Activity.CHECKPOINT)
     loop.spend(100)

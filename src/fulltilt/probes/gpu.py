@@ -119,13 +119,13 @@ class GpuProcesses:
                 if self._same_numbers or self._uses_a_gpu(pid):
                     return process.name(), False
         except psutil.Error:
-            pass  # it ended while we looked
+            pass  # it has ended meanwhile
         path = self._nvml.query("nvmlSystemGetProcessName", pid) if pid else None
         name = None if not path else str(path).replace("\\", "/").rsplit("/", 1)[-1]
         return name, pid == 0 or not self._same_numbers
 
     def _uses_a_gpu(self, pid: int) -> bool:
-        """Whether the process that has this number here has an NVIDIA device open. False if one cannot look."""
+        """Whether the process that has this number here has an NVIDIA device open. False if we may not know."""
         try:
             links = (self._proc / str(pid) / "fd").iterdir()
             return any(str(link.readlink()).startswith("/dev/nvidia") for link in links)

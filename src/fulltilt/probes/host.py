@@ -20,7 +20,7 @@ from fulltilt.records import CpuCapacity, HostReading
 # --------------------------------------------------------------------------- tree
 
 # Walking /proc costs milliseconds on a large machine, and adding up page tables 5 to 10 ms for each GiB of each
-# process. Together they stay under 0.3 % of a core; a first look at all processes may cost a quarter of a second.
+# process. Together they stay under 0.3 % of a core; a first reading of all processes may cost a quarter of a second.
 _WALK_SHARE = 0.001
 _PSS_SHARE = 0.0015
 _PSS_FIRST_CREDIT_S = 0.25

@@ -15,7 +15,7 @@ from fulltilt.records import GpuProcess, JobProcess
 # `fulltilt run` sets this in the environment of the job, and thereby of every process under it.
 RUN_FOLDER_VARIABLE = "FULLTILT_RUN_DIR"
 
-# Looking at every process of a large machine takes a tenth of a second. Workers come and go with every epoch: to see
+# Reading every process of a large machine takes a tenth of a second. Workers come and go with every epoch: to see
 # them, the tree of each job is walked more often than the job itself could afford.
 _SCAN_SHARE = 0.01
 _WALK_SHARE = 0.01

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from typing import Any
 
 from fulltilt.recorder.marks import ActivityTimes, Point
@@ -129,38 +128,15 @@ DOUBT = 0.15
 Held = tuple[float, float, str]  # a stretch of host time: begin, end, label
 
 
-@dataclass
-class WorkBook:
-    """How long the GPU is busy in a stretch of each kind, from stretches that it began late."""
-
-    busy_ns: dict[tuple[Point, Point], float] = field(default_factory=dict)
-    seen: dict[tuple[Point, Point], int] = field(default_factory=dict)
-
-    def learn(self, kind: tuple[Point, Point], ns: float) -> None:
-        """Remember a stretch that is known to hold no idle time."""
-        self.seen[kind] = self.seen.get(kind, 0) + 1
-        old = self.busy_ns.get(kind, ns)
-        self.busy_ns[kind] = old + (ns - old) / min(self.seen[kind], REMEMBERED)
-
-    def expected(self, kind: tuple[Point, Point]) -> float | None:
-        """Busy nanoseconds of a stretch of this kind; None when none was ever seen without idle time."""
-        if kind in self.busy_ns:
-            return self.busy_ns[kind]
-        return 0.0 if kind in NO_WORK else None
-
-    @property
-    def knows_a_step(self) -> bool:
-        """Whether both halves of a step were seen without idle time."""
-        return {Point.BACKWARD, Point.STEP} <= {end for _, end in self.busy_ns}
-
-
 class GpuTime:
     """The GPU's time as it advances from event to event."""
 
     def __init__(self, start_ns: float, point: Point) -> None:
         self.position_ns = start_ns
         self.lag_ns = 0.0
-        self.work = WorkBook()
+        # How long the GPU is busy in a stretch of each kind, from those that it began late, and how many there were.
+        self._busy_ns: dict[tuple[Point, Point], float] = {}
+        self._seen: dict[tuple[Point, Point], int] = {}
         self.held: list[Held] = []
         self._point = point
         # Parts of a stretch that calibrating delays cut off, and how long the GPU may have been idle in them.
@@ -200,12 +176,23 @@ class GpuTime:
             times.put("rest", span - waited - held_up)
             return
         if not doubtful or (partial and doubtful <= DOUBT * (partial + span)):
-            self.work.learn(kind, partial + span - doubtful / 2)
-        expected = self.work.expected(kind)
+            self._learn(kind, partial + span - doubtful / 2)
+        expected = self._busy_ns.get(kind, 0.0 if kind in NO_WORK else None)
         idle = 0.0 if expected is None else min(max(0.0, span - expected), starved)
         times.put("transfer" if kind in COPIES else "busy", span - idle)
         if idle:
             _book_idle(idle, begin, dry_until, held, times)
+
+    def _learn(self, kind: tuple[Point, Point], ns: float) -> None:
+        """Remember a stretch that is known to hold no idle time."""
+        self._seen[kind] = self._seen.get(kind, 0) + 1
+        old = self._busy_ns.get(kind, ns)
+        self._busy_ns[kind] = old + (ns - old) / min(self._seen[kind], REMEMBERED)
+
+    @property
+    def knows_a_step(self) -> bool:
+        """Whether both halves of a step were seen without idle time."""
+        return {Point.BACKWARD, Point.STEP} <= {end for _, end in self._busy_ns}
 
     def drain(self, host_ns: float, times: ActivityTimes) -> None:
         """The job is over and the queue empty: what the host did since the last event is what remained."""

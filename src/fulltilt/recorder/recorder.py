@@ -266,7 +266,7 @@ class Recorder:
         if gpu is None or not intervals or "rest" in intervals[-1].times.by_label or not self.calibration.due(steps):
             return
         queueing_s, behind_s = intervals[-1].queueing_ns * NS, gpu.lag_ns * NS
-        self.calibration.ask(steps, queueing_s, behind_s, self.state.syncs, gpu.work.knows_a_step)
+        self.calibration.ask(steps, queueing_s, behind_s, self.state.syncs, gpu.knows_a_step)
 
     def _write_spans(self, final: bool = False) -> None:
         self._spans.add(self._builder.closed)

@@ -101,23 +101,13 @@ class LoopMarks:
             return batches
         return TappedIterable(session.taps, batches)
 
-    @contextlib.contextmanager
-    def validation(self) -> Iterator[None]:
+    def validation(self) -> contextlib.AbstractContextManager[None]:
         """What happens inside is evaluation."""
-        self.mark_validation(True)
-        try:
-            yield
-        finally:
-            self.mark_validation(False)
+        return _between(self.mark_validation)
 
-    @contextlib.contextmanager
-    def checkpoint(self) -> Iterator[None]:
+    def checkpoint(self) -> contextlib.AbstractContextManager[None]:
         """What happens inside is saving."""
-        self.mark_checkpoint(True)
-        try:
-            yield
-        finally:
-            self.mark_checkpoint(False)
+        return _between(self.mark_checkpoint)
 
     def transfer(self) -> contextlib.AbstractContextManager[None]:
         """What happens inside is the copy of a batch to the GPU; noted where Tensor.to could not be watched."""
@@ -168,6 +158,15 @@ class LoopMarks:
 
 
 _NOTHING = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _between(mark: Callable[[bool], None]) -> Iterator[None]:
+    mark(True)
+    try:
+        yield
+    finally:
+        mark(False)
 
 
 class _During(contextlib.AbstractContextManager[None]):

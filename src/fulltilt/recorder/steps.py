@@ -282,7 +282,7 @@ class Rest:
     calls: int = 0
     drawn: dict[int, tuple[int, int]] = field(default_factory=dict)  # batches and samples, by loader
     stands_for: float = 1.0
-    booked_ns: int = 0  # up to here the time at rest has been looked into
+    booked_ns: int = 0  # up to here the time at rest has been booked
     _burst: int = 0
     _all_calls: int = 0
     _stood_for: float = 0.0

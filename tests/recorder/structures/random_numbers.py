@@ -22,7 +22,7 @@ class Augmented(Dataset):
         return 80
 
     def __getitem__(self, index):
-        sum(i * i for i in range(5_000))  # long enough to be looked at
+        sum(i * i for i in range(5_000))  # long enough to be sampled
         return torch.tensor([*draw(), index])
 
 

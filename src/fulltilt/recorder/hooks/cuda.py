@@ -171,7 +171,7 @@ class GraphHooks:
         def capture_end(graph: Any, *args: Any, **kwargs: Any) -> Any:
             captured, self._stepping.capture = self._stepping.capture, None
             result = original(graph, *args, **kwargs)
-            if captured is not None and captured.holds_steps:
+            if captured is not None and (captured.backwards or captured.optimizers):
                 self._captured[graph] = captured
             return result
 

@@ -76,11 +76,6 @@ class Captured:
     backwards: int = 0
     optimizers: list[weakref.ref[Any]] = field(default_factory=list)
 
-    @property
-    def holds_steps(self) -> bool:
-        """Whether a replay is a step, or a part of one."""
-        return self.backwards > 0 or bool(self.optimizers)
-
 
 class StepHooks:
     """Marks backward, steps and evaluation mode."""
