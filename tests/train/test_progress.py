@@ -69,13 +69,13 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_epoch_on_a_gpu_reads_as_the_guides_write_it(
     tmp_path: Path, on_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """V2 to V7 in the order in which they come, with a clock that makes the guide's own figures."""
+    """In the order in which they come, with a clock that makes the guide's own figures."""
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     stream = io.StringIO()
     screen = Screen(tmp_path, stream=stream)
+    screen.begin("job", TrainSettings(batch_size=128, trackers=()), "fp32", 20, ["Tesla T4", "Tesla T4"])
     screen.debugging = True
-    screen.open(20, 128, ["Tesla T4", "Tesla T4"])
     screen.epoch_begins(0, 384, 0)
     for step in range(384):
         screen.loaded(0.0781 if step == 0 else 0.02516)
@@ -113,7 +113,7 @@ def test_what_is_left_of_an_epoch_is_not_taken_for_the_batch_size(tmp_path: Path
     """Seen to fail: a run resumed at the last step of an epoch told `Batch size: 4 (expected: 8)` of 20 samples."""
     stream = io.StringIO()
     screen = Screen(tmp_path, stream=stream)
-    screen.open(2, 8, [])
+    screen.begin("job", TrainSettings(batch_size=8, trackers=()), "fp32", 2, [])
     screen.epoch_begins(0, 3, done=2)
     screen.stepped(4)
     assert stream.getvalue() == ""

@@ -22,7 +22,7 @@ from fulltilt import store
 from fulltilt.errors import ForeignFiles, FulltiltError, MachineError
 from fulltilt.store.run_files import TRAINING
 from fulltilt.train import checkpoint_files
-from fulltilt.train.checkpoint_files import FileSum, refusals_told
+from fulltilt.train.checkpoint_files import refusals_told
 from fulltilt.train.fsdp import gathered
 
 
@@ -149,22 +149,19 @@ def write(root: Path, snapshot: Snapshot) -> Checkpoint:
             folder.announce(partial, *(partial / name for name in (*contents, MANIFEST_FILE)))
             partial.mkdir()
             sums = {name: checkpoint_files.write_file(partial / name, parts) for name, parts in contents.items()}
-            return _appear(partial, root, snapshot.step, snapshot.epoch, snapshot.metric, sums)
+            manifest = {
+                "schema_version": SCHEMA_VERSION,
+                "step": snapshot.step,
+                "epoch": snapshot.epoch,
+                "metric": snapshot.metric,
+                "files": sums,
+            }
+            checkpoint_files.write_file(partial / MANIFEST_FILE, [_seal(manifest)])
+            folder.record(partial, *(partial / name for name in (*sums, MANIFEST_FILE)))
+            checkpoint_files.sync(partial)
+            return _appear(folder, partial, root / folder_name(snapshot.step), manifest)
     finally:
         _discard(partial)
-
-
-def adopt(root: Path, made: Path, step: int, epoch: int, metric: float | None) -> Checkpoint:
-    """Make a folder of files that another trainer wrote a checkpoint: on the disk, with checksums, by one rename.
-
-    Raises MachineError.
-    """
-    with refusals_told(made):
-        files = [path for path in sorted(made.iterdir()) if path.is_file()]
-        for path in files:
-            checkpoint_files.sync(path)
-        sums = {path.name: checkpoint_files.hash_file(path) for path in files}
-        return _appear(made, root, step, epoch, metric, sums)
 
 
 def _owner(root: Path) -> store.OwnedFolder:
@@ -174,15 +171,8 @@ def _owner(root: Path) -> store.OwnedFolder:
     return folder
 
 
-def _appear(
-    partial: Path, root: Path, step: int, epoch: int, metric: float | None, sums: Mapping[str, FileSum]
-) -> Checkpoint:
-    """Write the manifest and give the folder its name. `prepare` knows the way out of each state in between."""
-    manifest = {"schema_version": SCHEMA_VERSION, "step": step, "epoch": epoch, "metric": metric, "files": dict(sums)}
-    checkpoint_files.write_file(partial / MANIFEST_FILE, [_seal(manifest)])
-    folder, final = _owner(root), root / folder_name(step)
-    folder.record(partial, *(partial / name for name in (*sums, MANIFEST_FILE)))
-    checkpoint_files.sync(partial)
+def _appear(folder: store.OwnedFolder, partial: Path, final: Path, manifest: dict[str, Any]) -> Checkpoint:
+    """Give the folder its name. `prepare` knows the way out of each state in between."""
     displaced = final.with_name(f".displaced-{final.name}.{uuid.uuid4().hex[:12]}")
     try:
         if os.path.lexists(final):  # the run went back and came here again

@@ -56,11 +56,11 @@ def hash_file(path: Path) -> FileSum:
         return {"bytes": file.tell(), "sha256": digest.hexdigest()}
 
 
-def sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk. Windows has no such call for folders and needs none."""
-    if os.name == "nt" and path.is_dir():
+def sync(folder: Path) -> None:
+    """Flush the names in ``folder`` to the disk. Windows has no such call and needs none. Raises OSError."""
+    if os.name == "nt":
         return
-    fd = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:

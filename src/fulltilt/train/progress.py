@@ -222,18 +222,14 @@ class Screen:
     def begin(self, name: str, settings: TrainSettings, precision: str, epochs: int, gpu_names: Sequence[str]) -> None:
         """Say what the run trains, and on what."""
         self._watched, self._log_every = settings.monitor, settings.log_every
-        self.open(epochs, settings.batch_size, gpu_names)
+        self._epochs, self._asked = epochs, settings.batch_size
+        self._on_gpu = bool(gpu_names)
+        for line in device_lines(gpu_names):
+            self.say(line)
         if self.speaks:
             self._trackers.start(settings.trackers, self.out, name, dataclasses.asdict(settings))
         accumulated = f" × {settings.accumulation} accumulated" if settings.accumulation > 1 else ""
         self.debug(f"precision {precision}, batch {settings.batch_size}{accumulated}, seed {settings.seed}")
-
-    def open(self, epochs: int, batch_size: int, gpu_names: Sequence[str]) -> None:
-        """The same for a loop that is not the engine's: how long, in which batches, on which GPUs."""
-        self._epochs, self._asked = epochs, batch_size
-        self._on_gpu = bool(gpu_names)
-        for line in device_lines(gpu_names):
-            self.say(line)
 
     def epoch_begins(
         self, epoch: int, steps: int | None, done: int, batch_size: int | None = None, left: int | None = None
@@ -273,8 +269,6 @@ class Screen:
     def step(self, figures: StepFigures, samples: int) -> None:
         """A step is done and its figures have arrived."""
         self._done += 1
-        if self._queued < self._done - self._resumed_at:  # another trainer's loop tells both at once
-            self.stepped(samples)
         self._samples += samples
         self._global_step = figures.step
         tenth = max(int((self._steps or 10) * REFRESH_SHARE), 1)
