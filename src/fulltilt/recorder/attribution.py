@@ -61,6 +61,7 @@ class Usual:
         waits_s = (interval.long_waits_ns + interval.at_rest_ns.get("data_wait", 0.0)) * NS
         now = {name: getattr(measured.buckets, name) for name in ORDINARY}
         now["data_wait_s"] = max(0.0, now["data_wait_s"] - waits_s)
+        now["host_code_s"] = max(0.0, now["host_code_s"] - interval.times.by_label.get("host_code", 0.0) * NS)
         for name, seconds in (*now.items(), ("launch_s", measured.launch_s)):
             self.seconds[name] = FORGET * self.seconds.get(name, 0.0) + seconds
 
