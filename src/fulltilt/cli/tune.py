@@ -42,7 +42,6 @@ from fulltilt.tuning.solutions import (
     nothing_worked_sentence,
     progress_line,
     rate_words,
-    show_arithmetic,
     show_solutions,
     show_trials,
     solutions,
@@ -121,7 +120,8 @@ def tune(
             f"nothing on this system keeps trials from your files: {'; '.join(reasons)}",
             "Tune a copy of your folder with --in-place: what the script writes or deletes is real then.",
         )
-    folder = out or _new_folder(_name(arguments))
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", job_name(arguments[2:] if _is_recipe(arguments) else arguments))
+    folder = out or Path("fulltilt-runs") / f"{datetime.now():%Y%m%d-%H%M%S}-tune-{name[:60]}"
     raise typer.Exit(conduct(arguments, resolved, folder, allowed, isolation, budget_s, trial_limit_s, apply))
 
 
@@ -154,15 +154,6 @@ def seconds_of(flag: str, text: str) -> float:
 
 def _is_recipe(arguments: list[str]) -> bool:
     return arguments[:2] == ["fulltilt", "train"]
-
-
-def _name(arguments: list[str]) -> str:
-    return job_name(arguments[2:] if _is_recipe(arguments) else arguments)
-
-
-def _new_folder(name: str) -> Path:
-    stem = f"{datetime.now():%Y%m%d-%H%M%S}-tune-{re.sub(r'[^A-Za-z0-9._-]+', '-', name)[:60]}"
-    return Path("fulltilt-runs") / stem
 
 
 # --------------------------------------------------------------------------- the study as the terminal shows it
@@ -267,8 +258,6 @@ def end_study(record: StudyRecord, trials: Sequence[Trial], folder: Path, apply:
         streams=record.loader is not None and record.loader.iterable,
     )
     show_solutions(console, rows)
-    console.print()
-    show_arithmetic(console, rows)
     if any(trial.settings.accumulation for trial in found) and looks_contrastive(_source(record)):
         console.print(Text(CONTRASTIVE_WARNING))
     won = winner(trials)

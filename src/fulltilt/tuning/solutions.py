@@ -56,15 +56,21 @@ def solutions(
         knee_of(searched),
         best_of(searched),
     ]
-    rows = [] if start is None else [Solution("Current", start, None, _rate_for(start, start, learning_rate), "–")]
+
+    def scaled(trial: Trial) -> Scaled | None:
+        before, after = _effective_batch(start or trial), _effective_batch(trial)
+        if learning_rate is None or before is None or after is None:
+            return None
+        return scale(learning_rate, before, after, optimizer, deep_supervision)
+
+    rows = [] if start is None else [Solution("Current", start, None, scaled(start), "–")]
     chosen: list[Trial] = []
     for trial in picked:
         if trial is not None and trial not in chosen and (start is None or rate(trial) > rate(start)):
             chosen.append(trial)
     for number, trial in enumerate(chosen[:MOST_SOLUTIONS], start=1):
-        scaled = _rate_for(start or trial, trial, learning_rate, optimizer, deep_supervision)
         speedup = rate(trial) / rate(start) if start is not None and rate(start) else None
-        rows.append(Solution(f"Solution {number}", trial, speedup, scaled, risk_of(trial, streams)))
+        rows.append(Solution(f"Solution {number}", trial, speedup, scaled(trial), risk_of(trial, streams)))
     return tuple(rows)
 
 
@@ -123,19 +129,6 @@ def by_hand(settings: Settings) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _rate_for(
-    start: Trial,
-    trial: Trial,
-    learning_rate: float | None,
-    optimizer: str | None = None,
-    deep_supervision: bool = False,
-) -> Scaled | None:
-    before, after = _effective_batch(start), _effective_batch(trial)
-    if learning_rate is None or before is None or after is None:
-        return None
-    return scale(learning_rate, before, after, optimizer, deep_supervision)
-
-
 def _effective_batch(trial: Trial) -> int | None:
     batch = trial.in_force.batch_size
     return None if batch is None else batch * (trial.in_force.accumulation or 1)
@@ -145,7 +138,7 @@ def _effective_batch(trial: Trial) -> int | None:
 
 
 def show_solutions(console: Console, rows: Sequence[Solution]) -> None:
-    """The table, with measured figures; below it what each row sets and risks."""
+    """The table, with measured figures; below it what each row sets and risks, and how its learning rate came about."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("")
     for name in ("workers", "batch", "samples/s", "speed", "GPU", "VRAM\nGiB", "RAM\nGiB", "CPU", "LR"):
@@ -168,10 +161,7 @@ def show_solutions(console: Console, rows: Sequence[Solution]) -> None:
     for row in rows:
         risk = f" Risk {row.risk}." if row.speedup is not None else ""
         console.print(Text(f"{row.name}: {in_words(row.trial.settings, row.trial.in_force)}.{risk}"))
-
-
-def show_arithmetic(console: Console, rows: Sequence[Solution]) -> None:
-    """How the learning rates came about, where they change."""
+    console.print()
     for row in rows:
         scaled = row.learning_rate
         if scaled is not None and "=" in scaled.arithmetic:

@@ -164,10 +164,6 @@ class Capacity:
 
 def most_workers(capacity: Capacity, prefetch: int, limits: Limits = DEFAULT) -> tuple[int, str]:
     """The most workers that a new pool may have beside what runs now, and what sets that limit."""
-    return min(_bounds(capacity, prefetch, limits), key=lambda bound: bound[0])
-
-
-def _bounds(capacity: Capacity, prefetch: int, limits: Limits) -> list[tuple[int, str]]:
     share = max(capacity.cpu_share if capacity.cpu_share is not None else 1.0, 1 / limits.waiting_workers_per_cpu)
     cpus = capacity.cpus / capacity.ranks
     what = "1 usable CPU" if capacity.cpus == 1 else f"{capacity.cpus:g} usable CPUs"
@@ -184,7 +180,7 @@ def _bounds(capacity: Capacity, prefetch: int, limits: Limits) -> list[tuple[int
     if capacity.files_left is not None:
         each = limits.files_per_worker + (prefetch + 1) * capacity.tensors_per_batch
         bounds.append((int(limits.files_share * capacity.files_left // each), "open files (ulimit -n)"))
-    return bounds
+    return min(bounds)
 
 
 def measure_capacity(session: Session, tap: LoaderTap, other_workers: int, tensors_per_batch: int) -> Capacity:
