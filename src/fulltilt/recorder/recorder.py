@@ -54,6 +54,7 @@ class Recorder:
         self.calibration = Calibration()
         self.profiling = False
         self.rest = Rest()
+        self.usual_step_s = 0.0
         self.loop_frames = LoopFrames()
         self._t0_ns = t0_ns
         self._marks: deque[tuple[Any, ...]] = deque()
@@ -260,6 +261,7 @@ class Recorder:
         if builder.closed:
             interval = builder.closed[-1]
             step_s = (interval.t1_ns - interval.t0_ns) * NS / max(interval.steps, 1)
+            self.usual_step_s = min(step_s, 2 * (self.usual_step_s or step_s))  # a single long one is not usual
             self.rest.plan = plan(builder.steps, builder.calls, step_s, self.state.scaler)
 
     def _plan_calibration(self) -> None:

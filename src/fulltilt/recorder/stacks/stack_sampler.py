@@ -110,8 +110,8 @@ class StackSampler:
         view = recorder.state.understood(view)
         if recorder.clock is not None and view.kind == "torch":
             # Work of torch's on the CPU, such as making the next batches: launching is never so long about it.
-            step_ns = recorder.step_ns - recorder.previous_step_ns
-            if now_ns - recorder.last_switch_ns > max(LONG_STEP_ON_GPU_NS, LONG_STEP_FACTOR * step_ns):
+            long_ns = max(LONG_STEP_ON_GPU_NS, LONG_STEP_FACTOR * recorder.usual_step_s / NS)
+            if now_ns - recorder.last_switch_ns > long_ns:
                 view = replace(view, kind="host")
         if activity is not Activity.USER:
             recorder.state.sampled(activity, view, weight_s)
