@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import os
 import resource
 import subprocess
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from fulltilt.errors import MachineError
+from fulltilt import feed, store
+from fulltilt.errors import DoesNotFit, MachineError
 from fulltilt.train import checkpoint, checkpoint_files
 from fulltilt.train.checkpoint import KeepPolicy, Writer, newest_complete
 from tests.faults import victim
@@ -212,3 +217,118 @@ def test_the_writer_raises_once_and_goes_on(tmp_path: Path, monkeypatch: pytest.
     writer.wait()
     assert writer.newest is not None
     assert writer.newest.step == 2
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own with 96 KiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=96k,mode=755", "tmpfs", folder]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_disk_that_becomes_read_only_is_told(small: Path) -> None:
+    root = claimed(small / "out")
+    checkpoint.write(root, snapshot(1))
+    subprocess.run(["mount", "-o", "remount,ro", small], check=True)
+    with pytest.raises(MachineError, match=r"cannot write .*: Read-only file system") as caught:
+        checkpoint.write(root, snapshot(2))
+    assert "--out" in str(caught.value)
+    checkpoint.load(root / "step-00000001")
+
+
+def test_quota_met_while_writing_names_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = claimed(tmp_path / "out")
+    checkpoint.write(root, snapshot(1))
+    real = checkpoint_files.os.write
+
+    def over_quota(fd: int, data: Any) -> int:
+        if len(data) > 100:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        return real(fd, data)
+
+    monkeypatch.setattr(os, "write", over_quota)
+    with pytest.raises(MachineError, match=r"Disk quota exceeded \([\d,]+ bytes needed"):
+        checkpoint.write(root, snapshot(2, size=20000))
+    monkeypatch.undo()
+    assert [path.name for path in root.iterdir() if path.name.startswith("step-")] == ["step-00000001"]
+
+
+class Squares(torch.utils.data.Dataset[torch.Tensor]):
+    """Twenty rows of 8 KiB: more than the small disk holds."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((2048,), float(index * index))
+
+
+def batches_of(cache_dir: Path) -> list[float]:
+    loader = feed.loader(
+        Squares(), batch_size=4, residency="disk", cache_dir=cache_dir, cache_key="v1", shuffle=False, device="cpu"
+    )
+    return [float(row[0]) for _ in range(2) for batch in loader for row in batch]
+
+
+def test_a_cache_that_cannot_fit_is_refused_before_it_is_filled(small: Path) -> None:
+    with pytest.raises(DoesNotFit, match=r"needs 160.0 KiB; disk has room for .*\n.*residency='auto'"):
+        batches_of(small / "cache")
+    assert not list(small.rglob("rows.bin"))
+
+
+@pytest.mark.parametrize("number", [errno.EDQUOT, errno.EIO, errno.EROFS])
+def test_a_cache_refused_while_it_fills_gives_right_samples(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = os.pwrite, 0
+
+    def refused(*given: Any) -> int:
+        nonlocal calls
+        calls += 1
+        if calls > 9:
+            raise OSError(number, os.strerror(number))
+        return real(*given)
+
+    monkeypatch.setattr(os, "pwrite", refused)
+    assert batches_of(tmp_path / "cache") == [float(i * i) for i in range(20)] * 2
+    assert calls > 9
+
+
+def test_a_poisoned_cache_is_believed_only_with_right_checksums(tmp_path: Path) -> None:
+    """Checksums are against damage. Whoever may write into the cache folder may write other samples."""
+    right = [float(i * i) for i in range(20)] * 2
+    assert batches_of(tmp_path / "cache") == right
+    (rows,) = (tmp_path / "cache").rglob("rows.bin")
+    with rows.open("r+b") as file:
+        file.write(torch.full((2048,), 7.0).numpy().tobytes())
+    assert batches_of(tmp_path / "cache") == right, "wrong bytes under the checksum of others are made anew"
+
+
+def test_a_page_for_which_there_is_no_room_is_told(small: Path) -> None:
+    store.create_folder(small / "run")
+    with pytest.raises(MachineError, match=r"cannot write .*report.html.*No space left"):
+        store.write_text(small / "run" / "report.html", "x" * 200_000)
+    assert not (small / "run" / "report.html").exists()
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
+def test_a_clock_that_is_set_changes_no_duration(
+    jump_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = time.time, 0
+
+    def jumping() -> float:
+        nonlocal calls
+        calls += 1
+        return real() + jump_s * calls
+
+    whole = victim.run_here(tmp_path / "whole")
+    monkeypatch.setattr(time, "time", jumping)
+    assert victim.run_here(tmp_path / "out") == whole
+    with (tmp_path / "out" / "metrics.csv").open() as file:
+        assert all(0 <= float(row["seconds"]) < 600 for row in csv.DictReader(file))
