@@ -280,11 +280,11 @@ class DeviceRing:
         thread = threading.Thread(target=self._feed, args=given, name="fulltilt-feed", daemon=True)
         thread.start()
 
-        def end() -> None:
+        def end(timeout_s: float | None = None) -> None:
             free.put(None)
-            thread.join()
+            thread.join(timeout_s)
 
-        atexit.register(end)  # the thread must not outlive the driver
+        atexit.register(end, 5.0)  # the thread must not outlive the driver
         try:
             while (item := ready.get()) is not None:
                 if isinstance(item, BaseException):

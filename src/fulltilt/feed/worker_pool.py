@@ -38,6 +38,7 @@ Result = TypeVar("Result")
 class _Slot:
     number: int
     rows: torch.Tensor
+    draws: torch.Tensor
     count: int = 0
     outstanding: int = 0
     failures: list[Failure] = field(default_factory=list)
@@ -63,14 +64,16 @@ class WorkerPool:
         self._reader = reader
         self._memory = shared_bytes(slots * rows_per_slot * row_bytes)
         views = self._memory.view(slots, rows_per_slot, row_bytes)
-        self._slots = [_Slot(number, rows) for number, rows in enumerate(views)]
+        # Beside the slots, so that a task is a few bytes: a full pipe of tasks would keep the parent from its results.
+        draws = shared_bytes(slots * rows_per_slot * 8).view(torch.int64).view(slots, rows_per_slot)
+        self._slots = [_Slot(number, *parts) for number, parts in enumerate(zip(views, draws, strict=True))]
         self._processes: list[Any] = []
         if workers:
             context: Any = multiprocessing.get_context(start_method())
             try:
                 self._tasks, self._results = context.SimpleQueue(), context.SimpleQueue()
                 for number in range(workers):
-                    given = (reader, views, number, workers, self._tasks, self._results, on_worker_start)
+                    given = (reader, views, draws, number, workers, self._tasks, self._results, on_worker_start)
                     process = context.Process(target=_work, args=given, name=f"fulltilt-feed-{number}", daemon=True)
                     process.start()
                     self._processes.append(process)
@@ -131,10 +134,11 @@ class WorkerPool:
         self._refuse_if_closed()
         slot.count = slot.outstanding = len(batch)
         slot.failures = []
+        slot.draws[: slot.count] = batch
         # Two tasks a worker and batch even out samples of unequal cost; a task much smaller would be all overhead.
         share = max(1, -(-slot.count // (2 * self.workers)))
         for start in range(0, slot.count, share):
-            self._tasks.put((slot.number, start, batch[start : start + share].tolist(), epoch))
+            self._tasks.put((slot.number, start, min(start + share, slot.count), epoch))
 
     def _wait(self, slot: _Slot) -> None:
         arriving = self._results._reader
@@ -182,6 +186,7 @@ def _worker_died(process: Any, workers: int) -> MachineError:
 def _work(
     reader: Reader,
     slots: torch.Tensor,
+    draws: torch.Tensor,
     number: int,
     workers: int,
     tasks: Any,
@@ -199,9 +204,9 @@ def _work(
         on_start()
     with contextlib.suppress(EOFError, OSError):
         while (task := tasks.get()) is not None:
-            slot, start, indices, epoch = task
-            rows = slots[slot, start : start + len(indices)]
-            results.put((slot, len(indices), reader.read(torch.tensor(indices), rows, epoch)))
+            slot, start, stop, epoch = task
+            failures = reader.read(draws[slot, start:stop], slots[slot, start:stop], epoch)
+            results.put((slot, stop - start, failures))
 
 
 def _become_worker(number: int, workers: int, dataset: Any) -> None:
