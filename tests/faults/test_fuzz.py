@@ -317,7 +317,10 @@ def make_config(folder: Path) -> None:
 def read_config(folder: Path) -> None:
     refused = []
     names = (*recipes.RECIPES, *recipes.RECIPES)
-    of_recipes = [partial(options.read, recipes.find(name), {}) for name in names[folder.stat().st_ino % 4 :][:2]]
+    of_recipes = [
+        partial(options.read, recipes.find(name), {})
+        for name in names[sum(path.lstat().st_size for path in folder.iterdir()) % 4 :][:2]
+    ]
     for name, read in zip(("train.json", "train.yaml", "settings.json"), (*of_recipes, read_settings), strict=True):
         try:
             if read(folder / name) and read is read_settings:
