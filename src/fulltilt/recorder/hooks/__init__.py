@@ -3,7 +3,9 @@
 | entry point                         | noted                                          |
 |-------------------------------------|------------------------------------------------|
 | utils.data.DataLoader.__init__      | where it was called, what was written there    |
-| utils.data.DataLoader.__iter__      | every batch, through the tap                   |
+| utils.data.DataLoader.__iter__      | nothing: live tuning gives its own iterator    |
+| utils.data's iterators: __init__,   | passes and batches, of all loaders that have   |
+| _reset, __next__                    | torch's iterators or classes derived from them |
 | autograd.backward, autograd.grad    | backward                                       |
 | optim (global step hooks)           | steps                                          |
 | cuda.CUDAGraph                      | steps that are replays                         |
@@ -48,6 +50,30 @@ class Patches:
         original = getattr(home, name)
         setattr(home, name, functools.wraps(original)(make(original)))
         self._undo.append(lambda: setattr(home, name, original) if own else delattr(home, name))
+
+    def swap_in_family(self, base: type, but: str | None = None, **makes: Callable[[Function], Function]) -> None:
+        """Swap these functions wherever a class of this family, there by now or defined later, has its own.
+
+        ``but`` names one that the base itself keeps.
+        """
+
+        def swap_own(kind: type) -> None:
+            for name in makes.keys() & vars(kind).keys():
+                if kind is not base or name != but:
+                    self.swap(kind, name, makes[name])
+
+        def all_of(kind: type) -> None:
+            swap_own(kind)
+            for derived in kind.__subclasses__():
+                all_of(derived)
+
+        def __init_subclass__(derived: type, **kwargs: Any) -> None:  # noqa: N807
+            super(base, derived).__init_subclass__(**kwargs)
+            swap_own(derived)
+
+        all_of(base)
+        base.__init_subclass__ = classmethod(__init_subclass__)  # type: ignore[assignment]
+        self._undo.append(lambda: delattr(base, "__init_subclass__"))
 
     def undo_by(self, undo: Callable[[], None]) -> None:
         """Remember how something that was put in place otherwise is taken out again."""

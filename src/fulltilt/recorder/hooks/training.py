@@ -9,10 +9,11 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fulltilt.recorder.hooks import Function, Patches, timed
-from fulltilt.recorder.loaders import LoaderTaps, given_arguments
+from fulltilt.recorder.loaders import METER, LoaderTaps, given_arguments
 from fulltilt.recorder.marks import Activity, BackwardBegan, BackwardEnded, EvalMode, OptimizerStepped, Point
 from fulltilt.recorder.rank_state import memory_parts
 from fulltilt.recorder.recorder import Recorder
@@ -21,7 +22,7 @@ from fulltilt.records import MemoryRecord
 
 
 def watch_loaders(patches: Patches, torch: Any, recorder: Recorder, taps: LoaderTaps) -> None:
-    """Put a tap on every DataLoader, at its constructor and at its iter()."""
+    """Put a tap on every DataLoader, and a meter on every iterator, whoever makes and draws from them."""
 
     def constructor(original: Function) -> Function:
         def __init__(loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
@@ -33,11 +34,31 @@ def watch_loaders(patches: Patches, torch: Any, recorder: Recorder, taps: Loader
 
         return __init__
 
-    def iterator(original: Function) -> Function:
-        return lambda loader: taps.iterate(original, loader)
+    def iterator_constructor(original: Function) -> Function:
+        def __init__(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            taps.make_iterator(iterator, loader, lambda: original(iterator, loader, *args, **kwargs))
 
-    patches.swap(torch.utils.data.DataLoader, "__init__", constructor)
-    patches.swap(torch.utils.data.DataLoader, "__iter__", iterator)
+        return __init__
+
+    def reset(original: Function) -> Function:
+        def _reset(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+            taps.reset_iterator(iterator, loader, lambda: original(iterator, loader, *args, **kwargs))
+
+        return _reset
+
+    def following(original: Function) -> Function:
+        def __next__(iterator: Any) -> Any:  # noqa: N807
+            meter = vars(iterator).get(METER)
+            return original(iterator) if meter is None else meter.draw(iterator, partial(original, iterator))
+
+        return __next__
+
+    loader = torch.utils.data.DataLoader
+    patches.swap_in_family(loader, __init__=constructor)
+    patches.swap(loader, "__iter__", lambda original: lambda loader: taps.iterate(original, loader))
+    iterators = torch.utils.data.dataloader._BaseDataLoaderIter
+    # The base's own constructor warns at the line that calls it, which has to stay torch's.
+    patches.swap_in_family(iterators, but="__init__", __init__=iterator_constructor, _reset=reset, __next__=following)
 
 
 def watch_saving(patches: Patches, torch: Any, recorder: Recorder) -> None:

@@ -1,7 +1,7 @@
 """One loader and its iterator: how it was made, every wait for a batch, every batch counted.
 
-The tap's iterator stands between the loop and torch's iterator, its ``source``. ``LoaderTaps.live`` may give it another
-source: live tuning does, and exchanges the pool of workers behind it between two batches.
+torch's iterators measure themselves (see ``watch_loaders`` in hooks). Where ``LoaderTaps.live`` gives a pass another
+source, and for iterables that are none of torch's, a ``TappedIterator`` stands between the loop and its source.
 """
 
 from __future__ import annotations
@@ -120,24 +120,27 @@ class LoaderTap:
 
 
 def describe(loader: Any) -> dict[str, Any]:
-    """The arguments in force of a DataLoader, as plain values."""
-    dataset, sampler = loader.dataset, getattr(loader, "sampler", None)
+    """The arguments in force of a DataLoader, or of what stands for one, as plain values."""
+    public = getattr(loader, "d", loader)  # fastai gives torch's iterators a stand-in; the loader is behind it
+    dataset, sampler = public.dataset, getattr(loader, "sampler", None)
     name = type(sampler).__name__ if sampler is not None else None
+    shuffle = {"RandomSampler": True, "SequentialSampler": False}.get(name or "")
     context: Any = getattr(loader, "multiprocessing_context", None)
+    method = getattr(context, "get_start_method", None)
     return {
         "dataset": type(_users_own(dataset)).__name__,
         "dataset_len": _length(_users_own(dataset)),
-        "iterable": is_iterable(loader),
-        "batch_size": _batch_size(loader),
+        "iterable": is_iterable(loader) and public is loader,
+        "batch_size": _batch_size(public),
         "num_workers": int(loader.num_workers),
-        "prefetch_factor": loader.prefetch_factor,
+        "prefetch_factor": loader.prefetch_factor if loader.num_workers else None,
         "pin_memory": bool(loader.pin_memory),
         "persistent_workers": bool(loader.persistent_workers),
-        "drop_last": bool(loader.drop_last),
-        "shuffle": {"RandomSampler": True, "SequentialSampler": False}.get(name or ""),
+        "drop_last": bool(public.drop_last),
+        "shuffle": shuffle if public is loader else bool(getattr(public, "shuffle", False)),
         "sampler": name,
         "collate": _name(loader.collate_fn),
-        "start_method": context.get_start_method() if context is not None else None,
+        "start_method": method() if method is not None else None,
     }
 
 
@@ -148,15 +151,13 @@ def _users_own(dataset: Any) -> Any:
 
 def is_iterable(loader: Any) -> bool:
     """Whether a loader's data set has no indices to draw."""
-    from torch.utils.data import IterableDataset
-
-    return isinstance(loader.dataset, IterableDataset)
+    return bool(getattr(loader, "_dataset_kind", 0))  # torch's: 0 for a map, 1 for an iterable
 
 
 def _batch_size(loader: Any) -> int | None:
-    size = loader.batch_size
+    size = getattr(loader, "batch_size", None)
     if size is None:
-        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or getattr(loader, "bs", None)
     return size if isinstance(size, int) else None
 
 
@@ -205,54 +206,49 @@ ASKED_IN_VAIN = 64
 WAITS = {False: WaitBegan(False), True: WaitBegan(True)}
 
 
-class TappedIterator:
-    """A loader's iterator with a meter. Everything it does not know itself it asks its source."""
+class PassMeter:
+    """Measures every draw from one iterator."""
 
-    def __init__(self, taps: Drawing, tap: LoaderTap, source: Any) -> None:
+    def __init__(self, taps: Drawing, tap: LoaderTap) -> None:
         self._taps = taps
         self._tap = tap
+        self._drawing = False
+        self.begin_pass()
+
+    def begin_pass(self) -> None:
+        """The next draw is the first of a pass."""
         self._first = True
-        self.source = source
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # isinstance() answers as it would without us
-        return type(self.source)
+    def draw(self, source: Any, following: Callable[[], Any]) -> Any:
+        """The next batch of ``source``, which ``following`` gives."""
+        recorder = self._taps.recorder
+        if self._drawing or not recorder.active:
+            return following()  # the __next__ of a class calls that of its base
+        self._drawing = True
+        try:
+            return self._draw(source, following) if recorder.mine() else self._from_another_thread(recorder, following)
+        finally:
+            self._drawing = False
 
-    @property
-    def workers(self) -> int:
-        """How many workers the batches come from at this moment."""
-        return int(getattr(self.source, "_num_workers", 0))
-
-    def __iter__(self) -> TappedIterator:
-        return self
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.source, name)
-
-    def __next__(self) -> Any:
+    def _draw(self, source: Any, following: Callable[[], Any]) -> Any:
         taps, tap = self._taps, self._tap
         recorder = taps.recorder
-        if not recorder.mine():
-            return self._from_another_thread(recorder)
         evaluating = taps.evaluating(tap)
         if recorder.rest.on:
             if not evaluating and not self._first:
-                return self.at_rest(recorder)
+                return self.at_rest(source, following)
             recorder.wake()
         changed = evaluating != taps.was_evaluating
         taps.was_evaluating = evaluating
         taps.waiting_for = tap
         before = recorder.switch(Activity.DATA_WAIT, WAITS[evaluating], Point.EVAL if changed else Point.NONE)
         first, self._first = self._first, False
-        workers = self.workers
+        workers = _workers(source)
         timed = first or tap.batches < TIME_CPU_FIRST or tap.batches % TIME_CPU_EVERY == 0
         cpu = time.thread_time() if timed else 0.0
         began = tap.waiting_since_s = time.perf_counter()
         try:
-            batch = self.source.__next__()
+            batch = following()
         except StopIteration:
             tap.waiting_since_s = None
             tap.restart_s += time.perf_counter() - began
@@ -282,23 +278,23 @@ class TappedIterator:
             recorder.calibrate_if_asked(Point.BATCH)
         return batch
 
-    def at_rest(self, recorder: Any) -> Any:
+    def at_rest(self, source: Any, following: Callable[[], Any]) -> Any:
         """A batch that is only counted."""
-        tap, rest = self._tap, recorder.rest
+        tap, recorder = self._tap, self._taps.recorder
         began = time.perf_counter_ns()
         try:
-            batch = self.source.__next__()
+            batch = following()
         except StopIteration:
             recorder.wake()
             tap.in_pass = False
-            recorder.switch(recorder.activity, PassEnded(tap.loader_id, False, self.workers))
+            recorder.switch(recorder.activity, PassEnded(tap.loader_id, False, _workers(source)))
             raise
         except BaseException:
             tap.timed_wait_s += self._waited_at_rest(began)  # as in __next__
             recorder.wake()
             raise
         self._waited_at_rest(began)
-        rest.draw(tap.loader_id, self._count(batch) or 0)
+        recorder.rest.draw(tap.loader_id, self._count(batch) or 0)
         return batch
 
     def _waited_at_rest(self, began_ns: int) -> float:
@@ -336,12 +332,12 @@ class TappedIterator:
         tap.inspect(batch)
         return samples
 
-    def _from_another_thread(self, recorder: Any) -> Any:
+    def _from_another_thread(self, recorder: Any, following: Callable[[], Any]) -> Any:
         """A prefetching thread of the user's draws: count the batch, but the training thread did not wait for it.
 
         One that evaluates beside the training takes none of its time.
         """
-        batch = self.source.__next__()
+        batch = following()
         if recorder.active:
             samples = self._count(batch)
             if self._taps.evaluating(self._tap):
@@ -351,3 +347,32 @@ class TappedIterator:
                 self._taps.drawn_elsewhere = True
                 recorder.note(BatchArrived(self._tap.loader_id, samples, False, False, 1))
         return batch
+
+
+def _workers(source: Any) -> int:
+    """How many workers the batches come from at this moment."""
+    return int(getattr(source, "_num_workers", 0))
+
+
+class TappedIterator(PassMeter):
+    """An iterator with a meter. Everything it does not know itself it asks its source."""
+
+    def __init__(self, taps: Drawing, tap: LoaderTap, source: Any) -> None:
+        super().__init__(taps, tap)
+        self.source = source
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # isinstance() answers as it would without us
+        return type(self.source)
+
+    def __iter__(self) -> TappedIterator:
+        return self
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)
+
+    def __next__(self) -> Any:
+        return self.draw(self.source, self.source.__next__)

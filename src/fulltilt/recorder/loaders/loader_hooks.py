@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 import threading
@@ -13,13 +14,18 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from fulltilt.recorder.loaders import workers
-from fulltilt.recorder.loaders.iterator import Drawing, LoaderTap, TappedIterator, describe, is_iterable
+from fulltilt.recorder.loaders.iterator import Drawing, LoaderTap, PassMeter, TappedIterator, describe, is_iterable
 from fulltilt.recorder.marks import Activity, PassBegan
 from fulltilt.recorder.stacks.frames import users_line
 from fulltilt.recorder.user_code import owner, shown_path
 
 # What a loader is ``made_by`` when the engine has made it from the settings of a training.
 ENGINE = "fulltilt"
+# An iterator's attribute that holds its meter.
+METER = "_fulltilt_meter"
+TORCHS_ITERATORS = "torch.utils.data.dataloader"
+# Makes loaders out of those that the user, or another library, has made.
+PASSES_ON = "accelerate"
 
 
 class CallSites(NamedTuple):
@@ -44,7 +50,7 @@ def call_sites(loader: Any, most: int = 4) -> CallSites:
             sites.append(f"{shown_path(code.co_filename)}:{frame.f_lineno}")
             if where is None and who == "user":
                 where = sites[-1]
-            elif where is None and library != ENGINE:
+            elif where is None and library in (None, PASSES_ON):
                 library = str(frame.f_globals.get("__name__", "")).partition(".")[0] or None
         elif who == "fulltilt" and where is None and not _only_observes(code.co_filename):
             library = ENGINE
@@ -95,7 +101,8 @@ class LoaderTaps(Drawing):
         self.override: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
         # Called for each pass with the loader, its tap and DataLoader.__iter__; returns the source of batches.
         self.live: Callable[[Any, LoaderTap, Callable[[Any], Any]], Any] | None = None
-        self._torch = torch
+        self._torch_loader = torch.utils.data.DataLoader
+        self._making = threading.local()
         self._taps: weakref.WeakKeyDictionary[Any, LoaderTap] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self.all: list[LoaderTap] = []
@@ -108,6 +115,8 @@ class LoaderTaps(Drawing):
             tap = self._taps.get(loader)
             if tap is None:
                 tap = self._taps[loader] = self._new(loader)
+                if not isinstance(loader, self._torch_loader):  # its constructor told nothing
+                    tap.where, tap.made_by, _ = call_sites(loader)
             return tap
 
     def _new(self, loader: Any) -> LoaderTap:
@@ -118,6 +127,9 @@ class LoaderTaps(Drawing):
 
     def constructed(self, loader: Any, given: tuple[str, ...]) -> None:
         """Remember where a loader was constructed and which arguments were written there."""
+        if loader in self._taps:
+            self._taps[loader].given = given  # of a class around it: what the user has written
+            return
         self.recorder.ensure_started()
         sites = call_sites(loader)
         described = describe(loader)
@@ -143,47 +155,81 @@ class LoaderTaps(Drawing):
                 return
 
     def iterate(self, original: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
-        """DataLoader.__iter__ with the tap in between."""
-        recorder = self.recorder
-        tap = self.of(loader)
-        if not recorder.active:
+        """DataLoader.__iter__: torch's own, whose iterator measures itself, or what live tuning puts in its place."""
+        if self.live is None or not self.recorder.active or not self._measures:
             return original(loader)
+        tap, live = self.of(loader), self.live
+
+        def unmeasured(each: Any) -> Iterator[Any]:
+            with self._unmeasured():
+                return original(each)
+
+        return TappedIterator(self, tap, self._begin_pass(loader, tap, lambda: live(loader, tap, unmeasured)))
+
+    def make_iterator(self, iterator: Any, loader: Any, make: Callable[[], None]) -> None:
+        """The constructor ``make`` of one of torch's iterators, or of a class derived from them, with a meter set."""
+        if METER in vars(iterator) or not self.recorder.active or not self._measures:
+            make()
+            return
+        tap = self.of(loader)
+        vars(iterator)[METER] = PassMeter(self, tap)
+        self._begin_pass(loader, tap, lambda: self.with_meters(make, tap, type(iterator).__module__))
+        if self.live is not None:
+            self.live(loader, tap, lambda _: iterator)  # not by DataLoader.__iter__: it can only take note
+
+    def reset_iterator(self, iterator: Any, loader: Any, reset: Callable[[], None]) -> None:
+        """An iterator whose workers persist begins another pass."""
+        meter = vars(iterator).get(METER)
+        if meter is None or not self.recorder.active or not iterator._num_yielded:
+            reset()
+            return
+        meter.begin_pass()
+        self._begin_pass(loader, self.of(loader), reset)
+
+    def _begin_pass(self, loader: Any, tap: LoaderTap, start: Callable[[], Any]) -> Any:
+        recorder = self.recorder
         recorder.wake()
         tap.described = describe(loader)
         tap.passes += 1
         tap.in_pass = True
         if not recorder.mine():
-            return TappedIterator(self, tap, self._begin(original, loader, tap))
-        evaluating = self.evaluating(tap)
+            return start()
         began = time.perf_counter()
-        before = recorder.switch(Activity.EPOCH_TURNOVER, PassBegan(tap.loader_id, evaluating))
+        before = recorder.switch(Activity.EPOCH_TURNOVER, PassBegan(tap.loader_id, self.evaluating(tap)))
         try:
-            source = self._begin(original, loader, tap)
+            return start()
         finally:
             recorder.switch(before)
-        if tap.passes > 1:
-            tap.restart_s += time.perf_counter() - began
-        return TappedIterator(self, tap, source)
+            if tap.passes > 1:
+                tap.restart_s += time.perf_counter() - began
 
-    def _begin(self, original: Callable[[Any], Any], loader: Any, tap: LoaderTap) -> Any:
-        if self.live is not None:
-            return self.live(loader, tap, original)
-        return self.with_meters(partial(original, loader), tap)
+    @property
+    def _measures(self) -> bool:
+        return not getattr(self._making, "unmeasured", False)
 
-    def with_meters(self, start: Callable[[], Any], tap: LoaderTap) -> Any:
-        """Let torch start workers while its worker loop is exchanged for the measured one."""
-        torchs = self._torch.utils.data._utils.worker
+    @contextlib.contextmanager
+    def _unmeasured(self) -> Iterator[None]:
+        """What makes iterators here, on this thread, draws from them for a meter outside."""
+        before, self._making.unmeasured = not self._measures, True
+        try:
+            yield
+        finally:
+            self._making.unmeasured = before
+
+    def with_meters(self, start: Callable[[], Any], tap: LoaderTap, module: str = TORCHS_ITERATORS) -> Any:
+        """Let workers start while the worker loop that ``module`` gives them is exchanged for the measured one."""
+        home = workers.home_of_loop(module)
         mailbox = self.mailbox.opened()
         if mailbox is None:
             return start()
-        plain = workers.plain_loop = torchs._worker_loop
-        torchs._worker_loop = partial(workers.run_worker, mailbox, tap.loader_id)
+        plain = workers.plain_loops[home.__name__] = home._worker_loop
+        home._worker_loop = partial(workers.run_worker, mailbox, tap.loader_id, home.__name__)
         self.starting_workers = True
         try:
             return start()
         finally:
             self.starting_workers = False
-            torchs._worker_loop = plain
+            home._worker_loop = plain
 
 
 Item = TypeVar("Item")

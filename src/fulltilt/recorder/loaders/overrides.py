@@ -68,6 +68,22 @@ def _check(path: Path, settings: Settings) -> None:
         raise UsageError(f"--settings: {path}: {'; '.join(problems)}")
 
 
+def named_arguments(
+    original: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any] | None:
+    """The arguments of a loader's constructor by name; None where it names no workers itself and passes them on."""
+    signature = inspect.signature(original)
+    try:
+        given = dict(signature.bind(None, *args, **kwargs).arguments)
+    except TypeError:
+        return None  # the constructor itself will complain
+    given.pop("self", None)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            given.update(given.pop(name, {}))
+    return given if "num_workers" in signature.parameters and "args" not in given else None
+
+
 class LoaderOverride:
     """Changes the arguments of a training loader's construction."""
 
@@ -79,12 +95,9 @@ class LoaderOverride:
         self, original: Callable[..., None], loader: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with the settings in force, or as they were for a loader that does not train."""
-        try:
-            bound = inspect.signature(original).bind(None, *args, **kwargs)
-        except TypeError:
-            return args, kwargs  # DataLoader itself will complain
-        given = dict(bound.arguments)
-        given.pop("self", None)
+        given = named_arguments(original, args, kwargs)
+        if given is None:
+            return args, kwargs
         named = self._where is not None and call_sites(loader).where == self._where
         if not named and not looks_like_training(given):
             return args, kwargs

@@ -8,6 +8,7 @@ socket that only workers inherit: no file, no name, no lock, and a worker that d
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import socket
@@ -34,8 +35,14 @@ LARGEST_DATAGRAM = 65_536
 QUEUE_BYTES = 1 << 20  # what many workers that end together tell at once
 LARGEST_FIGURE = 1 << 60  # more bytes, batches or seconds than any job has; NaN is not below it either
 
-# torch's own worker loop. A forked worker inherits it from here; a spawned one finds it in torch.
-plain_loop: Callable[..., None] | None = None
+# The worker loops by the module that holds them. A forked worker inherits them from here; a spawned one imports them.
+plain_loops: dict[str, Callable[..., None]] = {}
+
+
+def home_of_loop(module: str) -> Any:
+    """The module in which iterators of this one find the loop of their workers: torch's, unless they have their own."""
+    own = sys.modules.get(module)
+    return own if hasattr(own, "_worker_loop") else importlib.import_module("torch.utils.data._utils.worker")
 
 
 @dataclass(frozen=True)
@@ -245,13 +252,11 @@ def _read_bytes() -> int | None:
     return None
 
 
-def run_worker(mailbox: socket.socket, loader_id: int, *args: Any) -> None:
-    """torch's worker loop with a meter around each fetch. Anything wrong with the meter leaves the loop as it is."""
-    from torch.utils.data._utils import worker
-
+def run_worker(mailbox: socket.socket, loader_id: int, home: str, *args: Any) -> None:
+    """The worker loop of ``home`` with a meter around each fetch. A meter that fails leaves the loop as it is."""
     from fulltilt.recorder import attach
 
-    original = plain_loop or worker._worker_loop
+    original = plain_loops.get(home) or importlib.import_module(home)._worker_loop
     if attach.current is not None:
         attach.current.recorder.active = False  # a spawned worker attached itself like any Python process
     try:

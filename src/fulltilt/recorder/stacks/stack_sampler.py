@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from fulltilt.recorder.loaders import TappedIterator
+from fulltilt.recorder.loaders import PassMeter
 from fulltilt.recorder.marks import Activity
 from fulltilt.recorder.stacks.frames import StackView, stack_of, user_code_in_backward, view_of
 from fulltilt.recorder.steps import LONG_STEP_FACTOR, LONG_STEP_NS, LONG_STEP_ON_GPU_NS
@@ -99,7 +99,7 @@ class StackSampler:
         stack = stack_of(recorder.thread_id or 0)
         if stack is None or activity is not recorder.activity:
             return
-        fetching = TappedIterator.__next__.__code__ if activity is Activity.DATA_WAIT else None
+        fetching = PassMeter.draw.__code__ if activity is Activity.DATA_WAIT else None
         view = view_of(stack, fetching, recorder.loop_frames.spots, recorder.loop_frames.loop)
         if view is None:
             return
@@ -174,7 +174,7 @@ class StackSampler:
         if stack is None or recorder.activity is not Activity.REST:
             return
         weight_s = SAMPLE_AT_REST_EVERY * self._every_s
-        view = view_of(stack, TappedIterator.at_rest.__code__)
+        view = view_of(stack, PassMeter.at_rest.__code__)
         if view is not None:
             if recorder.state.wants_lines(Activity.DATA_WAIT):
                 recorder.state.sampled(Activity.DATA_WAIT, view, weight_s)

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+from fulltilt.recorder.hooks import Patches
 from fulltilt.recorder.loaders import call_sites
-from fulltilt.recorder.loaders.overrides import apply, looks_like_training
+from fulltilt.recorder.loaders.overrides import apply, looks_like_training, named_arguments
 from fulltilt.records import Settings
 from fulltilt.tuning.trial.throughput import TrainingLoader
 
@@ -33,7 +34,7 @@ class AppliedSettings:
         settings, torch = self._settings, self._torch
         if settings.torch_threads is not None:
             torch.set_num_threads(settings.torch_threads)
-        around(torch.utils.data.DataLoader, "__init__", self._loader_init)
+        Patches().swap_in_family(torch.utils.data.DataLoader, __init__=self._loader_init)
         if settings.accumulation is not None and settings.accumulation > 1:
             _accumulate(torch, settings.accumulation)
         if settings.precision is not None:
@@ -43,12 +44,8 @@ class AppliedSettings:
 
     def _loader_init(self, original: Callable[..., None]) -> Callable[..., None]:
         def __init__(loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            try:
-                bound = inspect.signature(original).bind(loader, *args, **kwargs).arguments
-            except TypeError:  # DataLoader itself will complain
-                return original(loader, *args, **kwargs)
-            given = {name: value for name, value in bound.items() if name != "self"}
-            if not self._is_training_loader(loader, given):
+            given = named_arguments(original, args, kwargs)
+            if given is None or not self._is_training_loader(loader, given):
                 return original(loader, *args, **kwargs)
             changed = self._arguments(given)
             return original(loader, changed.pop("dataset", None), **changed)
