@@ -155,7 +155,8 @@ def test_loaders_that_a_library_makes_are_set_where_it_takes_them(tmp_path: Path
     change = change_of(tmp_path, made_by="transformers")
     assert isinstance(change, WriteYourself)
     assert change.write == (
-        "TrainingArguments(…, dataloader_num_workers=8, dataloader_pin_memory=True, dataloader_persistent_workers=True)"
+        "TrainingArguments(..., dataloader_num_workers=8, dataloader_pin_memory=True, "
+        "dataloader_persistent_workers=True)"
     )
 
 

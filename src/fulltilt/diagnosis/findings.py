@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from fulltilt.diagnosis.evidence import Evidence
+from fulltilt.diagnosis.libraries import loader_call
 from fulltilt.diagnosis.thresholds import Thresholds
 from fulltilt.figures import number, percent, seconds
 from fulltilt.records import Abstention, Finding, FindingCode, HotLine, LoaderRecord
@@ -146,9 +147,8 @@ def rates(evidence: Evidence) -> str | None:
 
 def rewritten(evidence: Evidence, loader: LoaderRecord, **changes: int | bool) -> str:
     """The loader's call with ``changes``, in the words of the framework that makes the call."""
-    if loader.made_by == "transformers":
-        settings = ", ".join(f"dataloader_{name}={value}" for name, value in changes.items())
-        return f"TrainingArguments(..., {settings})"
+    if (theirs := loader_call(loader.made_by or "", changes)) is not None:
+        return theirs
     if loader.made_by == "fulltilt":  # the engine keeps its workers alive and pins by itself
         names = {"num_workers": "workers", "prefetch_factor": "prefetch"}
         settings = ", ".join(f"{names[name]}: {value}" for name, value in changes.items() if name in names)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fulltilt.diagnosis.findings import made_for_each_pass
+from fulltilt.diagnosis.libraries import loader_call
 from fulltilt.errors import MachineError, UsageError
 from fulltilt.records import LoaderRecord, Settings
 from fulltilt.tuning.space import LOADER_SETTINGS
@@ -32,14 +33,6 @@ DEFAULTS: Mapping[str, object] = {
 NEED_WORKERS = ("prefetch_factor", "persistent_workers")
 # What torch takes where there are workers and nothing is written.
 DEFAULT_PREFETCH = 2
-# How Hugging Face's Trainer, which constructs the loader itself, is told.
-_TRAINING_ARGUMENTS = {
-    "num_workers": "dataloader_num_workers",
-    "prefetch_factor": "dataloader_prefetch_factor",
-    "pin_memory": "dataloader_pin_memory",
-    "persistent_workers": "dataloader_persistent_workers",
-    "batch_size": "per_device_train_batch_size",
-}
 # torch draws a seed whenever workers start, from the generator that shuffles too.
 OTHER_SHUFFLES = (
     "workers that persist are seeded once, so that shuffles from the second epoch on come in another order than before"
@@ -91,12 +84,9 @@ def propose(
     before = {name: getattr(loader, name) for name in names}
     news = {name: value for name, value in wanted.items() if value != _or_default(name, before[name])}
     by_hand = _call("DataLoader(…", news)
-    if loader.made_by == "transformers":
-        arguments = {_TRAINING_ARGUMENTS[name]: value for name, value in news.items()}
-        why = f"Hugging Face's Trainer makes the loader ({loader.where})"
-        return WriteYourself(why, _call("TrainingArguments(…", arguments))
     if loader.made_by is not None:
-        return WriteYourself(f"{loader.made_by} makes the loader ({loader.where})", by_hand)
+        theirs = loader_call(loader.made_by, news)
+        return WriteYourself(f"{loader.made_by} makes the loader ({loader.where})", theirs or by_hand)
     for flag in (argument.split("=")[0] for argument in command if argument.startswith("--")):
         name = flag.lstrip("-").replace("-", "_")
         if name in news:

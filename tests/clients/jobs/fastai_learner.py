@@ -1,6 +1,5 @@
 """fastai: a Learner with its own DataLoaders, which build torch's iterators themselves."""
 
-import fastai.callback.schedule
 from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner

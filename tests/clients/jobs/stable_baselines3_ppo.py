@@ -1,4 +1,4 @@
-"""stable-baselines3: PPO with an environment that takes its time. There is no loader, and rollouts are no validation."""
+"""stable-baselines3: PPO with an environment that takes its time. Nothing is loaded; rollouts are no validation."""
 
 import time
 

@@ -22,6 +22,7 @@ from fulltilt.diagnosis.findings import (
     time_spent,
 )
 from fulltilt.diagnosis.ledger import hung_stretch
+from fulltilt.diagnosis.libraries import divides_itself, worker_setting
 from fulltilt.diagnosis.loaders import Limit, Supply, sampling_share
 from fulltilt.diagnosis.rules.worker_count import (
     WorkerPlan,
@@ -188,7 +189,7 @@ def drawn_by_own_thread(evidence: Evidence, loader: LoaderRecord) -> Finding:
     if line := next((line for line in evidence.host_lines if line.waits), None):
         facts.append(line_cost(line))
     fix = (
-        f"Set num_workers={workers}{at(loader.where)}: "
+        f"Set {worker_setting(loader)}={workers}{at(loader.where)}: "
         f"{rewritten(evidence, loader, num_workers=workers, persistent_workers=True)}. One worker would fetch no "
         "faster than the script's own thread does; several fetch side by side."
     )
@@ -235,7 +236,7 @@ def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
     plan = plan_workers(evidence)
     workers = plan.advised if plan else unplanned_workers(evidence)
     fix = (
-        f"Set num_workers={workers}{at(loader.where)}: "
+        f"Set {worker_setting(loader)}={workers}{at(loader.where)}: "
         f"{rewritten(evidence, loader, num_workers=workers, persistent_workers=True)}."
     )
     if plan and supply:
@@ -243,7 +244,7 @@ def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
             f" A sample takes {seconds(supply.batch_s / supply.samples_per_batch)} to fetch: "
             f"{_need_and_room(evidence, plan)}."
         )
-    if loader.iterable:
+    if loader.iterable and not divides_itself(loader):
         fix += (
             " Its IterableDataset must split the work by torch.utils.data.get_worker_info(), "
             "or every worker yields all of it."
@@ -307,7 +308,8 @@ def _raise_workers(evidence: Evidence, loader: LoaderRecord, plan: WorkerPlan) -
     if not loader.persistent_workers:
         changes["persistent_workers"] = True
     return (
-        f"Raise num_workers {plan.now} → {plan.advised}{at(loader.where)}: {rewritten(evidence, loader, **changes)}. "
+        f"Raise {worker_setting(loader)} {plan.now} → {plan.advised}{at(loader.where)}: "
+        f"{rewritten(evidence, loader, **changes)}. "
         f"At its cost a batch, {_need_and_room(evidence, plan)}."
     )
 

@@ -18,6 +18,7 @@ from fulltilt.diagnosis.findings import (
     share_left,
     time_spent,
 )
+from fulltilt.diagnosis.libraries import LIBRARIES, library_of
 from fulltilt.figures import count, percent, seconds
 from fulltilt.records import Abstention, HotLine, LoaderRecord
 
@@ -38,6 +39,11 @@ _ADVICE = (
 )
 # What a line says is not what it does; what stands inside an f-string is done.
 _QUOTED = re.compile(r"(f?)(\"[^\"]*\"|'[^']*')")
+# Nothing is loaded, and something is stepped.
+_ENVIRONMENT = (
+    "an environment takes its time: let several step side by side, each in a process "
+    "(stable-baselines3: make_vec_env(..., n_envs=8, vec_env_cls=SubprocVecEnv); gymnasium: AsyncVectorEnv)"
+)
 _OTHERWISE = "take it out of the step, do it every {every} steps, or let a second thread do it"
 _SELDOM = (
     "most steps are free of it, and it takes long when it comes: do it once before the training, more seldom still, "
@@ -66,8 +72,15 @@ def host_code(evidence: Evidence) -> Judgement:
             "larger steps (a larger batch), or compile the model (torch.compile)."
         )
         return found(evidence, "host_code", cost_s, facts, fix, None, predicted)
+    if lines and library_of(lines[0]):
+        where = _users_call(evidence)
+        fix = (
+            f"{lines[0].where} is code of a library's: change what it is asked for{at(where)} (how often it logs, "
+            "plots, copies), or what data it is given."
+        )
+        return found(evidence, "host_code", cost_s, facts, fix, where or lines[0].where, predicted)
     fix = (
-        _speed_up_line(lines[0], share, _is_seldom(evidence))
+        _speed_up_line(lines[0], share, _is_seldom(evidence), fed=evidence.loader is not None)
         if lines
         else f"Find the slow code: {_OTHERWISE.format(every=100)}."
     )
@@ -95,11 +108,13 @@ def _is_seldom(evidence: Evidence) -> bool:
     return steps <= evidence.thresholds.seldom_steps_share * sum(span.steps for span in spans)
 
 
-def _speed_up_line(line: HotLine, share: float, seldom: bool) -> str:
+def _speed_up_line(line: HotLine, share: float, seldom: bool, fed: bool) -> str:
     text = _QUOTED.sub(lambda quoted: quoted[0] if quoted[1] else '""', f"{line.call or ''} {line.function}".lower())
     advice = next((advice for pattern, advice in _ADVICE if re.search(pattern, text)), _OTHERWISE)
     if line.waits:
         advice = _FOR_OTHERS
+    if not fed and line.function.endswith(".step"):
+        advice = _ENVIRONMENT
     if seldom and "{every}" in advice:
         advice = _SELDOM
     every = next((n for n in (10, 20, 50) if share / n <= 0.01), 100)
@@ -125,6 +140,8 @@ def validation_heavy(evidence: Evidence) -> Judgement:
     engine = loader is not None and loader.made_by == "fulltilt"
     rarely = f"every {_ordinal(every)} time{' (eval_every in the settings)' if engine else ''}"
     fix = f"Validate {rarely}: its share falls from {percent(share)} to {percent(left)}."
+    if (library := LIBRARIES.get(loader.made_by or "") if loader else None) and library.validate:
+        fix += f" {library.validate}."
     asked = evidence.run.run.asked
     in_memory = engine and (asked.residency != "none" or asked.num_workers)  # nothing is left to do for workers
     if loader and loader.num_workers == 0 and not in_memory:
@@ -171,6 +188,9 @@ def checkpoint_stall(evidence: Evidence) -> Judgement:
             f"{every} times as large ({falls}). Where it is not set, put the run folder (--out) on a faster disk."
         )
         beside = 1 + (rarely - 1) * limits.recovered_low
+    elif library := library_of(lines[0] if lines else None):
+        where = _users_call(evidence) or where
+        fix = f"Save every {_ordinal(every)} time: {falls}. {library.save or 'Its settings say how often it saves'}."
     else:
         fix = (
             f"Save every {_ordinal(every)} time{at(where)}: {falls}. "
@@ -179,6 +199,12 @@ def checkpoint_stall(evidence: Evidence) -> Judgement:
         )
     predicted = gain(min(rarely, beside), max(rarely, beside))
     return found(evidence, "checkpoint_stall", cost_s, facts, fix, where, predicted)
+
+
+def _users_call(evidence: Evidence) -> str | None:
+    """The user's line that calls the library which trains, where a loader of the library's has shown it."""
+    loaders = evidence.rank.loaders if evidence.rank else ()
+    return next((loader.where for loader in loaders if loader.made_by in LIBRARIES and loader.where), None)
 
 
 def _engine_trains(evidence: Evidence) -> bool:

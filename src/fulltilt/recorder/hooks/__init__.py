@@ -51,28 +51,28 @@ class Patches:
         setattr(home, name, functools.wraps(original)(make(original)))
         self._undo.append(lambda: setattr(home, name, original) if own else delattr(home, name))
 
-    def swap_in_family(self, base: type, but: str | None = None, **makes: Callable[[Function], Function]) -> None:
+    def swap_in_family(self, base: Any, but: str | None = None, **makes: Callable[[Function], Function]) -> None:
         """Swap these functions wherever a class of this family, there by now or defined later, has its own.
 
         ``but`` names one that the base itself keeps.
         """
 
-        def swap_own(kind: type) -> None:
+        def swap_own(kind: Any) -> None:
             for name in makes.keys() & vars(kind).keys():
                 if kind is not base or name != but:
                     self.swap(kind, name, makes[name])
 
-        def all_of(kind: type) -> None:
+        def all_of(kind: Any) -> None:
             swap_own(kind)
             for derived in kind.__subclasses__():
                 all_of(derived)
 
-        def __init_subclass__(derived: type, **kwargs: Any) -> None:  # noqa: N807
+        def __init_subclass__(derived: Any, /, **kwargs: Any) -> None:  # noqa: N807
             super(base, derived).__init_subclass__(**kwargs)
             swap_own(derived)
 
         all_of(base)
-        base.__init_subclass__ = classmethod(__init_subclass__)  # type: ignore[assignment]
+        base.__init_subclass__ = classmethod(__init_subclass__)
         self._undo.append(lambda: delattr(base, "__init_subclass__"))
 
     def undo_by(self, undo: Callable[[], None]) -> None:

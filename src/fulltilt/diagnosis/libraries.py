@@ -1,0 +1,111 @@
+"""How users of other training libraries write what a finding advises: one entry a library. Pure.
+
+A loader that a library has made is not changed in the library's code, but by the argument that the library has for it.
+To add a library, add an entry: its import name, and only what differs from plain PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fulltilt.records import HotLine, LoaderRecord
+
+_SAME = {name: name for name in ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory", "batch_size")}
+_HUGGING_FACE = {name: f"dataloader_{name}" for name in _SAME} | {"batch_size": "per_device_train_batch_size"}
+_HF_SAVE = "save_steps= (or save_strategy='epoch') in its TrainingArguments"
+_HF_EVALUATE = "eval_steps= (or eval_strategy='epoch') in its TrainingArguments"
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """``call`` holds the settings; ``names`` has the library's word for each of DataLoader's, and lacks what it lacks.
+
+    ``save``, ``validate`` and ``slow_code`` say how to save and validate less often, and what to do about slow code of
+    the user's that the library calls between steps.
+    """
+
+    call: str
+    names: Mapping[str, str] = field(default_factory=lambda: dict(_SAME))
+    save: str | None = None
+    validate: str | None = None
+    slow_code: str | None = None
+
+
+LIBRARIES: dict[str, Library] = {
+    "transformers": Library("TrainingArguments(..., {})", _HUGGING_FACE, _HF_SAVE, _HF_EVALUATE),
+    "sentence_transformers": Library(
+        "SentenceTransformerTrainingArguments(..., {})", _HUGGING_FACE, _HF_SAVE, _HF_EVALUATE
+    ),
+    "trl": Library("GRPOConfig(..., {}), SFTConfig or their like", _HUGGING_FACE, _HF_SAVE, _HF_EVALUATE),
+    "accelerate": Library("DataLoader(..., {}) before accelerator.prepare"),
+    "lightning": Library(
+        "DataLoader(..., {}) in train_dataloader() of the DataModule or LightningModule",
+        save="ModelCheckpoint(every_n_epochs=...) or every_n_train_steps=",
+        validate="Trainer(check_val_every_n_epoch=...) or val_check_interval=",
+    ),
+    "ultralytics": Library(
+        "model.train(..., {})",
+        {"num_workers": "workers", "batch_size": "batch"},
+        save="model.train(..., save_period=...), or save=False while trying things out",
+        validate="model.train(..., val=False) validates after the last epoch only",
+    ),
+    "fastai": Library(
+        "{} in DataBlock.dataloaders(...) or DataLoaders.from_dsets(...)",
+        {name: name for name in _SAME if name != "prefetch_factor"} | {"batch_size": "bs"},
+    ),
+    "timm": Library("create_loader(..., {})", save="--checkpoint-hist and --recovery-interval of train.py"),
+    "skorch": Library(
+        "NeuralNet(..., {})",
+        {name: f"iterator_train__{name}" for name in ("num_workers", "prefetch_factor", "pin_memory")},
+        save="Checkpoint(monitor=...) as callback, which saves only what improves",
+    ),
+    "keras": Library(
+        "super().__init__({}, use_multiprocessing=True) in the PyDataset",
+        {"num_workers": "workers"},
+        save="ModelCheckpoint(save_freq=...)",
+        validate="model.fit(..., validation_freq=...)",
+    ),
+    "torchtitan": Library(
+        "{} on its command line",
+        {name: f"--training.dataloader.{name}" for name in _SAME} | {"batch_size": "--training.local_batch_size"},
+        save="--checkpoint.interval",
+        validate="--validation.freq",
+    ),
+    "stable_baselines3": Library(
+        "{}",
+        save="CheckpointCallback(save_freq=...)",
+        validate="EvalCallback(eval_freq=...)",
+        slow_code="let several environments step side by side: make_vec_env(..., n_envs=8, vec_env_cls=SubprocVecEnv)",
+    ),
+}
+LIBRARIES["pytorch_lightning"] = LIBRARIES["lightning"]
+
+
+def loader_call(made_by: str, settings: Mapping[str, object]) -> str | None:
+    """How a user of this library writes these settings of its loader; None for a library without an entry."""
+    library = LIBRARIES.get(made_by)
+    if library is None:
+        return None
+    written = (f"{library.names[name]}={value}" for name, value in settings.items() if name in library.names)
+    return library.call.format(", ".join(written))
+
+
+def worker_setting(loader: LoaderRecord) -> str:
+    """What the maker of this loader calls ``num_workers``."""
+    library = LIBRARIES.get(loader.made_by or "")
+    return library.names.get("num_workers", "num_workers") if library else "num_workers"
+
+
+def library_of(line: HotLine | None) -> Library | None:
+    """The library in whose own code a line stands, as paths are shown: nobody changes it there."""
+    return LIBRARIES.get(line.where.partition("/")[0]) if line is not None else None
+
+
+# Streamed data sets that give each worker a part of their own.
+_DIVIDE_THEMSELVES = ("WebDataset", "WebLoader", "DataPipeline", "StreamingDataset", "CombinedStreamingDataset")
+
+
+def divides_itself(loader: LoaderRecord) -> bool:
+    """Whether the samples of an iterable data set are known to be divided among its workers."""
+    return loader.dataset in _DIVIDE_THEMSELVES or loader.made_by in LIBRARIES
