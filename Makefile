@@ -6,7 +6,7 @@ export UV_PYTHON_DOWNLOADS := never
 unexport PYTHONDONTWRITEBYTECODE
 RUN := .venv/bin
 
-.PHONY: setup test test-zoo test-search test-faults test-kills test-recipes lint demo clean
+.PHONY: setup test test-clients test-zoo test-search test-faults test-kills test-recipes lint demo clean
 
 setup: .venv/.ready
 
@@ -29,6 +29,14 @@ test: lint
 test-zoo: setup
 	$(RUN)/python -m pytest -p no:xdist tests/test_zoo.py tests/recorder
 
+# Small jobs of 18 training libraries, which are installed for it into .venv-clients. About ten minutes.
+CLIENTS := torchdata fastai ultralytics lightning transformers accelerate skorch torch_geometric webdataset litdata \
+	monai timm sentence-transformers keras stable-baselines3 datasets trl
+test-clients: setup
+	@test -x .venv-clients/bin/python || .uv/bin/uv venv --quiet --python $(PYTHON) .venv-clients
+	.uv/bin/uv pip install --quiet --python .venv-clients/bin/python --editable . pytest $(CLIENTS)
+	.venv-clients/bin/python -m pytest -p no:xdist tests/clients
+
 # Every property, on examples that no run has had before. About five minutes.
 test-search: setup
 	HYPOTHESIS_PROFILE=search $(RUN)/python -m pytest -n 2 -m "hypothesis and not gpu"
@@ -50,4 +58,4 @@ demo: setup
 	$(RUN)/fulltilt demo
 
 clean:
-	rm -rf .uv .venv .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .uv .venv .venv-clients .mypy_cache .ruff_cache .pytest_cache

@@ -2,7 +2,7 @@
 
 import lightning
 import torch
-from slow_data import SlowRows, numbers, small_model, tell
+from slow_data import EPOCHS, SlowRows, numbers, small_model, tell
 from torch.utils.data import DataLoader
 
 SAMPLES = 320
@@ -29,7 +29,7 @@ class Classifier(lightning.LightningModule):
 lightning.seed_everything(0, verbose=False)
 classifier = Classifier()
 trainer = lightning.Trainer(
-    max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
+    max_epochs=2 * EPOCHS, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
 )
 train_loader = DataLoader(SlowRows(SAMPLES), batch_size=8, shuffle=True)
 trainer.fit(classifier, train_loader, DataLoader(SlowRows(32), batch_size=8))

@@ -2,7 +2,7 @@
 
 import torch
 from skorch import NeuralNetClassifier
-from slow_data import SlowRows, numbers, small_model, tell
+from slow_data import EPOCHS, SlowRows, numbers, small_model, tell
 
 SAMPLES = 320
 order, steps = [], 0
@@ -19,7 +19,7 @@ class Classifier(NeuralNetClassifier):
 net = Classifier(
     small_model(),
     criterion=torch.nn.CrossEntropyLoss,
-    max_epochs=2,
+    max_epochs=2 * EPOCHS,
     lr=0.01,
     batch_size=8,
     train_split=None,

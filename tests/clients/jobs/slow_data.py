@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 
 READ_S = 0.004
 AUGMENTS = bool(os.environ.get("AUGMENT"))
+EPOCHS = int(os.environ.get("EPOCHS", "1"))
 
 
 def read_file(number: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import tempfile
 
 import torch
-from slow_data import SlowRows, numbers, small_model, tell
+from slow_data import EPOCHS, SlowRows, numbers, small_model, tell
 from transformers import Trainer, TrainingArguments
 
 SAMPLES = 640
@@ -30,7 +30,7 @@ class Classifier(torch.nn.Module):
 
 arguments = TrainingArguments(
     output_dir=tempfile.mkdtemp(),
-    num_train_epochs=1,
+    num_train_epochs=EPOCHS,
     per_device_train_batch_size=8,
     use_cpu=True,
     report_to=[],

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from types import FrameType
 from typing import Any
 
 from fulltilt.recorder.hooks import Function, Patches, timed
@@ -17,7 +18,7 @@ from fulltilt.recorder.loaders import METER, LoaderTaps, given_arguments
 from fulltilt.recorder.marks import Activity, BackwardBegan, BackwardEnded, EvalMode, OptimizerStepped, Point
 from fulltilt.recorder.rank_state import memory_parts
 from fulltilt.recorder.recorder import Recorder
-from fulltilt.recorder.stacks.frames import users_line
+from fulltilt.recorder.stacks.frames import function_that_switches, users_line
 from fulltilt.records import MemoryRecord
 
 
@@ -352,7 +353,7 @@ class StepHooks:
             finally:
                 self._depth_of_train -= 1
                 changes = recorder.eval_mode == bool(mode) or recorder.evaluation.in_sight
-                if changes and self._is_trained(module):
+                if changes and self._is_trained(module) and (mode or not self._is_rollout(module, sys._getframe(1))):
                     recorder.wake()
                     recorder.evaluation.forget() if mode else recorder.evaluation.switched(module, sys._getframe(1))
                     recorder.eval_mode = not mode
@@ -360,6 +361,13 @@ class StepHooks:
                     recorder.switch(recorder.activity, EvalMode(not mode), Point.EVAL)
 
         return train
+
+    def _is_rollout(self, module: Any, frame: FrameType) -> bool:
+        """Whether a library switches its model to make what it trains on, as in reinforcement learning.
+
+        No loader brings anything there. A script of the user's that has none may well validate.
+        """
+        return not any(tap.trains for tap in self._taps.all) and function_that_switches(module, frame) is None
 
     def _is_trained(self, module: Any) -> bool:
         parameter = next((p for p in module.parameters() if p.requires_grad), None)

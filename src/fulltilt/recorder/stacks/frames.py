@@ -117,7 +117,7 @@ def view_of(
     user: Spot | None = None
     outside: Spot | None = None
     in_loop: Spot | None = None
-    in_module = in_generator = in_library_module = of_training = sampling = False
+    in_module = in_generator = in_library_iterator = in_library_module = of_training = sampling = False
     special: str | None = None
     for depth, spot in enumerate(calls):
         code = spot[0]
@@ -144,6 +144,8 @@ def view_of(
             if "/safetensors/" in code.co_filename or code.co_name in SAVING:
                 special = special or "checkpoint"
             outside = outside or spot
+            if not in_module and code not in loop and _is_drawn_from(code, calls[depth + 1 :]):
+                in_library_iterator = True
         elif who == "torch":
             of_training = of_training or _is_an_optimizers(code.co_filename)
         elif who == "user":
@@ -160,7 +162,8 @@ def view_of(
     if kind != "torch" and special is None and in_generator and not in_module:
         kind = "data_wait"
     waits = kind in ("host", "data_wait") and top[0].co_filename in _waiting_files()
-    if kind == "host" and waits and _may_bring_a_batch(calls):
+    # Who waits, or draws from a library's iterator, waits for a batch, unless loaders bring them.
+    if kind == "host" and (in_library_iterator or (waits and _may_bring_a_batch(calls))):
         kind = "waiting"
     others = (spot for spot in calls if owner(spot[0].co_filename) != "fulltilt")
     code, position = user or outside or in_loop or next(others, top)
