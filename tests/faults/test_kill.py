@@ -71,7 +71,7 @@ def supervise(out: Path, kills: list[int], world: int = 1, **order: Any) -> int:
     deaths = 0
     for kill in [*kills, None]:
         code = run_once(out, world, kill_at=kill, **order)
-        assert code in (0, -signal.SIGKILL), victim.told(out)
+        assert code in (0, -signal.SIGKILL), "".join(victim.told(out, rank) for rank in range(world))
         deaths += code != 0
         newest_complete(out / "checkpoints")
         if code == 0:

@@ -41,6 +41,7 @@ DEFAULTS: dict[str, Any] = {
     "warmup_steps": 2,
     "monitor": "loss",
     "monitor_mode": "min",
+    "hang_timeout_s": 100.0,  # below the limit of the tests: who hangs leaves the stacks of all its processes
     "record": False,  # disk calls are counted, and the kills have to fall on those of the checkpoints
 }
 
@@ -240,6 +241,6 @@ def chain(out: Path, rank: int = 0) -> dict[int, str]:
 
 
 def told(out: Path, rank: int = 0) -> str:
-    """What the user saw."""
-    files = [out / f"stdout.{rank}.txt", out / f"stderr.{rank}.txt"]
+    """What the user saw, and the stacks of a run that hung."""
+    files = [out / f"stdout.{rank}.txt", out / f"stderr.{rank}.txt", out / f"stacks.rank-{rank}.log"]
     return "".join(path.read_text() for path in files if path.exists())

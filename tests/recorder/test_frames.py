@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import fulltilt
+from fulltilt.recorder import user_code
 from fulltilt.recorder.loaders import loader_hooks
 from fulltilt.recorder.stacks.frames import Stack, StackView, stack_of, user_code_in_backward, users_line, view_of
 from fulltilt.recorder.user_code import owner
@@ -366,3 +367,15 @@ def test_the_feeds_loaders_have_a_place_only_where_the_user_draws_from_them() ->
     where, made_by = called_from("feed/loader.py", loader_hooks._place)
     assert (where.partition(":")[0], made_by) == ("tests/recorder/test_frames.py", None)
     assert called_from("train/loop.py", loader_hooks._place) == (None, "fulltilt")
+
+
+def test_an_installation_below_a_folder_named_train_is_not_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    home = "/home/me/train/recipes/venv/fulltilt/"
+    monkeypatch.setattr(user_code, "_HOME", home)
+    user_code.owner.cache_clear()
+    try:
+        assert called_from(f"{home}feed/loader.py", loader_hooks._place)[1] is None
+        assert called_from(f"{home}train/loop.py", loader_hooks._place) == (None, "fulltilt")
+        assert user_code.own_package("/home/me/train/x.py") is None
+    finally:
+        user_code.owner.cache_clear()

@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from types import TracebackType
 
+_HOME = Path(__file__).parents[1].as_posix() + "/"
+
 
 @cache
 def _stdlib() -> tuple[str, ...]:
@@ -25,7 +27,7 @@ def owner(filename: str) -> str:
     compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or "torchinductor_"
     if compiled in path or path.startswith("<eval_with_key>"):
         return "torch"
-    if "/fulltilt/" in path and path.startswith(str(Path(__file__).parents[1]).replace("\\", "/")):
+    if path.startswith(_HOME):
         return "fulltilt"
     if path.startswith("<") and not path.startswith(("<ipython", "<stdin")):
         return "stdlib"
@@ -34,6 +36,12 @@ def owner(filename: str) -> str:
     if os.path.realpath(filename).startswith(_stdlib()):
         return "stdlib"
     return "user"
+
+
+def own_package(filename: str) -> str | None:
+    """The part of Fulltilt (``feed``, ``train``) that a source file belongs to; None for everybody else's files."""
+    path = filename.replace("\\", "/")
+    return path[len(_HOME) :].partition("/")[0] if path.startswith(_HOME) else None
 
 
 def _is_torch(path: str) -> bool:

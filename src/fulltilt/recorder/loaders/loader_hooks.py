@@ -17,7 +17,7 @@ from fulltilt.recorder.loaders import workers
 from fulltilt.recorder.loaders.iterator import Drawing, LoaderTap, PassMeter, TappedIterator, describe, is_iterable
 from fulltilt.recorder.marks import Activity, PassBegan
 from fulltilt.recorder.stacks.frames import users_line
-from fulltilt.recorder.user_code import owner, shown_path
+from fulltilt.recorder.user_code import own_package, owner, shown_path
 
 # What a loader is ``made_by`` when the engine has made it from the settings of a training.
 ENGINE = "fulltilt"
@@ -307,10 +307,10 @@ def _place() -> tuple[str | None, str | None]:
     """The user's line that draws the batches, or nothing and ENGINE: settings make its loaders, not a line."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        filename = frame.f_code.co_filename.replace("\\", "/")
+        filename = frame.f_code.co_filename
         if owner(filename) == "user":
-            return f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}", None
-        if owner(filename) == "fulltilt" and any(room in filename for room in ("/train/", "/recipes/")):
+            return f"{shown_path(filename)}:{frame.f_lineno}", None
+        if own_package(filename) in ("train", "recipes"):
             return None, ENGINE
         frame = frame.f_back
     return None, None
