@@ -522,3 +522,19 @@ def test_odd_caches_do_no_harm_and_are_shown_escaped(cache_dir):
     assert "2 of 2 caches removed" in command("clear", "--dir", str(cache_dir)).stdout  # those with a header that reads
     assert command("list", "--dir", str(cache_dir / "file")).exit_code == 0
     assert (cache_dir / "file").exists()
+
+
+def test_control_characters_in_names_reach_no_terminal(files, tmp_path):
+    where = tmp_path / "caches\x1b]0;owned\x07\u202e"
+    run(Files(files), where)
+    (entry,) = list_caches(where)
+    evil = entry.folder.with_name("\x1b[2J\x9b31m\rnone")
+    OwnedFolder(where).move(entry.folder, evil)
+    header = evil / "cache.json"
+    header.write_text(json.dumps({**json.loads(header.read_text()), "label": "\x1b]0;data\x07\nsecond line"}))
+    OwnedFolder(where).record(header)
+    assert list_caches(where)[0].folder == evil
+    for arguments in ((), ("list", "--json"), ("clear", "--name", "nothing"), ("clear",), ()):
+        shown = command(*arguments, "--dir", str(where)).stdout
+        assert all(character.isprintable() or character == "\n" for character in shown), ascii(shown)
+    assert list_caches(where) == []

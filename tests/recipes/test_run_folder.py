@@ -13,6 +13,10 @@ from fulltilt.cli import train as cli
 from fulltilt.cli.main import main
 from fulltilt.errors import ForeignFiles
 from fulltilt.recipes import RECIPES, find, run_folder
+from fulltilt.recipes.carclip.model import TOKENIZER
+from fulltilt.recipes.pretrained import own_tokenizer
+from fulltilt.recipes.recipe import Request
+from fulltilt.train.config import TrainSettings
 
 
 def test_secrets_are_masked_in_what_a_recipe_writes(
@@ -70,6 +74,23 @@ def test_library_folder_replaces_only_what_is_ours(tmp_path: Path) -> None:
     with pytest.raises(ForeignFiles, match=r"notes\.txt"), run_folder.written_by_library(target):
         pytest.fail("it was begun")
     assert sorted(path.name for path in (target / "inner").iterdir()) == ["notes.txt", "weights"]
+
+
+@pytest.mark.parametrize("name", ["visobert", "carclip"])
+@pytest.mark.parametrize("theirs", ["tokenizer/tokenizer.json", "tokenizer/notes.txt", "tokenizer"])
+def test_fresh_leaves_a_foreign_tokenizer_alone(name: str, theirs: str, tmp_path: Path) -> None:
+    """The folder is ours, what lies at the tokenizer's place in it is not."""
+    out = run_folder.claim(tmp_path / "out").path
+    if theirs != "tokenizer":
+        with run_folder.written_by_library(out / "tokenizer") as private:
+            (private / "vocab.json").write_text("ours")
+    (out / theirs).write_text("mine")
+    special = TOKENIZER if name == "carclip" else {"size": 200, "start": "<s>", "end": "</s>", "pad": "<pad>"}
+    request = Request(None, TrainSettings(), tmp_path, out, fresh=True)
+    with pytest.raises(ForeignFiles, match="was not written by Fulltilt and is left as it is"):
+        own_tokenizer(request, ["a red car"] * 20, **special)
+    assert (out / theirs).read_text() == "mine"
+    assert sorted(path.name for path in out.iterdir()) == [".fulltilt", "tokenizer"]
 
 
 def test_library_folder_of_a_killed_run_is_removed(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from fulltilt.tuning.space import Space
+from fulltilt.tuning.study import Study
 from fulltilt.tuning.trial import isolation
 from fulltilt.tuning.trial.isolation import FORCED, Isolation, choose, descendants, kill_below, remove_scratch
 
@@ -235,6 +237,24 @@ time.sleep(600)
     assert not any(map(_runs, processes))
     assert not [path for path in Path(scratch).rglob("*") if path.is_file()]
     remove_scratch(Path(scratch))
+
+
+@pytest.mark.parametrize("kept_apart", [Isolation("none"), Isolation("landlock"), ROOT, ROOT_IN_MEMORY])
+def test_scratch_folders_are_their_users_alone(
+    kept_apart: Isolation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "study").mkdir()
+    before = os.umask(0)
+    try:
+        study = Study(["train.py"], ["python", "train.py"], tmp_path / "study", Space(2), kept_apart)
+        folders = [kept_apart.scratch(), study._caches]
+    finally:
+        os.umask(before)
+    assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700, 0o700]
+    remove_scratch(folders[0])
+    study.close()
+    assert not any(folder.exists() for folder in folders)
 
 
 def test_without_any_means_trials_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

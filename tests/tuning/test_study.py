@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,12 +23,13 @@ from typing import Any
 import psutil
 import pytest
 
+from fulltilt.cli.main import main
 from fulltilt.cli.tune import _hand_over, conduct, end_study
 from fulltilt.errors import ForeignFiles, UsageError
 from fulltilt.recorder.launch import job_command
 from fulltilt.records import Settings, Trial
 from fulltilt.report.console import open_console
-from fulltilt.store import LineWriter, OwnedFolder, read_lines, write_json
+from fulltilt.store import LineWriter, OwnedFolder, owned_folder, read_lines, write_json
 from fulltilt.tuning.source_edit import fingerprint
 from fulltilt.tuning.space import Space
 from fulltilt.tuning.study import KIND, STUDY_FILE, TRIALS_FILE, Study, StudyRecord
@@ -309,3 +313,68 @@ def test_a_trial_that_hangs_ends_with_the_budget(tmp_path: Path, monkeypatch: py
     assert "had not reached a training loop" in (trial.note or "")
     assert time.monotonic() - began < 3.0 + 5.0
     assert not [each for each in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(each.info["cmdline"])]
+
+
+def test_study_files_hold_no_secret_and_are_their_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("print('no training')")
+    given = ["train.py", "--api-key", "hunter2", "--db=postgres://me:hunter3@host/x", "--wandb_token=hunter4"]
+    study = Study(given, job_command(given), tmp_path / "study", Space(2), IN_PLACE, tell=lambda _: None)
+    study.run(60.0, lambda *_: None, lambda _: None)
+    study.close()
+    files = [path for path in (tmp_path / "study").rglob("*") if path.is_file() and path.name != ".fulltilt"]
+    assert {STUDY_FILE, TRIALS_FILE, "run.json", "output.txt"} <= {path.name for path in files}
+    for path in files:
+        assert path.stat().st_mode & 0o777 == 0o600, path
+        assert "hunter" not in path.read_text(errors="replace"), path
+    again = Study(given, job_command(given), tmp_path / "study", Space(2), IN_PLACE, tell=lambda _: None)
+    again.close()  # masked as it is, it is known as the same command
+
+
+@pytest.mark.parametrize("number", range(1, 12))
+def test_full_disk_ends_a_study_which_then_goes_on(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """From the n-th write on there is no room: one sentence, no temporary folder left, no trial lost or torn."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    start = Trial(Settings(), "ok", 9.0, purpose="start", in_force=Settings(num_workers=0), wall_s=1.0)
+
+    def quick(self: Study, attempt: Any, *_: Any) -> Trial:
+        self.folder.make(f"trials/trial-{len(self.trials) + 1:03d}")
+        write_json(self.folder.path / STUDY_FILE, self.record)
+        return replace(start, settings=attempt.settings, purpose=attempt.purpose)
+
+    monkeypatch.setattr(Study, "measure", quick)
+    left = number
+
+    def until_full(real: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(given[0]))
+            return real(*given, **named)
+
+        return call
+
+    def tuned_here() -> int:
+        arguments = ["--out", "study", "--in-place", "--budget", "60s", "train.py"]
+        with pytest.raises(SystemExit) as ended:
+            main(["tune", *arguments])
+        return int(ended.value.code or 0)
+
+    (tmp_path / "train.py").write_text("")
+    with monkeypatch.context() as patch:
+        for where, name in ((os, "write"), (os, "mkdir"), (owned_folder, "_write_new")):
+            patch.setattr(where, name, until_full(getattr(where, name)))
+        assert tuned_here() == 7
+    told = capfd.readouterr().err
+    assert "Traceback" not in told
+    assert re.search(r"fulltilt: cannot write .*: No space left on device", told), told
+    file = tmp_path / "study" / TRIALS_FILE
+    kept = len(list(read_lines(file, Trial))) if file.exists() else 0
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert tuned_here() == 0
+    assert f"has {kept} trial" in capfd.readouterr().err or kept == 0

@@ -77,7 +77,8 @@ def main(arguments: list[str] | None = None) -> None:
         code = 141
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-            streams.complain(f"cannot write: {error.strerror}")
+            where = f" {error.filename}" if error.filename else ""
+            streams.complain(f"cannot write{where}: {error.strerror}")
             streams.silence_stdout()
         elif (refusal := refused_path(error)) is not None:
             streams.complain(str(refusal))

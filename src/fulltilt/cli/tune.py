@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import math
 import re
@@ -185,6 +186,12 @@ def conduct(
             study.run(budget_s, screen.trying, lambda trial: screen.tried(study.trials, trial))
     except KeyboardInterrupt:
         stopped = True
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise MachineError(
+            f"cannot write into {folder}: {error.strerror}", "Free some space: the same command goes on from here."
+        ) from error
     finally:
         screen.close()
         study.close()

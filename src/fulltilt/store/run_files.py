@@ -5,6 +5,7 @@ Damage is named by file and line, nothing is guessed; a full disk is told as wha
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -294,8 +295,9 @@ class LineWriter:
         fd, self._fd = self._fd, None
         if fd is not None and _file_behind(fd) == self._file:
             os.close(fd)
-            if self._owner is not None and self._owner.owns(self._absolute):
-                self._owner.record(self._absolute)
+            with contextlib.suppress(OSError):  # a full disk: it stays known by its inode
+                if self._owner is not None and self._owner.owns(self._absolute):
+                    self._owner.record(self._absolute)
 
     def _opened_again(self) -> int:
         """A script that closes all descriptors, as daemons do, closes ours; the number may be its own file's now."""
