@@ -34,7 +34,7 @@ CLIENTS := torchdata fastai ultralytics lightning transformers accelerate skorch
 	monai timm sentence-transformers keras stable-baselines3 datasets trl
 test-clients: setup
 	@test -x .venv-clients/bin/python || .uv/bin/uv venv --quiet --python $(PYTHON) .venv-clients
-	.uv/bin/uv pip install --quiet --python .venv-clients/bin/python --editable . pytest $(CLIENTS)
+	.uv/bin/uv pip install --quiet --python .venv-clients/bin/python --editable . pytest pytest-timeout $(CLIENTS)
 	.venv-clients/bin/python -m pytest -p no:xdist tests/clients
 
 # Every property, on examples that no run has had before. About five minutes.

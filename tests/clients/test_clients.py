@@ -20,7 +20,7 @@ from fulltilt import store
 
 JOBS = Path(__file__).parent / "jobs"
 LONGEST_S = 180
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * LONGEST_S)]
 
 
 @dataclass(frozen=True)
