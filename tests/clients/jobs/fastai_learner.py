@@ -1,5 +1,6 @@
 """fastai: a Learner with its own DataLoaders, which build torch's iterators themselves."""
 
+import fastai.callback.schedule  # noqa: F401 - gives the Learner fit_one_cycle
 from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner

@@ -14,11 +14,11 @@ from ultralytics import YOLO
 
 folder = Path(tempfile.mkdtemp())
 rng = np.random.default_rng(0)
-for part, images in (("train", 48), ("val", 8)):
+for part, images in (("train", 24), ("val", 4)):
     (folder / "images" / part).mkdir(parents=True)
     (folder / "labels" / part).mkdir(parents=True)
     for number in range(images):
-        image = cv2.resize(rng.integers(0, 255, (100, 100, 3), dtype=np.uint8), (3000, 3000))
+        image = cv2.resize(rng.integers(0, 255, (100, 100, 3), dtype=np.uint8), (2500, 2500))
         cv2.imwrite(str(folder / "images" / part / f"{number}.jpg"), image)
         (folder / "labels" / part / f"{number}.txt").write_text("0 0.5 0.5 0.4 0.4\n")
 (folder / "data.yaml").write_text(f"path: {folder}\ntrain: images/train\nval: images/val\nnames:\n  0: thing\n")
