@@ -213,11 +213,7 @@ class PassMeter:
         self._taps = taps
         self._tap = tap
         self._drawing = False
-        self.begin_pass()
-
-    def begin_pass(self) -> None:
-        """The next draw is the first of a pass."""
-        self._first = True
+        self.first = True  # the next draw is the first of a pass
 
     def draw(self, source: Any, following: Callable[[], Any]) -> Any:
         """The next batch of ``source``, which ``following`` gives."""
@@ -235,14 +231,14 @@ class PassMeter:
         recorder = taps.recorder
         evaluating = taps.evaluating(tap)
         if recorder.rest.on:
-            if not evaluating and not self._first:
+            if not evaluating and not self.first:
                 return self.at_rest(source, following)
             recorder.wake()
         changed = evaluating != taps.was_evaluating
         taps.was_evaluating = evaluating
         taps.waiting_for = tap
         before = recorder.switch(Activity.DATA_WAIT, WAITS[evaluating], Point.EVAL if changed else Point.NONE)
-        first, self._first = self._first, False
+        first, self.first = self.first, False
         workers = _workers(source)
         timed = first or tap.batches < TIME_CPU_FIRST or tap.batches % TIME_CPU_EVERY == 0
         cpu = time.thread_time() if timed else 0.0

@@ -180,10 +180,10 @@ class LoaderTaps(Drawing):
     def reset_iterator(self, iterator: Any, loader: Any, reset: Callable[[], None]) -> None:
         """An iterator whose workers persist begins another pass."""
         meter = vars(iterator).get(METER)
-        if meter is None or not self.recorder.active or not iterator._num_yielded:
+        if meter is None or not self.recorder.active or meter.first:
             reset()
             return
-        meter.begin_pass()
+        meter.first = True
         self._begin_pass(loader, self.of(loader), reset)
 
     def _begin_pass(self, loader: Any, tap: LoaderTap, start: Callable[[], Any]) -> Any:

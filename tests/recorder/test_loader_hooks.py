@@ -1,0 +1,105 @@
+"""Every loader that has iterators of torch, or derived from them, is measured, whoever makes and draws from them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
+
+from fulltilt.recorder.loaders import LoaderTap
+from fulltilt.recorder.loaders.overrides import LoaderOverride
+from fulltilt.recorder.session import Session
+from fulltilt.records import Settings
+
+DATA = TensorDataset(torch.arange(12).float())
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[Session]:
+    session = Session(torch, tmp_path, time.perf_counter_ns())
+    session.begin_here()
+    yield session
+    session.finish()
+
+
+def drawn(session: Session) -> list[tuple[int, int, int]]:
+    def counts(tap: LoaderTap) -> tuple[int, int, int]:
+        return tap.passes, tap.batches, tap.samples
+
+    return [counts(tap) for tap in session.taps.all]
+
+
+def test_a_loader_with_one_iterator_for_all_epochs_is_seen(session: Session) -> None:
+    class Infinite(DataLoader[Any]):
+        iterator = None
+
+        def __iter__(self) -> Any:
+            if self.iterator is None:
+                self.iterator = self._get_iterator()
+            for _ in range(2):
+                yield next(self.iterator)
+
+    loader = Infinite(DATA, batch_size=3)
+    for _ in range(2):
+        list(loader)
+    assert drawn(session) == [(1, 4, 12)]
+    assert session.taps.all[0].given == ("dataset", "batch_size")
+
+
+def test_an_iterator_made_without_its_loaders_iter_is_seen(session: Session) -> None:
+    loader = DataLoader(DATA, batch_size=4)
+    assert len(list(_SingleProcessDataLoaderIter(loader))) == 3
+    assert drawn(session) == [(1, 3, 12)]
+
+
+def test_the_next_of_a_derived_iterator_counts_once(session: Session) -> None:
+    class Own(_SingleProcessDataLoaderIter):
+        def __next__(self) -> Any:
+            return super().__next__()
+
+    assert len(list(Own(DataLoader(DATA, batch_size=6)))) == 2
+    assert drawn(session) == [(1, 2, 12)]
+
+
+def test_workers_that_persist_begin_pass_after_pass(session: Session) -> None:
+    loader = DataLoader(DATA, batch_size=4, num_workers=1, persistent_workers=True)
+    for _ in range(3):
+        list(loader)
+    assert drawn(session) == [(3, 9, 36)]
+
+
+def test_settings_reach_a_class_that_calls_no_constructor_of_torchs(session: Session) -> None:
+    class Stateful(DataLoader[Any]):
+        def __init__(self, dataset: Any, shuffle: bool = False, num_workers: int = 0, **others: Any) -> None:
+            vars(self).update(vars(DataLoader(dataset, shuffle=False, num_workers=num_workers, **others)))
+
+    session.taps.override = LoaderOverride(Settings(num_workers=2))
+    assert Stateful(DATA, True).num_workers == 2
+    assert Stateful(DATA).num_workers == 0
+
+
+def test_classes_of_the_family_get_their_originals_back(tmp_path: Path) -> None:
+    class Early(DataLoader[Any]):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+
+    before = vars(Early)["__init__"], vars(_BaseDataLoaderIter)["__next__"]
+    session = Session(torch, tmp_path, time.perf_counter_ns())
+    session.install()
+    assert vars(Early)["__init__"] is not before[0]
+
+    class Late(DataLoader[Any]):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+
+    during = vars(Late)["__init__"]
+    session.finish()
+    assert (vars(Early)["__init__"], vars(_BaseDataLoaderIter)["__next__"]) == before
+    assert vars(Late)["__init__"] is during.__wrapped__
+    assert "__init_subclass__" not in vars(DataLoader)
