@@ -43,7 +43,15 @@ def test_the_version_stands_in_one_place_and_in_the_changelog() -> None:
 def test_the_finding_codes_are_these() -> None:
     assert get_args(records.FindingCode) == (
         *("input_serial", "input_cpu_bound", "input_io_bound", "input_handover", "epoch_restart", "transfer_blocking"),
-        *("sync_point", "launch_bound", "batch_too_small", "precision_unused", "padding_waste", "host_code"),
+        *(
+            "sync_point",
+            "launch_bound",
+            "batch_too_small",
+            "precision_unused",
+            "padding_waste",
+            "host_code",
+            "recompiling",
+        ),
         *("validation_heavy", "checkpoint_stall", "memory_pressure", "cpu_oversubscribed", "shm_small", "throttled"),
         *("gpu_shared", "straggler", "communication_bound", "compute_bound"),
     )

@@ -15,7 +15,7 @@ from fulltilt.diagnosis.rules.gpu import (
     sync_point,
     transfer_blocking,
 )
-from fulltilt.records import Abstention, DeepRecord, Finding, HotLine, PrecisionRecord, Run, Settings, TransferRecord
+from fulltilt.records import Abstention, Finding, HotLine, KernelRecord, PrecisionRecord, Run, Settings, TransferRecord
 from tests.diagnosis.examples import gpu, gpu_rank, loader, rank, run_of, sampled, spans_of
 
 FP32 = PrecisionRecord(None, "float32", False, False, False)
@@ -114,11 +114,13 @@ def test_waits_without_any_call_seen_are_not_judged() -> None:
 
 
 def test_gaps_between_kernels_are_launch_bound() -> None:
-    deep = DeepRecord(10, 0.1, 0.003, 0.06, 0.0, 1000, 0.0)
-    run = on_gpu({"vram_used_bytes": 10**9}, {"host_code": 60.0, "compute": 40.0}, launch_s=55.0, deep=deep)
+    kernels = KernelRecord(steps=9, busy_s=0.003, copies_s=0.0, kernels=1000, tensor_core_share=None)
+    traced = {"kernels": kernels, "gpu_busy_step_s": 0.04, "launch_s": 55.0}
+    run = on_gpu({"vram_used_bytes": 10**9}, {"host_code": 60.0, "compute": 40.0}, **traced)
     finding = found(launch_bound(gather(run)))
     assert finding.share == pytest.approx(55 / 100)
     assert "1000 kernels a step of 3 µs each" in finding.evidence
+    assert "in a step the GPU runs kernels for 3 ms, 37 ms are gaps between them" in finding.evidence
     assert 'torch.compile(model, mode="reduce-overhead")' in finding.fix
     assert "AdamW(..., fused=True)" in finding.fix
     assert finding.predicted_speedup == (1.38, 2.22)

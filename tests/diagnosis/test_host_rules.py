@@ -5,8 +5,8 @@ import pytest
 from fulltilt.diagnosis import answer
 from fulltilt.diagnosis.evidence import gather
 from fulltilt.diagnosis.findings import rarer, share_left
-from fulltilt.diagnosis.rules.host import checkpoint_stall, host_code, validation_heavy
-from fulltilt.records import Abstention, Buckets, Finding, HotLine, Settings, Span
+from fulltilt.diagnosis.rules.host import checkpoint_stall, host_code, recompiling, validation_heavy
+from fulltilt.records import Abstention, Buckets, CompileRecord, Finding, HotLine, Settings, Span
 from tests.diagnosis.examples import BATCH, gpu_rank, loader, rank, run_of, spans_of
 
 
@@ -121,6 +121,34 @@ def test_quick_host_code_is_left_alone_and_unknown_idling_not_judged() -> None:
     assert judgement == Abstention(
         "host_code", "what the host did while the GPU idled (launching, or code of the script's own)"
     )
+
+
+# --------------------------------------------------------------------------- recompiling
+
+
+def test_recompilations_that_cost_much_are_told_with_their_reason() -> None:
+    lines = (
+        HotLine("net.py:12", "forward", 8.0, "7 times: size mismatch at index 0"),
+        HotLine("net.py:30", "loss", 2.0),
+    )
+    compiled = CompileRecord(compiles=12, seconds=30.0, recompiles=9, recompile_lines=lines)
+    run = run_of(rank(compile=compiled), compute=90.0)
+    finding = found(recompiling(gather(run)))
+    assert (finding.share, finding.severity, finding.where) == (pytest.approx(0.1), "warn", "net.py:12")
+    assert finding.evidence[:2] == (
+        "9 recompilations took 10 s, 10 % of the time after the first step",
+        "8 s in forward, net.py:12: 7 times: size mismatch",
+    )
+    assert "torch.compile(model, dynamic=True)" in finding.fix
+    assert "mark_dynamic" in finding.fix
+    assert answer(run).verdict.sentence.startswith("Recompilation: 9 recompilations took 10 s")
+
+
+def test_few_recompilations_or_none_are_left_alone() -> None:
+    lines = (HotLine("net.py:12", "forward", 2.0, "1 times: size mismatch"),)
+    compiled = CompileRecord(compiles=2, seconds=30.0, recompiles=1, recompile_lines=lines)
+    assert recompiling(gather(run_of(rank(compile=compiled), compute=90.0))) is None
+    assert recompiling(gather(run_of(rank(), compute=90.0))) is None
 
 
 # --------------------------------------------------------------------------- validation_heavy

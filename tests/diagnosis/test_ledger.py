@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -7,11 +8,12 @@ from fulltilt.diagnosis.ledger import (
     close_buckets,
     compare_ranks,
     make_ledger,
+    mean_gpu_step,
     mean_step,
     measure_throughput,
     training_window,
 )
-from fulltilt.records import Buckets, Phases, Span
+from fulltilt.records import Buckets, GpuStep, KernelRecord, Phases, Span
 from tests.diagnosis.examples import BATCH, gpu_rank, loader, rank, run_of, spans_of, workers
 
 
@@ -108,6 +110,19 @@ def test_the_mean_step_divides_sums_by_steps_and_keeps_unmeasured_parts_unmeasur
     assert step is not None
     assert (step.load_s, step.forward_s, step.gpu_busy_s) == (0.02, 0.005, None)
     assert mean_step(run_of(rank())) is None
+
+
+def test_gaps_between_kernels_are_no_work_of_the_gpu() -> None:
+    spans = (replace(spans_of(compute=100.0)[1], phases=Phases(gpu_busy_s=90.0, gpu_idle_s=10.0)),)
+    kernels = KernelRecord(steps=9, busy_s=0.06, copies_s=0.0, kernels=100, tensor_core_share=None)
+
+    def gpu_step(**measured: Any) -> GpuStep | None:
+        return mean_gpu_step(run_of(gpu_rank(**measured), spans=(spans,)))
+
+    assert gpu_step(kernels=kernels, gpu_busy_step_s=0.09) == GpuStep(0.06, pytest.approx(0.03), 0.01)
+    assert gpu_step(kernels=kernels, gpu_busy_step_s=0.05) == GpuStep(0.06, 0.0, 0.01)
+    assert gpu_step() == GpuStep(None, None, 0.01)
+    assert mean_gpu_step(run_of(rank())) is None
 
 
 def test_the_slowest_rank_is_the_one_with_most_work_of_its_own() -> None:

@@ -18,14 +18,17 @@ from fulltilt.records import (
     Ceilings,
     CheckLine,
     CommunicationRecord,
+    CompileRecord,
     CpuCapacity,
     DeepRecord,
     Diagnosis,
     Finding,
     GpuReading,
+    GpuStep,
     GpuSummary,
     HostReading,
     HotLine,
+    KernelRecord,
     Ledger,
     LoaderRecord,
     Machine,
@@ -319,6 +322,8 @@ def starved() -> Reported:
         transfer=TransferRecord(900, 17 * GIB, 4.05, 1.0, 1.0, "train.py:60"),
         precision=PrecisionRecord("bfloat16", "float32", True, False, False),
         gpu_busy_step_s=0.155,
+        kernels=KernelRecord(9, 0.131, 0.002, 812, 0.9, (HotLine("", "sm90_gemm_bf16", 0.05),)),
+        compile=CompileRecord(3, 8.2, 2, (HotLine("net.py:12", "forward", 3.1, "2 times: size mismatch at index 0"),)),
         vram_peak_bytes=7 * GIB,
         torch_threads=8,
     )
@@ -416,6 +421,7 @@ def starved() -> Reported:
         ),
         ranks=(RankSummary(0, ledger.buckets, 450, wall_s - ledger.buckets.startup_s, 0.0, True),),
         step=mean_step(spans),
+        gpu_step=GpuStep(0.131, 0.024, mean_step(spans).gpu_idle_s),
     )
     samples = samples_over(wall_s, util_pct=34, cpu_pct=240)
     return Run("fulltilt-runs/20260114-093012-train", run, (record,), (tuple(spans),), samples), diagnosis

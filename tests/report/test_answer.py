@@ -29,6 +29,7 @@ KEYS = {
     "step": {
         *("load_s", "transfer_s", "forward_s", "backward_s", "optimizer_s", "other_s", "gpu_busy_s", "gpu_idle_s"),
     },
+    "gpu_step": {"kernel_s", "gap_s", "idle_s"},
     "invalid_because": None,
     "run": {"folder", "name", "command", "started_at", "state", "exit_code", "ranks", "warnings"},
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fulltilt.diagnosis.checklist import make_checklist, settings_in_force
 from fulltilt.diagnosis.evidence import gather, invalid_because, without_side_jobs
-from fulltilt.diagnosis.ledger import mean_step
+from fulltilt.diagnosis.ledger import mean_gpu_step, mean_step
 from fulltilt.diagnosis.low_gpu import low_gpu_warning
 from fulltilt.diagnosis.rules import judge
 from fulltilt.diagnosis.thresholds import DEFAULT, Thresholds
@@ -37,5 +37,6 @@ def answer(run: Run, thresholds: Thresholds = DEFAULT) -> Diagnosis:
         settings=settings_in_force(evidence),
         ranks=evidence.ranks,
         step=mean_step(run),
+        gpu_step=mean_gpu_step(run),
         invalid_because=invalid_because(evidence),
     )

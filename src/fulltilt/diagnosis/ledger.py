@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from statistics import median
 
-from fulltilt.records import BUCKETS, Buckets, Ledger, Phases, RankSummary, Run, Span, Throughput
+from fulltilt.figures import seconds
+from fulltilt.records import BUCKETS, Buckets, GpuStep, Ledger, Phases, RankSummary, Run, Span, Throughput
 
 Spans = tuple[Span, ...]
 
@@ -198,10 +199,32 @@ def mean_step(run: Run) -> Phases | None:
     phases = [span.phases for span in spans if span.phases is not None]
 
     def mean(phase: str) -> float | None:
-        seconds = [getattr(one, phase) for one in phases]
-        return None if None in seconds else sum(seconds) / steps
+        lengths_s = [getattr(one, phase) for one in phases]
+        return None if None in lengths_s else sum(lengths_s) / steps
 
     return Phases(*(mean(phase.name) for phase in fields(Phases)))  # type: ignore[arg-type]
+
+
+def mean_gpu_step(run: Run) -> GpuStep | None:
+    """What the GPU of rank 0 does in a step. None when the job trains on the CPU, or nothing of it was measured."""
+    step, rank = mean_step(run), run.ranks[0] if run.ranks else None
+    idle_s = step.gpu_idle_s if step is not None else None
+    kernel_s = rank.kernels.busy_s if rank is not None and rank.kernels is not None else None
+    if idle_s is None and kernel_s is None:
+        return None
+    busy_s = rank.gpu_busy_step_s if rank is not None else None
+    gap_s = max(busy_s - kernel_s, 0.0) if busy_s is not None and kernel_s is not None else None
+    return GpuStep(kernel_s, gap_s, idle_s)
+
+
+def gpu_step_words(run: Run) -> str | None:
+    """``in a step the GPU runs kernels for 3 ms, 60 ms are gaps between them, 37 ms idle``; None without a trace."""
+    step = mean_gpu_step(run)
+    if step is None or step.kernel_s is None:
+        return None
+    rest = ((step.gap_s, "are gaps between them"), (step.idle_s, "it is idle"))
+    told = "".join(f", {seconds(length_s)} {what}" for length_s, what in rest if length_s is not None)
+    return f"in a step the GPU runs kernels for {seconds(step.kernel_s)}{told}"
 
 
 # A job that was killed this long after its last step hung, and so many times as long as a step takes.

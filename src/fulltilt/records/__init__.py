@@ -613,6 +613,7 @@ FindingCode = Literal[
     "precision_unused",
     "padding_waste",
     "host_code",
+    "recompiling",
     "validation_heavy",
     "checkpoint_stall",
     "memory_pressure",
@@ -683,6 +684,15 @@ class Ceilings:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuStep:
+    """The GPU's time in a mean step: kernels and copies, gaps between them, and idle. None where not measured."""
+
+    kernel_s: float | None
+    gap_s: float | None
+    idle_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class GpuSummary:
     """One GPU over the training part of a run: means, and peaks where the name says so."""
 
@@ -748,5 +758,6 @@ class Diagnosis:
     settings: tuple[tuple[str, str | int | float | bool | None], ...]
     ranks: tuple[RankSummary, ...] = ()
     step: Phases | None = None
+    gpu_step: GpuStep | None = None
     invalid_because: str | None = None
     schema_version: int = SCHEMA_VERSION

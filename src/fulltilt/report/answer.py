@@ -32,6 +32,7 @@ def to_plain(diagnosis: Diagnosis, run: Run | None = None) -> dict[str, Any]:
         "abstained": encode_fully(diagnosis.abstained),
         "ranks": encode_fully(diagnosis.ranks),
         "step": encode_fully(diagnosis.step),
+        "gpu_step": encode_fully(diagnosis.gpu_step),
         "invalid_because": diagnosis.invalid_because,
         "run": None if run is None else _identity(run),
     }

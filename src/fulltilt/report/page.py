@@ -88,7 +88,8 @@ def hot_lines(rank: RankRecord) -> list[Markup]:
     ]
     if rank.deep is not None:
         groups.append(("Synchronising calls, per step", rank.deep.sync_calls, None))
-        groups.append(("Kernels, per step", rank.deep.top_kernels, None))
+    if traced := rank.deep or rank.kernels:
+        groups.append(("Kernels, per step", traced.top_kernels, None))
     return [_line_table(name, lines, total_s) for name, lines, total_s in groups if lines]
 
 
@@ -354,12 +355,14 @@ def _sections(run: Run, diagnosis: Diagnosis) -> list[Child]:
     picture = step_picture(run, diagnosis)
     order = bucket_order(diagnosis.ledger)
     of_rank = f", of rank {rank.rank}" if rank is not None and len(run.ranks) > 1 else ""
+    compiled = run_view.compile_line(run)
     steps, machine = step_charts(run, diagnosis), machine_charts(run, diagnosis)
     return [
         section(
             "Where the time went",
             ledger_bar(diagnosis.ledger.buckets, order) if order else None,
             ledger_table(diagnosis.ledger, order) if order else None,
+            element("p", compiled, class_="aside") if compiled else None,
             note=f"of {figures.seconds(diagnosis.ledger.wall_s)} of wall time",
         ),
         section("What to change", finding_cards(diagnosis.findings), note="in order of what it would win"),

@@ -68,7 +68,9 @@ PHASE_TINTS: dict[str, Tint] = {
     "backward": Tint("backward", _COMPUTE, "backward pass"),
     "optimizer": Tint("optimizer", "#2453a6", "optimizer step"),
     "other": Tint("other code", _HOST, "everything else in the step"),
-    "busy": Tint("computing", _COMPUTE, "kernels running"),
+    "busy": Tint("kernels, gaps", _COMPUTE, "kernels and the gaps between them"),
+    "kernels": Tint("kernels", _COMPUTE, "kernels and copies running"),
+    "gaps": Tint("gaps", "#759c66", "between kernels: nothing runs"),
     IDLE: Tint("idle", "#80868f", "nothing to do"),
 }
 

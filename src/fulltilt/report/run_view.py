@@ -11,10 +11,11 @@ from typing import TypeAlias
 
 from fulltilt import figures
 from fulltilt.diagnosis.loaders import joined, joined_lines
-from fulltilt.figures import NOT_MEASURED, clean, one_line, percent, seconds, whole
+from fulltilt.figures import NOT_MEASURED, clean, count, one_line, percent, seconds, whole
 from fulltilt.records import (
     DeepRecord,
     Diagnosis,
+    GpuStep,
     HotLine,
     LoaderRecord,
     Phases,
@@ -70,6 +71,19 @@ def deep_facts(deep: DeepRecord) -> list[tuple[str, str]]:
         ("in tensor cores", percent(deep.tensor_core_share)),
         *([("the profiler failed", deep.error)] if deep.error else []),
     ]
+
+
+def compile_line(run: Run) -> str | None:
+    """What torch.compile did on the first rank; None where nothing was compiled."""
+    record = run.ranks[0].compile if run.ranks else None
+    if record is None:
+        return None
+    told = f"torch.compile: {count('compilation', record.compiles)}, {seconds(record.seconds)} of the start-up"
+    if record.recompile_lines:
+        line = record.recompile_lines[0]
+        reason = (line.call or "").partition(": ")[2]
+        told += f"; {record.recompiles} again at {line.where}" + (f" because {reason}" if reason else "")
+    return told
 
 
 def not_valid(because: str) -> str:
@@ -149,7 +163,7 @@ def step_picture(run: Run, diagnosis: Diagnosis) -> StepPicture | None:
         return None
     site = _train_site(run.ranks[0])
     host = _host_lane(phases, None if site is None else site[0])
-    gpu = _gpu_lane(phases)
+    gpu = _gpu_lane(phases, diagnosis.gpu_step)
     step_s = max(lane.length_s for lane in (host, gpu) if lane is not None)
     if step_s <= 0:
         return None
@@ -181,9 +195,11 @@ def _host_lane(phases: Phases, loader: LoaderRecord | None) -> Lane:
     return _lane("Host", [("load", phases.load_s - preprocess_s), ("preprocess", preprocess_s), *rest])
 
 
-def _gpu_lane(phases: Phases) -> Lane | None:
+def _gpu_lane(phases: Phases, traced: GpuStep | None) -> Lane | None:
     if phases.gpu_busy_s is None or phases.gpu_idle_s is None:
         return None
+    if traced is not None and traced.kernel_s is not None:
+        return _lane("GPU", [(IDLE, phases.gpu_idle_s), ("kernels", traced.kernel_s), ("gaps", traced.gap_s or 0.0)])
     return _lane("GPU", [(IDLE, phases.gpu_idle_s), ("busy", phases.gpu_busy_s)])
 
 

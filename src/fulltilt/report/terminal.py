@@ -143,7 +143,9 @@ def show_hot_lines(console: Console, run: Run) -> None:
         heading(console, "A step under the profiler")
         console.print(Text(one_line(" · ".join(f"{name} {figure}" for name, figure in known))))
         _show_lines(console, "Synchronising calls, per step", rank.deep.sync_calls)
-        _show_lines(console, "Kernels, per step", rank.deep.top_kernels)
+
+    traced = rank.deep or rank.kernels
+    _show_lines(console, "Kernels, per step", traced.top_kernels if traced else ())
 
 
 def _show_lines(console: Console, name: str, lines: Sequence[HotLine], total_s: float | None = None) -> None:
@@ -288,11 +290,11 @@ def _show_head(console: Console, run: Run, diagnosis: Diagnosis) -> None:
         console.print(Text(run_view.not_valid(diagnosis.invalid_because), "yellow"))
     console.print()
     console.print(Text(clean(diagnosis.verdict.sentence), "bold"))
-    figures = list(_figures(diagnosis))
+    figures = [*_figures(diagnosis), *filter(None, [run_view.compile_line(run)])]
     if figures:
         console.print()
     for line in figures:
-        console.print(Text(line))
+        console.print(Text(one_line(line)))
 
 
 def _figures(diagnosis: Diagnosis) -> Iterable[str]:
@@ -309,7 +311,7 @@ def _figures(diagnosis: Diagnosis) -> Iterable[str]:
         yield f"{figures.whole(speed.steps)} steps · {rate} · {figures.seconds(diagnosis.ledger.wall_s)} in all"
     settings = [f"{name}={run_view.setting(value)}" for name, value in diagnosis.settings if value is not None]
     if settings:
-        yield one_line(" · ".join(settings))
+        yield " · ".join(settings)
 
 
 def _show_ledger(console: Console, ledger: Ledger, ink: Ink) -> None:

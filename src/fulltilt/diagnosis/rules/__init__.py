@@ -28,7 +28,7 @@ from fulltilt.diagnosis.rules.gpu import (
     sync_point,
     transfer_blocking,
 )
-from fulltilt.diagnosis.rules.host import checkpoint_stall, host_code, validation_heavy
+from fulltilt.diagnosis.rules.host import checkpoint_stall, host_code, recompiling, validation_heavy
 from fulltilt.diagnosis.rules.live_tuning import as_measured
 from fulltilt.diagnosis.rules.machine import cpu_oversubscribed, gpu_shared, memory_pressure, throttled
 from fulltilt.diagnosis.rules.ranks import communication_bound, straggler
@@ -50,6 +50,7 @@ RULES: tuple[Rule, ...] = (
     precision_unused,
     padding_waste,
     host_code,
+    recompiling,
     validation_heavy,
     checkpoint_stall,
     memory_pressure,

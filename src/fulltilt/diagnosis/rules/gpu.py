@@ -7,6 +7,7 @@ import re
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.findings import Judgement, at, by_removing, by_speeding_up, found, line_cost, time_spent
 from fulltilt.diagnosis.gpu_summary import is_it_real
+from fulltilt.diagnosis.ledger import gpu_step_words
 from fulltilt.figures import capital, number, percent, seconds, size
 from fulltilt.records import Abstention, GpuSummary, TransferRecord
 
@@ -160,6 +161,8 @@ def compute_bound(evidence: Evidence) -> Judgement:
             f"{number(evidence.throughput.samples_per_s)} of at most "
             f"{number(evidence.ceilings.compute_samples_per_s)} samples/s: {percent(reached)} of the compute ceiling"
         )
+    if words := gpu_step_words(evidence.run):
+        facts.append(words)
     facts += [sentence for gpu in evidence.gpus if (sentence := is_it_real(gpu, evidence.thresholds))]
     healthy = share >= evidence.thresholds.full_tilt_share
     fix = "Nothing holds it up. " if healthy else "Once the rest is mended, compute sets the pace. "
@@ -312,11 +315,11 @@ def launch_bound(evidence: Evidence) -> Judgement:
     if share < evidence.thresholds.launch_share:
         return None
     facts = [time_spent(evidence, "idling between kernels that the host launches too slowly", evidence.launch_s)]
-    deep = evidence.rank.deep
-    if deep and deep.kernels and deep.gpu_busy_s:
-        facts.append(f"{deep.kernels} kernels a step of {seconds(deep.gpu_busy_s / deep.kernels)} each")
-    if busy_s := evidence.rank.gpu_busy_step_s:
-        facts.append(f"the GPU is busy for {seconds(busy_s)} of a step")
+    traced = evidence.rank.kernels
+    if traced and traced.kernels:
+        facts.append(f"{traced.kernels} kernels a step of {seconds(traced.busy_s / traced.kernels)} each")
+    if words := gpu_step_words(evidence.run):
+        facts.append(words)
     predicted = by_removing(share, evidence.thresholds.recovered_low)
     return found(evidence, "launch_bound", evidence.launch_s, facts, _fewer_launches(evidence), None, predicted)
 

@@ -1,4 +1,4 @@
-"""The script itself holds the training up: its own code, its validation, its checkpoints."""
+"""The script itself holds the training up: its own code, recompiling, its validation, its checkpoints."""
 
 from __future__ import annotations
 
@@ -119,6 +119,32 @@ def _speed_up_line(line: HotLine, share: float, seldom: bool, fed: bool) -> str:
         advice = _SELDOM
     every = next((n for n in (10, 20, 50) if share / n <= 0.01), 100)
     return f"{line.call or line.function}{at(line.where)}: {advice.format(every=every)}."
+
+
+# --------------------------------------------------------------------------- torch.compile
+
+
+def recompiling(evidence: Evidence) -> Judgement:
+    """torch.compile compiles the same functions again and again: shapes or values change that it took for fixed."""
+    record = evidence.rank.compile if evidence.rank else None
+    lines = record.recompile_lines if record else ()
+    again_s = sum(line.seconds for line in lines)
+    # The ledger books compiling as start-up, so it is no part of the time after it.
+    share = again_s / (evidence.active_s + again_s) if again_s > 0 else 0.0
+    if record is None or share < evidence.thresholds.recompiling_share:
+        return None
+    facts = [
+        f"{count('recompilation', record.recompiles)} took {seconds(again_s)}, {percent(share)} of the time after the "
+        "first step",
+        *(f"{seconds(line.seconds)} in {line.function}, {line.where}: {line.call}" for line in lines[:3]),
+    ]
+    fix = (
+        f"Tell torch.compile what changes{at(lines[0].where)}: torch.compile(model, dynamic=True) or "
+        "torch._dynamo.mark_dynamic(tensor, dim) for a size that varies. Or pad batches to fixed shapes, "
+        "and leave out the last, smaller one (drop_last=True)."
+    )
+    predicted = by_removing(share, evidence.thresholds.recovered_low)
+    return found(evidence, "recompiling", share * evidence.active_s, facts, fix, lines[0].where, predicted)
 
 
 # --------------------------------------------------------------------------- validation
