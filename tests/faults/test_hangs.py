@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
+import shutil
 import signal
+import subprocess
+import tempfile
 import time
 import types
 from pathlib import Path
@@ -67,6 +71,47 @@ def test_a_worker_dies(how: str, words: str, residency: str, tmp_path: Path) -> 
     assert "workers" in ours
     assert len(ours.splitlines()) <= 3
     assert "Traceback" not in ours
+
+
+class Pictures(torch.utils.data.Dataset[torch.Tensor]):
+    """Samples of 4 MiB."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((2**20,), float(index))
+
+
+def first_pixels(model: torch.nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return model(batch[:, :6]).mean(), {}
+
+
+def small_shared_memory(order: Order) -> dict[str, Any]:
+    """As in a container: this process and its workers see a /dev/shm of 64 MiB."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.unshare(0x20000) == 0, "a new mount namespace"
+    assert libc.mount(None, b"/", None, 16384 | 1 << 18, None) == 0, "changes stay in it"
+    assert libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=64m") == 0
+    return {"data": Pictures(), "eval_data": None, "loss": first_pixels}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("residency", "code"), [("none", 7), ("auto", 0)])
+def test_a_container_with_64_mib_of_shared_memory(residency: str, code: int) -> None:
+    """Four batches of 32 MiB ahead are too many for torch's loader; the feed hands them over without /dev/shm."""
+    mount = ["unshare", "--mount", "mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", "/dev/shm"]
+    if not shutil.which("unshare") or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no mount namespaces for this user")
+    settings = {"workers": 2, "residency": residency, "epochs": 1, "monitor": None, "monitor_mode": "max"}
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:  # tmp_path lies in /dev/shm here
+        out = Path(folder)
+        assert victim.exit_code(Order(out, settings, prepare=small_shared_memory)) == code, victim.told(out)
+        errors = (out / "stderr.0.txt").read_text()
+    if code:
+        ours = errors[errors.index("fulltilt:") :]
+        assert "/dev/shm is too small" in ours
+        assert len(ours.splitlines()) <= 3
 
 
 def test_a_death_that_torch_tells_in_the_middle_of_a_step_is_explained(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fulltilt.train import checkpoint, train_state
+from fulltilt.train import checkpoint, checkpoint_files, train_state
 from fulltilt.train.sampler import EpochPlan, restore_rng, rng_state
 from fulltilt.train.train_state import StepEnd
 from tests.faults import victim
@@ -87,6 +87,20 @@ def test_the_list_above_is_complete(tmp_path: Path) -> None:
     assert found is not None
     seen = checkpoint.load(found.folder)[1]
     assert set(seen) == {*PARTS, "settings"}
+
+
+@pytest.mark.parametrize(("part", "value"), [("optimizer", ["x"]), ("progress", {"step": "x"}), ("random", None)])
+def test_parts_of_another_kind_are_refused_before_the_first_step(part: str, value: Any, tmp_path: Path) -> None:
+    """With checksums that fit: as whoever wants to be believed would write them."""
+    run(tmp_path / "out", stop_at=5)
+    found = checkpoint.newest_complete(tmp_path / "out" / "checkpoints").checkpoint
+    assert found is not None
+    weights, state = checkpoint.load(found.folder)
+    values, tensors = checkpoint_files.flatten_state({**state, part: value})
+    snapshot = checkpoint.Snapshot(found.step, found.epoch, found.metric, weights, tensors, values)
+    checkpoint.write(found.folder.parent, snapshot)
+    with pytest.raises(checkpoint.DamagedCheckpoint, match=f"its {part} cannot be taken over"):
+        run(tmp_path / "out")
 
 
 @pytest.mark.parametrize("forgotten", ["python", "numpy", "torch"])
