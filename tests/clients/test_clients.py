@@ -19,7 +19,7 @@ import pytest
 from fulltilt import store
 
 JOBS = Path(__file__).parent / "jobs"
-LONGEST_S = 180
+LONGEST_S = 400
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * LONGEST_S)]
 
 

@@ -46,6 +46,7 @@ model.train(
     project=str(folder / "runs"),
     plots=False,
     amp=False,
+    val=False,
     verbose=False,
 )
 tell(steps, samples)
