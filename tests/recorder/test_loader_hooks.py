@@ -74,6 +74,20 @@ def test_workers_that_persist_begin_pass_after_pass(session: Session) -> None:
     assert drawn(session) == [(3, 9, 36)]
 
 
+def test_arguments_count_as_written_in_a_derived_class(session: Session) -> None:
+    class Named(DataLoader[Any]):
+        def __init__(self, dataset: Any, **others: Any) -> None:
+            super().__init__(dataset, num_workers=0, **others)
+
+    class Unnamed(DataLoader[Any]):
+        def __init__(self, *args: Any, **others: Any) -> None:
+            super().__init__(*args, **others)
+
+    for kind in (Named, Unnamed):
+        loader = kind(DATA, batch_size=2)
+        assert session.taps.of(loader).given == ("dataset", "batch_size")
+
+
 def test_settings_reach_a_class_that_calls_no_constructor_of_torchs(session: Session) -> None:
     class Stateful(DataLoader[Any]):
         def __init__(self, dataset: Any, shuffle: bool = False, num_workers: int = 0, **others: Any) -> None:

@@ -83,12 +83,19 @@ def _only_observes(filename: str) -> bool:
 
 
 def given_arguments(original: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
-    """The names of the arguments that the user wrote in a DataLoader(...) call."""
+    """The names of the arguments that the user wrote in a DataLoader(...) call; none where they have no names there."""
+    signature = inspect.signature(original)
     try:
-        bound = inspect.signature(original).bind(None, *args, **kwargs)
+        bound = signature.bind(None, *args, **kwargs).arguments
     except TypeError:
         return tuple(kwargs)
-    return tuple(name for name in bound.arguments if name != "self")
+    names: list[str] = []
+    for name in bound:
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            return ()
+        names += bound[name] if kind is inspect.Parameter.VAR_KEYWORD else [name]
+    return tuple(name for name in names if name != "self")
 
 
 class LoaderTaps(Drawing):
@@ -128,7 +135,7 @@ class LoaderTaps(Drawing):
     def constructed(self, loader: Any, given: tuple[str, ...]) -> None:
         """Remember where a loader was constructed and which arguments were written there."""
         if loader in self._taps:
-            self._taps[loader].given = given  # of a class around it: what the user has written
+            self._taps[loader].given = given or self._taps[loader].given  # a class around it: what the user wrote
             return
         self.recorder.ensure_started()
         sites = call_sites(loader)
