@@ -23,7 +23,7 @@ import torch.distributed.fsdp  # likewise
 
 from fulltilt.train import checkpoint
 from fulltilt.train.config import TrainSettings
-from fulltilt.train.fsdp import gathered
+from fulltilt.train.distributed import gathered
 from fulltilt.train.job import Job
 from fulltilt.train.launch import exit_code_of
 from fulltilt.train.loop import train

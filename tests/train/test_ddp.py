@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from fulltilt.train.distributed import bit_hash
-from fulltilt.train.fsdp import gathered
-from fulltilt.train.schedule import Stage
+from fulltilt.train.distributed import bit_hash, gathered
+from fulltilt.train.job import Stage
 from fulltilt.train.train_state import StepEnd
 from tests.faults import victim
 from tests.faults.ranks import exit_codes

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from fulltilt.train import fsdp
-from fulltilt.train.fsdp import blocks
+from fulltilt.train import distributed
+from fulltilt.train.distributed import blocks
 from tests.faults import ranks, victim
 from tests.faults.ranks import exit_codes
 from tests.faults.test_ranks import ids, stop_rank_0, weights
@@ -43,7 +43,7 @@ def even_handed(model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, dict[
 
 
 def small_blocks(order: Order) -> dict[str, Any]:
-    fsdp.LEAST_BLOCK_PARAMETERS = 1
+    distributed.LEAST_BLOCK_PARAMETERS = 1
     torch.manual_seed(7)
     return {"model": Blocks(), "loss": even_handed}
 

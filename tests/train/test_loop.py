@@ -16,10 +16,9 @@ import torch
 from fulltilt.errors import UsageError
 from fulltilt.train import checkpoint
 from fulltilt.train.config import TrainSettings
-from fulltilt.train.job import Job
+from fulltilt.train.job import Job, Stage
 from fulltilt.train.loop import train
 from fulltilt.train.progress import Screen, epoch_time_line
-from fulltilt.train.schedule import Stage
 from fulltilt.train.train_state import Outcome, StepEnd
 from tests.faults import victim
 

@@ -18,11 +18,10 @@ from fulltilt.store import OwnedFolder
 from fulltilt.train import checkpoint, train_state
 from fulltilt.train.checkpoint import newest_complete
 from fulltilt.train.config import TrainSettings
-from fulltilt.train.job import Job
+from fulltilt.train.job import Job, Stage
 from fulltilt.train.launch import exit_code_of
 from fulltilt.train.loop import train
 from fulltilt.train.progress import Screen
-from fulltilt.train.schedule import Stage
 from fulltilt.train.step import LossScale
 from fulltilt.train.train_state import Outcome, StepEnd
 from tests.faults import victim

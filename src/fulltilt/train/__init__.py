@@ -9,11 +9,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-# Loaded when first asked for: the settings and the schedule are of use without torch.
+# Loaded when first asked for: the settings are of use without torch.
 _HOMES = {
     "Job": "job",
     "Outcome": "train_state",
-    "Stage": "schedule",
+    "Stage": "job",
     "StepEnd": "train_state",
     "TrainSettings": "config",
     "exit_code_of": "launch",

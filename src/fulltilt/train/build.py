@@ -14,15 +14,13 @@ from fulltilt.train import checkpoint, cuda_graphs, optimizers, train_state, wei
 from fulltilt.train.checkpoint import KeepPolicy, Writer, check_space, newest_complete
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.data_source import BatchSource, LoaderSettings, Source, make_source
-from fulltilt.train.distributed import Group, LossModule, Replicated, SingleProcess, detect, device_of, divided
-from fulltilt.train.fsdp import Sharded
+from fulltilt.train.distributed import Group, LossModule, Replicated, Sharded, SingleProcess, detect, device_of, divided
 from fulltilt.train.guards import Guard, MicroBatch
-from fulltilt.train.job import Job, samples_in
+from fulltilt.train.job import Job, Stage, samples_in, stage_at, stage_rate, trainable
 from fulltilt.train.metrics_log import EpochTotals
 from fulltilt.train.optimizers import Ema
 from fulltilt.train.progress import Screen
 from fulltilt.train.sampler import EpochPlan, seed_everything
-from fulltilt.train.schedule import Stage, stage_at, stage_rate, trainable
 from fulltilt.train.step import LossScale, Stepper, choose_precision, set_tf32
 from fulltilt.train.train_state import KeptSettings, MetricHistory, Progress, TrainState, expected_bytes
 

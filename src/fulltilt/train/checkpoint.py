@@ -23,7 +23,7 @@ from fulltilt.errors import ForeignFiles, FulltiltError, MachineError
 from fulltilt.store.run_files import TRAINING
 from fulltilt.train import checkpoint_files
 from fulltilt.train.checkpoint_files import refusals_told
-from fulltilt.train.fsdp import gathered
+from fulltilt.train.distributed import gathered
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from fulltilt.errors import UsageError
 from fulltilt.train.config import TrainSettings
-from fulltilt.train.fsdp import local_shard, sharded_like
+from fulltilt.train.distributed import local_shard, sharded_like
 
 
 def build(model: torch.nn.Module, settings: TrainSettings, device: torch.device) -> torch.optim.Optimizer:

@@ -19,8 +19,7 @@ from fulltilt.recorder.recording import LoopMarks
 from fulltilt.train import optimizers
 from fulltilt.train.cuda_graphs import GraphedModel
 from fulltilt.train.data_source import split_batch, to_device
-from fulltilt.train.distributed import Group, SingleProcess
-from fulltilt.train.fsdp import local_shard
+from fulltilt.train.distributed import Group, SingleProcess, local_shard
 from fulltilt.train.guards import MicroBatch, RankDoesNotFit, is_out_of_memory
 from fulltilt.train.job import value_and_means, with_gradient
 from fulltilt.train.metrics_log import EpochTotals

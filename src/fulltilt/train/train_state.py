@@ -16,15 +16,13 @@ from fulltilt.train import checkpoint, checkpoint_files
 from fulltilt.train.checkpoint import Checkpoint, DamagedCheckpoint, HostMemory, Snapshot, Writer
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.data_source import Source
-from fulltilt.train.distributed import Group, same_everywhere
-from fulltilt.train.fsdp import OptimizerState, gathered, local_shard, sharded_like
+from fulltilt.train.distributed import Group, OptimizerState, gathered, local_shard, same_everywhere, sharded_like
 from fulltilt.train.guards import Guard, MicroBatch, Stateful
-from fulltilt.train.job import Job
+from fulltilt.train.job import Job, Stage
 from fulltilt.train.metrics_log import EpochTotals
 from fulltilt.train.optimizers import Ema
 from fulltilt.train.progress import Screen
 from fulltilt.train.sampler import restore_rng, rng_state
-from fulltilt.train.schedule import Stage
 from fulltilt.train.step import LossScale, Precision, Stepper
 from fulltilt.train.weight_import import compare
 

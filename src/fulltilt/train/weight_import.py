@@ -19,7 +19,7 @@ import torch
 from fulltilt.errors import DataError, UsageError
 from fulltilt.train import checkpoint, checkpoint_files
 from fulltilt.train.checkpoint import newest_complete
-from fulltilt.train.fsdp import sharded_like
+from fulltilt.train.distributed import sharded_like
 
 # Where trainers put the weights inside their own checkpoint dicts.
 _WEIGHT_KEYS = (

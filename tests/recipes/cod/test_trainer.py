@@ -22,7 +22,7 @@ from fulltilt.recipes.cod.model import Experts, check_backbone, imbalance
 from fulltilt.recipes.cod.model import blocks as blocks_of
 from fulltilt.recipes.cod.trainer import deep_loss, stages, structure_loss
 from fulltilt.recipes.synthetic import make_folder
-from fulltilt.train.schedule import trainable
+from fulltilt.train.job import trainable
 
 
 @pytest.fixture(scope="module")

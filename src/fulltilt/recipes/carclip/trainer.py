@@ -28,8 +28,7 @@ from fulltilt.recipes.recipe import Request, on_engine
 from fulltilt.recipes.run_folder import refuse_foreign, refuse_to_replace, written_by_library
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.distributed import detect, device_of
-from fulltilt.train.job import Job
-from fulltilt.train.schedule import Stage
+from fulltilt.train.job import Job, Stage
 
 # Above it a pretrained CLIP forgets more than it learns; 2e-5 is usual.
 GENTLE_LR = 1e-4

@@ -17,8 +17,7 @@ from fulltilt.recipes.cod.data import Pictures, pairs
 from fulltilt.recipes.cod.metrics import measure
 from fulltilt.recipes.cod.model import blocks as blocks_of
 from fulltilt.recipes.recipe import Request, on_engine
-from fulltilt.train.job import Job
-from fulltilt.train.schedule import Stage
+from fulltilt.train.job import Job, Stage
 from fulltilt.train.weight_import import place_of
 
 MOST_LOGIT = 30.0
