@@ -15,42 +15,20 @@ from fulltilt.train.distributed import (
     detect,
     device_lines,
     divided,
-    first_host,
     part_of,
-    slurm_environment,
 )
 
 
-def test_torchrun_slurm_and_neither() -> None:
+def test_the_place_among_the_ranks_is_torchruns() -> None:
     torchrun = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert detect(torchrun) == Ranks(3, 8, 1, 2)
-    srun = {
-        "SLURM_PROCID": "5",
-        "SLURM_STEP_NUM_TASKS": "8",
-        "SLURM_LOCALID": "1",
-        "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-        "SLURM_STEP_ID": "0",
-        "SLURM_NODEID": "1",
-    }
-    assert detect(srun) == Ranks(5, 8, 1, 4)
-    assert detect({**torchrun, **srun}) == Ranks(3, 8, 1, 2), "torchrun inside a Slurm job speaks for itself"
+    srun = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8"}
+    assert detect(torchrun) == detect({**torchrun, **srun}) == Ranks(3, 8, 1, 2)
     assert detect({}) == Ranks()
     assert detect({"SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}) == Ranks(), "a batch script is no srun step"
+    with pytest.raises(UsageError, match="srun started 8"):
+        detect(srun)
     with pytest.raises(UsageError):
         detect({"RANK": "x", "WORLD_SIZE": "2"})
-
-
-def test_slurm_in_torchs_words() -> None:
-    step = {"SLURM_PROCID": "6", "SLURM_STEP_NUM_TASKS": "7", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "2"}
-    place = {"SLURM_NODEID": "3", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_STEP_NODELIST": "gpu[03-05,9]"}
-    found = slurm_environment({**step, **place, "SLURM_JOB_ID": "123456"})
-    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"]) == ("6", "7", "1")
-    assert found["MASTER_ADDR"] == "gpu03"
-    assert 20_000 <= int(found["MASTER_PORT"]) < 32_000
-    assert slurm_environment({**step, "MASTER_ADDR": "elsewhere"})["MASTER_ADDR"] == "elsewhere"
-    assert slurm_environment({**step, "SLURM_STEP_NUM_TASKS": "1"}) == {}
-    for nodes, first in [("a,b", "a"), ("n1-ib,n2-ib", "n1-ib"), ("rack[7-8]-gpu,x", "rack7-gpu"), ("", "")]:
-        assert first_host(nodes) == first
 
 
 @given(st.integers(0, 500), st.integers(1, 16))

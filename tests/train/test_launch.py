@@ -63,7 +63,6 @@ def test_nothing_is_started_where_the_ranks_are_there(monkeypatch: pytest.Monkey
     for launcher in (
         {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"},
         {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"},
-        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0"},
     ):
         with monkeypatch.context() as patched:
             for name, value in launcher.items():

@@ -20,6 +20,7 @@ import torch
 
 from fulltilt.errors import ForeignFiles
 from fulltilt.probes.gpu import Gpus
+from fulltilt.recorder.rank_files import Following
 from fulltilt.records import Buckets, HostReading, Sample
 from fulltilt.testing import FakeClock, FakeNvml, h200
 from fulltilt.train import checkpoint, progress
@@ -29,6 +30,7 @@ from fulltilt.train.loop import train
 from fulltilt.train.metrics_log import MetricLog
 from fulltilt.train.progress import Screen, Terminal
 from fulltilt.train.record import IdleGpu
+from tests.diagnosis.examples import loader
 from tests.faults import victim
 
 GIB = 1024**3
@@ -409,9 +411,10 @@ class Idle:
         self.stream = io.StringIO()
         self.screen = Screen(out, stream=self.stream)
         self.spent = Buckets()
-        monkeypatch.setattr(self.screen, "epoch_so_far", lambda: self.spent)
+        monkeypatch.setattr(Following, "recent_buckets", lambda *_: self.spent)
+        monkeypatch.setattr(Following, "loaders", (loader(where=None, made_by="fulltilt"),))
         settings = TrainSettings(batch_size=8192, workers=0, prefetch=4, precision="bf16")
-        self.warning, self.util = IdleGpu(settings, self.screen, None), util
+        self.warning, self.util = IdleGpu(settings, self.screen, out), util
 
     def pass_by(self, seconds: int, **shares: float) -> str:
         for _ in range(seconds):

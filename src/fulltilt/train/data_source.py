@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import signal
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,15 +13,16 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.utils import _pytree as pytree
 
 from fulltilt.errors import DataError, UsageError
-from fulltilt.feed import FeedLoader
 from fulltilt.feed.augment import Augmentation, as_augmentation
 from fulltilt.feed.dataset_check import inspect
 from fulltilt.feed.dataset_objects import shared_handle
 from fulltilt.feed.draws import mix
-from fulltilt.feed.sample_layout import own_move
-from fulltilt.feed.sample_reader import BadSamples, Failure, Policy, ShapesDiffer, name_of, one_line
+from fulltilt.feed.loader import FeedLoader
+from fulltilt.feed.loader import to_device as moved_to
+from fulltilt.feed.sample_reader import BadSamples, Failure, Policy, ShapesDiffer, failure_of
 from fulltilt.feed.tiers import Residency
 from fulltilt.train.distributed import Ranks, part_of
 from fulltilt.train.guards import explain_dead_worker, worker_limits
@@ -67,42 +67,25 @@ def _cut(node: Any, first: int, end: int, total: int) -> Any:
         return node[first:end] if node.ndim and node.shape[0] == total else node
     if isinstance(node, Mapping):
         return {key: _cut(value, first, end, total) for key, value in node.items()}
-    if (
-        isinstance(node, list)
-        and len(node) == total
-        and _samples_in(node) in (None, total)
-        and not _holds_tensors(node)
-    ):
+    nested = torch.Tensor | Mapping | tuple | list
+    if isinstance(node, list) and len(node) == total and not any(isinstance(child, nested) for child in node):
         return node[first:end]
     if isinstance(node, list | tuple):
         parts = [_cut(value, first, end, total) for value in node]
-        return _rebuilt(node, parts)
+        return type(node)(*parts) if hasattr(node, "_fields") else tuple(parts) if isinstance(node, tuple) else parts
     return node
-
-
-def _holds_tensors(node: list[Any]) -> bool:
-    return any(isinstance(child, torch.Tensor | Mapping | tuple | list) for child in node)
 
 
 def to_device(batch: Any, device: torch.device, memory_format: torch.memory_format | None = None) -> Any:
     """The batch on ``device``. Copies from pinned memory do not wait. Images may change to channels-last."""
-    if isinstance(batch, torch.Tensor):
-        if memory_format is not None and batch.ndim == 4 and batch.is_floating_point():
-            return batch.to(device, non_blocking=True, memory_format=memory_format)
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {key: to_device(value, device, memory_format) for key, value in batch.items()}
-    if (move := own_move(batch)) is not None:
-        return move(device)
-    if isinstance(batch, list | tuple):
-        return _rebuilt(batch, [to_device(value, device, memory_format) for value in batch])
-    return batch
+    moved = moved_to(batch, device)
+    return moved if memory_format is None else _images_in(moved, memory_format)
 
 
-def _rebuilt(original: Any, parts: list[Any]) -> Any:
-    if isinstance(original, tuple):
-        return type(original)(*parts) if hasattr(original, "_fields") else tuple(parts)
-    return parts
+def _images_in(node: Any, memory_format: torch.memory_format) -> Any:
+    if isinstance(node, torch.Tensor):
+        return node.to(memory_format=memory_format) if node.ndim == 4 and node.is_floating_point() else node
+    return pytree.tree_map_only(torch.Tensor, partial(_images_in, memory_format=memory_format), node)
 
 
 # --------------------------------------------------------------------------- rows of all ranks
@@ -143,12 +126,6 @@ class Fetched(NamedTuple):
     failures: list[Failure]
 
 
-def failure_of(samples: Any, index: int, error: Exception) -> Failure:
-    """What is handed on in the place of sample ``index``."""
-    name = name_of(samples, index) or getattr(error, "filename", None)
-    return Failure(index, "corrupt", one_line(error), name and str(name), traceback.format_exc(limit=-6))
-
-
 class CollateRest:
     """Collates what could be read. A batch without failures is what it always was."""
 
@@ -163,28 +140,6 @@ class CollateRest:
             return self.collate(samples)
         good = [sample for sample in samples if not isinstance(sample, Failure)]
         return Fetched(self.collate(good) if good else None, failures)
-
-
-def without_failures(
-    taken: list[Any], indices: list[torch.Tensor], bad: BadSamples
-) -> tuple[list[Any], list[torch.Tensor]]:
-    """The batches of a step as far as they could be read, and the samples in each.
-
-    Names what is skipped; raises DataError as the policy says. A skipped sample keeps its place in the step: its batch
-    weighs as much less as it is smaller.
-    """
-    if not any(isinstance(one, Fetched) for one in taken):
-        return taken, indices
-    failures = [failure for one in taken if isinstance(one, Fetched) for failure in one.failures]
-    try:
-        new = bad.note(failures)
-    except DataError as error:
-        raise error from RuntimeError(failures[0].trace)  # the log has the worker's own traceback
-    for failure in new:
-        log.warning("skipped %s: %s", failure.where(), failure.message)
-    rest = [one.batch if isinstance(one, Fetched) else one for one in taken]
-    left = [(batch, bad.without_bad(ids)) for batch, ids in zip(rest, indices, strict=True) if batch is not None]
-    return [batch for batch, _ in left], [ids for _, ids in left]
 
 
 # --------------------------------------------------------------------------- sources
@@ -252,9 +207,24 @@ class SeededSamples(torch.utils.data.Dataset[Any]):
 
 
 class PlannedSource:
-    """Steps of whole batches after a plan. ``consumed`` counts samples over all ranks."""
+    """Steps of whole batches after a plan. ``consumed`` counts samples over all ranks; a skipped one counts as used."""
 
-    plan: EpochPlan
+    def __init__(self, plan: EpochPlan) -> None:
+        self.plan = plan
+
+    def _begin(self, plan: EpochPlan) -> tuple[torch.Tensor, Iterator[Any]]:
+        """The order of the samples, and this rank's micro-batches; None for one of which nothing could be read."""
+        raise NotImplementedError
+
+    def steps(self, epoch: int, consumed: int) -> Iterator[StepData]:
+        """See Source."""
+        plan = replace(self.plan, epoch=epoch, start=consumed)
+        order, drawn = self._begin(plan)
+        for step in range(plan.steps):
+            first, end = plan.span(step)
+            taken = [next(drawn) for _ in plan.shares(step)]
+            names = partial(sample_names, order[first:end])
+            yield StepData([batch for batch in taken if batch is not None], end - first, end, names)
 
     def steps_per_epoch(self) -> int:
         """See Source."""
@@ -276,14 +246,15 @@ class MapSource(PlannedSource):
         collate: Callable[[list[Any]], Any] | None = None,
         augment: Augmentation | None = None,
     ) -> None:
-        self.samples, self.plan, self.loading, self.collate, self.augment = samples, plan, loading, collate, augment
-        self._batches = RankBatches(plan)
+        super().__init__(plan)
+        self.samples, self.loading, self.collate, self.augment = samples, loading, collate, augment
+        self._sampler = RankBatches(plan)
         self._bad = BadSamples(len(samples), loading.on_bad_sample, loading.max_bad_share)
         count = part_of(loading.workers, Ranks(plan.rank, plan.world))
         self._generator = torch.Generator()
         self._loader = torch.utils.data.DataLoader(
             SeededSamples(samples, plan.seed),
-            batch_sampler=self._batches,
+            batch_sampler=self._sampler,
             collate_fn=CollateRest(collate or torch.utils.data.default_collate),
             num_workers=count,
             prefetch_factor=loading.prefetch if count else None,
@@ -293,28 +264,39 @@ class MapSource(PlannedSource):
             generator=self._generator,  # the loader's own draws must not move the run's random state
         )
 
-    def steps(self, epoch: int, consumed: int) -> Iterator[StepData]:
-        """See Source."""
-        plan = replace(self.plan, epoch=epoch, start=consumed)
-        self._batches.begin(plan)
-        self._generator.manual_seed(mix(plan.seed, epoch))
-        order = self._batches
+    def _begin(self, plan: EpochPlan) -> tuple[torch.Tensor, Iterator[Any]]:
+        self._sampler.begin(plan)
+        self._generator.manual_seed(mix(plan.seed, plan.epoch))
+        return self._sampler.order, self._batches(plan, self._sampler.order)
+
+    def _batches(self, plan: EpochPlan, order: torch.Tensor) -> Iterator[Any]:
         before = worker_limits()
-        drawn = iter(self._loader) if len(order) else iter(())
-        for step in range(plan.steps):
-            first, end = plan.span(step)
+        drawn = iter(self._loader)
+        for low, high in plan.all_shares():
             try:
-                taken = [next(drawn) for _ in plan.shares(step)]
+                batch = next(drawn)
             except (RuntimeError, OSError, EOFError) as error:
                 explained = explain_dead_worker(error, before, getattr(drawn, "_workers", ()))
                 if explained is None:
                     raise
                 raise explained from error
-            shares = [order.order[low:high] for low, high in plan.shares(step)]
-            taken, shares = without_failures(taken, shares, self._bad)
-            if self.augment is not None:
-                taken = [self._augmented(*pair, epoch) for pair in zip(taken, shares, strict=True)]
-            yield StepData(taken, end - first, end, partial(sample_names, order.order[first:end]))
+            ids = order[low:high]
+            if isinstance(batch, Fetched):
+                batch, ids = self._without_failures(batch), self._bad.without_bad(ids)
+            if self.augment is not None and batch is not None:
+                device = self.loading.device
+                batch = self.augment(to_device(batch, device), plan.seed, plan.epoch, ids.to(device))
+            yield batch
+
+    def _without_failures(self, fetched: Fetched) -> Any:
+        """What could be read. Names what is skipped; raises DataError as the policy says."""
+        try:
+            new = self._bad.note(fetched.failures)
+        except DataError as error:
+            raise error from RuntimeError(fetched.failures[0].trace)  # the log has the worker's own traceback
+        for failure in new:
+            log.warning("skipped %s: %s", failure.where(), failure.message)
+        return fetched.batch
 
     def resized(self, batch_size: int, accumulation: int) -> MapSource:
         """See Source."""
@@ -323,11 +305,6 @@ class MapSource(PlannedSource):
         self.close()
         plan = replace(self.plan, batch_size=batch_size, accumulation=accumulation)
         return MapSource(self.samples, plan, self.loading, self.collate, self.augment)
-
-    def _augmented(self, batch: Any, indices: torch.Tensor, epoch: int) -> Any:
-        assert self.augment is not None
-        device = self.loading.device
-        return self.augment(to_device(batch, device), self.plan.seed, epoch, indices.to(device))
 
     def close(self) -> None:
         """See Source. Left to themselves the workers would notice up to five seconds later that we are gone."""
@@ -474,23 +451,23 @@ class FeedSource(PlannedSource):
     """A map-style data set behind the feed: the batches of MapSource, already on the device."""
 
     def __init__(self, loader: FeedLoader, plan: EpochPlan) -> None:
-        self.loader, self.plan = loader, plan
+        super().__init__(plan)
+        self.loader = loader
 
-    def steps(self, epoch: int, consumed: int) -> Iterator[StepData]:
-        """See Source. A skipped sample counts as used."""
-        plan = replace(self.plan, epoch=epoch, start=consumed)
+    def _begin(self, plan: EpochPlan) -> tuple[torch.Tensor, Iterator[Any]]:
         order = PlannedOrder(plan)
         self.loader.regroup(order)
-        self.loader.set_epoch(epoch)
+        self.loader.set_epoch(plan.epoch)
+        return order.permutation, self._batches(order.batches_per_epoch())
+
+    def _batches(self, count: int) -> Iterator[Any]:
         drawn = iter(self.loader)
         try:
-            for step in range(plan.steps):
-                first, end = plan.span(step)
-                taken = [next(drawn) for _ in plan.shares(step)]
-                if step == plan.steps - 1:
+            for number in range(count):
+                batch = next(drawn)
+                if number == count - 1:
                     next(drawn, None)  # lets the feed end its epoch: nobody may ask for more after the last step
-                ids = order.permutation[first:end]
-                yield StepData(taken, end - first, end, partial(sample_names, ids))
+                yield batch
         finally:
             drawn.close()  # type: ignore[attr-defined]
 

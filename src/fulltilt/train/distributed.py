@@ -1,10 +1,9 @@
-"""Ranks under torchrun or Slurm: who we are, how they meet and agree, how gradients come together (DDP, FSDP2)."""
+"""Ranks under torchrun: who we are, how they meet and agree, how gradients come together (DDP, FSDP2)."""
 
 from __future__ import annotations
 
 import datetime
 import os
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,48 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fulltilt.errors import MachineError, UsageError
 from fulltilt.train.job import Loss
-
-# The ports that no service and no outgoing connection takes for itself.
-_PORTS = range(20_000, 32_000)
-
-
-def slurm_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT of a task of an srun step. Pure.
-
-    Empty outside a step of several tasks: a batch script is no rank. What is set already stays as it is.
-    """
-    tasks = env.get("SLURM_STEP_NUM_TASKS", "1")
-    if "SLURM_PROCID" not in env or "SLURM_STEP_ID" not in env or tasks == "1":
-        return {}
-    numbers = [env.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
-    job, step = (int(number) if number.isdigit() else 0 for number in numbers)
-    found = {
-        "RANK": env["SLURM_PROCID"],
-        "WORLD_SIZE": tasks,
-        "LOCAL_RANK": env.get("SLURM_LOCALID", "0"),
-        "LOCAL_WORLD_SIZE": _tasks_on(env.get("SLURM_NODEID", "0"), env.get("SLURM_STEP_TASKS_PER_NODE", "1")),
-        "MASTER_ADDR": first_host(env.get("SLURM_STEP_NODELIST", "")) or "127.0.0.1",
-        "MASTER_PORT": str(_PORTS[(job * 16 + step) % len(_PORTS)]),  # alike on all ranks, another for each step
-    }
-    return {name: env.get(name, value) for name, value in found.items()}
-
-
-def first_host(nodes: str) -> str:
-    """The first host of a Slurm list: ``gpu[03-05,9]`` gives ``gpu03``."""
-    match = re.match(r"([^,\[]*)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodes)
-    return "".join(part or "" for part in match.groups()) if match else ""
-
-
-def _tasks_on(node: str, tasks_per_node: str) -> str:
-    """``2(x3),1`` are two tasks on each of three nodes and one on the fourth."""
-    counts = [
-        count for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node) for _ in range(int(times or 1))
-    ]
-    return counts[int(node)] if node.isdigit() and int(node) < len(counts) else "1"
-
-
-# --------------------------------------------------------------------------- ranks
-
 
 _AFTER_THE_WATCHDOG_S = 30.0
 
@@ -74,10 +31,13 @@ class Ranks:
 
 
 def detect(environment: Mapping[str, str] | None = None) -> Ranks:
-    """Our place as torchrun states it, or Slurm's srun where torchrun is not in between; otherwise one process."""
+    """Our place as torchrun states it; otherwise one process. Raises UsageError under srun without torchrun."""
     env = os.environ if environment is None else environment
     if "RANK" not in env or "WORLD_SIZE" not in env:
-        env = slurm_environment(env)
+        if "SLURM_PROCID" in env and env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+            what = f"srun started {env['SLURM_STEP_NUM_TASKS']} processes that do not know of each other"
+            raise UsageError(what, "Let srun start one torchrun on each machine: srun --ntasks-per-node=1 torchrun ...")
+        return Ranks()
     defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     try:
         return Ranks(*(int(env.get(name, default)) for name, default in defaults.items()))
@@ -94,8 +54,6 @@ def device_of(name: str, local_rank: int) -> torch.device:
     present = torch.cuda.device_count()
     if local_rank < present:
         return torch.device("cuda", local_rank)
-    if present == 1 and "SLURM_LOCALID" in os.environ:
-        return torch.device("cuda", 0)  # srun --gpus-per-task=1 shows each rank its own GPU only
     raise UsageError(
         f"this machine has {present} GPUs for {local_rank + 1} or more ranks", "Start one rank a GPU, or device: cpu."
     )
@@ -139,8 +97,6 @@ class Group:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             # Our own watchdog should be first: it writes the stacks. NCCL's would abort without a word for the user.
             timeout = datetime.timedelta(seconds=timeout_s + _AFTER_THE_WATCHDOG_S)
-            for name, value in slurm_environment(os.environ).items():
-                os.environ.setdefault(name, value)  # torch looks for the first rank's address there
             try:
                 # With a device it connects at once, where a failure can still be told.
                 on = device if device.type == "cuda" else None

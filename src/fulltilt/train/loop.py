@@ -32,56 +32,6 @@ from fulltilt.train.stop import StopRequest, Watchdog
 from fulltilt.train.train_state import Hook, Outcome, StepEnd, TrainState
 
 
-class Saving:
-    """The saves of one run. All ranks call all of this together; the first one writes."""
-
-    def __init__(self, state: TrainState, watchdog: Watchdog) -> None:
-        self._state, self._watchdog = state, watchdog
-        self._memory = HostMemory()
-        self._saved_at: tuple[int, int] | None = self._here() if state.progress.step else None
-
-    @property
-    def up_to_date(self) -> bool:
-        """The present state is saved already, or is being written."""
-        return self._saved_at == self._here()
-
-    def save(self, metric: float | None = None, *, background: bool = True) -> None:
-        """Save the present state unless it is saved; a ``metric`` is always worth a save."""
-        self.wait_for_disk()
-        if self.up_to_date and metric is None:
-            return
-        snapshot = self.freeze(metric)
-        if snapshot is not None:
-            self._state.writer.save(snapshot, background=background)
-        self._saved_at = self._here()
-
-    def freeze(self, metric: float | None = None) -> Snapshot | None:
-        """The state as it is now, for the writer; None on the other ranks.
-
-        Raises Diverged rather than keep weights that nothing can be trained from: the checkpoint before is better.
-        """
-        state = self._state
-        broken = state.broken_weights()
-        if state.group.agree([broken is not None])[0]:
-            what = f"the weights are no longer finite at step {state.progress.step}: {broken or 'on another rank'}"
-            raise Diverged(what, "Lower lr, set clip_norm, or train in a wider precision.")
-        self.wait_for_disk()  # what is being written lies in the memory that is used now
-        self._watchdog.beat(f"saving step {state.progress.step}")
-        state.share_buffers()
-        return train_state.freeze(state, metric, self._memory)
-
-    def wait_for_disk(self) -> None:
-        """Wait until everything saved is on the disk. Raises what the writer met."""
-        self._watchdog.beat("waiting for the disk")
-        self._state.writer.wait()
-
-    def _here(self) -> tuple[int, int]:
-        return self._state.progress.step, self._state.progress.epoch
-
-
-# --------------------------------------------------------------------------- the loop
-
-
 def train(
     job: Job,
     settings: TrainSettings,
@@ -129,7 +79,9 @@ class Loop:
         rank = state.group.ranks.rank
         self.profiler = StepProfiler(state.settings.profile_steps, state.out, rank, state.screen, record)
         self.readout: AsyncMetrics[tuple[int, StepData]] = AsyncMetrics(state.device)
-        self.saving = Saving(state, watchdog)
+        self._memory = HostMemory()
+        # What the newest checkpoint holds, or the one being written.
+        self._saved_at: tuple[int, int] | None = self._here() if state.progress.step else None
         self.metrics: dict[str, float] = {}
 
     @property
@@ -154,7 +106,7 @@ class Loop:
                 raise
             raise explained from error
         with self.record.checkpoint():
-            self.saving.wait_for_disk()
+            self._wait_for_disk()
         state.screen.end(self.metrics)
         best, newest = state.history.best, state.writer.newest
         return Outcome(progress.step, progress.epoch, self.metrics, best, newest, state.guard.skipped)
@@ -247,7 +199,8 @@ class Loop:
         """The metrics. An evaluation that fails or is to stop loses no step: it is done again after a resume."""
         state = self.state
         with self.record.checkpoint():
-            before = None if self.saving.up_to_date or state.stepper.placement.lockstep else self.saving.freeze()
+            saved = self._saved_at == self._here()
+            before = None if saved or state.stepper.placement.lockstep else self._freeze()
         averaged = state.ema.applied(state.model) if state.ema is not None else contextlib.nullcontext()
         try:
             with self.record.validation():
@@ -285,7 +238,7 @@ class Loop:
             if verdict.why is not None:
                 state.screen.warn(f"{verdict.why}; {data.names()}")
             if verdict.action == "stop":
-                self.saving.wait_for_disk()
+                self._wait_for_disk()
                 remedy = "Lower lr, lengthen the warm-up, set clip_norm, or look at the samples named above."
                 raise Diverged(f"{verdict.why}; {state.guard.rollbacks} rollbacks done", remedy)
             if verdict.action == "rollback":
@@ -295,7 +248,7 @@ class Loop:
     def _roll_back(self, why: str) -> None:
         """Take the weights of the last checkpoint and go on behind the data that led here."""
         state = self.state
-        self.saving.wait_for_disk()
+        self._wait_for_disk()
         state.group.barrier()
         found = newest_complete(state.root).checkpoint
         if found is None:
@@ -310,15 +263,43 @@ class Loop:
     # ----------------------------------------------------------------------- saving
 
     def _save(self, metric: float | None = None, *, background: bool = True) -> None:
+        """Save the present state unless it is saved; a ``metric`` is always worth a save. All ranks take part."""
         self._judge(everything=True)
         with self.record.checkpoint():
-            self.saving.save(metric, background=background)
+            self._wait_for_disk()
+            if self._saved_at != self._here() or metric is not None:
+                snapshot = self._freeze(metric)
+                if snapshot is not None:
+                    self.state.writer.save(snapshot, background=background)
+                self._saved_at = self._here()
             self.stop.pause_done()
+
+    def _freeze(self, metric: float | None = None) -> Snapshot | None:
+        """The state as it is now, for the writer; None on the other ranks.
+
+        Raises Diverged rather than keep weights that nothing can be trained from: the checkpoint before is better.
+        """
+        state = self.state
+        broken = state.broken_weights()
+        if state.group.agree([broken is not None])[0]:
+            what = f"the weights are no longer finite at step {state.progress.step}: {broken or 'on another rank'}"
+            raise Diverged(what, "Lower lr, set clip_norm, or train in a wider precision.")
+        self._wait_for_disk()  # what is being written lies in the memory that is used now
+        self.watchdog.beat(f"saving step {state.progress.step}")
+        state.share_buffers()
+        return train_state.freeze(state, metric, self._memory)
+
+    def _wait_for_disk(self) -> None:
+        self.watchdog.beat("waiting for the disk")
+        self.state.writer.wait()
+
+    def _here(self) -> tuple[int, int]:
+        return self.state.progress.step, self.state.progress.epoch
 
     def _stop_here(self) -> NoReturn:
         state = self.state
         self._save(background=False)
-        self.saving.wait_for_disk()
+        self._wait_for_disk()
         state.group.barrier()  # a launcher that sees one rank gone ends the others, also one that still writes
         reason = self.stop.reason or "another rank was asked to stop"
         where = f"step {state.progress.step} is saved in {state.root}"

@@ -23,7 +23,7 @@ from fulltilt.diagnosis.forecast import forecast
 from fulltilt.errors import FulltiltError
 from fulltilt.figures import clean
 from fulltilt.probes.host import rates_between, read_counters
-from fulltilt.records import Buckets, GpuReading, HostReading, Sample
+from fulltilt.records import GpuReading, HostReading, Sample
 from fulltilt.report.console import can_redraw, encodable
 from fulltilt.report.status_line import memory_line, status_line
 from fulltilt.train.config import TrainSettings
@@ -187,7 +187,6 @@ class Screen:
         self._last: int | None = None  # the step of the epoch that training gets to
         self._done = self._shown_at = self._resumed_at = 0
         self._samples = self._batches = self._queued = 0
-        self._waited_s = 0.0
         self._began_s = self._shown_s = time.monotonic()
         self._trained_s: float | None = None
 
@@ -244,7 +243,6 @@ class Screen:
         self._asked = batch_size or self._asked
         self._samples = self._batches = self._queued = 0
         self.waits_s = []
-        self._waited_s = 0.0
         self._peak = self._trained_s = None
         self._began_s = self._shown_s = time.monotonic()
         if self._on_gpu:
@@ -252,7 +250,6 @@ class Screen:
 
     def loaded(self, wait_s: float, batches: int = 1) -> None:
         """The loop waited this long for the ``batches`` of a step."""
-        self._waited_s += wait_s
         self.waits_s.append(wait_s / max(batches, 1))
 
     def stepped(self, samples: int, batches: int = 1) -> None:
@@ -314,11 +311,6 @@ class Screen:
     def outlook(self, history: Sequence[tuple[float, float]], target: float, mode: Literal["max", "min"]) -> None:
         """When the watched metric will reach its target, at the pace of the epoch that has just ended."""
         self.say(f"Forecast: {forecast(history, target, time.monotonic() - self._began_s, mode).sentence}")
-
-    def epoch_so_far(self) -> Buckets:
-        """What the screen itself knows of the epoch's time: how much of it was waiting for data."""
-        passed_s = time.monotonic() - self._began_s
-        return Buckets(data_wait_s=self._waited_s, host_code_s=max(passed_s - self._waited_s, 0.0))
 
     def end(self, metrics: dict[str, float]) -> None:
         """The run is over."""

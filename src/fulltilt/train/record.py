@@ -33,7 +33,7 @@ from fulltilt.recorder.loaders.loader_hooks import described, tap_on
 from fulltilt.recorder.rank_files import WARN_AFTER_S, Following
 from fulltilt.recorder.recording import Ended, LoopMarks, RunFiles, job_root
 from fulltilt.recorder.session import Session
-from fulltilt.records import Buckets, LoaderRecord, RankRecord, RunRecord, Sample, Settings
+from fulltilt.records import RankRecord, RunRecord, Sample, Settings
 from fulltilt.report.answer import explain
 from fulltilt.report.terminal import verdict_lines
 from fulltilt.train.config import TrainSettings
@@ -81,62 +81,31 @@ NAMED = ("batch_size", "accumulation", "workers", "prefetch", "residency", "prec
 
 
 class IdleGpu:
-    """Listens to the samples of a training on a GPU. ``recorded`` is its run folder, None when there is none."""
+    """Listens to the samples of a training on a GPU that is recorded into ``folder``."""
 
-    def __init__(self, settings: TrainSettings, screen: Screen, recorded: Path | None) -> None:
+    def __init__(self, settings: TrainSettings, screen: Screen, folder: Path) -> None:
         self._settings, self._screen = settings, screen
-        self._following = Following(recorded) if recorded is not None else None
-        self._usable_cpus = cpu_capacity().usable
+        self._following = Following(folder)
         self._samples: deque[Sample] = deque(maxlen=int(WARN_AFTER_S))
         self._told: set[str] = set()
 
     def __call__(self, sample: Sample) -> None:
-        """Take one sample and warn if the last twenty seconds call for it."""
+        """Take one sample and warn if the last twenty seconds call for it, once for each cause."""
         self._samples.append(sample)
         used = [gpu.util_pct for one in self._samples for gpu in one.gpus if gpu.util_pct is not None]
-        buckets = self._recent()
+        with contextlib.suppress(RunFolderError):  # told at the end; the training comes first
+            self._following.read()
+        buckets = self._following.recent_buckets(WARN_AFTER_S)
         if not used or buckets.total_s - buckets.startup_s < WARN_AFTER_S:
             return
-        warning = low_gpu_warning(sum(used) / len(used), buckets, self._loader(), self._usable_cpus)
+        loader = next((loader for loader in self._following.loaders if loader.role == "train"), None)
+        warning = low_gpu_warning(sum(used) / len(used), buckets, loader, cpu_capacity().usable)
         cause = likely_cause(buckets, on_gpu=True)
         if warning is not None and cause not in self._told:
             self._told.add(cause)
             now = ", ".join(f"{name} {getattr(self._settings, name)}" for name in NAMED)
             for line in (*warning.splitlines(), f"   - Settings in force: {now}"):
                 self._screen.say(line)
-
-    def _recent(self) -> Buckets:
-        if self._following is None:
-            return self._screen.epoch_so_far()
-        try:
-            self._following.read()
-        except RunFolderError:
-            return Buckets()  # told at the end; the training comes first
-        return self._following.recent_buckets(WARN_AFTER_S)
-
-    def _loader(self) -> LoaderRecord:
-        settings, waits_s = self._settings, self._screen.waits_s
-        return LoaderRecord(
-            loader_id=0,
-            role="train",
-            where=None,
-            dataset="",
-            dataset_len=None,
-            iterable=False,
-            batch_size=settings.batch_size,
-            num_workers=settings.workers,
-            prefetch_factor=settings.prefetch,
-            pin_memory=True,
-            persistent_workers=True,
-            drop_last=settings.drop_last,
-            shuffle=True,
-            sampler=None,
-            collate=None,
-            start_method=None,
-            made_by=ENGINE,
-            batches=len(waits_s),
-            wait_s=sum(waits_s),
-        )
 
 
 # --------------------------------------------------------------------------- torch.profiler
@@ -152,7 +121,6 @@ class StepProfiler:
 
     def __init__(self, steps: int | None, out: Path, rank: int, screen: Screen, marks: LoopMarks) -> None:
         self._folder, self._rank, self._screen, self._marks = out / "profile", rank, screen, marks
-        self._left = PROFILER_SKIPS + PROFILER_WARM_UP + (steps or 0)
         self._profile: Any = None
         self._number = 0
         if steps is not None:
@@ -170,17 +138,14 @@ class StepProfiler:
         if self._profile is not None:
             self._number = number
             self._profile.step()
-            self._left -= 1
-            if self._left <= 0:
-                self.__exit__()
 
     def __exit__(self, *_: object) -> None:
-        profile, self._profile = self._profile, None
-        if profile is not None:
-            profile.stop()
+        if self._profile is not None:
+            self._profile.stop()
             self._marks.mark_profiling(False)
 
     def _write(self, profile: Any) -> None:
+        self._marks.mark_profiling(False)
         path = self._folder / f"step-{self._number:08d}.rank-{self._rank}.json.gz"
         try:
             folder = store.OwnedFolder.around(self._folder)
@@ -218,16 +183,13 @@ class TrainingRecord(LoopMarks):
         state = self._state
         if state.screen.sampled:
             self._watch.listeners.append(state.screen.note)
-        attached = self._session is not None  # then `fulltilt run` warns
-        if not attached and state.settings.record:
+        if self._session is None and state.settings.record:  # else `fulltilt run` records, and warns
             try:
                 self._begin()
             except Exception as error:
                 state.screen.warn(f"this run is not recorded: {error}")
-        if state.screen.speaks and state.device.type == "cuda" and not attached:
-            self._watch.listeners.append(
-                IdleGpu(state.settings, state.screen, state.out if self._own is not None else None)
-            )
+        if state.screen.speaks and state.device.type == "cuda" and self._own is not None:
+            self._watch.listeners.append(IdleGpu(state.settings, state.screen, state.out))
         # Nobody writes into the folder before the first rank has cleared it.
         state.group.barrier()
         return self
