@@ -20,9 +20,8 @@ import pytest
 import torch
 
 from fulltilt.errors import MachineError
-from fulltilt.train import guards
 from fulltilt.train.config import TrainSettings
-from fulltilt.train.guards import WorkerLimits, explain_dead_worker
+from fulltilt.train.guards import explain_dead_worker
 from fulltilt.train.loop import train
 from fulltilt.train.train_state import StepEnd
 from tests.faults import victim
@@ -136,20 +135,11 @@ def dead_process(code: int) -> Any:
     return types.SimpleNamespace(sentinel=reader, exitcode=code)
 
 
-def test_the_kernels_own_counter_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guards, "worker_limits", lambda: WorkerLimits(2, None))
-    error = RuntimeError("DataLoader worker (pid 9) is killed by signal: Killed. ")
-    explained = explain_dead_worker(error, WorkerLimits(1, None))
-    assert explained is not None
-    assert explained.what == "a loader worker died: the kernel's OOM killer ended it"
-    assert explain_dead_worker(RuntimeError("shapes do not match"), WorkerLimits(1, None)) is None
-
-
 def test_a_connection_that_a_dying_worker_broke_is_explained() -> None:
-    explained = explain_dead_worker(ConnectionResetError(104, "Connection reset by peer"), None, [dead_process(-9)])
+    explained = explain_dead_worker(ConnectionResetError(104, "Connection reset by peer"), [dead_process(-9)])
     assert explained is not None
     assert "OOM killer" in explained.what
-    assert explain_dead_worker(FileNotFoundError(2, "No such file", "a.jpg"), None, [dead_process(0)]) is None
+    assert explain_dead_worker(FileNotFoundError(2, "No such file", "a.jpg"), [dead_process(0)]) is None
 
 
 @pytest.mark.slow

@@ -18,8 +18,9 @@ class Graph:
     def __init__(self) -> None:
         self.nodes = torch.ones(2)
 
-    def to(self, device: torch.device) -> None:
+    def to(self, device: torch.device) -> Graph:
         self.nodes = self.nodes.to(device)
+        return self
 
 
 def test_what_moves_itself_is_moved_beside_tensors() -> None:

@@ -139,6 +139,18 @@ def test_a_run_that_ends_within_an_epoch_counts_down_to_its_own_end(
     assert re.findall(r" (\d+)% .* ETA (.*) loss", stream.getvalue()) == [("1", "2 min"), ("2", "1 min"), ("3", "0 s")]
 
 
+def test_the_rate_is_that_of_the_last_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    stream = io.StringIO()
+    screen = Screen(tmp_path, stream=stream)
+    screen.epoch_begins(0, 100, 0)
+    for step in range(100):
+        now[0] += 60.0 if step == 0 else 0.5  # compiling
+        screen.step(StepFigures(step + 1, 0.5, 1.0, bad=False), 8)
+    assert re.findall(r"([\d.]+) samples/s ETA (.*) loss", stream.getvalue())[-2:] == [("16", "5 s"), ("16", "0 s")]
+
+
 def test_the_screen_knows_how_many_steps_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int | None] = []
     begins = Screen.epoch_begins

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Sized
 from pathlib import Path
 
@@ -49,7 +48,7 @@ def enter_stage(state: TrainState, epoch: int) -> None:
     thawed = names != state.trained
     if thawed:
         if not names:
-            raise UsageError(_nothing_moves(stage, has_parameters=bool(named)))
+            raise UsageError(f"stage {stage.name}: the model has no parameter that is trained")
         for name, parameter in named.items():
             parameter.requires_grad_(name in names)
     if index != state.stage_index:
@@ -82,20 +81,8 @@ def _optimizer(state: TrainState) -> torch.optim.Optimizer:
     made = make(state.model, state.settings, state.device)
     if not isinstance(made, torch.optim.Optimizer):
         raise UsageError(f"optimizer(model, settings, device) returned {type(made).__name__}, which is no optimizer")
-    closure = inspect.signature(made.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise UsageError(
-            f"{type(made).__name__} asks for the loss several times a step through a closure; the engine has none",
-            "Take one that steps without a closure, such as AdamW or SGD.",
-        )
     optimizers.note_rates(made, state.settings.lr)
     return made
-
-
-def _nothing_moves(stage: Stage, *, has_parameters: bool) -> str:
-    if not has_parameters:
-        return "the model has no parameters, so there is nothing to train"
-    return f"stage {stage.name}: all parameters of the model are frozen, so there is nothing to train"
 
 
 # --------------------------------------------------------------------------- the whole
@@ -245,9 +232,6 @@ def _check_model(job: Job) -> None:
         raise UsageError(f"the model should be a torch.nn.Module, not {type(job.model).__name__}")
     if not callable(job.loss):
         raise UsageError(f"the loss should be a function of model and batch, not {type(job.loss).__name__}")
-    lazy = [name for name, p in job.model.named_parameters() if isinstance(p, torch.nn.UninitializedParameter)]
-    if lazy:
-        raise UsageError(f"{lazy[0]} has no shape yet: its layer is lazy", "Run one batch through the model first.")
     if isinstance(job.loss, torch.nn.Module):
         known = {id(parameter) for parameter in job.model.parameters()}
         own = [name for name, p in job.loss.named_parameters() if p.requires_grad and id(p) not in known]
@@ -328,7 +312,8 @@ def _restore(state: TrainState, folder: Path) -> None:
         _average_from_here(state)
         state.screen.say("The average of the weights begins here: the checkpoint has none")
     if changed:
-        state.screen.say(f"Changed since: {', '.join(state.kept_settings.changes)}")
+        then, now = state.kept_settings.before, state.kept_settings.now
+        state.screen.say(f"Changed since: {', '.join(f'{name} {then[name]} → {now[name]}' for name in changed)}")
     if consumed and "samples" in changed:
         state.screen.warn(
             f"the rest of epoch {epoch + 1} is drawn from the changed data: a sample may come twice, or not"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from fulltilt.feed.loader import to_device as moved_to
 from fulltilt.feed.sample_reader import BadSamples, Failure, Policy, ShapesDiffer, failure_of
 from fulltilt.feed.tiers import Residency
 from fulltilt.train.distributed import Ranks, part_of
-from fulltilt.train.guards import explain_dead_worker, worker_limits
+from fulltilt.train.guards import explain_dead_worker
 from fulltilt.train.sampler import EpochPlan, RankBatches, sample_seed
 from fulltilt.train.stop import listen_in_worker
 
@@ -155,25 +155,6 @@ class StepData:
     names: Callable[[], str]
 
 
-class Source(Protocol):
-    """Gives the steps of an epoch from a position on."""
-
-    def steps(self, epoch: int, consumed: int) -> Iterator[StepData]:
-        """The steps left in ``epoch`` after ``consumed`` (samples or batches) were used."""
-
-    def steps_per_epoch(self) -> int | None:
-        """Steps of a whole epoch, or None if nobody knows."""
-
-    def steps_done(self, consumed: int) -> int:
-        """How many steps of an epoch ``consumed`` makes."""
-
-    def resized(self, batch_size: int, accumulation: int) -> Source:
-        """The same data in other batches."""
-
-    def close(self) -> None:
-        """End the workers."""
-
-
 @dataclass(frozen=True, slots=True)
 class LoaderSettings:
     """How samples are fetched, and where they are kept. ``workers`` is the total over the ranks."""
@@ -217,7 +198,7 @@ class PlannedSource:
         raise NotImplementedError
 
     def steps(self, epoch: int, consumed: int) -> Iterator[StepData]:
-        """See Source."""
+        """The steps left in ``epoch`` after ``consumed`` (samples, or ready batches) were used."""
         plan = replace(self.plan, epoch=epoch, start=consumed)
         order, drawn = self._begin(plan)
         for step in range(plan.steps):
@@ -227,12 +208,19 @@ class PlannedSource:
             yield StepData([batch for batch in taken if batch is not None], end - first, end, names)
 
     def steps_per_epoch(self) -> int:
-        """See Source."""
+        """Steps of a whole epoch."""
         return self.plan.steps
 
     def steps_done(self, consumed: int) -> int:
-        """See Source."""
+        """How many steps of an epoch ``consumed`` makes."""
         return consumed // self.plan.step_samples
+
+    def resized(self, batch_size: int, accumulation: int) -> PlannedSource:
+        """The same data in other batches."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the workers."""
 
 
 class MapSource(PlannedSource):
@@ -270,13 +258,12 @@ class MapSource(PlannedSource):
         return self._sampler.order, self._batches(plan, self._sampler.order)
 
     def _batches(self, plan: EpochPlan, order: torch.Tensor) -> Iterator[Any]:
-        before = worker_limits()
         drawn = iter(self._loader)
         for low, high in plan.all_shares():
             try:
                 batch = next(drawn)
             except (RuntimeError, OSError, EOFError) as error:
-                explained = explain_dead_worker(error, before, getattr(drawn, "_workers", ()))
+                explained = explain_dead_worker(error, getattr(drawn, "_workers", ()))
                 if explained is None:
                     raise
                 raise explained from error
@@ -299,7 +286,7 @@ class MapSource(PlannedSource):
         return fetched.batch
 
     def resized(self, batch_size: int, accumulation: int) -> MapSource:
-        """See Source."""
+        """See PlannedSource."""
         if (batch_size, accumulation) == (self.plan.batch_size, self.plan.accumulation):
             return self
         self.close()
@@ -307,7 +294,7 @@ class MapSource(PlannedSource):
         return MapSource(self.samples, plan, self.loading, self.collate, self.augment)
 
     def close(self) -> None:
-        """See Source. Left to themselves the workers would notice up to five seconds later that we are gone."""
+        """See PlannedSource. Left to themselves the workers would notice up to five seconds later that we are gone."""
         iterator = getattr(self._loader, "_iterator", None)
         if iterator is not None:
             iterator._shutdown_workers()
@@ -322,7 +309,7 @@ class BatchSource:
         self.iterable, self.accumulation, self.world = iterable, accumulation, world
 
     def steps(self, epoch: int, consumed: int) -> Iterator[StepData]:
-        """See Source. ``consumed`` counts batches of this rank."""
+        """See PlannedSource. ``consumed`` counts batches of this rank."""
         positioned = hasattr(self.iterable, "begin_at")  # the feed's loaders find any batch without drawing to it
         if positioned:
             self.iterable.begin_at(epoch, consumed)
@@ -345,22 +332,25 @@ class BatchSource:
             yield StepData(taken, samples, consumed, lambda span=span: span)  # type: ignore[misc]
 
     def steps_per_epoch(self) -> int | None:
-        """See Source."""
+        """Steps of a whole epoch, or None if nobody knows."""
         try:
             return -(-len(self.iterable) // self.accumulation)
         except TypeError:
             return None
 
     def steps_done(self, consumed: int) -> int:
-        """See Source."""
+        """See PlannedSource."""
         return consumed // self.accumulation
 
     def resized(self, batch_size: int, accumulation: int) -> BatchSource:  # noqa: ARG002 - the batches are ready-made
-        """See Source. Only the accumulation can change."""
+        """See PlannedSource. Only the accumulation can change."""
         return BatchSource(self.iterable, accumulation, self.world)
 
     def close(self) -> None:
-        """See Source. The iterable's workers are its owner's."""
+        """See PlannedSource. The iterable's workers are its owner's."""
+
+
+Source = PlannedSource | BatchSource
 
 
 class WorkerStart:
@@ -472,11 +462,11 @@ class FeedSource(PlannedSource):
             drawn.close()  # type: ignore[attr-defined]
 
     def resized(self, batch_size: int, accumulation: int) -> FeedSource:
-        """See Source. What the feed keeps stays kept."""
+        """See PlannedSource. What the feed keeps stays kept."""
         return FeedSource(self.loader, replace(self.plan, batch_size=batch_size, accumulation=accumulation))
 
     def close(self) -> None:
-        """See Source."""
+        """See PlannedSource."""
         self.loader.close()
 
 

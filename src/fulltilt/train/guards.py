@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
-import shutil
 import signal
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -155,37 +152,10 @@ class MicroBatch(Stateful):
 # --------------------------------------------------------------------------- loader workers
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLimits:
-    """What the machine says about the moment. None where it does not say."""
-
-    oom_kills: int | None
-    shm_free_bytes: int | None
-
-
-def worker_limits() -> WorkerLimits:
-    """The cgroup's count of OOM kills and the free bytes of /dev/shm, now."""
-    kills = None
-    for path in (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control")):
-        try:
-            match = re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE)
-        except OSError:
-            continue
-        kills = int(match[1]) if match else None
-        break
-    try:
-        free = shutil.disk_usage("/dev/shm").free
-    except OSError:
-        free = None
-    return WorkerLimits(kills, free)
-
-
-def explain_dead_worker(
-    error: BaseException, before: WorkerLimits | None = None, workers: Sequence[BaseProcess] = ()
-) -> MachineError | None:
+def explain_dead_worker(error: BaseException, workers: Sequence[BaseProcess] = ()) -> MachineError | None:
     """The cause and the fix when ``error`` is torch's word for a dead or starved worker; None for any other error.
 
-    ``before`` are the limits when the workers were well; their exit codes tell more than torch passes on.
+    The exit codes of ``workers`` tell more than torch passes on.
     """
     text = str(error)
     if not workers and "DataLoader worker" not in text:
@@ -197,11 +167,9 @@ def explain_dead_worker(
     def died_of(number: signal.Signals) -> bool:
         return f"killed by signal: {signal.strsignal(number)}" in text or -number in codes
 
-    now = worker_limits()
     if "shared memory" in text or "bus error" in text.lower() or died_of(signal.SIGBUS):
-        room = f" ({now.shm_free_bytes / 2**20:,.0f} MiB free)" if now.shm_free_bytes is not None else ""
         return MachineError(
-            f"a loader worker ran out of shared memory: /dev/shm is too small{room}",
+            "a loader worker ran out of shared memory: /dev/shm is too small",
             "Give the container more (docker run --shm-size=8g), or lower workers or prefetch.",
         )
     told = "DataLoader worker" in text and ("unexpectedly" in text or "killed by signal" in text)
@@ -210,9 +178,10 @@ def explain_dead_worker(
     if not (told or cut_off):
         return None
     if died_of(signal.SIGKILL):
-        counted = before is not None and (now.oom_kills or 0) > (before.oom_kills or 0)
-        cause = "the kernel's OOM killer ended it" if counted else "it got SIGKILL, most likely from the OOM killer"
-        return MachineError(f"a loader worker died: {cause}", "Lower workers or prefetch, or give the job more memory.")
+        return MachineError(
+            "a loader worker died: it got SIGKILL, most likely from the OOM killer",
+            "Lower workers or prefetch, or give the job more memory.",
+        )
     hint = "; do not open HDF5 files before the workers start" if died_of(signal.SIGSEGV) else ""
     return MachineError(
         f"a loader worker died: {(text.strip() or type(error).__name__).splitlines()[0][:160]}",

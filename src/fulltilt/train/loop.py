@@ -23,11 +23,11 @@ from fulltilt.train.checkpoint import HostMemory, Snapshot, newest_complete
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.data_source import StepData, split_batch, to_device
 from fulltilt.train.distributed import Group
-from fulltilt.train.guards import RankDoesNotFit, StepFigures, explain_dead_worker, is_out_of_memory, worker_limits
+from fulltilt.train.guards import RankDoesNotFit, StepFigures, explain_dead_worker, is_out_of_memory
 from fulltilt.train.job import Job, plain_metrics, value_and_means
 from fulltilt.train.metrics_log import AsyncMetrics, EpochTotals
 from fulltilt.train.progress import Screen
-from fulltilt.train.record import MachineWatch, StepProfiler, TrainingRecord
+from fulltilt.train.record import StepProfiler, TrainingRecord
 from fulltilt.train.stop import StopRequest, Watchdog
 from fulltilt.train.train_state import Hook, Outcome, StepEnd, TrainState
 
@@ -59,11 +59,9 @@ def train(
         cleanup.enter_context(state.screen)
         cleanup.enter_context(watchdog)
         resume(state, resume_from=None if resume_from is None else Path(resume_from), fresh=fresh)
-        watch = MachineWatch(began_ns)
-        loop = Loop(state, stop, watchdog, TrainingRecord(state, began_ns, watch), on_step)
+        loop = Loop(state, stop, watchdog, TrainingRecord(state, began_ns), on_step)
         if loop.steps_left:  # a run that was done already keeps the record that it has
             cleanup.enter_context(loop.record)
-            cleanup.enter_context(watch)
             cleanup.enter_context(loop.profiler)
         return loop.run()
 
@@ -95,13 +93,12 @@ class Loop:
         state.screen.begin(state.job.name, state.settings, state.precision.name, state.epochs, state.gpu_names())
         if not self.steps_left:
             state.screen.say(f"Nothing is left to train: step {progress.step} is done already; --fresh begins anew")
-        around = worker_limits()
         try:
             while self.steps_left:
                 self._epoch()
         except RuntimeError as error:
             # torch raises the death of a worker wherever the training thread stands, also in the middle of a step.
-            explained = explain_dead_worker(error, around)
+            explained = explain_dead_worker(error)
             if explained is None:
                 raise
             raise explained from error

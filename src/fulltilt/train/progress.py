@@ -11,6 +11,7 @@ import shutil
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -154,6 +155,8 @@ def _one_row(text: str) -> str:
 REFRESH_SHARE = 0.1
 LOG_EVERY_S = 60.0
 DRAW_EVERY_S = 0.2
+# The rate that is shown is that of the last seconds: a slow first step, or a disk that got slow, shows as it is.
+RATE_OVER_S = 10.0
 
 
 class Screen:
@@ -189,6 +192,7 @@ class Screen:
         self._samples = self._batches = self._queued = 0
         self._began_s = self._shown_s = time.monotonic()
         self._trained_s: float | None = None
+        self._recent: deque[tuple[float, int, int]] = deque()  # time, steps and samples of the epoch by then
 
     def __enter__(self) -> Screen:
         if self.speaks:
@@ -245,6 +249,7 @@ class Screen:
         self.waits_s = []
         self._peak = self._trained_s = None
         self._began_s = self._shown_s = time.monotonic()
+        self._recent = deque([(self._began_s, done, 0)])
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats()
 
@@ -270,16 +275,18 @@ class Screen:
         self._global_step = figures.step
         tenth = max(int((self._steps or 10) * REFRESH_SHARE), 1)
         now = time.monotonic()
+        self._recent.append((now, self._done, self._samples))
+        while len(self._recent) > 2 and now - self._recent[1][0] >= RATE_OVER_S:
+            self._recent.popleft()
         pause_s = DRAW_EVERY_S if self._terminal.live else LOG_EVERY_S
         fresh_tenth = self._done - self._shown_at >= tenth
         if fresh_tenth or now - self._shown_s >= pause_s:
             self._shown_at = self._done if fresh_tenth else self._shown_at
             self._shown_s = now
             if self.speaks:
-                self._terminal.bar(self._bar(figures, now))
+                self._terminal.bar(self._bar(figures))
         if (figures.step % self._log_every == 0) if self._log_every else fresh_tenth:
-            rate = self._samples / max(now - self._began_s, 1e-9)
-            figures_now = {"loss": figures.loss, "grad_norm": figures.grad_norm, "samples_per_s": rate}
+            figures_now = {"loss": figures.loss, "grad_norm": figures.grad_norm, "samples_per_s": self._rates()[1]}
             self._trackers.log(figures_now, figures.step)
 
     def epoch_trained(self) -> None:
@@ -326,13 +333,18 @@ class Screen:
 
     # ----------------------------------------------------------------------- how it looks
 
-    def _bar(self, figures: StepFigures, now: float) -> list[str]:
-        rate = self._samples / max(now - self._began_s, 1e-9)
+    def _rates(self) -> tuple[float, float]:
+        """Steps and samples a second, of late."""
+        (began_s, steps, samples), (now_s, done, all_samples) = self._recent[0], self._recent[-1]
+        passed_s = max(now_s - began_s, 1e-9)
+        return (done - steps) / passed_s, (all_samples - samples) / passed_s
+
+    def _bar(self, figures: StepFigures) -> list[str]:
+        steps_per_s, samples_per_s = self._rates()
         where = f"Epoch {self._epoch + 1}/{self._epochs} {bar_text(self._done, self._steps)}"
-        parts = [where, f"{rate_text(rate)} samples/s"]
-        if self._last and self._done > self._resumed_at:
-            left = (self._last - self._done) * (now - self._began_s) / (self._done - self._resumed_at)
-            parts.append(f"ETA {words.seconds(round(left))}")
+        parts = [where, f"{rate_text(samples_per_s)} samples/s"]
+        if self._last:
+            parts.append(f"ETA {words.seconds(round((self._last - self._done) / steps_per_s))}")
         parts.append(f"loss {figures.loss:.4g}")
         line = " ".join([*parts, metrics_text(watched_metric(self._metrics, self._watched))]).rstrip()
         return [line] if self.latest is None else [line, status_line(self.latest)]

@@ -42,41 +42,6 @@ from fulltilt.train.job import samples_in
 from fulltilt.train.progress import Screen
 from fulltilt.train.train_state import TrainState
 
-Listener = Callable[[Sample], None]
-
-
-class MachineWatch:
-    """Samples the machine inside its ``with`` block and tells every listener; without listeners it does nothing."""
-
-    def __init__(self, t0_ns: int) -> None:
-        self.listeners: list[Listener] = []
-        self._t0_ns = t0_ns
-        self._sampler: Sampler | None = None
-
-    @cached_property
-    def gpus(self) -> Gpus:
-        """The GPUs of the job, opened when they are first asked for: the driver may take its time."""
-        return Gpus.open(root_pid=job_root())
-
-    def __enter__(self) -> MachineWatch:
-        if self.listeners:
-            self._sampler = Sampler(self._tell, gpus=self.gpus, host=HostProbe(job_root()), t0=self._t0_ns * 1e-9)
-            self._sampler.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # A thread that is still in the driver would read on in what closing gives back: the process would crash.
-        if self._sampler is not None and self._sampler.stop():
-            self.gpus.close()
-
-    def _tell(self, sample: Sample) -> None:
-        for listener in self.listeners:
-            listener(sample)
-
-
-# --------------------------------------------------------------------------- little GPU use
-
-
 NAMED = ("batch_size", "accumulation", "workers", "prefetch", "residency", "precision", "compile", "channels_last")
 
 
@@ -171,10 +136,12 @@ PATIENCE_S = 3.0
 class TrainingRecord(LoopMarks):
     """Records one attempt, from its first step to its end however that comes."""
 
-    def __init__(self, state: TrainState, t0_ns: int, watch: MachineWatch) -> None:
+    def __init__(self, state: TrainState, t0_ns: int) -> None:
         # Under `fulltilt run` this process is being recorded already; then only the marks are of use.
         super().__init__(attach.current)
-        self._state, self._t0_ns, self._watch = state, t0_ns, watch
+        self._state, self._t0_ns = state, t0_ns
+        self._listeners: list[Callable[[Sample], None]] = []
+        self._sampler: Sampler | None = None
         self._own: Session | None = None
         self._files: RunFiles | None = None
         self._tap: LoaderTap | None = None
@@ -182,23 +149,35 @@ class TrainingRecord(LoopMarks):
     def __enter__(self) -> TrainingRecord:
         state = self._state
         if state.screen.sampled:
-            self._watch.listeners.append(state.screen.note)
+            self._listeners.append(state.screen.note)
         if self._session is None and state.settings.record:  # else `fulltilt run` records, and warns
             try:
                 self._begin()
             except Exception as error:
                 state.screen.warn(f"this run is not recorded: {error}")
         if state.screen.speaks and state.device.type == "cuda" and self._own is not None:
-            self._watch.listeners.append(IdleGpu(state.settings, state.screen, state.out))
+            self._listeners.append(IdleGpu(state.settings, state.screen, state.out))
         # Nobody writes into the folder before the first rank has cleared it.
         state.group.barrier()
+        if self._listeners:
+            self._sampler = Sampler(self._tell, gpus=self._gpus, host=HostProbe(job_root()), t0=self._t0_ns * 1e-9)
+            self._sampler.start()
         return self
+
+    @cached_property
+    def _gpus(self) -> Gpus:
+        """The GPUs of the job, opened when they are first asked for: the driver may take its time."""
+        return Gpus.open(root_pid=job_root())
+
+    def _tell(self, sample: Sample) -> None:
+        for listener in self._listeners:
+            listener(sample)
 
     def _begin(self) -> None:
         state = self._state
         if state.group.first:
-            self._files = RunFiles(state.out, state.job.name, self._t0_ns, self._watch.gpus, _asked(state))
-            self._watch.listeners.append(self._files.take)
+            self._files = RunFiles(state.out, state.job.name, self._t0_ns, self._gpus, _asked(state))
+            self._listeners.append(self._files.take)
             if self._files.aside is not None:
                 _mark_killed(self._files.aside)
         self._own = self._session = Session(torch, state.out, self._t0_ns)
@@ -210,6 +189,9 @@ class TrainingRecord(LoopMarks):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # A thread that is still in the driver would read on in what closing gives back: the process would crash.
+        if self._sampler is not None and self._sampler.stop():
+            self._gpus.close()
         self._session = None
         if self._own is not None:
             self._own.finish()

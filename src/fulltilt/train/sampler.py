@@ -7,6 +7,7 @@ number of ranks, and the ranks share each of its micro-batches out among them; e
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from fulltilt.feed import draws
+from fulltilt.feed.dataset_objects import Generators
 from fulltilt.feed.draws import mix
 
 
@@ -55,27 +57,17 @@ def seed_everything(seed: int, rank: int = 0) -> None:
 @contextlib.contextmanager
 def sample_seed(seed: int, epoch: int, index: int) -> Iterator[None]:
     """Within it, random draws depend on (seed, epoch, index) only; the run's own generators then go on undisturbed."""
+    generators = _generators(numpy_is_there="numpy" in sys.modules)
     # A worker process has no run of its own to protect, and putting states back costs more than seeding.
-    kept = None if torch.utils.data.get_worker_info() is not None else _host_states()
-    mixed = draws.sample_seed(seed, epoch, index)
-    random.seed(mixed)
-    torch.default_generator.manual_seed(mixed)  # not torch.manual_seed, which would also reseed the GPUs
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(mixed)
-    try:
+    in_worker = torch.utils.data.get_worker_info() is not None
+    with contextlib.nullcontext() if in_worker else generators.untouched():
+        generators.seed(draws.sample_seed(seed, epoch, index))
         yield
-    finally:
-        if kept is not None:
-            random.setstate(kept[0])
-            torch.default_generator.set_state(kept[1])
-            if numpy is not None and kept[2] is not None:
-                numpy.random.set_state(kept[2])
 
 
-def _host_states() -> tuple[Any, torch.Tensor, Any]:
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), torch.default_generator.get_state(), numpy.random.get_state() if numpy else None
+@functools.cache
+def _generators(*, numpy_is_there: bool) -> Generators:  # noqa: ARG001 - a library that comes later brings one more
+    return Generators()
 
 
 # --------------------------------------------------------------------------- which samples

@@ -76,11 +76,6 @@ class KeptSettings:
         """The settings that differ from the checkpoint's."""
         return [name for name in self.now if name in self.before and self.before[name] != self.now[name]]
 
-    @property
-    def changes(self) -> list[str]:
-        """What differs from the checkpoint's settings, in words."""
-        return [f"{name} {self.before[name]} → {self.now[name]}" for name in self.changed]
-
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint."""
         return self.now
