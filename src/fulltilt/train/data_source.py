@@ -420,23 +420,6 @@ def make_source(
     raise UsageError(f"data of type {type(data).__name__} is neither a data set nor an iterable of batches")
 
 
-class PlannedOrder:
-    """An epoch plan as the feed asks for it: this rank's micro-batches of the steps that are left."""
-
-    def __init__(self, plan: EpochPlan) -> None:
-        self.plan, self.seed, self.batch_size = plan, plan.seed, plan.rank_batch_size
-        self.permutation = plan.order()
-
-    def batches(self, epoch: int) -> list[torch.Tensor]:
-        """The sample numbers of each micro-batch; the plan is of this ``epoch`` alone."""
-        assert epoch == self.plan.epoch
-        return [self.permutation[low:high] for low, high in self.plan.all_shares()]
-
-    def batches_per_epoch(self) -> int:
-        """How many micro-batches this rank has."""
-        return len(self.plan.all_shares())
-
-
 class FeedSource(PlannedSource):
     """A map-style data set behind the feed: the batches of MapSource, already on the device."""
 
@@ -445,10 +428,10 @@ class FeedSource(PlannedSource):
         self.loader = loader
 
     def _begin(self, plan: EpochPlan) -> tuple[torch.Tensor, Iterator[Any]]:
-        order = PlannedOrder(plan)
-        self.loader.regroup(order)
+        batches = RankBatches(plan)
+        self.loader.regroup(batches)
         self.loader.set_epoch(plan.epoch)
-        return order.permutation, self._batches(order.batches_per_epoch())
+        return batches.order, self._batches(len(batches))
 
     def _batches(self, count: int) -> Iterator[Any]:
         drawn = iter(self.loader)
@@ -472,7 +455,7 @@ class FeedSource(PlannedSource):
 
 def _fed(data: Any, plan: EpochPlan, loading: LoaderSettings, augment: Augmentation | None) -> FeedSource | None:
     """The data set behind the feed; None for samples that are no fixed-shape tensors and need the worker path."""
-    order = PlannedOrder(plan)
+    order = RankBatches(plan)
     try:
         found = inspect(data, policy=loading.on_bad_sample, workers=loading.workers)
     except ShapesDiffer:

@@ -104,7 +104,6 @@ class Loop:
             raise explained from error
         with self.record.checkpoint():
             self._wait_for_disk()
-        state.screen.end(self.metrics)
         best, newest = state.history.best, state.writer.newest
         return Outcome(progress.step, progress.epoch, self.metrics, best, newest, state.guard.skipped)
 
@@ -133,7 +132,11 @@ class Loop:
                 self._stop_here()  # the workers got the same signal as we did; the last step is whole
             if data is None:
                 if begins and progress.consumed == 0:
-                    raise _no_batch(progress.epoch)
+                    what = f"the data gave no batch in epoch {progress.epoch + 1}"
+                    remedy = (
+                        "If it can be gone through only once (a generator), give an object whose iter() begins anew."
+                    )
+                    raise UsageError(what, remedy)
                 break
             state.screen.loaded(time.perf_counter() - began, len(data.batches))
             self._step(data)
@@ -301,13 +304,6 @@ class Loop:
         reason = self.stop.reason or "another rank was asked to stop"
         where = f"step {state.progress.step} is saved in {state.root}"
         raise StoppedEarly(f"stopped: {reason}; {where}", "Run the same command again to go on from there.")
-
-
-def _no_batch(epoch: int) -> UsageError:
-    return UsageError(
-        f"the data gave no batch in epoch {epoch + 1}",
-        "If it can be gone through only once (a generator), give an object whose iter() begins anew.",
-    )
 
 
 # --------------------------------------------------------------------------- evaluation

@@ -319,10 +319,6 @@ class Screen:
         """When the watched metric will reach its target, at the pace of the epoch that has just ended."""
         self.say(f"Forecast: {forecast(history, target, time.monotonic() - self._began_s, mode).sentence}")
 
-    def end(self, metrics: dict[str, float]) -> None:
-        """The run is over."""
-        self.debug(f"done: {metrics_text(metrics)}")
-
     def note(self, sample: Sample) -> None:
         """What the machine does now; called from the sampler's thread."""
         if sample.host.cpu_pct is None and self._before_sampling is not None:

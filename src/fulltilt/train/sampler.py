@@ -33,7 +33,7 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_rng(states: dict[str, Any], device: torch.device) -> None:
-    """Put back what ``capture`` took. A GPU state is left out when the run now has no GPU."""
+    """Put back what ``rng_state`` took. A GPU state is left out when the run now has no GPU."""
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     if "numpy" in states:
@@ -133,9 +133,10 @@ class EpochPlan:
 
 
 class RankBatches:
-    """A batch sampler for a DataLoader: this rank's micro-batches of the present plan as ``(epoch, index)`` pairs.
+    """This rank's micro-batches of the steps that a plan has left, as a DataLoader and the feed ask for them.
 
-    The loader and its workers live as long as the run; ``begin`` gives them the plan of the next epoch.
+    A DataLoader's workers live as long as the run: as its batch sampler this gives ``(epoch, index)`` pairs, and
+    ``begin`` goes on with the plan of the next epoch.
     """
 
     def __init__(self, plan: EpochPlan) -> None:
@@ -143,17 +144,21 @@ class RankBatches:
 
     def begin(self, plan: EpochPlan) -> None:
         """Go on with another plan from the next ``iter`` on."""
-        self.plan = plan
+        self.plan, self.seed, self.batch_size = plan, plan.seed, plan.rank_batch_size
         self.order = plan.order()
 
-    @property
-    def batch_size(self) -> int:
-        """Where torch's own samplers have it: reports ask there."""
-        return self.plan.rank_batch_size
+    def batches(self, epoch: int) -> list[torch.Tensor]:
+        """The sample numbers of each micro-batch; the plan is of this ``epoch`` alone."""
+        assert epoch == self.plan.epoch
+        return [self.order[low:high] for low, high in self.plan.all_shares()]
+
+    def batches_per_epoch(self) -> int:
+        """How many micro-batches this rank has."""
+        return len(self.plan.all_shares())
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        for low, high in self.plan.all_shares():
-            yield [(self.plan.epoch, index) for index in self.order[low:high].tolist()]
+        for indices in self.batches(self.plan.epoch):
+            yield [(self.plan.epoch, index) for index in indices.tolist()]
 
     def __len__(self) -> int:
-        return len(self.plan.all_shares())
+        return self.batches_per_epoch()
