@@ -67,8 +67,8 @@ def _cut(node: Any, first: int, end: int, total: int) -> Any:
         return node[first:end] if node.ndim and node.shape[0] == total else node
     if isinstance(node, Mapping):
         return {key: _cut(value, first, end, total) for key, value in node.items()}
-    nested = torch.Tensor | Mapping | tuple | list
-    if isinstance(node, list) and len(node) == total and not any(isinstance(child, nested) for child in node):
+    plain = isinstance(node, list) and not any(isinstance(one, torch.Tensor | Mapping | tuple | list) for one in node)
+    if plain and len(node) == total:
         return node[first:end]
     if isinstance(node, list | tuple):
         parts = [_cut(value, first, end, total) for value in node]
