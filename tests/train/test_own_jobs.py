@@ -170,7 +170,6 @@ def loss(model: Any, batch: Any) -> torch.Tensor:
         ({"model": None}, {}, "should be a torch.nn.Module"),
         ({"model": torch.nn.ReLU()}, {}, "no parameter that is trained"),
         ({"stages": (Stage("none", 1, frozen=("*",)),)}, {}, "no parameter that is trained"),
-        ({"optimizer": lambda m, s, d: torch.optim.LBFGS(m.parameters())}, {}, "LBFGS asks for the loss several times"),
         ({"optimizer": lambda m, s, d: None}, {}, "which is no optimizer"),
         ({"data": Samples()}, {}, "does not say whether it gives samples or batches"),
         ({"data": (x for x in [(torch.zeros(2, 6), torch.ones(2))])}, {"max_steps": 9, "epochs": 9}, "in epoch 2"),

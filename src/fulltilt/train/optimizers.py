@@ -49,14 +49,9 @@ def note_rates(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group.setdefault("lr_factor", float(group["lr"]) / lr)
 
 
-def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """True when ``step`` itself looks at a flag on the device, so that a bad step is skipped without asking the GPU."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
 def step_unless(optimizer: torch.optim.Optimizer, bad: torch.Tensor) -> None:
     """Step, unless ``bad`` (0.0 or 1.0 on the device). Waits for the device only if the optimizer is not fused."""
-    if bad.is_cuda and can_skip_on_device(optimizer):
+    if bad.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False):  # it looks at the flag on the device
         optimizer.grad_scale = None  # type: ignore[attr-defined]
         optimizer.found_inf = bad  # type: ignore[attr-defined]
         try:
