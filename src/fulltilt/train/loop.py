@@ -119,7 +119,7 @@ class Loop:
         left = None if most is None else most - progress.step
         state.screen.epoch_begins(progress.epoch, state.source.steps_per_epoch(), done, asked, left)
         self.record.mark_epoch(progress.epoch)
-        steps = self.record.steps(state.source.steps(progress.epoch, progress.consumed))
+        steps = state.source.steps(progress.epoch, progress.consumed)
         begins = progress.consumed == 0
         while not self._steps_used_up():
             self.watchdog.beat(f"waiting for the data of step {progress.step + 1}")

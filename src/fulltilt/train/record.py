@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -28,8 +28,7 @@ from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.host import HostProbe, cpu_capacity
 from fulltilt.probes.sampler import Sampler
 from fulltilt.recorder import attach
-from fulltilt.recorder.loaders import ENGINE, LoaderTap, TappedIterator
-from fulltilt.recorder.loaders.loader_hooks import described, tap_on
+from fulltilt.recorder.loaders import ENGINE
 from fulltilt.recorder.rank_files import WARN_AFTER_S, Following
 from fulltilt.recorder.recording import Ended, LoopMarks, RunFiles, job_root
 from fulltilt.recorder.session import Session
@@ -37,8 +36,7 @@ from fulltilt.records import RankRecord, RunRecord, Sample, Settings
 from fulltilt.report.answer import explain
 from fulltilt.report.terminal import verdict_lines
 from fulltilt.train.config import TrainSettings
-from fulltilt.train.data_source import BatchSource, MapSource, StepData, samples_in_batch
-from fulltilt.train.job import samples_in
+from fulltilt.train.data_source import BatchSource
 from fulltilt.train.progress import Screen
 from fulltilt.train.train_state import TrainState
 
@@ -144,7 +142,6 @@ class TrainingRecord(LoopMarks):
         self._sampler: Sampler | None = None
         self._own: Session | None = None
         self._files: RunFiles | None = None
-        self._tap: LoaderTap | None = None
 
     def __enter__(self) -> TrainingRecord:
         state = self._state
@@ -155,6 +152,9 @@ class TrainingRecord(LoopMarks):
                 self._begin()
             except Exception as error:
                 state.screen.warn(f"this run is not recorded: {error}")
+        # torch's loaders and the feed's are measured by themselves
+        if isinstance(state.source, BatchSource) and not hasattr(state.source.iterable, "begin_at"):
+            state.source.iterable = self.loader(state.source.iterable)
         if state.screen.speaks and state.device.type == "cuda" and self._own is not None:
             self._listeners.append(IdleGpu(state.settings, state.screen, state.out))
         # Nobody writes into the folder before the first rank has cleared it.
@@ -211,47 +211,6 @@ class TrainingRecord(LoopMarks):
     def communication(self) -> contextlib.AbstractContextManager[None]:
         """See LoopMarks. A rank that is alone waits for nobody."""
         return contextlib.nullcontext() if self._state.group.alone else super().communication()
-
-    def steps(self, drawn: Iterator[StepData]) -> Iterator[StepData]:
-        """The steps of an epoch with the wait for each of them measured."""
-        source, session = self._state.source, self._session
-        if session is None or _has_a_loader(source):
-            return drawn  # torch's own loader is measured at its own next()
-        if self._tap is None:
-            self._tap = tap_on(session.taps, _describe(self._state), None, made_by=ENGINE)
-        self._tap.passes += 1
-        return _MeasuredSteps(session.taps, self._tap, drawn)
-
-
-class _MeasuredSteps(TappedIterator):
-    """Counts the samples of a step on this rank."""
-
-    def _count(self, batch: StepData) -> int | None:
-        tap, samples = self._tap, sum(samples_in_batch(one) for one in batch.batches)
-        tap.batches += 1
-        tap.samples += samples
-        tap.counted = True
-        tap.inspect(batch.batches)
-        return samples
-
-
-def _has_a_loader(source: Any) -> bool:
-    if isinstance(source, BatchSource):
-        return isinstance(source.iterable, torch.utils.data.DataLoader)
-    return isinstance(source, MapSource)
-
-
-def _describe(state: TrainState) -> dict[str, Any]:
-    data: Any = state.job.data
-    settings = state.settings
-    return described(
-        data,
-        dataset_len=samples_in(data),
-        iterable=not hasattr(data, "__getitem__"),
-        batch_size=settings.batch_size,
-        num_workers=settings.workers,
-        persistent_workers=settings.workers > 0,
-    )
 
 
 def _asked(state: TrainState) -> Settings:
