@@ -1,6 +1,5 @@
 """What happened over time, thinned for drawing."""
 
-import random
 from dataclasses import replace
 from itertools import pairwise
 
@@ -8,38 +7,7 @@ import pytest
 
 from fulltilt.records import BUCKETS, Buckets, HostReading, Sample, Span
 from fulltilt.report import series
-from fulltilt.report.series import Stretch
 from tests.report import examples
-
-
-def stretches(count: int, length_s: float = 1.0, gap_at: int | None = None) -> list[Stretch]:
-    noise = random.Random(1)
-    shift = 0.0
-    made = []
-    for i in range(count):
-        if i == gap_at:
-            shift = 50 * length_s
-        value = noise.random()
-        made.append(Stretch(i * length_s + shift, (i + 1) * length_s + shift, value, value, value))
-    return made
-
-
-@pytest.mark.parametrize("count", [1, 150, 151, 299, 5000])
-def test_thinning_keeps_the_extremes_and_the_bound(count):
-    given = stretches(count)
-    points = series.thin(given, wall_s=float(count))
-    assert len(points) <= series.POINTS
-    assert min(p.low for p in points) == min(s.value for s in given)
-    assert max(p.high for p in points) == max(s.value for s in given)
-    assert all(p.low <= p.value <= p.high for p in points)
-    mean = sum(s.value for s in given) / count
-    assert sum(p.value for p in points) / len(points) == pytest.approx(mean, rel=0.02)
-
-
-@pytest.mark.parametrize("count", [100, 2000])
-def test_a_gap_starts_a_new_line(count):
-    points = series.thin(stretches(count, gap_at=count // 2), wall_s=count + 50.0)
-    assert [p.new_line for p in points].count(True) == 2
 
 
 def test_the_ledger_over_time_closes_in_every_slice():

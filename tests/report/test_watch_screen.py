@@ -9,14 +9,9 @@ from rich.cells import cell_len
 
 from fulltilt.records import GpuProcess, GpuReading, HostReading, JobProcess, Sample
 from fulltilt.report.watch_screen import (
-    _LAYOUTS,
     ASCII,
     UPWARD,
     WatchView,
-    _height,
-    _machine,
-    bar,
-    cells,
     chart_rows,
     watch_lines,
 )
@@ -73,7 +68,6 @@ def test_zero_is_drawn_and_not_measured_is_blank() -> None:
 
 def test_without_block_characters_a_chart_is_ascii() -> None:
     assert "".join(chart_rows([0.0, 30.0, 100.0], 3, 1, 100.0, blocks=False)) == ".:#"
-    assert bar(0.5, 4, blocks=False) == "##  "
 
 
 @given(
@@ -95,16 +89,6 @@ def test_a_higher_value_is_never_drawn_lower(values: list[float], height: int) -
     drawn = [sum(UPWARD.index(row[column]) for row in rows) for column in range(len(values))]
     order = sorted(range(len(values)), key=lambda column: values[column])
     assert [drawn[column] for column in order] == sorted(drawn)
-
-
-@given(st.floats(-1, 2), st.integers(0, 50))
-def test_a_bar_keeps_its_width(share: float, width: int) -> None:
-    assert len(bar(share, width)) == width
-
-
-def test_cells_give_one_character_a_value() -> None:
-    assert cells([0.0, 50.0, 100.0], 100.0) == "▁▄█"
-    assert cells([], 100.0) == ""
 
 
 # --------------------------------------------------------------------------- the screen
@@ -229,14 +213,6 @@ def test_names_with_control_codes_are_made_harmless() -> None:
 def test_a_terminal_without_block_characters_gets_none() -> None:
     shown = text(dataclasses.replace(view(), blocks=False))
     assert not set(shown) & (set(UPWARD) - {" "})
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 8])
-@pytest.mark.parametrize("width", [50, 80, 160, 240])
-def test_the_height_is_known_without_drawing(count: int, width: int) -> None:
-    gpus = tuple(dataclasses.replace(T4, index=n) for n in range(count))
-    for layout in _LAYOUTS:
-        assert len(_machine(view(gpus), width, layout)) == _height(view(gpus), width, layout)
 
 
 @example(samples=[], jobs=[JobProcess(1, "\n", 0, None, None, "\n")], width=28, height=10)

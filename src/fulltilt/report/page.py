@@ -25,7 +25,6 @@ from fulltilt.report.page_charts import (
     ledger_table,
     machine_charts,
     phase_class,
-    speed_bars,
     step_charts,
     step_lanes,
 )
@@ -324,7 +323,6 @@ def _verdict(run: Run, diagnosis: Diagnosis) -> Markup:
         running if record.state == "running" else None,
         element("p", run_view.not_valid(invalid), class_="running") if invalid is not None else None,
         element("dl", _key_figures(diagnosis), class_="tiles"),
-        speed_bars(diagnosis.throughput, diagnosis.ceilings),
         element(
             "p",
             element("b", record.name),
@@ -341,6 +339,8 @@ def _key_figures(diagnosis: Diagnosis) -> list[Markup]:
     speed, gpus = diagnosis.throughput, diagnosis.gpu
     facts = [
         ("samples/s", figures.number(speed.samples_per_s)),
+        ("loader ceiling", figures.number(diagnosis.ceilings.loader_samples_per_s)),
+        ("compute ceiling", figures.number(diagnosis.ceilings.compute_samples_per_s)),
         ("GPU use", figures.pct_range([gpu.util_pct for gpu in gpus])),
         ("SM active", figures.pct_range([gpu.sm_active_pct for gpu in gpus])),
         ("steps", figures.whole(speed.steps)),
@@ -428,21 +428,12 @@ def _comparison(runs: Sequence[Reported]) -> list[Child]:
             "header",
             element("p", "Comparison", class_="eyebrow info"),
             element("h1", f"{len(runs)} runs side by side"),
-            element("dl", _speeds(names, runs), class_="tiles"),
             class_="verdict",
         ),
         section("Settings and what came of them", comparison_table(compare(runs), names)),
         section("Where the time went", ledgers),
         section("One step, to one scale", steps),
         section("Each run", [_folded(name, *run) for name, run in zip(names, runs, strict=True)]),
-    ]
-
-
-def _speeds(names: Sequence[str], runs: Sequence[Reported]) -> list[Markup]:
-    rates = [diagnosis.throughput.samples_per_s for _, diagnosis in runs]
-    return [
-        element("div", element("dt", f"samples/s, {name}"), element("dd", figures.number(rate)))
-        for name, rate in zip(names, rates, strict=True)
     ]
 
 

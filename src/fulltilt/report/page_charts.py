@@ -10,7 +10,6 @@ from fulltilt import figures
 from fulltilt.records import (
     BUCKETS,
     Buckets,
-    Ceilings,
     Diagnosis,
     GpuReading,
     HostReading,
@@ -18,7 +17,6 @@ from fulltilt.records import (
     Machine,
     Run,
     Sample,
-    Throughput,
 )
 from fulltilt.report import run_view, series
 from fulltilt.report.markup import Markup, element
@@ -156,33 +154,6 @@ def _lane(lane: Lane, scale_s: float) -> Markup:
     )
 
 
-# --------------------------------------------------------------------------- speed
-
-
-def speed_bars(throughput: Throughput, ceilings: Ceilings) -> Markup | None:
-    """What the job reaches beside what the loader and the GPU could each do alone."""
-    rates = [
-        ("this run", throughput.samples_per_s, "speed-now"),
-        ("the loader alone", ceilings.loader_samples_per_s, "speed-loader"),
-        ("computing alone", ceilings.compute_samples_per_s, "speed-compute"),
-    ]
-    known = [(name, rate, colour) for name, rate, colour in rates if rate is not None]
-    top = max((rate for _, rate, _ in known), default=0.0)
-    if len(known) < 2 or top <= 0:
-        return None
-    rows = [
-        element(
-            "div",
-            element("span", name, class_="speed-name"),
-            _bar([_segment(0.0, rate / top, "", colour, 14)], f"{name}: {figures.number(rate)} samples/s", 14),
-            element("span", element("b", figures.number(rate)), " samples/s", class_="speed-rate"),
-            class_="speed-row",
-        )
-        for name, rate, colour in known
-    ]
-    return element("div", rows, class_="speeds")
-
-
 # --------------------------------------------------------------------------- parts of all bars
 
 
@@ -246,7 +217,7 @@ class Chart:
 def line_chart(chart: Chart) -> Markup | None:
     """The chart, or None when there is nothing to draw."""
     lines = [line for line in chart.lines if line.points]
-    if not lines or chart.wall_s <= 0:
+    if not lines:
         return None
     highest = max(point.high for line in lines for point in line.points) * chart.scale
     # A ceiling far above the data would flatten it; then it is only named.
@@ -265,7 +236,7 @@ def line_chart(chart: Chart) -> Markup | None:
 
 def ledger_chart(shares: Mapping[str, Sequence[float]], wall_s: float) -> Markup | None:
     """Where the time went over the run: buckets stacked to 100 %, compute at the bottom, data wait above it."""
-    if not shares or wall_s <= 0:
+    if not shares:
         return None
     at_the_bottom = ("compute_s", "data_wait_s")
     names = [name for name in (*at_the_bottom, *(n for n in BUCKETS if n not in at_the_bottom)) if name in shares]
@@ -431,10 +402,10 @@ POINTS = 90
 
 def step_charts(run: Run, diagnosis: Diagnosis) -> list[Markup]:
     """Throughput, data wait and the ledger over time, of the first rank."""
-    if not run.spans or diagnosis.throughput.steps == 0:
+    wall_s = series.wall_seconds(run, diagnosis.ledger.wall_s)
+    if not run.spans or diagnosis.throughput.steps == 0 or wall_s <= 0:
         return []
     spans = run.spans[0]
-    wall_s = series.wall_seconds(run, diagnosis.ledger.wall_s)
     of_rank = f", rank {run.ranks[0].rank}" if len(run.ranks) > 1 else ""
     epochs_s = series.epoch_starts(spans)
     epochs_s = epochs_s if len(epochs_s) <= MOST_EPOCHS else ()
@@ -467,6 +438,8 @@ def _ceilings(diagnosis: Diagnosis) -> tuple[Mark, ...]:
 def machine_charts(run: Run, diagnosis: Diagnosis) -> list[Markup]:
     """GPU, CPU, memory and disk over time, as far as they were measured."""
     wall_s = series.wall_seconds(run, diagnosis.ledger.wall_s)
+    if wall_s <= 0:
+        return []
     slots = series.slots(run.samples, wall_s, POINTS)
     gpus = {gpu.uuid: gpu for sample in run.samples for gpu in sample.gpus}
     charts = [

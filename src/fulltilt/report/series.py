@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from statistics import fmean
@@ -19,14 +19,12 @@ STEPS_A_RATE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """A value that held from ``t0_s`` to ``t1_s``, with the extremes seen in it."""
+class Slot(Generic[Reading]):
+    """What becomes one point of a chart. A reading describes the time since the one before."""
 
     t0_s: float
     t1_s: float
-    value: float
-    low: float
-    high: float
+    readings: Sequence[Reading]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,41 +38,32 @@ class Point:
     new_line: bool = False
 
 
-def thin(stretches: Sequence[Stretch], wall_s: float, points: int = POINTS) -> tuple[Point, ...]:
-    """About ``points`` points at most. The minimum and the maximum survive; gaps stay gaps."""
-    if len(stretches) <= points or wall_s <= 0:
-        return _as_points(stretches)
-    return _as_points(_merge(stretches, wall_s / points))
+def _grouped(each: Iterable[Slot[Reading]], wall_s: float, points: int) -> list[Slot[Reading]]:
+    """The slots that end in the same of ``points`` equal parts of the wall time as one."""
+
+    def part(slot: Slot[Reading]) -> int:
+        return min(int(slot.t1_s * points / wall_s), points - 1)
+
+    groups = (list(group) for _, group in groupby(each, key=part))
+    return [Slot(group[0].t0_s, group[-1].t1_s, [slot.readings[0] for slot in group]) for group in groups]
 
 
-def _as_points(stretches: Sequence[Stretch]) -> tuple[Point, ...]:
-    # Half a stretch of slack: clocks are rounded when they are stored.
-    return tuple(
-        Point(
-            (one.t0_s + one.t1_s) / 2,
-            one.value,
-            one.low,
-            one.high,
-            new_line=before is None or one.t0_s - before.t1_s > (one.t1_s - one.t0_s) / 2,
-        )
-        for before, one in zip([None, *stretches], stretches, strict=False)
-    )
-
-
-def _merge(stretches: Iterable[Stretch], width_s: float) -> list[Stretch]:
-    """One stretch for each ``width_s`` of time in which there is any."""
-    slots = groupby(stretches, key=lambda one: int((one.t0_s + one.t1_s) / 2 / width_s))
-    return [_together(list(group)) for _, group in slots]
-
-
-def _together(group: Sequence[Stretch]) -> Stretch:
-    length_s = sum(one.t1_s - one.t0_s for one in group)
-    if length_s > 0:
-        value = sum(one.value * (one.t1_s - one.t0_s) for one in group) / length_s
-    else:
-        value = sum(one.value for one in group) / len(group)
-    low, high = min(one.low for one in group), max(one.high for one in group)
-    return Stretch(group[0].t0_s, group[-1].t1_s, value, low, high)
+def _line(
+    slots: Iterable[Slot[Reading]], figures: Callable[[Sequence[Reading]], tuple[float, float, float] | None]
+) -> tuple[Point, ...]:
+    """One point a slot from its mean, minimum and maximum; where there are none the line has a gap."""
+    points: list[Point] = []
+    before: Slot[Reading] | None = None
+    for slot in slots:
+        known = figures(slot.readings)
+        if known is None:
+            before = None
+            continue
+        # Half a slot of slack: clocks are rounded when they are stored.
+        gap = before is None or slot.t0_s - before.t1_s > (slot.t1_s - slot.t0_s) / 2
+        points.append(Point((slot.t0_s + slot.t1_s) / 2, *known, new_line=gap))
+        before = slot
+    return tuple(points)
 
 
 # --------------------------------------------------------------------------- from spans
@@ -83,51 +72,31 @@ def _together(group: Sequence[Stretch]) -> Stretch:
 def throughput(spans: Iterable[Span], wall_s: float) -> tuple[Point, ...]:
     """Samples per second of one rank while it was stepping, over several steps each: batches may come in bursts."""
     counted = [span for span in spans if span.steps > 0 and span.samples is not None and span.t1_s > span.t0_s]
-    rates: list[Stretch] = []
-    for together in _without_gaps(counted):
-        rates += _rates(together, max(wall_s / POINTS, 1e-9))
-    return _as_points(rates)
+    rates = sum(span.steps for span in counted) / STEPS_A_RATE
+    rate_s = sum(span.t1_s - span.t0_s for span in counted) / max(rates, 1.0)
+    points = max(min(int(wall_s / rate_s), POINTS), 1) if counted else 1
 
+    def rate(together: Sequence[Span]) -> tuple[float, float, float]:
+        samples = sum(span.samples or 0 for span in together)
+        return (samples / sum(span.t1_s - span.t0_s for span in together),) * 3
 
-def _without_gaps(spans: Iterable[Span]) -> Iterator[list[Span]]:
-    """The spans, parted where so much lies between two of them that the line of a chart is broken."""
-    together: list[Span] = []
-    for span in spans:
-        if together and span.t0_s - together[-1].t1_s > (span.t1_s - span.t0_s) / 2:
-            yield together
-            together = []
-        together.append(span)
-    if together:
-        yield together
-
-
-def _rates(spans: Sequence[Span], width_s: float) -> list[Stretch]:
-    """The rates of as many equal parts as have steps enough, each about ``width_s`` long or longer."""
-    t0_s, length_s = spans[0].t0_s, max(spans[-1].t1_s - spans[0].t0_s, width_s)
-    parts = max(min(sum(span.steps for span in spans) // STEPS_A_RATE, int(length_s / width_s)), 1)
-    slots = groupby(spans, key=lambda span: int(((span.t0_s + span.t1_s) / 2 - t0_s) / length_s * parts))
-    return [_rate(list(group)) for _, group in slots]
-
-
-def _rate(spans: Sequence[Span]) -> Stretch:
-    rate = sum(span.samples or 0 for span in spans) / sum(span.t1_s - span.t0_s for span in spans)
-    return Stretch(spans[0].t0_s, spans[-1].t1_s, rate, rate, rate)
+    return _line(_grouped((Slot(span.t0_s, span.t1_s, (span,)) for span in counted), wall_s, points), rate)
 
 
 def data_wait(spans: Iterable[Span], wall_s: float) -> tuple[Point, ...]:
     """Seconds of data wait in each step of one rank; the high edge is the longest single wait."""
-    waits = ((span, span.buckets.data_wait_s / span.steps) for span in spans if span.steps > 0)
-    stretches = [
-        Stretch(span.t0_s, span.t1_s, wait_s, wait_s, max(span.data_wait_max_s or wait_s, wait_s))
-        for span, wait_s in waits
-    ]
-    return thin(stretches, wall_s)
+
+    def wait(together: Sequence[Span]) -> tuple[float, float, float]:
+        each = [span.buckets.data_wait_s / span.steps for span in together]
+        mean_s = sum(span.buckets.data_wait_s for span in together) / sum(span.steps for span in together)
+        return mean_s, min(each), max([*each, *(span.data_wait_max_s or 0.0 for span in together)])
+
+    stepping = (Slot(span.t0_s, span.t1_s, (span,)) for span in spans if span.steps > 0)
+    return _line(_grouped(stepping, wall_s, POINTS), wait)
 
 
 def ledger_over_time(spans: Sequence[Span], wall_s: float, bins: int = POINTS) -> dict[str, tuple[float, ...]]:
     """The share of each bucket that occurs, in ``bins`` equal slices of the wall time."""
-    if wall_s <= 0:
-        return {}
     width_s = wall_s / bins
     slices = {name: [0.0] * bins for name in BUCKETS}
     for span in spans:
@@ -150,29 +119,15 @@ def epoch_starts(spans: Iterable[Span]) -> tuple[float, ...]:
 # --------------------------------------------------------------------------- from samples
 
 
-@dataclass(frozen=True, slots=True)
-class Slot(Generic[Reading]):
-    """The readings that become one point of a chart. A reading describes the time since the one before."""
-
-    t0_s: float
-    t1_s: float
-    readings: Sequence[Reading]
-
-
 def slots(samples: Sequence[Sample], wall_s: float, points: int = POINTS) -> list[Slot[Sample]]:
     """The samples in at most ``points`` slots, so that they are gone through once for each line and no more."""
-    if not samples:
-        return []
     moments = [sample.t_s for sample in samples]
-    first_s = moments[0] - (moments[1] - moments[0] if len(moments) > 1 else 0.0)
+    first_s = 2 * moments[0] - moments[1] if len(moments) > 1 else sum(moments)
     each = [
         Slot(t0_s, t1_s, (sample,))
         for t0_s, t1_s, sample in zip([max(first_s, 0.0), *moments], moments, samples, strict=False)
     ]
-    if len(each) <= points or wall_s <= 0:
-        return each
-    groups = (list(group) for _, group in groupby(each, key=lambda slot: int(slot.t1_s * points / wall_s)))
-    return [Slot(group[0].t0_s, group[-1].t1_s, [slot.readings[0] for slot in group]) for group in groups]
+    return each if len(each) <= points else _grouped(each, wall_s, points)
 
 
 def of_gpu(slots: Iterable[Slot[Sample]], uuid: str) -> list[Slot[GpuReading]]:
@@ -185,17 +140,12 @@ def of_gpu(slots: Iterable[Slot[Sample]], uuid: str) -> list[Slot[GpuReading]]:
 
 def readings(slots: Iterable[Slot[Reading]], figure: Callable[[Reading], float | None]) -> tuple[Point, ...]:
     """One figure over time; where it was not measured there is a gap."""
-    points: list[Point] = []
-    before: Slot[Reading] | None = None
-    for slot in slots:
-        values = [value for one in slot.readings if (value := figure(one)) is not None]
-        if not values:
-            before = None
-            continue
-        gap = before is None or slot.t0_s - before.t1_s > (slot.t1_s - slot.t0_s) / 2
-        points.append(Point((slot.t0_s + slot.t1_s) / 2, fmean(values), min(values), max(values), new_line=gap))
-        before = slot
-    return tuple(points)
+
+    def spread(together: Sequence[Reading]) -> tuple[float, float, float] | None:
+        values = [value for one in together if (value := figure(one)) is not None]
+        return (fmean(values), min(values), max(values)) if values else None
+
+    return _line(slots, spread)
 
 
 def wall_seconds(run: Run, ledger_wall_s: float) -> float:

@@ -17,7 +17,6 @@ from fulltilt.records import GpuReading, HostReading, JobProcess, Sample
 # --------------------------------------------------------------------------- blocks
 
 UPWARD = " ▁▂▃▄▅▆▇█"
-RIGHTWARD = " ▏▎▍▌▋▊▉█"
 ASCII = " .:-=+*%#"
 
 
@@ -42,20 +41,6 @@ def _level(value: float | None, height: int, top: float) -> int:
         return 0
     share = min(max(value / top, 0.0), 1.0) if top > 0 else 0.0
     return max(1, round(share * height * 8))
-
-
-def bar(share: float, width: int, *, blocks: bool = True) -> str:
-    """A bar from the left, ``share`` of ``width`` cells long, padded with spaces."""
-    eighths = round(min(max(share, 0.0), 1.0) * width * 8)
-    full, rest = divmod(eighths, 8)
-    glyphs = RIGHTWARD if blocks else ASCII
-    text = glyphs[8] * full + (glyphs[rest] if rest else "")
-    return text.ljust(width)
-
-
-def cells(values: Sequence[float | None], top: float, *, blocks: bool = True) -> str:
-    """One character a value, for many values in little room."""
-    return chart_rows(values, len(values), 1, top, blocks=blocks)[0] if values else ""
 
 
 # --------------------------------------------------------------------------- parts
@@ -288,32 +273,27 @@ def host_block(view: WatchView, width: int, rows: int) -> list[Text]:
 
 
 def core_lines(cores: Sequence[float], width: int, blocks: bool) -> list[Text]:
-    """Each core as a bar, as a column where there are many, as one character where there are very many."""
-    room = width - LABEL_WIDTH
-    if not cores or room < 1:
-        return []
-    each = room // len(cores)
-    if each >= 12:
-        texts = ["".join(f"{bar(core / 100, each - 8, blocks=blocks)} {core:>3.0f} %  " for core in cores)]
-    elif each >= 2:
-        texts = ["".join(cells([core], 100.0, blocks=blocks) * (each - 1) + " " for core in cores)]
-    else:
-        texts = [cells(cores[start : start + room], 100.0, blocks=blocks) for start in range(0, len(cores), room)]
-    labels = ["cores"] + [""] * (len(texts) - 1)
+    """Each core as a character, in as many lines as that takes."""
+    room = max(width - LABEL_WIDTH, 1)
+    rows = [cores[start : start + room] for start in range(0, len(cores), room)]
     return [
-        Text(label.ljust(LABEL_WIDTH)).append(text.rstrip(), CPU) for label, text in zip(labels, texts, strict=True)
+        Text(("" if place else "cores").ljust(LABEL_WIDTH)).append(
+            chart_rows(row, len(row), 1, 100.0, blocks=blocks)[0], CPU
+        )
+        for place, row in enumerate(rows)
     ]
 
 
 def _ram_line(view: WatchView, width: int) -> Text:
+    """Memory in use over time, of what the machine or the container's limit has."""
     host = view.now.host
     total = host.mem_limit_bytes or host.mem_total_bytes
     if host.mem_used_bytes is None or not total:
         return label_text("RAM", None)
-    share = host.mem_used_bytes / total
     right = f" {used_of(host.mem_used_bytes, total)}" + (" (limit)" if host.mem_limit_bytes else "")
-    room = max(0, width - LABEL_WIDTH - len(right))
-    return label_text("RAM", 100 * share).append(bar(share, room, blocks=view.blocks), RAM).append(right)
+    used = [sample.host.mem_used_bytes for sample in view.samples]
+    chart = chart_rows(used, max(0, width - LABEL_WIDTH - len(right)), 1, total, blocks=view.blocks)[0]
+    return label_text("RAM", 100 * host.mem_used_bytes / total).append(chart, RAM).append(right)
 
 
 def _disk_line(read: Sequence[float | None], width: int, blocks: bool) -> Text:
@@ -332,36 +312,29 @@ def _disk_line(read: Sequence[float | None], width: int, blocks: bool) -> Text:
 __all__ = ["WatchView", "watch_lines"]
 
 _GPU_WIDTH = 76  # below this a GPU's figures do not fit beside its name, and a chart is too short to show a trend
-_MOST_ROWS = 12
 _JOB_ROWS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Rows of each chart, blank lines between the parts, and whether each GPU gets one line only."""
-
-    rows: int
-    gap: int
-    compact: bool = False
-
-
-_LAYOUTS = (
-    *(Layout(rows, gap=1) for rows in range(_MOST_ROWS, 1, -1)),
-    Layout(2, gap=0),
-    Layout(1, gap=1),
-    Layout(1, gap=0),
-    Layout(1, gap=1, compact=True),
-    Layout(1, gap=0, compact=True),
+# Rows of each chart, blank lines between the parts, and whether each GPU gets one line only; the roomiest first.
+Layout = tuple[int, int, bool]
+_LAYOUTS: tuple[Layout, ...] = (
+    *((rows, 1, False) for rows in (12, 9, 7, 5, 4, 3, 2)),
+    (2, 0, False),
+    (1, 1, False),
+    (1, 0, False),
+    (1, 1, True),
+    (1, 0, True),
 )
 
 
 def watch_lines(view: WatchView, width: int, height: int) -> list[Text]:
     """The screen as at most ``height`` lines of at most ``width`` cells, in the roomiest layout that fits."""
     jobs = 2 + min(max(1, len(view.jobs)), _JOB_ROWS)
-    fitting = (layout for layout in _LAYOUTS if _height(view, width, layout) + layout.gap + jobs <= height)
-    layout = next(fitting, _LAYOUTS[-1])
-    blank = [Text()] * layout.gap
-    lines = [*_machine(view, width, layout), *blank]
+    for layout in _LAYOUTS:
+        blank = [Text()] * layout[1]
+        lines = [*_machine(view, width, *layout), *blank]
+        if len(lines) + jobs <= height:
+            break
     lines += job_lines(view, width, max(0, height - len(lines)))
     if len(lines) > height:
         lines = [*lines[: max(0, height - 1)], Text("… enlarge the window to see the rest", DIM)]
@@ -371,51 +344,26 @@ def watch_lines(view: WatchView, width: int, height: int) -> list[Text]:
     return lines[:height]
 
 
-def _machine(view: WatchView, width: int, layout: Layout) -> list[Text]:
+def _machine(view: WatchView, width: int, rows: int, gap: int, compact: bool) -> list[Text]:
     """Everything above the jobs."""
-    blank = [Text()] * layout.gap
+    blank = [Text()] * gap
     gpus = range(len(view.now.gpus))
-    lines = [_header(view, width), *blank]
+    lines = [_header(view, width)]
     if not gpus:
-        lines.append(Text("no GPU", HEAD).append(f"  {clean(view.why_no_gpu or 'none was found')}", PLAIN))
-    elif layout.compact:
-        lines += [gpu_line(view, place, width) for place in gpus]
+        lines += [*blank, Text("no GPU", HEAD).append(f"  {clean(view.why_no_gpu or 'none was found')}", PLAIN)]
+    elif compact:
+        lines += [*blank, *(gpu_line(view, place, width) for place in gpus)]
     else:
-        columns = _columns(view, width)
+        columns = max(1, min(len(gpus), width // _GPU_WIDTH))
         column_width = (width - 2 * (columns - 1)) // columns
         for first in gpus[::columns]:
-            row = [gpu_block(view, place, column_width, layout.rows) for place in gpus[first : first + columns]]
-            lines += [*side_by_side(row, column_width), *blank]
-        lines = lines[: len(lines) - layout.gap]
-    return [*lines, *blank, *host_block(view, width, _host_rows(view, layout))]
-
-
-def _height(view: WatchView, width: int, layout: Layout) -> int:
-    """How many lines `_machine` gives, without drawing them."""
-    gpus = len(view.now.gpus)
-    if not gpus or layout.compact:
-        middle = max(1, gpus)
-    else:
-        has_gpm = any(gpu.sm_active_pct is not None for sample in view.samples for gpu in sample.gpus)
-        rows = -(-gpus // _columns(view, width))
-        middle = rows * (1 + (3 if has_gpm else 2) * layout.rows) + (rows - 1) * layout.gap
-    cores = len(core_lines(view.now.host.cpu_per_core_pct or (), width, view.blocks))
-    return 1 + layout.gap + middle + layout.gap + 1 + _host_rows(view, layout) + cores + 2
-
-
-def _columns(view: WatchView, width: int) -> int:
-    return max(1, min(len(view.now.gpus), width // _GPU_WIDTH))
-
-
-def _host_rows(view: WatchView, layout: Layout) -> int:
-    """The host's chart is the largest only where there is no GPU."""
-    return min(layout.rows, 3) if view.now.gpus else layout.rows
+            blocks = [gpu_block(view, place, column_width, rows) for place in gpus[first : first + columns]]
+            lines += [*blank, *side_by_side(blocks, column_width)]
+    # The host's chart is the largest only where there is no GPU.
+    return [*lines, *blank, *host_block(view, width, min(rows, 3) if gpus else rows)]
 
 
 def _header(view: WatchView, width: int) -> Text:
     left = Text("fulltilt watch", HEAD).append(clean(f"  {view.hostname}  {view.clock}"), PLAIN)
-    ends = ["q quits", f"every {view.interval_s:g} s, q quits"]
-    if view.recording is not None:
-        ends.append(f"recording to {clean(view.recording)}, {ends[-1]}")
-    fitting = [end for end in ends if left.cell_len + 2 + len(end) <= width]
-    return spread(left, Text(fitting[-1] if fitting else "", DIM), width)
+    recording = "" if view.recording is None else f"recording to {clean(view.recording)}, "
+    return spread(left, Text(f"{recording}every {view.interval_s:g} s, q quits", DIM), width)
