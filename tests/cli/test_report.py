@@ -64,7 +64,7 @@ def test_a_run_with_figures_that_are_not_finite_is_shown(report, name, number):
     dice = random.Random(number)
     for file in (*path.glob("*.jsonl"), *path.glob("*.json")):
         # Figures that may be missing; without the others there is no span or sample, which is a damaged line.
-        needed = "t0_s|t1_s|t_s|fetch|idle_s|process_cpu|blocked|seconds|step_s|usable"
+        needed = "t0_s|t1_s|t_s|fetch|idle_s|process_cpu|blocked|seconds|step_s|usable|busy_s|copies_s"
         figures = rf'("(?!{needed})[a-z_]*_(?:s|pct|w|c)": ?)[0-9.e-]+'
         text = re.sub(figures, lambda it: f"{it[1]}{number}" if dice.random() < 0.3 else it[0], file.read_text())
         file.write_text(text)

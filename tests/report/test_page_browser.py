@@ -93,7 +93,7 @@ def test_charts_and_bars_have_a_size(chromium, folder):
             "return [...document.querySelectorAll('.plot, .bar')].map(e => e.getBoundingClientRect())"
             ".map(r => [r.width, r.height])"
         )
-        assert len(sizes) > 15
+        assert len(sizes) > 10
         assert all(w > 100 and h > 10 for w, h in sizes)
         drawn = chromium.run(
             "return [...document.querySelectorAll('.stroke, .area')].map(e => e.getBoundingClientRect().width)"

@@ -13,7 +13,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from fulltilt.report.run_view import Lane, Part, StepPicture, fetching_title
+from fulltilt.report.run_view import Lane, Part, StepPicture, _fetching_title
 from fulltilt.report.terminal import Ink, show, split_cells, step_lines, verdict_lines
 from tests.report import examples
 
@@ -143,8 +143,8 @@ def test_cells_fill_the_bar(lengths, width):
 def test_lines_of_loading_without_workers_are_not_said_to_be_theirs():
     staffed = examples.starved()[0].ranks[0]
     alone = replace(staffed, loaders=tuple(replace(loader, num_workers=0) for loader in staffed.loaders))
-    assert fetching_title(staffed) == "Inside the workers, share of fetching"
-    assert fetching_title(alone) == "Inside the loading, share of fetching"
+    assert _fetching_title(staffed) == "Inside the workers, share of fetching"
+    assert _fetching_title(alone) == "Inside the loading, share of fetching"
 
 
 def test_a_command_can_be_typed_again_as_it_is_shown():

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fulltilt import figures
 from fulltilt.diagnosis.verdict import title
-from fulltilt.records import CheckLine, Diagnosis, Finding, GpuSummary, HotLine, LoaderRecord, Machine, RankRecord, Run
+from fulltilt.records import CheckLine, Diagnosis, Finding, GpuSummary, LoaderRecord, Machine, RankRecord, Run
 from fulltilt.report import run_view
 from fulltilt.report.markup import Child, Markup, element
 from fulltilt.report.page_charts import (
@@ -77,42 +77,25 @@ def _finding_card(finding: Finding) -> Markup:
 
 
 def hot_lines(rank: RankRecord) -> list[Markup]:
-    """Tables of the lines that cost most: in the workers, in the training process, waiting, saving."""
-    fetch_s = sum(work.fetch_s for work in rank.workers)
-    groups = [
-        (run_view.fetching_title(rank), run_view.worker_lines(rank), fetch_s),
-        ("In the training process", rank.host_lines, None),
-        ("Waiting for the GPU", rank.sync_lines, None),
-        ("Saving", rank.checkpoint_lines, None),
-    ]
-    if rank.deep is not None:
-        groups.append(("Synchronising calls, per step", rank.deep.sync_calls, None))
-    if traced := rank.deep or rank.kernels:
-        groups.append(("Kernels, per step", traced.top_kernels, None))
-    return [_line_table(name, lines, total_s) for name, lines, total_s in groups if lines]
-
-
-def _line_table(name: str, lines: Sequence[HotLine], total_s: float | None) -> Markup:
-    costliest = sorted(lines, key=lambda line: -line.seconds)[:MOST_LINES]
-    rows = [
-        element(
-            "tr",
+    """Tables of the lines that cost most."""
+    tables = []
+    for name, lines in run_view.hot_lines(rank, MOST_LINES):
+        rows = [
             element(
-                "td",
-                figures.percent(line.seconds / total_s) if total_s else figures.seconds(line.seconds),
-                class_="figure",
-            ),
-            element(
-                "td",
-                ["in ", line.function, ", ", element("code", line.where, class_="where")]
-                if line.where
-                else element("code", line.function),  # a kernel has no line of its own
-                element("code", figures.brief(line.call, 100), class_="call") if line.call else None,
-            ),
-        )
-        for line in costliest
-    ]
-    return element("div", element("h3", name), element("table", element("tbody", rows), class_="lines"))
+                "tr",
+                element("td", figure, class_="figure"),
+                element(
+                    "td",
+                    ["in ", line.function, ", ", element("code", line.where, class_="where")]
+                    if line.where
+                    else element("code", line.function),  # a kernel has no line of its own
+                    element("code", figures.brief(line.call, 100), class_="call") if line.call else None,
+                ),
+            )
+            for figure, line in lines
+        ]
+        tables.append(element("div", element("h3", name), element("table", element("tbody", rows), class_="lines")))
+    return tables
 
 
 # --------------------------------------------------------------------------- ranks and GPUs
@@ -196,9 +179,8 @@ def checklist(lines: Sequence[CheckLine]) -> Markup | None:
 
 def notes(run: Run, diagnosis: Diagnosis) -> Markup | None:
     """What the recorder noticed, and which rules could not judge."""
-    lines = [*run.warnings, *(note for rank in run.ranks for note in rank.notes)]
-    lines += [f"{line.code} could not be judged: it lacks {line.lacks}" for line in diagnosis.abstained]
-    return element("ul", [element("li", line) for line in dict.fromkeys(lines)], class_="notes") if lines else None
+    lines = run_view.notes(run, diagnosis)
+    return element("ul", [element("li", line) for line in lines], class_="notes") if lines else None
 
 
 def comparison_table(rows: Sequence[Row], names: Sequence[str]) -> Markup:
@@ -229,24 +211,13 @@ def definitions(name: str, pairs: Iterable[tuple[str, str | None]]) -> Markup | 
     return element("div", element("h3", name), element("dl", items))
 
 
-def settings(diagnosis: Diagnosis) -> Markup | None:
-    """The settings in force."""
-    return definitions("Settings", ((name, run_view.setting(value)) for name, value in diagnosis.settings))
-
-
-def deep_look(rank: RankRecord) -> Markup | None:
-    """What the profiler saw in a step."""
-    return definitions("A step under the profiler", run_view.deep_facts(rank.deep)) if rank.deep else None
+_USES = {"train": "training", "eval": "evaluation", "unused": "nothing"}
 
 
 def loaders(rank: RankRecord) -> list[Markup]:
     """Each line that makes DataLoaders that were used, and what came out of them."""
-    shown = [definitions(_loader_name(loader), _loader_facts(loader)) for loader, _ in loader_sites(rank)]
+    shown = [definitions(f"Loader for {_USES[loader.role]}", _loader_facts(loader)) for loader, _ in loader_sites(rank)]
     return [markup for markup in shown if markup is not None]
-
-
-def _loader_name(loader: LoaderRecord) -> str:
-    return f"Loader for {'training' if loader.role == 'train' else 'evaluation'}"
 
 
 def _loader_facts(loader: LoaderRecord) -> list[tuple[str, str | None]]:
@@ -398,8 +369,9 @@ def _surroundings(run: Run, diagnosis: Diagnosis) -> Markup:
     rank = run.ranks[0] if run.ranks else None
     return element(
         "div",
-        settings(diagnosis),
-        [loaders(rank), deep_look(rank)] if rank else None,
+        definitions("Settings", ((name, run_view.setting(value)) for name, value in diagnosis.settings)),
+        loaders(rank) if rank else None,
+        definitions("A step under the profiler", run_view.deep_facts(rank.deep)) if rank and rank.deep else None,
         machine(run.run.machine),
         class_="surroundings",
     )

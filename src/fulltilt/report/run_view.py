@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePath
@@ -91,13 +91,35 @@ def not_valid(because: str) -> str:
     return f"Not a valid measurement: {one_line(because)}."
 
 
-def worker_lines(rank: RankRecord) -> tuple[HotLine, ...]:
-    """The lines that cost time where batches are fetched: inside the workers of all loaders, or without any."""
-    return joined_lines(line for work in rank.workers for line in work.lines)
+def notes(run: Run, diagnosis: Diagnosis) -> list[str]:
+    """What the recorder noticed, and which rules could not judge."""
+    lines = [*run.warnings, *(note for rank in run.ranks for note in rank.notes)]
+    lines += [f"{line.code} could not be judged: it lacks {line.lacks}" for line in diagnosis.abstained]
+    return list(dict.fromkeys(lines))
 
 
-def fetching_title(rank: RankRecord) -> str:
-    """What stands above ``worker_lines``: without workers the training process fetches by itself."""
+def hot_lines(rank: RankRecord, most: int) -> list[tuple[str, list[tuple[str, HotLine]]]]:
+    """The lines that cost most, each with its figure: where batches are fetched, in the training process, and so on."""
+    fetch_s = sum(work.fetch_s for work in rank.workers)
+    groups: list[tuple[str, Iterable[HotLine], float | None]] = [
+        (_fetching_title(rank), joined_lines(line for work in rank.workers for line in work.lines), fetch_s),
+        ("In the training process", rank.host_lines, None),
+        ("Lines that wait for the GPU", rank.sync_lines, None),
+        ("Saving", rank.checkpoint_lines, None),
+        ("Synchronising calls, per step", rank.deep.sync_calls if rank.deep else (), None),
+    ]
+    if traced := rank.deep or rank.kernels:
+        groups.append(("Kernels, per step", traced.top_kernels, None))
+    shown = []
+    for name, lines, total_s in groups:
+        costliest = sorted(lines, key=lambda line: -line.seconds)[:most]
+        told = [(percent(line.seconds / total_s) if total_s else seconds(line.seconds), line) for line in costliest]
+        shown += [(name, told)] if told else []
+    return shown
+
+
+def _fetching_title(rank: RankRecord) -> str:
+    """Without workers the training process fetches by itself."""
     fetching = {work.loader_id for work in rank.workers if work.lines}
     staffed = any(loader.num_workers > 0 for loader in rank.loaders if loader.loader_id in fetching)
     return f"{'Inside the workers' if staffed else 'Inside the loading'}, share of fetching"

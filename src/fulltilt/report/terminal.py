@@ -15,7 +15,7 @@ from rich.text import Text
 from fulltilt import figures
 from fulltilt.diagnosis.verdict import title
 from fulltilt.figures import clean, one_line
-from fulltilt.records import BUCKETS, Buckets, CheckLine, Diagnosis, Finding, GpuSummary, HotLine, Ledger, Run
+from fulltilt.records import BUCKETS, Buckets, CheckLine, Diagnosis, Finding, GpuSummary, Ledger, Run
 from fulltilt.report import run_view
 from fulltilt.report.palette import BUCKET_TINTS, IDLE, PHASE_TINTS, Tint, bucket_order
 from fulltilt.report.run_view import Reported, StepPicture, compare, step_picture, told_apart
@@ -129,41 +129,27 @@ MOST_LINES = 5
 
 
 def show_hot_lines(console: Console, run: Run) -> None:
-    """The lines that cost most: in the workers, in the training process, waiting, saving, under the profiler."""
+    """The lines that cost most, and what the profiler saw in a step."""
     if not run.ranks:
         return
     rank = run.ranks[0]
-    fetch_s = sum(work.fetch_s for work in rank.workers)
-    _show_lines(console, run_view.fetching_title(rank), run_view.worker_lines(rank), fetch_s)
-    _show_lines(console, "In the training process", rank.host_lines)
-    _show_lines(console, "Lines that wait for the GPU", rank.sync_lines)
-    _show_lines(console, "Saving", rank.checkpoint_lines)
     if rank.deep is not None:
         known = [fact for fact in run_view.deep_facts(rank.deep) if fact[1] != figures.NOT_MEASURED]
         heading(console, "A step under the profiler")
         console.print(Text(one_line(" · ".join(f"{name} {figure}" for name, figure in known))))
-        _show_lines(console, "Synchronising calls, per step", rank.deep.sync_calls)
-
-    traced = rank.deep or rank.kernels
-    _show_lines(console, "Kernels, per step", traced.top_kernels if traced else ())
-
-
-def _show_lines(console: Console, name: str, lines: Sequence[HotLine], total_s: float | None = None) -> None:
-    if not lines:
-        return
-    heading(console, name)
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(overflow="fold")
-    for line in sorted(lines, key=lambda line: -line.seconds)[:MOST_LINES]:
-        figure = figures.percent(line.seconds / total_s) if total_s else figures.seconds(line.seconds)
-        what = Text(one_line(line.function))  # a kernel has no line of its own
-        if line.where:
-            what = Text(f"in {one_line(line.function)}, ").append(one_line(line.where), "bold")
-        if line.call:
-            what.append(f"  {figures.brief(line.call, 60)}", "dim")
-        table.add_row(figure, what)
-    console.print(table)
+    for name, lines in run_view.hot_lines(rank, MOST_LINES):
+        heading(console, name)
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(justify="right", no_wrap=True)
+        table.add_column(overflow="fold")
+        for figure, line in lines:
+            what = Text(one_line(line.function))  # a kernel has no line of its own
+            if line.where:
+                what = Text(f"in {one_line(line.function)}, ").append(one_line(line.where), "bold")
+            if line.call:
+                what.append(f"  {figures.brief(line.call, 60)}", "dim")
+            table.add_row(figure, what)
+        console.print(table)
 
 
 def show_ranks(console: Console, diagnosis: Diagnosis, ink: Ink) -> None:
@@ -230,12 +216,11 @@ def show_checklist(console: Console, checklist: Sequence[CheckLine], ink: Ink) -
 
 def show_notes(console: Console, run: Run, diagnosis: Diagnosis, ink: Ink) -> None:
     """What the recorder noticed, and which rules could not judge."""
-    notes = [*run.warnings, *(note for rank in run.ranks for note in rank.notes)]
-    notes += [f"{line.code} could not be judged: it lacks {line.lacks}" for line in diagnosis.abstained]
+    notes = run_view.notes(run, diagnosis)
     if not notes:
         return
     heading(console, "Notes")
-    for note in dict.fromkeys(notes):
+    for note in notes:
         console.print(hanging(ink.bullet, Text(one_line(note), "dim"), indent=0))
 
 
