@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fulltilt import store
 from fulltilt.records import (
@@ -141,6 +142,11 @@ class Tape:
         self.spans.append(span)
         self.now_s = end_s
         self._step += steps
+
+
+def found(*args: Any) -> Finding:
+    finding = Finding(*args)
+    return replace(finding, share_after_startup=finding.share)
 
 
 def machine(*, gpu: bool = True) -> Machine:
@@ -366,7 +372,7 @@ def starved() -> Reported:
             ),
         ),
         findings=(
-            Finding(
+            found(
                 "input_cpu_bound",
                 share,
                 "severe",
@@ -379,7 +385,7 @@ def starved() -> Reported:
                 "raise num_workers 2 → 7 at train.py:31; the quota allows 8 CPUs and the job uses 2.4",
                 (2.6, 3.1),
             ),
-            Finding(
+            found(
                 "validation_heavy",
                 0.06,
                 "warn",
@@ -388,7 +394,7 @@ def starved() -> Reported:
                 "validate every 2nd epoch, or give the validation loader workers of its own",
                 (1.02, 1.03),
             ),
-            Finding(
+            found(
                 "transfer_blocking",
                 0.017,
                 "info",
@@ -507,7 +513,7 @@ def healthy() -> Reported:
             replace(starved_answer.gpu[0], util_pct=97.4, sm_active_pct=81.0, power_w=402.0, temperature_peak_c=71.0),
         ),
         findings=(
-            Finding(
+            found(
                 "compute_bound",
                 ledger.buckets.compute_s / wall_s,
                 "info",
@@ -583,7 +589,7 @@ def cpu_only() -> Reported:
         ceilings=Ceilings(492.0, None),
         gpu=(),
         findings=(
-            Finding(
+            found(
                 "input_serial",
                 0.32,
                 "warn",
@@ -592,7 +598,7 @@ def cpu_only() -> Reported:
                 "num_workers 0 → 2 at train.py:31",
                 (1.2, 1.5),
             ),
-            Finding(
+            found(
                 "host_code",
                 0.09,
                 "info",
@@ -690,7 +696,7 @@ def straggler() -> Reported:
         ceilings=Ceilings(1580.0, 2100.0),
         gpu=tuple(replace(gpu, uuid=r.gpu_uuid or "", index=r.rank, util_pct=58.0) for r in ranks),
         findings=(
-            Finding(
+            found(
                 "straggler",
                 0.37,
                 "severe",

@@ -12,7 +12,7 @@ from tests.report import examples
 
 KEYS = {
     "schema_version": None,
-    "verdict": {"code", "share", "sentence"},
+    "verdict": {"code", "share", "sentence", "share_after_startup"},
     "ledger": {"wall_s", "buckets"},
     "throughput": {"samples_per_s", "steps_per_s", "steps", "samples"},
     "ceilings": {"compute_samples_per_s", "loader_samples_per_s"},
@@ -21,7 +21,7 @@ KEYS = {
         *("dram_active_pct", "vram_used_bytes", "vram_peak_bytes", "vram_total_bytes", "power_w", "energy_j"),
         *("temperature_peak_c", "throttled_share", "throttle_reasons", "foreign_processes"),
     },
-    "findings": {"code", "share", "severity", "evidence", "where", "fix", "predicted_speedup"},
+    "findings": {"code", "share", "severity", "evidence", "where", "fix", "predicted_speedup", "share_after_startup"},
     "settings": None,
     "checklist": {"name", "state", "figure", "remedy"},
     "abstained": {"code", "lacks"},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fulltilt.diagnosis.checklist import make_checklist, settings_in_force
 from fulltilt.diagnosis.evidence import gather, invalid_because, without_side_jobs
 from fulltilt.diagnosis.ledger import mean_gpu_step, mean_step
@@ -25,13 +27,17 @@ def answer(run: Run, thresholds: Thresholds = DEFAULT) -> Diagnosis:
     evidence = gather(run, thresholds)
     judgements = judge(evidence)
     findings = ordered(judgement for judgement in judgements if isinstance(judgement, Finding))
+    verdict = reach_verdict(evidence, findings)
+    active = evidence.active_s / evidence.ledger.wall_s if evidence.ledger.wall_s else 0.0
     return Diagnosis(
-        verdict=reach_verdict(evidence, findings),
+        verdict=replace(verdict, share=verdict.share * active, share_after_startup=verdict.share),
         ledger=evidence.ledger,
         throughput=evidence.throughput,
         ceilings=evidence.ceilings,
         gpu=evidence.gpus,
-        findings=findings,
+        findings=tuple(
+            replace(finding, share=finding.share * active, share_after_startup=finding.share) for finding in findings
+        ),
         abstained=tuple(judgement for judgement in judgements if isinstance(judgement, Abstention)),
         checklist=make_checklist(evidence),
         settings=settings_in_force(evidence),

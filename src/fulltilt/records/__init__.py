@@ -629,7 +629,10 @@ FindingCode = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A named cause: its share of the time after start-up, its evidence, a concrete fix, and what that would win."""
+    """A named cause: its share of the wall time, its evidence, a concrete fix, and what that would win.
+
+    Sentences tell ``share_after_startup``, the share of the time after start-up.
+    """
 
     code: FindingCode
     share: float
@@ -638,6 +641,7 @@ class Finding:
     where: str | None
     fix: str
     predicted_speedup: tuple[float, float] | None
+    share_after_startup: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -655,6 +659,7 @@ class Verdict:
     code: str
     share: float
     sentence: str
+    share_after_startup: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ def _finding_card(finding: Finding) -> Markup:
     gain = figures.speedup(finding.predicted_speedup)
     facts: list[Child] = [
         element("span", finding.severity, class_=f"pill {finding.severity}"),
-        element("span", run_view.after_startup(finding.share)),
+        element("span", run_view.after_startup(finding)),
         element("code", finding.code),
         element("code", finding.where, class_="where") if finding.where else None,
     ]

@@ -15,6 +15,7 @@ from fulltilt.figures import NOT_MEASURED, clean, count, one_line, percent, seco
 from fulltilt.records import (
     DeepRecord,
     Diagnosis,
+    Finding,
     GpuStep,
     HotLine,
     LoaderRecord,
@@ -39,9 +40,11 @@ def ended(record: RunRecord) -> str:
     return f"{record.state}, {clean(record.ended_by)}" if record.ended_by else record.state
 
 
-def after_startup(share: float) -> str:
-    """``62 % of the time after start-up``: the base of every share but those of the ledger."""
-    return f"{percent(share)} of the time after start-up"
+def after_startup(finding: Finding) -> str:
+    """``62 % of the time after start-up``: the base of every share that is told, but those of the ledger."""
+    if finding.share_after_startup is None:  # written by an earlier version
+        return f"{percent(finding.share)} of the wall time"
+    return f"{percent(finding.share_after_startup)} of the time after start-up"
 
 
 def setting(value: str | int | float | bool | None) -> str:

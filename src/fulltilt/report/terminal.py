@@ -237,7 +237,7 @@ def verdict_lines(diagnosis: Diagnosis, folder: str | Path | None) -> list[str]:
     lines = [one_line(diagnosis.verdict.sentence)]
     for place, finding in enumerate(diagnosis.findings[:3], start=1):
         gain = figures.speedup(finding.predicted_speedup)
-        told = run_view.after_startup(finding.share) + (f", {gain}" if gain else "")
+        told = run_view.after_startup(finding) + (f", {gain}" if gain else "")
         lines.append(f"  {place}. {title(finding.code)} ({told}): {one_line(finding.fix)}")
     return [*lines, f"  report: {clean(str(Path(folder) / REPORT_FILE))}"] if folder is not None else lines
 
@@ -341,7 +341,7 @@ def _show_findings(console: Console, findings: Sequence[Finding], ink: Ink) -> N
             head.append(" " * room if room > 1 else "  ").append(gain, "bold green")
         console.print(head)
         label = Text().append(finding.severity, SEVERITY_STYLES[finding.severity])
-        details = [run_view.after_startup(finding.share), finding.code, finding.where]
+        details = [run_view.after_startup(finding), finding.code, finding.where]
         label.append("".join(f" {ink.bullet} {one_line(detail)}" for detail in details if detail), "dim")
         console.print(Padding(label, (0, 0, 0, 4), expand=False))
         for evidence in finding.evidence:
