@@ -94,14 +94,15 @@ def flags(recipe: Recipe) -> list[Flag]:
 
 def read(recipe: Recipe, given: Mapping[str, Any], file: Path | None = None) -> Asked:
     """What flags (``given``) and config file ask for. Raises UsageError listing every problem of both."""
-    from_file = recipe.translate({} if file is None else config.read(file))
+    from_flags, from_file = recipe.translate(given), recipe.translate({} if file is None else config.read(file))
+    given = from_flags.values
     # The flag is --max-time; the setting carries its unit.
     values = {"max_time_s" if key == "max_time" else key: value for key, value in from_file.values.items()}
     names = {"max_time_s": "max_time", **{key: name for key, name in from_file.names.items() if key not in given}}
     values = {**_defaults(recipe), **values, **given}
     union: Any = _union(recipe.options)  # type: ignore[arg-type, unused-ignore]
     source = "the command line" if file is None else f"{file} and the command line"
-    whole = config.parse(values, union, source, problems=from_file.problems, names=names)
+    whole = config.parse(values, union, source, problems=[*from_flags.problems, *from_file.problems], names=names)
     return Asked(_part(whole, recipe.options), _part(whole, TrainSettings), _part(whole, Place))
 
 

@@ -79,6 +79,11 @@ class Options:
     label_smoothing_factor: float = option(0.0, "Share of each label given to all classes.", least=0, most=0.9)
     warmup_ratio: float = option(0.0, "Share of all steps in which the learning rate rises.", least=0, most=1)
     load_best_model_at_end: bool = option(False, "Keep the best weights at the end, not the last.")
+    tokens_per_batch: int | None = option(None, "Budget of tokens a batch, in place of the batch size.", least=16)
+    optim: str | None = option(None, "Hugging Face's name of --optimizer, such as adamw_bnb_8bit.")
+    lr_scheduler_type: str | None = option(None, "Hugging Face's name of --schedule.")
+    dataloader_persistent_workers: bool | None = option(None, "Accepted; the data is resident.")
+    dataloader_pin_memory: bool | None = option(None, "Accepted; the data is resident.")
     vocab_size: int = option(4000, "Pieces of the made model's tokenizer.", least=100)
     hidden_size: int = option(128, "Width of the made model; a multiple of 32.", least=32)
     num_hidden_layers: int = option(2, "Layers of the made model.", least=1)
@@ -92,6 +97,8 @@ class Options:
             names = [name.strip() for name in self.classes.split(",")]
             if len(names) < 2 or len(set(names)) < len(names) or not all(names):
                 found.append(f"classes: {self.classes!r} should name two or more, each once")
+        if self.tokens_per_batch and getattr(self, "residency", None) == "none":
+            found.append("tokens_per_batch: residency none has torch's own loader, which has batch_size only")
         if self.warmup_ratio and (getattr(self, "warmup_epochs", 0) or getattr(self, "warmup_steps", None)):
             found.append("warmup_ratio, warmup_epochs and warmup_steps exclude each other; give only one of them")
         return found
@@ -122,7 +129,7 @@ def translate(given: Mapping[str, Any]) -> Translated:
         if "precision" in values or (given.get("fp16") and given.get("bf16")):
             problems.append("fp16, bf16 and precision exclude each other; give only one of them")
         values["precision"] = "fp16" if given.get("fp16") else "bf16" if given.get("bf16") else "fp32"
-    if unused := [key for key in given if key in _DONE_ANYWAY]:
+    if unused := [key for key in given if key in _DONE_ANYWAY and given[key] is not None]:
         print(f"Without effect here: {', '.join(unused)} (see fulltilt train visobert --help)", file=sys.stderr)
     return Translated(values, problems, names)
 

@@ -106,6 +106,7 @@ def _data(request: Request, split: Split, tokens: Tokens, pad_id: int, *, traini
     if settings.residency == "none":
         return TokenisedTexts(tokens, split.labels)
     labels, size = split.labels, settings.batch_size
+    budget = request.options.tokens_per_batch if training else None
     if not training:  # by length, each rank its own part: every text counts once
         size = settings.eval_batch_size or size
         mine = tokens.lengths.argsort(stable=True)[ranks.rank :: ranks.world].tolist()
@@ -114,7 +115,8 @@ def _data(request: Request, split: Split, tokens: Tokens, pad_id: int, *, traini
     return feed.text(
         tokens,
         labels,
-        batch_size=max(size // ranks.world, 1),
+        batch_size=None if budget else max(size // ranks.world, 1),
+        tokens_per_batch=budget,
         pad_id=pad_id,
         multiple=WIDTH_MULTIPLE,
         shuffle=training,
