@@ -5,6 +5,7 @@ Each step appends the hash of weights, buffers, optimizer, average and sample na
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import multiprocessing
 import os
@@ -211,7 +212,16 @@ _PROJECT = str(Path(__file__).parents[2])
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_PROJECT, os.environ.get("PYTHONPATH")]))
 
 
+@functools.cache
+def start_fork_server() -> None:
+    """Its imports take a minute or two on a busy machine; no job's time limit is to count them."""
+    first = _context.Process(target=str)
+    first.start()
+    first.join()
+
+
 def start(order: Order) -> multiprocessing.process.BaseProcess:
+    start_fork_server()
     checkpoint.claim(order.out)  # the files of the test lie in it, too
     child = _context.Process(target=run, args=(order,))
     child.start()
