@@ -89,7 +89,16 @@ def test_the_list_above_is_complete(tmp_path: Path) -> None:
     assert set(seen) == {*PARTS, "settings"}
 
 
-@pytest.mark.parametrize(("part", "value"), [("optimizer", ["x"]), ("progress", {"step": "x"}), ("random", None)])
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("optimizer", ["x"]),
+        ("random", None),
+        ("progress", {"step": 3}),
+        ("progress", {"step": 3, "epoch": None, "consumed": 18, "samples": 18}),
+        ("progress", {"step": 3, "epoch": -1, "consumed": 0.5, "samples": 18}),
+    ],
+)
 def test_parts_of_another_kind_are_refused_before_the_first_step(part: str, value: Any, tmp_path: Path) -> None:
     """With checksums that fit: as whoever wants to be believed would write them."""
     run(tmp_path / "out", stop_at=5)

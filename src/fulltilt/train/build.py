@@ -292,7 +292,8 @@ def _restore(state: TrainState, folder: Path) -> None:
     loaded = checkpoint.load(folder)
     saved = loaded[1]
     # The optimizer has to be that of the last step before its state comes in: a new stage makes its own.
-    epoch, consumed = saved["progress"]["epoch"], saved["progress"]["consumed"]
+    train_state.take_over(folder, "progress", state.progress, saved)
+    epoch, consumed = state.progress.epoch, state.progress.consumed
     enter_stage(state, min(epoch - 1 if epoch and not consumed else epoch, state.epochs - 1))
     groups = state.stepper.optimizer.param_groups
     asked = [{name: group[name] for name in _SETTINGS_IN_GROUPS if name in group} for group in groups]

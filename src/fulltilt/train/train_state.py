@@ -47,6 +47,12 @@ class Progress(Stateful):
     consumed: int = 0
     samples: int = 0
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From the checkpoint. Raises ValueError for what no run has counted."""
+        if any(type(state[name]) is not int or state[name] < 0 for name in self.kept):
+            raise ValueError
+        super().load_state_dict(state)
+
 
 class MetricHistory(Stateful):
     """The watched metric after each evaluation, by epoch, and the best of them."""
@@ -150,17 +156,22 @@ def restore(folder: Path, model: torch.nn.Module, parts: dict[str, Part], loaded
         raise UsageError(f"this is the checkpoint of another model: {'; '.join(fit.lines(3))}", remedy)
     model.load_state_dict({name: sharded_like(tensor, own[name]) for name, tensor in weights.items()})
     for name, part in parts.items():
-        try:
-            if name != "settings" and not _fits(state[name], part.state_dict()):
-                raise TypeError
-            part.load_state_dict(state[name])
-        except FulltiltError:
-            raise
-        except Exception as error:  # whatever a damaged value does to the part, or to torch
-            raise DamagedCheckpoint(
-                f"{folder}: its {name} cannot be taken over ({type(error).__name__})",
-                "Take its weights alone with --resume-from, or start with --fresh.",
-            ) from error
+        take_over(folder, name, part, state)
+
+
+def take_over(folder: Path, name: str, part: Part, state: Any) -> None:
+    """Put one part back as the checkpoint's ``state`` has it. Raises DamagedCheckpoint."""
+    try:
+        if name != "settings" and not _fits(state[name], part.state_dict()):
+            raise TypeError
+        part.load_state_dict(state[name])
+    except FulltiltError:
+        raise
+    except Exception as error:  # whatever a damaged value does to the part, or to torch
+        raise DamagedCheckpoint(
+            f"{folder}: its {name} cannot be taken over ({type(error).__name__})",
+            "Take its weights alone with --resume-from, or start with --fresh.",
+        ) from error
 
 
 def expected_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, averaged: bool) -> int:
