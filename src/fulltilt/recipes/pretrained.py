@@ -95,10 +95,10 @@ def own_tokenizer(request: Request, texts: Sequence[str], **how: Any) -> Any:
 
     A run that goes on, perhaps with more data, must read its texts as before. Raises ForeignFiles, DataError.
     """
-    from transformers import PreTrainedTokenizerFast
-
     home = request.out / "tokenizer"
     refuse_foreign(home)
+    from transformers import PreTrainedTokenizerFast
+
     known = [] if request.fresh else [home]
     if (begin := request.resume_from) is not None:  # OUT, or OUT/checkpoints/step-…
         known += [begin / "tokenizer", begin.resolve().parent.parent / "tokenizer"]
