@@ -55,14 +55,7 @@ def test_one_gpu_fits_on_one_screen_of_80_by_24(
     shown = "\n".join(lines)
     assert len(lines) <= 24
     assert all(len(line) <= 80 and line == line.rstrip() for line in lines)
-    for part in (
-        "NVIDIA H200, no process on it",
-        "VRAM 0 of 141 GiB",
-        "40 of 87 °C, 75 of 700 W",
-        "0 % busy, SM 0 %",
-    ):
-        assert part in shown
-    for part in ("usable of", "/dev/shm", "driver 570.86.15 (CUDA 12.8)", "data: 20 files", "preflight"):
+    for part in ("usable", "/dev/shm", "preflight", "141 of 141 GiB free"):
         assert part in shown
     assert "ok   GPU         1 × NVIDIA H200" in lines
 
