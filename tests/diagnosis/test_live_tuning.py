@@ -46,6 +46,8 @@ def test_a_loader_that_was_left_alone_says_why() -> None:
     alone = replace(TUNED, state="left_alone", why="its data set draws random numbers", settings=BEFORE)
     assert live_words(alone) == "live tuning left the loader alone: its data set draws random numbers"
     assert live_words(replace(alone, state="settled", why="no need")) == "live tuning changed nothing: no need"
+    drawn = replace(alone, state="settled", why="nothing paid", note="other random numbers")
+    assert live_words(drawn) == "live tuning kept the script's settings: nothing paid; other random numbers"
 
 
 def test_without_auto_there_is_nothing() -> None:

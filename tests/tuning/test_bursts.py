@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
-from random import Random
-from statistics import fmean
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from fulltilt.tuning.live.window import DEFAULT, Arrival, Knobs, Seen, Window
+from fulltilt.tuning.live.window import DEFAULT, Arrival, Knobs, Window
 from fulltilt.tuning.trial.throughput import (
     Block,
     BlockTimer,
@@ -119,32 +117,6 @@ def test_a_queue_that_grows_lets_the_training_set_the_pace() -> None:
     assert rate is not None
     assert rate.mean == 64.0
     assert wait_share_of([]) is None
-
-
-def evenly(random: Random) -> float:
-    return max(random.gauss(1.0, 0.3), 0.2)
-
-
-def one_in_twenty_is_slow(random: Random) -> float:
-    return 4.0 if random.random() < 0.05 else 1.0
-
-
-@pytest.mark.parametrize("workers", [2, 8, 16])
-@pytest.mark.parametrize("takes", [evenly, one_in_twenty_is_slow])
-def test_twice_the_queue_wins_about_half_of_what_workers_idle(workers: int, takes: Callable[[Random], float]) -> None:
-    def rate_and_fetch_s(prefetch: int) -> tuple[float, float]:
-        random, took_s = Random(0), list[float]()
-        kept = itertools.islice(
-            draws(workers, prefetch, lambda: took_s.append(takes(random)) or took_s[-1], lambda _: 0.7 / workers), 2000
-        )
-        *_, last = kept
-        return 2000 / last.at_s, fmean(took_s)
-
-    (rate, fetch_s), (deeper, _) = rate_and_fetch_s(2), rate_and_fetch_s(4)
-    idle = Seen(Knobs(workers, 2), rate, 0.0, 0.3, 0.7 / workers, fetch_s).idle_share
-    assert idle is not None
-    assert idle > 0.03
-    assert (deeper / rate - 1) / (idle / (1 - idle)) == pytest.approx(DEFAULT.queue_wins, abs=0.2)
 
 
 def test_the_batches_that_lie_ready_are_counted() -> None:

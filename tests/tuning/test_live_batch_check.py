@@ -81,7 +81,7 @@ class SameInWorkers:
         self._queue = queue
 
     def draw(self) -> tuple[Any, Any]:
-        indices = self._queue.take()
+        indices = next(self._queue)
         return indices, self._make(indices)
 
     def retire(self) -> None:

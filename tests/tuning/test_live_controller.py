@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fulltilt.tuning.live.controller import Capacity, Settle, Situation, decide, most_workers, pays
-from fulltilt.tuning.live.window import DEFAULT, Arrival, Fetches, Knobs, Seen, Window, summarize
+from fulltilt.tuning.live.controller import Capacity, Settle, Situation, Try, decide, most_workers, pays
+from fulltilt.tuning.live.window import DEFAULT, Arrival, Knobs, Seen, Window, summarize
 
 
 def simulate(
@@ -100,24 +100,14 @@ def test_no_number_of_workers_is_tried_that_cannot_beat_having_none() -> None:
     assert isinstance(decide(Situation(Knobs(0), seen, Capacity(2))), Settle)
 
 
-@pytest.mark.parametrize(
-    ("fetch_s", "capacity", "tries"),
-    [
-        (1.58, Capacity(16), False),  # the workers have nothing to do for a hundredth of their time
-        (1.3, Capacity(16, cpu_share=1.0), True),  # … for a fifth of it
-        (1.496, Capacity(16, cpu_share=0.5), True),  # … for a fifteenth of it
-        (1.496, Capacity(16, cpu_share=1.0), False),  # … in which the CPUs work for the others and for the training
-        (None, Capacity(16), True),  # nobody knows
-    ],
-)
-def test_a_deeper_queue_is_tried_only_where_it_could_win(
-    fetch_s: float | None, capacity: Capacity, tries: bool
-) -> None:
+def test_a_deeper_queue_is_tried_once_where_workers_end() -> None:
     rates = {0: 0.6, 8: 5.0, 12: 7.5, 16: 10.0, 18: 9.5}
-    seen = tuple(Seen(Knobs(workers), rate, 0.02, 1 - rate / 15, 1 / 15, fetch_s) for workers, rate in rates.items())
-    move = decide(Situation(Knobs(16), seen, capacity))
-    deeper = not isinstance(move, Settle) and move.knobs.prefetch > 2
-    assert deeper is tries
+    seen = tuple(Seen(Knobs(workers), rate, 0.02, 1 - rate / 15, 1 / 15) for workers, rate in rates.items())
+    move = decide(Situation(Knobs(16), seen, Capacity(16)))
+    assert isinstance(move, Try)
+    assert move.knobs == Knobs(16, 4)
+    tried = (*seen, Seen(Knobs(16, 4), 9.9, 0.02, 0.3, 1 / 15))
+    assert isinstance(decide(Situation(Knobs(16), tried, Capacity(16))), Settle)
 
 
 @pytest.mark.parametrize(
@@ -179,24 +169,6 @@ def test_a_window_skips_the_beginning_and_ends_when_it_knows_enough() -> None:
     assert seen is not None
     assert seen.wait_share == pytest.approx(0.6)
     assert first >= 4 + DEFAULT.least_s / 0.5
-
-
-def test_a_window_knows_what_a_batch_takes_a_worker_in_it() -> None:
-    now_s, told = 0.0, Fetches(100, 900.0)  # an earlier pool took nine seconds each
-    window = Window(DEFAULT, lambda: told, clock=lambda: now_s)
-    window.begin(Knobs(4), skip=0)
-    seen = None
-    while seen is None:
-        now_s += 0.25
-        told = Fetches(told.batches + 1, told.seconds + 0.9)
-        seen = window.add(Arrival(0.15, 0.1))
-    assert seen.fetch_s == pytest.approx(0.9)
-    assert seen.idle_share == pytest.approx(0.1)  # four batches a second, 0.9 s each, by four workers
-
-
-def test_where_no_worker_tells_nothing_is_known_of_their_idleness() -> None:
-    assert Seen(Knobs(4), 4.0, 0.01, 0.6, 0.1).idle_share is None
-    assert Seen(Knobs(0), 4.0, 0.01, 0.6, 0.1, 0.2).idle_share is None
 
 
 def seconds_until_told(rates: Sequence[float], best: float | None, busy_s: float = 0.02) -> float:

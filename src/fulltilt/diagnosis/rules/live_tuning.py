@@ -166,17 +166,19 @@ def live_settings(live: LiveRecord | None) -> tuple[tuple[str, Value], ...]:
 def live_words(live: LiveRecord) -> str:
     """What live tuning did, in a few words for a line that has other things to say."""
     if live.state == "left_alone":
-        return f"live tuning left the loader alone: {live.why}"
+        return "; ".join(filter(None, (f"live tuning left the loader alone: {live.why}", live.note)))
     changed = ", ".join(f"{name} {_plain(before)} → {_plain(after)}" for name, (before, after) in changes(live).items())
     trial = _on_trial_at_the_end(live)
-    if not changed:
-        return f"live tuning: {trial}" if trial else f"live tuning changed nothing: {live.why}"
+    if not changed and not trial:
+        done = "kept the script's settings" if live.note else "changed nothing"
+        return "; ".join(filter(None, (f"live tuning {done}: {live.why}", live.note)))
+    gain = ""
     before, after = live.before_batches_per_s, live.batches_per_s
-    if not before or not after or live.before_wait_share is None or live.wait_share is None:
-        return f"live tuning: {changed}"
-    wait = f"data wait {percent(live.before_wait_share)} → {percent(live.wait_share)} of the measured time"
-    gain = f"{times(after / before)} as many batches a second ({number(after)}), {wait}"
-    return "; ".join(part for part in (f"live tuning: {changed}", gain, trial, live.note) if part)
+    if changed and before and after and live.before_wait_share is not None and live.wait_share is not None:
+        wait = f"data wait {percent(live.before_wait_share)} → {percent(live.wait_share)} of the measured time"
+        gain = f"{times(after / before)} as many batches a second ({number(after)}), {wait}"
+    first, *rest = filter(None, (changed, gain, trial, live.note))
+    return "; ".join((f"live tuning: {first}", *rest))
 
 
 def _on_trial_at_the_end(live: LiveRecord) -> str:

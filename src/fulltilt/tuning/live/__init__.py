@@ -77,7 +77,6 @@ class Live:
             lambda: time.perf_counter() - self._t0_s,
             partial(self._write, tap.where),
             measure,
-            partial(controller.fetches_so_far, self._session, tap),
             self._limits,
             self._exact,
         )

@@ -50,6 +50,7 @@ class BatchCheck:
     def __init__(self, dataset: Any, collate: Any, serial: bool) -> None:
         self.verdict: str | None = None
         self.tensors_per_batch = 0
+        self.draws_from_torch = False  # from the generator that shuffles, too, where that has none of its own
         self.thread: threading.Thread | None = None  # in which workers make the batches again
         self._makers = (dataset, collate)
         self._serial = serial
@@ -84,7 +85,9 @@ class BatchCheck:
         """It was made: keep what tells it from any other, since training may change the batch itself."""
         if self._before:
             generators, positions = self._before
-            self._is_random = self._is_random or generators != _generators_now()
+            drawn = [one != other for one, other in zip(generators, _generators_now(), strict=True)]
+            self._is_random = self._is_random or any(drawn)
+            self.draws_from_torch = self.draws_from_torch or drawn[0]
             now = _file_positions()
             if any(now.get(file, position) != position for file, position in positions.items()):
                 self.verdict = "its data set reads from a file that stays open, whose position workers would share"

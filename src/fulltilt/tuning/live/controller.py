@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fulltilt.probes.host import cpu_capacity, memory_headroom_bytes, shared_memory_bytes
 from fulltilt.recorder.loaders import LoaderTap
 from fulltilt.recorder.session import Session
-from fulltilt.tuning.live.window import DEFAULT, Fetches, Knobs, Limits, Seen
+from fulltilt.tuning.live.window import DEFAULT, Knobs, Limits, Seen
 from fulltilt.tuning.search import Bracket
 
 
@@ -58,8 +58,7 @@ def decide(situation: Situation, limits: Limits = DEFAULT) -> Try | Settle:
         return Try(knobs, (min(best.batches_per_s, bracket.hope(workers)), bracket.hope(workers)))
     deeper = _deeper_queue(situation, best, limits)
     if deeper is not None:
-        most_wins = _queue_could_win(best, situation.capacity, limits) * best.batches_per_s
-        return Try(deeper, (best.batches_per_s, min(most_wins, ceiling)))
+        return Try(deeper, (best.batches_per_s, ceiling))
     limit = f"; there is room for {most} workers ({what})" if best.knobs.workers >= most else ""
     return Settle(f"no other setting promises more{limit}")
 
@@ -112,30 +111,12 @@ def _rate_of_one(start: Seen) -> float:
 
 def _deeper_queue(situation: Situation, best: Seen, limits: Limits) -> Knobs | None:
     """Uneven batches empty a short queue now and then although the workers could keep up on average."""
-    if _queue_could_win(best, situation.capacity, limits) < Bracket.WORTH:
-        return None
     knobs = best.knobs
     deeper = knobs._replace(prefetch=min(2 * knobs.prefetch, limits.most_prefetch))
     known = {one.knobs[:2] for one in situation.seen} | {other[:2] for other in situation.failed}
     most, _ = most_workers(situation.capacity, deeper.prefetch, limits)
     once = knobs.prefetch == situation.seen[0].knobs.prefetch
     return deeper if once and 0 < knobs.workers <= most and deeper[:2] not in known else None
-
-
-def _queue_could_win(best: Seen, capacity: Capacity, limits: Limits) -> float:
-    """How many times as fast twice the queue could be.
-
-    While one batch takes long, the other workers fill their queue and idle. Part of that can be won, unless the CPUs
-    have others to work for meanwhile; workers that always have something to do make no more of a deeper queue.
-    """
-    idle, workers = best.idle_share, best.knobs.workers
-    if idle is None or not workers:
-        return math.inf
-    of_idleness = limits.queue_wins * idle / max(1 - idle, 1e-9)
-    fetching_cpus = workers * (1 - idle) * (capacity.cpu_share or 0.0)
-    training_cpus = 1 - best.wait_share
-    spare_cpus = max(capacity.cpus / capacity.ranks - fetching_cpus - training_cpus, 0.0)
-    return 1 + min(of_idleness, spare_cpus / max(fetching_cpus, 1e-9))
 
 
 # --------------------------------------------------------------------------- how many workers there is room for
@@ -200,12 +181,6 @@ def measure_capacity(session: Session, tap: LoaderTap, other_workers: int, tenso
         tensors_per_batch=tensors_per_batch,
         can_pin=_can_pin(session),
     )
-
-
-def fetches_so_far(session: Session, tap: LoaderTap) -> Fetches:
-    """What the workers of a loader have told of their fetches."""
-    workers = session.state.workers.get(tap.loader_id)
-    return Fetches(workers.batches, workers.fetch_s) if workers is not None else Fetches()
 
 
 def _cpu_share(session: Session, tap: LoaderTap) -> float | None:

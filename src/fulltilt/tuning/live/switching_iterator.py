@@ -5,6 +5,7 @@ At most two pools are at work: one that makes what it still owes, and the next, 
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections import deque
@@ -29,6 +30,7 @@ class SwitchingIterator:
         self.ended = True
         self._tuner = tuner
         self._line: deque[WorkerPool] = deque()
+        self._at_once = False
 
     def begin_pass(self, queue: IndexQueue, pool: WorkerPool, at_once: bool) -> None:
         """Begin a pass with this pool; not ``at_once``: when the first batch is asked for."""
@@ -61,7 +63,6 @@ class SwitchingIterator:
         if self.ended:
             raise StopIteration
         asked_s = time.perf_counter()
-        self.queue.asked()
         self._let_tune(self._tuner.at_boundary)
         check = self._tuner.collecting_check if self.is_steady else None
         if check is not None:
@@ -70,7 +71,6 @@ class SwitchingIterator:
         indices, batch = self._draw()
         wait_s = time.perf_counter() - began_s
         self._num_yielded += 1
-        self.queue.given()
         if check is not None:
             self._let_tune(lambda _: check.fetched(indices, batch))
         before, self._ready = self._ready, self._line[0].ready
@@ -97,7 +97,8 @@ class SwitchingIterator:
                 continue
             try:
                 # No worker before it has more than the batch in its hands: from here on CPUs would idle.
-                if not last.is_serving and (pool is last or len(pool.owed) <= pool.knobs.workers):
+                is_due = pool is last or self._at_once or len(pool.owed) <= pool.knobs.workers
+                if not last.is_serving and is_due:
                     last.serve(self.queue)
             except Exception as error:
                 self._recover(last, error)
@@ -121,7 +122,6 @@ class SwitchingIterator:
         made = None
         is_the_scripts = self.queue.failed or pool.is_scripts_own
         if is_the_scripts or is_of_data_set(error):
-            self.queue.given()  # also before an error, workers are sent the next indices
             if is_the_scripts or self._tuner.user.workers:
                 try:
                     raise error
@@ -143,10 +143,11 @@ class SwitchingIterator:
         """The pool that takes indices from now on."""
         return self._line[-1] if self._line else None
 
-    def hand_over(self, pool: WorkerPool) -> None:
-        """Let another pool go on behind the batches that are under way."""
-        self._line[-1].close()
+    def hand_over(self, pool: WorkerPool, meanwhile: int = 0) -> None:
+        """Let another pool go on behind the batches under way, and ``meanwhile`` more that are made while it starts."""
+        self._line[-1].close(itertools.islice(self.queue, meanwhile))
         self._line.append(pool)
+        self._at_once = meanwhile > 0
 
     def retire(self) -> None:
         """End all workers."""

@@ -23,7 +23,7 @@ from fulltilt.records import LiveMove, LiveRecord, Settings
 from fulltilt.tuning.live.batch_check import BatchCheck, short
 from fulltilt.tuning.live.controller import Capacity, Settle, Situation, Try, best_of, decide, pays
 from fulltilt.tuning.live.switching_iterator import SwitchingIterator
-from fulltilt.tuning.live.window import Arrival, Fetches, Knobs, Limits, Seen, Window
+from fulltilt.tuning.live.window import Arrival, Knobs, Limits, Seen, Window
 from fulltilt.tuning.live.worker_pool import (
     IndexQueue,
     WorkerPool,
@@ -33,11 +33,17 @@ from fulltilt.tuning.live.worker_pool import (
     reason_against,
     reason_of_sampler,
     sampler_of,
+    shuffler_of,
+    starts_slowly,
 )
 
 # Far from the seeds that torch gives the workers of one pool, one after the other.
 SEED_STEP = 0x9E3779B97F4A7C15
 OF_LOADER = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
+# Workers that are spawned beside training start later than those of the first pass did.
+START_MARGIN, MOST_START_S = 1.5, 30.0
+RANDOM_DRAWS = "the data set draws random numbers: in other workers they are others of the same distribution"
+LATER_SHUFFLES = ", and so are the shuffles of later epochs, which torch draws from the same generator"
 WATCHED = "not enough was seen yet"
 
 
@@ -64,7 +70,6 @@ class LoaderTuner:
         now_s: Callable[[], float],
         changed: Callable[[Settings | None], None],
         capacity: Callable[[LoaderTuner], Capacity],
-        fetches: Callable[[], Fetches],
         limits: Limits,
         exact: bool,
     ) -> None:
@@ -79,7 +84,7 @@ class LoaderTuner:
         self._capacity = capacity
         self._limits = limits
         self._exact = exact
-        self._window = Window(limits, fetches)
+        self._window = Window(limits)
         self._seen: tuple[Seen, ...] = ()
         self._failed: tuple[Knobs, ...] = ()
         self._wanted = Try(self.user, (0.0, 0.0))
@@ -91,6 +96,7 @@ class LoaderTuner:
         self._persists = False
         self._seed_state = torch.Generator().get_state()
         self._seed = self._made = 0
+        self._start_s = 0.0  # the longest that spawned workers took to their first batch
 
     # ------------------------------------------------------------------ passes
 
@@ -159,7 +165,7 @@ class LoaderTuner:
             self._made = 0
             if self.user.workers:
                 indices = iter(sampler)
-        return IndexQueue(indices, self.user.workers * self.user.prefetch, sampler)
+        return IndexQueue(indices, sampler)
 
     def _pool_in_force(self, source: SwitchingIterator) -> WorkerPool:
         """A pool with the settings in force; a trial goes on in the next pass."""
@@ -201,8 +207,9 @@ class LoaderTuner:
             self.leave_alone(check.verdict)
         else:
             if check.verdict == BatchCheck.RANDOM:
-                note = "the data set draws random numbers; in other workers they are others of the same distribution"
-                self.record = replace(self.record, note=note)
+                shuffler = shuffler_of(sampler_of(source.loader))
+                shuffles_too = check.draws_from_torch and shuffler is not None and shuffler.generator is None
+                self.record = replace(self.record, note=RANDOM_DRAWS + (LATER_SHUFFLES if shuffles_too else ""))
             self._try(source)
 
     def _begin_check(self, source: SwitchingIterator, check: BatchCheck) -> None:
@@ -266,7 +273,15 @@ class LoaderTuner:
         self.phase = Phase.TRYING
         self._window.begin(knobs, knobs.workers * knobs.prefetch, self._to_beat.batches_per_s)
         self.tap.serving_workers = knobs.workers
-        source.hand_over(self._pool_in_force(source))
+        self._hand_over(source)
+
+    def _hand_over(self, source: SwitchingIterator) -> None:
+        """Another pool goes on. One that starts slowly does so while the one before makes what training needs."""
+        before, meanwhile = source.pool, 0
+        if before is not None and before.knobs.workers and starts_slowly(source.loader):
+            self._start_s = max(self._start_s, before.first_batch_s or 0.0)
+            meanwhile = math.ceil(START_MARGIN * min(self._start_s, MOST_START_S) * self._to_beat.batches_per_s)
+        source.hand_over(self._pool_in_force(source), meanwhile)
 
     @property
     def _to_beat(self) -> Seen:
@@ -284,7 +299,7 @@ class LoaderTuner:
             self._note("watching", f"{words(seen.knobs)} paid", settings=self._settings(seen.knobs))
             self._changed(self.record.settings)
         else:
-            source.hand_over(self._pool_in_force(source))
+            self._hand_over(source)
             self._end_move("returned", seen)
             self._note("watching", f"{words(seen.knobs)} did not pay")
         self._note_in_force()
@@ -337,7 +352,7 @@ class LoaderTuner:
         self._left_alone = True
         self.in_force = self.user
         found_others = self.record.settings != self.record.before
-        self._note("left_alone", why, settings=self.record.before, note=None)
+        self._note("left_alone", why, settings=self.record.before)
         if found_others:
             self._changed(None)
         self.tap.in_force, self.tap.serving_workers = {}, None

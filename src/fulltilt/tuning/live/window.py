@@ -49,7 +49,6 @@ class Limits:
     shm_share: float = 0.5  # of the free /dev/shm: uneven batches and other ranks can double the estimate
     files_share: float = 0.5  # of the file descriptors left
     files_per_worker: int = 4  # two pipes and a sentinel in the training process
-    queue_wins: float = 0.5  # of what workers idle, by twice the queue: tests/tuning/test_bursts.py has it simulated
     most_prefetch: int = 8  # deeper queues help no loader whose mean rate is too low
 
 
@@ -75,32 +74,14 @@ class Arrival(NamedTuple):
     from_queue: int = 0
 
 
-class Fetches(NamedTuple):
-    """What a loader's workers have told so far: batches that they made, and the time that this took them."""
-
-    batches: int = 0
-    seconds: float = 0.0
-
-
 class Seen(NamedTuple):
-    """What settings gave. ``spread`` is the standard error of the rate as a share of it.
-
-    ``fetch_s`` is the time of a worker that a batch took; None where no worker told.
-    """
+    """What settings gave. ``spread`` is the standard error of the rate as a share of it."""
 
     knobs: Knobs
     batches_per_s: float
     spread: float
     wait_share: float
     busy_s: float
-    fetch_s: float | None = None
-
-    @property
-    def idle_share(self) -> float | None:
-        """The part of their time in which the workers had nothing to fetch; None where nobody knows."""
-        if self.fetch_s is None or not self.knobs.workers:
-            return None
-        return max(1 - self.batches_per_s * self.fetch_s / self.knobs.workers, 0.0)
 
 
 def summarize(knobs: Knobs, arrivals: Sequence[Arrival], limits: Limits = DEFAULT) -> Seen | None:
@@ -158,14 +139,8 @@ def is_told(seen: Seen, best: float | None, limits: Limits = DEFAULT) -> bool:
 class Window:
     """Collects the batches that come under one setting until they say enough about it."""
 
-    def __init__(
-        self,
-        limits: Limits,
-        fetches: Callable[[], Fetches] = Fetches,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, limits: Limits, clock: Callable[[], float] = time.perf_counter) -> None:
         self._limits = limits
-        self._fetches = fetches
         self._clock = clock
         self.begin(Knobs(0), limits.warm_up_batches)
 
@@ -200,7 +175,6 @@ class Window:
         if not self._arrivals:
             self._look_at_s = now_s + self._limits.least_s
             self._end_s = now_s + self._limits.most_s
-            self._fetched_before = self._fetches()
         self._arrivals.append(arrival)
         if now_s < self._look_at_s:
             return None
@@ -209,10 +183,4 @@ class Window:
         if seen is None:
             return None
         is_enough = seen.spread <= self._limits.spread or is_told(seen, self._best, self._limits)
-        return seen._replace(fetch_s=self._fetch_s()) if is_enough or now_s >= self._end_s else None
-
-    def _fetch_s(self) -> float | None:
-        """The time of a worker that a batch took in this window."""
-        now, before = self._fetches(), self._fetched_before
-        made = now.batches - before.batches
-        return (now.seconds - before.seconds) / made if made >= self._limits.least_batches else None
+        return seen if is_enough or now_s >= self._end_s else None

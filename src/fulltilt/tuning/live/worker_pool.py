@@ -86,6 +86,12 @@ def reason_against(loader: Any) -> str | None:
     return None
 
 
+def starts_slowly(loader: Any) -> bool:
+    """Whether its workers import the script and torch before their first batch, which takes seconds."""
+    context = loader.multiprocessing_context or multiprocessing
+    return str(context.get_start_method()) != "fork"
+
+
 def is_of_data_set(error: Exception) -> bool:
     """Whether the script's own code raised this in a worker, rather than the pool having failed."""
     return RAISED_IN_WORKER in str(error)
@@ -101,20 +107,21 @@ def copy_of(loader: Any) -> Any:
 class _Feed:
     """Stands where a pool's DataLoader has its sampler: gives it index batches while there is a queue.
 
-    ``owed`` are those that it took and has not made yet, the earliest first.
+    ``owed`` are those that it took and has not made yet, the earliest first; ``rest`` are its last ones.
     """
 
     def __init__(self) -> None:
         self.owed: deque[Any] = deque()
+        self.rest: deque[Any] = deque()
         self.queue: IndexQueue | None = None
 
     def __iter__(self) -> _Feed:
         return self
 
     def __next__(self) -> Any:
-        if self.queue is None:
+        if self.queue is None and not self.rest:
             raise StopIteration
-        self.owed.append(self.queue.take())
+        self.owed.append(self.rest.popleft() if self.queue is None else next(self.queue))
         return self.owed[-1]
 
 
@@ -140,10 +147,12 @@ class WorkerPool:
         self.is_scripts_own = patience_s is None
         self.on_trial = False
         self.start_s = 0.0  # that starting the workers held up training
+        self.first_batch_s: float | None = None  # from their start to the first batch
         self.last_taken: Any = None
         self._feed = _Feed()
         self._metered = metered
         self._iterator: Any = None
+        self._began_s = 0.0
         self._loader = copy_of(loader)
         self._iterate = partial(iterate, self._loader)
         vars(self._loader).update(
@@ -161,16 +170,17 @@ class WorkerPool:
     def serve(self, queue: IndexQueue) -> None:
         """Take indices from this queue from now on, as many as the workers may have."""
         self._feed.owed.clear()
+        self._feed.rest.clear()
         self._feed.queue = queue
         if self._iterator is not None:
             self._iterator = self._iterate()
             return
-        began_s = time.perf_counter()
+        self._began_s = time.perf_counter()
         with warnings.catch_warnings():
             if not self.is_scripts_own:
                 warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
             self._iterator = self._metered(self._iterate)
-        self.start_s = time.perf_counter() - began_s
+        self.start_s = time.perf_counter() - self._began_s
         if self.knobs.workers and not self.is_scripts_own:
             signal_handling._remove_worker_pids(id(self._iterator))  # type: ignore[attr-defined]
             self._iterator._worker_pids_set = False
@@ -183,14 +193,14 @@ class WorkerPool:
         """Whether it takes indices."""
         return self._feed.queue is not None
 
-    def close(self) -> None:
-        """Take no more indices, and make what it owes."""
-        self._feed.queue = None
+    def close(self, rest: Iterable[Any] = ()) -> None:
+        """Take no more indices, and make what it owes and ``rest``."""
+        self._feed.queue, self._feed.rest = None, deque(rest)
 
     @property
     def owed(self) -> list[Any]:
         """Indices of the batches that it still owes, the earliest first."""
-        return list(self._feed.owed)
+        return [*self._feed.owed, *self._feed.rest]
 
     @property
     def ready(self) -> int:
@@ -205,6 +215,8 @@ class WorkerPool:
             if self._feed.owed and (not self.knobs.workers or is_of_data_set(error)):
                 self.last_taken = self._feed.owed.popleft()
             raise
+        if self.first_batch_s is None:
+            self.first_batch_s = time.perf_counter() - self._began_s
         return self._feed.owed.popleft(), batch
 
     def retire(self) -> None:
@@ -233,92 +245,50 @@ def _drop(reference: weakref.ref[WorkerPool]) -> None:
 class IndexQueue:
     """What is left of a sampler's pass. What a pool took and did not make comes back to the front.
 
-    A script that leaves a pass early finds its sampler as far as its own loader would have read it, which is ``depth``
-    batches ahead (workers times prefetch). A pool with less never falls behind that pace, and what one with more reads
-    ahead of it is hidden from the script's generator until then.
+    RandomSampler draws one more permutation, for nothing, after its last index: from a generator of the script's own it
+    is drawn when the pass ends, however far ahead workers have read.
     """
 
-    def __init__(self, indices: Iterator[Any], depth: int = 0, sampler: Any = None) -> None:
+    def __init__(self, indices: Iterator[Any], sampler: Any = None) -> None:
         self.indices = indices
         self.failed = False  # the sampler has raised an error
-        self._depth = depth
-        self._random_sampler = _with_own_generator(sampler)
         self._stock: deque[Any] = deque()
-        self._drawn = 0
-        self._asked = 0
-        self._pace: float = depth
-        self._owed_at: int | None = None
-        self._ended = False
-        self._keep_up()
+        shuffler = shuffler_of(sampler)
+        has_own = isinstance(shuffler, RandomSampler) and shuffler.generator is not None
+        self._left = float(len(sampler)) if has_own else math.inf
 
-    def take(self) -> Any:
-        """The next index batch; StopIteration at the end of the pass."""
-        return self._stock.popleft() if self._stock else self._draw()
+    def __iter__(self) -> IndexQueue:
+        return self
 
-    def give_back(self, batches: Iterable[Any]) -> None:
-        """Put index batches, the earliest first, before everything else."""
-        self._stock.extendleft(reversed(list(batches)))
-
-    def asked(self) -> None:
-        """The script asks for its next batch."""
-        self._asked += 1
-        self._go(max(self._depth + self._asked - 1, self._asked))
-
-    def given(self) -> None:
-        """The script gets it, or its error. Workers are sent the next indices just before."""
-        if self._depth:
-            self._go(self._depth + self._asked)
-
-    def over(self) -> None:
-        """The script was told that the pass is over."""
-        self._go(math.inf)
-
-    def _go(self, pace: float) -> None:
-        self._pace = pace
-        self._keep_up()
-
-    def _keep_up(self) -> None:
-        while self._drawn < self._pace and not self._ended:
-            try:
-                self._stock.append(self._draw())
-            except StopIteration:
-                break
-        if self._owed_at is not None and self._owed_at <= self._pace:
-            assert self._random_sampler is not None
-            self._owed_at = None
-            torch.randperm(len(self._random_sampler.data_source), generator=self._random_sampler.generator)
-
-    def _draw(self) -> Any:
-        self._drawn += 1
+    def __next__(self) -> Any:
+        if self._stock:
+            return self._stock.popleft()
+        if not self._left:
+            raise StopIteration
+        self._left -= 1
         try:
-            return next(self.indices) if self._drawn <= self._pace else self._draw_early()
+            return next(self.indices)
         except StopIteration:
-            self._ended = True
             raise
         except Exception:
             self.failed = True
             raise
 
-    def _draw_early(self) -> Any:
-        """RandomSampler draws one more permutation, for nothing, after its last index. A generator of the script's own
-        is put back then, and that permutation is drawn from it when the plain run does."""
-        if self._random_sampler is None:
-            return next(self.indices)
-        generator = self._random_sampler.generator
-        before = generator.get_state()
-        try:
-            return next(self.indices)
-        finally:
-            if not torch.equal(generator.get_state(), before):
-                generator.set_state(before)
-                self._owed_at = self._drawn if self._owed_at is None else self._owed_at
+    def give_back(self, batches: Iterable[Any]) -> None:
+        """Put index batches, the earliest first, before everything else."""
+        self._stock.extendleft(reversed(list(batches)))
+
+    def over(self) -> None:
+        """The script was told that the pass is over."""
+        if not self._left:
+            next(self.indices, None)
 
 
-def _with_own_generator(sampler: Any) -> RandomSampler | None:
-    """The RandomSampler behind a loader's sampler, if it draws from a generator of the script's own."""
-    while sampler is not None and not isinstance(sampler, RandomSampler):
+def shuffler_of(sampler: Any) -> Any:
+    """What draws the random order behind a loader's sampler, with its ``generator``; None where nothing does."""
+    while sampler is not None and not hasattr(sampler, "generator"):
         sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
-    return sampler if sampler is not None and sampler.generator is not None else None
+    return sampler
 
 
 def reason_of_sampler(sampler: Any, iterator: Any) -> str | None:
