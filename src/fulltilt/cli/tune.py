@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -35,7 +35,6 @@ from fulltilt.store import OwnedFolder
 from fulltilt.tuning.learning_rate import CONTRASTIVE_WARNING, looks_contrastive, looks_deeply_supervised
 from fulltilt.tuning.search import candidates, compare, winner
 from fulltilt.tuning.solutions import (
-    OVERLAPPING_PASSES,
     by_hand,
     changing_data_set_sentence,
     in_words,
@@ -172,18 +171,30 @@ def conduct(
 ) -> int:
     """Run a study and print what it found. Returns 0, or 3 when it was stopped early; raises when nothing was found."""
     space = Space(cpu_capacity().usable, allow, int(TRIAL_MEMORY * memory_headroom_bytes()))
-    screen = Screen(sys.stderr)
-    study = Study(arguments, command, folder, space, isolation, trial_limit_s, screen.say)
-    screen.say(isolation.sentence)
+    bar = StatusBar(sys.stderr)
+    study = Study(arguments, command, folder, space, isolation, trial_limit_s, _say)
+    _say(isolation.sentence)
     if study.trials:
         trials = "1 trial" if len(study.trials) == 1 else f"{len(study.trials)} trials"
-        screen.say(f"{folder} has {trials} already; the study goes on from there")
+        _say(f"{folder} has {trials} already; the study goes on from there")
+
+    def trying(attempt: Attempt, wall_s: float) -> None:
+        if bar.on:
+            best = best_of(study.trials)
+            so_far = "" if best is None else f" · best so far {rate_words(best)} samples/s"
+            what = "the script" if attempt.settings == Settings() else in_words(attempt.settings)
+            # The reason comes last: a narrow terminal cuts it off.
+            bar.show(f"fulltilt tune · {what} · {seconds(wall_s)}{so_far} · {attempt.why}")
+
+    def tried(trial: Trial) -> None:
+        _say(progress_line(len(study.trials), trial, best_of(study.trials)))
+
     stopped = False
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _like_ctrl_c)
     try:
         with study.folder.locked(f"another study runs in {folder}"):
-            study.run(budget_s, screen.trying, lambda trial: screen.tried(study.trials, trial))
+            study.run(budget_s, trying, tried)
     except KeyboardInterrupt:
         stopped = True
     except OSError as error:
@@ -193,7 +204,7 @@ def conduct(
             f"cannot write into {folder}: {error.strerror}", "Free some space: the same command goes on from here."
         ) from error
     finally:
-        screen.close()
+        bar.close()
         study.close()
     if stopped or next_step(study.trials, study.space, math.inf) is not None:
         why = "stopped" if stopped else "the time was over before everything was tried"
@@ -201,7 +212,7 @@ def conduct(
         allowed += ["--in-place"] if isolation.kind == "none" else []
         again = shlex.join(["fulltilt", "tune", "--out", str(folder), *allowed, *arguments])
         kept = "what was learned is kept" if study.trials else "no trial has ended yet"
-        screen.say(f"{why}; {kept}. Go on with: {again}")
+        _say(f"{why}; {kept}. Go on with: {again}")
     if stopped and not study.trials:
         return STOPPED_EARLY
     end_study(study.record, study.trials, folder, apply, stopped)
@@ -212,34 +223,8 @@ def _like_ctrl_c(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-class Screen:
-    """One line for each trial that has ended, and a last row for the one that runs."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._bar = StatusBar(stream)
-        self._best: Trial | None = None
-
-    def say(self, text: str) -> None:
-        """A line of its own."""
-        print(f"fulltilt: {text}", file=self._stream, flush=True)
-
-    def trying(self, attempt: Attempt, wall_s: float) -> None:
-        """A trial runs."""
-        if self._bar.on:
-            best = "" if self._best is None else f" · best so far {rate_words(self._best)} samples/s"
-            what = "the script" if attempt.settings == Settings() else in_words(attempt.settings)
-            # The reason comes last: a narrow terminal cuts it off.
-            self._bar.show(f"fulltilt tune · {what} · {seconds(wall_s)}{best} · {attempt.why}")
-
-    def tried(self, trials: list[Trial], trial: Trial) -> None:
-        """A trial has ended."""
-        self._best = best_of(trials)
-        self.say(progress_line(len(trials), trial, self._best))
-
-    def close(self) -> None:
-        """Give the last row back."""
-        self._bar.close()
+def _say(text: str) -> None:
+    print(f"fulltilt: {text}", file=sys.stderr, flush=True)
 
 
 # --------------------------------------------------------------------------- how it ended
@@ -279,8 +264,6 @@ def end_study(record: StudyRecord, trials: Sequence[Trial], folder: Path, apply:
     if record.data_set_changes is not None and record.loader is not None:
         file = (record.loader.where or "").rpartition(":")[0]
         console.print(Text(changing_data_set_sentence(f"{file}:{record.data_set_changes}")))
-    elif record.passes_overlap:
-        console.print(Text(OVERLAPPING_PASSES))
     for name in (SETTINGS_FILE, DIFF_FILE):
         OwnedFolder(folder.absolute()).remove(name)  # of an earlier answer
     if won is not None:
@@ -332,8 +315,6 @@ def _nothing_measured(trials: Sequence[Trial], folder: Path) -> FulltiltError:
     last = trials[-1]
     where = f"Its output is in {folder / (last.folder or '')}/output.txt"
     what = f"the script as it is could not be measured: {last.note or last.state}"
-    if "EOFError" in (last.note or ""):
-        return UsageError(f"{what}: a trial has no standard input", f"Let the script take it from an argument. {where}")
     if last.state == "timed_out":
         return UsageError(what, f"Give it more time with --budget, and with --trial-limit where you set it. {where}")
     if last.state == "oom":

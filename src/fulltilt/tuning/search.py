@@ -347,13 +347,6 @@ def _only_queues_longer(trial: Trial, others: Sequence[Trial]) -> bool:
     return any(t is not trial and t.settings == shorter and rate(trial) < WORTH * rate(t) for t in others)
 
 
-def rivals_of(trials: Sequence[Trial]) -> list[Settings]:
-    """The candidates that the search could not tell from its best, that one first."""
-    found = candidates(trials)
-    seen = {trial.settings: trial for trial in trials if trial.purpose == "search" and is_valid(trial)}
-    return [one for one in found if (seen[one].samples_per_s_high or 0.0) >= (seen[found[0]].samples_per_s_low or 0.0)]
-
-
 def pairs_to_keep(trials: Sequence[Trial]) -> int:
     """How many pairs of trials must still find time when the search ends: one where the best is far ahead."""
     start, found = start_of(trials), candidates(trials)
@@ -363,25 +356,22 @@ def pairs_to_keep(trials: Sequence[Trial]) -> int:
     return 1 if best >= FAR_AHEAD * rate(start) else LEAST_PAIRS
 
 
-def next_verification(trials: Sequence[Trial], together: bool = True) -> Attempt | None:
-    """The next trial that verifies: start and candidate in turns, until it is decided; None when it is.
-
-    Candidates that the search could not tell apart go round ``together``, if there is time for it.
-    """
+def next_verification(trials: Sequence[Trial]) -> Attempt | None:
+    """The next trial that verifies: start and candidate in turns, until it is decided; None when it is."""
     verifying = [trial for trial in trials if trial.purpose == "verify"]
     if len(verifying) >= 2 * MOST_CANDIDATES * MOST_PAIRS:
         return None
     made = Counter(trial.settings for trial in verifying if is_valid(trial))
     # What worked once and then did not is not to be recommended.
     broken = {trial.settings for trial in verifying if trial.state not in ("ok", "throttled")}
-    rivals = rivals_of(trials) if together else candidates(trials)[:1]
-    for group in (rivals, *([candidate] for candidate in candidates(trials) if candidate not in rivals)):
-        compared = {candidate: compare(trials, candidate) for candidate in group if candidate not in broken}
-        undecided = [candidate for candidate, found in compared.items() if found is None or not found.decided]
-        if undecided:
-            behind = [candidate for candidate in undecided if made[candidate] < made[Settings()]]
-            return Attempt(next(iter(behind), Settings()), "verify", "the winner and the start in turns")
-        if any(found is not None and found.wins for found in compared.values()):
+    for candidate in candidates(trials):
+        found = compare(trials, candidate)
+        if candidate in broken:
+            continue
+        if found is None or not found.decided:
+            is_behind = made[candidate] < made[Settings()]
+            return Attempt(candidate if is_behind else Settings(), "verify", "the winner and the start in turns")
+        if found.wins:
             return None
     return None
 

@@ -217,13 +217,10 @@ def nothing_tried_sentence(trials: Sequence[Trial], stopped: bool = False) -> st
     if start is None or any(trial.purpose == "search" for trial in trials):
         return None
     waits = start.data_wait_share or 0.0
+    why = "the study was stopped" if stopped else "the time was over; give it more with --budget"
     if waits < WAITS:
-        return (
-            f"Nothing else was tried: training waits for data {figures.percent(waits)} of its time; the loader stays."
-        )
-    if stopped:
-        return "Nothing else was tried: the study was stopped."
-    return "Nothing else was tried: the time was over. Give it more with --budget."
+        why = f"training waits for data {figures.percent(waits)} of its time; the loader stays"
+    return f"Nothing else was tried: {why}."
 
 
 def nothing_worked_sentence(trials: Sequence[Trial]) -> str | None:
@@ -231,12 +228,10 @@ def nothing_worked_sentence(trials: Sequence[Trial]) -> str | None:
     searched = [trial for trial in trials if trial.purpose == "search"]
     if not searched or any(is_valid(trial) for trial in searched):
         return None
-    which = "the only trial with others" if len(searched) == 1 else f"each of the {len(searched)} trials with others"
     last = searched[-1]
     why = f"{STATES[last.state]}{f': {last.note}' if last.note else ''}"
-    if all(trial.state == "diverged" for trial in searched):
-        return f"Training goes wrong with other settings: {which} did ({why}). The settings stay."
-    return f"No other settings could be measured: {which} failed ({why}). So nothing is known about them."
+    failed = figures.count("trial", len(searched))
+    return f"No other settings could be measured: all {failed} of others failed ({why}). The settings stay."
 
 
 def workers_stay_sentence(trials: Sequence[Trial]) -> str | None:
@@ -256,12 +251,6 @@ def changing_data_set_sentence(where: str) -> str:
         f"Workers were not kept from epoch to epoch: {where} changes the data set between epochs, and workers that "
         "live on have it as it was when they started."
     )
-
-
-OVERLAPPING_PASSES = (
-    "Workers were not kept from epoch to epoch: the script begins a pass over its loader while another goes on, and "
-    "workers that live on would start over for both."
-)
 
 
 def progress_line(number: int, trial: Trial, best: Trial | None) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
+import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -24,7 +25,7 @@ from fulltilt.probes.machine import describe_machine
 from fulltilt.records import SCHEMA_VERSION, LoaderRecord, Run, RunRecord, Settings, Trial
 from fulltilt.records.secrets import mask_arguments
 from fulltilt.store import OwnedFolder
-from fulltilt.tuning.search import LEAST_PAIRS, next_attempt, next_verification, pairs_to_keep, rivals_of
+from fulltilt.tuning.search import next_attempt, next_verification, pairs_to_keep
 from fulltilt.tuning.source_edit import fingerprint, source_file
 from fulltilt.tuning.space import Attempt, Space, best_of, is_valid, rate, start_of, streams_alone
 from fulltilt.tuning.trial.isolation import Isolation, remove_scratch
@@ -60,7 +61,6 @@ class StudyRecord:
     learning_rate: float | None = None
     data_set_changes: int | None = None
     script_sha256: str | None = None
-    passes_overlap: bool = False
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
@@ -129,7 +129,7 @@ class Study:
         return replace(
             self._space,
             workers_stay=streams_alone(self.record.loader),
-            may_persist=self.record.data_set_changes is None and not self.record.passes_overlap,
+            may_persist=self.record.data_set_changes is None,
         )
 
     def run(self, budget_s: float, trying: Callable[[Attempt, float], None], tried: Callable[[Trial], None]) -> None:
@@ -208,9 +208,7 @@ def next_step(trials: Sequence[Trial], space: Space, left_s: float) -> Attempt |
     to_verify_s = 2 * pairs_to_keep(trials) * typical_s
     attempt = next_attempt(trials, space) if left_s >= to_verify_s + typical_s else None
     if attempt is None and left_s >= typical_s:
-        made = sum(is_valid(trial) for trial in trials if trial.purpose == "verify")
-        rounds_s = (LEAST_PAIRS * (1 + len(rivals_of(trials))) - made) * typical_s
-        attempt = next_verification(trials, together=left_s >= rounds_s)
+        attempt = next_verification(trials)
     return attempt
 
 
@@ -241,7 +239,6 @@ def learned(record: StudyRecord, run: Run, answer: Answer | None, arguments: Seq
         data_set_changes=changes_data_set(text),
         optimizer=rank.optimizers[0] if rank is not None and rank.optimizers else None,
         learning_rate=answer.learning_rate if answer is not None else None,
-        passes_overlap=answer is not None and answer.passes_overlap,
     )
 
 
@@ -275,33 +272,17 @@ def changes_data_set(source: str) -> int | None:
         module = ast.parse(source)
     except (SyntaxError, ValueError):
         return None
-    known = set(_given_to_loaders(module))
     looped = {id(node) for loop in ast.walk(module) if isinstance(loop, ast.For | ast.While) for node in ast.walk(loop)}
     for node in ast.walk(module):
-        for base, attribute in _changed_by(node):
-            name = ast.unparse(base)
-            is_data = name in known or name.endswith("dataset")
-            if is_data and (id(node) in looped or attribute == "set_epoch"):
-                return int(getattr(node, "lineno", 0))
+        match node:
+            case ast.Expr(ast.Call(ast.Attribute(base, name))) if name.startswith("set_"):
+                pass
+            case ast.Assign([ast.Attribute(base, name), *_]) | ast.AugAssign(ast.Attribute(base, name)):
+                pass
+            case _:
+                continue
+        data = ast.unparse(base)
+        is_data = data.endswith("dataset") or re.search(rf"DataLoader\((dataset=)?{re.escape(data)}\b", source)
+        if is_data and (id(node) in looped or name == "set_epoch"):
+            return node.lineno
     return None
-
-
-def _given_to_loaders(module: ast.Module) -> Iterator[str]:
-    """The data sets that DataLoader(...) calls name."""
-    for node in ast.walk(module):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("DataLoader"):
-            named = [keyword.value for keyword in node.keywords if keyword.arg == "dataset"]
-            for given in (*node.args[:1], *named):
-                if isinstance(given, ast.Name | ast.Attribute):
-                    yield ast.unparse(given)
-
-
-def _changed_by(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
-    """Whose attribute a statement sets, by assignment or by a call of ``set_…``."""
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute):
-        if node.value.func.attr.startswith("set_"):
-            yield node.value.func.value, node.value.func.attr
-    elif isinstance(node, ast.Assign | ast.AugAssign):
-        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            if isinstance(target, ast.Attribute):
-                yield target.value, target.attr

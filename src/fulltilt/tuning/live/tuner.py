@@ -41,7 +41,7 @@ from fulltilt.tuning.live.worker_pool import (
 SEED_STEP = 0x9E3779B97F4A7C15
 OF_LOADER = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
 # Workers that are spawned beside training start later than those of the first pass did.
-START_MARGIN, MOST_START_S = 1.5, 30.0
+START_MARGIN, MOST_START_S, START_PATIENCE = 1.5, 30.0, 4.0
 RANDOM_DRAWS = "the data set draws random numbers: in other workers they are others of the same distribution"
 LATER_SHUFFLES = ", and so are the shuffles of later epochs, which torch draws from the same generator"
 WATCHED = "not enough was seen yet"
@@ -277,11 +277,9 @@ class LoaderTuner:
 
     def _hand_over(self, source: SwitchingIterator) -> None:
         """Another pool goes on. One that starts slowly does so while the one before makes what training needs."""
-        before, meanwhile = source.pool, 0
-        if before is not None and before.knobs.workers and starts_slowly(source.loader):
-            self._start_s = max(self._start_s, before.first_batch_s or 0.0)
-            meanwhile = math.ceil(START_MARGIN * min(self._start_s, MOST_START_S) * self._to_beat.batches_per_s)
-        source.hand_over(self._pool_in_force(source), meanwhile)
+        pool = self._pool_in_force(source)
+        start_s = START_MARGIN * min(self._start_s, MOST_START_S)
+        source.hand_over(pool, math.ceil(start_s * self._to_beat.batches_per_s))
 
     @property
     def _to_beat(self) -> Seen:
@@ -313,7 +311,10 @@ class LoaderTuner:
         else:
             generator.manual_seed((self._seed + SEED_STEP * self._made) % 2**63)
         batch_s = max(knobs.workers, 1) / best_of(self._seen).batches_per_s if self._seen else 0.0
-        patience_s = max(self._limits.batch_s, math.ceil(self._limits.batch_times * batch_s))
+        if source.pool is not None and starts_slowly(source.loader):
+            self._start_s = max(self._start_s, source.pool.first_batch_s or 0.0)
+        start_s = START_PATIENCE * self._start_s
+        patience_s = math.ceil(max(self._limits.batch_s, self._limits.batch_times * batch_s, start_s))
         meter = partial(self._taps.with_meters, tap=self.tap) if metered else lambda start: start()
         own = knobs == self.user and metered
         return WorkerPool(source.loader, knobs, generator, self._iterate, meter, None if own else patience_s)

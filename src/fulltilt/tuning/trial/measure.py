@@ -39,11 +39,6 @@ from fulltilt.tuning.trial.throughput import (
 
 # Losses of so many first steps are compared between trials.
 MOST_LOSSES = 400
-# A training that has had no batch of a DataLoader for so long, and so many steps, will have none later either.
-NEVER_ANY_S = 20.0
-# One that has had some keeps them, as itertools.cycle does: the next epochs come without the loader.
-NO_MORE_S = 5.0
-LEAST_STEPS = 50
 # The module, the function that saves, and the place and name of the path among its arguments.
 SAVERS = (
     ("torch", "save", 1, "f"),
@@ -74,11 +69,9 @@ class Measuring:
         self._cuda = False
         self._learning_rate: float | None = None
         self._steps = 0
-        self._supply = LoaderSupply()
         self._timer = BlockTimer(assignment.patience.block_s, self._timed)
         self._sources: dict[int, weakref.ref[Any]] = {}
         self._training = TrainingLoaders()
-        self._passes_overlap = False
         self._pending: list[tuple[StepSnapshot, StepSnapshot]] = []
         self._blocks: list[Block] = []
         self._loss: Any = None
@@ -148,9 +141,6 @@ class Measuring:
     def _advance(self) -> None:
         now = self._snapshot()
         block = self._timer.stepped(now)
-        if self._supply.has_ended(now.host_s, now.steps, sum(tap.batches for tap in self._session.taps.all)):
-            self._answer(complete=True)
-            self._leave(0)
         if block is None:
             return
         self._pending.append(block)
@@ -172,11 +162,7 @@ class Measuring:
 
     def _begin_pass(self, loader: Any, tap: LoaderTap, iterate: Callable[[Any], Any]) -> Any:
         """Stands where live tuning would: a pass begins with torch's own iterator, which can be asked for its queue."""
-        before = self._sources.get(tap.loader_id, lambda: None)()
         source = self._session.taps.with_meters(functools.partial(iterate, loader), tap)
-        # torch has one iterator for all passes of a loader whose workers persist: they would restart a pass under way.
-        if before is not None and before is not source and _is_under_way(before):
-            self._passes_overlap = True
         with contextlib.suppress(TypeError):
             self._sources[tap.loader_id] = weakref.ref(source)
         return source
@@ -243,17 +229,8 @@ class Measuring:
             complete=complete,
             out_of_memory=int(statistics.get("num_ooms", 0)),
             remarks=tuple(dict.fromkeys(self._applied.remarks)),
-            passes_overlap=self._passes_overlap,
         )
         store.write_json(Path(self._assignment.folder) / ANSWER_FILE, answer)
-
-
-def _is_under_way(source: Any) -> bool:
-    """Whether a pass has batches left; one that was abandoned counts as well, where the script still holds it."""
-    try:
-        return bool(source._num_yielded < len(source))
-    except (AttributeError, TypeError):
-        return False
 
 
 def _workers(tap: LoaderTap) -> int:
@@ -273,22 +250,6 @@ def _finite(losses: list[Any]) -> tuple[float, ...]:
 
 
 # --------------------------------------------------------------------------- what the loaders do
-
-
-class LoaderSupply:
-    """Whether a job goes on training without its loaders: there is nothing left to measure then."""
-
-    def __init__(self) -> None:
-        self._batches: int | None = None
-        self._since_s = 0.0
-        self._since_step = 0
-
-    def has_ended(self, now_s: float, steps: int, batches: int) -> bool:
-        """Whether no loader has given a batch for so long that none will; told after each step."""
-        if batches != self._batches:
-            self._batches, self._since_s, self._since_step = batches, now_s, steps
-        patience_s = NO_MORE_S if batches else NEVER_ANY_S
-        return now_s - self._since_s > patience_s and steps - self._since_step > LEAST_STEPS
 
 
 class TrainingLoaders:

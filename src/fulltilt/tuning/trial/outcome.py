@@ -158,8 +158,6 @@ def _nothing_measured(answer: Answer | None, run: Run | None) -> str:
     ranks = run.ranks if run is not None else ()
     if ranks and not any(loader.batches and loader.made_by != "script" for rank in ranks for loader in rank.loaders):
         return f"the script trained {steps} steps without a batch of a DataLoader: there is no loader to tune"
-    if answer is not None and answer.complete:
-        return f"the loader gave no more batches (of {steps} steps), and too few to measure: they are trained on again"
     return f"the script ended after {steps} steps: too few to measure; let it train longer"
 
 

@@ -83,7 +83,6 @@ class Answer:
     """What a trial measured. ``complete``: it stopped because it knew enough, not because the script ended.
 
     ``losses`` go up to the first that is not finite, which is that of step ``not_finite_at``.
-    ``passes_overlap``: a pass over a loader began before another had ended.
     ``learning_rate`` is the one that the optimizer was made with: a schedule may have begun below it.
     """
 
@@ -96,7 +95,6 @@ class Answer:
     learning_rate: float | None = None
     out_of_memory: int = 0
     remarks: tuple[str, ...] = ()
-    passes_overlap: bool = False
 
 
 # --------------------------------------------------------------------------- the rate over blocks
