@@ -57,8 +57,8 @@ def plan(
     outlook = None
     if wanted is not None:
         beside = [folder for run in runs for folder in (run, *run.resolve().parents[:2])]
-        history = read_history(beside, wanted.metric)
-        outlook = forecast(history.points, wanted.value, history.epoch_s, wanted.mode)
+        points, epoch_s = read_history(beside, wanted.metric)
+        outlook = forecast(points, wanted.value, epoch_s, wanted.mode)
         if outlook.hours is not None and made.samples_per_s:
             made = with_target(made, outlook.hours, made.samples_per_s)
     if json_:

@@ -10,9 +10,6 @@ import itertools
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal
-
-Rule = Literal["sqrt", "linear"]
 
 # Plain gradient steps: their noise falls with the batch as their length grows with the rate. All others normalise.
 _LINEAR = frozenset({"SGD", "ASGD", "LARS"})
@@ -32,11 +29,6 @@ class Scaled:
     warm_up: str | None
 
 
-def rule_for(optimizer: str | None) -> Rule:
-    """How the rate of this optimizer goes with the batch size; the square root where it is not known."""
-    return "linear" if optimizer in _LINEAR else "sqrt"
-
-
 def scale(
     rate: float, batch: int, new_batch: int, optimizer: str | None = None, deep_supervision: bool = False
 ) -> Scaled:
@@ -44,16 +36,18 @@ def scale(
     if new_batch == batch:
         return Scaled(rate, f"{figure(rate)}, as it is", None)
     ratio = new_batch / batch
-    rule = rule_for(optimizer)
-    factor = ratio if rule == "linear" else math.sqrt(ratio)
     fraction = f"{new_batch}/{batch}"
-    terms = f"{figure(rate)} × {fraction if rule == 'linear' else f'sqrt({fraction})'}"
+    if optimizer in _LINEAR:
+        factor, terms = ratio, f"{figure(rate)} × {fraction}"
+    else:
+        factor, terms = math.sqrt(ratio), f"{figure(rate)} × sqrt({fraction})"
     if deep_supervision:
         reduced = deep_supervision_factor(ratio) / deep_supervision_factor(1.0)
         factor *= reduced
         terms += f" × {deep_supervision_factor(ratio):.2f}/{deep_supervision_factor(1.0):.1f} (deep supervision)"
     scaled = rate * factor
-    return Scaled(scaled, f"{terms} = {figure(scaled)}", warm_up_advice(factor))
+    advice = f"the rate is {factor:.2g} × as high: {WARM_UP}" if factor >= WARM_UP_FROM else None
+    return Scaled(scaled, f"{terms} = {figure(scaled)}", advice)
 
 
 def deep_supervision_factor(ratio: float) -> float:
@@ -64,13 +58,6 @@ def deep_supervision_factor(ratio: float) -> float:
         if ratio <= high:
             return at_low + (at_high - at_low) * (ratio - low) / (high - low)
     return _DEEP_SUPERVISION[-1][1]
-
-
-def warm_up_advice(factor: float) -> str | None:
-    """Whether to warm up to a rate this many times as high."""
-    if factor < WARM_UP_FROM:
-        return None
-    return f"the rate is {factor:.2g} × as high: {WARM_UP}"
 
 
 def accumulation_for(batch: int, fits: int) -> tuple[int, int] | None:

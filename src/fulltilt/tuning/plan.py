@@ -23,6 +23,7 @@ from fulltilt.tuning.learning_rate import Scaled, accumulation_for, looks_deeply
 from fulltilt.tuning.space import USABLE_VRAM, fit_line
 
 Hours = tuple[float, float]
+Points = tuple[tuple[float, float], ...]
 Precision = Literal["fp32", "tf32", "fp16", "bf16"]
 
 # The first step ends where counting begins: its time holds no wait for a batch.
@@ -478,14 +479,6 @@ class Target:
     mode: Literal["max", "min"]
 
 
-@dataclass(frozen=True, slots=True)
-class History:
-    """(epoch, value) for a metric, and the seconds an epoch takes, where they were written down."""
-
-    points: tuple[tuple[float, float], ...]
-    epoch_s: float | None
-
-
 def parse_target(text: str) -> Target:
     """``METRIC=VALUE``. Raises UsageError."""
     name, sign, value = text.partition("=")
@@ -499,11 +492,8 @@ def parse_target(text: str) -> Target:
     return Target(name.strip(), wanted, "min" if small else "max")
 
 
-def read_history(folders: Iterable[Path], metric: str) -> History:
-    """The metric's history from the first folder that has one. Raises UsageError that names what there is.
-
-    ``iou`` stands for ``eval_iou`` too, as everywhere in a training.
-    """
+def read_history(folders: Iterable[Path], metric: str) -> tuple[Points, float | None]:
+    """(epoch, value) of a metric (``iou`` is ``eval_iou`` too) and the seconds an epoch takes. Raises UsageError."""
     known: set[str] = set()
     for folder in folders:
         for rows in (_csv_rows(folder / METRICS_FILE), _hugging_face_rows(folder)):
@@ -511,7 +501,7 @@ def read_history(folders: Iterable[Path], metric: str) -> History:
             points = _points(rows, metric) or _points(rows, f"eval_{metric}")
             if points:
                 seconds = [row["seconds"] for row in rows if math.isfinite(row.get("seconds", math.nan))]
-                return History(points, sum(seconds) / len(seconds) if seconds else None)
+                return points, sum(seconds) / len(seconds) if seconds else None
     if known & {metric, f"eval_{metric}"}:
         raise UsageError(f"--target: {metric} was never a finite number", "Its training diverged, or has no epoch yet.")
     if known:
@@ -521,8 +511,7 @@ def read_history(folders: Iterable[Path], metric: str) -> History:
     )
 
 
-def _points(rows: list[dict[str, float]], column: str) -> tuple[tuple[float, float], ...]:
-    """(epoch, value) of each row; a metric that diverged for an epoch (nan) has none there."""
+def _points(rows: list[dict[str, float]], column: str) -> Points:
     pairs = ((row.get("epoch", math.nan), row.get(column, math.nan)) for row in rows)
     return tuple((epoch, value) for epoch, value in pairs if math.isfinite(epoch) and math.isfinite(value))
 

@@ -191,24 +191,19 @@ def show_trials(console: Console, trials: Sequence[Trial]) -> None:
 
 
 def verdict_sentence(comparison: Comparison | None, unverified: Settings | None = None, stopped: bool = False) -> str:
-    """What verification said, in a sentence. ``unverified`` looked faster, but nobody has made sure.
-
-    ``stopped``: by the user, and not because the time was over.
-    """
+    """What verification said, in a sentence. ``unverified`` looked faster, but nobody has made sure."""
+    why = "the study was stopped" if stopped else "no time was left (--budget)"
     if comparison is None and unverified is not None:
-        why = "the study was stopped before it made sure" if stopped else "no time was left to make sure (--budget)"
-        return f"Not verified: {in_words(unverified)} looked faster, but {why}."
-    if comparison is None and stopped:
-        return "Nothing was found to be faster before the study was stopped; the settings stay."
+        return f"Not verified: {in_words(unverified)} looked faster, but {why} before it was sure."
     if comparison is None:
-        return "Nothing was found to be faster than the settings as they are; they stay."
+        return f"Nothing was found to be faster{f': {why}' if stopped else ''}; the settings stay."
     pairs = "a pair" if comparison.pairs == 1 else f"{comparison.pairs} pairs"
     spread = f"{comparison.low:.2f} to {comparison.high:.2f}, 95 %, {pairs} measured in turns"
     if comparison.wins:
         return f"Verified: {in_words(comparison.candidate)}: {comparison.ratio:.2f} × as fast ({spread})."
-    unsure = "the study was stopped before it was sure" if stopped else "there was no time to be sure"
-    why = "; the settings stay" if comparison.decided else f"; {unsure}, so the settings stay"
-    return f"Not verified: {in_words(comparison.candidate)}: {comparison.ratio:.2f} × ({spread}){why}."
+    unsure = "" if comparison.decided else f"; {why} before it was sure"
+    what = f"{in_words(comparison.candidate)}: {comparison.ratio:.2f} × ({spread})"
+    return f"Not verified: {what}{unsure}; the settings stay."
 
 
 def nothing_tried_sentence(trials: Sequence[Trial], stopped: bool = False) -> str | None:

@@ -81,7 +81,8 @@ def ceiling_of(seen: tuple[Seen, ...]) -> float:
 
 def _bracket(situation: Situation, most: int, ceiling: float) -> Bracket:
     start = situation.seen[0]
-    one = _rate_of_one(start) if start.knobs.workers == 0 else None
+    # What one worker should give: the training thread's own fetching.
+    one = start.batches_per_s / max(start.wait_share, 1e-9) if start.knobs.workers == 0 else None
     # The best of each number: a deeper queue may have been slower, and its rate would make other numbers promising.
     by_rate = sorted(situation.seen, key=lambda seen: seen.batches_per_s)
     rates = {seen.knobs.workers: seen.batches_per_s for seen in by_rate if seen.knobs.workers}
@@ -102,11 +103,6 @@ def _next_workers(situation: Situation, bracket: Bracket, limits: Limits) -> int
         if first != start.knobs.workers:
             return first
     return bracket.next_count()
-
-
-def _rate_of_one(start: Seen) -> float:
-    """What one worker should give: the training thread's own fetching."""
-    return start.batches_per_s / max(start.wait_share, 1e-9)
 
 
 def _deeper_queue(situation: Situation, best: Seen, limits: Limits) -> Knobs | None:

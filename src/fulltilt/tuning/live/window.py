@@ -64,10 +64,7 @@ class Knobs(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """One batch: how long training waited for it, and how long it was busy before it asked.
-
-    ``from_queue``: how many batches fewer lie ready behind it than behind the one before.
-    """
+    """One batch: how long training waited for it, and how long it was busy before; ``from_queue``: batches used up."""
 
     wait_s: float
     busy_s: float
