@@ -254,8 +254,8 @@ class IndexQueue:
         self.failed = False  # the sampler has raised an error
         self._stock: deque[Any] = deque()
         shuffler = shuffler_of(sampler)
-        has_own = isinstance(shuffler, RandomSampler) and shuffler.generator is not None
-        self._left = float(len(sampler)) if has_own else math.inf
+        self._shuffler = shuffler if isinstance(shuffler, RandomSampler) and shuffler.generator is not None else None
+        self._has_begun = self._owes_permutation = False
 
     def __iter__(self) -> IndexQueue:
         return self
@@ -263,9 +263,9 @@ class IndexQueue:
     def __next__(self) -> Any:
         if self._stock:
             return self._stock.popleft()
-        if not self._left:
-            raise StopIteration
-        self._left -= 1
+        generator = self._shuffler.generator if self._shuffler is not None and self._has_begun else None
+        before = None if generator is None else generator.get_state()
+        self._has_begun = True
         try:
             return next(self.indices)
         except StopIteration:
@@ -273,6 +273,10 @@ class IndexQueue:
         except Exception:
             self.failed = True
             raise
+        finally:
+            if generator is not None and before is not None and not torch.equal(generator.get_state(), before):
+                generator.set_state(before)
+                self._owes_permutation = True
 
     def give_back(self, batches: Iterable[Any]) -> None:
         """Put index batches, the earliest first, before everything else."""
@@ -280,8 +284,9 @@ class IndexQueue:
 
     def over(self) -> None:
         """The script was told that the pass is over."""
-        if not self._left:
-            next(self.indices, None)
+        if self._shuffler is not None and self._owes_permutation:
+            self._owes_permutation = False
+            torch.randperm(len(self._shuffler.data_source), generator=self._shuffler.generator)
 
 
 def shuffler_of(sampler: Any) -> Any:

@@ -80,7 +80,9 @@ class Measuring:
 
     def install(self) -> None:
         """Put the settings in force and begin to watch for steps."""
-        random.seed(0)  # the same in every trial, so that losses can be compared; torch's generators start alike anyway
+        # The same in every trial of a script that does not seed, so that losses can be compared.
+        random.seed(0)
+        self._torch.manual_seed(0)
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed(0)
         self._saves.install()
