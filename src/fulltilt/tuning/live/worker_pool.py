@@ -7,7 +7,6 @@ Private to torch are ``_remove_worker_pids`` and ``_worker_pids_set`` (see `Work
 from __future__ import annotations
 
 import atexit
-import math
 import multiprocessing
 import threading
 import time
