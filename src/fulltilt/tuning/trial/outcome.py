@@ -175,7 +175,9 @@ def last_exception(tail: str) -> str | None:
 def _how_it_ended(status: int | None, tail: str) -> str:
     if status is not None and status < 0:
         return f"ended by {signal.Signals(-status).name}"
-    last = (tail.strip().splitlines() or [""])[-1].strip()
+    # Below an error of ours stands, indented, what to do about it.
+    lines = [line for line in tail.split("\n") if line.strip()]
+    last = next((line.strip() for line in reversed(lines) if not line[0].isspace()), lines[-1].strip() if lines else "")
     return f"ended with exit code {status}" + (f": {last[:160]}" if last else "")
 
 
