@@ -269,32 +269,6 @@ def test_an_error_of_the_sampler_reaches_the_script(tmp_path: Path) -> None:
         assert one.tuner._source() is None, "its workers have ended, without a garbage collection"
 
 
-class Naps(Squares):
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        time.sleep(0.01)
-        return super().__getitem__(index)
-
-
-@pytest.mark.slow
-def test_spawned_workers_start_while_the_old_ones_still_work(tmp_path: Path) -> None:
-    """They import torch before their first batch: training must not wait for that."""
-    loader = DataLoader(Naps(400), batch_size=2, shuffle=True, num_workers=1, multiprocessing_context="spawn")
-    torch.manual_seed(3)
-    torch.empty((), dtype=torch.int64).random_()  # the seed of the workers
-    order = list(loader.sampler)
-    torch.manual_seed(3)
-    labels: list[int] = []
-    with tuning(tmp_path, [Knobs(2)]) as one:
-        for _, batch in one.trains(loader):
-            labels += batch.tolist()
-            if one.record.state == "trying":
-                break
-        assert one.source.pool.knobs == Knobs(2)
-        assert one.source.pool.is_serving
-        assert not one.source.is_steady, "the old pool works, too"
-        assert labels == order[: len(labels)]
-
-
 def test_the_batches_of_a_pass_are_counted_over_all_pools(tmp_path: Path) -> None:
     """Loaders that can be resumed read torch's own count."""
     with tuning(tmp_path, [Knobs(2), Knobs(1)]) as one:
