@@ -133,16 +133,16 @@ def at(where: str | None) -> str:
     return f" at {where}" if where else ""
 
 
-def rates(evidence: Evidence) -> str | None:
-    """What the loader gives beside what compute could take; None when either was not measured."""
+def rates(evidence: Evidence) -> list[str]:
+    """What the loader gives beside what compute could take; nothing when either was not measured."""
     ceilings = evidence.ceilings
     if ceilings.loader_samples_per_s is None or ceilings.compute_samples_per_s is None:
-        return None
+        return []
     taker = "the GPU" if evidence.on_gpu else "compute"
-    return (
+    return [
         f"the loader alone can give {number(ceilings.loader_samples_per_s)} samples/s, "
         f"{taker} could take {number(ceilings.compute_samples_per_s)}"
-    )
+    ]
 
 
 def rewritten(evidence: Evidence, loader: LoaderRecord, **changes: int | bool) -> str:

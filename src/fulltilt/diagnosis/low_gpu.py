@@ -1,7 +1,6 @@
 """A warning while a job runs: little GPU use, the likely bottleneck first, and the settings in force.
 
-The guide raises everything at once; here the first line says what the time goes into, and only settings that touch
-that are offered.
+The first line says what the time goes into; only settings that touch that are offered.
 """
 
 from __future__ import annotations
@@ -77,18 +76,13 @@ def _settings(
             f"{workers} (current: {loader.num_workers}) keeps up",
         ]
     place = f" at {loader.where}" if loader.where else ""
-    if loader.num_workers == 0:
+    if 0 < loader.num_workers < usable_cpus - 1:
+        lines = [f"Increase {workers} (current: {loader.num_workers}; {usable_cpus:g} CPUs are usable){place}"]
+    elif loader.num_workers == 0:
         lines = [f"Increase {workers} (current: 0){place}"]
-    elif loader.num_workers + 1 < usable_cpus:
-        lines = [
-            f"Increase {workers} (current: {loader.num_workers}; {usable_cpus:g} CPUs are usable){place}",
-            f"Increase {prefetch}",
-        ]
     else:
-        lines = [
-            f"{workers} (current: {loader.num_workers}) already fills the {usable_cpus:g} usable CPUs{place}",
-            f"Increase {prefetch}",
-        ]
+        lines = [f"{workers} (current: {loader.num_workers}) already fills the {usable_cpus:g} usable CPUs{place}"]
+    lines += [f"Increase {prefetch}"] if loader.num_workers else []
     if loader.batch_size is not None:
         lines.append(f"A larger {batch} does not help while data is late")
     steady = loader.batches - max(loader.passes, 1)

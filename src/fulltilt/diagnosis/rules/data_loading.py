@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from fulltilt.diagnosis.evidence import Evidence, waited_behind_loaders_s
@@ -232,7 +233,7 @@ def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
         )
     if (line := costliest_line(evidence)) and loader.wait_s > 0:
         facts.append(f"of the fetching, {line_cost(line, loader.wait_s)}")
-    facts += _known(rates(evidence))
+    facts += rates(evidence)
     plan = plan_workers(evidence)
     workers = plan.advised if plan else unplanned_workers(evidence)
     fix = (
@@ -281,7 +282,7 @@ def _workers_limit(evidence: Evidence, code: FindingCode, limit: Limit) -> Judge
     facts = [time_spent(evidence, "waiting for data", wait_s), _worker_time(supply, limit)]
     if line and evidence.workers:
         facts.append(f"of the workers' fetching, {line_cost(line, evidence.workers.fetch_s)}")
-    facts += _known(rates(evidence))
+    facts += rates(evidence)
     if limit is Limit.IO:
         facts += _storage_facts(evidence)
     plan = plan_workers(evidence)
@@ -373,10 +374,6 @@ def _cpus(evidence: Evidence) -> str:
     source = "the quota allows" if cpu.quota is not None and cpu.quota <= cpu.affinity else "the machine has"
     shared = " for each rank" if evidence.usable_cpus < cpu.usable else ""
     return f"{source} {cpus(evidence.usable_cpus)}{shared}"
-
-
-def _known(fact: str | None) -> list[str]:
-    return [fact] if fact else []
 
 
 # --------------------------------------------------------------------------- handing over
@@ -516,7 +513,7 @@ def shm_small(evidence: Evidence) -> Judgement:
         f"{size(loader.batch_bytes)} = {size(needed)} in shared memory",
         f"/dev/shm has {size(total)}",
     ]
-    fix = f"Give the container more shared memory (docker run --shm-size={_gigabytes(2 * needed)}g)"
+    fix = f"Give the container more shared memory (docker run --shm-size={math.ceil(2 * needed / 1e9)}g)"
     if fits >= 1 and fits < prefetch:
         fix += f", or lower prefetch_factor {prefetch} → {fits}{at(loader.where)}"
     elif fits < 1:
@@ -533,7 +530,3 @@ def passes_through_shm(loader: LoaderRecord) -> bool:
     """Whether batches travel in shared memory: tensors do, arrays and other objects are pickled through a pipe."""
     kind = (loader.batch_kind or "tensor").lower()
     return not any(word in kind for word in ("numpy", "ndarray", "object", "bytes", "str"))
-
-
-def _gigabytes(needed: float) -> int:
-    return max(round(needed / 1e9 + 0.5), 1)
