@@ -88,7 +88,16 @@ def run(
         earlier = store.move_earlier_run(folder)
         if earlier is not None:
             tell(f"fulltilt: {folder} held a run already; it is now in {earlier}")
-        code = Job(arguments, resolved, name, folder, settings, asked, deep, live_variables(auto, exact)).run()
+        gpus = Gpus.open()
+        record = RunRecord(
+            name=name,
+            command=tuple(arguments),
+            started_at=datetime.now().astimezone().isoformat(timespec="seconds"),
+            machine=describe_machine(gpus),
+            fulltilt=__version__,
+            asked=asked,
+        )
+        code = run_job(resolved, folder, record, gpus, settings, deep, live_variables(auto, exact))
     for flag in given_to_script(OTHER_FLAGS, arguments) if code == USAGE_ERROR else ():
         tell(f"fulltilt: {hint('run', flag)}")
     raise typer.Exit(code)
@@ -111,53 +120,30 @@ def live_variables(auto: bool, exact: bool) -> dict[str, str]:
     return {**({attach.ALSO: LIVE_TUNING} if auto else {}), **({EXACT: "1"} if exact else {})}
 
 
-class Job:
-    """One run of a job from its start to its verdict."""
-
-    def __init__(
-        self,
-        arguments: list[str],
-        resolved: list[str],
-        name: str,
-        folder: Path,
-        settings: Path | None,
-        asked: Settings,
-        deep: int,
-        variables: dict[str, str],
-    ) -> None:
-        self._arguments = arguments
-        self._resolved = resolved
-        self._folder = folder
-        self._settings = settings
-        self._deep = deep
-        self._variables = variables
-        self._gpus = Gpus.open()
-        self._record = RunRecord(
-            name=name,
-            command=tuple(arguments),
-            started_at=datetime.now().astimezone().isoformat(timespec="seconds"),
-            machine=describe_machine(self._gpus),
-            fulltilt=__version__,
-            asked=asked,
-        )
-
-    def run(self) -> int:
-        """Start the job, watch it, explain it. Returns the job's own exit code, or ends by the job's own signal."""
-        store.write_json(self._folder / store.RUN_FILE, self._record)
-        killed_before = oom_kills()
-        t0_ns = time.perf_counter_ns()
-        variables = attach.environment(self._folder, t0_ns, self._settings, self._deep)
-        environment = {**os.environ, **variables, **self._variables}
-        try:
-            process = JobProcess(self._resolved, environment)
-        except OSError as error:
-            raise UsageError(f"cannot start {self._resolved[0]}: {error.strerror or error}") from error
-        with Monitor(self._folder, process.pid, t0_ns, self._gpus) as monitor:
-            status = process.wait(monitor.tick)
-        wall_s = (time.perf_counter_ns() - t0_ns) * 1e-9
-        killed = max((oom_kills() or 0) - killed_before, 0) if killed_before is not None else 0
-        end_run(self._folder, self._record, wall_s, status, killed)
-        return process.leave(status)
+def run_job(
+    command: list[str],
+    folder: Path,
+    record: RunRecord,
+    gpus: Gpus,
+    settings: Path | None,
+    deep: int,
+    live: dict[str, str],
+) -> int:
+    """Start the job, watch it, explain it. Returns the job's own exit code, or ends by the job's own signal."""
+    store.write_json(folder / store.RUN_FILE, record)
+    killed_before = oom_kills()
+    t0_ns = time.perf_counter_ns()
+    try:
+        variables = attach.environment(folder, t0_ns, settings, deep)
+        process = JobProcess(command, {**os.environ, **variables, **live})
+    except OSError as error:
+        raise UsageError(f"cannot start {command[0]}: {error.strerror or error}") from error
+    with Monitor(folder, process.pid, t0_ns, gpus) as monitor:
+        status = process.wait(monitor.tick)
+    wall_s = (time.perf_counter_ns() - t0_ns) * 1e-9
+    killed = max((oom_kills() or 0) - killed_before, 0) if killed_before is not None else 0
+    end_run(folder, record, wall_s, status, killed)
+    return process.leave(status)
 
 
 class Monitor:
