@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fulltilt.train import checkpoint, fsdp
+from fulltilt.train import checkpoint, distributed
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.distributed import Group
 from fulltilt.train.job import Job
@@ -92,7 +92,7 @@ def trained(out: Path, device: str, *, fails: bool = False, stop_at: int | None 
 
 
 def main(out: Path, device: str) -> None:
-    fsdp.LEAST_BLOCK_PARAMETERS = 1
+    distributed.LEAST_BLOCK_PARAMETERS = 1
     for precision in ("fp32", "bf16", "fp16") if device == "cuda" else ("fp32",):
         base = out / precision
         alone = trained(base / "alone", device, precision=precision)
