@@ -128,7 +128,7 @@ def test_quick_host_code_is_left_alone_and_unknown_idling_not_judged() -> None:
 
 def test_recompilations_that_cost_much_are_told_with_their_reason() -> None:
     lines = (
-        HotLine("net.py:12", "forward", 8.0, "7 times: size mismatch at index 0"),
+        HotLine("net.py:12", "forward", 8.0, "7 times: size mismatch"),
         HotLine("net.py:30", "loss", 2.0),
     )
     compiled = CompileRecord(compiles=12, seconds=30.0, recompiles=9, recompile_lines=lines)
