@@ -21,8 +21,17 @@ from fulltilt.feed.sample_reader import Failure
 BLOCK_BYTES = 8 * 1024**2
 # Blocks have room for a multiple of so many rows: then every key of a block begins at such a multiple of bytes.
 ROWS_ALIGNMENT = 16
-DAMAGED = "The file is cut or damaged: copy it anew."
+DAMAGED = "The file is cut or damaged, or links to one that is gone: copy it anew."
 _BRING = "Put the file back where it was, or copy all rows into one file."
+
+
+def _kind(dtype: Any) -> str:
+    """What is no number, in words."""
+    if dtype.names:
+        return f"records of {', '.join(dtype.names)}"
+    if (dtype.metadata or {}).get("vlen") in (str, bytes) or dtype.kind in "SU":
+        return "strings"
+    return "rows of differing length" if (dtype.metadata or {}).get("vlen") is not None else str(dtype)
 
 
 def require_h5py() -> Any:
@@ -228,7 +237,7 @@ def _column(file: Any, name: str, key: str) -> Column:
         dtype = torch.from_numpy(numpy.empty(0, dtype=data.dtype.newbyteorder("="))).dtype
     except TypeError as error:
         raise DataError(
-            f"{name}: {key!r} holds {data.dtype}, not numbers of one kind and rows of one length",
+            f"{name}: {key!r} holds {_kind(data.dtype)}, not numbers of one kind and rows of one length",
             "Store it as integers or floating-point numbers, padded to one length, or give another key.",
         ) from error
     shape = tuple(int(size) for size in data.shape[1:])

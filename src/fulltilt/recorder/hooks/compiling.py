@@ -9,6 +9,7 @@ from typing import Any
 from fulltilt.recorder.hooks import Function, Patches
 from fulltilt.recorder.marks import Activity
 from fulltilt.recorder.recorder import Recorder
+from fulltilt.recorder.stacks.frames import users_line
 from fulltilt.records import CompileRecord, HotLine
 
 MOST_LINES = 10
@@ -23,6 +24,7 @@ class CompileHooks:
         self._before: Activity | None = None
         self._began_ns = 0
         self._seconds = 0.0
+        self._where = ""
 
     def install(self, patches: Patches) -> None:
         """Listen from the first torch.compile on: importing dynamo costs seconds, and most jobs never do."""
@@ -32,6 +34,7 @@ class CompileHooks:
 
     def _compile(self, original: Function) -> Function:
         def compile(*args: Any, **kwargs: Any) -> Any:
+            self._where, _ = users_line()
             result = original(*args, **kwargs)
             handler = getattr(sys.modules.get("torch._dynamo.callback"), "CompilationCallbackHandler", None)
             if handler is not None and self._patches is not None:
@@ -79,6 +82,10 @@ class CompileHooks:
             reason = getattr(metrics, "recompile_reason", None)
             if reason:
                 spot = f"{metrics.co_filename}:{metrics.co_firstlineno}", metrics.co_name
+                if (
+                    "/torch/" in metrics.co_filename and self._where
+                ):  # a module of torch's own: the line that compiles it
+                    spot = self._where, "torch.compile"
                 seconds, times, _ = again.get(spot, (0.0, 0, ""))
                 # "0/1: tensor 'x' size mismatch at index 0. expected 3, actual 4" and, behind it, a stack.
                 words = " ".join(reason.splitlines()[0].split("#")[0].split(": ", 1)[-1].split())
