@@ -69,7 +69,8 @@ CATALOGUE = (
     Specimen("numpy_collate.py", "input_handover", measured=("data_wait",)),
     Specimen("tiny_epochs.py", "epoch_restart", measured=("epoch_turnover",)),
     # -- the script's own code
-    Specimen("recompiling.py", "recompiling", counts_samples=False),
+    # Compiling is start-up, which rates leave out.
+    Specimen("recompiling.py", "recompiling", counts_samples=False, too_short_to_rate=True),
     Specimen("sleep_after_step.py", "host_code", measured=("host_code",)),
     Specimen("sleep_in_forward.py", "host_code", measured=("host_code",)),
     Specimen("json_weights.py", "host_code", measured=("host_code",)),
