@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from fulltilt.cli.main import main
 from tests.report import examples
+from tests.tuning.test_plan import observed
 
 
 def plan(*arguments: str) -> int:
@@ -37,3 +39,25 @@ def test_a_metric_that_nobody_measured_is_told_with_those_there_are(
     told = capsys.readouterr().err
     assert "no history of dice" in told
     assert "There are: eval_iou" in told
+
+
+def test_only_the_gpus_that_were_asked_for_with_the_keys_that_readers_know(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    examples.write_folder(tmp_path, observed(8))
+    assert plan(str(tmp_path), "--gpu", "A100", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {"batches", "gpus", "loading", "vram", "target", "forecast"} <= set(told)
+    keys = {"gpu", "memory_gib", "largest_batch", "speed", "fits", "hours", "accumulation"}
+    assert all(set(row) == keys for row in told["gpus"])
+    assert [row["gpu"] for row in told["gpus"]] == ["A100 40GB", "A100 80GB"]
+
+
+def test_a_gpu_that_is_not_known_is_told_with_those_there_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    examples.write_folder(tmp_path, examples.healthy()[0])
+    assert plan(str(tmp_path), "--gpu", "Voodoo 2") == 2
+    told = capsys.readouterr().err
+    assert "--gpu Voodoo 2: not in the table" in told
+    assert "RTX 4090" in told

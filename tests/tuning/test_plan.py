@@ -11,13 +11,12 @@ from fulltilt.errors import UsageError
 from fulltilt.records import MemoryRecord, Run
 from fulltilt.tuning.plan import (
     CONTEXT_BYTES,
-    GPU_MODELS,
+    GPU_GIB,
     Plan,
-    find_gpu,
+    find_gpus,
     make_plan,
     parse_target,
     read_history,
-    speed_there,
     vram_budget,
     with_target,
 )
@@ -94,12 +93,11 @@ def test_a_batch_that_does_not_fit_elsewhere_is_kept_in_equal_parts() -> None:
     assert (large.fits, large.accumulation) == (True, None)
 
     console = Console(record=True, width=160)
-    show(console, with_target(plan, (1.0, 2.0), reached_at=200.0))
+    show(console, plan)
     lines = console.export_text().splitlines()
     heading = next(line for line in lines if "batch 450 as" in line)
     row = next(line for line in lines if line.startswith("RTX 3070"))
     assert row.index("2 × 225") + len("2 × 225") == heading.index("batch 450 as") + len("batch 450 as")
-    assert " to " in row  # hours
 
 
 def test_the_plan_names_batches_rates_and_what_workers_hold() -> None:
@@ -126,22 +124,11 @@ def test_a_run_without_a_gpu_says_what_it_lacks() -> None:
     assert any("no GPU" in lack for lack in plan.lacks)
 
 
-def test_speed_elsewhere_lies_between_arithmetic_and_bandwidth() -> None:
-    h200, a100 = find_gpu("H200"), find_gpu("A100 80GB")
-    assert h200 is not None
-    assert a100 is not None
-    speed = speed_there(1000.0, h200, a100, "bf16")
-    assert speed.low < 1000 * 312 / 989 < speed.likely < 1000 * 2039 / 4800 < speed.high
-    assert speed_there(1000.0, h200, h200, "bf16").low == 1000.0
-
-
 def test_hours_go_with_speed_but_never_faster_than_the_loader() -> None:
-    plan = replace(make_plan([observed(8)]), loader_samples_per_s=400.0)
-    timed = with_target(plan, (1.0, 2.0), reached_at=200.0)
-    fast = next(row for row in timed.gpus if row.gpu == "B200")
-    assert fast.speed is not None
-    assert fast.hours is not None
-    assert fast.hours[0] >= 1.0 * 200.0 / 400.0 - 1e-9
+    plan = replace(make_plan([observed(8), observed(32)]), loader_samples_per_s=400.0)
+    slow, fast = (replace(plan.batches[0], samples_per_s=rate) for rate in (100.0, 1000.0))
+    timed = with_target(replace(plan, batches=(slow, fast)), (1.0, 2.0), reached_at=200.0)
+    assert [row.hours for row in timed.batches] == [(2.0, 4.0), (0.5, 1.0)]
 
 
 def test_history_is_read_over_a_new_header_and_from_hugging_face(tmp_path: Path) -> None:
@@ -223,68 +210,37 @@ def test_one_step_tells_no_speed(steps: int, lack: str) -> None:
     assert all(row.buffer_s is None for row in plan.loading)
 
 
-# --------------------------------------------------------------------------- data sheets
-
-
-def test_the_table_covers_common_and_data_centre_gpus() -> None:
-    assert len(GPU_MODELS) >= 30
-    assert len({model.name for model in GPU_MODELS}) == len(GPU_MODELS)
-    for name in ("RTX 3070", "RTX 4060", "RTX 3090", "RTX 4080", "RTX 4090", "RTX 5090", "Tesla T4", "P100", "B200"):
-        assert find_gpu(name) is not None
+# --------------------------------------------------------------------------- other GPUs
 
 
 @pytest.mark.parametrize(
-    ("driver_name", "memory_gb", "expected"),
+    ("name", "expected"),
     [
-        ("NVIDIA GeForce RTX 3070", 8, "RTX 3070"),
-        ("NVIDIA GeForce RTX 3070 Ti", 8, None),
-        ("RTX 3080Ti", None, None),
-        ("rtx3090", None, "RTX 3090"),
-        ("4090", None, "RTX 4090"),
-        ("A6000", None, "RTX A6000"),
-        ("Quadro RTX 6000", 24, None),
-        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 96, None),
-        ("Tesla T4", 15, "Tesla T4"),
-        ("Tesla P100-PCIE-16GB", 16, "Tesla P100"),
-        ("Tesla V100-SXM2-32GB", 32, "Tesla V100 32GB"),
-        ("NVIDIA A100-SXM4-80GB", 80, "A100 80GB"),
-        ("NVIDIA A100-SXM4-40GB", 40, "A100 40GB"),
-        ("A100 80GB", None, "A100 80GB"),
-        ("NVIDIA H100 80GB HBM3", 80, "H100"),
-        ("NVIDIA H100 PCIe", 80, "H100 PCIe"),
-        ("NVIDIA H200", 141, "H200"),
-        ("NVIDIA A10G", 24, "A10G"),
-        ("NVIDIA A10", 24, "A10"),
-        ("NVIDIA RTX 6000 Ada Generation", 48, "RTX 6000 Ada"),
-        ("NVIDIA GeForce RTX 3070 Laptop GPU", 8, None),
-        # Another chip under the same number: its figures are its own, or not known.
-        ("NVIDIA GeForce RTX 4070 SUPER", 12, None),
-        ("NVIDIA GeForce RTX 4070 Ti SUPER", 16, None),
-        ("NVIDIA GeForce RTX 4080 SUPER", 16, None),
-        ("NVIDIA H200 NVL", 140, "H200 NVL"),
-        ("NVIDIA GeForce RTX 2060 SUPER", 8, None),
-        ("NVIDIA GeForce RTX 4090 D", 24, None),
-        ("NVIDIA GeForce RTX 5060 Ti", 16, None),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 5, None),
-        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 40, None),
-        ("AMD Instinct MI300X", 192, None),
+        ("RTX 3070", ["RTX 3070"]),
+        ("NVIDIA GeForce RTX 3070", ["RTX 3070"]),
+        ("rtx3090", ["RTX 3090"]),
+        ("4070", ["RTX 4070"]),
+        ("RTX 4070Ti", ["RTX 4070 Ti"]),
+        ("A6000", ["RTX A6000"]),
+        ("v100", ["Tesla V100"]),
+        ("A100", ["A100 40GB", "A100 80GB"]),
+        ("A10", ["A10"]),
+        ("H200 NVL", ["H200 NVL"]),
+        # Another chip under the same number: its memory is its own, or not known.
+        ("RTX 3070 Ti", []),
+        ("RTX 4080 SUPER", []),
+        ("RTX 3070 Laptop GPU", []),
+        ("H100 MIG 3g.40gb", []),
+        ("AMD Instinct MI300X", []),
+        ("RTX", []),
     ],
 )
-def test_names_as_drivers_write_them(driver_name: str, memory_gb: int | None, expected: str | None) -> None:
-    found = find_gpu(driver_name, None if memory_gb is None else memory_gb * GIB)
-    assert (None if found is None else found.name) == expected
-
-
-def test_a_gpu_without_bfloat16_computes_in_float16() -> None:
-    turing = find_gpu("Tesla T4")
-    assert turing is not None
-    assert turing.rate("bf16") == (65, "fp16")
-    assert turing.rate("tf32") == (8.1, "fp32")
+def test_gpus_go_by_the_names_that_people_write(name: str, expected: list[str]) -> None:
+    assert find_gpus(name) == expected
 
 
 @pytest.mark.parametrize(("name", "driver_mib"), [("T4", 15360), ("A10G", 23028), ("L4", 23034), ("L40S", 46068)])
 def test_error_correction_takes_its_part_of_a_servers_memory(name: str, driver_mib: int) -> None:
     """As nvidia-smi shows them: what the data sheet adds is no room for a batch."""
-    found = find_gpu(name)
-    assert found is not None
-    assert found.memory_bytes == pytest.approx(driver_mib << 20, rel=0.01)
+    (found,) = find_gpus(name)
+    assert GPU_GIB[found] == pytest.approx(driver_mib / 1024, rel=0.01)

@@ -1,4 +1,4 @@
-"""`fulltilt plan`: from a run to the next one, on this GPU and on others."""
+"""`fulltilt plan`: from a run to the next one, on this GPU and in the memory of others."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from fulltilt.report.console import open_console
 from fulltilt.tuning.learning_rate import WARM_UP, figure
 from fulltilt.tuning.plan import (
     CONTEXT_BYTES,
-    GPU_MODELS,
-    GpuCandidate,
+    GPU_GIB,
     Hours,
     Plan,
-    find_gpu,
+    find_gpus,
     make_plan,
     parse_target,
     read_history,
@@ -50,10 +49,10 @@ def plan(
 ) -> None:
     """Plan from a run: GPU memory by part, batch sizes, learning rates, workers' RAM, other GPUs, time to a target."""
     wanted = None if target is None else parse_target(target)
-    models = {_model(name) for name in gpu or ()}
+    names = {found for name in gpu or () for found in _gpus_named(name)}
     made = make_plan([store.load(folder) for folder in runs])
-    if models:
-        made = dataclasses.replace(made, gpus=tuple(row for row in made.gpus if row.gpu in models))
+    if names:
+        made = dataclasses.replace(made, gpus=tuple(row for row in made.gpus if row.gpu in names))
     outlook = None
     if wanted is not None:
         beside = [folder for run in runs for folder in (run, *run.resolve().parents[:2])]
@@ -72,11 +71,11 @@ def plan(
         print(f"\n{wanted.metric}: {outlook.sentence}")
 
 
-def _model(name: str) -> str:
-    found = find_gpu(name)
-    if found is None:
-        raise UsageError(f"--gpu {name}: not in the table", f"There are: {', '.join(m.name for m in GPU_MODELS)}")
-    return found.name
+def _gpus_named(name: str) -> list[str]:
+    found = find_gpus(name)
+    if not found:
+        raise UsageError(f"--gpu {name}: not in the table", f"There are: {', '.join(GPU_GIB)}")
+    return found
 
 
 # --------------------------------------------------------------------------- the plan on the terminal
@@ -171,28 +170,18 @@ def _show_batches(console: Console, plan: Plan) -> None:
 
 def _show_gpus(console: Console, plan: Plan) -> None:
     # A column for what keeps the run's batch elsewhere, unless it fits everywhere.
-    in_parts = (f"batch {plan.batch} as",) if any(row.accumulation for row in plan.gpus) else ()
-    columns = ("GPU", "memory", "largest batch", *in_parts, "samples/s", "from", "to", "precision", "hours to target")
-    rows = (_gpu_row(row, bool(in_parts)) for row in plan.gpus)
-    _table(console, "\nOther GPUs (compute ceiling by data sheet)", columns, rows)
+    in_parts = any(row.accumulation for row in plan.gpus)
+    columns = ("GPU", "memory", "largest batch", *([f"batch {plan.batch} as"] if in_parts else []))
+    rows = []
+    for row in plan.gpus:
+        largest = {None: NOT_MEASURED, 0: "does not fit"}.get(row.largest_batch, str(row.largest_batch))
+        whole = "whole" if row.fits else NOT_MEASURED
+        parts = whole if row.accumulation is None else " × ".join(map(str, row.accumulation))
+        rows.append([row.gpu, f"{row.memory_gib:g} GiB", largest, *([parts] if in_parts else [])])
+    _table(console, "\nOther GPUs, by their memory", columns, rows)
     if in_parts:
         said = "parts × samples: the gradients of the parts are added up before each optimizer step"
         console.print(Text(f"{said}; to a contrastive loss that is no larger batch"))
-
-
-def _gpu_row(row: GpuCandidate, in_parts: bool) -> Iterable[str]:
-    yield row.gpu
-    yield f"{row.memory_gib:g} GiB"
-    yield {None: NOT_MEASURED, 0: "does not fit"}.get(row.largest_batch, str(row.largest_batch))
-    if in_parts:
-        whole = "whole" if row.fits else NOT_MEASURED
-        yield whole if row.accumulation is None else " × ".join(map(str, row.accumulation))
-    if row.speed is None or row.largest_batch == 0:
-        yield from [NOT_MEASURED] * 4
-    else:
-        yield from map(number, (row.speed.likely, row.speed.low, row.speed.high))
-        yield row.speed.precision
-    yield _hours(row.hours)
 
 
 def _hours(hours: Hours | None) -> str:

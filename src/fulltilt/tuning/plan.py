@@ -1,6 +1,6 @@
 """The plan: what one run, or several at different batch sizes, says about the next. Pure functions over runs.
 
-GPU memory by part and the batches that fit, other GPUs by their data sheets, what workers and their queue hold, and a
+GPU memory by part and the batches that fit, here and into other GPUs' memory, what workers and their queue hold, and a
 metric's history for the time to a target.
 """
 
@@ -24,14 +24,11 @@ from fulltilt.tuning.space import USABLE_VRAM, fit_line
 
 Hours = tuple[float, float]
 Points = tuple[tuple[float, float], ...]
-Precision = Literal["fp32", "tf32", "fp16", "bf16"]
 
 # The first step ends where counting begins: its time holds no wait for a batch.
 FEWEST_STEPS = 2
 # What CUDA itself takes on each GPU besides torch's memory: 0.4 to 0.6 GiB with cuBLAS and cuDNN loaded.
 CONTEXT_BYTES = 600 << 20
-# How far a job strays from the ratio of two data sheets although the right one of the two rates was taken.
-MODEL_ERROR = 0.15
 TORCH_DEFAULT_PREFETCH = 2
 METRICS_FILE = "metrics.csv"
 HUGGING_FACE_FILE = "trainer_state.json"
@@ -51,29 +48,20 @@ class BatchCandidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
-    """Samples per second, between ``low`` and ``high``; ``precision`` is what would be computed with there."""
-
-    likely: float
-    low: float
-    high: float
-    precision: Precision
-
-
-@dataclass(frozen=True, slots=True)
 class GpuCandidate:
-    """Another GPU: the largest batch there, and the speed at the batch of the run (or the largest that fits).
+    """Another GPU: the largest batch that its memory holds, and whether that of the run fits.
 
-    ``accumulation`` is how many parts of what size make up the batch of the run where it does not fit in one.
+    ``accumulation`` is how many parts of what size make up the batch of the run where it does not fit in one. ``speed``
+    and ``hours`` are None: nobody knows them without a run on that GPU.
     """
 
     gpu: str
     memory_gib: float
     largest_batch: int | None
-    speed: Speed | None
     fits: bool | None
-    hours: Hours | None = None
     accumulation: tuple[int, int] | None = None
+    speed: None = None
+    hours: None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,15 +132,11 @@ def make_plan(runs: Sequence[Run]) -> Plan:
     _refuse_another_model(runs)
     run, diagnosis = runs[0], answer(runs[0])
     rank, batch, reading = _first_rank(run), _batch_size(run), _gpu_of(run)
-    here = None if reading is None else find_gpu(reading.name, reading.vram_total_bytes)
     total = None if reading is None else reading.vram_total_bytes
     budget = vram_budget(runs)
     largest = budget.largest_batch(total) if budget is not None and total is not None else None
     compute = diagnosis.ceilings.compute_samples_per_s if reading is not None else None
     reached = diagnosis.throughput.samples_per_s if diagnosis.throughput.steps >= FEWEST_STEPS else None
-
-    def speed_on(model: GpuModel) -> Speed | None:
-        return None if here is None or compute is None else speed_there(compute, here, model, _precision_of(rank))
 
     return Plan(
         run=run.folder,
@@ -164,9 +148,9 @@ def make_plan(runs: Sequence[Run]) -> Plan:
         vram=budget,
         largest_batch=largest,
         batches=_batches(runs, budget, batch, largest, total),
-        gpus=() if budget is None else tuple(_on_gpu(model, budget, batch, speed_on(model)) for model in GPU_MODELS),
+        gpus=() if budget is None else tuple(_on_gpu(name, budget, batch) for name in GPU_GIB),
         loading=() if rank is None else _loader_memory(run, rank, compute or reached),
-        lacks=tuple(_lacks(run, budget, reading, here, batch, diagnosis.throughput.steps)),
+        lacks=tuple(_lacks(run, budget, reading, batch, diagnosis.throughput.steps)),
         ranks=max(1, len(run.ranks)),
     )
 
@@ -205,20 +189,13 @@ def _refuse_another_model(runs: Sequence[Run]) -> None:
 def with_target(plan: Plan, hours: Hours, reached_at: float) -> Plan:
     """The plan with the time to a target, which takes ``hours`` at ``reached_at`` samples per second."""
 
-    def at(slow: float, fast: float) -> Hours:
+    def at(rate: float) -> Hours:
         """At another rate, but never faster than the loader: it does not get faster with the GPU."""
-        most = plan.loader_samples_per_s or fast
-        return hours[0] * reached_at / min(fast, most), hours[1] * reached_at / min(slow, most)
+        times = reached_at / min(rate, plan.loader_samples_per_s or rate)
+        return hours[0] * times, hours[1] * times
 
-    batches = tuple(
-        replace(row, hours=at(row.samples_per_s, row.samples_per_s)) if row.samples_per_s else row
-        for row in plan.batches
-    )
-    gpus = tuple(
-        replace(row, hours=at(row.speed.low, row.speed.high)) if row.speed and row.largest_batch != 0 else row
-        for row in plan.gpus
-    )
-    return replace(plan, batches=batches, gpus=gpus)
+    batches = (replace(row, hours=at(row.samples_per_s)) if row.samples_per_s else row for row in plan.batches)
+    return replace(plan, batches=tuple(batches))
 
 
 def vram_budget(runs: Sequence[Run]) -> VramBudget | None:
@@ -281,35 +258,21 @@ def _batches(
     )
 
 
-def _on_gpu(model: GpuModel, budget: VramBudget, batch: int | None, speed: Speed | None) -> GpuCandidate:
-    largest = budget.largest_batch(model.memory_bytes)
+def _on_gpu(name: str, budget: VramBudget, batch: int | None) -> GpuCandidate:
+    largest = budget.largest_batch(round(GPU_GIB[name] * (1 << 30)))
     fits = None if largest is None or batch is None else largest >= batch
     parts = accumulation_for(batch, largest) if batch is not None and largest is not None and not fits else None
-    return GpuCandidate(model.name, model.memory_gib, largest, speed, fits, accumulation=parts)
+    return GpuCandidate(name, GPU_GIB[name], largest, fits, parts)
 
 
-def _precision_of(rank: RankRecord | None) -> Precision:
-    """The precision that the run's products were computed in."""
-    seen = None if rank is None else rank.precision
-    if seen is None:
-        return "fp32"
-    if "bfloat16" in (seen.autocast, seen.parameters):
-        return "bf16"
-    if "float16" in (seen.autocast, seen.parameters):
-        return "fp16"
-    return "tf32" if seen.tf32 else "fp32"
-
-
-def _lacks(
-    run: Run, budget: VramBudget | None, gpu: GpuReading | None, here: GpuModel | None, batch: int | None, steps: int
-) -> Iterator[str]:
+def _lacks(run: Run, budget: VramBudget | None, gpu: GpuReading | None, batch: int | None, steps: int) -> Iterator[str]:
     if not run.ranks:
         yield "no process of the run was recorded: nothing is known of its memory and speed"
         return
     if steps < FEWEST_STEPS:
         yield f"the run trained {'one step' if steps else 'no step'}: nothing is known of its speed"
     if gpu is None:
-        yield "the run had no GPU: nothing is known of VRAM and of speed on other GPUs"
+        yield "the run had no GPU: nothing is known of VRAM"
     elif batch is None:
         yield "the batch size is not known (no DataLoader with one): no budget by sample"
     elif budget is None:
@@ -319,8 +282,6 @@ def _lacks(
             f"one batch size ({budget.fitted_at[0]}) was measured: give a second run at another one, and activations "
             "are separated from what does not grow with the batch"
         )
-    if gpu is not None and here is None:
-        yield f"{gpu.name} is not in the table of GPUs: no speed on others"
 
 
 def _loader_memory(run: Run, rank: RankRecord, samples_per_s: float | None) -> tuple[LoaderMemory, ...]:
@@ -350,121 +311,57 @@ def _loader_memory(run: Run, rank: RankRecord, samples_per_s: float | None) -> t
     return tuple(rows)
 
 
-# --------------------------------------------------------------------------- other GPUs, by their data sheets
+# --------------------------------------------------------------------------- other GPUs
 
-
-@dataclass(frozen=True, slots=True)
-class GpuModel:
-    """Memory in GiB, bandwidth in GB/s, rates in TFLOPS: dense, with sums in float32, as training uses them.
-
-    None: the GPU has no units for it.
-    """
-
-    name: str
-    memory_gib: float
-    bandwidth_gb_per_s: float
-    fp32: float
-    tf32: float | None
-    fp16: float | None
-    bf16: float | None
-
-    @property
-    def memory_bytes(self) -> int:
-        """The memory in bytes."""
-        return round(self.memory_gib * (1 << 30))
-
-    def rate(self, precision: Precision) -> tuple[float, Precision]:
-        """TFLOPS at a precision, and the precision it would really run at: the next best one that is there."""
-        if precision == "bf16" and self.bf16 is not None:
-            return self.bf16, "bf16"
-        if precision in ("bf16", "fp16") and self.fp16 is not None:
-            return self.fp16, "fp16"
-        if precision == "tf32" and self.tf32 is not None:
-            return self.tf32, "tf32"
-        return self.fp32, "fp32"
-
-
-# GeForce cards sum float16 products in float32 at half of the advertised rate. Memory is what the driver offers: the
-# GDDR6 of servers gives a sixteenth to error correction, which is on unless one turns it off.
-GPU_MODELS = (
-    GpuModel("Tesla P100", 16, 732, 9.5, None, 19.0, None),
-    GpuModel("Tesla V100", 16, 900, 15.7, None, 125, None),
-    GpuModel("Tesla V100 32GB", 32, 900, 15.7, None, 125, None),
-    GpuModel("Tesla T4", 15, 320, 8.1, None, 65, None),
-    GpuModel("RTX 2080 Ti", 11, 616, 13.4, None, 54, None),
-    GpuModel("RTX 3060", 12, 360, 12.7, 12.7, 25.5, 25.5),
-    GpuModel("RTX 3070", 8, 448, 20.3, 20.3, 40.6, 40.6),
-    GpuModel("RTX 3080", 10, 760, 29.8, 29.8, 59.5, 59.5),
-    GpuModel("RTX 3090", 24, 936, 35.6, 35.6, 71, 71),
-    GpuModel("RTX 4060", 8, 272, 15.1, 15.1, 30.2, 30.2),
-    GpuModel("RTX 4070", 12, 504, 29.1, 29.1, 58.3, 58.3),
-    GpuModel("RTX 4070 Ti", 12, 504, 40.1, 40.1, 80.2, 80.2),
-    GpuModel("RTX 4080", 16, 717, 48.7, 48.7, 97.5, 97.5),
-    GpuModel("RTX 4090", 24, 1008, 82.6, 82.6, 165, 165),
-    GpuModel("RTX 5070 Ti", 16, 896, 43.9, 43.9, 87.9, 87.9),
-    GpuModel("RTX 5080", 16, 960, 56.3, 56.3, 113, 113),
-    GpuModel("RTX 5090", 32, 1792, 105, 105, 210, 210),
-    GpuModel("RTX A6000", 48, 768, 38.7, 77.4, 155, 155),
-    GpuModel("RTX 6000 Ada", 48, 960, 91.1, 182, 364, 364),
-    GpuModel("A10", 22.5, 600, 31.2, 62.5, 125, 125),
-    GpuModel("A10G", 22.5, 600, 31.5, 35, 70, 70),
-    GpuModel("A40", 45, 696, 37.4, 74.8, 150, 150),
-    GpuModel("A100 40GB", 40, 1555, 19.5, 156, 312, 312),
-    GpuModel("A100 80GB", 80, 2039, 19.5, 156, 312, 312),
-    GpuModel("L4", 22.5, 300, 30.3, 60, 121, 121),
-    GpuModel("L40S", 45, 864, 91.6, 183, 362, 362),
-    GpuModel("H100 PCIe", 80, 2000, 51, 378, 756, 756),
-    GpuModel("H100", 80, 3350, 67, 494, 989, 989),
-    GpuModel("H100 NVL", 94, 3938, 60, 417, 835, 835),
-    GpuModel("H200", 140, 4800, 67, 494, 989, 989),
-    GpuModel("H200 NVL", 140, 4800, 60, 417, 835, 835),
-    GpuModel("B200", 180, 8000, 75, 1100, 2250, 2250),
-)
+# Memory as the driver offers it: the GDDR6 of servers gives a sixteenth to error correction, unless one turns it off.
+GPU_GIB = {
+    "Tesla P100": 16,
+    "Tesla V100": 16,
+    "Tesla V100 32GB": 32,
+    "Tesla T4": 15,
+    "RTX 2080 Ti": 11,
+    "RTX 3060": 12,
+    "RTX 3070": 8,
+    "RTX 3080": 10,
+    "RTX 3090": 24,
+    "RTX 4060": 8,
+    "RTX 4070": 12,
+    "RTX 4070 Ti": 12,
+    "RTX 4080": 16,
+    "RTX 4090": 24,
+    "RTX 5070 Ti": 16,
+    "RTX 5080": 16,
+    "RTX 5090": 32,
+    "RTX A6000": 48,
+    "RTX 6000 Ada": 48,
+    "A10": 22.5,
+    "A10G": 22.5,
+    "A40": 45,
+    "A100 40GB": 40,
+    "A100 80GB": 80,
+    "L4": 22.5,
+    "L40S": 45,
+    "H100 PCIe": 80,
+    "H100": 80,
+    "H100 NVL": 94,
+    "H200": 140,
+    "H200 NVL": 140,
+    "B200": 180,
+}
 # Words that only say whose product it is.
-_MAKERS = frozenset({"nvidia", "geforce", "rtx", "gtx", "tesla", "quadro", "graphics", "device", "generation"})
-# Words that make another GPU of the same number, slower or faster: what has one is no model that has not.
-_VARIANTS = frozenset({"laptop", "mobile", "max", "super", "ti", "d", "mig", "nvl"})
+_MAKERS = frozenset({"nvidia", "geforce", "rtx", "tesla"})
 
 
-def find_gpu(name: str, memory_bytes: int | None = None) -> GpuModel | None:
-    """The data sheet for a name as the driver or a person writes it; None for one that is not in the table.
-
-    Of two sizes of the same model, the one nearest to ``memory_bytes``. A laptop's GPU is another one, and so
-    is a part of one (MIG).
-    """
+def find_gpus(name: str) -> list[str]:
+    """The GPUs of the table that a person means by a name; of one with two sizes of memory, both."""
     asked = _words(name)
-    fitting = [model for model in GPU_MODELS if _chip(model) <= asked and not (asked & _VARIANTS) - _chip(model)]
-    if not fitting:
-        return None
-    most = max(len(_chip(model)) for model in fitting)
-    best = [model for model in fitting if len(_chip(model)) == most]
-    if memory_bytes is not None:
-        return min(best, key=lambda model: abs(model.memory_bytes - memory_bytes))
-    return max(best, key=lambda model: len(_words(model.name) & asked))
+    exactly = [gpu for gpu in GPU_GIB if _words(gpu) == asked]
+    return exactly or [gpu for gpu in GPU_GIB if asked and _words(gpu)[: len(asked)] == asked]
 
 
-def _words(name: str) -> frozenset[str]:
-    spaced = re.sub(r"(?<=\d)(?=ti\b)|(?<=[rg]tx)(?=\d)", " ", name.lower())  # RTX3080Ti
-    words = frozenset(re.findall(r"[a-z0-9]+", spaced)) - _MAKERS
-    return words | {"pcie"} if any(word.startswith("pcie") for word in words) else words
-
-
-def _chip(model: GpuModel) -> frozenset[str]:
-    """The words of a model's name that tell it from others, without the size of its memory."""
-    return frozenset(word for word in _words(model.name) if not re.fullmatch(r"\d+gb", word))
-
-
-def speed_there(samples_per_s: float, here: GpuModel, there: GpuModel, precision: Precision) -> Speed:
-    """The compute ceiling on another GPU when it is ``samples_per_s`` here.
-
-    Arithmetic goes with the peak rates, reading and writing with the bandwidths; a job lies between the two.
-    """
-    rate, used = there.rate(precision)
-    if there is here:
-        return Speed(samples_per_s, samples_per_s, samples_per_s, used)
-    ratios = rate / here.rate(precision)[0], there.bandwidth_gb_per_s / here.bandwidth_gb_per_s
-    likely, low, high = math.sqrt(math.prod(ratios)), min(ratios) * (1 - MODEL_ERROR), max(ratios) * (1 + MODEL_ERROR)
-    return Speed(samples_per_s * likely, samples_per_s * low, samples_per_s * high, used)
+def _words(name: str) -> list[str]:
+    spaced = re.sub(r"(?<=\d)(?=ti\b)|(?<=rtx)(?=\d)", " ", name.lower())  # RTX3080Ti
+    return [word for word in re.findall(r"[a-z0-9]+", spaced) if word not in _MAKERS]
 
 
 # --------------------------------------------------------------------------- the history of a metric
