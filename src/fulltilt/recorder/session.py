@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import Any
 
 from fulltilt import batch_observer
-from fulltilt.recorder.deep import DeepProfile, KernelBursts
 from fulltilt.recorder.hooks import Patches
 from fulltilt.recorder.hooks.compiling import CompileHooks
 from fulltilt.recorder.hooks.cuda import DeviceHooks, GraphHooks
@@ -18,6 +17,7 @@ from fulltilt.recorder.hooks.training import StepHooks, watch_loaders, watch_sav
 from fulltilt.recorder.loaders import LoaderTaps
 from fulltilt.recorder.loaders.loader_hooks import FeedTaps
 from fulltilt.recorder.loaders.overrides import LoaderOverride, read_loader, read_settings
+from fulltilt.recorder.profiler import StepProfiler
 from fulltilt.recorder.rank_state import RankState
 from fulltilt.recorder.recorder import Recorder
 
@@ -36,8 +36,7 @@ class Session:
         self._steps = StepHooks(torch, self.recorder, self.taps, self.device.trains_on_gpu)
         self._graphs = GraphHooks(torch, self.recorder, self._steps)
         self._patches = Patches()
-        self._bursts = KernelBursts(torch, self.recorder)
-        self._deep = DeepProfile(torch, self.recorder, deep) if deep else None
+        self._profiler = StepProfiler(torch, self.recorder, deep)
         self._settings = read_settings(Path(settings)) if settings else None
         self._settings_for = read_loader(Path(settings)) if settings else None
 
@@ -49,8 +48,6 @@ class Session:
                 self._torch.set_num_threads(self._settings.torch_threads)
         self.patch()
         batch_observer.observe = FeedTaps(self.taps).observe
-        if self._deep is not None:
-            self._deep.install()
 
     def patch(self) -> None:
         """Put the hooks into torch and Python in place; the table in ``hooks`` lists them."""
@@ -59,7 +56,7 @@ class Session:
         self._steps.install(patches)
         self._graphs.install(patches)
         CompileHooks(torch, recorder).install(patches)
-        self._bursts.install(patches)
+        self._profiler.install(patches)
         watch_saving(patches, torch, recorder)
         self.device.install(patches)
         watch_ranks(patches, torch, recorder)
@@ -80,9 +77,7 @@ class Session:
         """Write everything and put torch back as it was."""
         if os.getpid() != self.recorder.pid:
             return
-        self._bursts.stop()
-        if self._deep is not None:
-            self._deep.stop()
+        self._profiler.finish()
         self.restore()
         batch_observer.observe = None
         try:

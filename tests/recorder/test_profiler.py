@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fulltilt.recorder.deep import KernelTotals
+from fulltilt.recorder.profiler import KernelTotals
 
 
 def kernel(name: str, start_us: float, end_us: float) -> Any:

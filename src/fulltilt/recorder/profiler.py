@@ -1,0 +1,296 @@
+"""A few steps under torch.profiler, for what only it sees.
+
+On a GPU, three steps now and then for the time in which kernels really run: events at a step's ends also count the gaps
+between them. With `--deep N`, first N steps with the host's side of them: copies, waits and their lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import re
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from fulltilt.recorder.hooks import Function, Patches
+from fulltilt.recorder.marks import Activity
+from fulltilt.recorder.recorder import Recorder
+from fulltilt.recorder.stacks.frames import users_line
+from fulltilt.records import DeepRecord, HotLine, KernelRecord
+
+# Runtime calls during which the host waits for the GPU.
+WAITS = frozenset({"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"})
+COPIES = ("Memcpy HtoD", "Memcpy DtoH")
+SYNC_WARNING = "called a synchronizing CUDA operation"
+SYNC_NOTICE = "Synchronization debug mode is a prototype"
+MATMUL = re.compile(r"gemm|matmul|cutlass|wgmma|conv|xmma|mma_|nvjet|flash|fmha", re.IGNORECASE)
+TENSOR_CORE = re.compile(
+    r"tensorop|s\d{4,}|hmma|imma|wgmma|bf16|f16|half|tf32|sm90|nvjet|flash|fmha|fp8", re.IGNORECASE
+)
+
+# Where --deep begins: compilation, autotuning and the allocator have settled by then.
+FIRST_DEEP_STEP = 10
+# The first burst takes 0.2 to 0.8 s on an H200, most of it CUPTI's start; shorter jobs than this do without.
+BURST_STEPS = 3
+FIRST_BURST_STEP, FIRST_BURST_S = 30, 20.0
+AGAIN = 4  # the next burst comes at so many times the step
+# With it, Kineto lets go of CUPTI at the end; otherwise each launch stays up to a fifth dearer until the process ends.
+RELEASE_CUPTI = "TEARDOWN_CUPTI"
+
+
+class StepProfiler:
+    """Traces kernels for three steps now and then, and keeps the mean over all of them; before that, N deep steps."""
+
+    def __init__(self, torch: Any, recorder: Recorder, deep_steps: int = 0) -> None:
+        self._torch, self._recorder = torch, recorder
+        self._deep = deep_steps > 0  # what comes next
+        self._steps = deep_steps or BURST_STEPS
+        self._calls = 0
+        self._at_call = FIRST_DEEP_STEP if self._deep else FIRST_BURST_STEP
+        self._first_ns = 0
+        self._profiler: Any = None
+        self._meanwhile = contextlib.ExitStack()
+        self._waits: Counter[str] = Counter()
+        self._totals = KernelTotals()
+
+    def install(self, patches: Patches) -> None:
+        """Count steps."""
+        hooks = importlib.import_module(self._torch.optim.Optimizer.__module__)
+        patches.undo_by(hooks.register_optimizer_step_post_hook(self._stepped).remove)
+
+    def _stepped(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        recorder = self._recorder
+        if not (self._deep or recorder.clock is not None) or not recorder.mine():
+            return
+        self._calls += 1
+        if self._calls == 1:
+            self._first_ns = time.perf_counter_ns()
+        elif self._profiler is not None:
+            if self._calls >= self._at_call + self._steps:
+                self.stop()
+        elif self._calls >= self._at_call and (
+            self._deep or time.perf_counter_ns() - self._first_ns > FIRST_BURST_S * 1e9
+        ):
+            self._start()
+
+    def _start(self) -> None:
+        """Begin, unless the script profiles itself or, for a burst, replays CUDA graphs: CUPTI cannot leave those."""
+        recorder, torch, on_gpu = self._recorder, self._torch, self._recorder.clock is not None
+        profiled = torch.autograd._profiler_enabled() or "NSYS_PROFILING_SESSION_ID" in os.environ
+        graphs = recorder.state.uses_cuda_graphs and not self._deep
+        if profiled or graphs or recorder.profiling or recorder.calibration.under_way:
+            self._at_call = self._calls * 2
+            return
+        self._at_call = self._calls
+        recorder.wake()
+        before = recorder.switch(Activity.OBSERVER)
+        kinds = torch.profiler.ProfilerActivity
+        activities = [*([kinds.CPU] if self._deep else []), *([kinds.CUDA] if on_gpu else [])]
+        try:
+            if on_gpu:
+                torch.cuda.synchronize()  # what was queued before is not of these steps
+            if not self._deep:
+                self._meanwhile.enter_context(_releasing_cupti())
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._profiler = torch.profiler.profile(activities=activities)
+                self._profiler.start()
+            # Two profilers at once are an error: where the script starts its own, ours ends first.
+            patches = Patches()
+            self._meanwhile.callback(patches.restore)
+            patches.swap(torch.autograd.profiler.profile, "__init__", self._give_way)
+            if self._deep and on_gpu:
+                self._meanwhile.enter_context(_waits_by_line(torch, self._waits))
+            recorder.profiling = True
+        except Exception as error:
+            self._profiler = None
+            self._end(error)
+        finally:
+            recorder.switch(before)
+
+    def _give_way(self, original: Function) -> Function:
+        def init(profile: Any, *args: Any, **kwargs: Any) -> None:
+            self.stop()
+            original(profile, *args, **kwargs)
+
+        return init
+
+    def stop(self) -> None:
+        """End what is under way and take it in."""
+        if self._profiler is None:
+            return
+        recorder, profiler, self._profiler = self._recorder, self._profiler, None
+        before = recorder.switch(Activity.OBSERVER)
+        steps = self._calls - self._at_call
+        problem = None
+        try:
+            profiler.stop()
+            if self._deep:
+                recorder.state.deep = deep_record(list(profiler.events()), max(1, steps), self._waits)
+            else:
+                self._totals.add([event for event in profiler.events() if _on_gpu(event)], steps)
+                recorder.state.kernels = self._totals.record()
+        except Exception as error:
+            problem = error
+        finally:
+            self._end(problem)
+            recorder.switch(before)
+
+    def _end(self, problem: Exception | None) -> None:
+        self._meanwhile.close()
+        state, self._recorder.profiling = self._recorder.state, False
+        if problem is not None and self._deep:
+            state.deep = DeepRecord(0, 0.0, None, None, None, None, None, error=str(problem))
+        elif problem is not None:
+            state.remark(f"kernels could not be traced: {problem}")
+        self._deep, self._steps = False, BURST_STEPS
+        self._at_call = max(self._calls * AGAIN, FIRST_BURST_STEP)
+
+    def finish(self) -> None:
+        """The job is over, maybe before N steps."""
+        if self._deep and self._profiler is None and self._calls:
+            told = f"--deep: the job ended after {self._calls} steps, before the profiler started"
+            self._recorder.state.remark(told)
+        self.stop()
+
+
+@contextlib.contextmanager
+def _releasing_cupti() -> Iterator[None]:
+    before = os.environ.get(RELEASE_CUPTI)
+    os.environ[RELEASE_CUPTI] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(RELEASE_CUPTI, None)
+        else:
+            os.environ[RELEASE_CUPTI] = before
+
+
+@contextlib.contextmanager
+def _waits_by_line(torch: Any, seen: Counter[str]) -> Iterator[None]:
+    """Lets torch itself name the lines that wait for the GPU, through the warnings of its debug mode."""
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def take(message: Any, *rest: Any, **more: Any) -> None:
+            if SYNC_WARNING in str(message):
+                seen[users_line()[0]] += 1
+            elif SYNC_NOTICE not in str(message):
+                show(message, *rest, **more)
+
+        warnings.filterwarnings("always", message=f".*{SYNC_WARNING}.*")
+        warnings.showwarning = take
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+
+
+class KernelTotals:
+    """Kernels of all bursts so far."""
+
+    def __init__(self) -> None:
+        self._steps = self._kernels = 0
+        self._busy_us = self._copies_us = self._products_us = self._tensor_core_us = 0.0
+        self._by_name: dict[str, float] = {}
+
+    def add(self, kernels: list[Any], steps: int) -> None:
+        """Take in a burst of so many steps."""
+        if not kernels or steps <= 0:
+            return
+        self._steps += steps
+        self._kernels += len(kernels)
+        self._busy_us += _covered([(event.time_range.start, event.time_range.end) for event in kernels])
+        for event in kernels:
+            length = _length(event)
+            self._by_name[event.name] = self._by_name.get(event.name, 0.0) + length
+            if event.name.startswith(COPIES):
+                self._copies_us += length
+            if MATMUL.search(event.name):
+                self._products_us += length
+                self._tensor_core_us += length if TENSOR_CORE.search(event.name) else 0.0
+
+    def record(self) -> KernelRecord | None:
+        """The mean step; None while nothing was seen."""
+        if not self._steps:
+            return None
+        per_step = 1e-6 / self._steps
+        return KernelRecord(
+            steps=self._steps,
+            busy_s=self._busy_us * per_step,
+            copies_s=self._copies_us * per_step,
+            kernels=round(self._kernels / self._steps),
+            tensor_core_share=self._tensor_core_us / self._products_us if self._products_us else None,
+            top_kernels=_top((name, cost_us / self._steps) for name, cost_us in self._by_name.items()),
+        )
+
+
+def deep_record(events: list[Any], steps: int, waits: Counter[str]) -> DeepRecord:
+    """What a profile of ``steps`` steps says, per step. ``waits`` counts the synchronising calls by line."""
+    kernels = [event for event in events if _on_gpu(event)]
+    first = min((event.time_range.start for event in kernels or events), default=0.0)
+    last = max((event.time_range.end for event in kernels or events), default=0.0)
+    step_s = (last - first) * 1e-6 / steps
+    totals = KernelTotals()
+    totals.add(kernels, steps)
+    seen = totals.record()
+    if seen is None:
+        top = _top((event.name, event.self_cpu_time_total / steps) for event in events if "::" in event.name)
+        return DeepRecord(steps, step_s, None, None, None, None, None, top_kernels=top)
+    return DeepRecord(
+        steps=steps,
+        step_s=step_s,
+        gpu_busy_s=seen.busy_s,
+        kernel_gaps_s=step_s - seen.busy_s,
+        copies_s=seen.copies_s,
+        kernels=seen.kernels,
+        tensor_core_share=seen.tensor_core_share,
+        top_kernels=seen.top_kernels,
+        sync_calls=_wait_lines(events, steps, waits),
+    )
+
+
+def _on_gpu(event: Any) -> bool:
+    if getattr(event.device_type, "name", "CPU") != "CUDA":
+        return False
+    # Annotations stretch over the kernels of a whole phase; they are no work of their own.
+    return not (getattr(event, "is_user_annotation", False) or event.name.startswith(("ProfilerStep", "Optimizer.")))
+
+
+def _length(event: Any) -> float:
+    return float(event.time_range.end - event.time_range.start)
+
+
+def _covered(ranges: list[tuple[float, float]]) -> float:
+    """The length of the union of ranges."""
+    total = reached = 0.0
+    for begin, end in sorted(ranges):
+        start = max(begin, reached)
+        if end > start:
+            total += end - start
+            reached = end
+    return total
+
+
+def _top(costs: Iterable[tuple[str, float]]) -> tuple[HotLine, ...]:
+    totals: dict[str, float] = {}
+    for name, cost_us in costs:
+        totals[name] = totals.get(name, 0.0) + cost_us
+    ranked = sorted(totals.items(), key=lambda item: -item[1])[:10]
+    return tuple(HotLine(where="", function=name, seconds=cost * 1e-6) for name, cost in ranked)
+
+
+def _wait_lines(events: list[Any], steps: int, waits: Counter[str]) -> tuple[HotLine, ...]:
+    """Synchronising calls by line. The time in all of them is shared out by how often each line made one."""
+    total_s = sum(_length(event) for event in events if event.name in WAITS) * 1e-6 / steps
+    calls = sum(waits.values())
+    return tuple(
+        HotLine(where, "", total_s * count / calls, f"{count} times") for where, count in waits.most_common(10)
+    )
