@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,15 @@ def test_file_written_often_costs_one_line(tmp_path: Path) -> None:
     for number in range(100):
         folder.write("rank-0.json", str(number).encode(), again=True)
     assert len((folder.path / MARKER).read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_marker_that_is_no_file_makes_the_folder_foreign(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path / MARKER)
+    open_files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ForeignFiles):
+        claim(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == open_files
 
 
 def test_links_are_not_followed(tmp_path: Path) -> None:

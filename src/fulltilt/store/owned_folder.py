@@ -343,12 +343,12 @@ class OwnedFolder:
 
     def _read_marker(self) -> None:
         try:
-            fd = os.open(self.path / MARKER, os.O_RDONLY | _NO_FOLLOW)
+            file = open_plain(self.path / MARKER)
         except OSError:
             self._entries.clear()
             return
-        with open(fd, "rb") as file:
-            inode = os.fstat(fd).st_ino
+        with file:
+            inode = os.fstat(file.fileno()).st_ino
             if inode != self._marker_inode:  # the first time, or the folder was made again
                 self._marker_inode, self._read_bytes = inode, 0
                 self._entries.clear()
@@ -381,10 +381,8 @@ def write_named_file(path: Path, data: bytes, mode: int = 0o666, signature: byte
     """
     if os.path.lexists(path):
         ours = False
-        with contextlib.suppress(OSError):
-            fd = os.open(path, os.O_RDONLY | _NO_FOLLOW)
-            with open(fd, "rb") as file:
-                ours = signature is not None and signature in file.read(4096)
+        with contextlib.suppress(OSError), open_plain(path) as file:
+            ours = signature is not None and signature in file.read(4096)
         if not ours:
             raise ForeignFiles(f"{path} exists and was not written by Fulltilt", "Choose another name.")
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
@@ -417,12 +415,11 @@ def open_plain(path: Path, *, follow: bool = False) -> io.BufferedReader:
 def kind_of(folder: Path) -> str | None:
     """What kind of folder Fulltilt's marker makes this one; None without a marker that can be trusted."""
     try:
-        fd = os.open(folder / MARKER, os.O_RDONLY | _NO_FOLLOW)
+        file = open_plain(folder / MARKER)
     except OSError:
         return None
-    with open(fd, "rb") as file:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or (_uid() not in (None, 0, status.st_uid)):
+    with file:
+        if _uid() not in (None, 0, os.fstat(file.fileno()).st_uid):
             return None
         try:
             kind = json.loads(file.readline(4096))["fulltilt"]
