@@ -63,17 +63,16 @@ class FakeNvml:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
         if name != "nvmlInit" and not self.driver.sessions:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_UNINITIALIZED)
-        answer = getattr(self.driver, name, None)
-        if answer is None:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
         if arguments and isinstance(arguments[0], FakeGpu):
             self.driver.raise_if_lost(arguments[0])
-        return answer(*arguments)
+        if name in _TOLD:
+            return _known(_TOLD[name](arguments[0], self.driver.clock()))
+        return _known(getattr(self.driver, name, None))(*arguments)
 
 
 # --------------------------------------------------------------------------- driver
 
-# ruff: noqa: N802, N803, ARG002, D102 - the names, arguments and documentation are NVIDIA's
+# ruff: noqa: N802, N803, D102 - the names, arguments and documentation are NVIDIA's
 
 
 Value = TypeVar("Value")
@@ -123,25 +122,7 @@ class FakeDriver:
         self.raise_if_lost(self.gpus[index])
         return self.gpus[index]
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> FakeGpu:
-        for device in (*self.gpus, *(mig for gpu in self.gpus for mig in gpu.migs)):
-            if device.uuid == uuid:
-                self.raise_if_lost(device)
-                return device
-        raise NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-
     # ----------------------------------------------------------------------- one GPU
-
-    def _figure(self, figure: Figure | None) -> float:
-        if figure is None:
-            raise NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return at(figure, self.clock())
-
-    def nvmlDeviceGetName(self, handle: FakeGpu) -> str:
-        return handle.name
-
-    def nvmlDeviceGetUUID(self, handle: FakeGpu) -> str:
-        return handle.uuid
 
     def nvmlDeviceGetMemoryInfo(self, handle: FakeGpu, version: int | None = None) -> Any:
         memory = pynvml.c_nvmlMemory_v2_t() if version else pynvml.c_nvmlMemory_t()
@@ -153,86 +134,23 @@ class FakeDriver:
 
     def nvmlDeviceGetUtilizationRates(self, handle: FakeGpu) -> Any:
         use = pynvml.c_nvmlUtilization_t()
-        use.gpu = int(self._figure(handle.util_pct))
+        use.gpu = int(_known(at(handle.util_pct, self.clock())))
         use.memory = int(at(handle.mem_util_pct, self.clock()))
         return use
 
-    def nvmlDeviceGetPowerUsage(self, handle: FakeGpu) -> int:
-        return int(1e3 * self._figure(handle.power_w))
-
-    def nvmlDeviceGetEnforcedPowerLimit(self, handle: FakeGpu) -> int:
-        return int(1e3 * _known(handle.power_limit_w))
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: FakeGpu) -> int:
-        if handle.power_w is None:
-            raise NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return int(1e3 * _mean(handle.power_w, 0.0, self.clock()) * self.clock())
-
-    def nvmlDeviceGetTemperatureV(self, handle: FakeGpu, sensor: int, version: int = 0) -> int:
-        return int(at(handle.temperature_c, self.clock()))
-
-    def nvmlDeviceGetTemperature(self, handle: FakeGpu, sensor: int) -> int:
-        return int(at(handle.temperature_c, self.clock()))
-
-    def nvmlDeviceGetTemperatureThreshold(self, handle: FakeGpu, threshold: int) -> int:
-        return _known(handle.slowdown_c)
-
-    def nvmlDeviceGetMarginTemperature(self, handle: FakeGpu) -> int:
-        return _known(handle.margin_c)
-
     def nvmlDeviceGetClockInfo(self, handle: FakeGpu, type: int) -> int:
         speeds = {pynvml.NVML_CLOCK_SM: handle.sm_clock_mhz, pynvml.NVML_CLOCK_MEM: handle.mem_clock_mhz}
-        return int(self._figure(speeds.get(type)))
-
-    def nvmlDeviceGetMaxClockInfo(self, handle: FakeGpu, type: int) -> int:
-        return handle.sm_clock_max_mhz
-
-    def nvmlDeviceGetNumGpuCores(self, device: FakeGpu) -> int:
-        return device.cores
-
-    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: FakeGpu) -> int:
-        return at(handle.clock_events, self.clock())
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: FakeGpu) -> int:
-        return at(handle.clock_events, self.clock())
+        return int(_known(at(speeds.get(type), self.clock())))
 
     def nvmlDeviceGetPcieThroughput(self, device: FakeGpu, counter: int) -> int:
         is_tx = counter == pynvml.NVML_PCIE_UTIL_TX_BYTES
         rate = device.pcie_tx_bytes_per_s if is_tx else device.pcie_rx_bytes_per_s
         return int(at(rate, self.clock()) // 1024)
 
-    def nvmlDeviceGetComputeRunningProcesses_v3(self, handle: FakeGpu) -> list[Any]:
-        held = at(handle.processes, self.clock())
-        return [pynvml.nvmlFriendlyObject({"pid": pid, "usedGpuMemory": used}) for pid, used in held]
-
-    def nvmlDeviceGetComputeRunningProcesses_v2(self, handle: FakeGpu) -> list[Any]:
-        return self.nvmlDeviceGetComputeRunningProcesses_v3(handle)
-
-    # ----------------------------------------------------------------------- MIG
-
-    def nvmlDeviceGetMigMode(self, device: FakeGpu) -> list[int]:
-        return [int(device.split), int(device.split)]
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, device: FakeGpu) -> int:
-        return 7
-
     def nvmlDeviceGetMigDeviceHandleByIndex(self, device: FakeGpu, index: int) -> FakeGpu:
         if index >= len(device.migs):
             raise NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
         return device.migs[index]
-
-    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, migDevice: FakeGpu) -> FakeGpu:
-        for gpu in self.gpus:
-            if migDevice in gpu.migs:
-                return gpu
-        raise NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-
-    def nvmlDeviceGetGpuInstanceId(self, device: FakeGpu) -> int:
-        return _known(device.gpu_instance)
-
-    def nvmlDeviceGetComputeInstanceId(self, device: FakeGpu) -> int:
-        _known(device.gpu_instance)
-        return 0
 
     # ----------------------------------------------------------------------- GPM
 
@@ -335,6 +253,43 @@ class FakeGpu:
     split: bool = False
     migs: tuple[FakeGpu, ...] = ()
     gpu_instance: int | None = None
+
+
+def _milli(figure: Figure | None, t_s: float) -> int | None:
+    return None if figure is None else int(1e3 * at(figure, t_s))
+
+
+def _energy_mj(gpu: FakeGpu, t_s: float) -> int | None:
+    return None if gpu.power_w is None else int(1e3 * _mean(gpu.power_w, 0.0, t_s) * t_s)
+
+
+def _processes(gpu: FakeGpu, t_s: float) -> list[Any]:
+    held = at(gpu.processes, t_s)
+    return [pynvml.nvmlFriendlyObject({"pid": pid, "usedGpuMemory": used}) for pid, used in held]
+
+
+# What functions tell of a GPU, whatever else they are given.
+_TOLD: Mapping[str, Callable[[FakeGpu, float], Any]] = {
+    "nvmlDeviceGetName": lambda gpu, _: gpu.name,
+    "nvmlDeviceGetUUID": lambda gpu, _: gpu.uuid,
+    "nvmlDeviceGetPowerUsage": lambda gpu, t_s: _milli(gpu.power_w, t_s),
+    "nvmlDeviceGetEnforcedPowerLimit": lambda gpu, t_s: _milli(gpu.power_limit_w, t_s),
+    "nvmlDeviceGetTotalEnergyConsumption": _energy_mj,
+    "nvmlDeviceGetTemperatureV": lambda gpu, t_s: int(at(gpu.temperature_c, t_s)),
+    "nvmlDeviceGetTemperature": lambda gpu, t_s: int(at(gpu.temperature_c, t_s)),
+    "nvmlDeviceGetTemperatureThreshold": lambda gpu, _: gpu.slowdown_c,
+    "nvmlDeviceGetMarginTemperature": lambda gpu, _: gpu.margin_c,
+    "nvmlDeviceGetMaxClockInfo": lambda gpu, _: gpu.sm_clock_max_mhz,
+    "nvmlDeviceGetNumGpuCores": lambda gpu, _: gpu.cores,
+    "nvmlDeviceGetCurrentClocksEventReasons": lambda gpu, t_s: at(gpu.clock_events, t_s),
+    "nvmlDeviceGetCurrentClocksThrottleReasons": lambda gpu, t_s: at(gpu.clock_events, t_s),
+    "nvmlDeviceGetComputeRunningProcesses_v3": _processes,
+    "nvmlDeviceGetComputeRunningProcesses_v2": _processes,
+    "nvmlDeviceGetMigMode": lambda gpu, _: [int(gpu.split), int(gpu.split)],
+    "nvmlDeviceGetMaxMigDeviceCount": lambda _gpu, _: 7,
+    "nvmlDeviceGetGpuInstanceId": lambda gpu, _: gpu.gpu_instance,
+    "nvmlDeviceGetComputeInstanceId": lambda gpu, _: None if gpu.gpu_instance is None else 0,
+}
 
 
 def t4(number: int = 0, **figures: object) -> FakeGpu:
