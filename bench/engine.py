@@ -294,7 +294,7 @@ def survive_out_of_memory(sizes: Sizes, out: Path) -> dict[str, Any]:
         seen: list[int | None] = []
         data = Clocked(batches, 1, steps)
         job = Job(model=sizes.model(group_norm=True), loss=job_loss, data=data)
-        train(job, chosen, out, screen=screen, on_step=lambda end: seen.append(end.state.micro.most))
+        train(job, chosen, out, screen=screen, on_step=lambda end: seen.append(end.state.stepper.micro.most))
         return screen.losses, seen[-1]
 
     batches = sizes.batches()

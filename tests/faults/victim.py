@@ -92,15 +92,21 @@ def make_job(**changes: Any) -> Job:
 def fingerprint(end: StepEnd) -> str:
     digest = hashlib.sha256(end.samples.encode())
     state = end.state
-    tensors = [*state.model.state_dict().values(), *(state.ema.average.values() if state.ema else ())]
+    tensors = [*state.model.state_dict().values(), *(state.stepper.ema.average.values() if state.stepper.ema else ())]
     for entry in state.stepper.optimizer.state.values():
         tensors.extend(value for value in entry.values() if isinstance(value, torch.Tensor))
-    for tensor in [*tensors, state.scale.scale, state.scale.good_steps, *state.totals._sums.values()]:
+    for tensor in [*tensors, state.stepper.scale.scale, state.stepper.scale.good_steps, *state.totals._sums.values()]:
         digest.update(bytes(gathered(tensor.detach()).contiguous().reshape(-1).view(torch.uint8).numpy()))
     digest.update(repr([group["lr"] for group in state.stepper.optimizer.param_groups]).encode())
     digest.update(
         repr(
-            (state.guard.state_dict(), state.micro.most, state.eval_micro.most, state.history.values, state.progress)
+            (
+                state.guard.state_dict(),
+                state.stepper.micro.most,
+                state.eval_micro.most,
+                state.history.values,
+                state.progress,
+            )
         ).encode()
     )
     return digest.hexdigest()[:24]

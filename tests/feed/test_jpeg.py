@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from fulltilt import feed
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.jpeg import GPU_MARGIN, DecodeRates, DecoderChoice, JpegFiles, choose_decoder, measure_decoders
-from fulltilt.train.data_source import LoaderSettings, make_source
+from fulltilt.train.config import TrainSettings
+from fulltilt.train.data_source import make_source
 from fulltilt.train.sampler import EpochPlan
 
 torchvision = pytest.importorskip("torchvision")
@@ -62,7 +63,7 @@ def test_a_batch_decoded_on_the_device_is_the_one_decoded_by_workers(files: list
 
 def test_the_engine_finishes_batches_too(files: list[Path]) -> None:
     dataset = JpegFiles([str(file) for file in files], (16, 20), None, GPU)
-    data = make_source(dataset, EpochPlan(samples=0, batch_size=4, shuffle=False), LoaderSettings(residency="none"))
+    data = make_source(dataset, EpochPlan(samples=0, batch_size=4, shuffle=False), TrainSettings(residency="none"))
     batches = [step.batches[0] for step in data.steps(0, 0)]
     data.close()
     expected = feed.jpeg(files, (16, 20), decoder="cpu")

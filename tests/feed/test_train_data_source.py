@@ -16,7 +16,8 @@ from fulltilt import feed
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.augment import GaussianNoise, HorizontalFlip, Normalise, Pipeline
 from fulltilt.feed.draws import normal_like
-from fulltilt.train.data_source import FeedSource, LoaderSettings, MapSource, Source, make_source
+from fulltilt.train.config import TrainSettings
+from fulltilt.train.data_source import FeedSource, MapSource, Source, make_source
 from fulltilt.train.sampler import EpochPlan
 from tests.faults import victim
 
@@ -47,7 +48,7 @@ def plan_of(**changes: Any) -> EpochPlan:
 
 
 def fed(data: Any, plan: EpochPlan, residency: Any = "ram", **changes: Any) -> Source:
-    return make_source(data, plan, LoaderSettings(residency=residency, **changes))
+    return make_source(data, plan, TrainSettings(residency=residency, **changes))
 
 
 def drain(data: Source, epoch: int = 0, consumed: int = 0) -> list[tuple[list[list[torch.Tensor]], int, int, str]]:
@@ -142,7 +143,7 @@ def test_global_batches_are_the_worker_paths_whatever_the_ranks(
     plan = plan_of(batch_size=max(batch_size, world), accumulation=accumulation, drop_last=drop_last)
     consumed = min(steps_used * plan.step_samples, samples)
     data = list(torch.arange(samples))
-    alone = MapSource(data, replace(plan, samples=samples), LoaderSettings())
+    alone = MapSource(data, replace(plan, samples=samples), TrainSettings())
     whole = [[index for batch in step.batches for index in batch.tolist()] for step in alone.steps(2, consumed)]
     ranks = []
     for rank in range(world):
@@ -164,13 +165,13 @@ def test_a_stage_with_another_batch_reads_nothing_again() -> None:
     first = fed(data, plan_of())
     drain(first)
     before = data.reads
-    second = first.resized(6, 2)
+    first.resize(6, 2)
     assert same(
-        drain(second, 1), drain(MapSource(data, plan_of(samples=24, batch_size=6, accumulation=2), LoaderSettings()), 1)
+        drain(first, 1), drain(MapSource(data, plan_of(samples=24, batch_size=6, accumulation=2), TrainSettings()), 1)
     )
     checked = 2  # kept samples that are compared with the data set at the start of an epoch
     assert data.reads - before == 24 + checked
-    second.close()
+    first.close()
 
 
 def test_an_evaluation_between_two_batches_does_not_disturb_what_is_kept() -> None:
@@ -190,7 +191,7 @@ def test_augmentation_goes_by_sample_on_both_paths() -> None:
     chain = Pipeline([HorizontalFlip(), GaussianNoise(), Normalise()])
     drawn = []
     for residency in ("none", "ram"):
-        one = make_source(data, plan_of(batch_size=5), LoaderSettings(residency=residency), None, chain)
+        one = make_source(data, plan_of(batch_size=5), TrainSettings(residency=residency), None, chain)
         drawn.append([drain(one, epoch) for epoch in range(2)])
         one.close()
     assert same(*drawn)
@@ -200,7 +201,7 @@ def test_augmentation_goes_by_sample_on_both_paths() -> None:
 def test_what_the_feed_cannot_keep_goes_by_the_worker_path() -> None:
     texts = [f"text {number}" for number in range(8)]
     assert isinstance(fed(texts, plan_of(), "auto"), MapSource)
-    assert isinstance(make_source(Fixed(8), plan_of(), LoaderSettings(residency="auto"), list), MapSource)
+    assert isinstance(make_source(Fixed(8), plan_of(), TrainSettings(residency="auto"), list), MapSource)
     ragged = [torch.zeros(1 + number) for number in range(8)]
     assert isinstance(fed(ragged, plan_of(batch_size=1), "auto"), MapSource)
     with pytest.raises(DataError, match="samples differ in shape"):
@@ -208,7 +209,7 @@ def test_what_the_feed_cannot_keep_goes_by_the_worker_path() -> None:
     with pytest.raises(UsageError, match="cannot be kept in ram: the sample is str"):
         fed(texts, plan_of(), "ram")
     with pytest.raises(UsageError, match="ready batches do not say which samples"):
-        make_source(iter([]), plan_of(), LoaderSettings(), None, [HorizontalFlip()])
+        make_source(iter([]), plan_of(), TrainSettings(), None, [HorizontalFlip()])
 
 
 def test_a_stream_with_a_length_is_no_data_set() -> None:

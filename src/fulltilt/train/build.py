@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sized
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from fulltilt.errors import MachineError, UsageError
+from fulltilt.errors import MachineError, StoppedEarly, UsageError
 from fulltilt.train import checkpoint, cuda_graphs, optimizers, train_state, weight_import
 from fulltilt.train.checkpoint import KeepPolicy, Writer, check_space, newest_complete
 from fulltilt.train.config import TrainSettings
-from fulltilt.train.data_source import BatchSource, LoaderSettings, Source, make_source
+from fulltilt.train.data_source import BatchSource, make_source
 from fulltilt.train.distributed import Group, LossModule, Replicated, Sharded, SingleProcess, detect, device_of, divided
 from fulltilt.train.guards import Guard, MicroBatch
 from fulltilt.train.job import Job, Stage, samples_in, stage_at, stage_rate, trainable
 from fulltilt.train.metrics_log import EpochTotals
-from fulltilt.train.optimizers import Ema
 from fulltilt.train.progress import Screen
 from fulltilt.train.sampler import EpochPlan, seed_everything
-from fulltilt.train.step import LossScale, Stepper, choose_precision, set_tf32
+from fulltilt.train.step import Stepper, set_tf32
 from fulltilt.train.train_state import KeptSettings, MetricHistory, Progress, TrainState, expected_bytes
 
 
@@ -54,7 +55,7 @@ def enter_stage(state: TrainState, epoch: int) -> None:
     if index != state.stage_index:
         settings = state.settings
         accumulation = stage.accumulation or settings.accumulation
-        state.source = state.source.resized(stage.batch_size or settings.batch_size, accumulation)
+        state.source.resize(stage.batch_size or settings.batch_size, accumulation)
         if state.stage_index < 0 or stage.fresh_optimizer:
             state.stepper.optimizer = _optimizer(state)
         if state.job.on_stage is not None:
@@ -92,30 +93,24 @@ def _optimizer(state: TrainState) -> torch.optim.Optimizer:
 SLOW_DISK_BYTES_PER_S = 100e6
 
 
-def build(job: Job, settings: TrainSettings, out: Path, screen: Screen | None = None) -> TrainState:
-    """Build the run. Everything that can be wrong before step 0 is found here. Raises FulltiltErrors."""
-    with contextlib.ExitStack() as undo:  # a notebook lives on after a mistake, and with it what was begun
-        state = _built(job, settings, out, screen, undo)
-        undo.pop_all()
-    return state
-
-
-def _built(
-    job: Job, settings: TrainSettings, out: Path, screen: Screen | None, undo: contextlib.ExitStack
+def build(
+    job: Job, settings: TrainSettings, out: Path, cleanup: contextlib.ExitStack, screen: Screen | None = None
 ) -> TrainState:
+    """Build the run. Everything that can be wrong before step 0 is found here. Raises FulltiltErrors.
+
+    What has to be undone at the run's end, or after a mistake, goes to ``cleanup``: a notebook lives on after either.
+    """
     _check_model(job)
     ranks = detect()
     device = device_of(settings.device, ranks.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     group = Group(ranks, device, settings.hang_timeout_s)
-    undo.callback(group.close, failed=True)
+    cleanup.push(lambda kind, _error, _trace: group.close(failed=kind not in (None, StoppedEarly)))
     policy = KeepPolicy(settings.keep_last, settings.keep_best if settings.monitor else 0, settings.monitor_mode)
     root = out / "checkpoints"
-    lock = contextlib.ExitStack()
-    undo.callback(lock.close)
     if group.first:
-        lock.enter_context(checkpoint.claim(out).locked(f"another training uses {out}"))
+        cleanup.enter_context(checkpoint.claim(out).locked(f"another training uses {out}"))
         checkpoint.prepare(root)  # only now: what looks left over could have been another run's, in the making
     group.barrier()
     seed_everything(settings.seed)  # alike on every rank: models that draw their weights late must agree
@@ -123,51 +118,14 @@ def _built(
     if settings.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cudnn.benchmark = False
-
-    memory_format = torch.channels_last if settings.channels_last else torch.preserve_format
-    sharded = settings.sharding == "full" and not group.alone
-    # A model that does not fit into one GPU goes there part by part.
-    model = job.model.to(device="cpu" if sharded else device, memory_format=memory_format)  # type: ignore[call-overload]
-    if settings.gradient_checkpointing:
-        recompute(model)
-    group.copy_from_first([*model.parameters(), *model.buffers()])
-    seed_everything(settings.seed, ranks.rank)
-
-    arithmetic = choose_precision(settings.precision, device)
-    scale = LossScale(device, active=arithmetic.scaled)
-    micro = MicroBatch(splittable=job.splittable)
-    stages = job.stages or (Stage("training", settings.epochs),)
     shown = screen or Screen(out, speaks=group.first)
-    compiled = torch.compile(model) if settings.compile else model
-    if isinstance(job.loss, torch.nn.Module):
-        job.loss.to(device)  # class weights have to be where the batches are
-    whole = LossModule(model, compiled, job.loss)
-    placement = SingleProcess(whole)
-    if not group.alone:
-        placement = Sharded(whole, group) if sharded else Replicated(whole, group)
-    stepper = Stepper(model, placement, arithmetic, scale, micro, group, shown.warn, joint=job.joint)
-    stepper.clip_norm = settings.clip_norm
-    stepper.memory_format = torch.channels_last if settings.channels_last else None
-    if cuda_graphs.graphs_wanted(settings, device, alone=group.alone):
-        stepper.graphs = cuda_graphs.GraphedModel(model, compiled, shown.warn)
-        undo.callback(stepper.graphs.undo)
-    ema = stepper.ema = Ema(model, settings.ema_decay) if settings.ema_decay is not None else None
+    stepper = _stepper(job, settings, group, shown, cleanup)
 
     shares = divided(settings.batch_size, settings.workers, ranks)
     if not group.alone:
         if device.type == "cpu":
             shown.say(f"Using {ranks.world} processes on the CPU for training")
         shown.say(shares)
-    loading = LoaderSettings(
-        settings.workers,
-        settings.prefetch,
-        pin_memory=device.type == "cuda",
-        stack_log=out / f"stacks.rank-{ranks.rank}.log",
-        device=device,
-        residency=settings.residency,
-        on_bad_sample=settings.on_bad_sample,
-        max_bad_share=settings.max_bad_share,
-    )
     plan = EpochPlan(
         samples=0,
         batch_size=settings.batch_size,
@@ -177,8 +135,9 @@ def _built(
         world=ranks.world,
         drop_last=settings.drop_last,
     )
-    data = make_source(job.data, plan, loading, job.collate, job.augment)
-    undo.callback(data.close)
+    where: dict[str, Any] = {"device": device, "stack_log": out / f"stacks.rank-{ranks.rank}.log"}
+    data = make_source(job.data, plan, settings, job.collate, job.augment, **where)
+    cleanup.callback(data.close)
     if data.steps_per_epoch() is None and settings.max_steps is None:
         raise UsageError("the data has no length, so nobody knows when it ends", "Set max_steps.")
     if data.steps_per_epoch() == 0:
@@ -186,8 +145,14 @@ def _built(
             "an epoch has no step: the training data is smaller than one batch",
             f"Lower batch_size (now {settings.batch_size * settings.accumulation} samples a step).",
         )
-
-    eval_data = _eval_source(job, settings, plan, loading)
+    eval_data = None
+    if job.eval_data is not None:
+        if isinstance(job.eval_data, Sized) and len(job.eval_data) == 0:
+            raise UsageError("eval_data is empty", "Give it samples, or leave it out.")
+        size = settings.eval_batch_size or settings.batch_size
+        whole = replace(plan, batch_size=size, accumulation=1, shuffle=False, drop_last=False)
+        eval_data = make_source(job.eval_data, whole, settings, job.collate, job.eval_augment, **where)
+        cleanup.callback(eval_data.close)
     if settings.monitor is not None and eval_data is None:
         shown.warn(f"monitor: {settings.monitor} is never measured, because there is no eval_data")
 
@@ -195,19 +160,12 @@ def _built(
         job=job,
         settings=settings,
         out=out,
-        device=device,
         group=group,
-        model=model,
-        compiled=compiled,
-        precision=arithmetic,
-        stages=stages,
+        stages=job.stages or (Stage("training", settings.epochs),),
         source=data,
         eval_source=eval_data,
         stepper=stepper,
-        scale=scale,
-        micro=micro,
         eval_micro=MicroBatch(splittable=job.splittable),
-        ema=ema,
         totals=EpochTotals(device),
         guard=Guard(settings),
         history=MetricHistory(settings.monitor_mode),
@@ -215,15 +173,40 @@ def _built(
         kept_settings=KeptSettings(settings, samples_in(job.data)),
         writer=Writer(root, policy),
         screen=shown,
-        lock=lock,
-        initially_frozen=frozenset(name for name, p in model.named_parameters() if not p.requires_grad),
+        initially_frozen=frozenset(name for name, p in job.model.named_parameters() if not p.requires_grad),
     )
+    cleanup.callback(state.unfreeze)
     enter_stage(state, 0)
-    size = expected_bytes(model, stepper.optimizer, averaged=ema is not None)
+    size = expected_bytes(job.model, stepper.optimizer, averaged=stepper.ema is not None)
     if group.first:
         check_space(root, size, policy)
     state.writer.longest_save_s = size / SLOW_DISK_BYTES_PER_S  # until one has been measured
     return state
+
+
+def _stepper(job: Job, settings: TrainSettings, group: Group, screen: Screen, cleanup: contextlib.ExitStack) -> Stepper:
+    """The model where it is trained, with everything that a step needs but the optimizer, which a stage brings."""
+    device = group.device
+    sharded = settings.sharding == "full" and not group.alone
+    memory_format = torch.channels_last if settings.channels_last else torch.preserve_format
+    # A model that does not fit into one GPU goes there part by part.
+    model = job.model.to(device="cpu" if sharded else device, memory_format=memory_format)  # type: ignore[call-overload]
+    if settings.gradient_checkpointing:
+        recompute(model)
+    group.copy_from_first([*model.parameters(), *model.buffers()])
+    seed_everything(settings.seed, group.ranks.rank)
+    compiled = torch.compile(model) if settings.compile else model
+    if isinstance(job.loss, torch.nn.Module):
+        job.loss.to(device)  # class weights have to be where the batches are
+    whole = LossModule(model, compiled, job.loss)
+    placement = SingleProcess(whole)
+    if not group.alone:
+        placement = Sharded(whole, group) if sharded else Replicated(whole, group)
+    stepper = Stepper(job, settings, placement, group, screen.warn)
+    if cuda_graphs.graphs_wanted(settings, device, alone=group.alone):
+        stepper.graphs = cuda_graphs.GraphedModel(model, compiled, screen.warn)
+        cleanup.callback(stepper.graphs.undo)
+    return stepper
 
 
 def _check_model(job: Job) -> None:
@@ -238,16 +221,6 @@ def _check_model(job: Job) -> None:
         if own:
             what = f"the loss has parameters that the optimizer would not see: {', '.join(own[:3])}"
             raise UsageError(what, "Make them part of the model.")
-
-
-def _eval_source(job: Job, settings: TrainSettings, plan: EpochPlan, loading: LoaderSettings) -> Source | None:
-    if job.eval_data is None:
-        return None
-    if isinstance(job.eval_data, Sized) and len(job.eval_data) == 0:
-        raise UsageError("eval_data is empty", "Give it samples, or leave it out.")
-    size = settings.eval_batch_size or settings.batch_size
-    quiet = EpochPlan(samples=0, batch_size=size, seed=plan.seed, rank=plan.rank, world=plan.world, shuffle=False)
-    return make_source(job.eval_data, quiet, loading, job.collate, job.eval_augment)
 
 
 # --------------------------------------------------------------------------- where it begins
@@ -297,7 +270,7 @@ def _restore(state: TrainState, folder: Path) -> None:
     enter_stage(state, min(epoch - 1 if epoch and not consumed else epoch, state.epochs - 1))
     groups = state.stepper.optimizer.param_groups
     asked = [{name: group[name] for name in _SETTINGS_IN_GROUPS if name in group} for group in groups]
-    average_begins = state.ema is not None and "ema" not in saved
+    average_begins = state.stepper.ema is not None and "ema" not in saved
     parts = {name: part for name, part in state.parts().items() if name != "ema" or not average_begins}
     train_state.restore(folder, state.model, parts, loaded)
     changed = state.kept_settings.changed
@@ -322,5 +295,7 @@ def _restore(state: TrainState, folder: Path) -> None:
 
 
 def _average_from_here(state: TrainState) -> None:
-    if state.ema is not None:
-        state.ema.load_state_dict({name: parameter.detach() for name, parameter in state.model.named_parameters()})
+    if state.stepper.ema is not None:
+        state.stepper.ema.load_state_dict(
+            {name: parameter.detach() for name, parameter in state.model.named_parameters()}
+        )

@@ -6,7 +6,7 @@ import itertools
 import logging
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,8 +22,8 @@ from fulltilt.feed.dataset_objects import shared_handle
 from fulltilt.feed.draws import mix
 from fulltilt.feed.loader import FeedLoader
 from fulltilt.feed.loader import to_device as moved_to
-from fulltilt.feed.sample_reader import BadSamples, Failure, Policy, ShapesDiffer, failure_of
-from fulltilt.feed.tiers import Residency
+from fulltilt.feed.sample_reader import BadSamples, Failure, ShapesDiffer, failure_of
+from fulltilt.train.config import TrainSettings
 from fulltilt.train.distributed import Ranks, part_of
 from fulltilt.train.guards import explain_dead_worker
 from fulltilt.train.sampler import EpochPlan, RankBatches, sample_seed
@@ -117,6 +117,7 @@ def rows_of_all(rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
 log = logging.getLogger("fulltilt.train")
 
 Collate = Callable[[list[Any]], Any]
+CPU = torch.device("cpu")
 
 
 class Fetched(NamedTuple):
@@ -153,20 +154,6 @@ class StepData:
     samples: int
     consumed: int
     names: Callable[[], str]
-
-
-@dataclass(frozen=True, slots=True)
-class LoaderSettings:
-    """How samples are fetched, and where they are kept. ``workers`` is the total over the ranks."""
-
-    workers: int = 0
-    prefetch: int = 2
-    pin_memory: bool = False
-    stack_log: Path | None = None
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    residency: Residency = "none"
-    on_bad_sample: Policy = "stop"
-    max_bad_share: float = 0.01
 
 
 class SeededSamples(torch.utils.data.Dataset[Any]):
@@ -215,9 +202,9 @@ class PlannedSource:
         """How many steps of an epoch ``consumed`` makes."""
         return consumed // self.plan.step_samples
 
-    def resized(self, batch_size: int, accumulation: int) -> PlannedSource:
-        """The same data in other batches."""
-        raise NotImplementedError
+    def resize(self, batch_size: int, accumulation: int) -> None:
+        """Give the same data in other batches, from the next call of ``steps`` on."""
+        self.plan = replace(self.plan, batch_size=batch_size, accumulation=accumulation)
 
     def close(self) -> None:
         """End the workers."""
@@ -230,25 +217,28 @@ class MapSource(PlannedSource):
         self,
         samples: Any,
         plan: EpochPlan,
-        loading: LoaderSettings,
-        collate: Callable[[list[Any]], Any] | None = None,
+        settings: TrainSettings,
+        collate: Collate | None = None,
         augment: Augmentation | None = None,
+        *,
+        device: torch.device = CPU,
+        stack_log: Path | None = None,
     ) -> None:
         super().__init__(plan)
-        self.samples, self.loading, self.collate, self.augment = samples, loading, collate, augment
+        self.device, self.augment = device, augment
         self._sampler = RankBatches(plan)
-        self._bad = BadSamples(len(samples), loading.on_bad_sample, loading.max_bad_share)
-        count = part_of(loading.workers, Ranks(plan.rank, plan.world))
+        self._bad = BadSamples(len(samples), settings.on_bad_sample, settings.max_bad_share)
+        count = part_of(settings.workers, Ranks(plan.rank, plan.world))
         self._generator = torch.Generator()
         self._loader = torch.utils.data.DataLoader(
             SeededSamples(samples, plan.seed),
             batch_sampler=self._sampler,
             collate_fn=CollateRest(collate or torch.utils.data.default_collate),
             num_workers=count,
-            prefetch_factor=loading.prefetch if count else None,
+            prefetch_factor=settings.prefetch if count else None,
             persistent_workers=count > 0,
-            pin_memory=loading.pin_memory,
-            worker_init_fn=WorkerStart(loading.stack_log) if count else None,
+            pin_memory=device.type == "cuda",
+            worker_init_fn=WorkerStart(stack_log) if count else None,
             generator=self._generator,  # the loader's own draws must not move the run's random state
         )
 
@@ -271,8 +261,7 @@ class MapSource(PlannedSource):
             if isinstance(batch, Fetched):
                 batch, ids = self._without_failures(batch), self._bad.without_bad(ids)
             if self.augment is not None and batch is not None:
-                device = self.loading.device
-                batch = self.augment(to_device(batch, device), plan.seed, plan.epoch, ids.to(device))
+                batch = self.augment(to_device(batch, self.device), plan.seed, plan.epoch, ids.to(self.device))
             yield batch
 
     def _without_failures(self, fetched: Fetched) -> Any:
@@ -284,14 +273,6 @@ class MapSource(PlannedSource):
         for failure in new:
             log.warning("skipped %s: %s", failure.where(), failure.message)
         return fetched.batch
-
-    def resized(self, batch_size: int, accumulation: int) -> MapSource:
-        """See PlannedSource."""
-        if (batch_size, accumulation) == (self.plan.batch_size, self.plan.accumulation):
-            return self
-        self.close()
-        plan = replace(self.plan, batch_size=batch_size, accumulation=accumulation)
-        return MapSource(self.samples, plan, self.loading, self.collate, self.augment)
 
     def close(self) -> None:
         """See PlannedSource. Left to themselves the workers would notice up to five seconds later that we are gone."""
@@ -342,9 +323,9 @@ class BatchSource:
         """See PlannedSource."""
         return consumed // self.accumulation
 
-    def resized(self, batch_size: int, accumulation: int) -> BatchSource:  # noqa: ARG002 - the batches are ready-made
+    def resize(self, batch_size: int, accumulation: int) -> None:  # noqa: ARG002 - the batches are ready-made
         """See PlannedSource. Only the accumulation can change."""
-        return BatchSource(self.iterable, accumulation, self.world)
+        self.accumulation = accumulation
 
     def close(self) -> None:
         """See PlannedSource. The iterable's workers are its owner's."""
@@ -385,9 +366,12 @@ def sample_names(ids: torch.Tensor, most: int = 16) -> str:
 def make_source(
     data: Any,
     plan: EpochPlan,
-    loading: LoaderSettings,
-    collate: Callable[[list[Any]], Any] | None = None,
+    settings: TrainSettings,
+    collate: Collate | None = None,
     augment: Any = None,
+    *,
+    device: torch.device = CPU,
+    stack_log: Path | None = None,
 ) -> Source:
     """The source for a data set or iterable; ``plan`` has the sizes, without its number of samples."""
     on_device = as_augmentation(augment)
@@ -395,16 +379,16 @@ def make_source(
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not streams:
         if len(data) == 0:
             raise UsageError("the data set is empty")
-        if loading.workers and (held := shared_handle(data)) is not None:
+        if settings.workers and (held := shared_handle(data)) is not None:
             raise UsageError(
-                f"the data set {type(data).__name__} holds an open {held} that {loading.workers} workers would share",
+                f"the data set {type(data).__name__} holds an open {held} that {settings.workers} workers would share",
                 "Open it in __getitem__, once in each process, or set workers: 0.",
             )
         plan = replace(plan, samples=len(data))
         # Only the feed finishes batches on the device, for data sets that leave that to it.
-        through_feed = loading.residency != "none" or getattr(data, "finishes_on_device", False)
-        fed = _fed(data, plan, loading, on_device) if through_feed and collate is None else None
-        return fed or MapSource(data, plan, loading, collate, on_device)
+        through_feed = settings.residency != "none" or getattr(data, "finishes_on_device", False)
+        fed = _fed(data, plan, settings, on_device, device, stack_log) if through_feed and collate is None else None
+        return fed or MapSource(data, plan, settings, collate, on_device, device=device, stack_log=stack_log)
     if streams:
         raise UsageError(
             "an IterableDataset does not say whether it gives samples or batches",
@@ -444,28 +428,31 @@ class FeedSource(PlannedSource):
         finally:
             drawn.close()  # type: ignore[attr-defined]
 
-    def resized(self, batch_size: int, accumulation: int) -> FeedSource:
-        """See PlannedSource. What the feed keeps stays kept."""
-        return FeedSource(self.loader, replace(self.plan, batch_size=batch_size, accumulation=accumulation))
-
     def close(self) -> None:
         """See PlannedSource."""
         self.loader.close()
 
 
-def _fed(data: Any, plan: EpochPlan, loading: LoaderSettings, augment: Augmentation | None) -> FeedSource | None:
+def _fed(
+    data: Any,
+    plan: EpochPlan,
+    settings: TrainSettings,
+    augment: Augmentation | None,
+    device: torch.device,
+    stack_log: Path | None,
+) -> FeedSource | None:
     """The data set behind the feed; None for samples that are no fixed-shape tensors and need the worker path."""
     order = RankBatches(plan)
     try:
-        found = inspect(data, policy=loading.on_bad_sample, workers=loading.workers)
+        found = inspect(data, policy=settings.on_bad_sample, workers=settings.workers)
     except ShapesDiffer:
         if order.batch_size > 1:
             raise
         return None  # one sample a batch: nothing has to fit together
     if found.layout is None:
-        if loading.residency != "auto":
+        if settings.residency != "auto":
             raise UsageError(
-                f"the data set cannot be kept in {loading.residency}: {found.unstorable_because}",
+                f"the data set cannot be kept in {settings.residency}: {found.unstorable_because}",
                 "Use residency: auto or none, or return tensors of one shape.",
             )
         return None
@@ -474,10 +461,10 @@ def _fed(data: Any, plan: EpochPlan, loading: LoaderSettings, augment: Augmentat
         order,
         found,
         augment=augment,
-        residency=loading.residency,
-        device=loading.device,
-        workers=part_of(loading.workers, Ranks(plan.rank, plan.world)),
-        bad=BadSamples(len(data), loading.on_bad_sample, loading.max_bad_share),
-        on_worker_start=WorkerStart(loading.stack_log),
+        residency=settings.residency,
+        device=device,
+        workers=part_of(settings.workers, Ranks(plan.rank, plan.world)),
+        bad=BadSamples(len(data), settings.on_bad_sample, settings.max_bad_share),
+        on_worker_start=WorkerStart(stack_log),
     )
     return FeedSource(loader, plan)

@@ -52,8 +52,7 @@ def train(
     settings, out = config.checked(settings), Path(out)
     stop = StopRequest(settings.max_time_s)
     with stop.listening(), contextlib.ExitStack() as cleanup:
-        state = build(job, settings, out, screen)
-        cleanup.push(lambda kind, _error, _trace: state.close(failed=kind not in (None, StoppedEarly)))
+        state = build(job, settings, out, cleanup, screen)
         watchdog = Watchdog(settings.hang_timeout_s, out / f"stacks.rank-{state.group.ranks.rank}.log")
         cleanup.callback(state.writer.finish)
         cleanup.enter_context(state.screen)
@@ -90,7 +89,9 @@ class Loop:
     def run(self) -> Outcome:
         """Train to the end."""
         state, progress = self.state, self.state.progress
-        state.screen.begin(state.job.name, state.settings, state.precision.name, state.epochs, state.gpu_names())
+        state.screen.begin(
+            state.job.name, state.settings, state.stepper.precision.name, state.epochs, state.gpu_names()
+        )
         if not self.steps_left:
             state.screen.say(f"Nothing is left to train: step {progress.step} is done already; --fresh begins anew")
         try:
@@ -201,7 +202,8 @@ class Loop:
         with self.record.checkpoint():
             saved = self._saved_at == self._here()
             before = None if saved or state.stepper.placement.lockstep else self._freeze()
-        averaged = state.ema.applied(state.model) if state.ema is not None else contextlib.nullcontext()
+        ema = state.stepper.ema
+        averaged = ema.applied(state.model) if ema is not None else contextlib.nullcontext()
         try:
             with self.record.validation():
                 state.share_buffers()
@@ -231,7 +233,7 @@ class Loop:
     def _judge(self, *, everything: bool = False) -> None:
         state = self.state
         for (number, data), (loss, norm, bad, scale) in self.readout.drain() if everything else self.readout.due():
-            figures = StepFigures(number, loss, norm, bool(bad), scale if state.scale.active else None)
+            figures = StepFigures(number, loss, norm, bool(bad), scale if state.stepper.scale.active else None)
             state.totals.add_read("loss", loss, data.samples)
             state.screen.step(figures, data.samples)
             verdict = state.guard.judge(figures)
@@ -376,7 +378,7 @@ def _add(state: TrainState, batch: Any, totals: EpochTotals) -> list[Mapping[str
             own = [] if batch is None else list(split_batch(batch, state.eval_micro.most))
             for piece, running in placement.pieces(own):
                 on_device = to_device(piece, state.device, state.stepper.memory_format)
-                with state.precision.context():
+                with state.stepper.precision.context():
                     outcome = placement.evaluate(loss, on_device)
                 value, metrics, rows = value_and_means(outcome, state.device)
                 if running:

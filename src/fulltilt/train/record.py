@@ -221,7 +221,7 @@ def _asked(state: TrainState) -> Settings:
         # Stages may each have their own.
         batch_size=None if any(stage.batch_size for stage in state.stages) else settings.batch_size,
         accumulation=settings.accumulation,
-        precision=state.precision.name,
+        precision=state.stepper.precision.name,
         compile=settings.compile,
         residency=settings.residency,
     )

@@ -17,11 +17,12 @@ import torch
 from fulltilt.errors import DoesNotFit, UsageError
 from fulltilt.recorder.recording import LoopMarks
 from fulltilt.train import optimizers
+from fulltilt.train.config import TrainSettings
 from fulltilt.train.cuda_graphs import GraphedModel
 from fulltilt.train.data_source import split_batch, to_device
 from fulltilt.train.distributed import Group, SingleProcess, local_shard
 from fulltilt.train.guards import MicroBatch, RankDoesNotFit, is_out_of_memory
-from fulltilt.train.job import value_and_means, with_gradient
+from fulltilt.train.job import Job, value_and_means, with_gradient
 from fulltilt.train.metrics_log import EpochTotals
 from fulltilt.train.optimizers import Ema
 
@@ -105,23 +106,14 @@ class LossScale:
 class Stepper:
     """Turns the batches of a step into one move of the weights and returns its figures, still on the device."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        placement: SingleProcess,
-        precision: Precision,
-        scale: LossScale,
-        micro: MicroBatch,
-        group: Group,
-        say: Say,
-        *,
-        joint: bool = False,
-    ) -> None:
-        self.model, self.placement, self.precision, self.scale = model, placement, precision, scale
-        self.micro, self.group, self.say, self.joint = micro, group, say, joint
-        self.clip_norm: float | None = None
-        self.ema: Ema | None = None
-        self.memory_format: torch.memory_format | None = None
+    def __init__(self, job: Job, settings: TrainSettings, placement: SingleProcess, group: Group, say: Say) -> None:
+        self.model, self.placement, self.group, self.say = job.model, placement, group, say
+        self.joint, self.clip_norm = job.joint, settings.clip_norm
+        self.precision = choose_precision(settings.precision, group.device)
+        self.scale = LossScale(group.device, active=self.precision.scaled)
+        self.micro = MicroBatch(splittable=job.splittable)
+        self.ema = Ema(job.model, settings.ema_decay) if settings.ema_decay is not None else None
+        self.memory_format = torch.channels_last if settings.channels_last else None
         self.graphs: GraphedModel | None = None
         self.optimizer: torch.optim.Optimizer
         self.marks = LoopMarks()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -20,10 +19,9 @@ from fulltilt.train.distributed import Group, OptimizerState, gathered, local_sh
 from fulltilt.train.guards import Guard, MicroBatch, Stateful
 from fulltilt.train.job import Job, Stage
 from fulltilt.train.metrics_log import EpochTotals
-from fulltilt.train.optimizers import Ema
 from fulltilt.train.progress import Screen
 from fulltilt.train.sampler import restore_rng, rng_state
-from fulltilt.train.step import LossScale, Precision, Stepper
+from fulltilt.train.step import Stepper
 from fulltilt.train.weight_import import compare
 
 # What a rollback takes back. The rest (where the run is, what the guard has seen) goes on.
@@ -197,24 +195,17 @@ def expected_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, 
 
 @dataclass(slots=True)
 class TrainState:
-    """Everything a run works with. ``source`` and the stepper's optimizer change with the stage."""
+    """Everything a run works with. The stepper's optimizer changes with the stage."""
 
     job: Job
     settings: TrainSettings
     out: Path
-    device: torch.device
     group: Group
-    model: torch.nn.Module
-    compiled: Callable[..., Any]
-    precision: Precision
     stages: tuple[Stage, ...]
     source: Source
     eval_source: Source | None
     stepper: Stepper
-    scale: LossScale
-    micro: MicroBatch
     eval_micro: MicroBatch
-    ema: Ema | None
     totals: EpochTotals
     guard: Guard
     history: MetricHistory
@@ -222,11 +213,20 @@ class TrainState:
     kept_settings: KeptSettings
     writer: Writer
     screen: Screen
-    lock: contextlib.ExitStack
     stage_index: int = -1
     # What the job itself had frozen stays so; what the present epoch trains.
     initially_frozen: frozenset[str] = frozenset()
     trained: frozenset[str] | None = None
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """What is trained."""
+        return self.job.model
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank trains."""
+        return self.group.device
 
     @property
     def root(self) -> Path:
@@ -249,30 +249,23 @@ class TrainState:
         parts: dict[str, Part] = {
             "progress": self.progress,
             "optimizer": OptimizerState(self.stepper.optimizer, self.screen.warn),
-            "loss_scale": self.scale,
+            "loss_scale": self.stepper.scale,
             "random": RandomStates(self.group),
             "totals": self.totals,
             "guard": self.guard,
-            "micro_batch": self.micro,
+            "micro_batch": self.stepper.micro,
             "eval_micro_batch": self.eval_micro,
             "history": self.history,
             "settings": self.kept_settings,
         }
-        if self.ema is not None:
-            parts["ema"] = self.ema
+        if self.stepper.ema is not None:
+            parts["ema"] = self.stepper.ema
         return parts
 
-    def close(self, *, failed: bool = False) -> None:
-        """End the loader's workers and leave the group of ranks; ``failed``: the others may not know yet."""
-        for data in (self.source, self.eval_source):
-            if data is not None:
-                data.close()
-        if self.stepper.graphs is not None:
-            self.stepper.graphs.undo()
-        for name, parameter in self.model.named_parameters():  # a model may be trained further by another call
+    def unfreeze(self) -> None:
+        """Leave the model as frozen as it came: it may be trained further by another call."""
+        for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(name not in self.initially_frozen)
-        self.group.close(failed=failed)
-        self.lock.close()
 
     def share_buffers(self) -> None:
         """Give every rank the first rank's buffers: running statistics differ, and only one set counts."""
