@@ -5,12 +5,12 @@ Each recipe is a package with a ``RECIPE`` in its ``__init__``, which imports no
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 
 from fulltilt.errors import UsageError
 from fulltilt.recipes.recipe import Recipe
+from fulltilt.train.config import did_you_mean
 
 __all__ = ["RECIPES", "find", "require"]
 
@@ -36,9 +36,7 @@ _NEEDED = {
 def find(name: str) -> Recipe:
     """The recipe of that name. Raises UsageError with what was probably meant."""
     if name not in RECIPES:
-        close = difflib.get_close_matches(name[:80], RECIPES, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise UsageError(f"there is no recipe {name!r}{hint}", f"Recipes: {', '.join(RECIPES)}.")
+        raise UsageError(f"there is no recipe {name!r}{did_you_mean(name, RECIPES)}", f"Recipes: {', '.join(RECIPES)}.")
     recipe: Recipe = importlib.import_module(f"{__name__}.{name}").RECIPE
     return recipe
 

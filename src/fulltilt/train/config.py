@@ -11,7 +11,7 @@ import os
 import re
 import tomllib
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import ge, gt, le
 from pathlib import Path
@@ -180,7 +180,7 @@ def parse(
     found, values = [*problems], {}
     for key, value in given.items():
         if key not in fields:
-            found.append(f"{_short(key)}: there is no such setting{_suggestion(key, fields)}")
+            found.append(f"{_short(key)}: there is no such setting{did_you_mean(str(key).replace('-', '_'), fields)}")
             continue
         problem, values[key] = _converted(kinds[key], value, key, fields[key].metadata)
         if problem:
@@ -210,9 +210,10 @@ def _hints(record: type[Any]) -> dict[str, Any]:
     return get_type_hints(record)
 
 
-def _suggestion(key: object, known: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(str(key)[:80].replace("-", "_"), known, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
+def did_you_mean(name: object, known: Iterable[str], most: int = 1) -> str:
+    """``; did you mean cosine?`` where a known name is near ``name``, else nothing."""
+    close = difflib.get_close_matches(str(name)[:80], known, n=most)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def _converted(kind: Any, value: Any, key: str, bounds: Mapping[str, Any]) -> tuple[str | None, Any]:
@@ -230,9 +231,7 @@ def _converted(kind: Any, value: Any, key: str, bounds: Mapping[str, Any]) -> tu
         choices = get_args(wanted)
         if isinstance(value, str) and value in choices:
             return None, value
-        close = difflib.get_close_matches(str(value)[:80], choices, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        return f"should be one of {', '.join(choices)}, not {_short(value)}{hint}", None
+        return f"should be one of {', '.join(choices)}, not {_short(value)}{did_you_mean(value, choices)}", None
     if wanted is float and key.endswith("_s") and isinstance(value, str):
         value = duration_s(value)
         if value is None:

@@ -6,7 +6,6 @@ Nothing here waits for the device between two checkpoints except to read figures
 from __future__ import annotations
 
 import contextlib
-import difflib
 import gc
 import time
 from collections.abc import Callable, Mapping
@@ -353,8 +352,7 @@ def watched(state: TrainState, found: Mapping[str, float]) -> float | None:
     if metric is not None:
         state.history.values.append((state.progress.epoch, metric))
     elif found:
-        close = difflib.get_close_matches(name.removeprefix("eval_"), found, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = config.did_you_mean(name.removeprefix("eval_"), found)
         state.screen.warn(f"monitor: {name} was not measured, only {', '.join(found)}{hint}")
     return metric
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from fulltilt.recipes.carclip.model import (
 from fulltilt.recipes.pretrained import own_tokenizer, refuse_unavailable
 from fulltilt.recipes.recipe import Request, on_engine
 from fulltilt.recipes.run_folder import refuse_foreign, refuse_to_replace, written_by_library
-from fulltilt.train.config import TrainSettings
+from fulltilt.train.config import TrainSettings, did_you_mean
 from fulltilt.train.distributed import detect, device_of
 from fulltilt.train.job import Job, Stage
 
@@ -42,9 +41,8 @@ def check_options(request: Request) -> None:
     model = options.model
     named = model in ("auto", *BUILT_IN) or model.startswith(OPEN_CLIP) or "/" in model or Path(model).is_dir()
     if not named:
-        close = difflib.get_close_matches(model[:80], BUILT_IN, n=1)
         raise UsageError(
-            f"there is no model {model!r}{f'; did you mean {close[0]}?' if close else ''}",
+            f"there is no model {model!r}{did_you_mean(model, BUILT_IN)}",
             f"Give a folder, a hub name such as openai/clip-vit-base-patch32, or {', '.join(BUILT_IN)}.",
         )
     if options.image_size is not None and model not in ("auto", *BUILT_IN):

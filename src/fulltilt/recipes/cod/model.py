@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from fulltilt.errors import UsageError
 from fulltilt.recipes.pretrained import only_kept_files
+from fulltilt.train.config import did_you_mean
 from fulltilt.train.weight_import import compare, read_weights
 
 
@@ -164,8 +164,7 @@ def feature_maps(name: str, size: int, weights: str) -> Any:
 def _known(name: str) -> str:
     name = name.removeprefix("timm/")  # as the hub calls them
     if not timm.is_model(name):
-        close = difflib.get_close_matches(name, timm.list_models(), n=3)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        hint = did_you_mean(name, timm.list_models(), 3)
         raise UsageError(f"timm has no backbone {name!r}{hint}", "timm.list_models() shows all of them.")
     return name
 

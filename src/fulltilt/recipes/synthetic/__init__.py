@@ -6,7 +6,6 @@ the number of samples after each piece. A folder is complete or not to be used, 
 
 from __future__ import annotations
 
-import difflib
 import errno
 import importlib
 import json
@@ -24,6 +23,7 @@ from typing import Any
 from fulltilt.errors import MachineError, UsageError
 from fulltilt.probes.host import cpu_capacity
 from fulltilt.store.owned_folder import OwnedFolder
+from fulltilt.train.config import did_you_mean
 
 # Kind → what one of its samples is called.
 KINDS = {"cod": "image", "cars": "image", "text": "text", "hdf5": "window"}
@@ -44,9 +44,8 @@ def make_folder(kind: str, folder: Path, size: int, seed: int) -> bool:
     A folder that holds anything else is refused. Of several ranks that ask for the same folder, one fills it.
     """
     if kind not in KINDS:
-        close = difflib.get_close_matches(kind[:80], KINDS, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise UsageError(f"there is no synthetic data {kind!r}{hint}", f"Kinds: {', '.join(KINDS)}.")
+        what = f"there is no synthetic data {kind!r}{did_you_mean(kind, KINDS)}"
+        raise UsageError(what, f"Kinds: {', '.join(KINDS)}.")
     wanted = {"kind": kind, "size": size, "seed": seed}
     if _holds(folder, wanted):
         return False
