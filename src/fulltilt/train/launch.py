@@ -19,14 +19,13 @@ from typing import TextIO
 
 import torch.distributed as dist
 
-from fulltilt import store
 from fulltilt.errors import Diverged, DoesNotFit, FulltiltError, MachineError, StoppedEarly, UsageError, refused_path
 from fulltilt.probes.host import cpu_capacity
 from fulltilt.train import checkpoint_files
 from fulltilt.train.checkpoint import newest_complete
 from fulltilt.train.distributed import Ranks, detect, lost_contact
 from fulltilt.train.guards import RankDoesNotFit, explain_dead_worker
-from fulltilt.train.stop import INTERRUPTED, stop_signals_to
+from fulltilt.train.stop import INTERRUPTED, opened_log, stop_signals_to
 
 _TICK_S = 0.1
 # How long ranks have to end by themselves after another one has failed.
@@ -167,10 +166,9 @@ def _log_traceback(out: Path) -> Path | None:
     """Append it to ``error.log`` where ``out`` is ours."""
     path = out / "error.log"
     with contextlib.suppress(OSError, FulltiltError):
-        if (folder := store.OwnedFolder.around(path)) is not None:
-            with os.fdopen(folder.append(path), "a", encoding="utf-8") as file:
-                traceback.print_exc(file=file)
-            return path
+        with opened_log(path) as file:
+            traceback.print_exc(file=file)
+        return path
     return None
 
 

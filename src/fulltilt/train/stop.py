@@ -189,15 +189,14 @@ class Watchdog:
     def _end_everything(self) -> None:
         children = psutil.Process().children(recursive=True)
         told = f"no progress for {self.timeout_s:g} s while {self._doing}"
-        with contextlib.suppress(OSError, FulltiltError), _opened(self.log) as file:
+        with contextlib.suppress(OSError, FulltiltError), opened_log(self.log) as file:
             file.write(f"{told}; stacks of process {os.getpid()}:\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
         if _STACK_SIGNAL is not None:
-            for child in children:
-                if _handles(child.pid, _STACK_SIGNAL):
-                    with contextlib.suppress(psutil.Error):
-                        child.send_signal(_STACK_SIGNAL)
+            for child in children:  # to those that do not listen it is deadly, as what follows is
+                with contextlib.suppress(psutil.Error):
+                    child.send_signal(_STACK_SIGNAL)
             time.sleep(min(0.5, self.timeout_s / 10))  # the workers write their stacks meanwhile
         print(
             f"fulltilt: {told}; all stacks are in {self.log}\n  Raise hang_timeout_s if that may take so long.",
@@ -210,25 +209,17 @@ class Watchdog:
         os._exit(MachineError.exit_code)
 
 
-def _opened(log: Path) -> TextIO:
+def opened_log(log: Path) -> TextIO:
+    """A log in a folder of ours, to append to. Raises OSError, ForeignFiles."""
     folder = store.OwnedFolder.around(log)
     if folder is None:
         raise FileNotFoundError(log)
     return os.fdopen(folder.append(log), "a", encoding="utf-8")
 
 
-def _handles(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal: to any other it would be deadly."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
-    return False
-
-
 def listen_in_worker(log: Path) -> None:
     """In a loader worker: write the stack into ``log`` when the watchdog asks for it."""
     if _STACK_SIGNAL is not None:
         with contextlib.suppress(OSError, FulltiltError):  # on another machine the folder may not be there
-            file = _opened(log)  # open for as long as the worker lives
+            file = opened_log(log)  # open for as long as the worker lives
             faulthandler.register(_STACK_SIGNAL, file=file, all_threads=True)
