@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from fulltilt.diagnosis import Thresholds, answer, diagnose
+from fulltilt.diagnosis import answer, diagnose
 from fulltilt.diagnosis.findings import expected
 from fulltilt.diagnosis.rules import RULES, code_of
 from fulltilt.diagnosis.verdict import TITLES, ordered
@@ -268,12 +268,6 @@ def test_a_short_run_that_died_of_memory_still_says_so() -> None:
     full = sampled(host_reading=host(mem_used_bytes=63 * 10**9))
     run = run_of(rank(steps=1), spans=(spans_of(1, compute=0.2),), samples=full, run=KILLED)
     assert answer(run).verdict.code == "memory_pressure"
-
-
-def test_other_thresholds_give_another_judgement() -> None:
-    run = run_of(rank(), host_code=30.0, compute=70.0)
-    assert answer(run).verdict.code == "host_code"
-    assert answer(run, Thresholds(host_code_share=0.5)).verdict.code == "compute_bound"
 
 
 # --------------------------------------------------------------------------- settings

@@ -9,11 +9,10 @@ from fulltilt.diagnosis.evidence import gather, invalid_because, without_side_jo
 from fulltilt.diagnosis.ledger import mean_gpu_step, mean_step
 from fulltilt.diagnosis.low_gpu import low_gpu_warning
 from fulltilt.diagnosis.rules import judge
-from fulltilt.diagnosis.thresholds import DEFAULT, Thresholds
 from fulltilt.diagnosis.verdict import ordered, reach_verdict
 from fulltilt.records import Abstention, Diagnosis, Finding, Run
 
-__all__ = ["Thresholds", "answer", "diagnose", "low_gpu_warning"]
+__all__ = ["answer", "diagnose", "low_gpu_warning"]
 
 
 def diagnose(run: Run) -> tuple[Finding, ...]:
@@ -21,10 +20,10 @@ def diagnose(run: Run) -> tuple[Finding, ...]:
     return answer(run).findings
 
 
-def answer(run: Run, thresholds: Thresholds = DEFAULT) -> Diagnosis:
+def answer(run: Run) -> Diagnosis:
     """Everything that can be said about a run; feeds every surface. Never raises on a run that could be read."""
     run = without_side_jobs(run)
-    evidence = gather(run, thresholds)
+    evidence = gather(run)
     judgements = judge(evidence)
     findings = ordered(judgement for judgement in judgements if isinstance(judgement, Finding))
     verdict = reach_verdict(evidence, findings)

@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.rules.live_tuning import live_settings
+from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import number, percent
 from fulltilt.records import CheckLine, LoaderRecord
 
@@ -102,7 +103,7 @@ def _batch_in_force(evidence: Evidence) -> int | None:
 
 
 def _gpu_memory(evidence: Evidence) -> CheckLine:
-    threshold = evidence.thresholds.check_memory_share
+    threshold = LIMITS.check_memory_share
     name = f"GPU memory use > {percent(threshold)}"
     own = max((rank.vram_peak_bytes or 0 for rank in evidence.run.ranks), default=0)
     peak = own or max((gpu.vram_peak_bytes or 0 for gpu in evidence.gpus), default=0)
@@ -117,7 +118,7 @@ def _gpu_memory(evidence: Evidence) -> CheckLine:
 
 
 def _gpu_use(evidence: Evidence) -> CheckLine:
-    threshold = evidence.thresholds.check_util_pct
+    threshold = LIMITS.check_util_pct
     name = f"GPU use > {threshold:.0f} %"
     used = [gpu.util_pct for gpu in evidence.gpus if gpu.util_pct is not None]
     if not evidence.on_gpu or not used:
@@ -131,7 +132,7 @@ def _gpu_use(evidence: Evidence) -> CheckLine:
 
 
 def _speed(evidence: Evidence) -> CheckLine:
-    threshold = evidence.thresholds.check_speed_share
+    threshold = LIMITS.check_speed_share
     name = f"Speed > {percent(threshold)} of the compute ceiling"
     rate, ceiling, share = (
         evidence.throughput.samples_per_s,
@@ -167,9 +168,9 @@ def _loading(evidence: Evidence) -> CheckLine:
     name = "No data loading bottleneck"
     if evidence.throughput.steps == 0:
         return CheckLine(name, "skip", "no training step was seen")
-    share = evidence.share(evidence.buckets.data_wait_s)
+    share = evidence.data_wait_share
     figure = f"Data wait: {percent(share)} of the time after start-up"
-    if share < evidence.thresholds.warn_share:
+    if share < LIMITS.warn_share:
         return CheckLine(name, "ok", figure)
     return CheckLine(name, "fail", figure, "The first input finding says which part of the loader is slow.")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fulltilt.diagnosis import ledger as ledgers
 from fulltilt.diagnosis.gpu_summary import HostSummary, summarise_gpus, summarise_host
 from fulltilt.diagnosis.loaders import Limit, Supply, find_limit, loader_ceiling, measure_supply, one_loader_a_line
-from fulltilt.diagnosis.thresholds import DEFAULT, Thresholds
+from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import percent
 from fulltilt.records import (
     Buckets,
@@ -51,7 +51,6 @@ class Evidence:
     limit: Limit
     delivered_samples_per_s: float | None
     usable_cpus: float
-    thresholds: Thresholds
 
     @property
     def machine(self) -> Machine:
@@ -81,7 +80,7 @@ class Evidence:
     @property
     def too_short(self) -> bool:
         """Whether so little was seen that a share of it means nothing: one step is warming up for a good part."""
-        return self.throughput.steps < 2 or self.active_s <= self.thresholds.longest_too_short_s
+        return self.throughput.steps < 2 or self.active_s <= LIMITS.longest_too_short_s
 
     @property
     def launch_s(self) -> float | None:
@@ -110,6 +109,11 @@ class Evidence:
         return _ratio(seconds, self.active_s)
 
     @property
+    def data_wait_share(self) -> float:
+        """How much of the time after start-up training waits for data."""
+        return self.share(self.buckets.data_wait_s)
+
+    @property
     def drawing_s(self) -> float:
         """The part of the active time in which training draws batches: a faster loader shortens no other."""
         return max(self.active_s - ledgers.paused_s(self.buckets), 0.0)
@@ -124,7 +128,7 @@ class Evidence:
         return seconds / max(self.throughput.steps, 1)
 
 
-def gather(run: Run, thresholds: Thresholds = DEFAULT) -> Evidence:
+def gather(run: Run) -> Evidence:
     """Everything the rules look at, from the records of a run."""
     run = replace(run, ranks=tuple(one_loader_a_line(rank) for rank in run.ranks))
     ledger = ledgers.make_ledger(run)
@@ -144,9 +148,9 @@ def gather(run: Run, thresholds: Thresholds = DEFAULT) -> Evidence:
         run=run,
         ledger=ledger,
         throughput=throughput,
-        ceilings=Ceilings(compute_ceiling(run), _loader_ceilings(run, wait_share, usable_cpus, delivered, thresholds)),
-        gpus=summarise_gpus(run, thresholds),
-        host=summarise_host(run, thresholds),
+        ceilings=Ceilings(compute_ceiling(run), _loader_ceilings(run, wait_share, usable_cpus, delivered)),
+        gpus=summarise_gpus(run),
+        host=summarise_host(run),
         ranks=ranks,
         rank=rank,
         loader=loader,
@@ -160,11 +164,9 @@ def gather(run: Run, thresholds: Thresholds = DEFAULT) -> Evidence:
             supply,
             delivered,
             crowding(rank, loader, usable_cpus),
-            thresholds,
         ),
         delivered_samples_per_s=delivered,
         usable_cpus=usable_cpus,
-        thresholds=thresholds,
     )
 
 
@@ -223,9 +225,7 @@ def compute_ceiling(run: Run) -> float | None:
     return sum(rates) if rates else None
 
 
-def _loader_ceilings(
-    run: Run, wait_share: float, usable_cpus: float, delivered: float | None, thresholds: Thresholds
-) -> float | None:
+def _loader_ceilings(run: Run, wait_share: float, usable_cpus: float, delivered: float | None) -> float | None:
     rates = []
     for rank, spans in _training_ranks(run):
         loader = training_loader(rank)
@@ -234,7 +234,7 @@ def _loader_ceilings(
         # A step that draws from several loaders has no single loader's rate to compare with.
         if supply is None or sum(1 for other in rank.loaders if other.role == "train") > 1:
             return None
-        rates.append(loader_ceiling(supply, usable_cpus, wait_share, delivered, thresholds))
+        rates.append(loader_ceiling(supply, usable_cpus, wait_share, delivered))
     return sum(rates) if rates else None
 
 
@@ -264,7 +264,7 @@ def invalid_because(evidence: Evidence) -> str | None:
     """Why the run is not a valid measurement, in one sentence; None when nothing speaks against it."""
     for gpu in evidence.gpus:
         share = gpu.throttled_share
-        if share is not None and share >= evidence.thresholds.throttled_share:
+        if share is not None and share >= LIMITS.throttled_share:
             reasons = ", ".join(gpu.throttle_reasons).replace("_", " ") or "reasons unknown"
             return f"GPU {gpu.index} was slowed down in {percent(share)} of the readings ({reasons})"
         if others := gpu.foreign_processes:

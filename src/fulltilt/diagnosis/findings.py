@@ -9,7 +9,7 @@ from typing import Literal
 
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.libraries import loader_call
-from fulltilt.diagnosis.thresholds import Thresholds
+from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import number, percent, seconds
 from fulltilt.records import Abstention, Finding, FindingCode, HotLine, LoaderRecord
 
@@ -33,7 +33,7 @@ def amdahl(share: float) -> float:
     return 1 / max(1 - share, 1 / _MOST)
 
 
-def by_removing(share: float, low_part: float) -> Gain:
+def by_removing(share: float, low_part: float = LIMITS.recovered_low) -> Gain:
     """The gain of removing ``share`` of the time: ``low_part`` of it at the cautious end, all of it at the other."""
     return gain(amdahl(share * low_part), amdahl(share))
 
@@ -70,11 +70,11 @@ Judgement = Finding | Abstention | None
 Severity = Literal["info", "warn", "severe"]
 
 
-def severity_of(share: float, thresholds: Thresholds) -> Severity:
+def severity_of(share: float) -> Severity:
     """How loud: by the share of the time after start-up that the cause costs."""
-    if share >= thresholds.severe_share:
+    if share >= LIMITS.severe_share:
         return "severe"
-    return "warn" if share >= thresholds.warn_share else "info"
+    return "warn" if share >= LIMITS.warn_share else "info"
 
 
 def found(
@@ -91,7 +91,7 @@ def found(
     return Finding(
         code=code,
         share=evidence.share(cost_s),
-        severity=severity or severity_of(evidence.share(cost_s), evidence.thresholds),
+        severity=severity or severity_of(evidence.share(cost_s)),
         evidence=tuple(facts),
         where=where,
         fix=fix,
@@ -114,18 +114,25 @@ def line_cost(line: HotLine, whole_s: float | None = None) -> str:
     return f"{cost} in {line.function}, {line.where}{call}"
 
 
-def costliest_lines(evidence: Evidence, lines: Sequence[HotLine], cost_s: float) -> list[str]:
+def costliest_lines(lines: Sequence[HotLine], cost_s: float) -> list[str]:
     """What the first three lines cost, without those that cost next to nothing of ``cost_s``.
 
     Lines are timed by looks: so one may seem to cost a little more than all of them do.
     """
-    telling = [line for line in lines[:3] if line.seconds >= evidence.thresholds.telling_line_share * cost_s]
+    telling = [line for line in lines[:3] if line.seconds >= LIMITS.telling_line_share * cost_s]
     return [line_cost(replace(line, seconds=min(line.seconds, cost_s))) for line in telling or lines[:1]]
 
 
 def costliest_line(evidence: Evidence) -> HotLine | None:
     """The line on which fetching spends most of its time."""
     return max(evidence.workers.lines, key=lambda line: line.seconds, default=None) if evidence.workers else None
+
+
+def fetching_line(evidence: Evidence) -> list[str]:
+    """What that line takes of the workers' fetching, as a fact; nothing where no line was seen."""
+    if evidence.workers is None or (line := costliest_line(evidence)) is None:
+        return []
+    return [f"of the workers' fetching, {line_cost(line, evidence.workers.fetch_s)}"]
 
 
 def at(where: str | None) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from fulltilt.diagnosis.ledger import training_window
-from fulltilt.diagnosis.thresholds import Thresholds
+from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import percent
 from fulltilt.records import GpuProcess, GpuReading, GpuSummary, Run, Sample
 
@@ -37,7 +37,7 @@ def training_samples(run: Run) -> tuple[Sample, ...]:
     return tuple(sample for sample in run.samples if t0_s <= sample.t_s <= t1_s)
 
 
-def summarise_gpus(run: Run, thresholds: Thresholds) -> tuple[GpuSummary, ...]:
+def summarise_gpus(run: Run) -> tuple[GpuSummary, ...]:
     """Each GPU of the job over its training part, in the order of their indices.
 
     When the ranks say which GPUs they use only those are listed, otherwise every GPU that was sampled.
@@ -57,14 +57,14 @@ def summarise_gpus(run: Run, thresholds: Thresholds) -> tuple[GpuSummary, ...]:
         if used and uuid not in used:
             continue
         first = seen[0] if seen else named[uuid]
-        summaries.append(_summarise(first, [reading for reading in seen if not reading.lost], thresholds))
+        summaries.append(_summarise(first, [reading for reading in seen if not reading.lost]))
     return tuple(sorted(summaries, key=lambda gpu: (gpu.index, gpu.uuid)))
 
 
-def _summarise(first: GpuReading, seen: list[GpuReading], thresholds: Thresholds) -> GpuSummary:
+def _summarise(first: GpuReading, seen: list[GpuReading]) -> GpuSummary:
     vram = _present(reading.vram_used_bytes for reading in seen)
     energy = _present(reading.energy_j for reading in seen)
-    slowed = [_slowing_reasons(reading, thresholds) for reading in seen]
+    slowed = [_slowing_reasons(reading) for reading in seen]
     known = [reasons for reasons in slowed if reasons is not None]
     mean_vram = mean(vram)
     return GpuSummary(
@@ -88,12 +88,12 @@ def _summarise(first: GpuReading, seen: list[GpuReading], thresholds: Thresholds
     )
 
 
-def _slowing_reasons(reading: GpuReading, thresholds: Thresholds) -> tuple[str, ...] | None:
+def _slowing_reasons(reading: GpuReading) -> tuple[str, ...] | None:
     """The reasons that slow this GPU down at this moment; None when the driver does not tell."""
     if reading.throttle_reasons is None:
         return None
     clock = clock_ratio([reading])
-    slow = clock is not None and clock < thresholds.power_capped_clock
+    slow = clock is not None and clock < LIMITS.power_capped_clock
     return tuple(reason for reason in reading.throttle_reasons if slow or reason not in _LIMITS)
 
 
@@ -123,7 +123,7 @@ def use_before_the_job(run: Run, uuid: str) -> float | None:
     return _mean_of(without_us, lambda reading: reading.util_pct) if len(without_us) >= LEAST_LOOKS else None
 
 
-def summarise_host(run: Run, thresholds: Thresholds) -> HostSummary:
+def summarise_host(run: Run) -> HostSummary:
     """The host over the training part."""
     hosts = [sample.host for sample in training_samples(run)]
     ram = []
@@ -137,12 +137,12 @@ def summarise_host(run: Run, thresholds: Thresholds) -> HostSummary:
         tree_cpu_pct=mean(_present(host.tree_cpu_pct for host in hosts)),
         iowait_pct=mean(_present(host.iowait_pct for host in hosts)),
         ram_share_peak=max(ram, default=None),
-        ram_full_share=sum(1 for share in ram if share >= thresholds.ram_full_share) / len(ram) if ram else None,
+        ram_full_share=sum(1 for share in ram if share >= LIMITS.ram_full_share) / len(ram) if ram else None,
         swap_in_bytes_per_s=mean(_present(host.swap_in_bytes_per_s for host in hosts)),
     )
 
 
-def is_it_real(gpu: GpuSummary, thresholds: Thresholds) -> str | None:
+def is_it_real(gpu: GpuSummary) -> str | None:
     """One sentence on whether the utilisation figure means what people take it for; None without the figure."""
     if gpu.util_pct is None:
         return None
@@ -150,9 +150,9 @@ def is_it_real(gpu: GpuSummary, thresholds: Thresholds) -> str | None:
     if gpu.sm_active_pct is None:
         return f"{shown}, which only says that some kernel ran; SM activity (Hopper and newer) was not measured"
     active = percent(gpu.sm_active_pct / 100)
-    if gpu.util_pct < thresholds.high_util_pct:
+    if gpu.util_pct < LIMITS.high_util_pct:
         return f"{shown}, SMs active {active}"
-    if gpu.sm_active_pct >= thresholds.real_sm_active_pct:
+    if gpu.sm_active_pct >= LIMITS.real_sm_active_pct:
         return f"{shown} is real: SMs active {active}"
     return f"{shown} only says that some kernel ran: SMs active {active}"
 

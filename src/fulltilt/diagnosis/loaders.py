@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 from fulltilt.diagnosis.ledger import Spans, paused_s, rare_host_code_s, sum_buckets
-from fulltilt.diagnosis.thresholds import Thresholds
+from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.records import HotLine, LiveRecord, LoaderRecord, RankRecord, WorkerRecord
 
 # --------------------------------------------------------------------------- loaders of one line
@@ -222,19 +222,18 @@ def loader_ceiling(
     usable_cpus: float,
     wait_share: float,
     delivered_samples_per_s: float | None,
-    thresholds: Thresholds,
 ) -> float:
     """The best rate of the loader alone, in samples a second.
 
     Training that waits nearly always, for workers that are never idle, already takes all that the loader can give.
     """
-    saturated = wait_share >= thresholds.starved_share and supply.idle_share <= thresholds.never_idle_share
+    saturated = wait_share >= LIMITS.starved_share and supply.idle_share <= LIMITS.never_idle_share
     if supply.workers > 0 and saturated and delivered_samples_per_s is not None:
         return delivered_samples_per_s
     if supply.workers == 0:
         return supply.worker_samples_per_s
     limits = [supply.workers * supply.worker_samples_per_s]
-    if supply.batch_cpu_s > 0 and (supply.busy_share is None or supply.busy_share >= thresholds.cpu_bound_share):
+    if supply.batch_cpu_s > 0 and (supply.busy_share is None or supply.busy_share >= LIMITS.cpu_bound_share):
         limits.append(usable_cpus * supply.samples_per_batch / supply.batch_cpu_s)
     if supply.main_cpu_s > 0:
         limits.append(supply.samples_per_batch / supply.main_cpu_s)
@@ -249,49 +248,48 @@ def find_limit(
     supply: Supply | None,
     delivered_samples_per_s: float | None,
     crowding: float,
-    thresholds: Thresholds,
 ) -> Limit:
     """Which part of the input sets its rate.
 
     ``behind_share`` is how much of the wait was for no loader; ``crowding``, workers and threads for each usable CPU.
     """
-    if wait_share < thresholds.data_wait_share:
+    if wait_share < LIMITS.data_wait_share:
         return Limit.NOTHING
-    if behind_share > thresholds.behind_loader_share:
+    if behind_share > LIMITS.behind_loader_share:
         return Limit.BEHIND
-    if loader is None or loader.num_workers == 0 or sampling_share(loader) >= thresholds.sampling_share:
+    if loader is None or loader.num_workers == 0 or sampling_share(loader) >= LIMITS.sampling_share:
         return Limit.SERIAL
     if supply is None:
         return Limit.UNKNOWN
     # Crowded workers also look idle: what queues for a CPU after its fetch, or before the next one, does not fetch.
-    if is_crowded(supply, crowding, thresholds):
+    if is_crowded(supply, crowding):
         return Limit.CROWDED
-    if supply.idle_share >= thresholds.idle_workers_share:
+    if supply.idle_share >= LIMITS.idle_workers_share:
         return Limit.HANDOVER
-    if _handover_explains(supply, delivered_samples_per_s, thresholds):
+    if _handover_explains(supply, delivered_samples_per_s):
         return Limit.HANDOVER
     if supply.busy_share is not None:
-        return Limit.CPU if supply.busy_share >= thresholds.cpu_bound_share else Limit.IO
-    if supply.batch_cpu_s >= thresholds.cpu_bound_share * supply.batch_s:
+        return Limit.CPU if supply.busy_share >= LIMITS.cpu_bound_share else Limit.IO
+    if supply.batch_cpu_s >= LIMITS.cpu_bound_share * supply.batch_s:
         return Limit.CPU
     # Little CPU time can mean waiting for storage or queueing for a CPU; only a free CPU rules the second out.
     return Limit.IO if crowding <= 1 else Limit.UNKNOWN
 
 
-def is_crowded(supply: Supply, crowding: float, thresholds: Thresholds) -> bool:
+def is_crowded(supply: Supply, crowding: float) -> bool:
     """Whether workers and threads are so many that they queue for the CPUs."""
     queueing = supply.queueing_share
-    if queueing is None or queueing < thresholds.queueing_share or crowding < thresholds.crowded_cpus:
+    if queueing is None or queueing < LIMITS.queueing_share or crowding < LIMITS.crowded_cpus:
         return False
     # Workers that sleep or wait for storage may queue for the little they compute: that is not what takes their time.
-    return supply.busy_share is None or supply.busy_share >= thresholds.cpu_bound_share
+    return supply.busy_share is None or supply.busy_share >= LIMITS.cpu_bound_share
 
 
-def _handover_explains(supply: Supply, delivered_samples_per_s: float | None, thresholds: Thresholds) -> bool:
+def _handover_explains(supply: Supply, delivered_samples_per_s: float | None) -> bool:
     """Whether the CPU spent on pickling, sharing and rebuilding batches is what holds the input up."""
     cost = max(supply.handover_main_share, supply.handover_worker_share)
-    if cost >= thresholds.handover_share:
+    if cost >= LIMITS.handover_share:
         return True
     capacity = supply.workers * supply.worker_samples_per_s
-    spare = delivered_samples_per_s is not None and capacity >= thresholds.spare_capacity * delivered_samples_per_s
-    return spare and cost >= thresholds.handover_share / 2
+    spare = delivered_samples_per_s is not None and capacity >= LIMITS.spare_capacity * delivered_samples_per_s
+    return spare and cost >= LIMITS.handover_share / 2

@@ -5,7 +5,7 @@ The first line says what the time goes into; only settings that touch that are o
 
 from __future__ import annotations
 
-from fulltilt.diagnosis.thresholds import DEFAULT, Thresholds
+from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.records import BUCKETS, Buckets, LoaderRecord
 
 _CAUSES = {
@@ -27,7 +27,6 @@ def low_gpu_warning(
     buckets: Buckets,
     loader: LoaderRecord | None,
     usable_cpus: float,
-    thresholds: Thresholds = DEFAULT,
 ) -> str | None:
     """The warning for the time that ``buckets`` describe, or None when there is nothing to warn about.
 
@@ -37,18 +36,18 @@ def low_gpu_warning(
     if active_s <= 0:
         return None
     if util_pct is not None:
-        if util_pct >= thresholds.low_util_pct:
+        if util_pct >= LIMITS.low_util_pct:
             return None
         title = f"LOW GPU UTILIZATION ({util_pct:.1f}%)"
     else:
         share = buckets.data_wait_s / active_s
-        if share < thresholds.severe_share:
+        if share < LIMITS.severe_share:
             return None
         title = f"TRAINING WAITS FOR DATA ({100 * share:.1f}% of the training time)"
     cause = likely_cause(buckets, util_pct is not None)
     lines = [
         f"Most likely: {_CAUSES[cause]} ({100 * getattr(buckets, cause) / active_s:.1f}% of the training time)",
-        *_settings(buckets, active_s, loader, usable_cpus, thresholds),
+        *_settings(buckets, active_s, loader, usable_cpus),
     ]
     return "\n".join((f"⚠️  {title}! Possible bottlenecks:", *(f"   - {line}" for line in lines)))
 
@@ -60,10 +59,8 @@ def likely_cause(buckets: Buckets, on_gpu: bool) -> str:
     return "compute_s" if on_gpu and getattr(buckets, largest) < buckets.compute_s else largest
 
 
-def _settings(
-    buckets: Buckets, active_s: float, loader: LoaderRecord | None, usable_cpus: float, thresholds: Thresholds
-) -> list[str]:
-    starved = buckets.data_wait_s / active_s >= thresholds.warn_share
+def _settings(buckets: Buckets, active_s: float, loader: LoaderRecord | None, usable_cpus: float) -> list[str]:
+    starved = buckets.data_wait_s / active_s >= LIMITS.warn_share
     if loader is None:
         return ["Make batches beside the training: a DataLoader with workers (current: none)"] if starved else []
     # The engine's own settings have names of their own.

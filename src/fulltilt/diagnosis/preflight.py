@@ -49,6 +49,8 @@ class PreflightLimits:
     staging_gain: float = 2.0  # under twice as fast from RAM, copying the set there first does not pay
 
 
+LIMITS = PreflightLimits()
+
 # --------------------------------------------------------------------------- gpu
 
 _SHOWN_TENANTS = 3
@@ -109,7 +111,7 @@ def _version(text: str) -> tuple[int, ...] | None:
         return None
 
 
-def check_vram(gpus: Sequence[GpuReading], limits: PreflightLimits) -> CheckLine:
+def check_vram(gpus: Sequence[GpuReading]) -> CheckLine:
     """How much of each GPU's memory is free for the job?"""
     free = [
         (gpu.vram_total_bytes - gpu.vram_used_bytes, gpu.vram_total_bytes, gpu.index)
@@ -119,7 +121,7 @@ def check_vram(gpus: Sequence[GpuReading], limits: PreflightLimits) -> CheckLine
     if not free:
         return CheckLine("VRAM", "skip", "not told by this GPU")
     short = [
-        f"GPU {index}: {used_of(left, all_)} free" for left, all_, index in free if left < limits.vram_free_share * all_
+        f"GPU {index}: {used_of(left, all_)} free" for left, all_, index in free if left < LIMITS.vram_free_share * all_
     ]
     if short:
         return CheckLine(
@@ -129,7 +131,7 @@ def check_vram(gpus: Sequence[GpuReading], limits: PreflightLimits) -> CheckLine
     return CheckLine("VRAM", "ok", f"{used_of(left, all_)} free" + (" or more on each" if len(free) > 1 else ""))
 
 
-def check_processes(gpus: Sequence[GpuReading], limits: PreflightLimits) -> CheckLine:
+def check_processes(gpus: Sequence[GpuReading]) -> CheckLine:
     """Does somebody else compute on these GPUs?"""
     if all(gpu.processes is None for gpu in gpus):
         return CheckLine("sharing", "skip", "the driver does not tell which processes are on the GPU")
@@ -138,7 +140,7 @@ def check_processes(gpus: Sequence[GpuReading], limits: PreflightLimits) -> Chec
         + ("" if process.vram_used_bytes is None else f" holds {size(process.vram_used_bytes)}")
         for gpu in gpus
         for process in gpu.processes or ()
-        if not process.ours and (process.vram_used_bytes is None or process.vram_used_bytes >= limits.tenant_bytes)
+        if not process.ours and (process.vram_used_bytes is None or process.vram_used_bytes >= LIMITS.tenant_bytes)
     ]
     if not tenants:
         return CheckLine("sharing", "ok", "no other process on the GPU" if len(gpus) == 1 else "no others on the GPUs")
@@ -148,11 +150,11 @@ def check_processes(gpus: Sequence[GpuReading], limits: PreflightLimits) -> Chec
     return CheckLine("sharing", "warn", figure, remedy)
 
 
-def check_throttling(gpus: Sequence[GpuReading], limits: PreflightLimits) -> CheckLine:
+def check_throttling(gpus: Sequence[GpuReading]) -> CheckLine:
     """Is a GPU slowed down right now?"""
     if all(gpu.throttle_reasons is None for gpu in gpus):
         return CheckLine("throttling", "skip", "the driver does not tell")
-    slowed = [(gpu, reasons) for gpu in gpus if (reasons := _slowing_reasons(gpu, limits))]
+    slowed = [(gpu, reasons) for gpu in gpus if (reasons := _slowing_reasons(gpu))]
     if not slowed:
         return CheckLine("throttling", "ok", "none")
     figure = "; ".join(
@@ -162,10 +164,10 @@ def check_throttling(gpus: Sequence[GpuReading], limits: PreflightLimits) -> Che
     return CheckLine("throttling", "warn", figure, remedy)
 
 
-def _slowing_reasons(gpu: GpuReading, limits: PreflightLimits) -> tuple[str, ...]:
+def _slowing_reasons(gpu: GpuReading) -> tuple[str, ...]:
     reasons = gpu.throttle_reasons or ()
     if reasons == ("power_cap",) and gpu.sm_clock_mhz is not None and gpu.sm_clock_max_mhz:
-        return () if gpu.sm_clock_mhz >= limits.power_capped_clock * gpu.sm_clock_max_mhz else reasons
+        return () if gpu.sm_clock_mhz >= LIMITS.power_capped_clock * gpu.sm_clock_max_mhz else reasons
     return reasons
 
 
@@ -175,7 +177,7 @@ def _clock(gpu: GpuReading) -> str:
     return f" ({gpu.sm_clock_mhz:.0f} of {gpu.sm_clock_max_mhz:.0f} MHz)"
 
 
-def check_temperature(gpus: Sequence[GpuReading], limits: PreflightLimits) -> CheckLine:
+def check_temperature(gpus: Sequence[GpuReading]) -> CheckLine:
     """How far is each GPU from the temperature at which it slows itself down?"""
     known = [
         (gpu.temperature_limit_c - gpu.temperature_c, gpu)
@@ -184,7 +186,7 @@ def check_temperature(gpus: Sequence[GpuReading], limits: PreflightLimits) -> Ch
     ]
     if not known:
         return CheckLine("temperature", "skip", "the driver does not tell it together with its limit")
-    hot = [(margin, gpu) for margin, gpu in known if margin < limits.temperature_margin_c]
+    hot = [(margin, gpu) for margin, gpu in known if margin < LIMITS.temperature_margin_c]
     if hot:
         figure = "; ".join(f"GPU {gpu.index}: {_temperature(gpu)}" for _, gpu in hot)
         remedy = "Improve the cooling, or lower the power: nvidia-smi -pl WATTS"
@@ -210,7 +212,7 @@ _PLACES = {
 }
 
 
-def check_storage(storage: StorageReading, limits: PreflightLimits) -> CheckLine:
+def check_storage(storage: StorageReading) -> CheckLine:
     """Does the data lie on something that reads fast enough?"""
     if storage.files == 0:
         return CheckLine("data", "warn", f"there is no file in {storage.path}", "Check the folder given with --data.")
@@ -220,7 +222,7 @@ def check_storage(storage: StorageReading, limits: PreflightLimits) -> CheckLine
     figure = ", ".join(part for part in (_PLACES.get(storage.kind), measured) if part)
     if storage.kind == "tmpfs":
         return CheckLine("data", "ok", figure)
-    slow = is_slow(storage, limits)
+    slow = is_slow(storage)
     if slow is None:
         unknown = "what it reads uncached could not be measured"
         return CheckLine("data", "skip", f"{figure}; {unknown}" if figure else unknown)
@@ -239,31 +241,31 @@ def _rates(bytes_per_s: float | None, files_per_s: float | None) -> str:
     return " and ".join(parts)
 
 
-def is_slow(storage: StorageReading, limits: PreflightLimits) -> bool | None:
+def is_slow(storage: StorageReading) -> bool | None:
     """By what was measured uncached; without that, by the kind of disk; None where neither is known."""
     sequential, small = storage.sequential_cold_bytes_per_s, storage.small_cold_files_per_s
     if sequential is None and small is None:
         return True if storage.kind in ("hdd", "network") else None
-    return (sequential is not None and sequential < limits.sequential_bytes_per_s) or (
-        small is not None and small < limits.small_files_per_s
+    return (sequential is not None and sequential < LIMITS.sequential_bytes_per_s) or (
+        small is not None and small < LIMITS.small_files_per_s
     )
 
 
-def check_staging(storage: StorageReading, machine: Machine, limits: PreflightLimits) -> CheckLine:
+def check_staging(storage: StorageReading, machine: Machine) -> CheckLine:
     """Would a RAM disk help, and does the set fit?"""
     if storage.kind == "tmpfs":
         return CheckLine("RAM disk", "ok", "the data is on one")
     if storage.total_bytes is None or storage.fits_in_ram is None:
         return CheckLine("RAM disk", "skip", "the size of the set is not known")
     held = f"{'' if storage.counted_fully else 'at least '}{size(storage.total_bytes)}"
-    slow = is_slow(storage, limits)
+    slow = is_slow(storage)
     if not storage.fits_in_ram:
         figure = f"the set ({held}) does not fit in RAM, so every epoch reads the disk"
         if not slow:
             return CheckLine("RAM disk", "ok", figure)
         return CheckLine("RAM disk", "warn", figure, "Store the set smaller (resized, uint8) or on a faster disk.")
     gain = _staging_gain(storage)
-    if not slow or (gain is not None and gain < limits.staging_gain):
+    if not slow or (gain is not None and gain < LIMITS.staging_gain):
         return CheckLine("RAM disk", "ok", f"not needed: the set ({held}) stays cached after one epoch")
     faster = "" if gain is None else f": RAM reads {number(gain)} × as fast"
     copy = "Mount a tmpfs of that size and copy the set there."
@@ -306,13 +308,13 @@ def check_cpus(machine: Machine, plan: LoaderPlan) -> CheckLine:
     if cpu.usable < cpu.present:
         remedy = (
             f"Size workers and threads by {fitting}, not by os.cpu_count(), or raise the limit "
-            "(docker run --cpus, limits.cpu, --cpus-per-task)."
+            "(docker run --cpus, LIMITS.cpu, --cpus-per-task)."
         )
         return CheckLine("CPUs", "warn", figure, remedy)
     return CheckLine("CPUs", "ok", figure)
 
 
-def check_memory(machine: Machine, sample: Sample | None, plan: LoaderPlan, limits: PreflightLimits) -> CheckLine:
+def check_memory(machine: Machine, sample: Sample | None, plan: LoaderPlan) -> CheckLine:
     """Is there memory left for the job, under the limit that holds for it?"""
     caps = [cap for cap in (machine.mem_limit_bytes, machine.mem_total_bytes) if cap]
     if not caps:
@@ -325,13 +327,13 @@ def check_memory(machine: Machine, sample: Sample | None, plan: LoaderPlan, limi
     figure = f"{used_of(used, cap)}{limited} used"
     if plan.workers:
         figure += f", {size(max(0, cap - used) // plan.workers)} left for each of {count('worker', plan.workers)}"
-    if used < limits.memory_warn_share * cap:
+    if used < LIMITS.memory_warn_share * cap:
         return CheckLine("memory", "ok", figure)
     remedy = "End what is not needed, or use fewer workers and a shorter queue."
-    return CheckLine("memory", "fail" if used >= limits.memory_fail_share * cap else "warn", figure, remedy)
+    return CheckLine("memory", "fail" if used >= LIMITS.memory_fail_share * cap else "warn", figure, remedy)
 
 
-def check_shm(machine: Machine, plan: LoaderPlan, limits: PreflightLimits) -> CheckLine:
+def check_shm(machine: Machine, plan: LoaderPlan) -> CheckLine:
     """Do the batches that the workers hold ready fit into shared memory?"""
     if machine.shm_free_bytes is None:
         return CheckLine("/dev/shm", "skip", "there is none here")
@@ -340,26 +342,24 @@ def check_shm(machine: Machine, plan: LoaderPlan, limits: PreflightLimits) -> Ch
         # What lies in shared memory counts against the memory limit too.
         free, said, flag = machine.mem_limit_bytes, "allowed", "--memory"
     workers = whole_cpus(machine) if plan.workers is None else plan.workers
-    prefetch = limits.prefetch if plan.prefetch is None else plan.prefetch
-    batch_bytes = limits.batch_bytes if plan.batch_bytes is None else plan.batch_bytes
+    prefetch = LIMITS.prefetch if plan.prefetch is None else plan.prefetch
+    batch_bytes = LIMITS.batch_bytes if plan.batch_bytes is None else plan.batch_bytes
     need = workers * prefetch * batch_bytes
     given = {"workers": plan.workers, "prefetch": plan.prefetch, "batch": plan.batch_bytes}
     assumed = [name for name, value in given.items() if value is None]
     figure = f"{size(free)} {said}, {size(need)} needed: {count('worker', workers)} × {prefetch} × {size(batch_bytes)}"
     if assumed:
         figure += " (assumed)" if len(assumed) == len(given) else f" ({' and '.join(assumed)} assumed)"
-    if need <= limits.shm_share * free:
+    if need <= LIMITS.shm_share * free:
         return CheckLine("/dev/shm", "ok", figure)
     # An assumption proves nothing: only what the user named can fail.
     fails = need > free and not assumed
-    wanted_gib = math.ceil(need / limits.shm_share / GIB)
+    wanted_gib = math.ceil(need / LIMITS.shm_share / GIB)
     remedy = f"Enlarge it (docker run {flag}={wanted_gib}g), or use fewer workers or a smaller prefetch."
     return CheckLine("/dev/shm", "fail" if fails else "warn", figure, remedy)
 
 
 # --------------------------------------------------------------------------- preflight
-
-__all__ = ["LoaderPlan", "PreflightLimits", "preflight"]
 
 
 def preflight(
@@ -367,21 +367,20 @@ def preflight(
     storage: StorageReading | None = None,
     sample: Sample | None = None,
     plan: LoaderPlan | None = None,
-    limits: PreflightLimits | None = None,
 ) -> tuple[CheckLine, ...]:
     """Every line of the preflight. GPUs are judged by ``sample`` where it has some, else by the machine's reading."""
-    plan, limits = plan or LoaderPlan(), limits or PreflightLimits()
+    plan = plan or LoaderPlan()
     gpus = sample.gpus if sample is not None and sample.gpus else machine.gpus
     lines = [check_presence(machine, gpus), check_cuda(machine, gpus)]
     if gpus:
-        lines += [check(gpus, limits) for check in (check_vram, check_processes, check_throttling, check_temperature)]
+        lines += [check(gpus) for check in (check_vram, check_processes, check_throttling, check_temperature)]
     lines += [
         check_cpus(machine, plan),
-        check_memory(machine, sample, plan, limits),
-        check_shm(machine, plan, limits),
+        check_memory(machine, sample, plan),
+        check_shm(machine, plan),
     ]
     if storage is None:
         lines.append(CheckLine("data", "skip", "not looked at", "Name the folder of your data: --data DIR"))
     else:
-        lines += [check_storage(storage, limits), check_staging(storage, machine, limits)]
+        lines += [check_storage(storage), check_staging(storage, machine)]
     return tuple(lines)

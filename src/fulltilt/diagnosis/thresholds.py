@@ -92,4 +92,4 @@ class Thresholds:
     check_speed_share: float = 0.80  # of the compute ceiling
 
 
-DEFAULT = Thresholds()
+LIMITS = Thresholds()

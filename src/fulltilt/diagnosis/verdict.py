@@ -9,6 +9,7 @@ from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.findings import amdahl, expected
 from fulltilt.diagnosis.ledger import hung_stretch, rate_while_drawing
 from fulltilt.diagnosis.rules.live_tuning import live_words
+from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import count, number, percent, seconds, times
 from fulltilt.records import BUCKETS, Finding, Run, RunRecord, Verdict
 
@@ -152,7 +153,7 @@ def _giver(evidence: Evidence, rate: float) -> str:
     """Whose rate it is. Without workers loading and computing take turns: it is the job's, but for its pauses."""
     if evidence.loader and evidence.loader.num_workers > 0:
         return "the loader gives"
-    pauses = rate > (evidence.throughput.samples_per_s or rate) * (1 + evidence.thresholds.rate_error)
+    pauses = rate > (evidence.throughput.samples_per_s or rate) * (1 + LIMITS.rate_error)
     return "between validations and saves training gets" if pauses else "training gets"
 
 
@@ -163,7 +164,7 @@ def _compute_bound(evidence: Evidence, share: float) -> str:
         rate = (
             f"; {number(evidence.throughput.samples_per_s or 0.0)} samples/s, {percent(reached)} of the compute ceiling"
         )
-    if share >= evidence.thresholds.full_tilt_share:
+    if share >= LIMITS.full_tilt_share:
         return f"{title('compute_bound')}: {percent(share)} of the time after start-up is compute{rate}"
     return (
         f"Mostly compute: {percent(share)} of the time after start-up, and no single cause takes much of the rest{rate}"
@@ -205,8 +206,8 @@ def _unexplained(evidence: Evidence) -> tuple[float, str]:
 
 def _too_short(evidence: Evidence) -> str:
     seen = f"{count('step', evidence.throughput.steps)} in {seconds(evidence.active_s)} after start-up"
-    shortest = seconds(evidence.thresholds.longest_too_short_s)
-    wanted = f"more than {shortest}" if evidence.active_s <= evidence.thresholds.longest_too_short_s else "more steps"
+    shortest = seconds(LIMITS.longest_too_short_s)
+    wanted = f"more than {shortest}" if evidence.active_s <= LIMITS.longest_too_short_s else "more steps"
     return f"Too short to tell: {seen}; let it train for {wanted}"
 
 

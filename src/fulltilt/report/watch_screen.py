@@ -10,7 +10,7 @@ from pathlib import PurePath
 from rich.text import Text
 
 from fulltilt import figures
-from fulltilt.diagnosis.preflight import PreflightLimits
+from fulltilt.diagnosis import preflight
 from fulltilt.figures import clean, size, used_of
 from fulltilt.records import GpuReading, HostReading, JobProcess, Sample
 
@@ -178,7 +178,7 @@ def _row(run_width: int, pid: str, process: str, run: str, gpu: str, vram: str, 
 
 BUSY, SM, VRAM = "#2b6cd4", "#0e9a78", "#9a6fd0"
 
-_HOT_MARGIN_C = PreflightLimits().temperature_margin_c
+_HOT_MARGIN_C = preflight.LIMITS.temperature_margin_c
 
 
 def gpu_block(view: WatchView, place: int, width: int, rows: int) -> list[Text]:

@@ -18,7 +18,6 @@ from statistics import fmean
 
 from fulltilt import __version__, store
 from fulltilt.diagnosis.evidence import gather
-from fulltilt.diagnosis.thresholds import DEFAULT
 from fulltilt.errors import FulltiltError, RunFolderError, UsageError
 from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.machine import describe_machine
@@ -225,7 +224,7 @@ def time_limit_s(trials: Sequence[Trial], left_s: float, asked_s: float | None) 
 
 def learned(record: StudyRecord, run: Run, answer: Answer | None, arguments: Sequence[str]) -> StudyRecord:
     """The record with what the first trial tells about the job: its loader and its optimizer."""
-    evidence = gather(run, DEFAULT)
+    evidence = gather(run)
     rank, source = evidence.rank, _source_of(evidence.loader, arguments)
     text = ""
     if source is not None:

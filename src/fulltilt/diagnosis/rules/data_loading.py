@@ -14,6 +14,7 @@ from fulltilt.diagnosis.findings import (
     at,
     by_removing,
     costliest_line,
+    fetching_line,
     found,
     gain,
     line_cost,
@@ -32,39 +33,127 @@ from fulltilt.diagnosis.rules.worker_count import (
     unplanned_workers,
     workers_unmeasured,
 )
+from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import count, cpus, number, percent, seconds, size
 from fulltilt.records import Abstention, Finding, FindingCode, HotLine, LoaderRecord
 
-# --------------------------------------------------------------------------- a fetch that never came back
+# --------------------------------------------------------------------------- shared by the rules below
 
 
-def hung_fetch(evidence: Evidence, loader: LoaderRecord, code: FindingCode) -> Finding | None:
+def _waiting(
+    evidence: Evidence,
+    code: FindingCode,
+    facts: list[str],
+    fix: str,
+    where: str | None,
+    predicted: Gain | None = None,
+    what: str = "waiting for data",
+) -> Finding:
+    """A finding that costs the time in which training waits for its batches."""
+    wait_s = evidence.buckets.data_wait_s
+    return found(evidence, code, wait_s, [time_spent(evidence, what, wait_s), *facts], fix, where, predicted)
+
+
+def _set_workers(evidence: Evidence, loader: LoaderRecord, workers: int) -> str:
+    call = rewritten(evidence, loader, num_workers=workers, persistent_workers=True)
+    return f"Set {worker_setting(loader)}={workers}{at(loader.where)}: {call}."
+
+
+def _gain_beside_training(share: float, usable_cpus: float) -> Gain:
+    """One worker hides the shorter of making batches and training on them; more workers divide what one needs."""
+    helpers = max(int(usable_cpus) - 1, 1)
+    one, several = 1 / max(share, 1 - share), 1 / max(share / helpers, 1 - share)
+    return gain(1 + (one - 1) * LIMITS.recovered_low, several)
+
+
+def _line_gain(evidence: Evidence, line: HotLine | None) -> Gain:
+    """If the costliest line took half of its time, or none: the loader gets faster until training no longer waits."""
+    if line is None or evidence.workers is None:
+        return gain_without_wait(evidence)
+    part = min(line.seconds / evidence.workers.fetch_s, 1.0)
+    return gain(amdahl(part * LIMITS.recovered_low), amdahl(part), cap=amdahl(evidence.data_wait_share))
+
+
+def _need_and_room(evidence: Evidence, plan: WorkerPlan) -> str:
+    needed = f"{count('worker', plan.needed)} would hide it"
+    room = f"{_cpus(evidence)}, enough for {count('such worker', plan.allowed)} beside the training"
+    if plan.needed <= plan.allowed:
+        return f"{needed}; {room}"
+    if plan.needed > LIMITS.out_of_reach * plan.allowed:
+        return f"no number of workers that fits here would hide it: {room}; a cheaper fetch must give the rest"
+    return f"{needed}, but {room}; a cheaper fetch must give the rest"
+
+
+def _cpus(evidence: Evidence) -> str:
+    cpu = evidence.machine.cpu
+    source = "the quota allows" if cpu.quota is not None and cpu.quota <= cpu.affinity else "the machine has"
+    shared = " for each rank" if evidence.usable_cpus < cpu.usable else ""
+    return f"{source} {cpus(evidence.usable_cpus)}{shared}"
+
+
+def _hung_fetch(evidence: Evidence, loader: LoaderRecord, code: FindingCode) -> Finding | None:
     """The finding for a job that was stopped while it waited in vain; None where other waits were the larger part."""
-    hung, wait_s = hung_stretch(evidence.run), evidence.buckets.data_wait_s
+    hung = hung_stretch(evidence.run)
     in_vain_s = hung.buckets.data_wait_s if hung is not None else 0.0
-    if in_vain_s <= evidence.thresholds.in_vain_share * wait_s:
+    if in_vain_s <= LIMITS.in_vain_share * evidence.buckets.data_wait_s:
         return None
     line = costliest_line(evidence)
-    facts = [
-        time_spent(evidence, "waiting for data", wait_s),
-        f"{seconds(in_vain_s)} of it is one wait, from which the job never came back",
-    ]
     place = f"{line.call or line.function}{at(line.where)}" if line else f"the loader{at(loader.where)}"
     fix = f"Find out what {place} waited for in vain: a lock, a service, a file system. More workers would wait, too."
     if loader.num_workers:
         fix += " With DataLoader(..., timeout=60) such a wait ends in an error that says so."
-    return found(evidence, code, wait_s, facts, fix, line.where if line else loader.where)
+    facts = [f"{seconds(in_vain_s)} of it is one wait, from which the job never came back"]
+    return _waiting(evidence, code, facts, fix, line.where if line else loader.where)
 
 
-# --------------------------------------------------------------------------- a slow sampler
+# --------------------------------------------------------------------------- the training thread makes its batches
 
 
-def slow_sampler(evidence: Evidence, loader: LoaderRecord) -> Finding:
-    """The finding for a loader whose sampler takes most of the wait: workers would not help."""
-    wait_s, share = evidence.buckets.data_wait_s, sampling_share(loader)
+def input_serial(evidence: Evidence) -> Judgement:
+    """The training thread makes its batches itself: a DataLoader without workers, or none, or its sampler is slow."""
+    loader = evidence.loader
+    if evidence.limit is Limit.BEHIND and loader is not None:
+        return _made_behind_loader(evidence, loader)
+    if evidence.limit is not Limit.SERIAL:
+        return None
+    if loader is None or loader.made_by == "script":
+        return _made_by_hand(evidence)
+    if loader.batches and not loader.wait_s:
+        return _drawn_by_own_thread(evidence, loader)
+    if sampling_share(loader) >= LIMITS.sampling_share:
+        return _slow_sampler(evidence, loader)
+    return _hung_fetch(evidence, loader, "input_serial") or _no_workers(evidence, loader)
+
+
+def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
+    facts = []
+    if supply := evidence.supply:
+        facts.append(
+            f"num_workers=0: the training thread fetches each batch itself, {seconds(supply.batch_s)} a batch, "
+            f"{percent(supply.busy_share or 0.0)} of it on the CPU"
+        )
+    if (line := costliest_line(evidence)) and loader.wait_s > 0:
+        facts.append(f"of the fetching, {line_cost(line, loader.wait_s)}")
+    facts += rates(evidence)
+    plan = plan_workers(evidence)
+    fix = _set_workers(evidence, loader, plan.advised if plan else unplanned_workers(evidence))
+    if plan and supply:
+        sample_s = supply.batch_s / supply.samples_per_batch
+        fix += f" A sample takes {seconds(sample_s)} to fetch: {_need_and_room(evidence, plan)}."
+    if loader.iterable and not divides_itself(loader):
+        fix += (
+            " Its IterableDataset must split the work by torch.utils.data.get_worker_info(), "
+            "or every worker yields all of it."
+        )
+    predicted = plan.gain if plan else gain_without_wait(evidence)
+    return _waiting(evidence, "input_serial", facts, fix, loader.where, predicted)
+
+
+def _slow_sampler(evidence: Evidence, loader: LoaderRecord) -> Finding:
+    """A loader whose sampler takes most of the wait: workers would not help."""
+    share = sampling_share(loader)
     line = max(loader.sampler_lines, key=lambda line: line.seconds)
     facts = [
-        time_spent(evidence, "waiting for data", wait_s),
         f"{percent(share)} of it is the sampler, which the training thread runs itself with any number of workers, in "
         f"{count('pass', loader.passes)}",
         f"of the wait, {line_cost(line, loader.wait_s)}",
@@ -75,183 +164,68 @@ def slow_sampler(evidence: Evidence, loader: LoaderRecord) -> Finding:
         "or work the order out beforehand."
     )
     where = loader.where if line.where.startswith("torch/") else line.where  # nobody mends torch's own samplers
-    predicted = by_removing(share * evidence.share(wait_s), evidence.thresholds.recovered_low)
-    return found(evidence, "input_serial", wait_s, facts, fix, where, predicted)
+    return _waiting(evidence, "input_serial", facts, fix, where, by_removing(share * evidence.data_wait_share))
 
 
-# --------------------------------------------------------------------------- workers that wait at a lock
-
-# Where nothing but the source tells: calls into C, and libraries that sleep until a file is free.
-_LOCKS = re.compile(r"\.acquire\(|\b(flock|lockf)\(|^with \S*lock", re.IGNORECASE)
-
-
-def contended_lock(evidence: Evidence, loader: LoaderRecord, code: FindingCode) -> Finding | None:
-    """The finding for workers of which only one at a time can go on; None where they seldom wait for a lock."""
-    workers, limits = evidence.workers, evidence.thresholds
-    lines = [line for line in workers.lines if _is_a_lock(line)] if workers else []
-    line = max(lines, key=lambda line: line.seconds, default=None)
-    if workers is None or line is None or line.seconds < limits.contended_share * workers.fetch_s:
-        return None
-    wait_s = evidence.buckets.data_wait_s
-    facts = [
-        time_spent(evidence, "waiting for data", wait_s),
-        f"of the workers' fetching, {line_cost(line, workers.fetch_s)}: there they wait for a lock",
-    ]
-    fix = (
-        f"{line.call}{at(line.where)} lets one process at a time through: {count('worker', loader.num_workers)} "
-        "and more would queue there. Hold the lock only for what has to be alone, "
-        "or give each worker a file, a handle or a connection of its own."
-    )
-    part = min(line.seconds / workers.fetch_s, 1.0)
-    unhindered = amdahl(evidence.share(wait_s))
-    predicted = gain(amdahl(part * limits.recovered_low), amdahl(part), cap=unhindered)
-    return found(evidence, code, wait_s, facts, fix, line.where, predicted)
-
-
-def _is_a_lock(line: HotLine) -> bool:
-    call = line.call or ""
-    return (line.waits and call.startswith("with ")) or bool(_LOCKS.search(call))
-
-
-# --------------------------------------------------------------------------- batches that the script makes itself
-
-
-def made_by_hand(evidence: Evidence) -> Finding:
-    """The finding for a job without a loader."""
-    wait_s = evidence.buckets.data_wait_s
-    share = evidence.share(wait_s)
+def _made_by_hand(evidence: Evidence) -> Finding:
+    """A job without a loader: the training thread makes each batch, or waits for what the script makes elsewhere."""
     line = costliest_line(evidence) if evidence.loader else next(iter(evidence.host_lines), None)
+    where = line.where if line else None
+    costs = [line_cost(line)] if line else []
     if line and line.waits:
-        return _made_elsewhere(evidence, line)
-    facts = [
-        time_spent(evidence, "making batches", wait_s),
-        "no DataLoader was seen: the training thread makes each batch itself",
-    ]
-    if line:
-        facts.append(line_cost(line))
-    fix = (
-        f"Make the next batch while this one trains: put the code{at(line.where if line else None)} into a "
-        "torch.utils.data.IterableDataset that yields whole batches, and draw them from "
-        "DataLoader(dataset, batch_size=None, num_workers=1); one worker keeps their order."
-    )
-    predicted = _gain_beside_training(evidence, share)
-    return found(evidence, "input_serial", wait_s, facts, fix, line.where if line else None, predicted)
+        made = "no DataLoader was seen: threads, processes or an event loop of the script's own bring the batches"
+        fix = (
+            f"{line.call or line.function}{at(where)} waits for batches that the script makes elsewhere: let more "
+            "threads or processes make them side by side, begin with each one earlier (a longer queue, more requests "
+            "under way), or make each of them cheaper."
+        )
+        predicted, what = by_removing(evidence.data_wait_share), "waiting for batches"
+    else:
+        made = "no DataLoader was seen: the training thread makes each batch itself"
+        fix = (
+            f"Make the next batch while this one trains: put the code{at(where)} into a "
+            "torch.utils.data.IterableDataset that yields whole batches, and draw them from "
+            "DataLoader(dataset, batch_size=None, num_workers=1); one worker keeps their order."
+        )
+        predicted = _gain_beside_training(evidence.data_wait_share, evidence.usable_cpus)
+        what = "making batches"
+    return _waiting(evidence, "input_serial", [made, *costs], fix, where, predicted, what)
 
 
-def _made_elsewhere(evidence: Evidence, line: HotLine) -> Finding:
-    wait_s = evidence.buckets.data_wait_s
-    facts = [
-        time_spent(evidence, "waiting for batches", wait_s),
-        "no DataLoader was seen: threads, processes or an event loop of the script's own bring the batches",
-        line_cost(line),
-    ]
-    fix = (
-        f"{line.call or line.function}{at(line.where)} waits for batches that the script makes elsewhere: let more "
-        "threads or processes make them side by side, begin with each one earlier (a longer queue, more requests under "
-        "way), or make each of them cheaper."
-    )
-    predicted = by_removing(evidence.share(wait_s), evidence.thresholds.recovered_low)
-    return found(evidence, "input_serial", wait_s, facts, fix, line.where, predicted)
-
-
-def made_behind_loader(evidence: Evidence, loader: LoaderRecord) -> Finding:
-    """The finding for a generator that takes its time with what a loader gave it."""
+def _made_behind_loader(evidence: Evidence, loader: LoaderRecord) -> Finding:
+    """A generator that takes its time with what a loader gave it."""
     wait_s = evidence.buckets.data_wait_s
     behind_s = waited_behind_loaders_s(evidence.rank, wait_s)
     line = next(iter(evidence.host_lines), None)
+    where = line.where if line else None
     facts = [
-        time_spent(evidence, "waiting for batches", wait_s),
         f"{percent(behind_s / wait_s)} of it is not the loader{at(loader.where)}: the script's own generator works on "
         "what it draws from there, in the training thread",
+        *([line_cost(line)] if line else []),
     ]
-    if line:
-        facts.append(line_cost(line))
-    workers = max(loader.num_workers, 1)
+    call = rewritten(evidence, loader, num_workers=max(loader.num_workers, 1), persistent_workers=True)
     fix = (
-        f"Let workers do what the code{at(line.where if line else None)} does to each batch: put it into the data set "
-        f"or the collate_fn of the loader, {rewritten(evidence, loader, num_workers=workers, persistent_workers=True)}"
-        f"{at(loader.where)}."
+        f"Let workers do what the code{at(where)} does to each batch: put it into the data set "
+        f"or the collate_fn of the loader, {call}{at(loader.where)}."
     )
-    predicted = _gain_beside_training(evidence, evidence.share(behind_s))
-    return found(evidence, "input_serial", wait_s, facts, fix, line.where if line else None, predicted)
+    predicted = _gain_beside_training(evidence.share(behind_s), evidence.usable_cpus)
+    return _waiting(evidence, "input_serial", facts, fix, where, predicted, "waiting for batches")
 
 
-def drawn_by_own_thread(evidence: Evidence, loader: LoaderRecord) -> Finding:
-    """The finding for a loader without workers that a thread of the script's draws from, beside the training.
-
-    One worker would do no more than that thread does.
-    """
-    wait_s = evidence.buckets.data_wait_s
+def _drawn_by_own_thread(evidence: Evidence, loader: LoaderRecord) -> Finding:
+    """A loader without workers that a thread of the script's draws from: one worker would do no more than it does."""
     workers = max(unplanned_workers(evidence), 2)
+    line = next((line for line in evidence.host_lines if line.waits), None)
     facts = [
-        time_spent(evidence, "waiting for data", wait_s),
         "num_workers=0: a thread of the script's own fetches one batch after another, beside the training",
+        *([line_cost(line)] if line else []),
     ]
-    if line := next((line for line in evidence.host_lines if line.waits), None):
-        facts.append(line_cost(line))
     fix = (
-        f"Set {worker_setting(loader)}={workers}{at(loader.where)}: "
-        f"{rewritten(evidence, loader, num_workers=workers, persistent_workers=True)}. One worker would fetch no "
+        f"{_set_workers(evidence, loader, workers)} One worker would fetch no "
         "faster than the script's own thread does; several fetch side by side."
     )
-    most = min(workers * (1 + evidence.thresholds.rate_error), amdahl(evidence.share(wait_s)))
-    return found(evidence, "input_serial", wait_s, facts, fix, loader.where, gain(1.0, most))
-
-
-def _gain_beside_training(evidence: Evidence, share: float) -> Gain:
-    """One worker hides the shorter of making batches and training on them; more workers divide what one needs."""
-    helpers = max(int(evidence.usable_cpus) - 1, 1)
-    one, several = 1 / max(share, 1 - share), 1 / max(share / helpers, 1 - share)
-    return gain(1 + (one - 1) * evidence.thresholds.recovered_low, several)
-
-
-# --------------------------------------------------------------------------- no workers
-
-
-def input_serial(evidence: Evidence) -> Judgement:
-    """The training thread makes its batches itself: a DataLoader without workers, or none, or its sampler is slow."""
-    if evidence.limit is Limit.BEHIND and evidence.loader is not None:
-        return made_behind_loader(evidence, evidence.loader)
-    if evidence.limit is not Limit.SERIAL:
-        return None
-    if evidence.loader is None or evidence.loader.made_by == "script":
-        return made_by_hand(evidence)
-    if evidence.loader.batches and not evidence.loader.wait_s:
-        return drawn_by_own_thread(evidence, evidence.loader)
-    if sampling_share(evidence.loader) >= evidence.thresholds.sampling_share:
-        return slow_sampler(evidence, evidence.loader)
-    return hung_fetch(evidence, evidence.loader, "input_serial") or _no_workers(evidence, evidence.loader)
-
-
-def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
-    wait_s = evidence.buckets.data_wait_s
-    facts = [time_spent(evidence, "waiting for data", wait_s)]
-    if supply := evidence.supply:
-        facts.append(
-            f"num_workers=0: the training thread fetches each batch itself, {seconds(supply.batch_s)} a batch, "
-            f"{percent(supply.busy_share or 0.0)} of it on the CPU"
-        )
-    if (line := costliest_line(evidence)) and loader.wait_s > 0:
-        facts.append(f"of the fetching, {line_cost(line, loader.wait_s)}")
-    facts += rates(evidence)
-    plan = plan_workers(evidence)
-    workers = plan.advised if plan else unplanned_workers(evidence)
-    fix = (
-        f"Set {worker_setting(loader)}={workers}{at(loader.where)}: "
-        f"{rewritten(evidence, loader, num_workers=workers, persistent_workers=True)}."
-    )
-    if plan and supply:
-        fix += (
-            f" A sample takes {seconds(supply.batch_s / supply.samples_per_batch)} to fetch: "
-            f"{_need_and_room(evidence, plan)}."
-        )
-    if loader.iterable and not divides_itself(loader):
-        fix += (
-            " Its IterableDataset must split the work by torch.utils.data.get_worker_info(), "
-            "or every worker yields all of it."
-        )
-    predicted = plan.gain if plan else gain_without_wait(evidence)
-    return found(evidence, "input_serial", wait_s, facts, fix, loader.where, predicted)
+    most = min(workers * (1 + LIMITS.rate_error), amdahl(evidence.data_wait_share))
+    return _waiting(evidence, "input_serial", facts, fix, loader.where, gain(1.0, most))
 
 
 # --------------------------------------------------------------------------- workers at their limit
@@ -273,28 +247,19 @@ def _workers_limit(evidence: Evidence, code: FindingCode, limit: Limit) -> Judge
     loader, supply = evidence.loader, evidence.supply
     if evidence.limit is not limit or loader is None or supply is None:
         return None
-    if (hung := hung_fetch(evidence, loader, code)) is not None:
-        return hung
-    if (queued := contended_lock(evidence, loader, code)) is not None:
-        return queued
-    wait_s = evidence.buckets.data_wait_s
+    if special := _hung_fetch(evidence, loader, code) or _contended_lock(evidence, loader, code):
+        return special
     line = costliest_line(evidence)
-    facts = [time_spent(evidence, "waiting for data", wait_s), _worker_time(supply, limit)]
-    if line and evidence.workers:
-        facts.append(f"of the workers' fetching, {line_cost(line, evidence.workers.fetch_s)}")
-    facts += rates(evidence)
-    if limit is Limit.IO:
-        facts += _storage_facts(evidence)
+    facts = [_worker_time(supply, limit), *fetching_line(evidence), *rates(evidence)]
     plan = plan_workers(evidence)
     if plan and plan.raises:
-        fix = _raise_workers(evidence, loader, plan)
-        predicted = plan.gain
+        fix, predicted = _raise_workers(evidence, loader, plan), plan.gain
     else:
-        fix = _cheaper_fetch(evidence, loader, limit, line)
-        predicted = _line_gain(evidence, line)
+        fix, predicted = _cheaper_fetch(evidence, loader, limit, line), _line_gain(evidence, line)
     if limit is Limit.IO:
+        facts += _storage_facts(evidence)
         fix += _stage_data(evidence)
-    return found(evidence, code, wait_s, facts, fix, line.where if line else loader.where, predicted)
+    return _waiting(evidence, code, facts, fix, line.where if line else loader.where, predicted)
 
 
 def _worker_time(supply: Supply, limit: Limit) -> str:
@@ -330,7 +295,7 @@ def _cheaper_fetch(evidence: Evidence, loader: LoaderRecord, limit: Limit, line:
 def _storage_facts(evidence: Evidence) -> list[str]:
     facts = []
     read = evidence.workers.read_bytes if evidence.workers else None
-    if read is not None and read >= evidence.thresholds.storage_read_bytes_per_s * evidence.active_s:
+    if read is not None and read >= LIMITS.storage_read_bytes_per_s * evidence.active_s:
         facts.append(f"the workers read {size(read)} from storage, {size(read / max(evidence.active_s, 1e-9))}/s")
     elif read is not None:
         facts.append(f"the workers read only {size(read)} from storage: they wait for a lock, a sleep or a service")
@@ -347,33 +312,29 @@ def _stage_data(evidence: Evidence) -> str:
     return ""
 
 
-# --------------------------------------------------------------------------- shared by the rules above
+# Where nothing but the source tells: calls into C, and libraries that sleep until a file is free.
+_LOCKS = re.compile(r"\.acquire\(|\b(flock|lockf)\(|^with \S*lock", re.IGNORECASE)
 
 
-def _line_gain(evidence: Evidence, line: HotLine | None) -> Gain:
-    """If the costliest line took half of its time, or none: the loader gets faster until training no longer waits."""
-    if line is None or evidence.workers is None:
-        return gain_without_wait(evidence)
-    part = min(line.seconds / evidence.workers.fetch_s, 1.0)
-    unhindered = amdahl(evidence.share(evidence.buckets.data_wait_s))
-    return gain(amdahl(part * evidence.thresholds.recovered_low), amdahl(part), cap=unhindered)
+def _contended_lock(evidence: Evidence, loader: LoaderRecord, code: FindingCode) -> Finding | None:
+    """The finding for workers of which only one at a time can go on; None where they seldom wait for a lock."""
+    workers = evidence.workers
+    lines = [line for line in workers.lines if _is_a_lock(line)] if workers else []
+    line = max(lines, key=lambda line: line.seconds, default=None)
+    if workers is None or line is None or line.seconds < LIMITS.contended_share * workers.fetch_s:
+        return None
+    facts = [f"of the workers' fetching, {line_cost(line, workers.fetch_s)}: there they wait for a lock"]
+    fix = (
+        f"{line.call}{at(line.where)} lets one process at a time through: {count('worker', loader.num_workers)} "
+        "and more would queue there. Hold the lock only for what has to be alone, "
+        "or give each worker a file, a handle or a connection of its own."
+    )
+    return _waiting(evidence, code, facts, fix, line.where, _line_gain(evidence, line))
 
 
-def _need_and_room(evidence: Evidence, plan: WorkerPlan) -> str:
-    needed = f"{count('worker', plan.needed)} would hide it"
-    room = f"{_cpus(evidence)}, enough for {count('such worker', plan.allowed)} beside the training"
-    if plan.needed <= plan.allowed:
-        return f"{needed}; {room}"
-    if plan.needed > evidence.thresholds.out_of_reach * plan.allowed:
-        return f"no number of workers that fits here would hide it: {room}; a cheaper fetch must give the rest"
-    return f"{needed}, but {room}; a cheaper fetch must give the rest"
-
-
-def _cpus(evidence: Evidence) -> str:
-    cpu = evidence.machine.cpu
-    source = "the quota allows" if cpu.quota is not None and cpu.quota <= cpu.affinity else "the machine has"
-    shared = " for each rank" if evidence.usable_cpus < cpu.usable else ""
-    return f"{source} {cpus(evidence.usable_cpus)}{shared}"
+def _is_a_lock(line: HotLine) -> bool:
+    call = line.call or ""
+    return (line.waits and call.startswith("with ")) or bool(_LOCKS.search(call))
 
 
 # --------------------------------------------------------------------------- handing over
@@ -386,11 +347,9 @@ def input_handover(evidence: Evidence) -> Judgement:
     loader, supply = evidence.loader, evidence.supply
     if evidence.limit is not Limit.HANDOVER or loader is None or supply is None:
         return None
-    if (hung := hung_fetch(evidence, loader, "input_handover")) is not None:
+    if hung := _hung_fetch(evidence, loader, "input_handover"):
         return hung
-    wait_s = evidence.buckets.data_wait_s
     facts = [
-        time_spent(evidence, "waiting for data", wait_s),
         f"{count('worker', supply.workers)} could give {number(supply.workers * supply.worker_samples_per_s)} "
         f"samples/s; idle {percent(supply.idle_share)} of their time",
         f"handing over costs the training thread {seconds(supply.main_cpu_s)} of CPU a batch "
@@ -403,17 +362,16 @@ def input_handover(evidence: Evidence) -> Judgement:
     if fix is None:
         # What the workers rest is all that there is to win, and nothing if each has its own share of slow batches.
         fix, promised = _sooner_batches(evidence, loader), gain(1.0, amdahl(supply.idle_share), cap=promised[1])
-    return found(evidence, "input_handover", wait_s, facts, fix, loader.where, promised)
+    return _waiting(evidence, "input_handover", facts, fix, loader.where, promised)
 
 
 def _lighter_handover(evidence: Evidence, loader: LoaderRecord, supply: Supply) -> str | None:
     """How handing over would cost less; None where it costs next to nothing."""
-    limits = evidence.thresholds
-    costly = max(supply.handover_main_share, supply.handover_worker_share) >= limits.handover_share / 2
+    costly = max(supply.handover_main_share, supply.handover_worker_share) >= LIMITS.handover_share / 2
     collate = f"the collate function {loader.collate}" if loader.collate else "the collate function"
     wait_s = loader.wait_s / loader.batches
     alone_s = supply.fetch_s - supply.queue_s
-    cheap = alone_s <= limits.cheap_fetch_share * wait_s
+    cheap = alone_s <= LIMITS.cheap_fetch_share * wait_s
     alone = f"fetching a batch takes {seconds(alone_s)}, waiting for a worker's {seconds(wait_s)}"
     if costly and not passes_through_shm(loader):
         fix = (
@@ -439,7 +397,7 @@ def _sooner_batches(evidence: Evidence, loader: LoaderRecord) -> str:
         as_made = rewritten(evidence, loader, in_order=False)
         advice.append(f"Take them as they are made{at(loader.where)}: {as_made}; their order then differs between runs")
     prefetch = loader.prefetch_factor or 2
-    if prefetch < evidence.thresholds.deep_queue:
+    if prefetch < LIMITS.deep_queue:
         deeper = rewritten(evidence, loader, prefetch_factor=2 * prefetch)
         advice.append(f"Raise prefetch_factor {prefetch} → {2 * prefetch}{at(loader.where)}: {deeper}")
     if not advice:
@@ -455,7 +413,7 @@ def epoch_restart(evidence: Evidence) -> Judgement:
     """Each pass over the data begins with starting workers and filling an empty queue."""
     turnover_s = evidence.buckets.epoch_turnover_s
     share = evidence.share(turnover_s)
-    if share < evidence.thresholds.epoch_turnover_share:
+    if share < LIMITS.epoch_turnover_share:
         return None
     loader = max(evidence.training_loaders, key=lambda loader: (loader.restart_s, loader.passes), default=None)
     if loader is None:
@@ -481,10 +439,10 @@ def epoch_restart(evidence: Evidence) -> Judgement:
             "RandomSampler(dataset, num_samples=k * len(dataset), replacement=False) goes k times through the data "
             "in one pass."
         )
-    low, high = by_removing(share, evidence.thresholds.recovered_low)
+    low, high = by_removing(share)
     if loader.batches <= loader.passes * loader.num_workers * (loader.prefetch_factor or 2):
         # All batches of so short a pass are ordered at its beginning: what they wait for is the start as well.
-        high = amdahl(share + evidence.share(evidence.buckets.data_wait_s))
+        high = amdahl(share + evidence.data_wait_share)
     return found(evidence, "epoch_restart", turnover_s, facts, fix, loader.where, gain(low, high))
 
 
@@ -504,7 +462,7 @@ def shm_small(evidence: Evidence) -> Judgement:
     ranks = max(round(evidence.machine.cpu.usable / max(evidence.usable_cpus, 0.01)), 1)
     queued = loader.num_workers * prefetch * ranks
     needed = queued * loader.batch_bytes
-    limit = evidence.thresholds.shm_share
+    limit = LIMITS.shm_share
     if needed < limit * total:
         return None
     fits = max(int(limit * total / (loader.num_workers * ranks * loader.batch_bytes)), 0)

@@ -8,6 +8,7 @@ from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.findings import Judgement, at, by_removing, by_speeding_up, found, line_cost, time_spent
 from fulltilt.diagnosis.gpu_summary import is_it_real
 from fulltilt.diagnosis.ledger import gpu_step_words
+from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import capital, number, percent, seconds, size
 from fulltilt.records import Abstention, GpuSummary, TransferRecord
 
@@ -18,21 +19,20 @@ def batch_too_small(evidence: Evidence) -> Judgement:
     """Kernels run, but each fills only a part of the GPU, and there is memory for a larger batch."""
     if not _compute_dominates(evidence):
         return None
-    limits = evidence.thresholds
     gpu = gpu_in_use(evidence)
     launch_share = evidence.share(evidence.launch_s or 0.0)
-    if launch_share >= limits.launch_share:
+    if launch_share >= LIMITS.launch_share:
         return None  # the GPU idles between kernels: launch_bound, which is another cure
     vram_share = _vram_share(gpu)
     if vram_share is None:
         return Abstention("batch_too_small", "the GPU's memory in use")
-    if vram_share >= limits.vram_mostly_free_share:
+    if vram_share >= LIMITS.vram_mostly_free_share:
         return None
     sm_active = _active_while_busy(gpu)
-    short_of_kernels = launch_share >= limits.launch_share / 2
+    short_of_kernels = launch_share >= LIMITS.launch_share / 2
     if sm_active is None and not short_of_kernels:
         return Abstention("batch_too_small", "SM activity (GPM, on Hopper and newer)")
-    unfilled = sm_active is not None and sm_active < limits.low_sm_active_pct
+    unfilled = sm_active is not None and sm_active < LIMITS.low_sm_active_pct
     if not unfilled and not short_of_kernels:
         return None
     idle_part = 1 - sm_active / 100 if unfilled and sm_active is not None else 0.0
@@ -42,7 +42,7 @@ def batch_too_small(evidence: Evidence) -> Judgement:
         facts.append(f"SMs are active {percent(sm_active / 100)} of the time that a kernel runs")
     facts.append(f"{percent(vram_share)} of the GPU's memory is in use")
     where = evidence.loader.where if evidence.loader else None
-    predicted = by_removing(evidence.share(cost_s), limits.recovered_low)
+    predicted = by_removing(evidence.share(cost_s))
     return found(evidence, "batch_too_small", cost_s, facts, _larger_batch(evidence), where, predicted)
 
 
@@ -84,10 +84,9 @@ def precision_unused(evidence: Evidence) -> Judgement:
         return Abstention("precision_unused", "the arithmetic in use (autocast and the type of the parameters)")
     if precision.autocast is not None or "32" not in (precision.parameters or ""):
         return None
-    limits = evidence.thresholds
     half = "float16" if any(part in name for part in _FP16_ONLY) else "bfloat16"
     tensor_cores = _tensor_core_share(evidence, gpu)
-    on_tensor_cores = bool(precision.tf32) or (tensor_cores or 0.0) >= limits.tensor_cores_used_share
+    on_tensor_cores = bool(precision.tf32) or (tensor_cores or 0.0) >= LIMITS.tensor_cores_used_share
     compute_s = evidence.buckets.compute_s
     facts = [
         time_spent(evidence, "compute", compute_s),
@@ -102,7 +101,7 @@ def precision_unused(evidence: Evidence) -> Judgement:
         fix += ', or at least allow TF32: torch.set_float32_matmul_precision("high")'
     fix += ". It changes the rounding of what is trained, so compare the loss."
     share = evidence.share(compute_s)
-    speed = limits.tf32_to_half_speed if on_tensor_cores else limits.fp32_to_half_speed
+    speed = LIMITS.tf32_to_half_speed if on_tensor_cores else LIMITS.fp32_to_half_speed
     predicted = by_speeding_up(share, *speed)
     # What it costs is what the faster arithmetic would save at the cautious end.
     return found(evidence, "precision_unused", compute_s * (1 - 1 / speed[0]), facts, fix, None, predicted)
@@ -118,9 +117,8 @@ def padding_waste(evidence: Evidence) -> Judgement:
     if evidence.loader is None or evidence.loader.padding_share is None:
         return Abstention("padding_waste", "a batch with an attention mask or padding to count")
     padding = evidence.loader.padding_share
-    limits = evidence.thresholds
     cost_s = evidence.buckets.compute_s * padding
-    if padding < limits.padding_share or evidence.share(cost_s) < limits.warn_share / 2:
+    if padding < LIMITS.padding_share or evidence.share(cost_s) < LIMITS.warn_share / 2:
         return None
     facts = [
         f"{percent(padding)} of what the batches hold is padding",
@@ -133,7 +131,7 @@ def padding_waste(evidence: Evidence) -> Judgement:
             "smaller batch size. Both change what is trained."
         )
         return found(evidence, "padding_waste", cost_s, facts, fix, evidence.loader.where, None)
-    predicted = by_removing(evidence.share(cost_s), limits.recovered_low)
+    predicted = by_removing(evidence.share(cost_s))
     if evidence.loader.dataset == _WITHOUT_RESIDENCY and evidence.run.run.asked.residency == "none":
         fix = "Leave out residency: none. Then texts of like length share a batch."
         return found(evidence, "padding_waste", cost_s, facts, fix, evidence.loader.where, predicted)
@@ -152,7 +150,7 @@ def compute_bound(evidence: Evidence) -> Judgement:
     """The job computes most of its time: the healthy end, with the word on whether a full GPU is really full."""
     compute_s = evidence.buckets.compute_s
     share = evidence.share(compute_s)
-    if share < evidence.thresholds.compute_dominates:
+    if share < LIMITS.compute_dominates:
         return None
     facts = [time_spent(evidence, "compute", compute_s)]
     reached = evidence.share_of_ceiling
@@ -163,8 +161,8 @@ def compute_bound(evidence: Evidence) -> Judgement:
         )
     if words := gpu_step_words(evidence.run):
         facts.append(words)
-    facts += [sentence for gpu in evidence.gpus if (sentence := is_it_real(gpu, evidence.thresholds))]
-    healthy = share >= evidence.thresholds.full_tilt_share
+    facts += [sentence for gpu in evidence.gpus if (sentence := is_it_real(gpu))]
+    healthy = share >= LIMITS.full_tilt_share
     fix = "Nothing holds it up. " if healthy else "Once the rest is mended, compute sets the pace. "
     if evidence.on_gpu:
         fix += "Only less arithmetic makes it faster: a smaller model, lower precision, torch.compile."
@@ -181,7 +179,7 @@ def gpu_in_use(evidence: Evidence) -> GpuSummary | None:
 
 def _compute_dominates(evidence: Evidence) -> bool:
     share = evidence.share(evidence.buckets.compute_s)
-    return evidence.on_gpu and share >= evidence.thresholds.compute_dominates
+    return evidence.on_gpu and share >= LIMITS.compute_dominates
 
 
 def _vram_share(gpu: GpuSummary | None) -> float | None:
@@ -209,14 +207,14 @@ def transfer_blocking(evidence: Evidence) -> Judgement:
         return None
     cost_s = evidence.buckets.transfer_s
     share = evidence.share(cost_s)
-    if share < evidence.thresholds.transfer_share:
+    if share < LIMITS.transfer_share:
         return None
     transfer = evidence.rank.transfer
     if transfer is None:
         return Abstention("transfer_blocking", "how the batches were copied (pinned or not, blocking or not)")
     facts = [time_spent(evidence, "copying to the GPU", cost_s), _copies(evidence, transfer)]
     fix = _overlap_copies(evidence, transfer)
-    predicted = by_removing(share, evidence.thresholds.recovered_low)
+    predicted = by_removing(share)
     return found(evidence, "transfer_blocking", cost_s, facts, fix, transfer.where, predicted)
 
 
@@ -278,7 +276,7 @@ def sync_point(evidence: Evidence) -> Judgement:
         return None
     cost_s = evidence.buckets.sync_s
     share = evidence.share(cost_s)
-    if share < evidence.thresholds.sync_share:
+    if share < LIMITS.sync_share:
         return None
     lines = sorted(evidence.rank.sync_lines, key=lambda line: -line.seconds)
     if not lines and evidence.rank.syncs == 0:
@@ -290,7 +288,7 @@ def sync_point(evidence: Evidence) -> Judgement:
     where = lines[0].where if lines else None
     call = (lines[0].call or lines[0].function) if lines else "the call"
     fix = f"{call}{at(where)}: {instead_of(call, share)}."
-    predicted = by_removing(share, evidence.thresholds.recovered_low)
+    predicted = by_removing(share)
     return found(evidence, "sync_point", cost_s, facts, fix, where, predicted)
 
 
@@ -312,7 +310,7 @@ def launch_bound(evidence: Evidence) -> Judgement:
     if evidence.launch_s is None:
         return Abstention("launch_bound", "the GPU's idle time between kernels")
     share = evidence.share(evidence.launch_s)
-    if share < evidence.thresholds.launch_share:
+    if share < LIMITS.launch_share:
         return None
     facts = [time_spent(evidence, "idling between kernels that the host launches too slowly", evidence.launch_s)]
     traced = evidence.rank.kernels
@@ -320,7 +318,7 @@ def launch_bound(evidence: Evidence) -> Judgement:
         facts.append(f"{traced.kernels} kernels a step of {seconds(traced.busy_s / traced.kernels)} each")
     if words := gpu_step_words(evidence.run):
         facts.append(words)
-    predicted = by_removing(share, evidence.thresholds.recovered_low)
+    predicted = by_removing(share)
     return found(evidence, "launch_bound", evidence.launch_s, facts, _fewer_launches(evidence), None, predicted)
 
 

@@ -19,6 +19,7 @@ from fulltilt.diagnosis.findings import (
     time_spent,
 )
 from fulltilt.diagnosis.libraries import LIBRARIES, library_of
+from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import count, percent, seconds
 from fulltilt.records import Abstention, HotLine, LoaderRecord
 
@@ -59,14 +60,14 @@ def host_code(evidence: Evidence) -> Judgement:
         return Abstention("host_code", "what the host did while the GPU idled (launching, or code of the script's own)")
     cost_s = evidence.buckets.host_code_s - (launch_s or 0.0)
     share = evidence.share(cost_s)
-    if share < evidence.thresholds.host_code_share:
+    if share < LIMITS.host_code_share:
         return None
     facts = [time_spent(evidence, "code of the script's own", cost_s)]
-    facts += costliest_lines(evidence, lines, cost_s)
+    facts += costliest_lines(lines, cost_s)
     if not lines:
         facts.append("no stack was sampled, so the line is not known")
-    predicted = by_removing(share, evidence.thresholds.recovered_low)
-    if lines and _most_in_one_function(lines) < evidence.thresholds.guilty_function_share * cost_s:
+    predicted = by_removing(share)
+    if lines and _most_in_one_function(lines) < LIMITS.guilty_function_share * cost_s:
         fix = (
             "It is spread thin over many functions, so no line is to blame: it comes with every step. Make fewer and "
             "larger steps (a larger batch), or compile the model (torch.compile)."
@@ -99,13 +100,13 @@ def _is_seldom(evidence: Evidence) -> bool:
     """Whether nearly all of the host code falls into few steps, as between epochs: rarer still is no advice then."""
     spans = [span for own in evidence.run.spans for span in own if span.steps > 0]
     spans.sort(key=lambda span: -span.buckets.host_code_s / span.steps)
-    most_s = evidence.thresholds.seldom_code_part * sum(span.buckets.host_code_s for span in spans)
+    most_s = LIMITS.seldom_code_part * sum(span.buckets.host_code_s for span in spans)
     steps, seen_s = 0, 0.0
     for span in spans:
         if seen_s >= most_s:
             break
         steps, seen_s = steps + span.steps, seen_s + span.buckets.host_code_s
-    return steps <= evidence.thresholds.seldom_steps_share * sum(span.steps for span in spans)
+    return steps <= LIMITS.seldom_steps_share * sum(span.steps for span in spans)
 
 
 def _speed_up_line(line: HotLine, share: float, seldom: bool, fed: bool) -> str:
@@ -131,7 +132,7 @@ def recompiling(evidence: Evidence) -> Judgement:
     again_s = sum(line.seconds for line in lines)
     # The ledger books compiling as start-up, so it is no part of the time after it.
     share = again_s / (evidence.active_s + again_s) if again_s > 0 else 0.0
-    if record is None or share < evidence.thresholds.recompiling_share:
+    if record is None or share < LIMITS.recompiling_share:
         return None
     facts = [
         f"{count('recompilation', record.recompiles)} took {seconds(again_s)}, {percent(share)} of the time after the "
@@ -143,7 +144,7 @@ def recompiling(evidence: Evidence) -> Judgement:
         "torch._dynamo.mark_dynamic(tensor, dim) for a size that varies. Or pad batches to fixed shapes, "
         "and leave out the last, smaller one (drop_last=True)."
     )
-    predicted = by_removing(share, evidence.thresholds.recovered_low)
+    predicted = by_removing(share)
     return found(evidence, "recompiling", share * evidence.active_s, facts, fix, lines[0].where, predicted)
 
 
@@ -154,14 +155,13 @@ def validation_heavy(evidence: Evidence) -> Judgement:
     """Validation takes so much of the job that validating less often would pay."""
     cost_s = evidence.buckets.validation_s
     share = evidence.share(cost_s)
-    limits = evidence.thresholds
-    if share < limits.validation_share:
+    if share < LIMITS.validation_share:
         return None
     loader = _validation_loader(evidence)
     facts = [time_spent(evidence, "validation", cost_s)]
     if loader and loader.passes and loader.role == "eval":
         facts.append(f"{count('pass', loader.passes)} over {loader.dataset}, {seconds(cost_s / loader.passes)} each")
-    every = rarer(share, limits.validation_target_share)
+    every = rarer(share, LIMITS.validation_target_share)
     left = share_left(share, every)
     engine = loader is not None and loader.made_by == "fulltilt"
     rarely = f"every {_ordinal(every)} time{' (eval_every in the settings)' if engine else ''}"
@@ -175,7 +175,7 @@ def validation_heavy(evidence: Evidence) -> Judgement:
         fix += f" Its loader{at(loader.where)} has no workers: {call}."
     fix += f" A larger {'eval_batch_size' if engine else 'batch'} makes each one faster and changes no result."
     high = amdahl(share * (1 - 1 / every))
-    predicted = gain(1 + (high - 1) * limits.recovered_low, high)
+    predicted = gain(1 + (high - 1) * LIMITS.recovered_low, high)
     return found(evidence, "validation_heavy", cost_s, facts, fix, loader.where if loader else None, predicted)
 
 
@@ -195,25 +195,24 @@ def checkpoint_stall(evidence: Evidence) -> Judgement:
     """Training stands still while the model is saved."""
     cost_s = evidence.buckets.checkpoint_s
     share = evidence.share(cost_s)
-    limits = evidence.thresholds
-    if share < limits.checkpoint_share:
+    if share < LIMITS.checkpoint_share:
         return None
     lines = sorted(evidence.rank.checkpoint_lines, key=lambda line: -line.seconds) if evidence.rank else []
     facts = [time_spent(evidence, "saving", cost_s)]
-    facts += costliest_lines(evidence, lines, cost_s)
-    every = rarer(share, limits.checkpoint_target_share)
+    facts += costliest_lines(lines, cost_s)
+    every = rarer(share, LIMITS.checkpoint_target_share)
     left = share_left(share, every)
     where = lines[0].where if lines else None
     engine = _engine_trains(evidence)
     falls = f"its share falls from {percent(share)} to {percent(left)}"
     # Rarer saves leave a part of them, asynchronous ones the copying: either may win more.
-    rarely, beside = amdahl(share * (1 - 1 / every)), amdahl(share * (1 - limits.async_checkpoint_part))
+    rarely, beside = amdahl(share * (1 - 1 / every)), amdahl(share * (1 - LIMITS.async_checkpoint_part))
     if engine:
         fix = (
             "Every epoch ends with a save, and save_every in the settings adds more: leave it out, or make it "
             f"{every} times as large ({falls}). Where it is not set, put the run folder (--out) on a faster disk."
         )
-        beside = 1 + (rarely - 1) * limits.recovered_low
+        beside = 1 + (rarely - 1) * LIMITS.recovered_low
     elif library := library_of(lines[0] if lines else None):
         where = _users_call(evidence) or where
         fix = f"Save every {_ordinal(every)} time: {falls}. {library.save or 'Its settings say how often it saves'}."

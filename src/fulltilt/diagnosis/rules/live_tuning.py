@@ -15,11 +15,12 @@ from fulltilt.diagnosis.findings import (
     at,
     by_removing,
     costliest_line,
-    line_cost,
+    fetching_line,
     rewritten,
     time_spent,
 )
 from fulltilt.diagnosis.rules.worker_count import gain_without_wait
+from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import count, number, percent, times
 from fulltilt.records import Finding, LiveMove, LiveRecord, LoaderRecord, Settings
 
@@ -77,9 +78,7 @@ def _facts(evidence: Evidence, live: LiveRecord) -> list[str]:
             facts.append(f"{words}: {rate}, {'kept' if move.outcome == 'kept' else 'not kept'}")
         elif move.outcome == "failed":
             facts.append(f"{words}: it failed ({move.why})")
-    if (line := costliest_line(evidence)) and evidence.workers:
-        facts.append(f"of the workers' fetching, {line_cost(line, evidence.workers.fetch_s)}")
-    return facts
+    return facts + fetching_line(evidence)
 
 
 def _fix(evidence: Evidence, loader: LoaderRecord, live: LiveRecord) -> str:
@@ -93,7 +92,7 @@ def _fix(evidence: Evidence, loader: LoaderRecord, live: LiveRecord) -> str:
         fix = f"Leave the loader{place} at {settings_words(live.settings)}. Live tuning tried what could pay: {tried}."
     if (trial := on_trial(live)) is not None:
         fix += f" On trial at the end: {settings_words(trial)}; a longer run with --auto would tell if that pays more."
-    elif live.wait_share is not None and live.wait_share >= evidence.thresholds.warn_share:
+    elif live.wait_share is not None and live.wait_share >= LIMITS.warn_share:
         line = costliest_line(evidence)
         cheaper = f"{line.function} ({line.where})" if line else f"the data set {loader.dataset}"
         waits = f"waits for data in {percent(live.wait_share)} of the measured time"
@@ -107,7 +106,7 @@ def _gain(evidence: Evidence, loader: LoaderRecord, live: LiveRecord) -> Gain | 
         return None
     left_s = loader.batches * live.wait_share / live.batches_per_s
     saved_s = max(evidence.buckets.data_wait_s - left_s, 0.0)
-    return by_removing(evidence.share(saved_s), evidence.thresholds.recovered_low)
+    return by_removing(evidence.share(saved_s))
 
 
 def _measured(batches_per_s: float, wait_share: float) -> str:

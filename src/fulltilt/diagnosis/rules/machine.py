@@ -11,16 +11,16 @@ from fulltilt.diagnosis.findings import (
     amdahl,
     at,
     by_speeding_up,
-    costliest_line,
+    fetching_line,
     found,
     gain,
-    line_cost,
     rewritten,
     time_spent,
 )
 from fulltilt.diagnosis.gpu_summary import clock_ratio, training_samples, use_before_the_job
 from fulltilt.diagnosis.loaders import Limit, is_crowded
 from fulltilt.diagnosis.rules.worker_count import allowed_workers
+from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import capital, count, cpus, number, percent, size
 from fulltilt.records import Abstention
 
@@ -51,9 +51,9 @@ def memory_pressure(evidence: Evidence) -> Judgement:
 
 
 def _short_of_ram(evidence: Evidence) -> _Shortage | None:
-    host, limits = evidence.host, evidence.thresholds
-    swapping = (host.swap_in_bytes_per_s or 0.0) >= limits.swap_in_bytes_per_s
-    full = (host.ram_share_peak or 0.0) >= limits.ram_full_share
+    host = evidence.host
+    swapping = (host.swap_in_bytes_per_s or 0.0) >= LIMITS.swap_in_bytes_per_s
+    full = (host.ram_share_peak or 0.0) >= LIMITS.ram_full_share
     facts = []
     if swapping:
         facts.append(f"{size(host.swap_in_bytes_per_s or 0.0)}/s are read back from swap")
@@ -74,7 +74,7 @@ def _short_of_vram(evidence: Evidence) -> _Shortage | None:
             "warn",
         )
     share = _fullest_gpu(evidence)
-    if share is None or share <= evidence.thresholds.vram_full_share:
+    if share is None or share <= LIMITS.vram_full_share:
         return None
     return _Shortage(
         (f"the GPU's memory is at {percent(share)}; nothing was retried yet",),
@@ -115,13 +115,13 @@ def _less_ram(evidence: Evidence) -> str:
 
 def cpu_oversubscribed(evidence: Evidence) -> Judgement:
     """Workers and threads are so many that they queue for the CPUs and get in each other's way."""
-    rank, loader, supply, limits = evidence.rank, evidence.loader, evidence.supply, evidence.thresholds
+    rank, loader, supply = evidence.rank, evidence.loader, evidence.supply
     demand = crowding(rank, loader, evidence.usable_cpus)
-    if rank is None or demand < limits.crowded_cpus or loader is None or loader.num_workers == 0:
+    if rank is None or demand < LIMITS.crowded_cpus or loader is None or loader.num_workers == 0:
         return None
     if supply is None or supply.queueing_share is None:
         return Abstention("cpu_oversubscribed", "how long the workers waited for a CPU")
-    if not is_crowded(supply, demand, limits) or evidence.limit not in (Limit.CROWDED, Limit.NOTHING):
+    if not is_crowded(supply, demand) or evidence.limit not in (Limit.CROWDED, Limit.NOTHING):
         return None  # when another part of the input sets its rate, queueing is beside the point
     threads = (rank.torch_threads or 1) if not evidence.on_gpu else 1
     # What the queueing can have slowed down: waiting for data, and on a CPU job the computing beside it, from which
@@ -130,7 +130,7 @@ def cpu_oversubscribed(evidence: Evidence) -> Judgement:
     computing_s = min(evidence.buckets.compute_s * supply.queueing_share, taken_s)
     cost_s = evidence.buckets.data_wait_s * supply.queueing_share + computing_s
     share = evidence.share(cost_s)
-    if share < limits.data_wait_share:
+    if share < LIMITS.data_wait_share:
         return None
     rate = evidence.delivered_samples_per_s
     workers = allowed_workers(evidence, supply, rate) if rate else max(int(evidence.usable_cpus) - 1, 1)
@@ -139,9 +139,8 @@ def cpu_oversubscribed(evidence: Evidence) -> Judgement:
         f"{cpus(evidence.usable_cpus)}",
         f"the workers spend {percent(supply.queueing_share)} of their runnable time in that queue",
         time_spent(evidence, "waiting for data", evidence.buckets.data_wait_s),
+        *fetching_line(evidence),
     ]
-    if (line := costliest_line(evidence)) and evidence.workers:
-        facts.append(f"of the workers' fetching, {line_cost(line, evidence.workers.fetch_s)}")
     fix = (
         f"Lower num_workers {loader.num_workers} → {workers}{at(loader.where)}: "
         f"{rewritten(evidence, loader, num_workers=workers)}."
@@ -151,7 +150,7 @@ def cpu_oversubscribed(evidence: Evidence) -> Judgement:
     if threads > 1:
         free = max(int(evidence.usable_cpus) - min(workers, loader.num_workers), 1)
         fix += f" And give the training {count('thread', free)}: torch.set_num_threads({free})."
-    high = min(limits.oversubscription_loss, amdahl(share))
+    high = min(LIMITS.oversubscription_loss, amdahl(share))
     return found(evidence, "cpu_oversubscribed", cost_s, facts, fix, loader.where, gain(1.0, high))
 
 
@@ -167,7 +166,7 @@ def throttled(evidence: Evidence) -> Judgement:
         return Abstention("throttled", "the GPU's clock and its reasons for slowing down")
     worst = max(measured, key=lambda gpu: gpu.throttled_share or 0.0)
     share = worst.throttled_share or 0.0
-    if share < evidence.thresholds.throttled_share:
+    if share < LIMITS.throttled_share:
         return None
     readings = [reading for sample in training_samples(evidence.run) for reading in sample.gpus]
     clock = clock_ratio(reading for reading in readings if reading.uuid == worst.uuid)
@@ -219,7 +218,7 @@ def gpu_shared(evidence: Evidence) -> Judgement:
     use_pct = use_before_the_job(evidence.run, crowded.uuid)
     if use_pct is not None:
         facts.append(f"before the job came to it, that GPU was busy {percent(use_pct / 100)} of the time")
-        if use_pct < evidence.thresholds.idle_gpu_pct:
+        if use_pct < LIMITS.idle_gpu_pct:
             return found(evidence, "gpu_shared", 0.0, facts, fix, severity="info")
     taken = len(others) / (len(others) + 1)
     share = evidence.share(evidence.buckets.compute_s) * taken

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.findings import Judgement, by_removing, found, line_cost, share_left, time_spent
+from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import count, percent, seconds
 from fulltilt.records import BUCKETS, Abstention, FindingCode, RankSummary
 
@@ -36,7 +37,7 @@ def straggler(evidence: Evidence) -> Judgement:
         return None
     waits_s = sum(rank.waits_s for rank in others) / len(others)
     share = evidence.share(waits_s)
-    if share < evidence.thresholds.straggler_share:
+    if share < LIMITS.straggler_share:
         return None
     cause, excess_s = _what_differs(slowest, others)
     facts = [
@@ -48,7 +49,7 @@ def straggler(evidence: Evidence) -> Judgement:
     lines = evidence.host_lines if cause == "host_code_s" else ()
     facts += [line_cost(line) for line in lines[:1]]
     fix = f"Look at rank {slowest.rank}: {_ADVICE.get(cause, 'make its work as light as the others have it')}."
-    predicted = by_removing(share, evidence.thresholds.recovered_low)
+    predicted = by_removing(share)
     where = lines[0].where if lines else None
     return found(evidence, "straggler", waits_s, facts, fix, where, predicted)
 
@@ -60,7 +61,7 @@ def communication_bound(evidence: Evidence) -> Judgement:
     # The slowest rank waits for nobody: what it spends on the exchange is the exchange itself.
     exposed_s = min((rank.buckets.communication_s for rank in evidence.ranks), default=0.0)
     share = evidence.share(exposed_s)
-    if share < evidence.thresholds.communication_share or evidence.rank is None:
+    if share < LIMITS.communication_share or evidence.rank is None:
         return None
     facts = [time_spent(evidence, "exchanging gradients, not hidden behind backward,", exposed_s)]
     record = evidence.rank.communication
@@ -75,7 +76,7 @@ def communication_bound(evidence: Evidence) -> Judgement:
         "model.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook) "
         "halves the bytes."
     )
-    predicted = by_removing(share * 0.75, evidence.thresholds.recovered_low)
+    predicted = by_removing(share * 0.75)
     return found(evidence, "communication_bound", exposed_s, facts, fix, None, predicted)
 
 

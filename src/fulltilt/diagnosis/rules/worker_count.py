@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.findings import Gain, amdahl, by_removing, by_speeding_up, gain
 from fulltilt.diagnosis.loaders import Supply
+from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.records import Abstention, FindingCode
 
 
@@ -36,9 +37,8 @@ def plan_workers(evidence: Evidence) -> WorkerPlan | None:
     supply, rate = evidence.supply, _delivered_by_loader(evidence)
     if supply is None or not rate or (supply.workers == 0 and _several_loaders(evidence)):
         return None
-    limits = evidence.thresholds
     unhindered = amdahl(evidence.waiting_share)
-    needed = math.ceil(unhindered * rate / supply.worker_samples_per_s * limits.worker_headroom)
+    needed = math.ceil(unhindered * rate / supply.worker_samples_per_s * LIMITS.worker_headroom)
     allowed = allowed_workers(evidence, supply, rate)
     advised = min(max(needed, supply.workers + 1), allowed)
     if advised <= supply.workers:
@@ -48,10 +48,10 @@ def plan_workers(evidence: Evidence) -> WorkerPlan | None:
         low = min(_first_workers_rate(evidence, supply, rate, advised) / rate, high)
     else:
         high = advised / supply.workers
-        low = 1 + (high - 1) * limits.scaling_low
+        low = 1 + (high - 1) * LIMITS.scaling_low
     cautious, hopeful = (full_cpu_rate(evidence, supply, rate, threads) / rate for threads in _threads(evidence))
     # Whatever the error of the rates: no loader wins more than the time that training waits for it.
-    least, most = min(low, cautious) * (1 - limits.rate_error), min(high, hopeful) * (1 + limits.rate_error)
+    least, most = min(low, cautious) * (1 - LIMITS.rate_error), min(high, hopeful) * (1 + LIMITS.rate_error)
     predicted = by_speeding_up(evidence.share(evidence.drawing_s), *gain(least, most, cap=unhindered))
     return WorkerPlan(supply.workers, needed, allowed, advised, predicted)
 
@@ -66,9 +66,9 @@ def _delivered_by_loader(evidence: Evidence) -> float | None:
 
 def unplanned_workers(evidence: Evidence) -> int:
     """The workers to begin with where there is no plan: a CPU for each, or more where fetching mostly waits."""
-    supply, limits = evidence.supply, evidence.thresholds
-    if supply is not None and supply.busy_share is not None and supply.busy_share < limits.cpu_bound_share:
-        return max(round(limits.waiting_workers_per_cpu * evidence.usable_cpus), 1)
+    supply = evidence.supply
+    if supply is not None and supply.busy_share is not None and supply.busy_share < LIMITS.cpu_bound_share:
+        return max(round(LIMITS.waiting_workers_per_cpu * evidence.usable_cpus), 1)
     return max(int(evidence.usable_cpus) - 1, 1)
 
 
@@ -78,10 +78,10 @@ def _first_workers_rate(evidence: Evidence, supply: Supply, rate: float, workers
     Batches are handed over, and each pass begins with an empty queue; behind a pass that was left early, what the
     workers had under way is finished first.
     """
-    limits, loader = evidence.thresholds, evidence.loader
+    loader = evidence.loader
     # Workers slow each other down; on a machine that they fill, one and the training do so as well.
-    fills_cpus = workers + 1 >= evidence.usable_cpus and (supply.busy_share or 0.0) >= limits.cpu_bound_share
-    scaling = limits.scaling_low if workers > 1 or fills_cpus else 1.0
+    fills_cpus = workers + 1 >= evidence.usable_cpus and (supply.busy_share or 0.0) >= LIMITS.cpu_bound_share
+    scaling = LIMITS.scaling_low if workers > 1 or fills_cpus else 1.0
     slowed_s = supply.batch_s / scaling
     training_s = supply.samples_per_batch * (1 - evidence.waiting_share) / rate
     beginning_s = 0.0
@@ -90,7 +90,7 @@ def _first_workers_rate(evidence: Evidence, supply: Supply, rate: float, workers
         whole = -(-loader.dataset_len // loader.batch_size) if loader.dataset_len and loader.batch_size else each
         left_early = loader.passes > 1 and each < 0.9 * whole
         beginning_s = slowed_s * (1 + (2 if left_early else 0)) / each
-    batch_s = max(slowed_s / workers, training_s + limits.handing_over_s) + beginning_s
+    batch_s = max(slowed_s / workers, training_s + LIMITS.handing_over_s) + beginning_s
     return supply.samples_per_batch / batch_s
 
 
@@ -101,7 +101,7 @@ def allowed_workers(evidence: Evidence, supply: Supply, rate: float) -> int:
     """
     alone_s = (supply.batch_s - supply.queue_s) / supply.samples_per_batch
     at_once = full_cpu_rate(evidence, supply, rate, threads=1.0) * alone_s
-    most = evidence.thresholds.waiting_workers_per_cpu * evidence.usable_cpus
+    most = LIMITS.waiting_workers_per_cpu * evidence.usable_cpus
     return max(round(min(at_once, most)), 1)
 
 
@@ -127,8 +127,7 @@ def gain_without_wait(evidence: Evidence) -> Gain:
 
     With several loaders the cautious end is nothing: the wait may be for the others.
     """
-    share = evidence.share(evidence.buckets.data_wait_s)
-    return by_removing(share, 0.0 if _several_loaders(evidence) else evidence.thresholds.recovered_low)
+    return by_removing(evidence.data_wait_share, 0.0 if _several_loaders(evidence) else LIMITS.recovered_low)
 
 
 def _several_loaders(evidence: Evidence) -> bool:

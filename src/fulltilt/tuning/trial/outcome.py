@@ -10,7 +10,6 @@ from statistics import fmean, pvariance
 from typing import Literal
 
 from fulltilt.diagnosis.evidence import Evidence, gather, invalid_because
-from fulltilt.diagnosis.thresholds import DEFAULT
 from fulltilt.records import LoaderRecord, RankRecord, Run, Settings, Trial
 from fulltilt.tuning.space import Attempt, is_loader_only
 from fulltilt.tuning.trial.launch import Ended
@@ -46,7 +45,7 @@ def conclude(
     ``studied`` is the loader whose settings are tried.
     """
     state, note = _state(attempt, ended, answer, run, start)
-    evidence = gather(run, DEFAULT) if run is not None else None
+    evidence = gather(run) if run is not None else None
     rate = rate_of(answer.blocks) if answer is not None else None
     ranks = answer.world_size if answer is not None else 1
     losses = answer.losses[:MOST_KEPT_LOSSES] if answer is not None else ()
@@ -131,7 +130,7 @@ def _state(
     if start is not None and (worse := worse_by(start.losses, answer.losses)) is not None:
         return "diverged", worse
     # The GPU's figures are not its own while it is slowed down.
-    throttled = None if run is None else invalid_because(gather(run, DEFAULT))
+    throttled = None if run is None else invalid_because(gather(run))
     if throttled is not None:
         return "throttled", throttled
     return "ok", "; ".join((*([not_finite] if not_finite else ()), *answer.remarks)) or None
