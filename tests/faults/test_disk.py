@@ -17,6 +17,7 @@ import torch
 
 from fulltilt import feed, store
 from fulltilt.errors import DoesNotFit, MachineError
+from fulltilt.feed.disk_cache import list_caches
 from fulltilt.train import checkpoint, checkpoint_files
 from fulltilt.train.checkpoint import KeepPolicy, Writer, newest_complete
 from tests.faults import victim
@@ -278,7 +279,7 @@ def batches_of(cache_dir: Path) -> list[float]:
 def test_a_cache_that_cannot_fit_is_refused_before_it_is_filled(small: Path) -> None:
     with pytest.raises(DoesNotFit, match=r"needs 160.0 KiB; disk has room for .*\n.*residency='auto'"):
         batches_of(small / "cache")
-    assert not list(small.rglob("rows.bin"))
+    assert not [path for path in small.rglob("*") if path.is_file() and path.name != ".fulltilt"]
 
 
 @pytest.mark.parametrize("number", [errno.EDQUOT, errno.EIO, errno.EROFS])
@@ -303,8 +304,9 @@ def test_a_poisoned_cache_is_believed_only_with_right_checksums(tmp_path: Path) 
     """Checksums are against damage. Whoever may write into the cache folder may write other samples."""
     right = [float(i * i) for i in range(20)] * 2
     assert batches_of(tmp_path / "cache") == right
-    (rows,) = (tmp_path / "cache").rglob("rows.bin")
-    with rows.open("r+b") as file:
+    (entry,) = list_caches(tmp_path / "cache")
+    with entry.path.open("r+b") as file:
+        file.seek(-20 * 2048 * 4, os.SEEK_END)
         file.write(torch.full((2048,), 7.0).numpy().tobytes())
     assert batches_of(tmp_path / "cache") == right, "wrong bytes under the checksum of others are made anew"
 

@@ -37,7 +37,7 @@ from fulltilt.cli.streams import complain
 from fulltilt.cli.tune import end_study
 from fulltilt.diagnosis import answer
 from fulltilt.errors import FulltiltError
-from fulltilt.feed.disk_cache import CacheFull, CacheKey, list_caches, open_cache
+from fulltilt.feed.disk_cache import CacheFull, list_caches, open_cache
 from fulltilt.feed.sample_layout import layout_of
 from fulltilt.recipes import options
 from fulltilt.recorder.loaders.overrides import read_loader, read_settings
@@ -277,7 +277,7 @@ LAYOUT = layout_of(ROWS[0])
 
 def make_cache(folder: Path) -> None:
     for name, count in (("whole", len(ROWS)), ("half", len(ROWS) // 2)):
-        cache, _ = open_cache(folder, CacheKey(name, {"code": name}, True), LAYOUT, len(ROWS))
+        cache, _ = open_cache(folder, name, LAYOUT, len(ROWS))
         cache.write(torch.arange(count), ROWS[:count].view(torch.uint8))
         cache.finish()
         cache.close()
@@ -288,7 +288,7 @@ def read_cache(folder: Path) -> None:
     list_caches(folder)
     for name in ("whole", "half"):
         try:
-            cache, _ = open_cache(folder, CacheKey(name, {"code": name}, True), LAYOUT, len(ROWS))
+            cache, _ = open_cache(folder, name, LAYOUT, len(ROWS))
         except CacheFull:
             continue  # the job goes on without it
         there = cache.has(torch.arange(len(ROWS))).nonzero().flatten()

@@ -22,12 +22,11 @@ from fulltilt import feed
 from fulltilt.errors import DoesNotFit, MachineError, UsageError
 from fulltilt.feed import cache_policy
 from fulltilt.feed.disk_cache import (
-    MARKS,
+    FORMAT,
+    HEADER_BYTES,
     PARTIAL,
-    ROWS,
     SUB_FOLDER,
     CacheFull,
-    CacheKey,
     default_cache_dir,
     list_caches,
     make_room,
@@ -119,22 +118,28 @@ def test_a_damaged_row_of_a_complete_cache_is_not_served(files, cache_dir):
     """A bit that has turned on the disk, in a row that is not among those drawn anew for comparison."""
     run(Files(files), cache_dir, checks=2)
     (entry,) = list_caches(cache_dir)
-    with (entry.folder / ROWS).open("r+b") as rows:
-        rows.seek(3 * 512)
-        rows.write(b"\xff")
+    with entry.path.open("r+b") as cache:
+        cache.seek(-9 * 512, os.SEEK_END)
+        cache.write(b"\xff")
     served, loader = run(Files(files), cache_dir, checks=2)
     assert "the one there was damaged in its sample 3" in opened(loader)
     assert torch.equal(torch.cat(served), torch.stack([Files(files)[i] for i in range(len(Files(files)))]))
     assert "found" in opened(run(Files(files), cache_dir, checks=2)[1])
 
 
+def write_other_rows(path):
+    with path.open("r+b") as cache:
+        cache.seek(HEADER_BYTES)
+        cache.write(zlib.crc32(b"\xff" * 512).to_bytes(4, "little"))
+        cache.seek(-12 * 512, os.SEEK_END)
+        cache.write(b"\xff" * 512)
+
+
 def test_a_cache_that_lies_is_refused(files, cache_dir):
     """Same files and code as far as anybody can see, and yet other rows: compared with the data set itself."""
     run(Files(files), cache_dir)
     (entry,) = list_caches(cache_dir)
-    with (entry.folder / ROWS).open("r+b") as rows, (entry.folder / MARKS).open("r+b") as marks:
-        rows.write(b"\xff" * 512)
-        marks.write(zlib.crc32(b"\xff" * 512).to_bytes(4, "little"))
+    write_other_rows(entry.path)
     served, loader = run(Files(files), cache_dir)
     assert any("the cache was refused: its sample 0" in note for note in loader.notes)
     assert served[0][0, 0] == 0
@@ -205,31 +210,19 @@ def test_a_foreign_folder_among_our_caches_stays(files, cache_dir):
     assert theirs.exists()
 
 
-def test_a_file_put_into_a_cache_is_not_deleted_with_it(files, cache_dir):
-    run(Files(files), cache_dir)
-    (entry,) = list_caches(cache_dir)
-    (entry.folder / "notes.txt").write_text("mine")
-    cleared = command("clear", "--dir", str(cache_dir)).stdout
-    assert "0 of 1 caches removed, 0 bytes freed" in cleared
-    assert "may not be deleted" in cleared
-    assert (entry.folder / "notes.txt").read_text() == "mine"
-
-
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("link", [os.symlink, os.link])
-def test_no_link_in_a_cache_is_written_through(files, cache_dir, tmp_path, link, whole):
+def test_no_link_in_the_place_of_a_cache_is_written_through(files, cache_dir, tmp_path, link, partial):
     victim = tmp_path / "victim"
     victim.write_bytes(b"x" * 12 * 512)
     iterator, loader = start(Files(files), cache_dir)
+    if not partial:
+        list(iterator)
     (entry,) = list_caches(cache_dir)
     iterator.close()
     loader.close()
-    if whole:
-        entry.folder.rename(tmp_path / "aside")
-        entry.folder.symlink_to(tmp_path / "aside")
-    else:
-        (entry.folder / ROWS).unlink()
-        link(victim, entry.folder / ROWS)
+    entry.path.unlink()
+    link(victim, entry.path)
     served, loader = run(Files(files), cache_dir)
     assert torch.equal(served[0], torch.stack([Files(files)[i] for i in range(12)]))
     assert victim.read_bytes() == b"x" * 12 * 512
@@ -258,42 +251,47 @@ def test_what_killed_runs_left_is_swept(files, cache_dir):
     run(Files(files), cache_dir)
     owned = OwnedFolder(cache_dir)
     for name in ("run-77-ab.partial", "cut-short.partial"):
-        owned.make(name)
-        os.close(owned.create(f"{name}/{ROWS}"))
-    with os.fdopen(owned.create("run-77-ab.partial/cache.json"), "wb") as header:
-        header.write(b"{}")
+        os.close(owned.create(name))
     assert sweep(cache_dir) == 2
-    assert sorted(os.listdir(cache_dir)) == sorted([".fulltilt", list_caches(cache_dir)[0].folder.name])
+    assert sorted(os.listdir(cache_dir)) == sorted([".fulltilt", list_caches(cache_dir)[0].path.name])
 
 
-def cut_rows(folder):
-    os.truncate(folder / ROWS, 100)
+def cut_rows(path):
+    os.truncate(path, HEADER_BYTES + 100)
 
 
-def other_shapes(folder):
-    header = json.loads((folder / "cache.json").read_text())
-    (folder / "cache.json").write_text(json.dumps({**header, "layout": "float64[9]", "samples": -3}))
+def header_of(path):
+    return json.loads(path.read_bytes()[:HEADER_BYTES].rstrip(b"\0"))
 
 
-def deep_header(folder):
-    (folder / "cache.json").write_text("[" * 100_000)
+def write_header(path, header):
+    with path.open("r+b") as cache:
+        cache.write(header.encode().ljust(HEADER_BYTES, b"\0"))
 
 
-def no_header(folder):
-    (folder / "cache.json").unlink()
-    os.mkfifo(folder / "cache.json")
+def other_samples(path):
+    write_header(path, json.dumps({**header_of(path), "samples": -3}))
 
 
-def rows_are_a_folder(folder):
-    (folder / ROWS).unlink()
-    (folder / ROWS).mkdir()
+def deep_header(path):
+    write_header(path, "[" * HEADER_BYTES)
 
 
-@pytest.mark.parametrize("poison", [cut_rows, other_shapes, deep_header, no_header, rows_are_a_folder])
+def a_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def a_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("poison", [cut_rows, other_samples, deep_header, a_pipe, a_folder])
 def test_a_poisoned_cache_is_never_served(files, cache_dir, poison):
     run(Files(files), cache_dir)
     (entry,) = list_caches(cache_dir)
-    poison(entry.folder)
+    poison(entry.path)
     served, loader = run(Files(files), cache_dir)
     assert torch.equal(served[0], torch.stack([Files(files)[i] for i in range(12)]))
     assert "cache new" in opened(loader) or "not made by Fulltilt" in opened(loader)
@@ -303,16 +301,14 @@ def test_foreign_rows_that_cannot_be_deleted_are_not_served(files, cache_dir, tm
     """A complete cache with valid checksums and other rows, copied into the folder by hand."""
     run(Files(files), cache_dir)
     (entry,) = list_caches(cache_dir)
-    shutil.copytree(entry.folder, tmp_path / "copy")
-    with (tmp_path / "copy" / ROWS).open("r+b") as rows, (tmp_path / "copy" / MARKS).open("r+b") as marks:
-        rows.write(b"\xff" * 512)
-        marks.write(zlib.crc32(b"\xff" * 512).to_bytes(4, "little"))
-    assert OwnedFolder(cache_dir).remove(entry.folder)
-    (tmp_path / "copy").rename(entry.folder)
+    shutil.copy(entry.path, tmp_path / "copy")
+    write_other_rows(tmp_path / "copy")
+    assert OwnedFolder(cache_dir).remove(entry.path)
+    (tmp_path / "copy").rename(entry.path)
     served, loader = run(Files(files), cache_dir)
     assert served[0][0, 0] == 0
     assert loader.tier == "none"
-    assert entry.folder.exists()
+    assert entry.path.exists()
 
 
 def test_without_a_home_the_cache_lies_in_a_temporary_folder(monkeypatch):
@@ -369,14 +365,8 @@ def test_killed_while_writing_and_run_again(cache_dir, monkeypatch):
     process.join()
     (entry,) = list_caches(cache_dir)
     assert not entry.complete
-    # What a power cut adds: a row whose checksum came to the disk and whose bytes did not.
-    with (entry.folder / ROWS).open("r+b") as rows:
-        rows.seek(4321)
-        rows.write(b"torn")
     monkeypatch.setenv("PAUSE_S", "0")
-    how = train(cache_dir, lambda number: None)
-    assert "taken up again at" in how
-    assert "(1 torn)" in how
+    assert "cache new" in train(cache_dir, lambda number: None)
     (entry,) = list_caches(cache_dir)
     assert entry.complete
 
@@ -397,7 +387,7 @@ def test_a_disk_that_fills_up_while_caching_does_not_stop_training(cache_dir, ca
     with feed.loader(dataset, 4, residency="disk", cache_dir=cache_dir, num_workers=2, shuffle=True) as loader:
         loader._device_batches.copies_ahead = prefetches
         loader._cache.settle(model_has_run=True)
-        with largest_file(20 * 448):  # half of the rows
+        with largest_file(HEADER_BYTES + 20 * 448):  # half of the rows
             for _ in range(2):
                 served = list(loader)
                 assert sorted(int(label) for _, labels in served for label in labels) == list(range(40))
@@ -425,13 +415,13 @@ def test_the_cap_deletes_what_was_used_longest_ago(cache_dir, monkeypatch):
         for entry in list_caches(cache_dir):
             used = time.time() - 1000 + 100 * len(list_caches(cache_dir))
             if entry.used_at_s > time.time() - 500:
-                os.utime(entry.folder / "cache.json", (used, used))
+                os.utime(entry.path, (used, used))
     newest, middle, oldest = list_caches(cache_dir)
     total = newest.size_bytes + middle.size_bytes + oldest.size_bytes
     make_room(cache_dir, 10, total + 10)
     assert len(list_caches(cache_dir)) == 3
     make_room(cache_dir, 11, total + 10)
-    assert [entry.folder for entry in list_caches(cache_dir)] == [newest.folder, middle.folder]
+    assert [entry.path for entry in list_caches(cache_dir)] == [newest.path, middle.path]
     with pytest.raises(CacheFull, match="may take 5"):
         make_room(cache_dir, 6, 5)
     monkeypatch.setenv("FULLTILT_CACHE_LIMIT_BYTES", "100")
@@ -441,10 +431,10 @@ def test_the_cap_deletes_what_was_used_longest_ago(cache_dir, monkeypatch):
 
 def test_two_ranks_fill_one_cache(files, cache_dir):
     dataset = Files(files)
-    made_from, layout = CacheKey("Files", {}, reusable=True), layout_of(dataset[0])
-    left, _ = open_cache(cache_dir, made_from, layout, 12)
-    right, how = open_cache(cache_dir, made_from, layout, 12)
-    assert "taken up again at 0" in how
+    layout = layout_of(dataset[0])
+    left, _ = open_cache(cache_dir, "Files", layout, 12)
+    right, how = open_cache(cache_dir, "Files", layout, 12)
+    assert how == "shared with other processes"
     rows = torch.zeros(12, layout.row_bytes, dtype=torch.uint8)
     for index in range(12):
         layout.pack(dataset[index], rows[index])
@@ -506,20 +496,20 @@ def test_the_cache_command_lists_and_clears(files, cache_dir):
 
 
 def test_odd_caches_do_no_harm_and_are_shown_escaped(cache_dir):
-    odd = {"a": "{}", "b": "[1]", "c": "{", "d": json.dumps({"samples": "many"})}
-    named = json.dumps({"label": "Files /data/\x1b[31m\udcff\n", "samples": 3})
+    odd = {"a": "{}", "b": "[1]", "c": "{", "d": json.dumps({"format": FORMAT, "label": "", "samples": "many"})}
+    named = json.dumps({"format": FORMAT, "label": "Files /data/\x1b[31m\udcff\n", "samples": 3})
     owned = OwnedFolder.claim(cache_dir, "cache")
     for name, header in {**odd, "f\x1b[2J\n": named}.items():
-        owned.make(name)
-        for part, data in (("cache.json", header.encode()), ("rows.bin", b""), ("marks.bin", b"")):
-            owned.write(f"{name}/{part}", data)
+        owned.write(name, header.encode())
     (cache_dir / "file").write_text("")
     listed = command("list", "--dir", str(cache_dir))
     assert listed.exit_code == 0, listed.exception
     assert "Files /data/\ufffd[31m\ufffd" in listed.stdout
     assert "f\ufffd[2J" in listed.stdout
     assert "\x1b" not in listed.stdout
-    assert "2 of 2 caches removed" in command("clear", "--dir", str(cache_dir)).stdout  # those with a header that reads
+    cleared = command("clear", "--dir", str(cache_dir)).stdout
+    assert "1 of 1 caches removed" in cleared  # the one with a header that reads
+    assert "4 unfinished caches of killed jobs removed" in cleared
     assert command("list", "--dir", str(cache_dir / "file")).exit_code == 0
     assert (cache_dir / "file").exists()
 
@@ -528,12 +518,11 @@ def test_control_characters_in_names_reach_no_terminal(files, tmp_path):
     where = tmp_path / "caches\x1b]0;owned\x07\u202e"
     run(Files(files), where)
     (entry,) = list_caches(where)
-    evil = entry.folder.with_name("\x1b[2J\x9b31m\rnone")
-    OwnedFolder(where).move(entry.folder, evil)
-    header = evil / "cache.json"
-    header.write_text(json.dumps({**json.loads(header.read_text()), "label": "\x1b]0;data\x07\nsecond line"}))
-    OwnedFolder(where).record(header)
-    assert list_caches(where)[0].folder == evil
+    evil = entry.path.with_name("\x1b[2J\x9b31m\rnone")
+    OwnedFolder(where).move(entry.path, evil)
+    write_header(evil, json.dumps({**header_of(evil), "label": "\x1b]0;data\x07\nsecond line"}))
+    OwnedFolder(where).record(evil)
+    assert list_caches(where)[0].path == evil
     for arguments in ((), ("list", "--json"), ("clear", "--name", "nothing"), ("clear",), ()):
         shown = command(*arguments, "--dir", str(where)).stdout
         assert all(character.isprintable() or character == "\n" for character in shown), ascii(shown)

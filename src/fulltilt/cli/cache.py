@@ -35,15 +35,13 @@ def cache(
     from fulltilt.figures import one_line
 
     where = folder_of_caches(folder if folder is not None else default_cache_dir())
-    entries = [
-        entry for entry in list_caches(where) if name is None or name in entry.folder.name or name in entry.label
-    ]
+    entries = [entry for entry in list_caches(where) if name is None or name in entry.path.name or name in entry.label]
     removed = [entry for entry in entries if action == "clear" and remove(entry)]
     left_over = sweep(where) if action == "clear" else 0
     if as_json:
         described = [
             {
-                "folder": str(entry.folder),
+                "folder": str(entry.path),
                 "data_set": entry.label,
                 "samples": entry.samples,
                 "size_bytes": entry.size_bytes,
@@ -64,7 +62,7 @@ def cache(
         for entry in entries:
             if entry not in removed:
                 why = "in use by a running job" if entry.in_use else "may not be deleted"
-                print(f"{why}: {one_line(entry.folder.name)}  {one_line(entry.label)}")
+                print(f"{why}: {one_line(entry.path.name)}  {one_line(entry.label)}")
         return
     if not entries:
         print(f"no caches in {one_line(str(where))}")
@@ -73,7 +71,7 @@ def cache(
     for entry in entries:
         state = "in use" if entry.in_use else "complete" if entry.complete else "partial"
         print(
-            f"{one_line(entry.folder.name)[:34]:<34} {in_words(entry.size_bytes):>10} {entry.samples:>9}  {state:<10} "
+            f"{one_line(entry.path.name)[:34]:<34} {in_words(entry.size_bytes):>10} {entry.samples:>9}  {state:<10} "
             f"{_ago(entry.used_at_s):<12} {one_line(entry.label)}"
         )
     print(f"{in_words(sum(entry.size_bytes for entry in entries))} in {one_line(str(where))}")

@@ -14,7 +14,7 @@ from fulltilt.errors import DataError, FulltiltError, UsageError
 from fulltilt.feed.dataset_check import DECLARE, Inspection
 from fulltilt.feed.dataset_objects import Attributes, Generators, attributes, changed_attribute
 from fulltilt.feed.device_prefetch import RowReader, Store
-from fulltilt.feed.disk_cache import CacheFull, CacheKey, DiskStore, default_cache_dir, default_limit_bytes, open_cache
+from fulltilt.feed.disk_cache import CacheFull, DiskStore, default_cache_dir, default_limit_bytes, open_cache
 from fulltilt.feed.epoch_order import spread
 from fulltilt.feed.sample_layout import Layout
 from fulltilt.feed.sample_reader import BadSamples, Failure, SampleReader
@@ -200,9 +200,9 @@ class SampleCache:
             return store, ""
         if tier == "disk":
             named = self._cache_key is not None
-            key = CacheKey(f"{type(self.dataset).__name__} {self._cache_key or ''}".strip(), "", reusable=named)
+            label = f"{type(self.dataset).__name__} {self._cache_key or ''}".strip()
             cache, how = open_cache(
-                self._cache_dir, key, self.layout, self.samples, limit_bytes=self._cache_limit_bytes
+                self._cache_dir, label, self.layout, self.samples, keep=named, limit_bytes=self._cache_limit_bytes
             )
             if not named:
                 how += "; for this run only: cache_key='...' names the data for the next run"

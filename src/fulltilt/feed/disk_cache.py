@@ -1,17 +1,16 @@
-"""The disk tier: decoded rows in a mapped file that the next run finds again, and the folder of such caches.
+"""The disk tier: decoded rows in a mapped file that the next run finds again, and the folder of such files.
 
-    <cache>/<key>.partial/    while it is being written; a later run or another rank goes on where it stands
-    <cache>/<key>/            complete; renamed as a whole, so that it exists fully or not at all
-        cache.json            what it is, and what it was made for
-        rows.bin              packed rows, one after the other
-        marks.bin             one checksum for each row, written after the row; 0 means not there
+    <cache>/<key>.partial    while it is being written; the ranks of a job write it together
+    <cache>/<key>            complete; renamed, so that it exists fully or not at all
+
+A file holds a header (JSON, what it is and what it was made for), one checksum for each row (0 means not there), and
+the packed rows. What a killed job leaves unfinished is deleted, not taken up again.
 
 The folder is an ``OwnedFolder``: only what its marker lists is written or removed, and no link is followed.
 
 Rows are written with ``pwrite``, not through the mapping: a full disk is then an error that can be caught, where a
-store to a mapped page would end the process with SIGBUS. A row counts when its checksum is there, and when a partial
-cache is taken up again every checksum is recomputed: a row torn by a kill or a power cut is made anew.
-Several processes may write at once, because they write the same bytes to the same places.
+store to a mapped page would end the process with SIGBUS. A row counts when its checksum is there, which is written
+after it. Several processes may write at once, because they write the same bytes to the same places.
 """
 
 from __future__ import annotations
@@ -31,10 +30,8 @@ import time
 import warnings
 import weakref
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -46,20 +43,17 @@ from fulltilt.store.owned_folder import MARKER, OwnedFolder, is_private, kind_of
 
 try:
     import fcntl
-except ImportError:  # Windows: caches there are not protected from a clearing command while a job uses them
+except ImportError:  # Windows: no disk tier there
     fcntl = None  # type: ignore[assignment]
 
-FORMAT = 1
-HEADER, ROWS, MARKS = "cache.json", "rows.bin", "marks.bin"
-PARTIAL, ONE_RUN = ".partial", "run-"
+FORMAT = 2
+PARTIAL = ".partial"
 KIND = "cache"
 # Where the folder asked for holds other files, or anybody may write into it.
 SUB_FOLDER = "fulltilt-cache"
+HEADER_BYTES = 16 * 1024  # whole pages, on every machine
 # Of a complete cache so much is compared with its checksums: a quarter of a second, and all of a small one.
 CHECKED_BYTES, CHECKED_ROWS = 256 * 1024**2, 10_000
-_HEADER_BYTES = 1024**2
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 class CacheFull(Exception):  # noqa: N818 - an event; the job goes on without the cache
@@ -67,27 +61,10 @@ class CacheFull(Exception):  # noqa: N818 - an event; the job goes on without th
 
 
 @dataclass(frozen=True)
-class CacheKey:
-    """What a cache was made for: ``label`` names the data set, ``made_from`` what of it (files, arguments).
-
-    Only a ``reusable`` one is looked for by the next run.
-    """
-
-    label: str
-    made_from: str
-    reusable: bool
-
-    def folder_name(self, layout: Layout, samples: int) -> str:
-        """The same for equal keys, layouts and numbers of samples."""
-        named = (FORMAT, self.label, self.made_from, layout.describe(), samples)
-        return hashlib.blake2b(repr(named).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-
-
-@dataclass(frozen=True)
 class CacheEntry:
     """One cache on disk, as ``fulltilt cache list`` shows it."""
 
-    folder: Path
+    path: Path
     label: str
     samples: int
     size_bytes: int
@@ -136,22 +113,17 @@ def _owned(cache_dir: Path) -> OwnedFolder | None:
 def list_caches(cache_dir: Path) -> list[CacheEntry]:
     """Every cache that Fulltilt has made for ``cache_dir``, the most recently used first."""
     owned = _owned(cache_dir)
-    entries = [entry for name in _top_level(owned) if (entry := _read_entry(owned.path / name))] if owned else []
+    entries = [entry for name in owned.entries() if (entry := _read_entry(owned.path / name))] if owned else []
     return sorted(entries, key=lambda entry: -entry.used_at_s)
 
 
 def remove(entry: CacheEntry) -> bool:
-    """Delete a cache; False if a running job uses it, if it holds what others have put there, or if it may not be."""
-    owned = OwnedFolder(entry.folder.parent)
-    with _lock_alone(entry.folder) as alone:
-        return alone and owned.remove(entry.folder)
+    """Delete a cache; False if a running job uses it, if it is not Fulltilt's any more, or if it may not be."""
+    return not _in_use(entry.path) and OwnedFolder(entry.path.parent).remove(entry.path)
 
 
 def sweep(cache_dir: Path) -> int:
-    """Delete what killed runs left and nobody can use; returns how many folders.
-
-    That is caches whose making was cut short, and those that were for one run only.
-    """
+    """Delete what killed runs left unfinished, and what is no cache of this version; returns how many."""
     owned = _owned(cache_dir)
     if owned is None:
         return 0
@@ -162,18 +134,11 @@ def sweep(cache_dir: Path) -> int:
 def _sweep(owned: OwnedFolder) -> int:
     """The caller has the lock: nobody is making a cache at this moment."""
     removed = 0
-    for name in _top_level(owned):
-        folder = owned.path / name
-        if read_header(folder) is None:
+    for name in owned.entries():
+        entry = _read_entry(owned.path / name)
+        if entry is None or not (entry.complete or entry.in_use):
             removed += owned.remove(name)
-        elif name.startswith(ONE_RUN):
-            with _lock_alone(folder) as alone:
-                removed += alone and owned.remove(name)
     return removed
-
-
-def _top_level(owned: OwnedFolder) -> list[str]:
-    return [name for name in owned.entries() if "/" not in name]
 
 
 def default_limit_bytes(cache_dir: Path) -> int | None:
@@ -221,44 +186,28 @@ def free_disk_bytes(folder: Path) -> int | None:
     return None
 
 
-def read_header(folder: Path) -> dict[str, Any] | None:
-    """What ``cache.json`` says; None if it cannot be read."""
+def _read_entry(path: Path) -> CacheEntry | None:
     try:
-        with os.fdopen(_open_file(folder, HEADER, os.O_RDONLY), "rb") as file:
-            header = json.loads(file.read(_HEADER_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return header if isinstance(header, dict) else None
-
-
-def _read_entry(folder: Path) -> CacheEntry | None:
-    header = read_header(folder)
-    if header is None:
-        return None
-    samples = header.get("samples", 0)
-    if type(samples) is not int:
-        return None
-    try:
-        # Blocks, not length: a half-written file is sparse.
-        size = sum((folder / name).lstat().st_blocks * 512 for name in (ROWS, MARKS))
-        used = (folder / HEADER).lstat().st_mtime
+        fd = _open_file(path, os.O_RDONLY)
     except OSError:
         return None
-    with _lock_alone(folder) as alone:
-        in_use = not alone
-    label = str(header.get("label", "?"))
-    return CacheEntry(folder, label, samples, size, not folder.name.endswith(PARTIAL), used, in_use)
-
-
-def _open_file(folder: Path, name: str, flags: int) -> int:
-    """A descriptor of a plain file in ``folder``; neither may be a link, and a second name of a file is refused."""
-    if not hasattr(os, "O_DIRECTORY"):  # Windows
-        return os.open(folder / name, flags | _NO_FOLLOW)
-    folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | _NO_FOLLOW)
     try:
-        fd = os.open(name, flags | _NO_FOLLOW, dir_fd=folder_fd)
+        status, header = os.fstat(fd), json.loads(os.pread(fd, HEADER_BYTES, 0).rstrip(b"\0"))
+        if header["format"] != FORMAT or type(header["samples"]) is not int:
+            return None
+        label, samples = str(header["label"]), header["samples"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
     finally:
-        os.close(folder_fd)
+        os.close(fd)
+    # Blocks, not length: a half-written file is sparse.
+    size, complete = status.st_blocks * 512, not path.name.endswith(PARTIAL)
+    return CacheEntry(path, label, samples, size, complete, status.st_mtime, _in_use(path))
+
+
+def _open_file(path: Path, flags: int) -> int:
+    """A descriptor of a plain file; no link is followed, and a second name of a file is refused."""
+    fd = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         os.close(fd)
@@ -266,56 +215,55 @@ def _open_file(folder: Path, name: str, flags: int) -> int:
     return fd
 
 
-def _lock(folder: Path, *, shared: bool) -> int | None:
-    """A descriptor that marks the cache as in use until it is closed (the kernel does so at a kill too)."""
+def _in_use(path: Path) -> bool:
+    """Whether a process has the cache open: it holds a shared lock, which the kernel ends at a kill too."""
     try:
-        fd = _open_file(folder, HEADER, os.O_RDONLY)
+        fd = _open_file(path, os.O_RDONLY)
     except OSError:
-        return None
+        return False
     try:
         if fcntl is not None:
-            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
     except OSError:
-        os.close(fd)
-        return None
-    return fd
-
-
-@contextlib.contextmanager
-def _lock_alone(folder: Path) -> Iterator[bool]:
-    fd = _lock(folder, shared=False)
-    try:
-        yield fd is not None
+        return True
     finally:
-        if fd is not None:
-            os.close(fd)
+        os.close(fd)
 
 
 # --------------------------------------------------------------------------- one cache
 
 
 class DiskStore(HostStore):
-    """Rows of one data set in a mapped file. Raises CacheFull when the disk is."""
+    """Rows of one data set in a mapped file. Raises OSError where there is none, CacheFull when the disk is full.
 
-    def __init__(
-        self, owned: OwnedFolder, name: str, samples: int, row_bytes: int, lock: int, *, keep: bool, complete: bool
-    ) -> None:
+    ``keep``: the next run may find it; else it is deleted when it is closed.
+    """
+
+    def __init__(self, owned: OwnedFolder, name: str, samples: int, row_bytes: int, *, keep: bool) -> None:
         self.keep = keep
-        self.complete = complete
-        self._owned, self._name, self._lock, self._row_bytes = owned, name, lock, row_bytes
+        self.complete = not name.endswith(PARTIAL)
+        self._owned, self._name, self._row_bytes = owned, name, row_bytes
         # A complete cache is only read, and may lie where this user cannot write.
-        mode = os.O_RDONLY if complete else os.O_RDWR
-        self._rows_fd, self._marks_fd = _open_file(self.folder, ROWS, mode), _open_file(self.folder, MARKS, mode)
-        rows = _mapped(self._rows_fd, samples * row_bytes).view(samples, row_bytes)
-        self._marks = _mapped(self._marks_fd, samples * 4).view(torch.int32)
-        super().__init__(rows, self._marks)
+        self._fd = _open_file(self.path, os.O_RDONLY if self.complete else os.O_RDWR)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self._rows_at, size = _places(samples, row_bytes)
+            if os.fstat(self._fd).st_size != size:
+                raise OSError(errno.EINVAL, "cut short")
+            mapped = _mapped(self._fd, size)
+        except (OSError, ValueError):
+            os.close(self._fd)
+            raise
+        self._marks = mapped[HEADER_BYTES : HEADER_BYTES + samples * 4].view(torch.int32)
+        super().__init__(mapped[self._rows_at :].view(samples, row_bytes), self._marks)
         if not keep:
             # Also when the job ends without closing it.
             weakref.finalize(self, _remove_as, os.getpid(), owned, name)
 
     @property
-    def folder(self) -> Path:
-        """Where the files lie."""
+    def path(self) -> Path:
+        """Where the file lies."""
         return self._owned.path / self._name
 
     def has(self, indices: torch.Tensor) -> torch.Tensor:
@@ -327,8 +275,8 @@ class DiskStore(HostStore):
         try:
             for position, index in enumerate(indices.tolist()):
                 data = _bytes_of(rows[position])
-                _write_fully(self._rows_fd, data, index * self._row_bytes)
-                _write_fully(self._marks_fd, _mark(data).to_bytes(4, "little"), index * 4)
+                _write_fully(self._fd, data, self._rows_at + index * self._row_bytes)
+                _write_fully(self._fd, _mark(data).to_bytes(4, "little"), HEADER_BYTES + index * 4)
         except OSError as error:
             # Whatever ails the disk, training goes on from the source.
             raise CacheFull(f"{self._owned.path} cannot be written ({error.strerror})") from error
@@ -338,12 +286,12 @@ class DiskStore(HostStore):
         if self.complete or bool((self._marks == 0).any()):
             return self.complete
         try:
-            os.fsync(self._rows_fd)
-            os.fsync(self._marks_fd)
+            os.fsync(self._fd)
             if self.keep:
                 self._make_permanent()
         except (OSError, FulltiltError) as error:
-            raise CacheFull(f"{self._owned.path} cannot be written ({_why(error)})") from error
+            why = error.what if isinstance(error, FulltiltError) else error.strerror
+            raise CacheFull(f"{self._owned.path} cannot be written ({why})") from error
         self.complete = True
         return True
 
@@ -352,15 +300,23 @@ class DiskStore(HostStore):
         with self._owned.locked("", wait=True):
             if not os.path.lexists(self._owned.path / final) and self._owned.owns(self._name):
                 self._owned.move(self._name, final)
+                self._owned.record(final, growing=True)  # its time will tell when it was used last
         if os.path.lexists(self._owned.path / final):  # else it was cleared meanwhile; its rows can still be read
             self._name = final
 
+    def first_damaged(self) -> int | None:
+        """A row that is not what was written, among as many as can be read in a moment."""
+        samples, row_bytes = self.rows.shape
+        for index in spread(samples, max(1, min(CHECKED_ROWS, CHECKED_BYTES // row_bytes))):
+            if int(self._marks[index]) & 0xFFFFFFFF != _mark(_bytes_of(self.rows[index])):
+                return index
+        return None
+
     def close(self) -> None:
-        """Close the files; a cache that is for this run only is deleted."""
+        """Close the file; a cache that is for this run only is deleted."""
         super().close()
-        for fd in (self._rows_fd, self._marks_fd, self._lock):
-            with contextlib.suppress(OSError):
-                os.close(fd)
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
         if not self.keep:
             self._owned.remove(self._name)
 
@@ -373,124 +329,92 @@ class DiskStore(HostStore):
         """Close and delete a cache that is of no use; False when it is not ours and stays."""
         self.keep = False
         self.close()
-        return not os.path.lexists(self.folder)
+        return not os.path.lexists(self.path)
 
 
 def open_cache(
-    cache_dir: Path, key: CacheKey, layout: Layout, samples: int, *, limit_bytes: int | None = None
+    cache_dir: Path,
+    label: str,
+    layout: Layout,
+    samples: int,
+    *,
+    made_from: str = "",
+    keep: bool = True,
+    limit_bytes: int | None = None,
 ) -> tuple[DiskStore, str]:
-    """The cache for this key: complete, half-written and taken up again, or new; and in words which.
+    """The cache of the data set ``label``, made from these files and arguments: found, shared or new; in words which.
 
-    Raises CacheFull if it does not fit or a foreign folder is in its place, UsageError or MachineError if the folder
-    cannot be written.
+    ``keep`` False: a new one, for this run only. Raises CacheFull if it does not fit or a foreign file is in its place,
+    UsageError or MachineError if the folder cannot be written.
     """
+    if fcntl is None:
+        raise CacheFull("this system has no file locks, which the disk tier needs")
     owned = _claim(cache_dir)
+    named = repr((FORMAT, label, made_from, layout.describe(), samples)).encode("utf-8", "surrogateescape")
+    name = hashlib.blake2b(named, digest_size=16).hexdigest() if keep else f"run-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(PermissionError):  # where nothing may be written, nobody makes a cache
                 stack.enter_context(owned.locked("", wait=True))
-            return _open_cache(owned, cache_dir, key, layout, samples, limit_bytes)
+            store, how = _find(owned, name, layout, samples)
+            if store is None:
+                _sweep(owned)
+                make_room(cache_dir, samples * (layout.row_bytes + 4), limit_bytes)
+                _create(owned, name + PARTIAL, label, layout, samples)
+                store = DiskStore(owned, name + PARTIAL, samples, layout.row_bytes, keep=keep)
+            return store, how
     except OSError as error:
-        raise _as_full(error, owned.path) from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise CacheFull(f"{owned.path} is full ({error.strerror})") from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            told = f"the cache folder {owned.path} cannot be written: {error.strerror}"
+            raise UsageError(told, "Set cache_dir.") from error
+        raise FulltiltError(f"the cache in {owned.path} cannot be written: {error.strerror}") from error
 
 
-def _open_cache(
-    owned: OwnedFolder,
-    cache_dir: Path,
-    key: CacheKey,
-    layout: Layout,
-    samples: int,
-    limit_bytes: int | None,
-) -> tuple[DiskStore, str]:
-    final = key.folder_name(layout, samples)
-    found_damaged = None
-    for name, complete in ((final, True), (final + PARTIAL, False)):
-        folder = owned.path / name
-        writable = all(owned.owns(entry) for entry in (name, f"{name}/{ROWS}", f"{name}/{MARKS}"))
-        lock = _lock(folder, shared=True) if complete or writable else None
-        if lock is not None and _fits(folder, samples, layout):
-            store = DiskStore(owned, name, samples, layout.row_bytes, lock, keep=True, complete=complete)
-            with contextlib.suppress(OSError):  # somebody else's: then it is not for us to say when it was used
-                os.utime(lock)
-            if not complete:
-                dropped = _drop_torn_rows(store)
-                there = int((store._marks != 0).sum())
-                torn = f" ({dropped} torn)" if dropped else ""
-                return store, f"taken up again at {there} of {samples} samples{torn}"
-            if (damaged := _first_damaged(store)) is None:
-                return store, "found"
-            store.discard()
-            found_damaged = f"new; the one there was damaged in its sample {damaged}"
-        elif lock is not None:
-            os.close(lock)
+def _find(owned: OwnedFolder, final: str, layout: Layout, samples: int) -> tuple[DiskStore | None, str]:
+    """The complete cache of this name, or the one that other ranks are writing; what is of no use is deleted."""
+    how = "new"
+    for name in (final, final + PARTIAL):
+        path, complete = owned.path / name, name == final
+        if complete or (owned.owns(name) and _in_use(path)):
+            entry = _read_entry(path)
+            with contextlib.suppress(OSError, ValueError):
+                if entry is not None and entry.samples == samples:
+                    store = DiskStore(owned, name, samples, layout.row_bytes, keep=True)
+                    if not complete:
+                        return store, "shared with other processes"
+                    if (damaged := store.first_damaged()) is None:
+                        with contextlib.suppress(OSError):  # somebody else's: not for us to say when it was used
+                            os.utime(store._fd)
+                        return store, "found"
+                    store.discard()
+                    how = f"new; the one there was damaged in its sample {damaged}"
         if not owned.remove(name):
-            raise CacheFull(f"{folder} was not made by Fulltilt and is left as it is")
-    _sweep(owned)
-    make_room(cache_dir, samples * (layout.row_bytes + 4), limit_bytes)
-    keep = key.reusable
-    name = final + PARTIAL if keep else f"{ONE_RUN}{os.getpid()}-{secrets.token_hex(4)}{PARTIAL}"
+            raise CacheFull(f"{path} was not made by Fulltilt and is left as it is")
+    return None, how
+
+
+def _create(owned: OwnedFolder, name: str, label: str, layout: Layout, samples: int) -> None:
+    header = {"format": FORMAT, "label": label[:1000], "samples": samples, "created_at_s": time.time()}
+    fd = owned.create(name)
     try:
-        _create(owned, name, key, layout, samples)
+        os.truncate(fd, _places(samples, layout.row_bytes)[1])
+        os.write(fd, json.dumps(header).encode())
     except OSError:
         owned.remove(name)
         raise
-    lock = _lock(owned.path / name, shared=True)
-    assert lock is not None
-    store = DiskStore(owned, name, samples, layout.row_bytes, lock, keep=keep, complete=False)
-    return store, found_damaged or "new"
-
-
-def _create(owned: OwnedFolder, name: str, key: CacheKey, layout: Layout, samples: int) -> None:
-    """The header comes last: a folder without one was never whole."""
-    header = {
-        "format": FORMAT,
-        "label": key.label,
-        "samples": samples,
-        "row_bytes": layout.row_bytes,
-        "layout": layout.describe(),
-        "created_at_s": time.time(),
-    }
-    owned.make(name)
-    for file, size in ((ROWS, samples * layout.row_bytes), (MARKS, samples * 4)):
-        with os.fdopen(owned.create(f"{name}/{file}"), "wb") as empty:
-            empty.truncate(size)
-    with os.fdopen(owned.create(f"{name}/{HEADER}"), "wb") as written:
-        written.write(json.dumps(header, indent=1).encode() + b"\n")
-
-
-def _fits(folder: Path, samples: int, layout: Layout) -> bool:
-    """Whether a cache is of this format, whole in length, and of this layout."""
-    header = read_header(folder)
-    if header is None or header.get("format") != FORMAT or header.get("layout") != layout.describe():
-        return False
-    try:
-        lengths = (folder / ROWS).lstat().st_size, (folder / MARKS).lstat().st_size
-    except OSError:
-        return False
-    return header.get("samples") == samples and lengths == (samples * layout.row_bytes, samples * 4)
-
-
-def _first_damaged(store: DiskStore) -> int | None:
-    """A row of a complete cache that is not what was written, among as many as can be read in a moment."""
-    samples, row_bytes = store.rows.shape
-    looked_at = spread(samples, max(1, min(CHECKED_ROWS, CHECKED_BYTES // row_bytes)))
-    return next((index for index in looked_at if not _is_whole(store, index)), None)
-
-
-def _is_whole(store: DiskStore, index: int) -> bool:
-    return int(store._marks[index]) & 0xFFFFFFFF == _mark(_bytes_of(store.rows[index]))
-
-
-def _drop_torn_rows(store: DiskStore) -> int:
-    dropped = 0
-    for index in (store._marks != 0).nonzero().flatten().tolist():
-        if not _is_whole(store, index):
-            _write_fully(store._marks_fd, bytes(4), index * 4)
-            dropped += 1
-    return dropped
+    finally:
+        os.close(fd)
 
 
 # --------------------------------------------------------------------------- bytes
+
+
+def _places(samples: int, row_bytes: int) -> tuple[int, int]:
+    """Where the rows begin in the file, on a page of their own, and how long it is."""
+    rows_at = -(-(HEADER_BYTES + samples * 4) // HEADER_BYTES) * HEADER_BYTES
+    return rows_at, rows_at + samples * row_bytes
 
 
 def _mapped(fd: int, size: int) -> torch.Tensor:
@@ -518,15 +442,3 @@ def _write_fully(fd: int, data: bytes | memoryview, offset: int) -> None:
     while len(data):
         written = os.pwrite(fd, data, offset)
         data, offset = data[written:], offset + written
-
-
-def _why(error: Exception) -> str:
-    return error.what if isinstance(error, FulltiltError) else getattr(error, "strerror", None) or str(error)
-
-
-def _as_full(error: OSError, folder: Path) -> Exception:
-    if error.errno in _NO_SPACE:
-        return CacheFull(f"{folder} is full ({error.strerror})")
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return UsageError(f"the cache folder {folder} cannot be written: {error.strerror}", "Set cache_dir.")
-    return FulltiltError(f"the cache in {folder} cannot be written: {error.strerror}")

@@ -20,7 +20,7 @@ from fulltilt import cuda_capture
 from fulltilt.batch_observer import observed
 from fulltilt.errors import DataError, DoesNotFit, UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
-from fulltilt.feed.disk_cache import CacheFull, CacheKey, DiskStore, default_cache_dir, open_cache
+from fulltilt.feed.disk_cache import CacheFull, DiskStore, default_cache_dir, open_cache
 from fulltilt.feed.draws import mix
 from fulltilt.feed.epoch_order import Order, position, ranks
 from fulltilt.feed.hdf5_files import DAMAGED, BlockReader, describe
@@ -208,10 +208,11 @@ class Hdf5Loader:
         files = [(name, status.st_size, status.st_mtime_ns) for name, status in found]
         columns = []
         for column in self.source.columns:
-            key = CacheKey(f"HDF5 {files[0][0]} {column.key}", repr((files, self._blocks, column)), reusable=True)
+            label, made_from = f"HDF5 {files[0][0]} {column.key}", repr((files, self._blocks, column))
             layout = layout_of(torch.empty(self._reader.rows * column.row_bytes, dtype=torch.uint8))
             with self._disk_errors():
-                self._stores.append(open_cache(self._cache_dir, key, layout, len(self._blocks))[0])
+                store, _ = open_cache(self._cache_dir, label, layout, len(self._blocks), made_from=made_from)
+            self._stores.append(store)
             columns.append(self._stores[-1].rows.view(-1).view(column.dtype).view(-1, *column.shape))
         return columns
 
