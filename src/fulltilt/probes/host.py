@@ -7,9 +7,9 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -116,8 +116,7 @@ def proportional_bytes(pid: int) -> int:
 # --------------------------------------------------------------------------- counters
 
 
-@dataclass(frozen=True, slots=True)
-class CoreTimes:
+class CoreTimes(NamedTuple):
     """Seconds of one core since the machine started. ``iowait_s``: idle, with a process waiting for a disk."""
 
     busy_s: float
@@ -127,7 +126,7 @@ class CoreTimes:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Everything that only grows, at one moment."""
+    """Everything that only grows, at one moment. None is what this system does not keep."""
 
     at_s: float
     cores: tuple[CoreTimes, ...]
@@ -136,35 +135,24 @@ class Counters:
     disk_write_bytes: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """What the counters did between two moments."""
-
-    cpu_pct: float | None = None
-    cpu_per_core_pct: tuple[float, ...] | None = None
-    iowait_pct: float | None = None
-    swap_in_bytes_per_s: float | None = None
-    disk_read_bytes_per_s: float | None = None
-    disk_write_bytes_per_s: float | None = None
-
-
 def read_counters(now_s: float) -> Counters:
-    """The counters at ``now_s``; None for those that this system does not keep."""
+    """The counters at ``now_s``."""
     disk_read_bytes, disk_write_bytes = _disk_bytes()
     cores = tuple(_core_times(times) for times in psutil.cpu_times(percpu=True))
     return Counters(now_s, cores, _swap_in_bytes(), disk_read_bytes, disk_write_bytes)
 
 
-def rates_between(before: Counters, after: Counters) -> Rates:
-    """Means over the time between two readings."""
+def rates_between(before: Counters, after: Counters) -> HostReading:
+    """A reading with only what the counters tell: means over the time between the two."""
     span_s = after.at_s - before.at_s
-    cores = [_spent(*pair) for pair in zip(before.cores, after.cores, strict=False)]  # a core may come or go
-    total_s = sum(core.total_s for core in cores)
-    waits = [core.iowait_s for core in cores if core.iowait_s is not None]
-    return Rates(
-        cpu_pct=_pct(sum(core.busy_s for core in cores), total_s) if cores else None,
-        cpu_per_core_pct=tuple(_pct(core.busy_s, core.total_s) for core in cores) or None,
-        iowait_pct=_pct(sum(waits), total_s) if waits else None,
+    pairs = list(zip(before.cores, after.cores, strict=False))  # a core may come or go
+    busy_s = [new.busy_s - old.busy_s for old, new in pairs]
+    total_s = [new.total_s - old.total_s for old, new in pairs]
+    waits_s = [new.iowait_s - old.iowait_s for old, new in pairs if None not in (old.iowait_s, new.iowait_s)]  # type: ignore[operator]
+    return HostReading(
+        cpu_pct=_pct(sum(busy_s), sum(total_s)) if pairs else None,
+        cpu_per_core_pct=tuple(map(_pct, busy_s, total_s)) or None,
+        iowait_pct=_pct(sum(waits_s), sum(total_s)) if waits_s else None,
         swap_in_bytes_per_s=_rate(before.swap_in_bytes, after.swap_in_bytes, span_s),
         disk_read_bytes_per_s=_rate(before.disk_read_bytes, after.disk_read_bytes, span_s),
         disk_write_bytes_per_s=_rate(before.disk_write_bytes, after.disk_write_bytes, span_s),
@@ -176,12 +164,6 @@ def _core_times(times: Any) -> CoreTimes:
     total_s = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
     iowait_s: float | None = getattr(times, "iowait", None)
     return CoreTimes(total_s - times.idle - (iowait_s or 0.0), total_s, iowait_s)
-
-
-def _spent(before: CoreTimes, after: CoreTimes) -> CoreTimes:
-    waits = before.iowait_s is not None and after.iowait_s is not None
-    iowait_s = (after.iowait_s or 0.0) - (before.iowait_s or 0.0) if waits else None
-    return CoreTimes(after.busy_s - before.busy_s, after.total_s - before.total_s, iowait_s)
 
 
 def _pct(part_s: float, total_s: float) -> float:
@@ -274,7 +256,7 @@ class HostProbe:
         self._group = None if self._limit_bytes is None else MemoryGroup.find(root)
         self._tree_cpu_pct = self._tree.cpu_pct()
         self._counters = read_counters(clock())
-        self._rates = Rates()
+        self._rates = HostReading()
 
     def read(self) -> HostReading:
         """One reading; rates and CPU shares are means since the reading before, or since the probe was made."""
@@ -286,21 +268,16 @@ class HostProbe:
         memory = psutil.virtual_memory()
         used = None if self._group is None else self._group.used_bytes()
         shm_total_bytes, shm_free_bytes = shared_memory_bytes(self._root)
-        return HostReading(
-            cpu_pct=self._rates.cpu_pct,
-            cpu_per_core_pct=self._rates.cpu_per_core_pct,
-            iowait_pct=self._rates.iowait_pct,
+        return replace(
+            self._rates,
             load_1min=_load_1min(),
             mem_total_bytes=int(memory.total),
             mem_used_bytes=int(memory.total - memory.available) if used is None else used,
             mem_limit_bytes=self._limit_bytes,
             tree_pss_bytes=self._tree.pss_bytes(),
             tree_cpu_pct=self._tree_cpu_pct,
-            swap_in_bytes_per_s=self._rates.swap_in_bytes_per_s,
             shm_total_bytes=shm_total_bytes,
             shm_free_bytes=shm_free_bytes,
-            disk_read_bytes_per_s=self._rates.disk_read_bytes_per_s,
-            disk_write_bytes_per_s=self._rates.disk_write_bytes_per_s,
         )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import random
 import shutil
@@ -143,21 +141,22 @@ def read_rates(files: Sequence[FoundFile], deadline_s: float, budget_bytes: int,
     for file in files:
         if time.perf_counter() >= cold_until_s or first.bytes >= budget_bytes // 2:
             break
-        was_cold = _make_cold(file) if can_be_cold else False
+        dropped = can_be_cold and _drop_from_cache(file)
         result = _timed_read(file, buffer, cold_until_s)
         if result is None:
             continue
         done.append(file)
-        first.add(*result)
-        if was_cold is not False:
-            cold.add(*result)
+        size_bytes, seconds, was_cold = result
+        first.add(size_bytes, seconds)
+        if dropped and was_cold is not False:
+            cold.add(size_bytes, seconds)
             proven = proven and was_cold is True
     for file in done:
         if time.perf_counter() >= deadline_s or warm.bytes >= budget_bytes // 2:
             break
         result = _timed_read(file, buffer, deadline_s)
         if result is not None:
-            warm.add(*result)
+            warm.add(*result[:2])
     cold_rate, warm_rate = cold.per_s(cold.bytes), warm.per_s(warm.bytes)
     if not proven and cold_rate and warm_rate and cold_rate > _TOO_WARM * warm_rate:
         cold = _Tally()
@@ -170,54 +169,42 @@ def read_rates(files: Sequence[FoundFile], deadline_s: float, budget_bytes: int,
     )
 
 
-def _timed_read(file: FoundFile, buffer: bytearray, deadline_s: float) -> tuple[int, float] | None:
-    """Bytes read and seconds taken to open the file, read it up to the limit, and close it."""
+def _timed_read(file: FoundFile, buffer: bytearray, deadline_s: float) -> tuple[int, float, bool | None] | None:
+    """Bytes read, seconds taken to open the file, read it up to the limit and close it, and whether it was cold."""
     start_s = time.perf_counter()
     total = 0
     try:
         with Path(file.path).open("rb", buffering=0) as stream:
+            was_cold = _is_cold(stream.fileno())
             while total < _FILE_BYTES and (count := stream.readinto(buffer)):
                 total += count
                 if time.perf_counter() >= deadline_s:
                     break
     except OSError:
         return None  # it vanished, or we may not read it
-    return total, time.perf_counter() - start_s
+    return total, time.perf_counter() - start_s, was_cold
 
 
-def _make_cold(file: FoundFile) -> bool | None:
-    """Ask the kernel to drop the file from the page cache. True: it did; False: it did not; None: it does not say."""
+def _is_cold(descriptor: int) -> bool | None:
+    """Whether the file's start is not in memory; None where the system does not say. The kernel begins to read it."""
+    try:
+        return os.preadv(descriptor, [bytearray(1)], 0, os.RWF_NOWAIT) == 0  # nothing to read: an empty file
+    except BlockingIOError:
+        return True
+    except (OSError, AttributeError):
+        return None
+
+
+def _drop_from_cache(file: FoundFile) -> bool:
+    """Ask the kernel to drop the file from the page cache; False where it cannot be asked."""
     if not hasattr(os, "posix_fadvise"):
         return False
     try:
         with Path(file.path).open("rb", buffering=0) as stream:
             os.posix_fadvise(stream.fileno(), 0, _FILE_BYTES, os.POSIX_FADV_DONTNEED)
-            may_know = os.geteuid() in (0, os.fstat(stream.fileno()).st_uid) or os.access(file.path, os.W_OK)
-            length = min(file.size_bytes, _FILE_BYTES)
-            pages = _cached_pages(stream.fileno(), length) if may_know and length else None
     except OSError:
-        return None
-    return None if pages is None else pages == 0
-
-
-def _cached_pages(descriptor: int, length: int) -> int | None:
-    """Pages of the file's start that are in memory (mincore). The kernel lies to users who do not own the file."""
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.mmap.restype = ctypes.c_void_p
-        number = ctypes.c_int
-        libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, number, number, number, ctypes.c_long)
-        address = libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
-        if address in (None, ctypes.c_void_p(-1).value):
-            return None
-        try:
-            pages = (ctypes.c_ubyte * -(-length // mmap.PAGESIZE))()
-            failed = libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(length), pages)
-            return None if failed else sum(page & 1 for page in pages)
-        finally:
-            libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(length))
-    except (OSError, AttributeError):
-        return None  # no such function in this C library
+        pass  # a file system that has no such thing; whether the read was cold shows
+    return True
 
 
 # --------------------------------------------------------------------------- storage

@@ -64,7 +64,7 @@ class Recorder:
         self._spans = SpanBuilder(t0_ns, state, self._sampler)
         self.left = self.left_after = Activity.USER
         self._out: RankFiles | None = None
-        self.last_switch_ns = self.step_ns = self.previous_step_ns = time.perf_counter_ns()
+        self.last_switch_ns = time.perf_counter_ns()
         self._lock_turns = LockTurns()
         self._stop = threading.Event()
         self.pid = os.getpid()
@@ -107,7 +107,6 @@ class Recorder:
 
     def stepped(self) -> None:
         """An optimizer call has ended. After a burst of short steps the recorder rests."""
-        self.previous_step_ns, self.step_ns = self.step_ns, self.last_switch_ns
         rest = self.rest
         rest.measured()
         if rest.plan is not None and rest.awake_calls >= rest.plan.measured_calls:
