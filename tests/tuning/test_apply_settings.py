@@ -22,9 +22,6 @@ def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a trial changes for good, as its process ends with it."""
     for home, name in (
         (DataLoader, "__init__"),
-        (torch.autograd, "backward"),
-        (torch.optim.Optimizer, "__init__"),
-        (nn.Module, "zero_grad"),
         (nn.Module, "compile"),
     ):
         monkeypatch.setattr(home, name, getattr(home, name))
@@ -67,39 +64,6 @@ def test_a_batch_size_that_cannot_be_changed_is_told() -> None:
     sampler: Any = BatchSampler(RandomSampler(DATA), 4, drop_last=False)
     assert len(next(iter(DataLoader(DATA, batch_sampler=sampler)))[0]) == 4
     assert "batch_sampler" in changes.remarks[0]
-
-
-def trained(parts: int, batch: int, model: nn.Linear) -> torch.Tensor:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # it wraps step()
-    for (inputs,) in DataLoader(DATA, batch):
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(inputs).squeeze(), inputs.sum(1) / 100).backward()
-        optimizer.step()
-    return model.weight.detach().clone()
-
-
-def test_accumulation_trains_as_the_whole_batch_does() -> None:
-    model = nn.Linear(2, 1)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    whole = trained(1, 8, model)
-    install(Settings(accumulation=4))
-    model.load_state_dict(state)
-    assert torch.allclose(trained(4, 2, model), whole, rtol=1e-5)
-
-
-def test_each_optimizer_gathers_its_own_batches() -> None:
-    install(Settings(accumulation=2))
-    first, second = nn.Linear(1, 1), nn.Linear(1, 1)
-    before = first.weight.detach().clone(), second.weight.detach().clone()
-    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in (first, second)]
-    for _ in range(2):
-        for model, optimizer in zip((first, second), optimizers, strict=True):
-            optimizer.zero_grad()
-            model(torch.ones(1, 1)).sum().backward()
-            optimizer.step()
-    assert torch.allclose(first.weight, before[0] - 1.0)
-    assert torch.allclose(second.weight, before[1] - 1.0)
 
 
 def test_precision_follows_the_weights_through_the_steps() -> None:

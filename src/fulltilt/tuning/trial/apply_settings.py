@@ -1,16 +1,15 @@
 """Inside a trial: its settings put in force without a change to the script.
 
-Loader settings go into the arguments of the training loader. Precision, compilation and accumulation, which a script
-writes into its loop, are put around it from outside: well enough to measure them, not meant for a real run.
+Loader settings go into the arguments of the training loader. Precision and compilation, which a script writes into its
+loop, are put around it from outside: well enough to measure them, not meant for a real run. Accumulation is not: its
+parts are measured with an optimizer step each, which costs a little more and needs the same memory.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections import Counter
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 from fulltilt.recorder.hooks import Patches
@@ -35,8 +34,6 @@ class AppliedSettings:
         if settings.torch_threads is not None:
             torch.set_num_threads(settings.torch_threads)
         Patches().swap_in_family(torch.utils.data.DataLoader, __init__=self._loader_init)
-        if settings.accumulation is not None and settings.accumulation > 1:
-            _accumulate(torch, settings.accumulation)
         if settings.precision is not None:
             _compute_in(torch, settings.precision)
         if settings.compile:
@@ -112,46 +109,3 @@ def _compile_first_trained(torch: Any) -> None:
             module.compile()
 
     handle = torch.nn.modules.module.register_module_forward_pre_hook(first_call)
-
-
-def _accumulate(torch: Any, parts: int) -> None:
-    """One optimizer step for every so many batches, with gradients that add up to their mean.
-
-    Until the last batch of a step, ``step`` and ``zero_grad`` do nothing. A GradScaler then unscales what was gathered
-    again with each batch: too small a step, of the same cost.
-    """
-    batches: Counter[int] = Counter()  # that each optimizer has had, by its id
-
-    def backward(original: Callable[..., Any]) -> Callable[..., Any]:
-        def scaled(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            one = isinstance(tensors, torch.Tensor)
-            return original(tensors / parts if one else [t / parts for t in tensors], *args, **kwargs)
-
-        return scaled
-
-    def constructed(original: Callable[..., None]) -> Callable[..., None]:
-        def __init__(this: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            original(this, *args, **kwargs)
-            step, zero_grad = this.step, this.zero_grad
-
-            def every_so_often(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-                batches[id(optimizer)] += 1
-                return None if batches[id(optimizer)] % parts else step(*args, **kwargs)
-
-            def with_the_step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-                return None if batches[id(optimizer)] % parts else zero_grad(*args, **kwargs)
-
-            this.step = MethodType(functools.wraps(step)(every_so_often), this)  # schedulers ask for a method
-            this.zero_grad = MethodType(functools.wraps(zero_grad)(with_the_step), this)
-
-        return __init__
-
-    def model_zeroing(original: Callable[..., Any]) -> Callable[..., Any]:
-        def zero_grad(module: Any, *args: Any, **kwargs: Any) -> Any:
-            return None if any(count % parts for count in batches.values()) else original(module, *args, **kwargs)
-
-        return zero_grad
-
-    around(torch.autograd, "backward", backward)
-    around(torch.optim.Optimizer, "__init__", constructed)
-    around(torch.nn.Module, "zero_grad", model_zeroing)

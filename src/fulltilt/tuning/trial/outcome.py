@@ -91,7 +91,7 @@ def in_force(evidence: Evidence | None, asked: Settings, studied: TrainingLoader
         persistent_workers=loader.persistent_workers if loader else None,
         torch_threads=evidence.rank.torch_threads,
         batch_size=loader.batch_size if loader else None,
-        accumulation=max(1, round(batches / steps)) if steps else None,
+        accumulation=asked.accumulation or (max(1, round(batches / steps)) if steps else None),
         precision=asked.precision or (precision.name if precision else None),
         compile=bool(asked.compile) or (precision.compiled if precision else None),
     )
