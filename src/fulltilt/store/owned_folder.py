@@ -29,8 +29,8 @@ except ImportError:  # Windows: two jobs in one folder are not told apart there
 MARKER = ".fulltilt"
 # Names shown of what is in the way; the rest is counted.
 _SHOWN = 5
-# A named pipe in the place of a file must not hold us up.
-_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
+# How every file is opened: a named pipe in its place must not hold us up. Windows would change newlines.
+NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
 
 # Inode, size and time. Of a folder and of a file that grows: the inode. Of one that is written often: nothing.
 Identity = tuple[int, ...]
@@ -125,7 +125,7 @@ class OwnedFolder:
 
         With ``wait`` it waits for the other instead.
         """
-        fd = os.open(self.path / MARKER, os.O_RDWR | _NO_FOLLOW)  # NFS locks only what may be written
+        fd = os.open(self.path / MARKER, os.O_RDWR | NO_FOLLOW)  # NFS locks only what may be written
         _locks.add(fd)
         try:
             if fcntl is not None:
@@ -209,7 +209,7 @@ class OwnedFolder:
             raise ForeignFiles(f"{path} exists already and is left as it is", "Move it elsewhere.")
         self.announce(entry)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, mode)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_FOLLOW, mode)
         except FileExistsError:
             raise ForeignFiles(f"{path} exists already and is left as it is", "Move it elsewhere.") from None
         self.record(entry, growing=True)
@@ -220,7 +220,7 @@ class OwnedFolder:
         path = self.check(entry)
         if not os.path.lexists(path):
             self.announce(entry)
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _NO_FOLLOW, mode)
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | NO_FOLLOW, mode)
         self.record(entry, growing=True)
         return fd
 
@@ -326,7 +326,7 @@ class OwnedFolder:
         if not lines:
             return
         with contextlib.suppress(FileNotFoundError):  # the folder was taken away: nothing to protect
-            fd = os.open(self.path / MARKER, os.O_RDWR | os.O_APPEND | _NO_FOLLOW)
+            fd = os.open(self.path / MARKER, os.O_RDWR | os.O_APPEND | NO_FOLLOW)
             try:
                 # A line that a kill has torn must not swallow the next one.
                 os.lseek(fd, -1, os.SEEK_END)
@@ -401,7 +401,7 @@ def open_plain(path: Path, *, follow: bool = False) -> io.BufferedReader:
     Raises OSError.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | (_NO_FOLLOW & ~getattr(os, "O_NOFOLLOW", 0) if follow else _NO_FOLLOW))
+        fd = os.open(path, os.O_RDONLY | (NO_FOLLOW & ~getattr(os, "O_NOFOLLOW", 0) if follow else NO_FOLLOW))
     except OSError as error:
         if error.errno == errno.ELOOP and path.is_symlink():
             raise OSError(errno.ELOOP, "it is a link, which is not followed here", str(path)) from None
@@ -454,7 +454,7 @@ def _write_marker(folder: Path, kind: str) -> None:
 
 
 def _write_new(path: Path, data: bytes, mode: int) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, mode)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_FOLLOW, mode)
     with open(fd, "wb") as file:
         file.write(data)
         file.flush()

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fulltilt.errors import ForeignFiles, FulltiltError, NotARunFolder, RunFolderError
+from fulltilt.errors import ForeignFiles, NotARunFolder, RunFolderError
 from fulltilt.records import SCHEMA_VERSION, RankRecord, Run, RunRecord, Sample, Span
 from fulltilt.store.codec import decode, encode
-from fulltilt.store.owned_folder import OwnedFolder, kind_of, open_plain, write_named_file
+from fulltilt.store.owned_folder import NO_FOLLOW, OwnedFolder, kind_of, open_plain, write_named_file
 
 Record = TypeVar("Record")
 
@@ -182,9 +182,7 @@ def _to_the_end(rank: RankRecord, spans: tuple[Span, ...]) -> tuple[Span, ...]:
 RUN = "run folder"
 TRAINING = "training"
 PRIVATE = 0o600
-# Windows would turn each newline into two characters without O_BINARY; a named pipe must not hold us up.
-_APPENDING = os.O_RDWR | os.O_APPEND | getattr(os, "O_BINARY", 0)
-_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+_APPENDING = os.O_RDWR | os.O_APPEND | NO_FOLLOW
 
 
 def create_folder(folder: Path, flag: str = "--out") -> Path:
@@ -253,66 +251,63 @@ class LineWriter:
 
     Each batch of lines goes out in one write call, so that a reader beside it sees whole lines or a torn last one.
     A batch that the disk has no room for is taken back whole, so that writing may go on once there is room again.
+    The file is open only meanwhile: a script that closes all descriptors, as daemons do, may use the number itself.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._absolute = _absolute(path)  # the job may change its working folder
-        self._fd: int | None = None
+        self._closed = False
         try:
             self._owner = OwnedFolder.around(path)
             if self._owner is not None and not self._owner.check(self._absolute).exists():
                 os.close(self._owner.create(self._absolute, PRIVATE))
-            self._fd = os.open(path, _APPENDING | os.O_CREAT | _NO_FOLLOW, PRIVATE)
-            self._file = _file_behind(self._fd)
-            _mend_end(self._fd, path)
+            with _opened(path, os.O_CREAT) as fd:
+                self._inode = os.fstat(fd).st_ino
+                _mend_end(fd, path)
         except OSError as error:
-            self.close()
             raise _cannot_write(path, error) from error
-        except FulltiltError:
-            self.close()
-            raise
 
     def write(self, values: Iterable[Any]) -> None:
         """Append records or plain values, one line each: all of them or, with a RunFolderError, none."""
         data = "".join(_to_json(value) + "\n" for value in values).encode()
-        if not data or self._fd is None:
+        if not data or self._closed:
             return
-        end: int | None = None
         try:
-            if _file_behind(self._fd) != self._file:
-                self._fd = self._opened_again()
-            end = os.fstat(self._fd).st_size
-            while data:
-                data = data[os.write(self._fd, data) :]
+            with _opened(self._absolute) as fd:
+                if os.fstat(fd).st_ino != self._inode:
+                    raise OSError("another file has taken its place")
+                self._append(fd, data)
         except OSError as error:
-            if end is not None:
-                self._take_back(end)
             raise _cannot_write(self.path, error) from error
 
-    def close(self) -> None:
-        """Close the file. Writing afterwards does nothing."""
-        fd, self._fd = self._fd, None
-        if fd is not None and _file_behind(fd) == self._file:
-            os.close(fd)
-            with contextlib.suppress(OSError):  # a full disk: it stays known by its inode
-                if self._owner is not None and self._owner.owns(self._absolute):
-                    self._owner.record(self._absolute)
-
-    def _opened_again(self) -> int:
-        """A script that closes all descriptors, as daemons do, closes ours; the number may be its own file's now."""
-        fd = os.open(self._absolute, _APPENDING)
-        if _file_behind(fd) == self._file:
-            return fd
-        os.close(fd)
-        raise OSError("another file has taken its place")
-
-    def _take_back(self, end: int) -> None:
-        assert self._fd is not None
+    def _append(self, fd: int, data: bytes) -> None:
+        end = os.fstat(fd).st_size
         try:
-            os.ftruncate(self._fd, end)
+            while data:
+                data = data[os.write(fd, data) :]
         except OSError:
-            self.close()  # the next line would be glued to the torn one
+            try:
+                os.ftruncate(fd, end)
+            except OSError:
+                self._closed = True  # the next line would be glued to the torn one
+            raise
+
+    def close(self) -> None:
+        """No more lines come. Writing afterwards does nothing."""
+        self._closed = True
+        with contextlib.suppress(OSError):  # a full disk: it stays known by its inode
+            if self._owner is not None and self._owner.owns(self._absolute):
+                self._owner.record(self._absolute)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, more: int = 0) -> Iterator[int]:
+    fd = os.open(path, _APPENDING | more, PRIVATE)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _absolute(path: Path) -> Path:
@@ -349,15 +344,6 @@ def _mend_end(fd: int, path: Path) -> None:
         os.ftruncate(fd, whole)
     else:
         os.write(fd, b"\n")  # only the newline was missing
-
-
-def _file_behind(fd: int) -> tuple[int, int] | None:
-    """Which file a descriptor stands for, whatever its name; None when it is closed."""
-    try:
-        status = os.fstat(fd)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
 
 
 def _read_at(fd: int, start: int, length: int) -> bytes:
