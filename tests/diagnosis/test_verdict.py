@@ -6,7 +6,7 @@ import pytest
 from fulltilt.diagnosis import answer, diagnose
 from fulltilt.diagnosis.findings import expected
 from fulltilt.diagnosis.rules import RULES, code_of
-from fulltilt.diagnosis.verdict import TITLES, ordered
+from fulltilt.diagnosis.verdict import WORDS, ordered
 from fulltilt.records import Buckets, Finding, FindingCode, HotLine, LoaderRecord, Settings, Span
 from tests.diagnosis.examples import gpu, gpu_rank, host, loader, rank, run_of, sampled, spans_of, workers
 
@@ -149,7 +149,7 @@ def starved_by_workers() -> tuple[LoaderRecord, ...]:
             run_of(rank(), compute=96.0, host_code=4.0, run=STOPPED),
             "compute_bound",
             "Compute-bound: 96 % of the time after start-up is compute; 320 samples/s, 96 % of the compute ceiling; "
-            "stopped after 1,000 steps by StoppedEarly.",
+            "stopped by StoppedEarly after 1,000 steps.",
         ),
         (
             run_of(rank(finished=False, t1_s=110.0), compute=96.0, host_code=4.0, run=KILLED),
@@ -288,4 +288,4 @@ def test_the_settings_in_force_and_those_asked_for() -> None:
 
 
 def test_every_finding_code_has_a_title() -> None:
-    assert set(typing.get_args(FindingCode)) <= set(TITLES)
+    assert set(typing.get_args(FindingCode)) <= set(WORDS)

@@ -13,8 +13,9 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from fulltilt.report.console import ERRORS
 from fulltilt.report.run_view import Lane, Part, StepPicture, _fetching_title
-from fulltilt.report.terminal import Ink, show, split_cells, step_lines, verdict_lines
+from fulltilt.report.terminal import show, split_cells, step_lines, verdict_lines
 from tests.report import examples
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -24,7 +25,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 def printed(*names: str, width: int = 80, colour: bool = False, encoding: str = "utf-8") -> str:
     raw = io.BytesIO()
-    file = io.TextIOWrapper(raw, encoding=encoding, errors="replace", newline="\n")
+    file = io.TextIOWrapper(raw, encoding=encoding, errors=ERRORS, newline="\n")
     console = Console(
         file=file,
         width=width,
@@ -66,7 +67,7 @@ def test_colour_changes_nothing_but_colours_and_patterns(name):
 @pytest.mark.parametrize("width", [40, 80])
 def test_a_tiny_part_of_the_step_stays_on_its_line(width):
     parts = (Part("wait", 0.0, 0.7), Part("queue", 0.7, 1e-4), Part("forward", 0.7001, 2e-4))
-    lines = step_lines(StepPicture(0.7003, 20, (Lane("Host", parts),)), width, Ink(colour=False, blocks=True))
+    lines = step_lines(StepPicture(0.7003, 20, (Lane("Host", parts),)), width, colour=False)
     assert {line.cell_len for line in lines[1:]} == {width - 1}
     assert lines[2].plain.endswith("100 µs")
 

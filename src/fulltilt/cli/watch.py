@@ -146,7 +146,6 @@ class Screen:
             jobs=self._jobs,
             why_no_gpu=self._gpus.why_none,
             recording=self._recording,
-            blocks=self.console.encoding.lower().startswith("utf"),
         )
         return Text("\n").join(watch_lines(view, self.console.width, self.console.height))
 

@@ -10,7 +10,7 @@ from fulltilt.diagnosis.findings import amdahl, expected
 from fulltilt.diagnosis.ledger import hung_stretch, rate_while_drawing
 from fulltilt.diagnosis.rules.live_tuning import live_words
 from fulltilt.diagnosis.thresholds import LIMITS
-from fulltilt.figures import count, number, percent, seconds, times
+from fulltilt.figures import capital, count, number, percent, seconds, times
 from fulltilt.records import BUCKETS, Finding, Run, RunRecord, Verdict
 
 _FATAL = ("memory_pressure", "shm_small")
@@ -50,76 +50,58 @@ def reach_verdict(evidence: Evidence, findings: tuple[Finding, ...]) -> Verdict:
 
 # --------------------------------------------------------------------------- sentences
 
-TITLES: dict[str, str] = {
-    "input_serial": "Data loading: no workers",
-    "input_cpu_bound": "Data loading: CPU-bound",
-    "input_io_bound": "Data loading: I/O-bound",
-    "input_handover": "Data loading: slow hand-over from the workers",
-    "epoch_restart": "Workers restarted every epoch",
-    "transfer_blocking": "Blocking copies to the GPU",
-    "sync_point": "Host waits for the GPU",
-    "launch_bound": "Launch-bound",
-    "batch_too_small": "Batch too small",
-    "precision_unused": "Tensor cores unused",
-    "padding_waste": "Padding",
-    "host_code": "Python code between steps",
-    "recompiling": "Recompilation",
-    "validation_heavy": "Validation",
-    "checkpoint_stall": "Blocking checkpoints",
-    "memory_pressure": "Memory pressure",
-    "cpu_oversubscribed": "CPU oversubscribed",
-    "shm_small": "Shared memory too small",
-    "throttled": "GPU throttled",
-    "gpu_shared": "GPU shared",
-    "straggler": "Straggler",
-    "communication_bound": "Communication-bound",
-    "compute_bound": "Compute-bound",
-    "no_steps": "No training steps",
-    "too_short": "Run too short",
-    "unexplained": "No cause found",
+_DATA_WAIT = "{trainee} waits for data in {share}{gain}"
+
+# A finding's code in the words of the field, and the sentence behind them; {share} is of the time after start-up.
+# Where there is no template the sentence is put together below.
+WORDS: dict[str, tuple[str, str | None]] = {
+    "input_serial": ("Data loading: no workers", _DATA_WAIT),
+    "input_cpu_bound": ("Data loading: CPU-bound", _DATA_WAIT),
+    "input_io_bound": ("Data loading: I/O-bound", _DATA_WAIT),
+    "input_handover": ("Data loading: slow hand-over from the workers", _DATA_WAIT),
+    "epoch_restart": ("Workers restarted every epoch", "starting {passes} over the data takes {share}{win}"),
+    "transfer_blocking": (
+        "Blocking copies to the GPU",
+        "the GPU is idle in {share} while batches are copied to it{place}{win}",
+    ),
+    "sync_point": (
+        "Host waits for the GPU",
+        "the GPU is idle in {share} because the script waits for its results{place}{win}",
+    ),
+    "launch_bound": ("Launch-bound", "the GPU is idle between kernels in {share}{win}"),
+    "batch_too_small": ("Batch too small", "it does not fill the GPU{win}"),
+    "precision_unused": ("Tensor cores unused", "the model computes in float32{win}"),
+    "padding_waste": ("Padding", "{fact}{win}"),
+    "host_code": ("Python code between steps", "the script's own code takes {share}{place}{win}"),
+    "recompiling": ("Recompilation", "{fact}{place}{win}"),
+    "validation_heavy": ("Validation", "it takes {share}{win}"),
+    "checkpoint_stall": ("Blocking checkpoints", "training stands still for them in {share}{place}{win}"),
+    "memory_pressure": ("Memory pressure", "{fact}"),
+    "cpu_oversubscribed": ("CPU oversubscribed", "{fact} and slow each other down{win}"),
+    "shm_small": ("Shared memory too small", "{fact}"),
+    "throttled": ("GPU throttled", "{fact}{win}"),
+    "gpu_shared": ("GPU shared", "{fact}{win}"),
+    "straggler": ("Straggler", "{fact}{win}"),
+    "communication_bound": ("Communication-bound", "exchanging gradients takes {share}{win}"),
+    "compute_bound": ("Compute-bound", None),
+    "no_steps": ("No training steps", None),
+    "too_short": ("Run too short", None),
+    "unexplained": ("No cause found", None),
 }
 
 
 def title(code: str) -> str:
     """A finding's code in the words of the field."""
-    return TITLES.get(code, code)
-
-
-# Behind the title. {share} is of the time after start-up.
-_DATA_WAIT = "{trainee} waits for data in {share}{gain}"
-
-_SENTENCES: dict[str, str] = {
-    "input_serial": _DATA_WAIT,
-    "input_cpu_bound": _DATA_WAIT,
-    "input_io_bound": _DATA_WAIT,
-    "input_handover": _DATA_WAIT,
-    "epoch_restart": "starting {passes} over the data takes {share}{win}",
-    "transfer_blocking": "the GPU is idle in {share} while batches are copied to it{place}{win}",
-    "sync_point": "the GPU is idle in {share} because the script waits for its results{place}{win}",
-    "launch_bound": "the GPU is idle between kernels in {share}{win}",
-    "batch_too_small": "it does not fill the GPU{win}",
-    "precision_unused": "the model computes in float32{win}",
-    "padding_waste": "{fact}{win}",
-    "host_code": "the script's own code takes {share}{place}{win}",
-    "recompiling": "{fact}{place}{win}",
-    "validation_heavy": "it takes {share}{win}",
-    "checkpoint_stall": "training stands still for them in {share}{place}{win}",
-    "memory_pressure": "{fact}",
-    "cpu_oversubscribed": "{fact} and slow each other down{win}",
-    "shm_small": "{fact}",
-    "throttled": "{fact}{win}",
-    "gpu_shared": "{fact}{win}",
-    "straggler": "{fact}{win}",
-    "communication_bound": "exchanging gradients takes {share}{win}",
-}
+    return WORDS[code][0] if code in WORDS else code
 
 
 def _sentence(evidence: Evidence, finding: Finding) -> str:
     share = finding.share
     predicted = finding.predicted_speedup
-    if finding.code == "compute_bound":
+    words, template = WORDS[finding.code]
+    if template is None:
         return _compute_bound(evidence, share)
-    told = _SENTENCES[finding.code].format(
+    told = template.format(
         share=f"{percent(share)} of the time after start-up",
         fact=finding.evidence[0],
         place=f" ({finding.where})" if finding.where else "",
@@ -128,7 +110,7 @@ def _sentence(evidence: Evidence, finding: Finding) -> str:
         passes=count("pass", evidence.loader.passes) if evidence.loader else "passes",
         gain=_gain(evidence, share),
     )
-    return f"{title(finding.code).replace(':', ',')}: {told}"
+    return f"{words.replace(':', ',')}: {told}"
 
 
 def _gain(evidence: Evidence, share: float) -> str:
@@ -182,8 +164,8 @@ def _nothing_trained(evidence: Evidence) -> str:
     batches = sum(loader.batches for rank in evidence.run.ranks for loader in rank.loaders)
     if steps := max((rank.steps for rank in evidence.run.ranks), default=0):
         return f"{count('step', steps)} trained, but their time cannot be told: steps.jsonl is missing or empty"
-    if (ended := _ended_before_training(run)) is not None:
-        return ended
+    if (ended := _how_it_ended(run, "the script", "before its first training step")) is not None:
+        return capital(ended)
     if not evidence.run.ranks:
         return "Nothing was recorded: no process of the job trained with torch"
     if backwards:
@@ -225,23 +207,25 @@ _MEANWHILE = {
 }
 
 
-def _end_is_missing(run: Run) -> bool:
-    """Whether a process of an ended run could not write down its last moments: it was killed, or left at once."""
-    return run.run.state != "running" and any(not rank.finished for rank in run.ranks)
-
-
 def _ending(run: Run, steps: int) -> str:
     """What follows the verdict when the run did not end well; empty when it did, or still runs."""
-    record, missing = run.run, _end_is_missing(run)
-    after = f"after {'at least ' if missing else ''}{count('step', steps)}"
-    unseen = ", and what it did last was not recorded" if missing else ""
-    if record.state == "crashed":
-        if record.exit_code is not None:
-            return f"; the script ended with exit code {record.exit_code} {after}{_for_memory(record)}{unseen}"
-        return f"; stopped {after} by {record.ended_by or 'an exception'}{unseen}"
+    # A process of an ended run that could not write down its last moments was killed, or left at once.
+    missing = run.run.state != "running" and any(not rank.finished for rank in run.ranks)
+    told = _how_it_ended(run.run, "it", f"after {'at least ' if missing else ''}{count('step', steps)}")
+    if told is None:
+        return "; its end was not recorded" if missing else ""
+    return f"; {told}{_hung(run) or (', and what it did last was not recorded' if missing else '')}"
+
+
+def _how_it_ended(record: RunRecord, who: str, when: str) -> str | None:
+    """How a run ended badly: ``the script ended with exit code 1 after 7 steps``; None when it did not."""
     if record.state in ("killed", "interrupted"):
-        return f"; it was {record.state}{_by_signal(record)} {after}{_hung(run) or unseen}"
-    return "; its end was not recorded" if missing else ""
+        return f"{who} was {record.state}{_by_signal(record)} {when}"
+    if record.state != "crashed":
+        return None
+    if record.exit_code is not None:
+        return f"the script ended with exit code {record.exit_code} {when}{_for_memory(record)}"
+    return f"stopped by {record.ended_by or 'an exception'} {when}"
 
 
 def _hung(run: Run) -> str:
@@ -251,18 +235,6 @@ def _hung(run: Run) -> str:
     if last is None or most not in _MEANWHILE:
         return ""
     return f"; for the last {seconds(last.t1_s - last.t0_s)} before that it made none: {_MEANWHILE[most]}"
-
-
-def _ended_before_training(record: RunRecord) -> str | None:
-    """The sentence for a run that ended badly before its first step; None when it did not."""
-    if record.state == "crashed":
-        if record.exit_code is not None:
-            code, for_memory = record.exit_code, _for_memory(record)
-            return f"The script ended with exit code {code} before its first training step{for_memory}"
-        return f"Stopped by {record.ended_by or 'an exception'} before the first training step"
-    if record.state in ("killed", "interrupted"):
-        return f"The script was {record.state}{_by_signal(record)} before its first training step"
-    return None
 
 
 def _by_signal(record: RunRecord) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fulltilt import store
 from fulltilt.diagnosis import answer
-from fulltilt.records import SCHEMA_VERSION, Diagnosis, Run
+from fulltilt.records import Diagnosis, Run
 from fulltilt.report import page
 from fulltilt.store import encode_fully
 
@@ -19,23 +19,9 @@ def to_plain(diagnosis: Diagnosis, run: Run | None = None) -> dict[str, Any]:
 
     With ``run``, the answer also says which run it is about and whether it has ended.
     """
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "verdict": encode_fully(diagnosis.verdict),
-        "ledger": encode_fully(diagnosis.ledger),
-        "throughput": encode_fully(diagnosis.throughput),
-        "ceilings": encode_fully(diagnosis.ceilings),
-        "gpu": encode_fully(diagnosis.gpu),
-        "findings": encode_fully(diagnosis.findings),
-        "settings": {name: encode_fully(value) for name, value in diagnosis.settings},
-        "checklist": encode_fully(diagnosis.checklist),
-        "abstained": encode_fully(diagnosis.abstained),
-        "ranks": encode_fully(diagnosis.ranks),
-        "step": encode_fully(diagnosis.step),
-        "gpu_step": encode_fully(diagnosis.gpu_step),
-        "invalid_because": diagnosis.invalid_because,
-        "run": None if run is None else _identity(run),
-    }
+    plain: dict[str, Any] = encode_fully(diagnosis)
+    plain["settings"] = dict(plain["settings"])
+    return plain | {"run": None if run is None else _identity(run)}
 
 
 def _identity(run: Run) -> dict[str, Any]:

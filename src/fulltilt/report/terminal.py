@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -23,39 +22,19 @@ from fulltilt.store import REPORT_FILE
 
 # --------------------------------------------------------------------------- bars
 
+BULLET, ARROW = "·", "→"
 
-@dataclass(frozen=True, slots=True)
-class Ink:
-    """What the screen can show: colours, or only patterns; block characters, or only ASCII."""
 
-    colour: bool
-    blocks: bool
+def in_colour(console: Console) -> bool:
+    """Whether the console shows colours; where it does not, patterns tell the parts of a bar apart."""
+    return console.color_system is not None and not console.no_color
 
-    @classmethod
-    def of(cls, console: Console) -> Ink:
-        """The ink of a console."""
-        colour = console.color_system is not None and not console.no_color
-        return cls(colour, blocks=console.encoding.lower().replace("-", "").startswith("utf"))
 
-    def fill(self, tint: Tint, place: int) -> tuple[str, str]:
-        """The character and the style of a segment. Without colour, patterns go by ``place``: neighbours differ."""
-        if self.colour:
-            return ("█" if self.blocks else "#"), tint.colour
-        if tint.label == "compute":
-            return ("█" if self.blocks else "#"), ""
-        if tint.label == "data wait":
-            return ("░" if self.blocks else "."), ""
-        return (("▓", "▒") if self.blocks else ("=", "-"))[place % 2], ""
-
-    @property
-    def bullet(self) -> str:
-        """What stands before a line of evidence."""
-        return "·" if self.blocks else "-"
-
-    @property
-    def arrow(self) -> str:
-        """What stands before a fix."""
-        return "→" if self.blocks else "->"
+def fill(tint: Tint, place: int, colour: bool) -> tuple[str, str]:
+    """The character and the style of a segment. Without colour, patterns go by ``place``: neighbours differ."""
+    if colour:
+        return "█", tint.colour
+    return {"compute": "█", "data wait": "░"}.get(tint.label, "▓▒"[place % 2]), ""
 
 
 def split_cells(lengths: Sequence[float], width: int) -> list[int]:
@@ -76,17 +55,17 @@ def bucket_parts(buckets: Buckets, order: Iterable[str]) -> list[tuple[Tint, flo
     return [(BUCKET_TINTS[name], getattr(buckets, name)) for name in order]
 
 
-def ledger_bar(parts: Sequence[tuple[Tint, float]], width: int, ink: Ink) -> Text:
+def ledger_bar(parts: Sequence[tuple[Tint, float]], width: int, colour: bool) -> Text:
     """One line in which each part has its share of ``width`` characters. Empty parts keep their place and pattern."""
     bar = Text(no_wrap=True)
     cells = split_cells([length for _, length in parts], width)
     for place, ((tint, _), count) in enumerate(zip(parts, cells, strict=True)):
-        character, style = ink.fill(tint, place)
+        character, style = fill(tint, place, colour)
         bar.append(character * count, style)
     return bar
 
 
-def step_lines(picture: StepPicture, width: int, ink: Ink) -> list[Text]:
+def step_lines(picture: StepPicture, width: int, colour: bool) -> list[Text]:
     """One step as a picture: each part on a line of its own, at its place and to scale, with its length."""
     parts = [part for lane in picture.lanes for part in lane.parts]
     name_width = max(len(PHASE_TINTS[part.kind].label) for part in parts)
@@ -101,8 +80,8 @@ def step_lines(picture: StepPicture, width: int, ink: Ink) -> list[Text]:
             end = max(round((part.start_s + part.length_s) / picture.scale_s * bar_width), start + 1)
             if end > bar_width:
                 start, end = start - (end - bar_width), bar_width
-            glyph = ("┄" if ink.blocks else ".") if idle else ("█" if ink.blocks else "#")
-            style = "dim" if idle else tint.colour if ink.colour else ""
+            glyph = "┄" if idle else "█"
+            style = "dim" if idle else tint.colour if colour else ""
             line = Text("  ", no_wrap=True).append(tint.label.ljust(name_width + 1), "dim" if idle else "")
             line.append(" " * start).append(glyph * (end - start), style).append(" " * (bar_width - end))
             lines.append(line.append(f"  {figures.seconds(part.length_s):>{length_width}}", "dim" if idle else ""))
@@ -152,7 +131,7 @@ def show_hot_lines(console: Console, run: Run) -> None:
         console.print(table)
 
 
-def show_ranks(console: Console, diagnosis: Diagnosis, ink: Ink) -> None:
+def show_ranks(console: Console, diagnosis: Diagnosis, colour: bool) -> None:
     """The ledger of each rank, the slowest named, and what the others wait for it."""
     ranks = diagnosis.ranks
     if len(ranks) < 2:
@@ -171,7 +150,7 @@ def show_ranks(console: Console, diagnosis: Diagnosis, ink: Ink) -> None:
     for rank in ranks:
         table.add_row(
             Text(f"rank {rank.rank}", "bold" if rank.slowest else ""),
-            ledger_bar(bucket_parts(rank.buckets, order), max(console.width - 46, 10), ink),
+            ledger_bar(bucket_parts(rank.buckets, order), max(console.width - 46, 10), colour),
             f"works {figures.seconds(rank.own_work_s)}",
             Text("slowest" if rank.slowest else f"waits {figures.seconds(rank.waits_s)}", "dim"),
         )
@@ -200,7 +179,7 @@ def show_gpus(console: Console, gpus: Sequence[GpuSummary]) -> None:
     console.print(table)
 
 
-def show_checklist(console: Console, checklist: Sequence[CheckLine], ink: Ink) -> None:
+def show_checklist(console: Console, checklist: Sequence[CheckLine]) -> None:
     """Each check with its state, figure and remedy."""
     if not checklist:
         return
@@ -209,19 +188,19 @@ def show_checklist(console: Console, checklist: Sequence[CheckLine], ink: Ink) -
     for line in checklist:
         text = Text(one_line(line.name)).append(f"  {one_line(line.figure)}", "dim")
         if line.remedy and line.state != "ok":
-            text.append(f"\n{ink.arrow} {one_line(line.remedy)}", "dim")
+            text.append(f"\n{ARROW} {one_line(line.remedy)}", "dim")
         table.add_row(Text(line.state, STATE_STYLES[line.state]), text)
     console.print(table)
 
 
-def show_notes(console: Console, run: Run, diagnosis: Diagnosis, ink: Ink) -> None:
+def show_notes(console: Console, run: Run, diagnosis: Diagnosis) -> None:
     """What the recorder noticed, and which rules could not judge."""
     notes = run_view.notes(run, diagnosis)
     if not notes:
         return
     heading(console, "Notes")
     for note in notes:
-        console.print(hanging(ink.bullet, Text(one_line(note), "dim"), indent=0))
+        console.print(hanging(BULLET, Text(one_line(note), "dim"), indent=0))
 
 
 # --------------------------------------------------------------------------- runs
@@ -244,20 +223,20 @@ def verdict_lines(diagnosis: Diagnosis, folder: str | Path | None) -> list[str]:
 
 def show(console: Console, runs: Sequence[Reported]) -> None:
     """Print one run in full, or several side by side."""
-    ink = Ink.of(console)
+    colour = in_colour(console)
     if len(runs) > 1:
-        _show_comparison(console, runs, ink)
+        _show_comparison(console, runs, colour)
         return
     run, diagnosis = runs[0]
     _show_head(console, run, diagnosis)
-    _show_ledger(console, diagnosis.ledger, ink)
-    _show_step(console, run, diagnosis, ink)
-    _show_findings(console, diagnosis.findings, ink)
+    _show_ledger(console, diagnosis.ledger, colour)
+    _show_step(console, run, diagnosis, colour)
+    _show_findings(console, diagnosis.findings)
     show_hot_lines(console, run)
-    show_ranks(console, diagnosis, ink)
+    show_ranks(console, diagnosis, colour)
     show_gpus(console, diagnosis.gpu)
-    show_checklist(console, diagnosis.checklist, ink)
-    show_notes(console, run, diagnosis, ink)
+    show_checklist(console, diagnosis.checklist)
+    show_notes(console, run, diagnosis)
 
 
 # --------------------------------------------------------------------------- the answer
@@ -299,19 +278,19 @@ def _figures(diagnosis: Diagnosis) -> Iterable[str]:
         yield " · ".join(settings)
 
 
-def _show_ledger(console: Console, ledger: Ledger, ink: Ink) -> None:
+def _show_ledger(console: Console, ledger: Ledger, colour: bool) -> None:
     parts = bucket_parts(ledger.buckets, bucket_order(ledger))
     if not parts or ledger.wall_s <= 0:
         return
     heading(console, "Where the time went", f"of {figures.seconds(ledger.wall_s)} of wall time")
-    console.print(ledger_bar(parts, console.width, ink))
+    console.print(ledger_bar(parts, console.width, colour))
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column()
     table.add_column(justify="right")
     table.add_column(justify="right")
     decimals = run_view.decimals(ledger.wall_s)
     for place, (tint, size) in enumerate(parts):
-        character, style = ink.fill(tint, place)
+        character, style = fill(tint, place, colour)
         label = Text(character * 2, style).append(f" {tint.label}", "default")
         row: list[Text | str] = [label, f"{size:.{decimals}f} s", figures.percent(size / ledger.wall_s)]
         if console.width >= 100:
@@ -320,16 +299,16 @@ def _show_ledger(console: Console, ledger: Ledger, ink: Ink) -> None:
     console.print(table)
 
 
-def _show_step(console: Console, run: Run, diagnosis: Diagnosis, ink: Ink) -> None:
+def _show_step(console: Console, run: Run, diagnosis: Diagnosis, colour: bool) -> None:
     picture = step_picture(run, diagnosis)
     if picture is None:
         return
     heading(console, "One step, to scale", f"{figures.seconds(picture.step_s)}, mean of {figures.whole(picture.steps)}")
-    for line in step_lines(picture, console.width, ink):
+    for line in step_lines(picture, console.width, colour):
         console.print(line)
 
 
-def _show_findings(console: Console, findings: Sequence[Finding], ink: Ink) -> None:
+def _show_findings(console: Console, findings: Sequence[Finding]) -> None:
     if not findings:
         return
     heading(console, "What to change", "in order of what it would win")
@@ -342,14 +321,14 @@ def _show_findings(console: Console, findings: Sequence[Finding], ink: Ink) -> N
         console.print(head)
         label = Text().append(finding.severity, SEVERITY_STYLES[finding.severity])
         details = [run_view.after_startup(finding), finding.code, finding.where]
-        label.append("".join(f" {ink.bullet} {one_line(detail)}" for detail in details if detail), "dim")
+        label.append("".join(f" {BULLET} {one_line(detail)}" for detail in details if detail), "dim")
         console.print(Padding(label, (0, 0, 0, 4), expand=False))
         for evidence in finding.evidence:
-            console.print(hanging(ink.bullet, Text(one_line(evidence))))
-        console.print(hanging(ink.arrow, Text(clean(finding.fix), "green")))
+            console.print(hanging(BULLET, Text(one_line(evidence))))
+        console.print(hanging(ARROW, Text(clean(finding.fix), "green")))
 
 
-def _show_comparison(console: Console, runs: Sequence[Reported], ink: Ink) -> None:
+def _show_comparison(console: Console, runs: Sequence[Reported], colour: bool) -> None:
     console.print()
     console.rule(Text(f"{len(runs)} runs side by side", "bold"), style="dim")
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
@@ -364,13 +343,13 @@ def _show_comparison(console: Console, runs: Sequence[Reported], ink: Ink) -> No
     order = [name for name in BUCKETS if any(getattr(answer.ledger.buckets, name) > 0 for _, answer in runs)]
     for name, (_, diagnosis) in zip(names, runs, strict=True):
         heading(console, name, figures.seconds(diagnosis.ledger.wall_s))
-        console.print(ledger_bar(bucket_parts(diagnosis.ledger.buckets, order), console.width, ink))
+        console.print(ledger_bar(bucket_parts(diagnosis.ledger.buckets, order), console.width, colour))
         console.print(Text(clean(diagnosis.verdict.sentence)))
         for finding in diagnosis.findings[:1]:
-            console.print(hanging(ink.arrow, Text(clean(finding.fix), "green"), indent=0))
+            console.print(hanging(ARROW, Text(clean(finding.fix), "green"), indent=0))
     legend = Text()
     for place, name in enumerate(order):
-        character, style = ink.fill(BUCKET_TINTS[name], place)
+        character, style = fill(BUCKET_TINTS[name], place, colour)
         legend.append(character * 2, style).append(f" {BUCKET_TINTS[name].label}  ", "dim")
     console.print()
     console.print(legend)

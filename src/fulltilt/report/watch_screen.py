@@ -17,22 +17,18 @@ from fulltilt.records import GpuReading, HostReading, JobProcess, Sample
 # --------------------------------------------------------------------------- blocks
 
 UPWARD = " ▁▂▃▄▅▆▇█"
-ASCII = " .:-=+*%#"
 
 
-def chart_rows(
-    values: Sequence[float | None], width: int, height: int, top: float, *, blocks: bool = True
-) -> list[str]:
+def chart_rows(values: Sequence[float | None], width: int, height: int, top: float) -> list[str]:
     """The newest ``width`` values as columns, ``height`` rows of text from the top down, the newest at the right.
 
     A value of 0 shows as the thinnest block, so that it differs from None, which stays blank.
     """
-    glyphs = UPWARD if blocks else ASCII
     shown = list(values)[-width:] if width > 0 else []
     levels = [_level(value, height, top) for value in shown]
     blank = " " * (width - len(shown))
     return [
-        blank + "".join(glyphs[min(max(level - 8 * row, 0), 8)] for level in levels) for row in reversed(range(height))
+        blank + "".join(UPWARD[min(max(level - 8 * row, 0), 8)] for level in levels) for row in reversed(range(height))
     ]
 
 
@@ -62,7 +58,6 @@ class WatchView:
     jobs: tuple[JobProcess, ...] = ()
     why_no_gpu: str | None = None
     recording: str | None = None
-    blocks: bool = True
 
     @property
     def now(self) -> Sample:
@@ -76,11 +71,10 @@ def series(
     style: str,
     width: int,
     rows: int,
-    blocks: bool,
     note: str | None = None,
 ) -> list[Text]:
     """A chart of per cents with its newest figure at the left, and below that a note (otherwise the mean)."""
-    charts = chart_rows(values, max(0, width - LABEL_WIDTH), rows, 100.0, blocks=blocks)
+    charts = chart_rows(values, max(0, width - LABEL_WIDTH), rows, 100.0)
     below = _mean(values[-max(1, width - LABEL_WIDTH) :]) if note is None else note
     heads = [
         label_text(label, values[-1] if values else None),
@@ -187,12 +181,12 @@ def gpu_block(view: WatchView, place: int, width: int, rows: int) -> list[Text]:
     past = [sample.gpus[place] if place < len(sample.gpus) else None for sample in view.samples]
     title = spread(_gpu_title(gpu), _gpu_state(gpu), width)
     busy = [reading.util_pct if reading else None for reading in past]
-    lines = [title, *series("busy", busy, BUSY, width, rows, view.blocks)]
+    lines = [title, *series("busy", busy, BUSY, width, rows)]
     active = [reading.sm_active_pct if reading else None for reading in past]
     if any(value is not None for value in active):
-        lines += series("SM", active, SM, width, rows, view.blocks)
+        lines += series("SM", active, SM, width, rows)
     held = [_vram_pct(reading) if reading else None for reading in past]
-    return lines + series("VRAM", held, VRAM, width, rows, view.blocks, note=_vram(gpu))
+    return lines + series("VRAM", held, VRAM, width, rows, note=_vram(gpu))
 
 
 def _gpu_title(gpu: GpuReading) -> Text:
@@ -233,7 +227,7 @@ def gpu_line(view: WatchView, place: int, width: int) -> Text:
     right = Text(f"  {held:>10}  ").append_text(heat)
     past = [sample.gpus[place].util_pct if place < len(sample.gpus) else None for sample in view.samples]
     room = max(0, width - left.cell_len - right.cell_len)
-    return left.append(chart_rows(past, room, 1, 100.0, blocks=view.blocks)[0], BUSY).append_text(right)
+    return left.append(chart_rows(past, room, 1, 100.0)[0], BUSY).append_text(right)
 
 
 def _vram_pct(gpu: GpuReading) -> float | None:
@@ -265,21 +259,19 @@ def host_block(view: WatchView, width: int, rows: int) -> list[Text]:
         facts.append(f"I/O wait {host.iowait_pct:.0f} %")
     use = [reading.cpu_pct for reading in past]
     lines = [spread(Text("host", HEAD), Text("  ".join(facts)), width)]
-    lines += series("CPU", use, CPU, width, rows, view.blocks)
-    lines += core_lines(host.cpu_per_core_pct or (), width, view.blocks)
+    lines += series("CPU", use, CPU, width, rows)
+    lines += core_lines(host.cpu_per_core_pct or (), width)
     lines.append(_ram_line(view, width))
     read = [reading.disk_read_bytes_per_s for reading in past]
-    return [*lines, _disk_line(read, width, view.blocks)]
+    return [*lines, _disk_line(read, width)]
 
 
-def core_lines(cores: Sequence[float], width: int, blocks: bool) -> list[Text]:
+def core_lines(cores: Sequence[float], width: int) -> list[Text]:
     """Each core as a character, in as many lines as that takes."""
     room = max(width - LABEL_WIDTH, 1)
     rows = [cores[start : start + room] for start in range(0, len(cores), room)]
     return [
-        Text(("" if place else "cores").ljust(LABEL_WIDTH)).append(
-            chart_rows(row, len(row), 1, 100.0, blocks=blocks)[0], CPU
-        )
+        Text(("" if place else "cores").ljust(LABEL_WIDTH)).append(chart_rows(row, len(row), 1, 100.0)[0], CPU)
         for place, row in enumerate(rows)
     ]
 
@@ -292,18 +284,18 @@ def _ram_line(view: WatchView, width: int) -> Text:
         return label_text("RAM", None)
     right = f" {used_of(host.mem_used_bytes, total)}" + (" (limit)" if host.mem_limit_bytes else "")
     used = [sample.host.mem_used_bytes for sample in view.samples]
-    chart = chart_rows(used, max(0, width - LABEL_WIDTH - len(right)), 1, total, blocks=view.blocks)[0]
+    chart = chart_rows(used, max(0, width - LABEL_WIDTH - len(right)), 1, total)[0]
     return label_text("RAM", 100 * host.mem_used_bytes / total).append(chart, RAM).append(right)
 
 
-def _disk_line(read: Sequence[float | None], width: int, blocks: bool) -> Text:
+def _disk_line(read: Sequence[float | None], width: int) -> Text:
     """Reads, scaled to the highest rate on the screen."""
     room = width - LABEL_WIDTH
     top = max((value for value in read[-max(0, room) :] if value is not None), default=0.0)
     now = read[-1] if read else None
     line = Text("disk reads".ljust(LABEL_WIDTH))
     highest = f" {size(now)}/s, at most {size(top)}/s"
-    line.append(chart_rows(read, max(0, room - len(highest)), 1, max(top, 1e6), blocks=blocks)[0], DISK)
+    line.append(chart_rows(read, max(0, room - len(highest)), 1, max(top, 1e6))[0], DISK)
     return line.append(highest)
 
 
