@@ -277,7 +277,7 @@ def batches_of(cache_dir: Path) -> list[float]:
 
 
 def test_a_cache_that_cannot_fit_is_refused_before_it_is_filled(small: Path) -> None:
-    with pytest.raises(DoesNotFit, match=r"needs 160.0 KiB; disk has room for .*\n.*residency='auto'"):
+    with pytest.raises(DoesNotFit, match=r"needs 160 KiB; disk has room for .*\n.*residency='auto'"):
         batches_of(small / "cache")
     assert not [path for path in small.rglob("*") if path.is_file() and path.name != ".fulltilt"]
 

@@ -27,12 +27,12 @@ ROOM = Room(vram_bytes=10 * GIB, pinned_bytes=20 * GIB, ram_bytes=40 * GIB, disk
 def test_the_first_tier_with_room_is_taken(need, tier):
     choice = choose_tier(need * GIB, ROOM)
     assert choice.tier == tier
-    assert f"{need:.1f} GiB" in choice.reason
+    assert f"{need} GiB" in choice.reason
 
 
 def test_a_tier_that_is_asked_for_is_taken_or_refused():
     assert choose_tier(GIB, ROOM, "ram").tier == "ram"
-    with pytest.raises(DoesNotFit, match=r"needs 11\.0 GiB; vram has room for 10\.0 GiB"):
+    with pytest.raises(DoesNotFit, match=r"needs 11 GiB; vram has room for 10 GiB"):
         choose_tier(11 * GIB, ROOM, "vram")
     no_gpu = Room(None, None, GIB, None)
     with pytest.raises(UsageError, match="no such memory"):

@@ -425,7 +425,7 @@ def test_the_cap_deletes_what_was_used_longest_ago(cache_dir, monkeypatch):
     with pytest.raises(CacheFull, match="may take 5"):
         make_room(cache_dir, 6, 5)
     monkeypatch.setenv("FULLTILT_CACHE_LIMIT_BYTES", "100")
-    with pytest.raises(DoesNotFit, match=r"needs 6\.9 KiB; disk has room for 100 bytes"):
+    with pytest.raises(DoesNotFit, match=r"needs 6\.9 KiB; disk has room for 100 B"):
         _run_pixels(Pixels(40, size=7), cache_dir)
 
 

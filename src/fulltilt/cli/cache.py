@@ -31,8 +31,7 @@ def cache(
     if action not in ("list", "clear"):
         raise UsageError(f"cache knows list and clear, not {action!r}")
     from fulltilt.feed.disk_cache import default_cache_dir, folder_of_caches, list_caches, remove, sweep
-    from fulltilt.feed.tiers import in_words
-    from fulltilt.figures import one_line
+    from fulltilt.figures import one_line, size
 
     where = folder_of_caches(folder if folder is not None else default_cache_dir())
     entries = [entry for entry in list_caches(where) if name is None or name in entry.path.name or name in entry.label]
@@ -56,7 +55,7 @@ def cache(
         return
     if action == "clear":
         freed = sum(entry.size_bytes for entry in removed)
-        print(f"{len(removed)} of {len(entries)} caches removed, {in_words(freed)} freed")
+        print(f"{len(removed)} of {len(entries)} caches removed, {size(freed)} freed")
         if left_over:
             print(f"{left_over} unfinished caches of killed jobs removed")
         for entry in entries:
@@ -71,10 +70,10 @@ def cache(
     for entry in entries:
         state = "in use" if entry.in_use else "complete" if entry.complete else "partial"
         print(
-            f"{one_line(entry.path.name)[:34]:<34} {in_words(entry.size_bytes):>10} {entry.samples:>9}  {state:<10} "
+            f"{one_line(entry.path.name)[:34]:<34} {size(entry.size_bytes):>10} {entry.samples:>9}  {state:<10} "
             f"{_ago(entry.used_at_s):<12} {one_line(entry.label)}"
         )
-    print(f"{in_words(sum(entry.size_bytes for entry in entries))} in {one_line(str(where))}")
+    print(f"{size(sum(entry.size_bytes for entry in entries))} in {one_line(str(where))}")
 
 
 def _ago(moment_s: float) -> str:

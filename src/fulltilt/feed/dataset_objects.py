@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
+import gc
 import io
 import pickle
 import random
@@ -11,7 +10,7 @@ import sys
 import types
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ _RECORDS = frozenset({"TarInfo", "ZipInfo", "Row", "Empty", "Datatype"})
 _KNOWS_ITS_PROCESS = frozenset({"getpid", "get_worker_info"})
 
 # Bounds of the search: data sets hold lists of a million paths, and models, and modules.
-_DEPTH, _OBJECTS, _LONG_LIST = 8, 20_000, 256
+_DEPTH, _OBJECTS, _LONG_LIST = 16, 20_000, 512
 _NOT_SEARCHED = (str, bytes, int, float, complex, type(None), torch.Tensor, types.ModuleType)
 
 
@@ -57,41 +56,16 @@ def _reached(root: Any) -> Iterator[Any]:
 
 
 def _inside(item: Any) -> list[Any]:
-    if isinstance(item, dict):
-        return list(item.values())[:_LONG_LIST]
-    if isinstance(item, list | tuple | set | frozenset):
-        return list(item)[:_LONG_LIST]
-    if isinstance(item, types.MethodType):
-        return [item.__self__, item.__func__]
-    if isinstance(item, types.BuiltinMethodType):
-        return [item.__self__]
-    if isinstance(item, functools.partial):
-        return [item.func, item.args, item.keywords]
-    if isinstance(item, functools._lru_cache_wrapper):
-        return [item.__wrapped__]
+    """What ``item`` refers to; of a function what it uses, of a library's class nothing."""
     if isinstance(item, types.FunctionType):
-        with suppress(ValueError):  # a closure that is not filled yet
-            used = inspect.getclosurevars(item)
-            names = item.__code__.co_names
-            of_modules = [
-                vars(module).get(name)
-                for module in used.globals.values()
-                if isinstance(module, types.ModuleType) and own_module(module.__name__)
-                for name in names
-            ]
-            return [*used.nonlocals.values(), *used.globals.values(), *of_modules, *(item.__defaults__ or ())]
+        names = item.__code__.co_names
+        used = [item.__globals__[name] for name in names if name in item.__globals__]
+        modules = [module for module in used if isinstance(module, types.ModuleType) and own_module(module.__name__)]
+        of_modules = [vars(module).get(name) for module in modules for name in names]
+        return [*used, *of_modules, item.__closure__, item.__defaults__, item.__kwdefaults__]
+    if isinstance(item, type) and not own_module(item.__module__):
         return []
-    cls = item if isinstance(item, type) else type(item)
-    members = [
-        _function(member) for base in cls.__mro__ if own_module(base.__module__) for member in vars(base).values()
-    ]
-    slots = [getattr(item, name, None) for base in cls.__mro__ for name in vars(base).get("__slots__", ())]
-    return [*getattr(item, "__dict__", {}).values(), *slots, *members]
-
-
-def _function(member: Any) -> Any:
-    """The function within a static or class method or a property; anything else as it is."""
-    return member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+    return gc.get_referents(item)[:_LONG_LIST]
 
 
 # --------------------------------------------------------------------------- open files

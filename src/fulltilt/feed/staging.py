@@ -22,7 +22,7 @@ from pathlib import Path
 from fulltilt.errors import DataError, MachineError, UsageError
 from fulltilt.feed.disk_cache import free_disk_bytes
 from fulltilt.feed.progress import progress
-from fulltilt.feed.tiers import in_words
+from fulltilt.figures import size as in_words
 from fulltilt.probes.storage import read_storage
 from fulltilt.records import StorageReading
 from fulltilt.store.owned_folder import OwnedFolder

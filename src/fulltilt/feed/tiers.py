@@ -13,6 +13,7 @@ import torch
 
 from fulltilt.errors import DoesNotFit, UsageError
 from fulltilt.feed.disk_cache import free_disk_bytes, list_caches
+from fulltilt.figures import size
 from fulltilt.probes.host import cpu_capacity, memory_limit_bytes
 
 Tier = Literal["vram", "pinned", "ram", "disk", "none"]
@@ -74,7 +75,7 @@ def choose_tier(need_bytes: int, room: Room, asked: Residency = "auto") -> Choic
             )
         if need_bytes > free:
             raise DoesNotFit(
-                f"the decoded data set needs {in_words(need_bytes)}; {asked} has room for {in_words(free)}",
+                f"the decoded data set needs {size(need_bytes)}; {asked} has room for {size(free)}",
                 "Use residency='auto', which takes the next tier with room.",
             )
         return Choice(asked, "asked for")
@@ -84,9 +85,9 @@ def choose_tier(need_bytes: int, room: Room, asked: Residency = "auto") -> Choic
             continue
         if need_bytes <= free:
             skipped = f"; too small: {', '.join(too_small)}" if too_small else ""
-            return Choice(tier, f"{in_words(need_bytes)} of {in_words(free)}{skipped}")
-        too_small.append(f"{tier} {in_words(free)}")
-    return Choice("none", f"{in_words(need_bytes)} fit nowhere: {', '.join(too_small)}")
+            return Choice(tier, f"{size(need_bytes)} of {size(free)}{skipped}")
+        too_small.append(f"{tier} {size(free)}")
+    return Choice("none", f"{size(need_bytes)} fit nowhere: {', '.join(too_small)}")
 
 
 def measure_room(
@@ -141,11 +142,3 @@ def default_workers() -> int:
     cores = psutil.cpu_count(logical=False) or int(usable)
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
     return max(1, int(min(usable, cores)) // ranks)
-
-
-def in_words(count: int) -> str:
-    """A number of bytes as people write it: 17.5 GiB, 3.0 MiB, 200 bytes."""
-    for unit, size in (("GiB", GIB), ("MiB", 1024**2), ("KiB", 1024)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} bytes"
