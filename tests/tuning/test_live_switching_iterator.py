@@ -292,3 +292,16 @@ def test_workers_end_with_their_pass_and_with_their_loader(tmp_path: Path) -> No
             while set(multiprocessing.active_children()) - before:
                 assert time.monotonic() < deadline_s
                 time.sleep(0.01)
+
+
+@pytest.mark.slow  # five workers import torch
+def test_spawned_workers_give_way_to_spawned_workers_with_the_same_batches(tmp_path: Path) -> None:
+    def loader(context: str) -> Any:
+        torch.manual_seed(3)
+        return DataLoader(Squares(40), batch_size=2, shuffle=True, num_workers=1, multiprocessing_context=context)
+
+    plain = flat(list(loader("fork")))
+    with tuning(tmp_path, [Knobs(2)]) as one:
+        assert flat(list(one.trains(loader("spawn")))) == plain
+        assert [move.outcome for move in one.record.moves] == ["kept"]
+        assert one.record.settings.num_workers == 2

@@ -5,7 +5,6 @@ At most two pools are at work: one that makes what it still owes, and the next, 
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from collections import deque
@@ -30,7 +29,6 @@ class SwitchingIterator:
         self.ended = True
         self._tuner = tuner
         self._line: deque[WorkerPool] = deque()
-        self._at_once = False
 
     def begin_pass(self, queue: IndexQueue, pool: WorkerPool, at_once: bool) -> None:
         """Begin a pass with this pool; not ``at_once``: when the first batch is asked for."""
@@ -97,8 +95,7 @@ class SwitchingIterator:
                 continue
             try:
                 # No worker before it has more than the batch in its hands: from here on CPUs would idle.
-                is_due = pool is last or self._at_once or len(pool.owed) <= pool.knobs.workers
-                if not last.is_serving and is_due:
+                if not last.is_serving and (pool is last or len(pool.owed) <= pool.knobs.workers):
                     last.serve(self.queue)
             except Exception as error:
                 self._recover(last, error)
@@ -143,11 +140,10 @@ class SwitchingIterator:
         """The pool that takes indices from now on."""
         return self._line[-1] if self._line else None
 
-    def hand_over(self, pool: WorkerPool, meanwhile: int = 0) -> None:
-        """Let another pool go on behind the batches under way, and ``meanwhile`` more that are made while it starts."""
-        self._line[-1].close(itertools.islice(self.queue, meanwhile))
+    def hand_over(self, pool: WorkerPool) -> None:
+        """Let another pool go on behind the batches under way."""
+        self._line[-1].close()
         self._line.append(pool)
-        self._at_once = meanwhile > 0
 
     def retire(self) -> None:
         """End all workers."""

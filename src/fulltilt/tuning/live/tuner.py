@@ -40,8 +40,6 @@ from fulltilt.tuning.live.worker_pool import (
 # Far from the seeds that torch gives the workers of one pool, one after the other.
 SEED_STEP = 0x9E3779B97F4A7C15
 OF_LOADER = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
-# Workers that are spawned beside training start later than those of the first pass did.
-START_MARGIN, MOST_START_S, START_PATIENCE = 1.5, 30.0, 4.0
 RANDOM_DRAWS = "the data set draws random numbers: in other workers they are others of the same distribution"
 LATER_SHUFFLES = ", and so are the shuffles of later epochs, which torch draws from the same generator"
 WATCHED = "not enough was seen yet"
@@ -96,7 +94,6 @@ class LoaderTuner:
         self._persists = False
         self._seed_state = torch.Generator().get_state()
         self._seed = self._made = 0
-        self._start_s = 0.0  # the longest that spawned workers took to their first batch
 
     # ------------------------------------------------------------------ passes
 
@@ -273,13 +270,7 @@ class LoaderTuner:
         self.phase = Phase.TRYING
         self._window.begin(knobs, knobs.workers * knobs.prefetch, self._to_beat.batches_per_s)
         self.tap.serving_workers = knobs.workers
-        self._hand_over(source)
-
-    def _hand_over(self, source: SwitchingIterator) -> None:
-        """Another pool goes on. One that starts slowly does so while the one before makes what training needs."""
-        pool = self._pool_in_force(source)
-        start_s = START_MARGIN * min(self._start_s, MOST_START_S)
-        source.hand_over(pool, math.ceil(start_s * self._to_beat.batches_per_s))
+        source.hand_over(self._pool_in_force(source))
 
     @property
     def _to_beat(self) -> Seen:
@@ -297,7 +288,7 @@ class LoaderTuner:
             self._note("watching", f"{words(seen.knobs)} paid", settings=self._settings(seen.knobs))
             self._changed(self.record.settings)
         else:
-            self._hand_over(source)
+            source.hand_over(self._pool_in_force(source))
             self._end_move("returned", seen)
             self._note("watching", f"{words(seen.knobs)} did not pay")
         self._note_in_force()
@@ -311,10 +302,8 @@ class LoaderTuner:
         else:
             generator.manual_seed((self._seed + SEED_STEP * self._made) % 2**63)
         batch_s = max(knobs.workers, 1) / best_of(self._seen).batches_per_s if self._seen else 0.0
-        if source.pool is not None and starts_slowly(source.loader):
-            self._start_s = max(self._start_s, source.pool.first_batch_s or 0.0)
-        start_s = START_PATIENCE * self._start_s
-        patience_s = math.ceil(max(self._limits.batch_s, self._limits.batch_times * batch_s, start_s))
+        start_s = self._limits.spawn_s if starts_slowly(source.loader) else self._limits.batch_s
+        patience_s = math.ceil(max(start_s, self._limits.batch_times * batch_s))
         meter = partial(self._taps.with_meters, tap=self.tap) if metered else lambda start: start()
         own = knobs == self.user and metered
         return WorkerPool(source.loader, knobs, generator, self._iterate, meter, None if own else patience_s)

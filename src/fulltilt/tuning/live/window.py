@@ -38,6 +38,7 @@ class Limits:
 
     # -- patience with a new pool
     batch_s: float = 15.0  # a pool whose batch takes longer hangs, or its worker has died
+    spawn_s: float = 60.0  # … where workers that are not forked import the script and torch first
     batch_times: float = 20.0  # … or so many times what a batch has taken so far
 
     # -- capacity

@@ -106,21 +106,20 @@ def copy_of(loader: Any) -> Any:
 class _Feed:
     """Stands where a pool's DataLoader has its sampler: gives it index batches while there is a queue.
 
-    ``owed`` are those that it took and has not made yet, the earliest first; ``rest`` are its last ones.
+    ``owed`` are those that it took and has not made yet, the earliest first.
     """
 
     def __init__(self) -> None:
         self.owed: deque[Any] = deque()
-        self.rest: deque[Any] = deque()
         self.queue: IndexQueue | None = None
 
     def __iter__(self) -> _Feed:
         return self
 
     def __next__(self) -> Any:
-        if self.queue is None and not self.rest:
+        if self.queue is None:
             raise StopIteration
-        self.owed.append(self.rest.popleft() if self.queue is None else next(self.queue))
+        self.owed.append(next(self.queue))
         return self.owed[-1]
 
 
@@ -146,12 +145,10 @@ class WorkerPool:
         self.is_scripts_own = patience_s is None
         self.on_trial = False
         self.start_s = 0.0  # that starting the workers held up training
-        self.first_batch_s: float | None = None  # from their start to the first batch
         self.last_taken: Any = None
         self._feed = _Feed()
         self._metered = metered
         self._iterator: Any = None
-        self._began_s = 0.0
         self._loader = copy_of(loader)
         self._iterate = partial(iterate, self._loader)
         vars(self._loader).update(
@@ -169,17 +166,16 @@ class WorkerPool:
     def serve(self, queue: IndexQueue) -> None:
         """Take indices from this queue from now on, as many as the workers may have."""
         self._feed.owed.clear()
-        self._feed.rest.clear()
         self._feed.queue = queue
         if self._iterator is not None:
             self._iterator = self._iterate()
             return
-        self._began_s = time.perf_counter()
+        began_s = time.perf_counter()
         with warnings.catch_warnings():
             if not self.is_scripts_own:
                 warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
             self._iterator = self._metered(self._iterate)
-        self.start_s = time.perf_counter() - self._began_s
+        self.start_s = time.perf_counter() - began_s
         if self.knobs.workers and not self.is_scripts_own:
             signal_handling._remove_worker_pids(id(self._iterator))  # type: ignore[attr-defined]
             self._iterator._worker_pids_set = False
@@ -192,14 +188,14 @@ class WorkerPool:
         """Whether it takes indices."""
         return self._feed.queue is not None
 
-    def close(self, rest: Iterable[Any] = ()) -> None:
-        """Take no more indices, and make what it owes and ``rest``."""
-        self._feed.queue, self._feed.rest = None, deque(rest)
+    def close(self) -> None:
+        """Take no more indices, and make what it owes."""
+        self._feed.queue = None
 
     @property
     def owed(self) -> list[Any]:
         """Indices of the batches that it still owes, the earliest first."""
-        return [*self._feed.owed, *self._feed.rest]
+        return list(self._feed.owed)
 
     @property
     def ready(self) -> int:
@@ -214,8 +210,6 @@ class WorkerPool:
             if self._feed.owed and (not self.knobs.workers or is_of_data_set(error)):
                 self.last_taken = self._feed.owed.popleft()
             raise
-        if self.first_batch_s is None:
-            self.first_batch_s = time.perf_counter() - self._began_s
         return self._feed.owed.popleft(), batch
 
     def retire(self) -> None:
