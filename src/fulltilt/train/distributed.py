@@ -455,15 +455,16 @@ class OptimizerState:
             self._warn(f"the optimizer starts from nothing: the checkpoint's is {what}")
             return
         parameters = [p for group in groups for p in group["params"]]
-        rates = [{"lr_factor": group["lr_factor"]} if "lr_factor" in group else {} for group in groups]
+        # Switches such as fused and amsgrad are the job's: state that another switch needs may not be there.
+        own_values = [{k: v for k, v in group.items() if k == "lr_factor" or isinstance(v, bool)} for group in groups]
         entries = {
             index: {name: _as_parameter(name, value, parameters[index]) for name, value in entry.items()}
             for index, entry in state["state"].items()
             if index < len(parameters)
         }
         self.optimizer.load_state_dict({"param_groups": state["param_groups"], "state": entries})
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group.update(rate)
+        for group, values in zip(self.optimizer.param_groups, own_values, strict=True):
+            group.update(values)
 
 
 # Of torch's own optimizers. Others keep moments in forms of their own.

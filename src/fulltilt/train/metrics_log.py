@@ -130,9 +130,9 @@ class EpochTotals:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From the checkpoint."""
-        self._sums = {tuple(names): rows.to(self.device) for names, rows in state["sums"]}
-        self._read = {name: (total, weight) for name, total, weight in state.get("read", [])}
+        """From the checkpoint. Raises ValueError for what ``state_dict`` has not made."""
+        self._sums = {tuple(names): rows.to(self.device).reshape(2, len(names)) for names, rows in state["sums"]}
+        self._read = {name: (float(total), float(weight)) for name, total, weight in state.get("read", [])}
 
 
 # --------------------------------------------------------------------------- metrics.csv
