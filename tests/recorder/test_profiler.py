@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from fulltilt.recorder.profiler import KernelTotals
+from fulltilt.recorder.profiler import KernelTotals, deep_record
 
 
 def kernel(name: str, start_us: float, end_us: float) -> Any:
@@ -41,3 +42,17 @@ def test_nothing_seen_is_no_record() -> None:
     totals = KernelTotals()
     totals.add([], steps=3)
     assert totals.record() is None
+
+
+def test_deep_steps_tell_gaps_and_waits_by_line() -> None:
+    events = [kernel("relu", 0, 10), kernel("add", 30, 40), kernel("cudaStreamSynchronize", 0, 8)]
+    for event, kind in zip(events, ("CUDA", "CUDA", "CPU"), strict=True):
+        event.device_type = SimpleNamespace(name=kind)
+    totals = KernelTotals()
+    totals.add(events[:2], steps=2)
+    record = deep_record(events, 2, totals.record(), Counter({"train.py:7": 3, "train.py:9": 1}))
+    assert (record.step_s, record.gpu_busy_s, record.kernel_gaps_s) == pytest.approx((20e-6, 10e-6, 10e-6))
+    assert [(line.where, line.seconds) for line in record.sync_calls] == [
+        ("train.py:7", pytest.approx(3e-6)),
+        ("train.py:9", pytest.approx(1e-6)),
+    ]

@@ -1,7 +1,7 @@
 """A few steps under torch.profiler, for what only it sees.
 
 On a GPU, three steps now and then for the time in which kernels really run: events at a step's ends also count the gaps
-between them. With `--deep N`, first N steps with the host's side of them: copies, waits and their lines.
+between them. With `--deep N`, N steps instead with the host's side of them: copies, waits and their lines.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import os
 import re
+import sys
 import time
 import warnings
 from collections import Counter
@@ -43,7 +44,7 @@ RELEASE_CUPTI = "TEARDOWN_CUPTI"
 
 
 class StepProfiler:
-    """Traces kernels for three steps now and then, and keeps the mean over all of them; before that, N deep steps."""
+    """Traces kernels for three steps now and then, and keeps the mean over all of them; or N deep steps, once."""
 
     def __init__(self, torch: Any, recorder: Recorder, deep_steps: int = 0) -> None:
         self._torch, self._recorder = torch, recorder
@@ -129,11 +130,11 @@ class StepProfiler:
         problem = None
         try:
             profiler.stop()
+            events = list(profiler.events())
+            self._totals.add([event for event in events if _on_gpu(event)], steps)
+            recorder.state.kernels = self._totals.record()
             if self._deep:
-                recorder.state.deep = deep_record(list(profiler.events()), max(1, steps), self._waits)
-            else:
-                self._totals.add([event for event in profiler.events() if _on_gpu(event)], steps)
-                recorder.state.kernels = self._totals.record()
+                recorder.state.deep = deep_record(events, max(1, steps), recorder.state.kernels, self._waits)
         except Exception as error:
             problem = error
         finally:
@@ -147,8 +148,9 @@ class StepProfiler:
             state.deep = DeepRecord(0, 0.0, None, None, None, None, None, error=str(problem))
         elif problem is not None:
             state.remark(f"kernels could not be traced: {problem}")
-        self._deep, self._steps = False, BURST_STEPS
-        self._at_call = max(self._calls * AGAIN, FIRST_BURST_STEP)
+        # Behind a profile with the host's side, CUPTI tells the next one of no kernel (seen with torch 2.11).
+        self._at_call = sys.maxsize if self._deep else self._calls * AGAIN
+        self._deep = False
 
     def finish(self) -> None:
         """The job is over, maybe before N steps."""
@@ -232,15 +234,12 @@ class KernelTotals:
         )
 
 
-def deep_record(events: list[Any], steps: int, waits: Counter[str]) -> DeepRecord:
+def deep_record(events: list[Any], steps: int, seen: KernelRecord | None, waits: Counter[str]) -> DeepRecord:
     """What a profile of ``steps`` steps says, per step. ``waits`` counts the synchronising calls by line."""
-    kernels = [event for event in events if _on_gpu(event)]
-    first = min((event.time_range.start for event in kernels or events), default=0.0)
-    last = max((event.time_range.end for event in kernels or events), default=0.0)
+    timed = [event for event in events if _on_gpu(event)] if seen is not None else events
+    first = min((event.time_range.start for event in timed), default=0.0)
+    last = max((event.time_range.end for event in timed), default=0.0)
     step_s = (last - first) * 1e-6 / steps
-    totals = KernelTotals()
-    totals.add(kernels, steps)
-    seen = totals.record()
     if seen is None:
         top = _top((event.name, event.self_cpu_time_total / steps) for event in events if "::" in event.name)
         return DeepRecord(steps, step_s, None, None, None, None, None, top_kernels=top)
