@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from fulltilt.probes.nvml import Gpm, GpmReading, GpuLost, Nvml
+from fulltilt.probes.nvml import Gpm, GpuLost, Nvml
 from fulltilt.probes.rate_limit import RateLimit
 from fulltilt.records import GpuProcess, GpuReading
 
@@ -85,18 +85,17 @@ class GpuProcesses:
 
     def read(self, handle: Any) -> tuple[GpuProcess, ...] | None:
         """The processes in order of their ids; None where the driver does not tell. Raises GpuLost."""
-        compute = self._running("nvmlDeviceGetComputeRunningProcesses", handle)
+        # The third version needs a driver from 510 on; the unversioned name raises a foreign exception type.
+        compute, of_mps = (
+            self._nvml.query_first((f"{function}_v3", f"{function}_v2"), handle)
+            for function in ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetMPSComputeRunningProcesses")
+        )
         if compute is None:
             return None
         held: dict[int, int | None] = {}
-        for process in (*compute, *(self._running("nvmlDeviceGetMPSComputeRunningProcesses", handle) or ())):
+        for process in (*compute, *(of_mps or ())):
             held[process.pid] = max(held.get(process.pid) or 0, process.usedGpuMemory or 0) or None
         return tuple(GpuProcess(pid, name, held[pid], ours) for pid in sorted(held) for name, ours in [self._who(pid)])
-
-    def _running(self, function: str, handle: Any) -> Any:
-        # The third version needs a driver from 510 on; the unversioned name raises a foreign exception type.
-        found = self._nvml.query(f"{function}_v3", handle)
-        return found if found is not None else self._nvml.query(f"{function}_v2", handle)
 
     def _who(self, pid: int) -> tuple[str | None, bool]:
         """Name of a process, and whether it is ours: found out once, since numbers are used again but not starts."""
@@ -189,9 +188,7 @@ class Device:
     def temperature_c(self, nvml: Nvml) -> float | None:
         """The temperature of the GPU."""
         sensor = nvml.module.NVML_TEMPERATURE_GPU
-        degrees = nvml.query("nvmlDeviceGetTemperatureV", self.board, sensor)
-        if degrees is None:
-            degrees = nvml.query("nvmlDeviceGetTemperature", self.board, sensor)
+        degrees = nvml.query_first(("nvmlDeviceGetTemperatureV", "nvmlDeviceGetTemperature"), self.board, sensor)
         return None if degrees is None else float(degrees)
 
     def close(self) -> None:
@@ -292,8 +289,15 @@ THROTTLE_REASONS = (
     (0x400, "reliability"),
 )
 
+# A driver before 535 knows them by their old name.
+_CLOCK_EVENTS = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
+
 # Without GPM the driver watches the PCIe bus for 20 ms a call, and the energy counter takes an H200 5 to 12 ms.
 # Each GPU is asked in its turn, and the readings between have None.
+_PCIE_COUNTERS = {
+    "pcie_tx_bytes_per_s": "NVML_PCIE_UTIL_TX_BYTES",
+    "pcie_rx_bytes_per_s": "NVML_PCIE_UTIL_RX_BYTES",
+}
 _PCIE_SHARE = 0.002
 _ENERGY_SHARE = 0.001
 
@@ -377,12 +381,12 @@ class Gpus:
         if asks_energy:
             with self._energy_limit.spend():
                 energy_mj = nvml.query("nvmlDeviceGetTotalEnergyConsumption", handle)
-        gpm = device.gpm.read() if device.gpm is not None else GpmReading()
-        tx, rx = gpm.pcie_tx_bytes_per_s, gpm.pcie_rx_bytes_per_s
+        slow: dict[str, Any] = dict(device.gpm.read()) if device.gpm is not None else {}
         if asks_pcie:
             with self._pcie_limit.spend():
-                tx = _scaled(nvml.query("nvmlDeviceGetPcieThroughput", board, module.NVML_PCIE_UTIL_TX_BYTES), 1024)
-                rx = _scaled(nvml.query("nvmlDeviceGetPcieThroughput", board, module.NVML_PCIE_UTIL_RX_BYTES), 1024)
+                for field, counter in _PCIE_COUNTERS.items():
+                    kib_per_s = nvml.query("nvmlDeviceGetPcieThroughput", board, getattr(module, counter))
+                    slow[field] = _scaled(kib_per_s, 1024)
         return GpuReading(
             uuid=device.uuid,
             index=device.index,
@@ -399,14 +403,9 @@ class Gpus:
             sm_clock_mhz=_scaled(nvml.query("nvmlDeviceGetClockInfo", board, module.NVML_CLOCK_SM), 1.0),
             sm_clock_max_mhz=device.sm_clock_max_mhz,
             mem_clock_mhz=_scaled(nvml.query("nvmlDeviceGetClockInfo", board, module.NVML_CLOCK_MEM), 1.0),
-            throttle_reasons=throttle_words(_clock_events(nvml, board)),
-            pcie_tx_bytes_per_s=tx,
-            pcie_rx_bytes_per_s=rx,
-            sm_active_pct=gpm.sm_active_pct,
-            sm_occupancy_pct=gpm.sm_occupancy_pct,
-            tensor_active_pct=gpm.tensor_active_pct,
-            dram_active_pct=gpm.dram_active_pct,
+            throttle_reasons=throttle_words(nvml.query_first(_CLOCK_EVENTS, board)),
             processes=self._processes.read(handle),
+            **slow,
         )
 
     def close(self) -> None:
@@ -436,13 +435,6 @@ def _next_turn(devices: deque[Device], limit: RateLimit) -> Device | None:
 def throttle_words(reasons: int | None) -> tuple[str, ...] | None:
     """NVML's clock event bits as short words; ``()`` when nothing slows the GPU down."""
     return None if reasons is None else tuple(word for bit, word in THROTTLE_REASONS if reasons & bit)
-
-
-def _clock_events(nvml: Nvml, board: Any) -> int | None:
-    bits = nvml.query("nvmlDeviceGetCurrentClocksEventReasons", board)
-    if bits is None:  # a driver before 535 knows them by their old name
-        bits = nvml.query("nvmlDeviceGetCurrentClocksThrottleReasons", board)
-    return None if bits is None else int(bits)
 
 
 def _scaled(value: float | None, factor: float) -> float | None:

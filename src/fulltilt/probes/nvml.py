@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -80,6 +79,11 @@ class Nvml:
                 raise GpuLost from error
             return None
 
+    def query_first(self, functions: tuple[str, ...], *arguments: Any) -> Any:
+        """The answer of the first of these names that this driver knows, or None. Raises GpuLost."""
+        answers = (self.query(function, *arguments) for function in functions)
+        return next((answer for answer in answers if answer is not None), None)
+
     def stop(self) -> None:
         """End the session."""
         try:
@@ -97,19 +101,10 @@ MIN_INTERVAL_S = 0.1
 _MIB = 1024**2
 
 
-@dataclass(frozen=True, slots=True)
-class GpmReading:
-    """Means over the time between two samples. ``sm_active``: SMs with work on them; ``tensor``: any tensor pipe."""
+# By field of GpuReading: means over the time between two samples; a metric that the GPU lacks is left out.
+GpmReading = dict[str, float]
 
-    sm_active_pct: float | None = None
-    sm_occupancy_pct: float | None = None
-    tensor_active_pct: float | None = None
-    dram_active_pct: float | None = None
-    pcie_tx_bytes_per_s: float | None = None
-    pcie_rx_bytes_per_s: float | None = None
-
-
-_METRICS = (  # field of GpmReading, NVML's metric, factor to the field's unit
+_METRICS = (  # field, NVML's metric, factor to the field's unit
     ("sm_active_pct", "NVML_GPM_METRIC_SM_UTIL", 1),
     ("sm_occupancy_pct", "NVML_GPM_METRIC_SM_OCCUPANCY", 1),
     ("tensor_active_pct", "NVML_GPM_METRIC_ANY_TENSOR_UTIL", 1),
@@ -130,7 +125,7 @@ class Gpm:
         self._take = take
         self._clock = clock
         self._older_at_s: float | None = None
-        self._last = GpmReading()
+        self._last: GpmReading = {}
         self._request = nvml.module.c_nvmlGpmMetricsGet_t()
         self._request.version = nvml.module.NVML_GPM_METRICS_GET_VERSION
         self._request.numMetrics = len(_METRICS)
@@ -164,9 +159,9 @@ class Gpm:
         if self._older_at_s is not None and now_s - self._older_at_s < MIN_INTERVAL_S:
             return self._last
         if self._take(self._newer) is None:
-            self._older_at_s, self._last = None, GpmReading()
+            self._older_at_s, self._last = None, {}
             return self._last
-        self._last = GpmReading() if self._older_at_s is None else self._means()
+        self._last = {} if self._older_at_s is None else self._means()
         self._older, self._newer = self._newer, self._older
         self._older_at_s = now_s
         return self._last
@@ -174,13 +169,13 @@ class Gpm:
     def _means(self) -> GpmReading:
         self._request.sample1, self._request.sample2 = self._older, self._newer
         if self._nvml.query("nvmlGpmMetricsGet", self._request) is None:
-            return GpmReading()
-        values: dict[str, float] = {}
+            return {}
+        values: GpmReading = {}
         for slot, (field, _, factor) in enumerate(_METRICS):
             metric = self._request.metrics[slot]
             if metric.nvmlReturn == self._nvml.module.NVML_SUCCESS and math.isfinite(metric.value):
                 values[field] = metric.value * factor
-        return GpmReading(**values)
+        return values
 
     def close(self) -> None:
         """Give the sample buffers back."""
