@@ -11,7 +11,6 @@ from fulltilt.diagnosis.ledger import (
     mean_gpu_step,
     mean_step,
     measure_throughput,
-    training_window,
 )
 from fulltilt.records import Buckets, GpuStep, KernelRecord, Phases, Span
 from tests.diagnosis.examples import BATCH, gpu_rank, loader, rank, run_of, spans_of, workers
@@ -83,9 +82,6 @@ def test_the_first_step_is_left_out_of_the_rates_but_not_of_the_counts() -> None
 
 def test_startup_inside_the_first_step_does_not_count_against_the_rate() -> None:
     span = step_span(10.0, 25.0, Buckets(startup_s=5.0, compute_s=10.0), steps=100, samples=3200)
-    window = training_window((span,))
-    assert window is not None
-    assert window.length_s == 10.0
     assert measure_throughput(run_of(rank(), spans=((span,),))).steps_per_s == 10.0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fulltilt.diagnosis import answer
-from fulltilt.diagnosis.evidence import live_record
+from fulltilt.diagnosis.evidence import gather
 from fulltilt.diagnosis.rules.live_tuning import live_settings, live_words
 from fulltilt.records import Diagnosis, LiveMove, LiveRecord, Settings
 from tests.diagnosis.examples import loader, machine, rank, run_of, workers
@@ -51,7 +51,7 @@ def test_a_loader_that_was_left_alone_says_why() -> None:
 
 
 def test_without_auto_there_is_nothing() -> None:
-    assert live_record(None, None) is None
+    assert gather(run_of(rank(), compute=100.0)).live is None
 
 
 FOUR = Settings(num_workers=4, prefetch_factor=2, pin_memory=False, persistent_workers=True)

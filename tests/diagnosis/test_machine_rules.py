@@ -151,7 +151,6 @@ def test_an_idle_or_short_slowdown_is_left_alone_and_an_unread_clock_not_judged(
     assert throttled(gather(on_gpu(throttle_reasons=None))) == Abstention(
         "throttled", "the GPU's clock and its reasons for slowing down"
     )
-    assert throttled(gather(run_of(rank()))) is None
 
 
 # --------------------------------------------------------------------------- gpu_shared
@@ -187,4 +186,3 @@ def test_a_gpu_of_ones_own_is_left_alone_and_unseen_processes_not_judged() -> No
     other = run_of(gpu_rank(), samples=sampled(gpu(), gpu(1, processes=(THEIRS,))))
     assert gpu_shared(gather(other)) is None  # it sits on a GPU that the job does not use
     assert gpu_shared(gather(on_gpu(processes=None))) == Abstention("gpu_shared", "the processes on the GPU")
-    assert gpu_shared(gather(run_of(rank()))) is None

@@ -14,27 +14,25 @@ from fulltilt.records import CheckLine, LoaderRecord
 # --------------------------------------------------------------------------- settings
 
 Setting = tuple[str, str | int | float | bool | None]
+_OF_THE_LOADER = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "start_method")
 
 
 def settings_in_force(evidence: Evidence) -> tuple[Setting, ...]:
     """What the job ran with, what was asked for (``asked.…``), what live tuning did (``live.…``). None: not seen."""
-    rank, loader = evidence.rank, evidence.loader
+    rank = evidence.rank if evidence.run.ranks else None
+    loader, precision = evidence.loader, evidence.rank.precision
     in_force: list[Setting] = [
         ("device", rank.device if rank else None),
         ("world_size", rank.world_size if rank else None),
         ("batch_size", loader.batch_size if loader else None),
         ("accumulation", _accumulation(evidence)),
-        ("num_workers", loader.num_workers if loader else None),
-        ("prefetch_factor", loader.prefetch_factor if loader else None),
-        ("pin_memory", loader.pin_memory if loader else None),
-        ("persistent_workers", loader.persistent_workers if loader else None),
-        ("start_method", loader.start_method if loader else None),
-        ("torch_threads", rank.torch_threads if rank else None),
-        ("precision", rank.precision.name if rank and rank.precision else None),
-        ("tf32", rank.precision.tf32 if rank and rank.precision else None),
-        ("compile", rank.precision.compiled if rank and rank.precision else None),
-        ("optimizer", ", ".join(rank.optimizers) or None if rank else None),
-        ("learning_rate", rank.learning_rate if rank else None),
+        *((name, getattr(loader, name, None)) for name in _OF_THE_LOADER),
+        ("torch_threads", evidence.rank.torch_threads),
+        ("precision", precision.name if precision else None),
+        ("tf32", precision.tf32 if precision else None),
+        ("compile", precision.compiled if precision else None),
+        ("optimizer", ", ".join(evidence.rank.optimizers) or None),
+        ("learning_rate", evidence.rank.learning_rate),
         ("loader", loader.where if loader else None),
     ]
     asked = evidence.run.run.asked
@@ -83,7 +81,7 @@ def _batch_size(evidence: Evidence) -> CheckLine:
         return CheckLine(name, "skip", "no batch size was seen")
     if asked is None:
         return CheckLine(name, "skip", f"Batch size: {in_force} (none asked for on the command line)")
-    world_size = evidence.rank.world_size if evidence.rank else 1
+    world_size = evidence.rank.world_size
     if world_size > 1 and in_force * world_size == asked:
         return CheckLine(name, "ok", f"Batch size: {asked} = {world_size} ranks × {in_force} (expected: {asked})")
     figure = f"Batch size: {in_force} (expected: {asked})"

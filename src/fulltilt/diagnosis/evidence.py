@@ -31,9 +31,10 @@ from fulltilt.records import (
 class Evidence:
     """One run, ready to be judged.
 
-    ``rank`` is the rank that sets the pace (the slowest in its own work); ``loader``, ``workers`` and ``supply``
-    are its training loader, that loader's workers, and what its batches cost; ``live`` is what live tuning did to it.
-    ``delivered_samples_per_s`` (while training draws batches) and ``usable_cpus`` are for one rank.
+    ``rank`` is the rank that sets the pace (the slowest in its own work), an empty record where no process was
+    recorded; ``loader``, ``workers`` and ``supply`` are its training loader, that loader's workers, and what its
+    batches cost; ``live`` is what live tuning did to it. ``delivered_samples_per_s`` (while training draws batches)
+    and ``usable_cpus`` are for one rank.
     """
 
     run: Run
@@ -43,7 +44,7 @@ class Evidence:
     gpus: tuple[GpuSummary, ...]
     host: HostSummary
     ranks: tuple[RankSummary, ...]
-    rank: RankRecord | None
+    rank: RankRecord
     loader: LoaderRecord | None
     workers: WorkerRecord | None
     live: LiveRecord | None
@@ -65,7 +66,7 @@ class Evidence:
     @property
     def on_gpu(self) -> bool:
         """Whether the job trains on a GPU."""
-        return self.rank is not None and self.rank.device != "cpu"
+        return self.rank.device != "cpu"
 
     @property
     def trainee(self) -> str:
@@ -91,12 +92,12 @@ class Evidence:
     @property
     def host_lines(self) -> tuple[HotLine, ...]:
         """The lines of the pace-setting rank that cost host time, the costliest first."""
-        return tuple(sorted(self.rank.host_lines if self.rank else (), key=lambda line: -line.seconds))
+        return tuple(sorted(self.rank.host_lines, key=lambda line: -line.seconds))
 
     @property
     def training_loaders(self) -> list[LoaderRecord]:
         """The loaders that feed the training of the pace-setting rank."""
-        return [loader for loader in (self.rank.loaders if self.rank else ()) if loader.role == "train"]
+        return training_loaders(self.rank)
 
     @property
     def share_of_ceiling(self) -> float | None:
@@ -134,12 +135,8 @@ def gather(run: Run) -> Evidence:
     ledger = ledgers.make_ledger(run)
     throughput = ledgers.measure_throughput(run)
     ranks = ledgers.compare_ranks(run)
-    rank = _pace_setter(run, ranks)
-    loader = training_loader(rank)
-    workers = workers_of(rank, loader)
-    own = next((spans for one, spans in zip(run.ranks, run.spans, strict=True) if one is rank), ())
-    live = live_record(rank, loader)
-    supply = measure_supply(loader, workers, own, live) if loader else None
+    rank, own = _pace_setter(run, ranks)
+    loader, workers, live, supply = _input_of(rank, own)
     usable_cpus = run.run.machine.cpu.usable / _ranks_beside(run, rank)
     wait_share = _ratio(ledger.buckets.data_wait_s, ledger.wall_s - ledger.buckets.startup_s)
     rate = ledgers.rate_while_drawing(run)
@@ -170,45 +167,39 @@ def gather(run: Run) -> Evidence:
     )
 
 
-def training_loader(rank: RankRecord | None) -> LoaderRecord | None:
-    """The loader that feeds training; of several, the one that training waits for most."""
-    loaders = [loader for loader in rank.loaders if loader.role == "train"] if rank else []
-    return max(loaders, key=lambda loader: (loader.wait_s, loader.batches), default=None)
+def training_loaders(rank: RankRecord) -> list[LoaderRecord]:
+    """The loaders of a rank that feed its training."""
+    return [loader for loader in rank.loaders if loader.role == "train"]
 
 
-def waited_behind_loaders_s(rank: RankRecord | None, data_wait_s: float) -> float:
+def _input_of(
+    rank: RankRecord, spans: tuple[Span, ...]
+) -> tuple[LoaderRecord | None, WorkerRecord | None, LiveRecord | None, Supply | None]:
+    """The training loader that a rank waits for most, its workers, its live tuning, and what its batches cost."""
+    loader = max(training_loaders(rank), key=lambda loader: (loader.wait_s, loader.batches), default=None)
+    if loader is None:
+        return None, None, next(iter(rank.live), None), None
+    workers = next((record for record in rank.workers if record.loader_id == loader.loader_id), None)
+    own = (live for live in rank.live if live.loader_id == loader.loader_id)
+    live = next(own, next(iter(rank.live), None))
+    return loader, workers, live, measure_supply(loader, workers, spans, live)
+
+
+def waited_behind_loaders_s(rank: RankRecord, data_wait_s: float) -> float:
     """What the training waited for batches but not in a loader: a generator of the script's works on what it drew.
 
     0.0 where that is not known: no loader was seen, or another thread drew from it.
     """
-    loaders = [loader for loader in rank.loaders if loader.role == "train"] if rank else []
+    loaders = training_loaders(rank)
     if not loaders or not all(loader.wait_s > 0 for loader in loaders):
         return 0.0
     return max(data_wait_s - sum(loader.wait_s + loader.first_wait_s for loader in loaders), 0.0)
 
 
-def live_record(rank: RankRecord | None, loader: LoaderRecord | None) -> LiveRecord | None:
-    """The tuning of the training loader; None when the job ran without `--auto`."""
-    if rank is None or not rank.live:
-        return None
-    wanted = loader.loader_id if loader is not None else None
-    return next((live for live in rank.live if live.loader_id == wanted), rank.live[0])
-
-
-def workers_of(rank: RankRecord | None, loader: LoaderRecord | None) -> WorkerRecord | None:
-    """What the workers of a loader reported."""
-    if rank is None or loader is None:
-        return None
-    return next((record for record in rank.workers if record.loader_id == loader.loader_id), None)
-
-
-def crowding(rank: RankRecord | None, loader: LoaderRecord | None, usable_cpus: float) -> float:
+def crowding(rank: RankRecord, loader: LoaderRecord | None, usable_cpus: float) -> float:
     """Workers and training threads for each usable CPU."""
-    workers = loader.num_workers if loader else 0
-    threads = 1
-    if rank is not None and rank.device == "cpu":
-        threads = rank.torch_threads or 1
-    return (workers + threads) / max(usable_cpus, 0.01)
+    threads = (rank.torch_threads or 1) if rank.device == "cpu" else 1
+    return ((loader.num_workers if loader else 0) + threads) / max(usable_cpus, 0.01)
 
 
 def compute_ceiling(run: Run) -> float | None:
@@ -228,11 +219,9 @@ def compute_ceiling(run: Run) -> float | None:
 def _loader_ceilings(run: Run, wait_share: float, usable_cpus: float, delivered: float | None) -> float | None:
     rates = []
     for rank, spans in _training_ranks(run):
-        loader = training_loader(rank)
-        tuned = live_record(rank, loader)
-        supply = measure_supply(loader, workers_of(rank, loader), spans, tuned) if loader else None
+        *_, supply = _input_of(rank, spans)
         # A step that draws from several loaders has no single loader's rate to compare with.
-        if supply is None or sum(1 for other in rank.loaders if other.role == "train") > 1:
+        if supply is None or len(training_loaders(rank)) > 1:
             return None
         rates.append(loader_ceiling(supply, usable_cpus, wait_share, delivered))
     return sum(rates) if rates else None
@@ -243,14 +232,18 @@ def _training_ranks(run: Run) -> list[tuple[RankRecord, tuple[Span, ...]]]:
     return [(rank, spans) for rank, spans in pairs if any(span.steps for span in spans)]
 
 
-def _pace_setter(run: Run, ranks: tuple[RankSummary, ...]) -> RankRecord | None:
-    slowest = next((summary.rank for summary in ranks if summary.slowest), None)
-    return next((rank for rank in run.ranks if rank.rank == slowest), run.ranks[0] if run.ranks else None)
+# Stands for the rank of a run in which no process was recorded.
+_NO_RANK = RankRecord(0, 1, 0, 0, "", "cpu", None, t0_s=0.0, t1_s=0.0, finished=False, steps=0, backwards=0)
 
 
-def _ranks_beside(run: Run, rank: RankRecord | None) -> int:
+def _pace_setter(run: Run, ranks: tuple[RankSummary, ...]) -> tuple[RankRecord, tuple[Span, ...]]:
+    slowest = next((place for place, summary in enumerate(ranks) if summary.slowest), None)
+    return (_NO_RANK, ()) if slowest is None else (run.ranks[slowest], run.spans[slowest])
+
+
+def _ranks_beside(run: Run, rank: RankRecord) -> int:
     """How many ranks share the machine of ``rank``, itself included."""
-    return max(sum(1 for other in run.ranks if rank and other.hostname == rank.hostname), 1)
+    return max(sum(1 for other in run.ranks if other.hostname == rank.hostname), 1)
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fulltilt.diagnosis.ledger import training_window
@@ -13,16 +13,14 @@ from fulltilt.records import GpuProcess, GpuReading, GpuSummary, Run, Sample
 # Limits that every busy GPU runs into sooner or later: throttling only when the clock falls far for them.
 _LIMITS = ("power_cap", "board_limit", "reliability", "sync_boost")
 LEAST_LOOKS = 3
+_MEANS = ("util_pct", "sm_active_pct", "sm_occupancy_pct", "tensor_active_pct", "dram_active_pct", "power_w")
 
 
 @dataclass(frozen=True, slots=True)
 class HostSummary:
     """The host over the training part of a run. ``ram_share`` is used memory over its limit."""
 
-    samples: int = 0
-    cpu_pct: float | None = None
     tree_cpu_pct: float | None = None
-    iowait_pct: float | None = None
     ram_share_peak: float | None = None
     ram_full_share: float | None = None
     swap_in_bytes_per_s: float | None = None
@@ -33,7 +31,7 @@ def training_samples(run: Run) -> tuple[Sample, ...]:
     windows = [window for spans in run.spans if (window := training_window(spans))]
     if not windows:
         return run.samples
-    t0_s, t1_s = min(w.t0_s for w in windows), max(w.t1_s for w in windows)
+    t0_s, t1_s = min(window[0] for window in windows), max(window[1] for window in windows)
     return tuple(sample for sample in run.samples if t0_s <= sample.t_s <= t1_s)
 
 
@@ -64,22 +62,17 @@ def summarise_gpus(run: Run) -> tuple[GpuSummary, ...]:
 def _summarise(first: GpuReading, seen: list[GpuReading]) -> GpuSummary:
     vram = _present(reading.vram_used_bytes for reading in seen)
     energy = _present(reading.energy_j for reading in seen)
-    slowed = [_slowing_reasons(reading) for reading in seen]
+    slowed = [slowing_reasons(reading) for reading in seen]
     known = [reasons for reasons in slowed if reasons is not None]
     mean_vram = mean(vram)
     return GpuSummary(
         uuid=first.uuid,
         name=first.name,
         index=first.index,
-        util_pct=_mean_of(seen, lambda r: r.util_pct),
-        sm_active_pct=_mean_of(seen, lambda r: r.sm_active_pct),
-        sm_occupancy_pct=_mean_of(seen, lambda r: r.sm_occupancy_pct),
-        tensor_active_pct=_mean_of(seen, lambda r: r.tensor_active_pct),
-        dram_active_pct=_mean_of(seen, lambda r: r.dram_active_pct),
+        **{name: mean(_present(getattr(reading, name) for reading in seen)) for name in _MEANS},
         vram_used_bytes=round(mean_vram) if mean_vram is not None else None,
         vram_peak_bytes=round(max(vram)) if vram else None,
         vram_total_bytes=next((r.vram_total_bytes for r in (*seen, first) if r.vram_total_bytes), None),
-        power_w=_mean_of(seen, lambda r: r.power_w),
         energy_j=max(energy) - min(energy) if energy else None,
         temperature_peak_c=max(_present(r.temperature_c for r in seen), default=None),
         throttled_share=sum(1 for reasons in known if reasons) / len(known) if known else None,
@@ -88,7 +81,7 @@ def _summarise(first: GpuReading, seen: list[GpuReading]) -> GpuSummary:
     )
 
 
-def _slowing_reasons(reading: GpuReading) -> tuple[str, ...] | None:
+def slowing_reasons(reading: GpuReading) -> tuple[str, ...] | None:
     """The reasons that slow this GPU down at this moment; None when the driver does not tell."""
     if reading.throttle_reasons is None:
         return None
@@ -120,7 +113,7 @@ def use_before_the_job(run: Run, uuid: str) -> float | None:
     """
     readings = (reading for sample in run.samples for reading in sample.gpus if reading.uuid == uuid)
     without_us = [reading for reading in readings if reading.processes and not any(p.ours for p in reading.processes)]
-    return _mean_of(without_us, lambda reading: reading.util_pct) if len(without_us) >= LEAST_LOOKS else None
+    return mean(_present(r.util_pct for r in without_us)) if len(without_us) >= LEAST_LOOKS else None
 
 
 def summarise_host(run: Run) -> HostSummary:
@@ -132,10 +125,7 @@ def summarise_host(run: Run) -> HostSummary:
         if limit > 0 and host.mem_used_bytes is not None:
             ram.append(host.mem_used_bytes / limit)
     return HostSummary(
-        samples=len(hosts),
-        cpu_pct=mean(_present(host.cpu_pct for host in hosts)),
         tree_cpu_pct=mean(_present(host.tree_cpu_pct for host in hosts)),
-        iowait_pct=mean(_present(host.iowait_pct for host in hosts)),
         ram_share_peak=max(ram, default=None),
         ram_full_share=sum(1 for share in ram if share >= LIMITS.ram_full_share) / len(ram) if ram else None,
         swap_in_bytes_per_s=mean(_present(host.swap_in_bytes_per_s for host in hosts)),
@@ -161,10 +151,6 @@ def mean(values: Iterable[float]) -> float | None:
     """The arithmetic mean; None of nothing."""
     values = list(values)
     return sum(values) / len(values) if values else None
-
-
-def _mean_of(seen: list[GpuReading], figure: Callable[[GpuReading], float | None]) -> float | None:
-    return mean(_present(figure(reading) for reading in seen))
 
 
 def _present(values: Iterable[float | None]) -> list[float]:

@@ -82,44 +82,51 @@ def make_ledger(run: Run) -> Ledger:
 # --------------------------------------------------------------------------- rates
 
 
+def training_window(spans: Iterable[Span]) -> tuple[float, float] | None:
+    """From the beginning of a rank's first step to the end of its last; None when it made no step."""
+    stepping = sorted((span for span in spans if span.steps > 0), key=lambda span: span.t0_s)
+    return (stepping[0].t0_s, stepping[-1].t1_s) if stepping else None
+
+
 @dataclass(frozen=True, slots=True)
-class Window:
-    """The training part of a run: from the beginning of its first step to the end of its last."""
+class _Rated:
+    """The part of a rank's training from which rates are told: behind the first step, which is part warm-up.
 
-    t0_s: float
-    t1_s: float
-    startup_s: float
+    ``length_s`` holds validation, checkpoints and turn-over, but no start-up; ``paused_s`` are the first two of them.
+    """
 
-    @property
-    def length_s(self) -> float:
-        """Seconds of training: validation, checkpoints and turn-over included, start-up left out."""
-        return max(self.t1_s - self.t0_s - self.startup_s, 0.0)
+    steps: int
+    samples: int | None
+    length_s: float
+    paused_s: float
 
 
-def training_window(spans: Iterable[Span]) -> Window | None:
-    """The training part of one rank, or None when it made no step."""
-    spans = sorted(spans, key=lambda span: span.t0_s)
-    stepping = [span for span in spans if span.steps > 0]
-    if not stepping:
-        return None
-    t0_s, t1_s = stepping[0].t0_s, stepping[-1].t1_s
-    startup_s = sum(span.buckets.startup_s for span in spans if t0_s <= span.t0_s and span.t1_s <= t1_s)
-    return Window(t0_s, t1_s, startup_s)
+def _rated(spans: Spans) -> _Rated:
+    later = after_first_step(spans)
+    steps, samples = sum(span.steps for span in later), count_samples(later)
+    window = training_window(later)
+    if window is None:
+        return _Rated(steps, samples, 0.0, 0.0)
+    t0_s, t1_s = window
+    startup_s = sum(span.buckets.startup_s for span in later if t0_s <= span.t0_s and span.t1_s <= t1_s)
+    left_out = len(spans) - len(later)
+    begin_s = min(spans[left_out - 1].t1_s, t0_s) if left_out else t0_s
+    length_s = max(t1_s - t0_s - startup_s, 0.0) + t0_s - begin_s
+    return _Rated(steps, samples, length_s, sum(paused_s(span.buckets) for span in later if span.t1_s <= t1_s))
 
 
 def measure_throughput(run: Run) -> Throughput:
     """The rates that a stopwatch beside the training part would show. Samples add up over the ranks."""
     steps = max((sum(span.steps for span in spans) for spans in run.spans), default=0)
-    samples = _all_samples(run.spans)
-    later = [after_first_step(spans) for spans in run.spans]
-    length_s = max((_rated_s(spans, rated) for spans, rated in zip(run.spans, later, strict=True)), default=0.0)
+    samples = _sum_known(count_samples(spans) for spans in run.spans)
+    rated = [_rated(spans) for spans in run.spans]
+    length_s = max((part.length_s for part in rated), default=0.0)
     if length_s <= 0:
         return Throughput(None, None, steps, samples)
-    rated_samples = _all_samples(later)
-    rated_steps = max(sum(span.steps for span in spans) for spans in later)
+    rated_samples = _sum_known(part.samples for part in rated)
     return Throughput(
         samples_per_s=rated_samples / length_s if rated_samples is not None else None,
-        steps_per_s=rated_steps / length_s,
+        steps_per_s=max(part.steps for part in rated) / length_s,
         steps=steps,
         samples=samples,
     )
@@ -127,12 +134,9 @@ def measure_throughput(run: Run) -> Throughput:
 
 def rate_while_drawing(run: Run) -> float | None:
     """Samples a second of the time in which training draws batches: without validation and checkpoints."""
-    later = [after_first_step(spans) for spans in run.spans]
-    samples = _all_samples(later)
-    drawing_s = max(
-        (_rated_s(spans, rated) - _paused_within_s(rated) for spans, rated in zip(run.spans, later, strict=True)),
-        default=0.0,
-    )
+    rated = [_rated(spans) for spans in run.spans]
+    samples = _sum_known(part.samples for part in rated)
+    drawing_s = max((part.length_s - part.paused_s for part in rated), default=0.0)
     return samples / drawing_s if samples is not None and drawing_s > 0 else None
 
 
@@ -164,30 +168,14 @@ def after_first_step(spans: Spans) -> Spans:
     return spans[first + 1 :]
 
 
-def _rated_s(spans: Spans, rated: Spans) -> float:
-    """How long the rated spans train, from the end of what was left out before them."""
-    window = training_window(rated)
-    if window is None:
-        return 0.0
-    left_out = len(spans) - len(rated)
-    begin_s = spans[left_out - 1].t1_s if left_out else window.t0_s
-    return window.length_s + max(window.t0_s - begin_s, 0.0)
-
-
-def _paused_within_s(rated: Spans) -> float:
-    window = training_window(rated)
-    return 0.0 if window is None else sum(paused_s(span.buckets) for span in rated if span.t1_s <= window.t1_s)
-
-
-def _all_samples(spans_by_rank: Iterable[Spans]) -> int | None:
-    counted = [count for spans in spans_by_rank if (count := count_samples(spans)) is not None]
-    return sum(counted) if counted else None
+def _sum_known(counts: Iterable[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
 
 
 def count_samples(spans: Iterable[Span]) -> int | None:
     """The samples that a rank trained on, or None when no loader was seen."""
-    counts = [span.samples for span in spans if span.steps > 0 and span.samples is not None]
-    return sum(counts) if counts else None
+    return _sum_known(span.samples for span in spans if span.steps > 0)
 
 
 def mean_step(run: Run) -> Phases | None:

@@ -21,15 +21,13 @@ _HF_EVALUATE = "eval_steps= (or eval_strategy='epoch') in its TrainingArguments"
 class Library:
     """``call`` holds the settings; ``names`` has the library's word for each of DataLoader's, and lacks what it lacks.
 
-    ``save``, ``validate`` and ``slow_code`` say how to save and validate less often, and what to do about slow code of
-    the user's that the library calls between steps.
+    ``save`` and ``validate`` say how to do so less often.
     """
 
     call: str
     names: Mapping[str, str] = field(default_factory=lambda: dict(_SAME))
     save: str | None = None
     validate: str | None = None
-    slow_code: str | None = None
 
 
 LIBRARIES: dict[str, Library] = {
@@ -76,7 +74,6 @@ LIBRARIES: dict[str, Library] = {
         "{}",
         save="CheckpointCallback(save_freq=...)",
         validate="EvalCallback(eval_freq=...)",
-        slow_code="let several environments step side by side: make_vec_env(..., n_envs=8, vec_env_cls=SubprocVecEnv)",
     ),
 }
 LIBRARIES["pytorch_lightning"] = LIBRARIES["lightning"]

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fulltilt.diagnosis.gpu_summary import slowing_reasons
 from fulltilt.figures import count, number, size, used_of
 from fulltilt.records import CheckLine, GpuReading, Machine, Sample, StorageReading
 
@@ -41,7 +42,6 @@ class PreflightLimits:
     vram_free_share: float = 0.9  # a desktop and the driver take up to a tenth of an 8 GB card
     tenant_bytes: int = 64 * MIB  # the smallest CUDA context is about 100 MiB; less is a desktop's window
     temperature_margin_c: float = 5.0  # clocks begin to fall a few degrees before the limit itself
-    power_capped_clock: float = 0.85  # a GPU at its power limit does its work unless its clock falls below this
 
     # -- storage, measured with one reader: workers read side by side, but a slow disk stays slow
     sequential_bytes_per_s: float = 200e6  # a hard disk's best, or 1,500 JPEGs of 130 kB each second
@@ -154,7 +154,7 @@ def check_throttling(gpus: Sequence[GpuReading]) -> CheckLine:
     """Is a GPU slowed down right now?"""
     if all(gpu.throttle_reasons is None for gpu in gpus):
         return CheckLine("throttling", "skip", "the driver does not tell")
-    slowed = [(gpu, reasons) for gpu in gpus if (reasons := _slowing_reasons(gpu))]
+    slowed = [(gpu, reasons) for gpu in gpus if (reasons := slowing_reasons(gpu))]
     if not slowed:
         return CheckLine("throttling", "ok", "none")
     figure = "; ".join(
@@ -162,13 +162,6 @@ def check_throttling(gpus: Sequence[GpuReading]) -> CheckLine:
     )
     remedy = _THROTTLE_REMEDIES.get(slowed[0][1][0], "See nvidia-smi -q -d PERFORMANCE.")
     return CheckLine("throttling", "warn", figure, remedy)
-
-
-def _slowing_reasons(gpu: GpuReading) -> tuple[str, ...]:
-    reasons = gpu.throttle_reasons or ()
-    if reasons == ("power_cap",) and gpu.sm_clock_mhz is not None and gpu.sm_clock_max_mhz:
-        return () if gpu.sm_clock_mhz >= LIMITS.power_capped_clock * gpu.sm_clock_max_mhz else reasons
-    return reasons
 
 
 def _clock(gpu: GpuReading) -> str:

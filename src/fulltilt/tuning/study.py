@@ -225,7 +225,7 @@ def time_limit_s(trials: Sequence[Trial], left_s: float, asked_s: float | None) 
 def learned(record: StudyRecord, run: Run, answer: Answer | None, arguments: Sequence[str]) -> StudyRecord:
     """The record with what the first trial tells about the job: its loader and its optimizer."""
     evidence = gather(run)
-    rank, source = evidence.rank, _source_of(evidence.loader, arguments)
+    source = _source_of(evidence.loader, arguments)
     text = ""
     if source is not None:
         with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -236,7 +236,7 @@ def learned(record: StudyRecord, run: Run, answer: Answer | None, arguments: Seq
         source_sha256=None if source is None else fingerprint(source),
         script_sha256=fingerprint(_script(arguments)),
         data_set_changes=changes_data_set(text),
-        optimizer=rank.optimizers[0] if rank is not None and rank.optimizers else None,
+        optimizer=next(iter(evidence.rank.optimizers), None),
         learning_rate=answer.learning_rate if answer is not None else None,
     )
 

@@ -11,71 +11,68 @@ from typing import cast
 
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.findings import Judgement
-from fulltilt.diagnosis.rules.data_loading import (
-    epoch_restart,
-    input_cpu_bound,
-    input_handover,
-    input_io_bound,
-    input_serial,
-    shm_small,
-)
-from fulltilt.diagnosis.rules.gpu import (
-    batch_too_small,
-    compute_bound,
-    launch_bound,
-    padding_waste,
-    precision_unused,
-    sync_point,
-    transfer_blocking,
-)
-from fulltilt.diagnosis.rules.host import checkpoint_stall, host_code, recompiling, validation_heavy
+from fulltilt.diagnosis.rules import data_loading, gpu, host, machine, ranks
 from fulltilt.diagnosis.rules.live_tuning import as_measured
-from fulltilt.diagnosis.rules.machine import cpu_oversubscribed, gpu_shared, memory_pressure, throttled
-from fulltilt.diagnosis.rules.ranks import communication_bound, straggler
 from fulltilt.records import Abstention, FindingCode
 
 Rule = Callable[[Evidence], Judgement]
 
 # Data loading first, then copies, GPU, host, machine and ranks. The order also breaks ties between findings.
 RULES: tuple[Rule, ...] = (
-    input_serial,
-    input_cpu_bound,
-    input_io_bound,
-    input_handover,
-    epoch_restart,
-    transfer_blocking,
-    sync_point,
-    launch_bound,
-    batch_too_small,
-    precision_unused,
-    padding_waste,
-    host_code,
-    recompiling,
-    validation_heavy,
-    checkpoint_stall,
-    memory_pressure,
-    cpu_oversubscribed,
-    shm_small,
-    throttled,
-    gpu_shared,
-    straggler,
-    communication_bound,
-    compute_bound,
+    data_loading.input_serial,
+    data_loading.input_cpu_bound,
+    data_loading.input_io_bound,
+    data_loading.input_handover,
+    data_loading.epoch_restart,
+    gpu.transfer_blocking,
+    gpu.sync_point,
+    gpu.launch_bound,
+    gpu.batch_too_small,
+    gpu.precision_unused,
+    gpu.padding_waste,
+    host.host_code,
+    host.recompiling,
+    host.validation_heavy,
+    host.checkpoint_stall,
+    machine.memory_pressure,
+    machine.cpu_oversubscribed,
+    data_loading.shm_small,
+    machine.throttled,
+    machine.gpu_shared,
+    ranks.straggler,
+    ranks.communication_bound,
+    gpu.compute_bound,
 )
 
+# These judge what only a GPU has.
+_ON_GPU: tuple[Rule, ...] = (
+    gpu.transfer_blocking,
+    gpu.sync_point,
+    gpu.launch_bound,
+    gpu.batch_too_small,
+    gpu.precision_unused,
+    machine.throttled,
+    machine.gpu_shared,
+)
 # These judge the machine, so they need no training: memory may be why there was none.
-_WITHOUT_TRAINING: tuple[Rule, ...] = (memory_pressure, shm_small, throttled, gpu_shared)
+_WITHOUT_TRAINING: tuple[Rule, ...] = (
+    machine.memory_pressure,
+    data_loading.shm_small,
+    machine.throttled,
+    machine.gpu_shared,
+)
 
 
 def judge(evidence: Evidence) -> list[Judgement]:
     """What every rule says. Without training, or with too little of it, the rules about training abstain."""
     lacks = "a training step" if evidence.throughput.steps == 0 else "a longer run" if evidence.too_short else None
-    return [
-        as_measured(evidence, rule(evidence))
-        if lacks is None or rule in _WITHOUT_TRAINING
-        else Abstention(code_of(rule), lacks)
-        for rule in RULES
-    ]
+    judgements: list[Judgement] = []
+    for rule in RULES:
+        if lacks is not None and rule not in _WITHOUT_TRAINING:
+            judgements.append(Abstention(code_of(rule), lacks))
+        elif evidence.on_gpu or rule not in _ON_GPU:
+            judgements.append(as_measured(evidence, rule(evidence)))
+    return judgements
 
 
 def code_of(rule: Rule) -> FindingCode:

@@ -73,7 +73,7 @@ _NO_TENSOR_CORES = ("P100", "P40", "P4 ", "K80", "M60", "GTX", "MX")
 
 def precision_unused(evidence: Evidence) -> Judgement:
     """Everything is computed in float32 on a GPU whose tensor cores are several times as fast."""
-    if not _compute_dominates(evidence) or evidence.rank is None:
+    if not _compute_dominates(evidence):
         return None
     gpu = gpu_in_use(evidence)
     name = gpu.name if gpu else ""
@@ -173,13 +173,12 @@ def compute_bound(evidence: Evidence) -> Judgement:
 
 def gpu_in_use(evidence: Evidence) -> GpuSummary | None:
     """The GPU of the rank that sets the pace."""
-    uuid = evidence.rank.gpu_uuid if evidence.rank else None
+    uuid = evidence.rank.gpu_uuid
     return next((gpu for gpu in evidence.gpus if gpu.uuid == uuid), evidence.gpus[0] if evidence.gpus else None)
 
 
 def _compute_dominates(evidence: Evidence) -> bool:
-    share = evidence.share(evidence.buckets.compute_s)
-    return evidence.on_gpu and share >= LIMITS.compute_dominates
+    return evidence.share(evidence.buckets.compute_s) >= LIMITS.compute_dominates
 
 
 def _vram_share(gpu: GpuSummary | None) -> float | None:
@@ -189,7 +188,7 @@ def _vram_share(gpu: GpuSummary | None) -> float | None:
 
 
 def _tensor_core_share(evidence: Evidence, gpu: GpuSummary | None) -> float | None:
-    if evidence.rank and evidence.rank.deep and evidence.rank.deep.tensor_core_share is not None:
+    if evidence.rank.deep and evidence.rank.deep.tensor_core_share is not None:
         return evidence.rank.deep.tensor_core_share
     return gpu.tensor_active_pct / 100 if gpu and gpu.tensor_active_pct is not None else None
 
@@ -203,8 +202,6 @@ def _on_off(flag: bool | None) -> str:
 
 def transfer_blocking(evidence: Evidence) -> Judgement:
     """The GPU idles while the training thread copies a batch to it."""
-    if not evidence.on_gpu or evidence.rank is None:
-        return None
     cost_s = evidence.buckets.transfer_s
     share = evidence.share(cost_s)
     if share < LIMITS.transfer_share:
@@ -272,8 +269,6 @@ _OTHERWISE = "do it every {every} steps, or keep its result on the GPU"
 
 def sync_point(evidence: Evidence) -> Judgement:
     """The host waits for the GPU, and the GPU then idles until the host has caught up again."""
-    if not evidence.on_gpu or evidence.rank is None:
-        return None
     cost_s = evidence.buckets.sync_s
     share = evidence.share(cost_s)
     if share < LIMITS.sync_share:
@@ -305,8 +300,6 @@ def instead_of(call: str, share: float) -> str:
 
 def launch_bound(evidence: Evidence) -> Judgement:
     """Kernels are so short that the host cannot launch them as fast as the GPU runs them."""
-    if not evidence.on_gpu or evidence.rank is None:
-        return None
     if evidence.launch_s is None:
         return Abstention("launch_bound", "the GPU's idle time between kernels")
     share = evidence.share(evidence.launch_s)
@@ -325,11 +318,11 @@ def launch_bound(evidence: Evidence) -> Judgement:
 def _fewer_launches(evidence: Evidence) -> str:
     rank = evidence.rank
     steps = []
-    if rank is None or rank.precision is None or not rank.precision.compiled:
+    if rank.precision is None or not rank.precision.compiled:
         steps.append('capture the step in CUDA graphs: model = torch.compile(model, mode="reduce-overhead")')
     else:
         steps.append('the model is compiled; mode="reduce-overhead" also captures it in CUDA graphs')
-    fusible = [name for name in (rank.optimizers if rank else ()) if name in ("Adam", "AdamW", "SGD", "Adagrad")]
+    fusible = [name for name in rank.optimizers if name in ("Adam", "AdamW", "SGD", "Adagrad")]
     if fusible:
         steps.append(f"update all parameters in one kernel: {fusible[0]}(..., fused=True)")
     if evidence.loader and evidence.loader.batch_size:

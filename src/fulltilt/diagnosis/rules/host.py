@@ -127,7 +127,7 @@ def _speed_up_line(line: HotLine, share: float, seldom: bool, fed: bool) -> str:
 
 def recompiling(evidence: Evidence) -> Judgement:
     """torch.compile compiles the same functions again and again: shapes or values change that it took for fixed."""
-    record = evidence.rank.compile if evidence.rank else None
+    record = evidence.rank.compile
     lines = record.recompile_lines if record else ()
     again_s = sum(line.seconds for line in lines)
     # The ledger books compiling as start-up, so it is no part of the time after it.
@@ -181,7 +181,7 @@ def validation_heavy(evidence: Evidence) -> Judgement:
 
 def _validation_loader(evidence: Evidence) -> LoaderRecord | None:
     """The loader that validation draws most from; it may be one that trains as well."""
-    loaders = evidence.rank.loaders if evidence.rank else ()
+    loaders = evidence.rank.loaders
     only_evaluate = [loader for loader in loaders if loader.role == "eval"]
     also_evaluate = [loader for loader in loaders if loader.role == "train" and loader.eval_batches]
     own = max(only_evaluate, key=lambda loader: loader.batches, default=None)
@@ -197,17 +197,16 @@ def checkpoint_stall(evidence: Evidence) -> Judgement:
     share = evidence.share(cost_s)
     if share < LIMITS.checkpoint_share:
         return None
-    lines = sorted(evidence.rank.checkpoint_lines, key=lambda line: -line.seconds) if evidence.rank else []
+    lines = sorted(evidence.rank.checkpoint_lines, key=lambda line: -line.seconds)
     facts = [time_spent(evidence, "saving", cost_s)]
     facts += costliest_lines(lines, cost_s)
     every = rarer(share, LIMITS.checkpoint_target_share)
     left = share_left(share, every)
     where = lines[0].where if lines else None
-    engine = _engine_trains(evidence)
     falls = f"its share falls from {percent(share)} to {percent(left)}"
     # Rarer saves leave a part of them, asynchronous ones the copying: either may win more.
     rarely, beside = amdahl(share * (1 - 1 / every)), amdahl(share * (1 - LIMITS.async_checkpoint_part))
-    if engine:
+    if any(loader.made_by == "fulltilt" for loader in evidence.rank.loaders):
         fix = (
             "Every epoch ends with a save, and save_every in the settings adds more: leave it out, or make it "
             f"{every} times as large ({falls}). Where it is not set, put the run folder (--out) on a faster disk."
@@ -228,12 +227,8 @@ def checkpoint_stall(evidence: Evidence) -> Judgement:
 
 def _users_call(evidence: Evidence) -> str | None:
     """The user's line that calls the library which trains, where a loader of the library's has shown it."""
-    loaders = evidence.rank.loaders if evidence.rank else ()
+    loaders = evidence.rank.loaders
     return next((loader.where for loader in loaders if loader.made_by in LIBRARIES and loader.where), None)
-
-
-def _engine_trains(evidence: Evidence) -> bool:
-    return any(loader.made_by == "fulltilt" for loader in (evidence.rank.loaders if evidence.rank else ()))
 
 
 def _ordinal(k: int) -> str:

@@ -117,7 +117,7 @@ def cpu_oversubscribed(evidence: Evidence) -> Judgement:
     """Workers and threads are so many that they queue for the CPUs and get in each other's way."""
     rank, loader, supply = evidence.rank, evidence.loader, evidence.supply
     demand = crowding(rank, loader, evidence.usable_cpus)
-    if rank is None or demand < LIMITS.crowded_cpus or loader is None or loader.num_workers == 0:
+    if demand < LIMITS.crowded_cpus or loader is None or loader.num_workers == 0:
         return None
     if supply is None or supply.queueing_share is None:
         return Abstention("cpu_oversubscribed", "how long the workers waited for a CPU")
@@ -159,8 +159,6 @@ def cpu_oversubscribed(evidence: Evidence) -> Judgement:
 
 def throttled(evidence: Evidence) -> Judgement:
     """The GPU lowers its clock: too hot, too little power, a fault of the board."""
-    if not evidence.on_gpu:
-        return None
     measured = [gpu for gpu in evidence.gpus if gpu.throttled_share is not None]
     if not measured:
         return Abstention("throttled", "the GPU's clock and its reasons for slowing down")
@@ -197,8 +195,6 @@ def _reasons(reasons: tuple[str, ...]) -> str:
 
 def gpu_shared(evidence: Evidence) -> Judgement:
     """Somebody else's process sits on the same GPU."""
-    if not evidence.on_gpu:
-        return None
     uuids = {gpu.uuid for gpu in evidence.gpus}
     readings = [r for s in training_samples(evidence.run) for r in s.gpus if r.uuid in uuids]
     if all(reading.processes is None for reading in readings):

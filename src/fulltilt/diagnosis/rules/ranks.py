@@ -61,7 +61,7 @@ def communication_bound(evidence: Evidence) -> Judgement:
     # The slowest rank waits for nobody: what it spends on the exchange is the exchange itself.
     exposed_s = min((rank.buckets.communication_s for rank in evidence.ranks), default=0.0)
     share = evidence.share(exposed_s)
-    if share < LIMITS.communication_share or evidence.rank is None:
+    if share < LIMITS.communication_share:
         return None
     facts = [time_spent(evidence, "exchanging gradients, not hidden behind backward,", exposed_s)]
     record = evidence.rank.communication

@@ -117,7 +117,7 @@ def full_cpu_rate(evidence: Evidence, supply: Supply, rate: float, threads: floa
 
 def _threads(evidence: Evidence) -> tuple[float, float]:
     """The most and the fewest CPUs that training may take while it does not wait."""
-    if evidence.on_gpu or evidence.rank is None:
+    if evidence.on_gpu:
         return 1.0, 1.0
     return max(min(evidence.rank.torch_threads or 1, evidence.usable_cpus), 1.0), 1.0
 

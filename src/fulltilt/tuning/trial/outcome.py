@@ -79,7 +79,7 @@ def conclude(
 
 def in_force(evidence: Evidence | None, asked: Settings, studied: TrainingLoader | None = None) -> Settings:
     """What the job ran with, as seen; what cannot be seen is as asked for."""
-    if evidence is None or evidence.rank is None:
+    if evidence is None or not evidence.run.ranks:
         return asked
     loader, precision = _loader_of(evidence, evidence.rank, studied), evidence.rank.precision
     spans = [span for spans in evidence.run.spans for span in spans if span.steps]
