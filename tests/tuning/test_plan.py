@@ -131,8 +131,8 @@ def test_hours_go_with_speed_but_never_faster_than_the_loader() -> None:
     assert [row.hours for row in timed.batches] == [(2.0, 4.0), (0.5, 1.0)]
 
 
-def test_history_is_read_over_a_new_header_and_from_hugging_face(tmp_path: Path) -> None:
-    (tmp_path / "metrics.csv").write_text("epoch,seconds,iou\n1,60,0.5\nepoch,seconds,iou,mae\n2,80,0.6,0.1\n")
+def test_history_is_read_from_a_table_and_from_hugging_face(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("epoch,seconds,iou,mae\n1,60,0.5,\n2,80,0.6,0.1\n")
     history = read_history([tmp_path], "iou")
     assert history == (((1.0, 0.5), (2.0, 0.6)), 70.0)
     theirs = tmp_path / "hf" / "checkpoint-20"

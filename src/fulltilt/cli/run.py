@@ -8,19 +8,17 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import select
 import signal
-import struct
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Literal
 
 import typer
 
@@ -293,7 +291,7 @@ def state_of(status: int, by_itself: bool = False) -> Literal["done", "crashed",
 
 # `timeout`, schedulers, service managers and killpg() signal a whole group or job. The training has such a signal
 # already; passed on, it would come twice, and to many scripts the second one means "stop at once". A second process of
-# ours in the same group tells which signals went to everybody.
+# ours in the same group, which dies of any of them, tells which signals went to everybody.
 
 # What others may send to `fulltilt run` and mean for the job.
 FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
@@ -302,9 +300,15 @@ WAIT_S = 0.25
 
 # Whoever signals many processes needs less than this from the first to the last of them.
 SPREAD_S = 0.1
-CHECK_PARENT_S = 1.0
-MESSAGE = struct.Struct("=id")  # the signal, and when it came
-MOST_FILES = 65536
+DIES_OF_SIGNALS = """
+import os, signal, sys, time
+parent, *numbers = map(int, sys.argv[1:])
+for number in numbers:
+    signal.signal(number, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+while os.getppid() == parent:
+    time.sleep(1)
+"""
 
 
 class JobProcess:
@@ -315,15 +319,14 @@ class JobProcess:
         self._posix = os.name == "posix" and hasattr(signal, "sigtimedwait")
         # Blocked before the child exists, so that no signal falls between: each one waits until it is forwarded.
         if self._posix:
-            forwarded, self._signals = self._signals, {*self._signals, signal.SIGCHLD}
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {*self._signals, signal.SIGCHLD})
             self._process = subprocess.Popen(
                 command,
                 env=environment,
                 # Safe: no thread has been started yet. The job begins with the signals that we began with.
                 preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before) and None,  # noqa: PLW1509
             )
-            self._monitor = SignalMonitor(forwarded)
+            self._sentinel = self._start_sentinel()
         else:
             self._process = subprocess.Popen(command, env=environment)
 
@@ -343,22 +346,39 @@ class JobProcess:
                 except KeyboardInterrupt:
                     continue  # the console told the job as well
             else:
-                got = signal.sigtimedwait(self._signals, WAIT_S)
+                got = signal.sigtimedwait({*self._signals, signal.SIGCHLD}, WAIT_S)
                 if got is not None and got.si_signo != signal.SIGCHLD:
                     self._forward(got)
             tick()
-        if self._posix:
-            self._monitor.stop()
+        if self._posix and self._sentinel is not None:
+            self._sentinel.kill()
+            self._sentinel.wait()
         return self._process.returncode
 
     def _forward(self, got: signal.struct_siginfo) -> None:
         """Pass a signal on, unless the job has it already."""
-        if (
-            got.si_code != FROM_KERNEL
-            and not self._monitor.went_to_everybody(got.si_signo)
-            and self._process.poll() is None
-        ):
+        if got.si_code != FROM_KERNEL and not self._went_to_everybody(got.si_signo) and self._process.poll() is None:
             self._process.send_signal(got.si_signo)
+
+    def _start_sentinel(self) -> subprocess.Popen[bytes] | None:
+        """The second process in our group; None where there is no room for it: then every signal is passed on."""
+        numbers = [str(int(number)) for number in (os.getpid(), *self._signals)]
+        nowhere = subprocess.DEVNULL  # whoever reads our output must not wait for it
+        with contextlib.suppress(OSError):
+            command = [sys.executable, "-I", "-S", "-c", DIES_OF_SIGNALS, *numbers]
+            return subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere)
+        return None
+
+    def _went_to_everybody(self, number: int) -> bool:
+        """Whether a signal that has just reached this process went to the whole group."""
+        if self._sentinel is None:
+            return False
+        try:
+            died_of = -self._sentinel.wait(SPREAD_S)
+        except subprocess.TimeoutExpired:
+            return False
+        self._sentinel = self._start_sentinel()
+        return died_of == number
 
     def leave(self, status: int) -> int:
         """End as the job ended: by the same signal, or with the code that is returned here."""
@@ -375,58 +395,3 @@ class JobProcess:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
         os.kill(os.getpid(), number)
         return 128 + number
-
-
-class SignalMonitor:
-    """A second process of ours in the same group. ``signals`` are blocked: each is waited for."""
-
-    def __init__(self, signals: Set[signal.Signals]) -> None:
-        self._seen: dict[int, float] = {}
-        self._pid: int | None = None
-        with contextlib.suppress(OSError):  # no more processes or files: then every signal is passed on
-            self._reading, writing = os.pipe()
-            parent = os.getpid()
-            self._pid = os.fork()
-            if self._pid == 0:
-                _monitor_signals(writing, signals, parent)
-            os.close(writing)
-
-    def went_to_everybody(self, number: int) -> bool:
-        """Whether a signal that has just reached this process went to the whole group."""
-        if self._pid is None:
-            return False
-        began_s = time.monotonic()
-        while (left_s := began_s + SPREAD_S - time.monotonic()) > 0:
-            if self._seen.pop(number, 0.0) >= began_s - SPREAD_S:
-                return True
-            if select.select([self._reading], [], [], left_s)[0]:
-                told = os.read(self._reading, MESSAGE.size)
-                if len(told) < MESSAGE.size:
-                    return False  # it has died
-                seen, when_s = MESSAGE.unpack(told)
-                self._seen[seen] = when_s
-        return False
-
-    def stop(self) -> None:
-        """It is no longer needed."""
-        if self._pid is None:
-            return
-        pid, self._pid = self._pid, None
-        os.close(self._reading)
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-
-
-def _monitor_signals(writing: int, signals: Set[signal.Signals], parent: int) -> NoReturn:
-    """What the second process does until it is killed or alone."""
-    try:
-        # Whoever reads our output must not wait for this process, nor the next run for its lock.
-        os.closerange(0, writing)
-        os.closerange(writing + 1, MOST_FILES)
-        while os.getppid() == parent:
-            got = signal.sigtimedwait(signals, CHECK_PARENT_S)
-            if got is not None:
-                os.write(writing, MESSAGE.pack(got.si_signo, time.monotonic()))
-    finally:
-        os._exit(0)

@@ -414,19 +414,11 @@ def _points(rows: list[dict[str, float]], column: str) -> Points:
 
 
 def _csv_rows(path: Path) -> list[dict[str, float]]:
-    """The rows of a metrics file. A new column starts a new header line in its middle."""
-    rows: list[dict[str, float]] = []
-    header: list[str] = []
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            for line in csv.reader(file):
-                if "epoch" in line:  # Lightning sorts its columns: accuracy comes first
-                    header = line
-                else:
-                    rows.append(_numbers(zip(header, line, strict=False)))
+            return [_numbers(row.items()) for row in csv.DictReader(file)]
     except (OSError, UnicodeDecodeError, csv.Error):
         return []
-    return rows
 
 
 def _hugging_face_rows(folder: Path) -> list[dict[str, float]]:
