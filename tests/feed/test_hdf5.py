@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from fulltilt import feed
-from fulltilt.errors import DataError, DoesNotFit, UsageError
-from fulltilt.feed.disk_cache import CacheFull
+from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.hdf5_files import BlockReader, Source, describe
 
 h5py = pytest.importorskip("h5py")
@@ -361,28 +360,6 @@ def test_gathering_several_batches_at_once_changes_nothing(files, window, at_onc
     assert torch.equal(x, torch.stack(wanted))
 
 
-@pytest.mark.parametrize("window", [None, 8])
-def test_rows_on_disk_are_found_again_by_the_next_run(files, small_blocks, window, tmp_path, monkeypatch):
-    options = {"window": window, "residency": "disk", "num_workers": 0, "cache_dir": tmp_path / "cache"}
-    with feed.hdf5(files, ["x", "y"], 32, **options) as loader:
-        first = [[part.clone() for part in batch] for batch in loader]
-        assert loader.tier == "disk"
-    with feed.hdf5(files, ["x", "y"], 32, **{**options, "residency": "ram"}) as loader:
-        for one, other in zip(first, loader, strict=True):
-            assert all(torch.equal(*parts) for parts in zip(one, other, strict=True))
-    monkeypatch.setattr(BlockReader, "read", None)  # nothing is read from the files any more
-    with feed.hdf5(files, ["x", "y"], 32, **options) as loader:
-        assert torch.equal(next(iter(loader))[0], first[0][0])
-    os.utime(files[0], (0, 0))
-    with feed.hdf5(files, ["x", "y"], 32, **options) as loader, pytest.raises(TypeError):
-        next(iter(loader))
-
-
-def test_a_disk_without_room_is_told(files, tmp_path, monkeypatch):
-    def full(*_, **__):
-        raise CacheFull("no room")
-
-    monkeypatch.setattr(importlib.import_module("fulltilt.feed.hdf5"), "open_cache", full)
-    loader = feed.hdf5(files, ["x"], 32, residency="disk", cache_dir=tmp_path)
-    with pytest.raises(DoesNotFit, match="no room"):
-        loader.fill()
+def test_rows_are_not_copied_to_another_disk(files):
+    with pytest.raises(UsageError, match="cannot live in disk"):
+        feed.hdf5(files, ["x"], 32, residency="disk")

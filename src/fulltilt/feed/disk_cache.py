@@ -338,11 +338,10 @@ def open_cache(
     layout: Layout,
     samples: int,
     *,
-    made_from: str = "",
     keep: bool = True,
     limit_bytes: int | None = None,
 ) -> tuple[DiskStore, str]:
-    """The cache of the data set ``label``, made from these files and arguments: found, shared or new; in words which.
+    """The cache of the data set ``label``: found, shared or new; and in words which.
 
     ``keep`` False: a new one, for this run only. Raises CacheFull if it does not fit or a foreign file is in its place,
     UsageError or MachineError if the folder cannot be written.
@@ -350,7 +349,7 @@ def open_cache(
     if fcntl is None:
         raise CacheFull("this system has no file locks, which the disk tier needs")
     owned = _claim(cache_dir)
-    named = repr((FORMAT, label, made_from, layout.describe(), samples)).encode("utf-8", "surrogateescape")
+    named = repr((FORMAT, label, layout.describe(), samples)).encode("utf-8", "surrogateescape")
     name = hashlib.blake2b(named, digest_size=16).hexdigest() if keep else f"run-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         with contextlib.ExitStack() as stack:

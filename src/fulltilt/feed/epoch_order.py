@@ -208,16 +208,11 @@ def _asked(sampler: Iterable[Any], seed: int, epoch: int, samples: int, apart: i
     if callable(tell):
         tell(epoch)
     generators = Generators(sampler)  # it may have one of its own
-    with generators.untouched():
-        generators.seed(sample_seed(seed, epoch, apart))
-        return _all_of(sampler, samples)
-
-
-def _all_of(sampler: Iterable[Any], samples: int) -> list[Any]:
-    length = len(sampler) if isinstance(sampler, Sized) else 0
-    most = max(2 * length, 64 * samples + 100_000)
+    most = max(2 * (len(sampler) if isinstance(sampler, Sized) else 0), 64 * samples + 100_000)
     try:
-        given = list(itertools.islice(sampler, most + 1))
+        with generators.untouched():
+            generators.seed(sample_seed(seed, epoch, apart))
+            given = list(itertools.islice(sampler, most + 1))
     except TypeError as error:
         raise UsageError(f"the sampler cannot be asked for samples: {error}") from error
     if len(given) > most:

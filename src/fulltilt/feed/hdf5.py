@@ -1,7 +1,7 @@
-"""``feed.hdf5``: batches from HDF5 files, kept in memory or on disk where they fit, else streamed in blocks.
+"""``feed.hdf5``: batches from HDF5 files, kept in memory where they fit, else streamed in blocks.
 
-Kept: every row is read once, in blocks of whole chunks, before the first batch, and lies on the device, in host memory
-or in a mapped file as it is in the HDF5 file. Samples are gathered by their numbers; windows that overlap share rows.
+Kept: every row is read once, in blocks of whole chunks, before the first batch, and lies on the device or in host
+memory as it is in the HDF5 file. Samples are gathered by their numbers; windows that overlap share rows.
 Streamed: blocks are drawn in random order, a group of them is mixed, and the next group is read meanwhile.
 """
 
@@ -18,22 +18,18 @@ import torch
 
 from fulltilt import cuda_capture
 from fulltilt.batch_observer import observed
-from fulltilt.errors import DataError, DoesNotFit, UsageError
+from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
-from fulltilt.feed.disk_cache import CacheFull, DiskStore, default_cache_dir, open_cache
 from fulltilt.feed.draws import mix
 from fulltilt.feed.epoch_order import Order, position, ranks
 from fulltilt.feed.hdf5_files import DAMAGED, BlockReader, describe
 from fulltilt.feed.progress import progress
-from fulltilt.feed.sample_layout import layout_of
 from fulltilt.feed.storage import device_or_default
 from fulltilt.feed.tiers import Residency, choose_tier, default_workers, measure_room
 from fulltilt.feed.worker_pool import WorkerPool
 
 # Rows that are mixed with each other when they are streamed: a gigabyte of them, unless the user asks for more.
 MIXING_BYTES = 1024**3
-# Smaller samples are streamed rather than kept on disk: single reads of so little waste most of a disk's speed.
-DISK_SAMPLE_BYTES = 64 * 1024
 # Several batches are gathered at once, as long as they take no more than this, or no more than this share of a GPU's
 # memory: each gather costs the host a launch.
 AT_ONCE_BYTES = 128 * 1024**2
@@ -78,7 +74,6 @@ class Hdf5Loader:
         num_workers: int | None = None,
         mixing_rows: int | None = None,
         reserve_bytes: int | None = None,
-        cache_dir: str | Path | None = None,
     ) -> None:
         keys = [keys] if isinstance(keys, str) else list(keys)
         self.source = source = describe(files, keys, window, stride, part)
@@ -90,14 +85,12 @@ class Hdf5Loader:
         if unknown := self._windowed - set(keys):
             raise UsageError(f"window_keys names {', '.join(sorted(unknown))}, which is not among the keys")
         self._augment = as_augmentation(augment)
-        self._cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir)
         self._next_epoch = self._next_batch = 0
         self._blocks = source.blocks()
         self._reader = BlockReader(source, self._blocks)
-        room = measure_room(device, self._cache_dir, reserve_bytes=reserve_bytes)
+        # The rows are on a disk as they are: no second copy is made of them there.
+        room = measure_room(device, None, reserve_bytes=reserve_bytes)
         tier = choose_tier(sum(block.rows for block in self._blocks) * source.row_bytes, room, residency).tier
-        if tier == "disk" and residency == "auto" and source.row_bytes * (source.window or 1) < DISK_SAMPLE_BYTES:
-            tier = "none"
         self.tier = "ram" if tier == "pinned" else tier  # a gather in host memory ends in pinned memory anyway
         self._where = device if self.tier in ("vram", "none") else torch.device("cpu")
         largest = sorted((block.samples for block in self._blocks), reverse=True)
@@ -107,7 +100,6 @@ class Hdf5Loader:
         memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
         self._at_once_bytes = max(AT_ONCE_BYTES, int(memory * AT_ONCE_SHARE))
         self._kept: tuple[list[torch.Tensor], torch.Tensor] | None = None
-        self._stores: list[DiskStore] = []
         self._idle: list[WorkerPool] = []
         self._upcoming: tuple[int, Future[torch.Tensor]] | None = None
         self._drawing = ThreadPoolExecutor(1, "fulltilt-order", _enter_thread, (self._where,))
@@ -149,23 +141,11 @@ class Hdf5Loader:
         if self.tier == "none" or self._kept is not None:
             return
         numbers = list(range(len(self._blocks)))
-        if self.tier == "disk":
-            columns = self._open_stores()
-            offsets = [self._reader.rows * number for number in numbers]
-            present = torch.stack([store.has(torch.tensor(numbers)) for store in self._stores]).all(0)
-            numbers = [number for number in numbers if not present[number]]
-        else:
-            offsets = list(itertools.accumulate((block.rows for block in self._blocks), initial=0))
-            columns = self._empty(offsets.pop())
-        if numbers:
-            with contextlib.closing(self._pool()) as pool, contextlib.closing(self._read(pool, numbers)) as arriving:
-                for number, row in progress(arriving, len(numbers), f"Reading HDF5 into {self.tier}", shown=shown):
-                    if self._stores:
-                        self._write(number, row)
-                    else:
-                        self._place(number, row, columns, offsets[number])
-        for store in self._stores:
-            store.finish()
+        offsets = list(itertools.accumulate((block.rows for block in self._blocks), initial=0))
+        columns = self._empty(offsets.pop())
+        with contextlib.closing(self._pool()) as pool, contextlib.closing(self._read(pool, numbers)) as arriving:
+            for number, row in progress(arriving, len(numbers), f"Reading HDF5 into {self.tier}", shown=shown):
+                self._place(number, row, columns, offsets[number])
         starts = [
             offset + torch.arange(block.samples) * self.source.stride
             for block, offset in zip(self._blocks, offsets, strict=True)
@@ -173,10 +153,8 @@ class Hdf5Loader:
         self._kept = columns, torch.cat(starts).to(self._where)
 
     def close(self) -> None:
-        """Give all memory back. A complete disk cache stays for the next run."""
+        """Give all memory back."""
         self._kept = self._upcoming = None
-        while self._stores:
-            self._stores.pop().close()
         while self._idle:
             self._idle.pop().close()
 
@@ -201,32 +179,6 @@ class Hdf5Loader:
         # Not a method, which would keep this loader alive.
         self._upcoming = epoch + 1, self._drawing.submit(_draw, self.order, epoch + 1, self._where)
         return indices.to(self._where, non_blocking=True)
-
-    def _open_stores(self) -> list[torch.Tensor]:
-        """The rows of each key in a mapped file of the disk cache; what is a sample there is a block here."""
-        found = [(name, Path(name).stat()) for name in self.source.files]
-        files = [(name, status.st_size, status.st_mtime_ns) for name, status in found]
-        columns = []
-        for column in self.source.columns:
-            label, made_from = f"HDF5 {files[0][0]} {column.key}", repr((files, self._blocks, column))
-            layout = layout_of(torch.empty(self._reader.rows * column.row_bytes, dtype=torch.uint8))
-            with self._disk_errors():
-                store, _ = open_cache(self._cache_dir, label, layout, len(self._blocks), made_from=made_from)
-            self._stores.append(store)
-            columns.append(self._stores[-1].rows.view(-1).view(column.dtype).view(-1, *column.shape))
-        return columns
-
-    def _write(self, number: int, row: torch.Tensor) -> None:
-        with self._disk_errors():
-            for store, part in zip(self._stores, self._reader.split(row), strict=True):
-                store.write(torch.tensor([number]), part[None])
-
-    @contextlib.contextmanager
-    def _disk_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except CacheFull as full:
-            raise DoesNotFit(str(full), "Use residency='none', which streams the files.") from full
 
     # ----------------------------------------------------------------- streamed rows
 

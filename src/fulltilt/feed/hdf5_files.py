@@ -191,8 +191,6 @@ class BlockReader:
         for number, row in zip(indices.tolist(), rows, strict=True):
             block = self.blocks[number]
             chosen = numpy.s_[block.row : block.row + block.rows]
-            if block.rows < self.rows:
-                row.zero_()  # a cache of it is the same whoever writes it
             for column, out in zip(self.source.columns, self.parts(block, row), strict=True):
                 try:
                     if block.file not in self._open:
@@ -204,15 +202,12 @@ class BlockReader:
                     break
         return failures
 
-    def split(self, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The bytes of each key in those of a block, with those of rows that the block lacks."""
-        return torch.split(row, [self.rows * column.row_bytes for column in self.source.columns])
-
     def parts(self, block: Block, row: torch.Tensor) -> list[torch.Tensor]:
         """The keys of a block as tensors over its bytes."""
+        keys = torch.split(row, [self.rows * column.row_bytes for column in self.source.columns])
         return [
             part[: block.rows * column.row_bytes].view(column.dtype).view(block.rows, *column.shape)
-            for column, part in zip(self.source.columns, self.split(row), strict=True)
+            for column, part in zip(self.source.columns, keys, strict=True)
         ]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from typing import Any, Literal, Protocol
 import torch
 
 from fulltilt.errors import DataError, UsageError
-from fulltilt.feed.disk_cache import default_cache_dir
 from fulltilt.feed.epoch_order import spread
 from fulltilt.feed.loader import to_device
 from fulltilt.feed.storage import device_or_default
@@ -91,7 +90,7 @@ def jpeg(
     if decoder == "gpu" and where.type != "cuda":
         raise UsageError("there is no GPU to decode on", "Use decoder='auto'.")
     if decoder == "auto":
-        room = measure_room(where, default_cache_dir())
+        room = measure_room(where, None)
         need = len(files) * 3 * size[0] * size[1]
         fits = any(need <= free for free in (room.vram_bytes or 0, room.pinned_bytes or 0, room.ram_bytes))
         picked = [Path(files[number]) for number in spread(len(files), MEASURED_FILES)]

@@ -41,7 +41,7 @@ from fulltilt.feed.epoch_order import (
 from fulltilt.feed.progress import progress
 from fulltilt.feed.sample_layout import mapping_like, own_move, sequence_of
 from fulltilt.feed.sample_reader import BadSamples, Decoded, Failure, Policy, ShapesDiffer, failure_of
-from fulltilt.feed.storage import device_or_default, home_of
+from fulltilt.feed.storage import device_or_default
 from fulltilt.feed.tiers import Residency, Tier, default_workers
 from fulltilt.records import Settings
 
@@ -221,7 +221,8 @@ class FeedLoader:
         self._position = Position()
         self._fallback: FallbackLoader | None = None
         self._cache: SampleCache | None = None
-        home = home_of(dataset, device)
+        # A data set that finishes whole batches on the device by itself is kept in host memory.
+        home = torch.device("cpu") if getattr(dataset, "finishes_on_device", False) else device
         if found.layout is None:
             self._fall_back(found.unstorable_because or "a collate_fn was given", collate_fn)
         else:

@@ -3,8 +3,8 @@
     <stage>/<name>-<key>/files/…    the copy
     <stage>/<name>-<key>/.fulltilt  the marker: what Fulltilt has put there, and may delete
 
-A file is written beside its place, gets the time of its original and is renamed: whatever ends the copying, the next
-run goes on with the files whose size or time differs.
+A file gets the time of its original when it is whole: whatever ends the copying, the next run goes on with the files
+whose size or time differs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import queue
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -139,30 +138,22 @@ _File = tuple[str, int, int]  # path relative to the folder, size, modification 
 def _copy_all(source: Path, target: Path, files: list[_File], shown: bool | None) -> int:
     # In /dev/shm everybody may write: the folder has to be this user's alone.
     owned = OwnedFolder.claim_private(target, "staged copy", flag="stage")
-    unfinished = [target / f"copying-{number}" for number in range(_COPIERS)]
-    places: queue.SimpleQueue[Path] = queue.SimpleQueue()
-    for place in unfinished:
-        places.put(place)
 
     def copy(file: _File) -> None:
-        making, (name, size, time_ns) = places.get(), file
-        try:
-            final = target / _FILES / name
-            final.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source / name, making)
-            if making.stat().st_size != size:
-                raise DataError(f"{source / name} did not arrive whole in {target}", "It may be changing meanwhile.")
-            os.utime(making, ns=(time_ns, time_ns))
-            making.replace(final)
-        finally:
-            making.unlink(missing_ok=True)
-            places.put(making)
+        name, size, time_ns = file
+        final = target / _FILES / name
+        final.parent.mkdir(parents=True, exist_ok=True)
+        final.unlink(missing_ok=True)  # it may be a link
+        shutil.copyfile(source / name, final)
+        if final.stat().st_size != size:
+            raise DataError(f"{source / name} did not arrive whole in {target}", "It may be changing meanwhile.")
+        os.utime(final, ns=(time_ns, time_ns))
 
     copied = {parent for name, _, _ in files for parent in (Path(name), *Path(name).parents)} - {Path()}
     try:
         with owned.locked("", wait=True), ThreadPoolExecutor(_COPIERS) as copiers:
             missing = _missing(target, files)
-            owned.reserve(_FILES, *unfinished, *(f"{_FILES}/{path}" for path in copied))
+            owned.reserve(_FILES, *(f"{_FILES}/{path}" for path in copied))
             for _ in progress(copiers.map(copy, missing), len(missing), f"Staging {source.name}", shown=shown):
                 pass
     except OSError as error:

@@ -175,8 +175,3 @@ def device_or_default(device: torch.device | str | None) -> torch.device:
     if chosen.type == "cuda" and str(chosen) == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return chosen
-
-
-def home_of(dataset: Any, device: torch.device) -> torch.device:
-    """Where samples are kept for ``device``: in host memory if the data set finishes whole batches on it by itself."""
-    return torch.device("cpu") if getattr(dataset, "finishes_on_device", False) else device

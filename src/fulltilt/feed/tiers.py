@@ -92,14 +92,17 @@ def choose_tier(need_bytes: int, room: Room, asked: Residency = "auto") -> Choic
 
 def measure_room(
     device: torch.device,
-    cache_dir: Path,
+    cache_dir: Path | None,
     *,
     reserve_bytes: int | None = None,
     model_has_run: bool = False,
     cache_limit_bytes: int | None = None,
     limits: Limits = Limits(),  # noqa: B008 - frozen
 ) -> Room:
-    """What is free now. ``reserve_bytes`` is the VRAM to leave for the model; None leaves a share (see Limits)."""
+    """What is free now; without a ``cache_dir`` there is no disk tier.
+
+    ``reserve_bytes`` is the VRAM to leave for the model; None leaves a share (see Limits).
+    """
     local_ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
     ram = free_ram_bytes() // local_ranks
     vram = pinned = None
@@ -113,8 +116,8 @@ def measure_room(
             margin += max(0, reserve_bytes - torch.cuda.memory_reserved(device))
         vram = max(0, free - margin)
         pinned = int(ram * limits.pinned_share)
-    disk = free_disk_bytes(cache_dir)
-    if disk is not None:
+    disk = None if cache_dir is None else free_disk_bytes(cache_dir)
+    if cache_dir is not None and disk is not None:
         # Caches that are there already are either the one looked for, or give way to it.
         disk = int(disk * limits.disk_share) + sum(entry.size_bytes for entry in list_caches(cache_dir))
         disk = min(disk, cache_limit_bytes) if cache_limit_bytes is not None else disk

@@ -240,7 +240,7 @@ def in_child_process(call: Callable[[], Result], workers: int, dataset: Any = No
                 f"the data set gave no sample in a process of its own within {PATIENCE_S:.0f} s",
                 "It may wait for a thread, which no fork copies: make pools where they are used, or have no workers.",
             )
-        kind, *answer = pickle.loads(mine.recv_bytes())
+        kind, answer = pickle.loads(mine.recv_bytes())
     except EOFError:
         process.join()
         raise MachineError(
@@ -252,20 +252,17 @@ def in_child_process(call: Callable[[], Result], workers: int, dataset: Any = No
         process.kill()
         process.join()
     if kind == "error":
-        error: FulltiltError = answer[0](*answer[1:3])
-        for note in answer[3]:
-            error.add_note(note)
-        raise error
-    return answer[0] if kind == "result" else call()
+        raise answer
+    return answer if kind == "result" else call()
 
 
 def _answer(call: Callable[[], Any], to: connection.Connection, workers: int, dataset: Any) -> None:
     _become_worker(0, workers, dataset)
-    sent = pickle.dumps(("unsent",))  # called once more in the parent: what it raises is raised there
+    sent = pickle.dumps(("unsent", None))  # called once more in the parent: what it raises is raised there
     with contextlib.suppress(Exception):
         try:
             sent = pickle.dumps(("result", call()))
         except FulltiltError as error:
-            sent = pickle.dumps(("error", type(error), error.what, error.remedy, getattr(error, "__notes__", [])))
+            sent = pickle.dumps(("error", error))
     with contextlib.suppress(OSError):
         to.send_bytes(sent)

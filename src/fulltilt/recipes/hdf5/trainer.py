@@ -141,7 +141,7 @@ def _is_copy(stage: Path, data: Path) -> bool:
 def _described(found: Found, data: Hdf5Loader) -> str:
     share = found.positives / (found.positives + found.negatives)
     files = "1 file" if len(found.train.files) == 1 else f"{len(found.train.files)} files"
-    kept = {"none": "streamed in blocks", "disk": "kept on disk"}.get(data.tier, f"kept in {data.tier}")
+    kept = "streamed in blocks" if data.tier == "none" else f"kept in {data.tier}"
     return f"{data.source.samples:,} training windows from {files}, {100 * share:.1f} % positive, {kept}"
 
 
