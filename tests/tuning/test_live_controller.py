@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fulltilt.tuning.live.controller import Capacity, Settle, Situation, Try, decide, most_workers, pays
+from fulltilt.tuning.live.controller import Capacity, Settle, Try, decide, most_workers, pays
 from fulltilt.tuning.live.window import DEFAULT, Arrival, Knobs, Seen, Window, summarize
 
 
@@ -27,7 +27,7 @@ def simulate(
 
     in_force, moves = Knobs(start), []
     seen = (see(in_force),)
-    while not isinstance(move := decide(Situation(in_force, seen, capacity)), Settle):
+    while not isinstance(move := decide(seen, capacity), Settle):
         moves.append(move.knobs)
         assert move.expected[0] <= move.expected[1]
         assert 1 <= move.knobs.workers <= most_workers(capacity, move.knobs.prefetch)[0]
@@ -67,13 +67,13 @@ def test_it_comes_near_the_best_of_any_scaling_law(
 
 def test_a_loader_that_is_not_the_limit_is_not_touched() -> None:
     seen = Seen(Knobs(4), 10.0, 0.01, 0.02, 0.098)
-    assert decide(Situation(seen.knobs, (seen,), Capacity(16))) == Settle("the loader is no longer the limit")
+    assert decide((seen,), Capacity(16)) == Settle("the loader is no longer the limit")
 
 
 def test_what_failed_is_not_tried_again_and_room_is_kept() -> None:
     seen = Seen(Knobs(0), 1.0, 0.05, 0.9, 0.1)
     failed: tuple[Knobs, ...] = ()
-    while not isinstance(move := decide(Situation(seen.knobs, (seen,), Capacity(4), failed)), Settle):
+    while not isinstance(move := decide((seen,), Capacity(4), failed), Settle):
         assert move.knobs not in failed
         failed = (*failed, move.knobs)
     assert 1 <= len(failed) <= 4
@@ -83,13 +83,13 @@ def test_a_slower_deep_queue_makes_no_other_number_of_workers_promising() -> Non
     # The CLIP job on an H200 with 16 CPUs: 16 workers were tried after 17, for a promise of 1.6 %.
     rates = {(0, 2): 1.26, (8, 2): 7.55, (12, 2): 10.02, (17, 2): 13.15, (17, 4): 12.85}
     seen = tuple(Seen(Knobs(*knobs), rate, 0.02, 1 - rate / 16, 1 / 16) for knobs, rate in rates.items())
-    assert isinstance(decide(Situation(Knobs(17), seen, Capacity(16, cpu_share=0.95))), Settle)
+    assert isinstance(decide(seen, Capacity(16, cpu_share=0.95)), Settle)
 
 
 def test_a_start_that_was_looked_at_twice_leads_to_workers_too() -> None:
     # A loader made anew in each pass is taken up again before anything was tried.
     seen = (Seen(Knobs(0), 5.0, 0.05, 0.8, 0.04), Seen(Knobs(0), 5.2, 0.05, 0.8, 0.04))
-    move = decide(Situation(Knobs(0), seen, Capacity(16)))
+    move = decide(seen, Capacity(16))
     assert not isinstance(move, Settle)
     assert move.knobs.workers > 1
 
@@ -97,17 +97,17 @@ def test_a_start_that_was_looked_at_twice_leads_to_workers_too() -> None:
 def test_no_number_of_workers_is_tried_that_cannot_beat_having_none() -> None:
     # Cheap samples: handing them over costs more than fetching them.
     seen = (Seen(Knobs(0), 706.0, 0.02, 0.5, 0.0007), Seen(Knobs(1), 265.0, 0.02, 0.8, 0.0007))
-    assert isinstance(decide(Situation(Knobs(0), seen, Capacity(2))), Settle)
+    assert isinstance(decide(seen, Capacity(2)), Settle)
 
 
 def test_a_deeper_queue_is_tried_once_where_workers_end() -> None:
     rates = {0: 0.6, 8: 5.0, 12: 7.5, 16: 10.0, 18: 9.5}
     seen = tuple(Seen(Knobs(workers), rate, 0.02, 1 - rate / 15, 1 / 15) for workers, rate in rates.items())
-    move = decide(Situation(Knobs(16), seen, Capacity(16)))
+    move = decide(seen, Capacity(16))
     assert isinstance(move, Try)
     assert move.knobs == Knobs(16, 4)
     tried = (*seen, Seen(Knobs(16, 4), 9.9, 0.02, 0.3, 1 / 15))
-    assert isinstance(decide(Situation(Knobs(16), tried, Capacity(16))), Settle)
+    assert isinstance(decide(tried, Capacity(16)), Settle)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from fulltilt.records import Settings
-from fulltilt.tuning.live.controller import Capacity, Settle, Situation, decide, pays
+from fulltilt.tuning.live.controller import Capacity, Settle, decide, pays
 from fulltilt.tuning.live.window import Knobs, Seen
 from fulltilt.tuning.search import Bracket, winner
 from fulltilt.tuning.space import Space, streams_alone
@@ -76,7 +76,7 @@ def live(loader: Loader, start: int, noise: float, seed: int) -> tuple[float, fl
     in_force, now_s, lost_s = Knobs(start), FIRST_S, 0.0
     seen = (see(in_force),)
     after_a_minute = in_force
-    while not isinstance(move := decide(Situation(in_force, seen, Capacity(loader.cpus))), Settle):
+    while not isinstance(move := decide(seen, Capacity(loader.cpus)), Settle):
         tried = see(move.knobs)
         lost_s += SERVING_S * max(1 - loader.rate(move.knobs.workers) / loader.rate(in_force.workers), 0.0)
         before = next(one for one in reversed(seen) if one.knobs == in_force)

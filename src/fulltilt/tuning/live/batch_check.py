@@ -10,7 +10,6 @@ import copy
 import ctypes
 import hashlib
 import io
-import os
 import pickle
 import random
 import sys
@@ -19,6 +18,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import torch
 
 from fulltilt.tuning.live.worker_pool import IndexQueue, WorkerPool
@@ -234,24 +234,12 @@ def _generators_now() -> tuple[Any, ...]:
     return bytes(torch.get_rng_state().tolist()), random.getstate(), of_numpy
 
 
-def _file_positions() -> dict[str, int]:
-    """The position of each file that this process has open to read: forked workers would share it. Empty without /proc.
+def _file_positions() -> dict[tuple[int, str], int]:
+    """The position of each file that this process has open to read: forked workers would share it.
 
     Files that are only written or appended to are no data: logs, and Fulltilt's record, grow during a fetch too.
     """
-    positions = {}
-    try:
-        descriptors = os.listdir("/proc/self/fd")  # noqa: PTH208
-    except OSError:
+    if not psutil.LINUX:  # elsewhere nobody tells
         return {}
-    for descriptor in descriptors:
-        try:
-            path = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115
-            with open(f"/proc/self/fdinfo/{descriptor}") as info:  # noqa: PTH123
-                position, flags = (line.split()[1] for line in (next(info), next(info)))
-        except (OSError, StopIteration):
-            continue
-        is_read = int(flags, 8) & os.O_ACCMODE != os.O_WRONLY and not int(flags, 8) & os.O_APPEND
-        if is_read and path.startswith("/") and not path.startswith(("/dev/", "/proc/", "/sys/")):
-            positions[f"{descriptor} {path}"] = int(position)
-    return positions
+    to_read = (file for file in psutil.Process().open_files() if file.mode in ("r", "r+"))
+    return {(file.fd, file.path): file.position for file in to_read if not file.path.startswith(("/proc/", "/sys/"))}

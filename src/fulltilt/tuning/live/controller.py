@@ -18,16 +18,6 @@ from fulltilt.tuning.search import Bracket
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
-    """All that a decision depends on. ``seen`` is in order, the start first; ``failed`` are settings that broke."""
-
-    in_force: Knobs
-    seen: tuple[Seen, ...]
-    capacity: Capacity
-    failed: tuple[Knobs, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Try:
     """Start a pool with these settings. ``expected`` is the range of batches a second that it should give."""
 
@@ -42,22 +32,28 @@ class Settle:
     why: str
 
 
-def decide(situation: Situation, limits: Limits = DEFAULT) -> Try | Settle:
-    """The next move. Every situation ends in Settle after a few of them."""
-    best = best_of(situation.seen)
+def decide(
+    seen: tuple[Seen, ...], capacity: Capacity, failed: tuple[Knobs, ...] = (), limits: Limits = DEFAULT
+) -> Try | Settle:
+    """The next move, after a few of them Settle. ``seen`` has the start first; ``failed`` are settings that broke."""
+    best = best_of(seen)
     if best.wait_share <= limits.enough_wait_share:
         return Settle("the loader is no longer the limit")
-    if len(situation.seen) - 1 + len(situation.failed) >= limits.most_moves:
+    if len(seen) - 1 + len(failed) >= limits.most_moves:
         return Settle(f"{limits.most_moves} settings were tried")
-    most, what = most_workers(situation.capacity, best.knobs.prefetch, limits)
-    ceiling = ceiling_of(situation.seen)
-    bracket = _bracket(situation, most, ceiling)
-    workers = _next_workers(situation, bracket, limits)
+    most, what = most_workers(capacity, best.knobs.prefetch, limits)
+    # Batches a second that training could take if it never waited.
+    ceiling = 1 / max(min(one.busy_s for one in seen), 1e-9)
+    bracket = _bracket(seen, failed, most, ceiling)
+    workers = _next_workers(seen[0], len(seen) + len(failed), bracket, limits)
     if workers is not None:
-        knobs = Knobs(workers, best.knobs.prefetch, best.knobs.pin or situation.capacity.can_pin)
+        knobs = Knobs(workers, best.knobs.prefetch, best.knobs.pin or capacity.can_pin)
         return Try(knobs, (min(best.batches_per_s, bracket.hope(workers)), bracket.hope(workers)))
-    deeper = _deeper_queue(situation, best, limits)
-    if deeper is not None:
+    # Uneven batches empty a short queue now and then although the workers could keep up on average.
+    deeper = best.knobs._replace(prefetch=min(2 * best.knobs.prefetch, limits.most_prefetch))
+    known = {one.knobs[:2] for one in seen} | {other[:2] for other in failed}
+    once = best.knobs.prefetch == seen[0].knobs.prefetch and deeper[:2] not in known
+    if once and 0 < deeper.workers <= most_workers(capacity, deeper.prefetch, limits)[0]:
         return Try(deeper, (best.batches_per_s, ceiling))
     limit = f"; there is room for {most} workers ({what})" if best.knobs.workers >= most else ""
     return Settle(f"no other setting promises more{limit}")
@@ -74,45 +70,29 @@ def pays(before: Seen, after: Seen, limits: Limits = DEFAULT) -> bool:
     return after.batches_per_s > before.batches_per_s * (1.0 if fewer else 1 + limits.paid_share)
 
 
-def ceiling_of(seen: tuple[Seen, ...]) -> float:
-    """Batches a second that training could take if it never waited."""
-    return 1 / max(min(one.busy_s for one in seen), 1e-9)
-
-
-def _bracket(situation: Situation, most: int, ceiling: float) -> Bracket:
-    start = situation.seen[0]
+def _bracket(seen: tuple[Seen, ...], failed: tuple[Knobs, ...], most: int, ceiling: float) -> Bracket:
+    start = seen[0]
     # What one worker should give: the training thread's own fetching.
     one = start.batches_per_s / max(start.wait_share, 1e-9) if start.knobs.workers == 0 else None
     # The best of each number: a deeper queue may have been slower, and its rate would make other numbers promising.
-    by_rate = sorted(situation.seen, key=lambda seen: seen.batches_per_s)
-    rates = {seen.knobs.workers: seen.batches_per_s for seen in by_rate if seen.knobs.workers}
-    rates.update({knobs.workers: 0.0 for knobs in situation.failed if knobs.workers not in rates})
-    without_any = max((seen.batches_per_s for seen in situation.seen if not seen.knobs.workers), default=0.0)
+    by_rate = sorted(seen, key=lambda one: one.batches_per_s)
+    rates = {one.knobs.workers: one.batches_per_s for one in by_rate}
+    without_any = rates.pop(0, 0.0)
+    rates.update({knobs.workers: 0.0 for knobs in failed if knobs.workers not in rates})
     return Bracket(rates, most, one, ceiling, without_any)
 
 
-def _next_workers(situation: Situation, bracket: Bracket, limits: Limits) -> int | None:
+def _next_workers(start: Seen, tried: int, bracket: Bracket, limits: Limits) -> int | None:
     """The number of workers to try next: first a leap to where it may be enough, then beside the best so far."""
-    start = situation.seen[0]
     if bracket.most < 1:
         return None
-    if len(situation.seen) + len(situation.failed) == 1 or not bracket.rates:
+    if tried == 1 or not bracket.rates:
         half = max(1, round(bracket.most / 2))
         each = bracket.one or start.batches_per_s / start.knobs.workers
         first = min(half, math.ceil(limits.worker_headroom * bracket.ceiling / each))
         if first != start.knobs.workers:
             return first
     return bracket.next_count()
-
-
-def _deeper_queue(situation: Situation, best: Seen, limits: Limits) -> Knobs | None:
-    """Uneven batches empty a short queue now and then although the workers could keep up on average."""
-    knobs = best.knobs
-    deeper = knobs._replace(prefetch=min(2 * knobs.prefetch, limits.most_prefetch))
-    known = {one.knobs[:2] for one in situation.seen} | {other[:2] for other in situation.failed}
-    most, _ = most_workers(situation.capacity, deeper.prefetch, limits)
-    once = knobs.prefetch == situation.seen[0].knobs.prefetch
-    return deeper if once and 0 < knobs.workers <= most and deeper[:2] not in known else None
 
 
 # --------------------------------------------------------------------------- how many workers there is room for

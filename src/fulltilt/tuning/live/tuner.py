@@ -21,7 +21,7 @@ import torch
 from fulltilt.recorder.loaders import LoaderTap, LoaderTaps
 from fulltilt.records import LiveMove, LiveRecord, Settings
 from fulltilt.tuning.live.batch_check import BatchCheck, short
-from fulltilt.tuning.live.controller import Capacity, Settle, Situation, Try, best_of, decide, pays
+from fulltilt.tuning.live.controller import Capacity, Settle, Try, best_of, decide, pays
 from fulltilt.tuning.live.switching_iterator import SwitchingIterator
 from fulltilt.tuning.live.window import Arrival, Knobs, Limits, Seen, Window
 from fulltilt.tuning.live.worker_pool import (
@@ -250,7 +250,7 @@ class LoaderTuner:
         self._decide(source)
 
     def _decide(self, source: SwitchingIterator) -> None:
-        move = decide(Situation(self.in_force, self._seen, self._capacity(self), self._failed), self._limits)
+        move = decide(self._seen, self._capacity(self), self._failed, self._limits)
         if isinstance(move, Settle):
             self.phase = Phase.DONE
             self._note("settled", move.why)
