@@ -34,4 +34,8 @@ class RateLimit:
         try:
             yield
         finally:
-            self._left_s -= self._clock() - start_s
+            self.charge(self._clock() - start_s)
+
+    def charge(self, cost_s: float) -> None:
+        """So much was spent since the last call of ``due``."""
+        self._left_s -= cost_s

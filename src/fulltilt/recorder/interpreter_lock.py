@@ -12,6 +12,8 @@ import sys
 import threading
 import time
 
+from fulltilt.probes.rate_limit import RateLimit
+
 # Whoever holds the lock gives it up this long after another thread asked for it; Python's own 5 ms are far too long.
 # Where other threads run Python code they would all change places as often, so that they get longer turns.
 ALONE_S, IN_COMPANY_S = 0.000005, 0.0001
@@ -30,30 +32,15 @@ WITHOUT_OTHERS = 2
 PR_SET_TIMERSLACK = 29
 
 
-class Account:
-    """CPU time that may be spent: a share of what passes, and some of it at once."""
-
-    def __init__(self, share: float) -> None:
-        self._share = share
-        self._left_s = AT_ONCE_S
-
-    def settle(self, passed_s: float, cost_s: float) -> None:
-        """So much time has passed, and this was spent."""
-        self._left_s = min(self._left_s + self._share * passed_s, AT_ONCE_S) - cost_s
-
-    @property
-    def overdrawn(self) -> bool:
-        """Whether more was spent than may be."""
-        return self._left_s <= 0
-
-
 class LockTurns:
     """The turns that an observing thread puts in force, by what its waiting for the lock has cost lately."""
 
     def __init__(self) -> None:
-        self._for_calls, self._for_cpus = Account(FOR_CALLS), Account(FOR_CPUS)
+        self._for_calls = RateLimit(FOR_CALLS, AT_ONCE_S, clock=time.monotonic)
+        self._for_cpus = RateLimit(FOR_CPUS, AT_ONCE_S, clock=time.monotonic)
+        self._patient = False  # more was spent than may be
         self._crowded_s = 0.0  # what a sample costs for want of CPUs, lately
-        self._worked_s = self._began_s = self._settled_at_s = time.monotonic()
+        self._worked_s = self._began_s = time.monotonic()
         self._clock: int | None = None
         self._observed_s = 0.0
 
@@ -75,13 +62,13 @@ class LockTurns:
 
     def end_wait(self) -> None:
         """The sample is due, and the lock is ours."""
-        was_patient, cost_s, now_s = self._patient, time.thread_time() - self._worked_s, time.monotonic()
+        cost_s, now_s = time.thread_time() - self._worked_s, time.monotonic()
         cost_s = cost_s if cost_s > COSTLY_S else 0.0
         of_cpus_s = min(cost_s, self._without_cpu_s(now_s)) if cost_s else 0.0
-        passed_s, self._settled_at_s = now_s - self._settled_at_s, now_s
-        self._for_calls.settle(passed_s, cost_s - of_cpus_s)
-        self._for_cpus.settle(passed_s, of_cpus_s)
+        self._for_calls.charge(cost_s - of_cpus_s)
+        self._for_cpus.charge(of_cpus_s)
         self._crowded_s += (of_cpus_s - self._crowded_s) / REMEMBERED_SAMPLES
+        was_patient, self._patient = self._patient, not (self._for_calls.due() and self._for_cpus.due())
         if self._patient is not was_patient:
             self.share()
 
@@ -89,10 +76,6 @@ class LockTurns:
         """How long the observed thread had no CPU since the wait began; 0.0 where nobody can tell."""
         worked_s = _cpu_s(self._clock)
         return 0.0 if worked_s is None else max(now_s - self._began_s - (worked_s - self._observed_s), 0.0)
-
-    @property
-    def _patient(self) -> bool:
-        return self._for_calls.overdrawn or self._for_cpus.overdrawn
 
     def _suitable_s(self) -> float:
         if self._patient:

@@ -105,7 +105,7 @@ class RankState:
         self.rank = _number_in("RANK", 0)
         self.world_size = _number_in("WORLD_SIZE", 1)
         self._parent_pid = os.getppid()  # now: it may end before this process does
-        self.taps: LoaderTaps | None = None
+        self.taps: LoaderTaps  # set by the session: they need the recorder, and that needs this
         self.steps = 0
         self.steps_attributed = 0
         self.launch_s = 0.0
@@ -152,21 +152,21 @@ class RankState:
 
         Without workers the training thread fetches in next(); with them it still runs the sampler there.
         """
-        return activity is Activity.DATA_WAIT and self.taps is not None and self.taps.waiting_for is not None
+        return activity is Activity.DATA_WAIT and self.taps.waiting_for is not None
 
     def understood(self, view: StackView) -> StackView:
         """A view with its meaning in this job: who waits for others waits for data unless loaders bring it."""
         if view.kind != "waiting":
             return view
         taps = self.taps
-        fed = taps is not None and not taps.drawn_elsewhere and any(tap.trains for tap in taps.all)
+        fed = not taps.drawn_elsewhere and any(tap.trains for tap in taps.all)
         return replace(view, kind="host" if fed else "data_wait")
 
     def sampled(self, activity: Activity, view: StackView, weight_s: float) -> None:
         """A stack sample of the training thread."""
         self.stack_samples += 1
         if activity is Activity.DATA_WAIT:
-            waiting = self.taps.waiting_for if self.taps is not None else None
+            waiting = self.taps.waiting_for
             if waiting is not None and waiting.serial:
                 self.load_lines.setdefault(waiting.loader_id, LineTimes()).add(view, weight_s)
             if waiting is not None and view.sampling:
@@ -184,12 +184,10 @@ class RankState:
 
     def evaluating(self, eval_mode: bool) -> bool:
         """Whether the training thread evaluates now: the intervals, made later, are too late for a stack sample."""
-        return eval_mode or (self.taps is not None and self.taps.was_evaluating)
+        return eval_mode or self.taps.was_evaluating
 
     def poll(self) -> None:
         """Take in what the workers have told."""
-        if self.taps is None:
-            return
         for message in self.taps.mailbox.receive():
             if message.loader < len(self.taps.all):
                 self.workers.setdefault(message.loader, WorkerTotals()).add(message)
@@ -229,7 +227,7 @@ class RankState:
 
     def trained(self, builder: IntervalBuilder) -> bool:
         """Whether this process has begun to train at all. Launchers and helpers never do."""
-        drawn = self.taps is not None and any(tap.batches for tap in self.taps.all)
+        drawn = any(tap.batches for tap in self.taps.all)
         return bool(self.steps or builder.counter.backwards or drawn)
 
     def record(
@@ -237,7 +235,6 @@ class RankState:
     ) -> RankRecord:
         """Everything noted so far; ``stretch`` is what the calls that were noted must be stretched by to be all."""
         trained = builder.counter.train_loaders
-        taps = self.taps.all if self.taps is not None else []
         cuda = self._torch.cuda if on_gpu else None
         stats = cuda.memory_stats() if cuda is not None else {}
         return RankRecord(
@@ -257,7 +254,7 @@ class RankState:
             optimizers=tuple(self.optimizers.values()),
             optimizer_calls=self.optimizer_calls,
             learning_rate=self.learning_rate,
-            loaders=tuple(tap.record(tap.loader_id in trained) for tap in taps),
+            loaders=tuple(tap.record(tap.loader_id in trained) for tap in self.taps.all),
             workers=self._worker_records(),
             host_lines=self.host_lines.top(),
             sync_lines=self.sync_lines.top(stretch=stretch),
@@ -285,7 +282,7 @@ class RankState:
             torch_threads=self._torch.get_num_threads(),
             stack_samples=self.stack_samples,
             observer_s=self.observer_s,
-            worker_messages_dropped=self.taps.mailbox.dropped if self.taps is not None else 0,
+            worker_messages_dropped=self.taps.mailbox.dropped,
             notes=tuple(self.remarks),
             live=self.live(),
         )
@@ -298,7 +295,7 @@ class RankState:
 
     def _worker_records(self) -> tuple[WorkerRecord, ...]:
         records = [totals.record(loader_id) for loader_id, totals in self.workers.items()]
-        for tap in self.taps.all if self.taps is not None else []:
+        for tap in self.taps.all:
             lines = self.load_lines.get(tap.loader_id)
             if lines is not None and tap.loader_id not in self.workers:
                 # The training thread is its own worker: what next() cost is what fetching cost.

@@ -195,8 +195,7 @@ class Recorder:
     def evaluates(self, on: bool) -> None:
         """A sample has shown whether the training thread evaluates, whatever mode the model is in."""
         self.eval_mode = on
-        if self.state.taps is not None:
-            self.state.taps.was_evaluating = on
+        self.state.taps.was_evaluating = on
         self.note(EvalMode(on))
 
     def _observe(self) -> None:

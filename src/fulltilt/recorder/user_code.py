@@ -38,6 +38,7 @@ def owner(filename: str) -> str:
     return "user"
 
 
+@cache
 def own_package(filename: str) -> str | None:
     """The part of Fulltilt (``feed``, ``train``) that a source file belongs to; None for everybody else's files."""
     path = filename.replace("\\", "/")

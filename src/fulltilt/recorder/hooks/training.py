@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from fulltilt.recorder.hooks import Function, Patches, timed
-from fulltilt.recorder.loaders import METER, LoaderTaps, given_arguments
+from fulltilt.recorder.loaders import METER, LoaderTaps, named_arguments
 from fulltilt.recorder.marks import Activity, BackwardBegan, BackwardEnded, EvalMode, OptimizerStepped, Point
 from fulltilt.recorder.rank_state import memory_parts
 from fulltilt.recorder.recorder import Recorder
@@ -31,7 +31,7 @@ def watch_loaders(patches: Patches, torch: Any, recorder: Recorder, taps: Loader
                 args, kwargs = taps.override(original, loader, args, kwargs)
             original(loader, *args, **kwargs)
             if recorder.active:
-                taps.constructed(loader, given_arguments(original, args, kwargs))
+                taps.constructed(loader, tuple(named_arguments(original, args, kwargs) or ()))
 
         return __init__
 
@@ -277,7 +277,7 @@ class StepHooks:
         self._steps_count.add(key)
         recorder.calibration.under_way = False
         recorder.switch(self._around_steps, OptimizerStepped(key, skipped), Point.STEP)
-        if not recorder.state.taps or not recorder.state.taps.all:
+        if not self._taps.all:
             recorder.calibrate_if_asked(Point.BATCH)
         if self._state.replicas and _asks_replicas(self._state.optimizer_calls):
             self._state.read_communication()

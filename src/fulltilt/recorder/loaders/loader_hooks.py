@@ -24,6 +24,8 @@ ENGINE = "fulltilt"
 # An iterator's attribute that holds its meter.
 METER = "_fulltilt_meter"
 TORCHS_ITERATORS = "torch.utils.data.dataloader"
+# Parts of Fulltilt that stand in a call of the user's, rather than making one of their own.
+OBSERVING = ("recorder", "tuning")
 # Makes loaders out of those that the user, or another library, has made.
 PASSES_ON = "accelerate"
 
@@ -52,7 +54,7 @@ def call_sites(loader: Any, most: int = 4) -> CallSites:
                 where = sites[-1]
             elif where is None and library in (None, PASSES_ON):
                 library = str(frame.f_globals.get("__name__", "")).partition(".")[0] or None
-        elif who == "fulltilt" and where is None and not _only_observes(code.co_filename):
+        elif who == "fulltilt" and where is None and own_package(code.co_filename) not in OBSERVING:
             library = ENGINE
         frame = frame.f_back
     if library == ENGINE:
@@ -76,26 +78,22 @@ def _constructors(kind: type) -> set[CodeType]:
     return found
 
 
-def _only_observes(filename: str) -> bool:
-    """Whether a file of Fulltilt's stands in a call of the user's, rather than making one of its own."""
-    path = filename.replace("\\", "/")
-    return "/fulltilt/recorder/" in path or "/fulltilt/tuning/" in path
-
-
-def given_arguments(original: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
-    """The names of the arguments that the user wrote in a DataLoader(...) call; none where they have no names there."""
+def named_arguments(
+    original: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any] | None:
+    """The arguments of a DataLoader(...) call by name; None where the class only passes them on, without names."""
     signature = inspect.signature(original)
     try:
-        bound = signature.bind(None, *args, **kwargs).arguments
+        given = dict(signature.bind(None, *args, **kwargs).arguments)
     except TypeError:
-        return tuple(kwargs)
-    names: list[str] = []
-    for name in bound:
-        kind = signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_POSITIONAL:
-            return ()
-        names += bound[name] if kind is inspect.Parameter.VAR_KEYWORD else [name]
-    return tuple(name for name in names if name != "self")
+        return None  # the constructor itself will complain
+    given.pop("self", None)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL and name in given:
+            return None
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            given.update(given.pop(name, {}))
+    return given
 
 
 class LoaderTaps(Drawing):

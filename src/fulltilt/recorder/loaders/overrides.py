@@ -13,7 +13,7 @@ from typing import Any
 
 from fulltilt import store
 from fulltilt.errors import RunFolderError, UsageError
-from fulltilt.recorder.loaders.loader_hooks import call_sites
+from fulltilt.recorder.loaders.loader_hooks import call_sites, named_arguments
 from fulltilt.records import MOST_OF_A_SETTING, Settings
 
 SAME_MATH = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "torch_threads", "start_method")
@@ -68,22 +68,6 @@ def _check(path: Path, settings: Settings) -> None:
         raise UsageError(f"--settings: {path}: {'; '.join(problems)}")
 
 
-def named_arguments(
-    original: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any] | None:
-    """The arguments of a loader's constructor by name; None where it names no workers itself and passes them on."""
-    signature = inspect.signature(original)
-    try:
-        given = dict(signature.bind(None, *args, **kwargs).arguments)
-    except TypeError:
-        return None  # the constructor itself will complain
-    given.pop("self", None)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            given.update(given.pop(name, {}))
-    return given if "num_workers" in signature.parameters and "args" not in given else None
-
-
 class LoaderOverride:
     """Changes the arguments of a training loader's construction."""
 
@@ -96,7 +80,7 @@ class LoaderOverride:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with the settings in force, or as they were for a loader that does not train."""
         given = named_arguments(original, args, kwargs)
-        if given is None:
+        if given is None or not names_workers(original):
             return args, kwargs
         named = self._where is not None and call_sites(loader).where == self._where
         if not named and not looks_like_training(given):
@@ -104,6 +88,11 @@ class LoaderOverride:
         changed = apply(self._settings, given)
         dataset = changed.pop("dataset", None)
         return (dataset,), changed
+
+
+def names_workers(original: Callable[..., None]) -> bool:
+    """Whether a loader's constructor takes the number of workers itself, and does not pass it on."""
+    return "num_workers" in inspect.signature(original).parameters
 
 
 def apply(settings: Settings, given: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from fulltilt.recorder.marks import Activity
 from fulltilt.recorder.stacks.expressions import expression_at, line_at, shown_at, work_at
-from fulltilt.recorder.user_code import owner, shown_path
+from fulltilt.recorder.user_code import own_package, owner, shown_path
 from fulltilt.records import HotLine
 
 GENERATOR = 0x20  # inspect.CO_GENERATOR
@@ -109,7 +109,7 @@ def view_of(
     is one of ``loop`` makes no batches: it yields what training brings.
     """
     # What led to our own command line, as when a recipe trains, costs the training nothing.
-    calls = [stack.calls[0], *takewhile(lambda spot: not _is_command_line(spot[0].co_filename), stack.calls[1:])]
+    calls = [stack.calls[0], *takewhile(lambda spot: own_package(spot[0].co_filename) != "cli", stack.calls[1:])]
     if inside is not None and not any(code is inside for code, _ in calls):
         return None
     top = calls[0]
@@ -222,11 +222,6 @@ def _is_an_optimizers(filename: str) -> bool:
     return "/torch/optim/" in path and not path.endswith("/swa_utils.py")  # averaged weights are not the optimizer's
 
 
-@cache
-def _is_command_line(filename: str) -> bool:
-    return owner(filename) == "fulltilt" and "/fulltilt/cli/" in filename.replace("\\", "/")
-
-
 def users_line(loop_frames: frozenset[Spot] = frozenset()) -> tuple[str, str]:
     """file:line and function of the innermost code that is the user's, or at least not torch's or ours.
 
@@ -235,7 +230,7 @@ def users_line(loop_frames: frozenset[Spot] = frozenset()) -> tuple[str, str]:
     """
     frame: FrameType | None = sys._getframe(2)
     outside: tuple[str, str] | None = None
-    while frame is not None and not _is_command_line(frame.f_code.co_filename):
+    while frame is not None and own_package(frame.f_code.co_filename) != "cli":
         code = frame.f_code
         who = owner(code.co_filename)
         if who == "user" and (code, frame.f_lasti) not in loop_frames:

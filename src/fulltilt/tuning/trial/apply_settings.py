@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fulltilt.recorder.hooks import Patches
-from fulltilt.recorder.loaders import call_sites
-from fulltilt.recorder.loaders.overrides import apply, looks_like_training, named_arguments
+from fulltilt.recorder.loaders import call_sites, named_arguments
+from fulltilt.recorder.loaders.overrides import apply, looks_like_training, names_workers
 from fulltilt.records import Settings
 from fulltilt.tuning.trial.throughput import TrainingLoader
 
@@ -42,7 +42,7 @@ class AppliedSettings:
     def _loader_init(self, original: Callable[..., None]) -> Callable[..., None]:
         def __init__(loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
             given = named_arguments(original, args, kwargs)
-            if given is None or not self._is_training_loader(loader, given):
+            if given is None or not names_workers(original) or not self._is_training_loader(loader, given):
                 return original(loader, *args, **kwargs)
             changed = self._arguments(given)
             return original(loader, changed.pop("dataset", None), **changed)
