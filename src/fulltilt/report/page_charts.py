@@ -5,19 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 from fulltilt import figures
-from fulltilt.records import (
-    BUCKETS,
-    Buckets,
-    Diagnosis,
-    GpuReading,
-    HostReading,
-    Ledger,
-    Machine,
-    Run,
-    Sample,
-)
+from fulltilt.records import BUCKETS, Buckets, Diagnosis, Ledger, Run
 from fulltilt.report import run_view, series
 from fulltilt.report.markup import Markup, element
 from fulltilt.report.palette import BUCKET_TINTS, PHASE_TINTS
@@ -185,53 +177,58 @@ GRAIN = 1000
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a chart, in the chart's own unit. ``colour`` is a style class."""
+    """A line of a chart. ``colour`` is a style class."""
 
     label: str
     colour: str
     points: tuple[Point, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A level worth comparing with: a ceiling, a limit."""
+def line_chart(
+    title: str,
+    unit: str,
+    lines: Sequence[Line],
+    wall_s: float,
+    *,
+    scale: float = 1.0,
+    top: float | None = None,
+    marks: Sequence[tuple[str, float | None]] = (),
+    epochs_s: Sequence[float] = (),
+) -> Markup | None:
+    """The chart, or None when there is nothing to draw.
 
-    label: str
-    value: float
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """What a line chart shows. ``scale`` turns the points' unit into ``unit``; ``top`` fixes the upper end."""
-
-    title: str
-    unit: str
-    lines: tuple[Line, ...]
-    wall_s: float
-    scale: float = 1.0
-    top: float | None = None
-    marks: tuple[Mark, ...] = ()
-    epochs_s: tuple[float, ...] = ()
-
-
-def line_chart(chart: Chart) -> Markup | None:
-    """The chart, or None when there is nothing to draw."""
-    lines = [line for line in chart.lines if line.points]
+    ``scale`` turns the points' unit into ``unit``; ``top`` fixes the upper end; ``marks`` are levels worth comparing
+    with, such as a ceiling or a limit, with their names.
+    """
+    lines = [line for line in lines if line.points]
     if not lines:
         return None
-    highest = max(point.high for line in lines for point in line.points) * chart.scale
+    known = [(name, value * scale) for name, value in marks if value is not None]
+    highest = max(point.high for line in lines for point in line.points) * scale
     # A ceiling far above the data would flatten it; then it is only named.
-    marks = [mark for mark in chart.marks if mark.value * chart.scale <= max(highest, 1e-9) * 4]
-    top = chart.top or nice_top(max([highest, *(mark.value * chart.scale for mark in marks)]))
+    levels = [value for _, value in known if value <= max(highest, 1e-9) * 4]
+    full = top or nice_top(max([highest, *levels]))
+
+    def place(point: Point, value: float) -> str:
+        x = round(min(max(point.t_s / wall_s, 0.0), 1.0) * GRAIN)
+        return f"{x},{round((1 - min(max(value * scale / full, 0.0), 1.0)) * GRAIN)}"
+
     drawing = [
-        *(_rule(t_s / chart.wall_s) for t_s in chart.epochs_s),
-        *(_band(line, chart, top) for line in lines),
-        *(_level(mark.value * chart.scale / top) for mark in marks),
-        *(_stroke(line, chart, top) for line in lines),
+        *(_rule(t_s / wall_s) for t_s in epochs_s),
+        *(_band(line, place) for line in lines),
+        *(_level(value / full) for value in levels),
+        *(_stroke(line, place) for line in lines),
     ]
     legend = [(line.colour, line.label) for line in lines]
-    named = [f"{mark.label} {figures.number(mark.value * chart.scale)}" for mark in chart.marks]
-    return _figure(chart.title, chart.unit, legend, named, drawing, top, chart.wall_s, spoken=_spoken(chart, lines))
+    named = [f"{name} {figures.number(value)}" for name, value in known]
+    # The chart in words, for those who do not see it.
+    ranges = []
+    for line in lines:
+        low = figures.number(min(point.low for point in line.points) * scale)
+        high = figures.number(max(point.high for point in line.points) * scale)
+        ranges.append(f"{line.label} between {low} and {high} {unit}")
+    spoken = f"{title} over {figures.seconds(wall_s)}: {'; '.join(ranges)}"
+    return _figure(title, unit, legend, named, drawing, full, wall_s, spoken=spoken)
 
 
 def ledger_chart(shares: Mapping[str, Sequence[float]], wall_s: float) -> Markup | None:
@@ -263,10 +260,7 @@ def ledger_chart(shares: Mapping[str, Sequence[float]], wall_s: float) -> Markup
 # --------------------------------------------------------------------------- drawing
 
 
-def _place(point: Point, value: float, chart: Chart, top: float) -> str:
-    x = round(min(max(point.t_s / chart.wall_s, 0.0), 1.0) * GRAIN)
-    y = round((1 - min(max(value * chart.scale / top, 0.0), 1.0)) * GRAIN)
-    return f"{x},{y}"
+Place = Callable[[Point, float], str]
 
 
 def _runs(points: Sequence[Point]) -> list[list[Point]]:
@@ -279,20 +273,20 @@ def _runs(points: Sequence[Point]) -> list[list[Point]]:
     return runs
 
 
-def _stroke(line: Line, chart: Chart, top: float) -> Markup:
-    runs = (" ".join(_place(point, point.value, chart, top) for point in run) for run in _runs(line.points))
+def _stroke(line: Line, place: Place) -> Markup:
+    runs = (" ".join(place(point, point.value) for point in run) for run in _runs(line.points))
     # A lone point would have no length: a stroke to itself shows as a dot.
     d = "".join(f"M{run}" if " " in run else f"M{run} {run}" for run in runs)
     return element("path", d=d, class_=f"stroke {line.colour}", data_label=line.label)
 
 
-def _band(line: Line, chart: Chart, top: float) -> Markup | None:
+def _band(line: Line, place: Place) -> Markup | None:
     if all(point.low == point.high for point in line.points):
         return None
     shapes = []
     for run in _runs(line.points):
-        upper = [_place(point, point.high, chart, top) for point in run]
-        lower = [_place(point, point.low, chart, top) for point in reversed(run)]
+        upper = [place(point, point.high) for point in run]
+        lower = [place(point, point.low) for point in reversed(run)]
         shapes.append(f"M{' '.join(upper + lower)}Z")
     return element("path", d="".join(shapes), class_=f"band {line.colour}")
 
@@ -379,16 +373,6 @@ def _figure(
     )
 
 
-def _spoken(chart: Chart, lines: Sequence[Line]) -> str:
-    """The chart in words, for those who do not see it."""
-    ranges = []
-    for line in lines:
-        low = figures.number(min(point.low for point in line.points) * chart.scale)
-        high = figures.number(max(point.high for point in line.points) * chart.scale)
-        ranges.append(f"{line.label} between {low} and {high} {chart.unit}")
-    return f"{chart.title} over {figures.seconds(chart.wall_s)}: {'; '.join(ranges)}"
-
-
 # --------------------------------------------------------------------------- the run over time
 
 GIB = 1 / (1 << 30)
@@ -409,30 +393,32 @@ def step_charts(run: Run, diagnosis: Diagnosis) -> list[Markup]:
     of_rank = f", rank {run.ranks[0].rank}" if len(run.ranks) > 1 else ""
     epochs_s = series.epoch_starts(spans)
     epochs_s = epochs_s if len(epochs_s) <= MOST_EPOCHS else ()
-    speed = Chart(
-        f"Throughput{of_rank}",
-        "samples/s",
-        (Line("throughput", "c-compute", series.throughput(spans, wall_s)),),
-        wall_s,
-        marks=() if of_rank else _ceilings(diagnosis),
-        epochs_s=epochs_s,
-    )
-    wait = Chart(
-        f"Data wait{of_rank}",
-        "ms a step",
-        (Line("data wait", "c-data", series.data_wait(spans, wall_s)),),
-        wall_s,
-        scale=1000.0,
-        epochs_s=epochs_s,
-    )
-    charts = [line_chart(speed), line_chart(wait), ledger_chart(series.ledger_over_time(spans, wall_s), wall_s)]
-    return [chart for chart in charts if chart is not None]
-
-
-def _ceilings(diagnosis: Diagnosis) -> tuple[Mark, ...]:
     ceilings = diagnosis.ceilings
-    known = (("compute ceiling", ceilings.compute_samples_per_s), ("loader ceiling", ceilings.loader_samples_per_s))
-    return tuple(Mark(name, rate) for name, rate in known if rate is not None)
+    charts = [
+        line_chart(
+            f"Throughput{of_rank}",
+            "samples/s",
+            [Line("throughput", "c-compute", series.throughput(spans, wall_s))],
+            wall_s,
+            marks=()
+            if of_rank
+            else (
+                ("compute ceiling", ceilings.compute_samples_per_s),
+                ("loader ceiling", ceilings.loader_samples_per_s),
+            ),
+            epochs_s=epochs_s,
+        ),
+        line_chart(
+            f"Data wait{of_rank}",
+            "ms a step",
+            [Line("data wait", "c-data", series.data_wait(spans, wall_s))],
+            wall_s,
+            scale=1000.0,
+            epochs_s=epochs_s,
+        ),
+        ledger_chart(series.ledger_over_time(spans, wall_s), wall_s),
+    ]
+    return [chart for chart in charts if chart is not None]
 
 
 def machine_charts(run: Run, diagnosis: Diagnosis) -> list[Markup]:
@@ -441,64 +427,32 @@ def machine_charts(run: Run, diagnosis: Diagnosis) -> list[Markup]:
     if wall_s <= 0:
         return []
     slots = series.slots(run.samples, wall_s, POINTS)
+    machine = run.run.machine
+    charts: list[Markup | None] = []
+
+    def add(title: str, unit: str, slots: list[Slot[Any]], *lines: tuple[str, str, str], **options: Any) -> None:
+        """A chart of figures of the readings, each a label, a colour and the name of the figure."""
+        drawn = [Line(label, colour, series.readings(slots, attrgetter(name))) for label, colour, name in lines]
+        charts.append(line_chart(title, unit, drawn, wall_s, **options))
+
     gpus = {gpu.uuid: gpu for sample in run.samples for gpu in sample.gpus}
-    charts = [
-        chart
-        for gpu in list(gpus.values())[:MOST_GPUS]
-        for chart in _gpu_charts(gpu, series.of_gpu(slots, gpu.uuid), wall_s)
-    ]
-    charts += _host_charts(run.run.machine, slots, wall_s)
-    return [drawn for chart in charts if (drawn := line_chart(chart)) is not None]
-
-
-def _gpu_charts(gpu: GpuReading, slots: list[Slot[GpuReading]], wall_s: float) -> list[Chart]:
-    def draw(label: str, colour: str, figure: Callable[[GpuReading], float | None]) -> Line:
-        return Line(label, colour, series.readings(slots, figure))
-
-    name = f"GPU {gpu.index}"
-    use = (
-        draw("some kernel ran", "c-compute", lambda g: g.util_pct),
-        draw("SM active", "c-second", lambda g: g.sm_active_pct),
-    )
-    memory = (draw("used", "c-compute", lambda g: g.vram_used_bytes),)
-    power = (draw("power", "c-compute", lambda g: g.power_w),)
-    vram_gib = gpu.vram_total_bytes * GIB if gpu.vram_total_bytes else None
-    return [
-        Chart(f"{name} use", "%", use, wall_s, top=100.0),
-        Chart(f"{name} memory", "GiB", memory, wall_s, scale=GIB, top=vram_gib),
-        Chart(f"{name} power", "W", power, wall_s, marks=_limit("limit", gpu.power_limit_w)),
-    ]
-
-
-def _host_charts(machine: Machine, slots: list[Slot[Sample]], wall_s: float) -> list[Chart]:
-    def draw(label: str, colour: str, figure: Callable[[HostReading], float | None]) -> Line:
-        return Line(label, colour, series.readings(slots, lambda sample: figure(sample.host)))
-
-    job = (draw("CPUs", "c-second", lambda h: h.tree_cpu_pct),)
-    cpu = (
-        draw("busy", "c-second", lambda h: h.cpu_pct),
-        draw("waiting on storage", "c-data", lambda h: h.iowait_pct),
-    )
-    memory = (
-        draw("this job", "c-second", lambda h: h.tree_pss_bytes),
-        draw("in use altogether", "c-grey", lambda h: h.mem_used_bytes),
-    )
-    disk = (
-        draw("read", "c-second", lambda h: h.disk_read_bytes_per_s),
-        draw("written", "c-data", lambda h: h.disk_write_bytes_per_s),
-    )
-    usable_pct = machine.cpu.usable * 100
+    for gpu in list(gpus.values())[:MOST_GPUS]:
+        name, own = f"GPU {gpu.index}", series.of_gpu(slots, gpu.uuid)
+        use = (("some kernel ran", "c-compute", "util_pct"), ("SM active", "c-second", "sm_active_pct"))
+        vram_gib = gpu.vram_total_bytes * GIB if gpu.vram_total_bytes else None
+        add(f"{name} use", "%", own, *use, top=100.0)
+        add(f"{name} memory", "GiB", own, ("used", "c-compute", "vram_used_bytes"), scale=GIB, top=vram_gib)
+        add(f"{name} power", "W", own, ("power", "c-compute", "power_w"), marks=[("limit", gpu.power_limit_w)])
+    job = ("CPUs", "c-second", "host.tree_cpu_pct")
+    cpu = (("busy", "c-second", "host.cpu_pct"), ("waiting on storage", "c-data", "host.iowait_pct"))
+    memory = (("this job", "c-second", "host.tree_pss_bytes"), ("in use altogether", "c-grey", "host.mem_used_bytes"))
+    disk = (("read", "c-second", "host.disk_read_bytes_per_s"), ("written", "c-data", "host.disk_write_bytes_per_s"))
     limit_bytes = machine.mem_limit_bytes or machine.mem_total_bytes
-    return [
-        Chart("CPUs used by the job", "CPUs", job, wall_s, scale=0.01, marks=_limit("usable", usable_pct)),
-        Chart("CPU of the whole machine", "%", cpu, wall_s, top=100.0),
-        Chart("Memory", "GiB", memory, wall_s, scale=GIB, marks=_limit("limit", limit_bytes)),
-        Chart("Disk", "MB/s", disk, wall_s, scale=MB),
-    ]
-
-
-def _limit(name: str, value: float | None) -> tuple[Mark, ...]:
-    return () if value is None else (Mark(name, value),)
+    add("CPUs used by the job", "CPUs", slots, job, scale=0.01, marks=[("usable", machine.cpu.usable * 100)])
+    add("CPU of the whole machine", "%", slots, *cpu, top=100.0)
+    add("Memory", "GiB", slots, *memory, scale=GIB, marks=[("limit", limit_bytes)])
+    add("Disk", "MB/s", slots, *disk, scale=MB)
+    return [chart for chart in charts if chart is not None]
 
 
 def chart_grid(charts: list[Markup], wide: bool = False) -> Markup:
