@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -29,7 +29,7 @@ from fulltilt.report.page_charts import (
     step_lanes,
 )
 from fulltilt.report.palette import BUCKET_TINTS, PHASE_TINTS, bucket_order
-from fulltilt.report.run_view import Reported, Row, compare, loader_sites, step_picture, told_apart
+from fulltilt.report.run_view import Reported, compare, loader_sites, step_picture, told_apart
 from fulltilt.store import write_text
 
 # --------------------------------------------------------------------------- parts
@@ -47,11 +47,9 @@ def section(title: str, *content: Child, note: str | None = None) -> Markup | No
     return element("section", heading, shown)
 
 
-def finding_cards(findings: Sequence[Finding]) -> Markup | None:
-    """What to change, in the order of what it would win."""
-    if not findings:
-        return None
-    return element("ol", [_finding_card(finding) for finding in findings], class_="findings")
+def listing(tag: str, items: Sequence[Markup], class_: str) -> Markup | None:
+    """A list of ``<li>``; None without any."""
+    return element(tag, items, class_=class_) if items else None
 
 
 def _finding_card(finding: Finding) -> Markup:
@@ -123,80 +121,41 @@ def rank_bars(diagnosis: Diagnosis) -> Markup | None:
     return element("div", rows, class_="speeds")
 
 
-def gpu_table(gpus: Sequence[GpuSummary]) -> Markup | None:
-    """Each GPU over the training part, with utilisation beside what tells whether it is real."""
-    if not gpus:
-        return None
-    columns: tuple[tuple[str, Callable[[GpuSummary], str]], ...] = (
-        ("use", lambda g: figures.pct(g.util_pct)),
-        ("SM active", lambda g: figures.pct(g.sm_active_pct)),
-        ("tensor cores", lambda g: figures.pct(g.tensor_active_pct)),
-        ("memory bus", lambda g: figures.pct(g.dram_active_pct)),
-        ("memory, peak", lambda g: f"{figures.size(g.vram_peak_bytes)} / {figures.size(g.vram_total_bytes)}"),
-        ("power", lambda g: figures.watts(g.power_w)),
-        ("hottest", lambda g: figures.celsius(g.temperature_peak_c)),
-        ("throttled", lambda g: figures.percent(g.throttled_share)),
-    )
-    head = [element("th", name, class_="figure", scope="col") for name, _ in columns]
-    rows = [
-        element(
-            "tr",
-            element("th", f"{gpu.index} {gpu.name}", scope="row"),
-            [element("td", cell(gpu), class_="figure") for _, cell in columns],
-        )
-        for gpu in gpus
-    ]
-    head_row = element("tr", element("th", "GPU", scope="col"), head)
-    return scrolling(element("table", element("thead", head_row), element("tbody", rows)), "GPUs")
-
-
-def scrolling(table: Markup, name: str) -> Markup:
-    """A wide table that scrolls in its own frame, so that the page never does."""
+def figure_table(
+    name: str,
+    corner: str,
+    columns: Sequence[str],
+    rows: Iterable[tuple[str, Sequence[str], str | None]],
+    class_: str | None = None,
+) -> Markup:
+    """Rows of figures: heading, cells, style class. The table scrolls in its own frame, so that the page never does."""
+    head = [element("th", column, class_="figure", scope="col") for column in columns]
+    body = []
+    for heading, cells, row_class in rows:
+        figures_of_row = [element("td", cell, class_="figure") for cell in cells]
+        body.append(element("tr", element("th", heading, scope="row"), figures_of_row, class_=row_class))
+    top = element("tr", element("th", corner, scope="col") if corner else element("td"), head)
+    table = element("table", element("thead", top), element("tbody", body), class_=class_)
     return element("div", table, class_="scrolling", tabindex="0", role="region", aria_label=name)
 
 
-# --------------------------------------------------------------------------- checklist, settings, machine
+def gpu_table(gpus: Sequence[GpuSummary]) -> Markup | None:
+    """Each GPU over the training part, with utilisation beside what tells whether it is real."""
+    rows = [(f"{gpu.index} {gpu.name}", [cell(gpu) for cell in run_view.GPU_FIGURES.values()], None) for gpu in gpus]
+    return figure_table("GPUs", "GPU", tuple(run_view.GPU_FIGURES), rows) if rows else None
 
 
-def checklist(lines: Sequence[CheckLine]) -> Markup | None:
-    """Each check with its state, figure and remedy."""
-    if not lines:
-        return None
-    rows = [
-        element(
-            "li",
-            element("span", STATES[line.state], class_=f"pill {line.state}"),
-            element(
-                "div",
-                element("span", element("b", line.name), " ", line.figure),
-                element("small", line.remedy) if line.remedy and line.state != "ok" else None,
-            ),
-        )
-        for line in lines
-    ]
-    return element("ul", rows, class_="checklist")
+# --------------------------------------------------------------------------- checklist
 
 
-def notes(run: Run, diagnosis: Diagnosis) -> Markup | None:
-    """What the recorder noticed, and which rules could not judge."""
-    lines = run_view.notes(run, diagnosis)
-    return element("ul", [element("li", line) for line in lines], class_="notes") if lines else None
-
-
-def comparison_table(rows: Sequence[Row], names: Sequence[str]) -> Markup:
-    """Several runs side by side; rows in which they differ stand out."""
-    head = [element("td"), *(element("th", name, scope="col", class_="figure") for name in names)]
-    body = [
-        element(
-            "tr",
-            element("th", row.name, scope="row"),
-            [element("td", cell, class_="figure") for cell in row.cells],
-            class_="differs" if row.differs else None,
-        )
-        for row in rows
-    ]
-    table = element("table", element("thead", element("tr", head)), element("tbody", body), class_="comparison")
-    return scrolling(table, "Comparison of the runs")
+def check_line(line: CheckLine) -> Markup:
+    """A check with its state, figure and remedy."""
+    remedy = element("small", line.remedy) if line.remedy and line.state != "ok" else None
+    return element(
+        "li",
+        element("span", STATES[line.state], class_=f"pill {line.state}"),
+        element("div", element("span", element("b", line.name), " ", line.figure), remedy),
+    )
 
 
 # --------------------------------------------------------------------------- machine and loaders
@@ -328,6 +287,8 @@ def _sections(run: Run, diagnosis: Diagnosis) -> list[Child]:
     of_rank = f", of rank {rank.rank}" if rank is not None and len(run.ranks) > 1 else ""
     compiled = run_view.compile_line(run)
     steps, machine = step_charts(run, diagnosis), machine_charts(run, diagnosis)
+    cards = [_finding_card(finding) for finding in diagnosis.findings]
+    notes = [element("li", line) for line in run_view.notes(run, diagnosis)]
     return [
         section(
             "Where the time went",
@@ -336,7 +297,7 @@ def _sections(run: Run, diagnosis: Diagnosis) -> list[Child]:
             element("p", compiled, class_="aside") if compiled else None,
             note=f"of {figures.seconds(diagnosis.ledger.wall_s)} of wall time",
         ),
-        section("What to change", finding_cards(diagnosis.findings), note="in order of what it would win"),
+        section("What to change", listing("ol", cards, "findings"), note="in order of what it would win"),
         section(
             "One step, to scale",
             step_lanes(picture) if picture else None,
@@ -353,9 +314,9 @@ def _sections(run: Run, diagnosis: Diagnosis) -> list[Child]:
             chart_grid(machine) if machine else None,
         ),
         section("Lines that cost the time", hot_lines(rank) if rank else None),
-        section("Checklist", checklist(diagnosis.checklist)),
+        section("Checklist", listing("ul", [check_line(line) for line in diagnosis.checklist], "checklist")),
         section("Settings and machine", _surroundings(run, diagnosis)),
-        section("Notes", notes(run, diagnosis)),
+        section("Notes", listing("ul", notes, "notes")),
     ]
 
 
@@ -402,11 +363,17 @@ def _comparison(runs: Sequence[Reported]) -> list[Child]:
             element("h1", f"{len(runs)} runs side by side"),
             class_="verdict",
         ),
-        section("Settings and what came of them", comparison_table(compare(runs), names)),
+        section("Settings and what came of them", _comparison_table(runs, names)),
         section("Where the time went", ledgers),
         section("One step, to one scale", steps),
         section("Each run", [_folded(name, *run) for name, run in zip(names, runs, strict=True)]),
     ]
+
+
+def _comparison_table(runs: Sequence[Reported], names: Sequence[str]) -> Markup:
+    """Settings and figures side by side; rows in which the runs differ stand out."""
+    rows = [(row.name, row.cells, "differs" if row.differs else None) for row in compare(runs)]
+    return figure_table("Comparison of the runs", "", names, rows, "comparison")
 
 
 def _folded(name: str, run: Run, diagnosis: Diagnosis) -> Markup:

@@ -17,6 +17,7 @@ from fulltilt.records import (
     Diagnosis,
     Finding,
     GpuStep,
+    GpuSummary,
     HotLine,
     LoaderRecord,
     Phases,
@@ -127,6 +128,23 @@ def _fetching_title(rank: RankRecord) -> str:
     staffed = any(loader.num_workers > 0 for loader in rank.loaders if loader.loader_id in fetching)
     return f"{'Inside the workers' if staffed else 'Inside the loading'}, share of fetching"
 
+
+def _vram(gpu: GpuSummary) -> str:
+    peak, total = gpu.vram_peak_bytes, gpu.vram_total_bytes
+    return NOT_MEASURED if peak is None else f"{figures.size(peak)} of {figures.size(total)}"
+
+
+# What is told of a GPU over the training part, utilisation beside what says whether it is real.
+GPU_FIGURES: dict[str, Callable[[GpuSummary], str]] = {
+    "use": lambda gpu: figures.pct(gpu.util_pct),
+    "SM active": lambda gpu: figures.pct(gpu.sm_active_pct),
+    "tensor cores": lambda gpu: figures.pct(gpu.tensor_active_pct),
+    "memory bus": lambda gpu: figures.pct(gpu.dram_active_pct),
+    "memory, peak": _vram,
+    "power": lambda gpu: figures.watts(gpu.power_w),
+    "hottest": lambda gpu: figures.celsius(gpu.temperature_peak_c),
+    "throttled": lambda gpu: figures.percent(gpu.throttled_share),
+}
 
 # --------------------------------------------------------------------------- one step
 

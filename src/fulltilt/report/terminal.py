@@ -105,6 +105,7 @@ def hanging(mark: str, text: Text, indent: int = 4) -> Padding:
 
 STATE_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 MOST_LINES = 5
+GPU_COLUMNS = ("use", "SM active", "memory, peak", "power", "hottest")
 
 
 def show_hot_lines(console: Console, run: Run) -> None:
@@ -164,18 +165,11 @@ def show_gpus(console: Console, gpus: Sequence[GpuSummary]) -> None:
     heading(console, "GPU", "use: some kernel ran · SM active: how much of the GPU it kept busy")
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("", overflow="ellipsis", no_wrap=True, max_width=max(console.width - 55, 12))
-    for name in ("use", "SM active", "memory, peak", "power", "hottest"):
+    shown = {name: cell for name, cell in run_view.GPU_FIGURES.items() if name in GPU_COLUMNS}
+    for name in shown:
         table.add_column(name, justify="right", no_wrap=True)
     for gpu in gpus:
-        memory = f"{figures.size(gpu.vram_peak_bytes)} of {figures.size(gpu.vram_total_bytes)}"
-        table.add_row(
-            Text(f"{gpu.index} {one_line(gpu.name)}"),
-            figures.pct(gpu.util_pct),
-            figures.pct(gpu.sm_active_pct),
-            memory if gpu.vram_peak_bytes is not None else figures.NOT_MEASURED,
-            figures.watts(gpu.power_w),
-            figures.celsius(gpu.temperature_peak_c),
-        )
+        table.add_row(Text(f"{gpu.index} {one_line(gpu.name)}"), *(cell(gpu) for cell in shown.values()))
     console.print(table)
 
 
