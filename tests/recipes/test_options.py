@@ -46,7 +46,7 @@ def test_flags_win_over_the_file_and_the_file_over_the_recipe(tmp_path: Path) ->
     asked = options.read(recipe(), {"lr": 0.5, "colour": "green"}, file)
     assert (asked.settings.epochs, asked.settings.lr, asked.settings.monitor) == (9, 0.5, "iou")
     assert (asked.settings.max_time_s, asked.settings.clip_norm) == (11 * 3600, 1.0)
-    assert (asked.options, asked.place.data) == (Own("green", 6), "elsewhere")
+    assert (asked.options, asked.data) == (Own("green", 6), Path("elsewhere"))
     assert options.read(recipe(), {}).settings.epochs == 7
 
 

@@ -42,7 +42,7 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_told_before_data_is_made(
 ) -> None:
     """Seen to fail: the hub's library tries every file six times, which took 49 s."""
     recipe = find(name)
-    request = options.read(recipe, {"data": "synthetic", **NAMED[name]}).request(tmp_path, tmp_path / "out")
+    request = options.read(recipe, {"data": str(tmp_path), "out": str(tmp_path / "out"), **NAMED[name]})
     with pytest.raises(UsageError, match="does not answer: Name or service not known"):
         recipe.check_options(request)
     assert len(asked) == 1

@@ -129,21 +129,21 @@ def test_files_that_are_refused(name: str, content: str | None, words: str, tmp_
     if content is not None:
         path.write_text(content)
     with pytest.raises(UsageError, match=words):
-        config.load(path, TrainSettings)
+        config.parse(config.read(path), TrainSettings)
 
 
 def test_the_number_that_yaml_takes_for_text(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("lr: 2e-5\nepochs: 20\nmax_time_s: 11h\n")
-    made = config.load(tmp_path / "run.yaml", TrainSettings)
+    made = config.parse(config.read(tmp_path / "run.yaml"), TrainSettings)
     assert (made.lr, made.epochs, made.max_time_s) == (2e-5, 20, 39600.0)
 
 
 def test_toml_and_json_and_nothing(tmp_path: Path) -> None:
     for name, content in (("a.toml", "lr = 2e-5"), ("a.json", '{"lr": 2e-5}'), ("a.yml", "lr: 0.00002")):
         (tmp_path / name).write_text(content)
-        assert config.load(tmp_path / name, TrainSettings).lr == 2e-5
+        assert config.parse(config.read(tmp_path / name), TrainSettings).lr == 2e-5
     (tmp_path / "empty.yaml").write_text("# nothing yet\n")
-    assert config.load(tmp_path / "empty.yaml", TrainSettings) == TrainSettings()
+    assert config.parse(config.read(tmp_path / "empty.yaml"), TrainSettings) == TrainSettings()
 
 
 values = st.one_of(
@@ -184,4 +184,4 @@ def test_a_thousand_fuzzed_configs(given: dict[str, Any]) -> None:
 def test_any_text_is_a_config_or_a_clear_error(tmp_path_factory: pytest.TempPathFactory, text: str, form: str) -> None:
     path = tmp_path_factory.getbasetemp() / f"fuzz.{form}"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
-    complaint(lambda: config.load(path, TrainSettings))
+    complaint(lambda: config.parse(config.read(path), TrainSettings))

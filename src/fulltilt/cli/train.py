@@ -17,8 +17,6 @@ from fulltilt.recipes import options as flagged
 from fulltilt.recipes.recipe import Recipe
 from fulltilt.train.stop import limits_count_from_here, signals_end_it
 
-RUNS = Path("fulltilt-runs")
-
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
@@ -47,28 +45,26 @@ def train(arguments: Annotated[list[str] | None, typer.Argument(metavar="NAME [O
 def run_recipe(recipe: Recipe, given: dict[str, Any], config: Path | None = None) -> int:
     """Train as flags and config ask for; returns the exit code. Raises UsageError for what is wrong with them."""
     require(recipe.name)
-    asked = flagged.read(recipe, given, config)
+    request = flagged.read(recipe, given, config)
     from fulltilt.train import exit_code_of
     from fulltilt.train.distributed import detect
     from fulltilt.train.launch import relaunch
 
-    out = Path(asked.place.out) if asked.place.out is not None else RUNS / recipe.name
+    out = request.out
     if os.path.lexists(out):
         run_folder.claim(out)  # before anything is read there, or said there
     of_ranks = 0
 
     def body() -> None:
         nonlocal of_ranks
-        synthetic = asked.place.data == "synthetic"
-        request = asked.request(out / "synthetic" if synthetic else Path(asked.place.data), out)
         run_folder.refuse_other_recipe(recipe, request)
         recipe.check_options(request)
-        if synthetic:
+        if request.synthetic:
             run_folder.claim(out)
             _make_data(recipe, request.data)
         recipe.check(request)
         run_folder.claim(out)
-        code = relaunch(asked.place.gpus, asked.settings.device) if asked.place.gpus else None
+        code = relaunch(request.gpus, request.settings.device) if request.gpus else None
         if code is not None:
             of_ranks = code  # the ranks have said what there was to say
             return

@@ -2,43 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
+
+from fulltilt.errors import DataError
 
 # What Pillow reads and people train on.
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 
 
-def as_rgb(opened: Any) -> Image.Image:
+@contextmanager
+def opened(path: Path) -> Iterator[Image.Image]:
+    """A picture to look at or decode. Raises DataError that names the file, also for what decoding notices."""
+    try:
+        with Image.open(path) as picture:
+            yield picture
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        what = f"cannot read {path}: {getattr(error, 'strerror', None) or error}"
+        if isinstance(error, FileNotFoundError):
+            what = f"{path} is not there"
+        elif isinstance(error, UnidentifiedImageError):
+            what = f"{path} is no picture that Pillow knows"
+        raise DataError(what, "Repair the picture or take it out of the data.") from error
+
+
+def as_rgb(image: Any) -> Image.Image:
     """A picture in RGB. Pillow would cut deeper values off at 255, which is white, and fractions of one at 0."""
-    if opened.mode.startswith(("I", "F")):
-        values = np.nan_to_num(np.asarray(opened, np.float64))
+    if image.mode.startswith(("I", "F")):
+        values = np.nan_to_num(np.asarray(image, np.float64))
         highest = values.max(initial=0)
-        if opened.mode == "F" and highest <= 1:
+        if image.mode == "F" and highest <= 1:
             values *= 255
         elif highest > 255:
             values /= max(257, highest / 255)
-        opened = Image.fromarray(values.clip(0, 255).astype(np.uint8))
-    picture: Image.Image = opened.convert("RGB")
+        image = Image.fromarray(values.clip(0, 255).astype(np.uint8))
+    picture: Image.Image = image.convert("RGB")
     return picture
 
 
-def as_mask(opened: Any) -> Image.Image:
+def as_mask(image: Any) -> Image.Image:
     """A mask of 0 to 255. One in colours, or without a bright pixel, tells classes or objects: any but black is inside.
 
     Not so in a JPEG, whose black is never quite black. Of one colour throughout, it is told by what is transparent.
     """
-    mask: Image.Image = opened.convert("L")
-    if opened.format == "JPEG":
+    mask: Image.Image = image.convert("L")
+    if image.format == "JPEG":
         return mask
-    if opened.has_transparency_data and _of_one_value(opened.convert("RGB")):
-        alpha: Image.Image = opened.convert("RGBA").getchannel("A")
+    if image.has_transparency_data and _of_one_value(image.convert("RGB")):
+        alpha: Image.Image = image.convert("RGBA").getchannel("A")
         if not _of_one_value(alpha):
             return alpha
-    if opened.mode not in ("1", "L", "LA") and not opened.mode.startswith("I"):
-        colours = np.asarray(opened.convert("RGB"))
+    if image.mode not in ("1", "L", "LA") and not image.mode.startswith("I"):
+        colours = np.asarray(image.convert("RGB"))
         if (colours != colours[..., :1]).any():
             return Image.fromarray(colours.any(axis=2).astype(np.uint8) * np.uint8(255))
     if mask.getextrema()[1] < 128:

@@ -16,6 +16,9 @@ from fulltilt.train.config import TrainSettings
 
 Record = TypeVar("Record")
 
+# Where results go without --out.
+RUNS = Path("fulltilt-runs")
+
 # The settings of the engine that every recipe has as a flag; the others are keys of the config alone.
 SHARED_SETTINGS = {
     "epochs": "How often to go through the data.",
@@ -64,21 +67,6 @@ class Flag:
     help: str
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What the user asked for, complete and checked, before any file was looked at."""
-
-    options: Any
-    settings: TrainSettings
-    place: Place
-
-    def request(self, data: Path, out: Path) -> Request:
-        """With the data at hand."""
-        place = self.place
-        resume_from = None if place.resume_from is None else Path(place.resume_from)
-        return Request(self.options, self.settings, data, out, resume_from, place.fresh)
-
-
 def flags(recipe: Recipe) -> list[Flag]:
     """All flags of a recipe but ``--config``: where, the shared settings, then its own."""
     listed = []
@@ -92,7 +80,7 @@ def flags(recipe: Recipe) -> list[Flag]:
     return listed
 
 
-def read(recipe: Recipe, given: Mapping[str, Any], file: Path | None = None) -> Asked:
+def read(recipe: Recipe, given: Mapping[str, Any], file: Path | None = None) -> Request:
     """What flags (``given``) and config file ask for. Raises UsageError listing every problem of both."""
     from_flags, from_file = recipe.translate(given), recipe.translate({} if file is None else config.read(file))
     given = from_flags.values
@@ -103,7 +91,17 @@ def read(recipe: Recipe, given: Mapping[str, Any], file: Path | None = None) -> 
     union: Any = _union(recipe.options)  # type: ignore[arg-type, unused-ignore]
     source = "the command line" if file is None else f"{file} and the command line"
     whole = config.parse(values, union, source, problems=[*from_flags.problems, *from_file.problems], names=names)
-    return Asked(_part(whole, recipe.options), _part(whole, TrainSettings), _part(whole, Place))
+    out = RUNS / recipe.name if whole.out is None else Path(whole.out)
+    return Request(
+        _part(whole, recipe.options),
+        _part(whole, TrainSettings),
+        data=out / "synthetic" if whole.data == "synthetic" else Path(whole.data),
+        out=out,
+        resume_from=None if whole.resume_from is None else Path(whole.resume_from),
+        fresh=whole.fresh,
+        synthetic=whole.data == "synthetic",
+        gpus=whole.gpus,
+    )
 
 
 def _defaults(recipe: Recipe) -> dict[str, Any]:

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One training as it was asked for. ``options`` is the recipe's own record; ``data`` a folder or file."""
+    """One training as it was asked for. ``options`` is the recipe's own record; ``data`` a folder or file.
+
+    ``synthetic``: the data is made there first. ``gpus``: how many ranks to start, None for none but this process.
+    """
 
     options: Any
     settings: TrainSettings
@@ -24,6 +27,8 @@ class Request:
     out: Path
     resume_from: Path | None = None
     fresh: bool = False
+    synthetic: bool = False
+    gpus: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,11 +127,6 @@ MOST_CONFIG_BYTES = 256 * 1024
 MOST_OF_ANYTHING = 2**31 - 1
 
 
-def load(path: Path, record: type[Record]) -> Record:
-    """A settings record from a YAML, TOML or JSON file. Raises UsageError listing every problem."""
-    return parse(read(path), record, str(path))
-
-
 def read(path: Path) -> dict[str, Any]:
     """The plain values of a config file. Raises UsageError for what is not a flat, harmless mapping."""
     try:

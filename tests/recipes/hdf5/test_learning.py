@@ -27,8 +27,8 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(data: Path, out: Path) -> dict[str, float]:
-    asked = options.read(RECIPE, {"data": str(data), "out": str(out), **SETTINGS})
-    return dict(RECIPE.run(asked.request(data, out)))
+    request = options.read(RECIPE, {"data": str(data), "out": str(out), **SETTINGS})
+    return dict(RECIPE.run(request))
 
 
 def test_events_are_told_from_decoys_in_a_recording_never_seen(windows: Path, tmp_path: Path) -> None:

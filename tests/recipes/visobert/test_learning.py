@@ -35,8 +35,8 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def macro_f1(data: Path, out: Path) -> float:
-    asked = options.read(RECIPE, {"data": str(data), "out": str(out), **SETTINGS})
-    return dict(RECIPE.run(asked.request(data, out)))["eval_macro_f1"]
+    request = options.read(RECIPE, {"data": str(data), "out": str(out), **SETTINGS})
+    return dict(RECIPE.run(request))["eval_macro_f1"]
 
 
 def test_texts_are_told_apart(texts: Path, tmp_path: Path) -> None:

@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image, ImageOps
 
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.augment import ColourJitter, HorizontalFlip, Pipeline, RandomResizedCrop
 from fulltilt.figures import count
 from fulltilt.recipes import tables
-from fulltilt.recipes.images import SUFFIXES, as_rgb
+from fulltilt.recipes.images import SUFFIXES, as_rgb, opened
 
 # Found in a data folder, this table is read instead of the folders' names.
 CAPTIONS = "captions.csv"
@@ -162,16 +163,11 @@ def check_readable(pictures: Iterable[Picture]) -> None:
 
 
 def _problem(picture: Picture) -> str | None:
-    from PIL import Image, UnidentifiedImageError
-
     try:
-        with Image.open(picture.path):
+        with opened(picture.path):
             return None
-    except FileNotFoundError:
-        return f"{picture.path} is not there"
-    except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
-        reason = "it is no picture that Pillow knows" if isinstance(error, UnidentifiedImageError) else str(error)
-        return f"cannot read {picture.path}: {reason}"
+    except DataError as error:
+        return error.what
 
 
 def read_templates(file: Path | None, defaults: tuple[str, ...]) -> tuple[str, ...]:
@@ -254,14 +250,9 @@ def prompts(label: Label, templates: Sequence[str]) -> tuple[str, ...]:
 
 def decoded(path: Path, side: int) -> torch.Tensor:
     """uint8 [3, side, side]: CLIP's own preparation, the shorter side scaled and the middle cut out."""
-    from PIL import Image, ImageOps
-
-    try:
-        with Image.open(path) as opened:
-            opened.draft("RGB", (2 * side, 2 * side))  # a large JPEG is decoded at a fraction of its size
-            picture = as_rgb(ImageOps.exif_transpose(opened))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataError(f"cannot read {path}: {error}", "Repair the picture or take it out of the data.") from error
+    with opened(path) as taken:
+        taken.draft("RGB", (2 * side, 2 * side))  # a large JPEG is decoded at a fraction of its size
+        picture = as_rgb(ImageOps.exif_transpose(taken))
     if picture.size != (side, side):
         picture = ImageOps.fit(picture, (side, side), Image.Resampling.BICUBIC)
     return torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous()

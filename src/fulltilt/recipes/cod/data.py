@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps
 
 from fulltilt.errors import DataError
 from fulltilt.recipes.cod import CodOptions
-from fulltilt.recipes.images import SUFFIXES, as_mask, as_rgb
+from fulltilt.recipes.images import SUFFIXES, as_mask, as_rgb, opened
 from fulltilt.recipes.recipe import Request
 
 PARTS = ("Train", "Test")
@@ -56,16 +55,6 @@ def _pictures_in(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (path.stem, path.suffix.lower() == ".png", path.name))
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Image.Image]:
-    """Raises DataError that names the file, also for what is only noticed while it is decoded."""
-    try:
-        with Image.open(path) as opened:
-            yield opened
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(f"cannot read {path}: {error}") from error
-
-
 class Pictures(torch.utils.data.Dataset[Any]):
     """Pairs as uint8 tensors: the picture [3, size, size], its mask [1, size, size] of 0 and 1. Nothing random.
 
@@ -83,14 +72,14 @@ class Pictures(torch.utils.data.Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         pair = self.pairs[index]
         place = (self.size, self.size)
-        with _opened(pair.mask) as opened:
-            whole = opened.size
-            mask = as_mask(opened).resize(place, Image.Resampling.BILINEAR)
-        with _opened(pair.picture) as opened:
-            turned = opened.size != whole
+        with opened(pair.mask) as drawn:
+            whole = drawn.size
+            mask = as_mask(drawn).resize(place, Image.Resampling.BILINEAR)
+        with opened(pair.picture) as taken:
+            turned = taken.size != whole
             # A JPEG decodes at a fraction of its size for a fraction of the time.
-            opened.draft("RGB", place)
-            upright = ImageOps.exif_transpose(opened) if turned else opened
+            taken.draft("RGB", place)
+            upright = ImageOps.exif_transpose(taken) if turned else taken
             picture = as_rgb(upright).resize(place, Image.Resampling.BILINEAR)
         image = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(self.size, self.size, 3)
         hidden = torch.frombuffer(bytearray(mask.tobytes()), dtype=torch.uint8).view(1, self.size, self.size)
@@ -100,7 +89,6 @@ class Pictures(torch.utils.data.Dataset[Any]):
 # Only headers are read, and a network disk answers many at once.
 READERS = 16
 _ON_ITS_SIDE = (5, 6, 7, 8)
-REPLACE = "Replace it, or take it and its mask out."
 
 
 def check(request: Request) -> None:
@@ -143,21 +131,16 @@ def _refuse(listed: Sequence[Pair], bad: list[Pair], tell: Callable[[Pair], tupl
 
 
 def _size(path: Path) -> tuple[int, int]:
-    try:
-        with Image.open(path) as opened:
-            width, height = opened.size
-            return width, height
-    except UnidentifiedImageError as error:
-        raise DataError(f"{path} is no image that Pillow knows", REPLACE) from error
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(f"cannot open {path}: {getattr(error, 'strerror', None) or error}", REPLACE) from error
+    with opened(path) as image:
+        width, height = image.size
+    return width, height
 
 
 def _upright_size(path: Path) -> tuple[int, int]:
     """The size of a picture that its camera may have marked as lying on its side."""
-    with Image.open(path) as opened:
-        width, height = opened.size
-        on_its_side = opened.getexif().get(ExifTags.Base.Orientation, 1) in _ON_ITS_SIDE
+    with opened(path) as image:
+        width, height = image.size
+        on_its_side = image.getexif().get(ExifTags.Base.Orientation, 1) in _ON_ITS_SIDE
     return (height, width) if on_its_side else (width, height)
 
 

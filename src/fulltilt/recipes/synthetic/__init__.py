@@ -11,7 +11,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -22,6 +21,7 @@ from typing import Any
 
 from fulltilt.errors import MachineError, UsageError
 from fulltilt.probes.host import cpu_capacity
+from fulltilt.recipes.run_folder import remove_private
 from fulltilt.store.owned_folder import OwnedFolder
 from fulltilt.train.config import did_you_mean
 
@@ -76,8 +76,8 @@ def _holds(folder: Path, wanted: dict[str, Any]) -> bool:
 
 def _fill(owned: OwnedFolder, kind: str, size: int, seed: int) -> None:
     """Make the data in a private folder inside, then move it to its place."""
-    for name in owned.entries():  # of one that was killed
-        _remove_private(owned, owned.path / name)
+    remove_private(owned, ".*.tmp")  # of one that was killed
+    for name in owned.entries():
         owned.remove(name)
     private = owned.make(owned.temporary("making"))
     try:
@@ -86,13 +86,7 @@ def _fill(owned: OwnedFolder, kind: str, size: int, seed: int) -> None:
         for entry in sorted(private.iterdir()):
             owned.move(entry, owned.path / entry.name)
     finally:
-        _remove_private(owned, private)
-
-
-def _remove_private(owned: OwnedFolder, private: Path) -> None:
-    """Remove a private folder of ours with whatever was written there before the end."""
-    if private.suffix == ".tmp" and owned.owns(private):
-        shutil.rmtree(private, ignore_errors=True)
+        remove_private(owned, private.name)
 
 
 def _show(done: Iterator[int], size: int, label: str) -> None:
