@@ -165,10 +165,8 @@ def test_a_stage_with_another_batch_reads_nothing_again() -> None:
     first = fed(data, plan_of())
     drain(first)
     before = data.reads
-    first.resize(6, 2)
-    assert same(
-        drain(first, 1), drain(MapSource(data, plan_of(samples=24, batch_size=6, accumulation=2), TrainSettings()), 1)
-    )
+    first.resize(6)
+    assert same(drain(first, 1), drain(MapSource(data, plan_of(samples=24, batch_size=6), TrainSettings()), 1))
     checked = 2  # kept samples that are compared with the data set at the start of an epoch
     assert data.reads - before == 24 + checked
     first.close()

@@ -53,13 +53,8 @@ def enter_stage(state: TrainState, epoch: int) -> None:
         for name, parameter in named.items():
             parameter.requires_grad_(name in names)
     if index != state.stage_index:
-        settings = state.settings
-        accumulation = stage.accumulation or settings.accumulation
-        state.source.resize(stage.batch_size or settings.batch_size, accumulation)
-        if state.stage_index < 0 or stage.fresh_optimizer:
-            state.stepper.optimizer = _optimizer(state)
-        if state.job.on_stage is not None:
-            state.job.on_stage(stage, state.model)
+        state.source.resize(stage.batch_size or state.settings.batch_size)
+        state.stepper.optimizer = _optimizer(state)
     if index != state.stage_index or thawed:
         state.stepper.use(state.stepper.optimizer)
     state.stage_index, state.trained = index, names

@@ -202,9 +202,9 @@ class PlannedSource:
         """How many steps of an epoch ``consumed`` makes."""
         return consumed // self.plan.step_samples
 
-    def resize(self, batch_size: int, accumulation: int) -> None:
+    def resize(self, batch_size: int) -> None:
         """Give the same data in other batches, from the next call of ``steps`` on."""
-        self.plan = replace(self.plan, batch_size=batch_size, accumulation=accumulation)
+        self.plan = replace(self.plan, batch_size=batch_size)
 
     def close(self) -> None:
         """End the workers."""
@@ -323,9 +323,8 @@ class BatchSource:
         """See PlannedSource."""
         return consumed // self.accumulation
 
-    def resize(self, batch_size: int, accumulation: int) -> None:  # noqa: ARG002 - the batches are ready-made
-        """See PlannedSource. Only the accumulation can change."""
-        self.accumulation = accumulation
+    def resize(self, batch_size: int) -> None:
+        """See PlannedSource. The batches are ready-made."""
 
     def close(self) -> None:
         """See PlannedSource. The iterable's workers are its owner's."""

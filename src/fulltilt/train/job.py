@@ -26,22 +26,18 @@ MakeOptimizer = Callable[[torch.nn.Module, TrainSettings, torch.device], torch.o
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stretch of epochs with its own learning rate, batch and trainable part. ``None`` takes the run's setting.
+    """A stretch of epochs with its own optimizer, learning rate, batch and trainable part. ``None``: as the run's.
 
     ``frozen`` are patterns of parameter names (``backbone.*``); ``unfreeze`` gives, for an epoch of the stage, a
-    pattern that becomes trainable from then on. ``fresh_optimizer`` forgets the momentum of the stage before.
+    pattern that becomes trainable from then on.
     """
 
     name: str
     epochs: int
     lr: float | None = None
-    min_lr: float | None = None
-    warmup_epochs: float | None = None
     batch_size: int | None = None
-    accumulation: int | None = None
     frozen: tuple[str, ...] = ()
     unfreeze: tuple[tuple[int, str], ...] = ()
-    fresh_optimizer: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +70,6 @@ class Job:
     collate: Callable[[list[Any]], Any] | None = None
     augment: Any = None
     eval_augment: Any = None
-    on_stage: Callable[[Stage, torch.nn.Module], None] | None = None
     splittable: bool = True
     joint: bool = False
     name: str = "training"
@@ -147,15 +142,14 @@ def learning_rate(
 
 
 def stage_rate(settings: TrainSettings, stage: Stage, step: int, total_steps: int, steps_per_epoch: int) -> float:
-    """The rate of a stage's step, by the stage's own settings where it has some and the run's where not."""
-    warmup_epochs = settings.warmup_epochs if stage.warmup_epochs is None else stage.warmup_epochs
-    warmup_steps = round(warmup_epochs * steps_per_epoch) if settings.warmup_steps is None else settings.warmup_steps
+    """The rate of a stage's step, up to the stage's own rate where it has one and to the run's where not."""
+    warmed_up = round(settings.warmup_epochs * steps_per_epoch)
     return learning_rate(
         step,
         total_steps=total_steps,
         peak=settings.lr if stage.lr is None else stage.lr,
-        floor=settings.min_lr if stage.min_lr is None else stage.min_lr,
-        warmup_steps=warmup_steps,
+        floor=settings.min_lr,
+        warmup_steps=warmed_up if settings.warmup_steps is None else settings.warmup_steps,
         shape=settings.schedule,
     )
 
