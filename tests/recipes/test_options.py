@@ -16,8 +16,9 @@ from fulltilt import recipes
 from fulltilt.cli import main as command
 from fulltilt.errors import DataError, UsageError
 from fulltilt.recipes import options
-from fulltilt.recipes.recipe import Recipe, Request, option
+from fulltilt.recipes.recipe import Recipe, Request
 from fulltilt.recipes.run_folder import claim
+from fulltilt.train.config import option
 from fulltilt.train.stop import BEGAN
 
 

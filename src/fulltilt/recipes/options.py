@@ -10,36 +10,14 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from fulltilt.probes.host import cpu_capacity
-from fulltilt.recipes.recipe import Recipe, Request, option
+from fulltilt.recipes.recipe import Recipe, Request
 from fulltilt.train import config
-from fulltilt.train.config import TrainSettings
+from fulltilt.train.config import TrainSettings, option
 
 Record = TypeVar("Record")
 
 # Where results go without --out.
 RUNS = Path("fulltilt-runs")
-
-# The settings of the engine that every recipe has as a flag; the others are keys of the config alone.
-SHARED_SETTINGS = {
-    "epochs": "How often to go through the data.",
-    "max_steps": "Stop after this many optimizer steps.",
-    "batch_size": "Samples of a batch, over all GPUs.",
-    "accumulation": "Batches for each optimizer step.",
-    "optimizer": "What moves the weights; adamw8bit takes a quarter of the memory.",
-    "lr": "The highest learning rate.",
-    "min_lr": "The learning rate at the end.",
-    "schedule": "How the learning rate falls.",
-    "warmup_epochs": "Epochs over which the learning rate rises at first.",
-    "workers": "Loader workers, over all GPUs.",
-    "seed": "Seed of weights, order and augmentation.",
-    "device": "Where to train.",
-    "precision": "Arithmetic of forward and backward.",
-    "compile": "Compile the model.",
-    "cuda_graphs": "Record the model's kernels as CUDA graphs and replay them (one GPU).",
-    "residency": "Where the decoded data lives.",
-    "max_time_s": "Save and stop before this time is over, such as 11h.",
-    "save_every": "Save after this many steps, besides each epoch.",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +52,7 @@ def flags(recipe: Recipe) -> list[Flag]:
     for record in (Place, TrainSettings, recipe.options):
         kinds = get_type_hints(record)
         for entry in dataclasses.fields(record):
-            help = SHARED_SETTINGS.get(entry.name) if record is TrainSettings else entry.metadata["help"]
-            if help is not None:
+            if help := entry.metadata.get("help"):
                 listed.append(Flag(entry.name, kinds[entry.name], defaults.get(entry.name, entry.default), help))
     return listed
 

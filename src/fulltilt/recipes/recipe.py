@@ -12,6 +12,7 @@ from fulltilt.train.config import TrainSettings
 
 if TYPE_CHECKING:
     from fulltilt.train.job import Job
+    from fulltilt.train.progress import Screen
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,14 @@ class Request:
     synthetic: bool = False
     gpus: int | None = None
 
+    def train(self, job: Job, screen: Screen | None = None) -> dict[str, float]:
+        """Train the job on the engine and return the last metrics. Raises FulltiltErrors."""
+        from fulltilt.train import train
+
+        begin = {"resume_from": self.resume_from, "fresh": self.fresh}
+        metrics: dict[str, float] = train(job, self.settings, self.out, **begin, screen=screen).metrics
+        return metrics
+
 
 @dataclass(frozen=True, slots=True)
 class Translated:
@@ -38,9 +47,6 @@ class Translated:
     values: Mapping[str, Any]
     problems: Sequence[str] = ()
     names: Mapping[str, str] = field(default_factory=dict)
-
-
-Run = Callable[[Request], Mapping[str, float]]
 
 
 def _accept(_request: Request) -> None:
@@ -54,33 +60,20 @@ class Recipe:
     ``options`` is a frozen dataclass whose fields are made by ``option``: each is a flag and a key of the config.
     ``settings`` are its defaults of TrainSettings. ``check_options`` looks at the options before any data is made or
     read, ``check`` at the data before anything is built on it; they raise UsageError and DataError. ``run`` trains and
-    returns the last metrics: ``on_engine`` makes one from a function that builds a Job; a recipe on another trainer
-    brings its own. ``synthetic`` is the kind of data that ``--data synthetic`` stands for, ``synthetic_size`` how many
-    samples. ``translate`` turns the keys of another trainer's config file into those above.
+    returns the last metrics. ``synthetic`` is the kind of data that ``--data synthetic`` stands for,
+    ``synthetic_size`` how many samples. ``translate`` turns the keys of another trainer's config file into those above.
     """
 
     name: str
     about: str
     options: type[Any]
     check: Callable[[Request], None]
-    run: Run
+    run: Callable[[Request], Mapping[str, float]]
     synthetic: str
     synthetic_size: int
     settings: Mapping[str, Any] = field(default_factory=dict)
     translate: Callable[[Mapping[str, Any]], Translated] = Translated
     check_options: Callable[[Request], None] = _accept
-
-
-def option(
-    default: Any,
-    help: str,
-    *,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-) -> Any:
-    """A field of a recipe's options: its default, its line in ``--help``, and its bounds."""
-    return field(default=default, metadata={"help": help, "least": least, "above": above, "most": most})
 
 
 def imported(place: str) -> Callable[[Request], Any]:
@@ -91,18 +84,3 @@ def imported(place: str) -> Callable[[Request], Any]:
         return getattr(importlib.import_module(module), name)(request)
 
     return call
-
-
-def on_engine(build: Callable[[Request], Job]) -> Run:
-    """A recipe's ``run`` that trains the job of ``build`` on the engine."""
-
-    def run(request: Request) -> Mapping[str, float]:
-        from fulltilt.train import train
-
-        outcome = train(
-            build(request), request.settings, request.out, resume_from=request.resume_from, fresh=request.fresh
-        )
-        metrics: dict[str, float] = outcome.metrics
-        return metrics
-
-    return run

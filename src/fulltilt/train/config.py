@@ -23,73 +23,87 @@ from fulltilt.figures import duration_s
 from fulltilt.records import MOST_OF_A_SETTING
 
 
-def bounded(default: Any, *, least: float | None = None, above: float | None = None, most: float | None = None) -> Any:
-    """A field with bounds that ``config.parse`` checks."""
-    return field(default=default, metadata={"least": least, "above": above, "most": most})
+def option(
+    default: Any,
+    help: str | None = None,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+) -> Any:
+    """A field with bounds that ``parse`` checks; with ``help`` it is also a flag of `fulltilt train`."""
+    return field(default=default, metadata={"help": help, "least": least, "above": above, "most": most})
 
 
 @dataclass(frozen=True, slots=True)
 class TrainSettings:
-    """How to train. Batch size and workers are totals over all ranks; times are seconds."""
+    """How to train. Batch size and workers are totals over all ranks; times are seconds.
+
+    What has a text is a flag of every recipe; the others are keys of the config alone.
+    """
 
     # how long
-    epochs: int = bounded(1, least=1)
-    max_steps: int | None = bounded(None, least=1)
-    max_time_s: float | None = bounded(None, above=0)
+    epochs: int = option(1, "How often to go through the data.", least=1)
+    max_steps: int | None = option(None, "Stop after this many optimizer steps.", least=1)
+    max_time_s: float | None = option(None, "Save and stop before this time is over, such as 11h.", above=0)
     # what a step is
-    batch_size: int = bounded(32, least=1)
-    eval_batch_size: int | None = bounded(None, least=1)
-    accumulation: int = bounded(1, least=1)
+    batch_size: int = option(32, "Samples of a batch, over all GPUs.", least=1)
+    eval_batch_size: int | None = option(None, least=1)
+    accumulation: int = option(1, "Batches for each optimizer step.", least=1)
     drop_last: bool = False
-    seed: int = bounded(0, least=0, most=2**32 - 1)
+    seed: int = option(0, "Seed of weights, order and augmentation.", least=0, most=2**32 - 1)
     # how the weights move
-    optimizer: Literal["adamw", "adamw8bit", "adam", "sgd"] = "adamw"
-    lr: float = bounded(1e-3, above=0)
-    min_lr: float = bounded(0.0, least=0)
-    weight_decay: float = bounded(0.01, least=0)
-    momentum: float = bounded(0.9, least=0, most=1)
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_epochs: float = bounded(0.0, least=0)
-    warmup_steps: int | None = bounded(None, least=0)
-    clip_norm: float | None = bounded(None, above=0)
-    ema_decay: float | None = bounded(None, above=0, most=1)
+    optimizer: Literal["adamw", "adamw8bit", "adam", "sgd"] = option(
+        "adamw", "What moves the weights; adamw8bit takes a quarter of the memory."
+    )
+    lr: float = option(1e-3, "The highest learning rate.", above=0)
+    min_lr: float = option(0.0, "The learning rate at the end.", least=0)
+    weight_decay: float = option(0.01, least=0)
+    momentum: float = option(0.9, least=0, most=1)
+    schedule: Literal["cosine", "linear", "constant"] = option("cosine", "How the learning rate falls.")
+    warmup_epochs: float = option(0.0, "Epochs over which the learning rate rises at first.", least=0)
+    warmup_steps: int | None = option(None, least=0)
+    clip_norm: float | None = option(None, above=0)
+    ema_decay: float | None = option(None, above=0, most=1)
     # how it is computed
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "Where to train.")
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = option("auto", "Arithmetic of forward and backward.")
     tf32: bool = True
     channels_last: bool = False
-    compile: bool = False
-    cuda_graphs: bool = False
+    compile: bool = option(False, "Compile the model.")
+    cuda_graphs: bool = option(False, "Record the model's kernels as CUDA graphs and replay them (one GPU).")
     gradient_checkpointing: bool = False
     deterministic: bool = False
     sharding: Literal["none", "full"] = "none"
     # how the data comes
-    workers: int = bounded(0, least=0)
-    prefetch: int = bounded(2, least=1, most=MOST_OF_A_SETTING)
-    residency: Literal["auto", "vram", "pinned", "ram", "disk", "none"] = "auto"
+    workers: int = option(0, "Loader workers, over all GPUs.", least=0)
+    prefetch: int = option(2, least=1, most=MOST_OF_A_SETTING)
+    residency: Literal["auto", "vram", "pinned", "ram", "disk", "none"] = option(
+        "auto", "Where the decoded data lives."
+    )
     on_bad_sample: Literal["stop", "skip"] = "stop"
-    max_bad_share: float = bounded(0.01, least=0, most=1)
+    max_bad_share: float = option(0.01, least=0, most=1)
     # what is saved
-    save_every: int | None = bounded(None, least=1)
-    keep_last: int = bounded(2, least=1)
-    keep_best: int = bounded(1, least=0)
+    save_every: int | None = option(None, "Save after this many steps, besides each epoch.", least=1)
+    keep_last: int = option(2, least=1)
+    keep_best: int = option(1, least=0)
     monitor: str | None = None
     monitor_mode: Literal["max", "min"] = "max"
     target: float | None = None
     # what is guarded
-    bad_steps_in_a_row: int = bounded(5, least=1)
-    rollbacks: int = bounded(1, least=0)
-    spike_factor: float | None = bounded(10.0, above=1)
+    bad_steps_in_a_row: int = option(5, least=1)
+    rollbacks: int = option(1, least=0)
+    spike_factor: float | None = option(10.0, above=1)
     on_spike: Literal["report", "rollback"] = "report"
-    loss_scale_floor: float = bounded(2.0**-10, above=0)
-    hang_timeout_s: float = bounded(1800.0, above=0)
-    drift_every: int | None = bounded(1000, least=1)
+    loss_scale_floor: float = option(2.0**-10, above=0)
+    hang_timeout_s: float = option(1800.0, above=0)
+    drift_every: int | None = option(1000, least=1)
     # what is shown
-    eval_every: int = bounded(1, least=1)
-    log_every: int | None = bounded(None, least=1)
+    eval_every: int = option(1, least=1)
+    log_every: int | None = option(None, least=1)
     record: bool = True
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] | None = None
-    profile_steps: int | None = bounded(None, least=1)
+    profile_steps: int | None = option(None, least=1)
 
     def problems(self) -> list[str]:
         """What is wrong between fields that are each right alone."""

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from fulltilt.recipes.recipe import Recipe, imported, option
+from fulltilt.recipes.recipe import Recipe, imported
+from fulltilt.train.config import option
 
 __all__ = ["RECIPE", "CarClipOptions"]
 

@@ -23,7 +23,7 @@ from fulltilt.recipes.carclip.model import (
     random_weights,
 )
 from fulltilt.recipes.pretrained import own_tokenizer, refuse_unavailable
-from fulltilt.recipes.recipe import Request, on_engine
+from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.run_folder import refuse_foreign, refuse_to_replace, written_by_library
 from fulltilt.train.config import TrainSettings, did_you_mean
 from fulltilt.train.distributed import detect, device_of
@@ -69,7 +69,7 @@ def run(request: Request) -> Mapping[str, float]:
     if request.options.export:
         refuse_foreign(request.out / "model")  # better now than after the training
     job, loaded = build(request)
-    metrics = on_engine(lambda _: job)(request)
+    metrics = request.train(job)
     if request.options.export and detect().rank == 0:
         folder = request.out / "model"
         with written_by_library(folder) as private:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fulltilt.recipes.recipe import Recipe, imported, option
+from fulltilt.recipes.recipe import Recipe, imported
+from fulltilt.train.config import option
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from fulltilt.recipes.cod import model as network
 from fulltilt.recipes.cod.data import Pictures, pairs
 from fulltilt.recipes.cod.metrics import measure
 from fulltilt.recipes.cod.model import blocks as blocks_of
-from fulltilt.recipes.recipe import Request, on_engine
+from fulltilt.recipes.recipe import Request
 from fulltilt.train.job import Job, Stage
 from fulltilt.train.weight_import import place_of
 
@@ -44,7 +44,7 @@ def run(request: Request) -> Mapping[str, float]:
         if begin.is_dir():
             # Stage 2 begins at its beginning, with these weights: the position in the other run means nothing here.
             request = replace(request, resume_from=begin / "model.safetensors")
-    return on_engine(build)(request)
+    return request.train(build(request))
 
 
 def build(request: Request) -> Job:

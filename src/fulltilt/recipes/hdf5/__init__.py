@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from fulltilt.recipes.recipe import Recipe, imported, option
+from fulltilt.recipes.recipe import Recipe, imported
+from fulltilt.train.config import option
 
 __all__ = ["RECIPE", "Config", "Options"]
 

@@ -20,8 +20,8 @@ from fulltilt.recipes.hdf5 import Options
 from fulltilt.recipes.hdf5.data import Found, Part, hdf5_files, keys_of, look
 from fulltilt.recipes.hdf5.model import WindowNet, binary_loss, summary
 from fulltilt.recipes.recipe import Request
-from fulltilt.train import Job, train
 from fulltilt.train.distributed import detect, device_of
+from fulltilt.train.job import Job
 from fulltilt.train.progress import Screen
 from fulltilt.train.sampler import seed_everything
 
@@ -50,12 +50,7 @@ def run(request: Request) -> Mapping[str, float]:
                 f"every validation label is {only}, so that nothing but the loss can be measured; "
                 "hold other files out: call them val…"
             )
-        job = build(request, found, data, eval_data)
-        outcome = train(
-            job, request.settings, request.out, resume_from=request.resume_from, fresh=request.fresh, screen=screen
-        )
-    metrics: dict[str, float] = outcome.metrics
-    return metrics
+        return request.train(build(request, found, data, eval_data), screen)
 
 
 def build(request: Request, found: Found, data: Hdf5Loader, eval_data: Hdf5Loader) -> Job:

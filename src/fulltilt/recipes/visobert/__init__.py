@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fulltilt.recipes.recipe import Recipe, Translated, imported, option
+from fulltilt.recipes.recipe import Recipe, Translated, imported
+from fulltilt.train.config import option
 
 __all__ = ["RECIPE", "Options"]
 

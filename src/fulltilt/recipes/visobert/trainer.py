@@ -14,7 +14,7 @@ from torch.nn import functional
 from fulltilt import feed
 from fulltilt.feed.text import Tokens, tokenise
 from fulltilt.recipes import pretrained
-from fulltilt.recipes.recipe import Request, on_engine
+from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.run_folder import refuse_foreign, refuse_to_replace, written_by_library
 from fulltilt.recipes.visobert import Options
 from fulltilt.recipes.visobert.data import Split, Texts, TokenisedTexts, read_texts
@@ -44,7 +44,7 @@ def run(request: Request) -> Mapping[str, float]:
     refuse_foreign(request.out / "model")  # better now than after the training
     texts = read_texts(request.data, request.options, request.settings.seed)
     job, tokenizer = build(request, texts)
-    metrics = on_engine(lambda _: job)(request)
+    metrics = request.train(job)
     if detect().rank == 0:
         keep_model(request, job.model, tokenizer)
     return metrics
