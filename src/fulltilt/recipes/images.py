@@ -27,7 +27,7 @@ def opened(path: Path) -> Iterator[Image.Image]:
         if isinstance(error, FileNotFoundError):
             what = f"{path} is not there"
         elif isinstance(error, UnidentifiedImageError):
-            what = f"{path} is no picture that Pillow knows"
+            what = f"cannot read {path}: it is no picture that Pillow knows"
         raise DataError(what, "Repair the picture or take it out of the data.") from error
 
 
