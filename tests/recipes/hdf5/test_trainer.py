@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -94,7 +92,7 @@ def test_the_config_object_has_the_guides_names_defaults_and_old_values() -> Non
         config.batchsize = 1  # type: ignore[attr-defined]
 
 
-def test_files_in_stage_dir_are_read_there_and_others_only_copied_when_it_pays(
+def test_files_are_copied_to_stage_dir_only_when_it_pays(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stage = tmp_path / "ramdisk"
@@ -102,29 +100,6 @@ def test_files_in_stage_dir_are_read_there_and_others_only_copied_when_it_pays(
     once = ("--data", data, "--epochs", "1", "--stage-dir", stage)
     assert train(*once, "--out", tmp_path / "a") == 0
     assert "Not staged: " in capsys.readouterr().out
-    for path in data.glob("*.h5"):
-        (stage / path.name).write_bytes(path.read_bytes())
-    assert train(*once, "--out", tmp_path / "b") == 0
-    assert f"Reading from {stage}" in capsys.readouterr().out
-
-
-def test_what_else_lies_in_stage_dir_is_no_copy(data: Path, tmp_path: Path) -> None:
-    """Seen to fail: files of another data set were trained on too, or in place of those of the same names."""
-
-    def staged() -> Path:
-        shutil.rmtree(tmp_path / "ramdisk", ignore_errors=True)
-        return Path(shutil.copytree(data, tmp_path / "ramdisk"))
-
-    assert trainer._is_copy(staged(), data)
-    (staged() / "other.h5").write_bytes(b"of another data set")
-    assert not trainer._is_copy(tmp_path / "ramdisk", data)
-    one = next(iter(staged().glob("*.h5")))
-    one.write_bytes(one.read_bytes() + b"changed")
-    assert not trainer._is_copy(tmp_path / "ramdisk", data)
-    one = next(iter(staged().glob("*.h5")))
-    os.utime(one, (0, 0))
-    assert not trainer._is_copy(tmp_path / "ramdisk", data), "the original was written again since"
-    assert not trainer._is_copy(tmp_path / "nowhere", data)
 
 
 def test_a_mistake_ends_before_training_in_three_lines(

@@ -11,22 +11,18 @@ from typing import Any
 import torch
 
 from fulltilt import feed
-from fulltilt.errors import DataError
 from fulltilt.feed.augment import Pipeline, SpecAugment
 from fulltilt.feed.hdf5 import Hdf5Loader
 from fulltilt.feed.staging import stage_dir
 from fulltilt.probes.host import cpu_capacity
 from fulltilt.recipes.hdf5 import Options
-from fulltilt.recipes.hdf5.data import Found, Part, hdf5_files, keys_of, look
+from fulltilt.recipes.hdf5.data import Found, Part, keys_of, look
 from fulltilt.recipes.hdf5.model import WindowNet, binary_loss, summary
 from fulltilt.recipes.recipe import Request
 from fulltilt.train.distributed import detect, device_of
 from fulltilt.train.job import Job
 from fulltilt.train.progress import Screen
 from fulltilt.train.sampler import seed_everything
-
-# A copy keeps the time of its original, on some file systems to two seconds.
-_CLOCKS_APART_S = 2.5
 
 
 def check(request: Request) -> None:
@@ -105,32 +101,17 @@ def reader(request: Request, part: Part, *, training: bool) -> Hdf5Loader:
 
 
 def _staged(request: Request, screen: Screen, cleanup: contextlib.ExitStack) -> Path:
-    """The folder to read: files that lie in ``stage_dir`` already are taken from there, others copied if that pays."""
+    """The folder to read: the data's own, or a copy below ``stage_dir`` if that pays."""
     options: Options = request.options
     if options.stage_dir is None or not request.data.is_dir():
         return request.data
-    stage = Path(options.stage_dir)
-    if _is_copy(stage, request.data):
-        screen.say(f"Reading from {stage}, where the files already are")
-        return stage
     with reader(request, look(request.data, options).train, training=True) as planned:
         resident = planned.tier != "none"
     # What stays in memory is read once, whatever the number of epochs.
-    staged = stage_dir(request.data, stage, epochs=1 if resident else request.settings.epochs)
+    staged = stage_dir(request.data, options.stage_dir, epochs=1 if resident else request.settings.epochs)
     cleanup.enter_context(staged)
     screen.say(f"Staged to {staged.path}: {staged.reason}" if staged.staged else f"Not staged: {staged.reason}")
     return staged.path
-
-
-def _is_copy(stage: Path, data: Path) -> bool:
-    """Whether ``stage`` holds the files of ``data``, as large and no older, and no others, which nobody asked for."""
-    with contextlib.suppress(DataError):
-        told = [{p.relative_to(folder): p.stat() for p in hdf5_files(folder)} for folder in (stage, data)]
-        return told[0].keys() == told[1].keys() and all(
-            copy.st_size == own.st_size and copy.st_mtime > own.st_mtime - _CLOCKS_APART_S
-            for copy, own in ((told[0][name], told[1][name]) for name in told[1])
-        )
-    return False
 
 
 def _described(found: Found, data: Hdf5Loader) -> str:
