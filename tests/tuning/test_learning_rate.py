@@ -47,12 +47,6 @@ def test_accumulation_keeps_the_effective_batch(batch: int, fits: int) -> None:
     assert size <= fits
 
 
-def test_contrastive_losses_are_known() -> None:
-    assert learning_rate.looks_contrastive("loss = clip_loss(logit_scale * image @ text.T)")
-    assert learning_rate.looks_contrastive("class InfoNCE(nn.Module): ...")
-    assert not learning_rate.looks_contrastive("torch.nn.utils.clip_grad_norm_(p, 1.0); loss = cross_entropy(x, y)")
-
-
 def test_deep_supervision_is_seen_in_the_command() -> None:
     assert learning_rate.looks_deeply_supervised(("train_ultimate.py", "train", "--deep-supervision"))
     assert not learning_rate.looks_deeply_supervised(("train.py", "--supervision"))

@@ -285,6 +285,19 @@ def test_what_a_settings_file_does_not_hold_is_not_promised_of_it(
     assert json.loads((tmp_path / "settings.json").read_text()) == {"num_workers": 4}
 
 
+def test_a_batch_that_fits_only_in_parts_comes_with_what_to_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = StudyRecord(("train.py",), str(tmp_path), ("accumulation", "batch"), "today")
+    whole = Trial(settings=Settings(), state="oom", purpose="start")
+    parts = Settings(batch_size=8, accumulation=4)
+    in_parts = Trial(settings=parts, state="ok", purpose="search", samples_per_s=100.0, in_force=parts)
+    end_study(record, [whole, in_parts], OwnedFolder.claim(tmp_path / "study", "study").path, apply=False)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "(loss / 4).backward(), optimizer.step() and zero_grad() only every 4 batches" in said
+    assert "To a contrastive loss that is no larger batch" in said
+
+
 @pytest.mark.parametrize("theirs", ["settings.json", "trials/notes.txt"])
 def test_a_folder_with_other_files_is_refused_with_their_names(
     theirs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

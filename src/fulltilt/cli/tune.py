@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import math
@@ -32,7 +31,7 @@ from fulltilt.recorder.loaders.overrides import LOADER
 from fulltilt.records import Settings, Trial
 from fulltilt.report.console import open_console
 from fulltilt.store import OwnedFolder
-from fulltilt.tuning.learning_rate import CONTRASTIVE_WARNING, looks_contrastive, looks_deeply_supervised
+from fulltilt.tuning.learning_rate import looks_deeply_supervised
 from fulltilt.tuning.search import candidates, compare, winner
 from fulltilt.tuning.solutions import (
     by_hand,
@@ -250,8 +249,9 @@ def end_study(record: StudyRecord, trials: Sequence[Trial], folder: Path, apply:
         streams=record.loader is not None and record.loader.iterable,
     )
     show_solutions(console, rows)
-    if any(trial.settings.accumulation for trial in found) and looks_contrastive(_source(record)):
-        console.print(Text(CONTRASTIVE_WARNING))
+    if (in_parts := next((trial for trial in found if trial.settings.accumulation), None)) is not None:
+        for line in by_hand(in_parts.settings):
+            console.print(Text(line))
     won = winner(trials)
     tested = [comparison for candidate in candidates(trials) if (comparison := compare(trials, candidate))]
     looked_faster = next(iter(candidates(trials)), None)
@@ -322,13 +322,3 @@ def _nothing_measured(trials: Sequence[Trial], folder: Path) -> FulltiltError:
     if last.state == "diverged":
         return Diverged(what, where)
     return UsageError(what, where)
-
-
-def _source(record: StudyRecord) -> str:
-    """The text of the scripts that the command names."""
-    text = ""
-    for argument in record.command:
-        if argument.endswith(".py"):
-            with contextlib.suppress(OSError, UnicodeDecodeError):
-                text += (Path(record.working_folder) / argument).read_text(encoding="utf-8")
-    return text

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from dataclasses import dataclass
 
 # Plain gradient steps: their noise falls with the batch as their length grows with the rate. All others normalise.
@@ -68,18 +67,6 @@ def accumulation_for(batch: int, fits: int) -> tuple[int, int] | None:
         if batch % parts == 0 and batch // parts <= fits:
             return parts, batch // parts
     return None
-
-
-_CONTRASTIVE = re.compile(r"contrastive|info_?nce|nt_?xent|logit_scale|\bclip_?(?:loss|model)|simclr", re.IGNORECASE)
-CONTRASTIVE_WARNING = (
-    "The loss looks contrastive: each sample is contrasted with the others of its batch. Accumulation does not make"
-    " that batch larger, it only adds up the gradients of small ones (fewer negatives); GradCache does."
-)
-
-
-def looks_contrastive(source: str) -> bool:
-    """Whether a script seems to train with a contrastive loss."""
-    return _CONTRASTIVE.search(source) is not None
 
 
 def looks_deeply_supervised(command: tuple[str, ...]) -> bool:

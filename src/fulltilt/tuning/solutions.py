@@ -119,6 +119,10 @@ def by_hand(settings: Settings) -> tuple[str, ...]:
         lines.append(
             f"In the loop: (loss / {parts}).backward(), optimizer.step() and zero_grad() only every {parts} batches."
         )
+        lines.append(
+            "To a contrastive loss that is no larger batch: it adds up the gradients of small ones (fewer negatives). "
+            "GradCache makes it larger."
+        )
     if settings.precision == "tf32":
         lines.append('Before the model is built: torch.set_float32_matmul_precision("high")')
     elif settings.precision is not None:
