@@ -131,11 +131,11 @@ def test_what_is_on_trial_is_not_in_force(tmp_path: Path) -> None:
 
 def test_what_was_found_for_another_loader_stays(tmp_path: Path) -> None:
     with tuning(tmp_path, []) as one:
-        one.live._write("train.py:1", Settings(num_workers=2))
-        one.live._write("train.py:9", Settings(num_workers=3))
-        one.live._write("train.py:1", None)
+        one.live.write("train.py:1", Settings(num_workers=2))
+        one.live.write("train.py:9", Settings(num_workers=3))
+        one.live.write("train.py:1", None)
         assert json.loads((tmp_path / store.SETTINGS_FILE).read_text())["num_workers"] == 3
-        one.live._write("train.py:9", None)
+        one.live.write("train.py:9", None)
         assert not (tmp_path / store.SETTINGS_FILE).exists()
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from fulltilt.recorder.loaders import LoaderTap
     from fulltilt.recorder.session import Session
+    from fulltilt.tuning.live.controller import Capacity
     from fulltilt.tuning.live.tuner import LoaderTuner
 
 # In the job's environment: leave alone what would not stay bit for bit.
@@ -44,52 +45,47 @@ class Live:
     def __init__(self, session: Session, limits: Limits = DEFAULT, exact: bool = False) -> None:
         from fulltilt.recorder import attach as attached
 
-        self._session = session
-        self._limits = limits
-        self._exact = exact
+        self.session = session
+        self.limits = limits
+        self.exact = exact
         self._t0_s = int(os.environ.get(attached.T0_NS) or time.perf_counter_ns()) * 1e-9
         self.tuners: dict[int, LoaderTuner] = {}
         self._found_for: str | None = None  # the loader whose settings were found last
 
     def begin(self, loader: Any, tap: LoaderTap, iterate: Callable[[Any], Any]) -> Any:
         """The source of a pass over a loader; ``iterate`` is torch's own ``DataLoader.__iter__``."""
-        if os.getpid() != self._session.recorder.pid:
-            return self._session.taps.with_meters(partial(iterate, loader), tap)
-        tuner = self.tuners.get(tap.loader_id) or self._new(tap)
+        if os.getpid() != self.session.recorder.pid:
+            return self.session.taps.with_meters(partial(iterate, loader), tap)
+        from fulltilt.tuning.live.tuner import LoaderTuner
+
+        tuner = self.tuners.get(tap.loader_id)
+        if tuner is None:
+            tuner = self.tuners[tap.loader_id] = LoaderTuner(self, tap)
         return tuner.begin(loader, iterate)
 
     def records(self) -> tuple[LiveRecord, ...]:
         """What was done to each training loader."""
         return tuple(tuner.record for tuner in list(self.tuners.values()) if tuner.tap.trains)
 
-    def _new(self, tap: LoaderTap) -> LoaderTuner:
+    def now_s(self) -> float:
+        """Seconds since the run began."""
+        return time.perf_counter() - self._t0_s
+
+    def capacity(self, tap: LoaderTap, tensors_per_batch: int) -> Capacity:
+        """What is left for the workers of one loader, beside those of the others."""
         from fulltilt.tuning.live import controller
-        from fulltilt.tuning.live.tuner import LoaderTuner
 
-        def measure(tuner: LoaderTuner) -> controller.Capacity:
-            others = (other for other in self.tuners.values() if other is not tuner and other.tap.in_pass)
-            workers = sum(other.tap.serving_workers or 0 for other in others)
-            return controller.measure_capacity(self._session, tap, workers, tuner.tensors_per_batch)
+        others = (tuner.tap for tuner in self.tuners.values() if tuner.tap is not tap and tuner.tap.in_pass)
+        workers = sum(other.serving_workers or 0 for other in others)
+        return controller.measure_capacity(self.session, tap, workers, tensors_per_batch)
 
-        tuner = LoaderTuner(
-            self._session.taps,
-            tap,
-            lambda: time.perf_counter() - self._t0_s,
-            partial(self._write, tap.where),
-            measure,
-            self._limits,
-            self._exact,
-        )
-        self.tuners[tap.loader_id] = tuner
-        return tuner
-
-    def _write(self, where: str | None, settings: Settings | None) -> None:
+    def write(self, where: str | None, settings: Settings | None) -> None:
         """Leave what was found where `fulltilt run --settings` takes it; None: nothing is to be taken after all."""
-        notes = self._session.state
+        notes = self.session.state
         notes.learn_rank()
         if notes.rank != 0:
             return
-        path = Path(self._session.recorder.folder) / store.SETTINGS_FILE
+        path = Path(self.session.recorder.folder) / store.SETTINGS_FILE
         try:
             if settings is not None:
                 store.write_json(path, {**rid_of_none(settings), **({LOADER: where} if where else {})})

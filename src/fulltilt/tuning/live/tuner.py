@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from enum import Enum
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from fulltilt.recorder.loaders import LoaderTap, LoaderTaps
+from fulltilt.recorder.loaders import LoaderTap
 from fulltilt.records import LiveMove, LiveRecord, Settings
 from fulltilt.tuning.live.batch_check import BatchCheck, short
-from fulltilt.tuning.live.controller import Capacity, Settle, Try, best_of, decide, pays
+from fulltilt.tuning.live.controller import Settle, Try, best_of, decide, pays
 from fulltilt.tuning.live.switching_iterator import SwitchingIterator
-from fulltilt.tuning.live.window import Arrival, Knobs, Limits, Seen, Window
+from fulltilt.tuning.live.window import Arrival, Knobs, Seen, Window
 from fulltilt.tuning.live.worker_pool import (
     IndexQueue,
     WorkerPool,
@@ -36,6 +36,9 @@ from fulltilt.tuning.live.worker_pool import (
     shuffler_of,
     starts_slowly,
 )
+
+if TYPE_CHECKING:
+    from fulltilt.tuning.live import Live
 
 # Far from the seeds that torch gives the workers of one pool, one after the other.
 SEED_STEP = 0x9E3779B97F4A7C15
@@ -57,32 +60,18 @@ class Phase(Enum):
 class LoaderTuner:
     """Tunes one loader. All of it runs on the thread that draws, between two batches.
 
-    ``record`` is what reports read; ``changed`` is told which settings come into force, and None when they are taken
-    back.
+    ``record`` is what reports read; ``live`` writes down which settings come into force, and that they are taken back.
     """
 
-    def __init__(
-        self,
-        taps: LoaderTaps,
-        tap: LoaderTap,
-        now_s: Callable[[], float],
-        changed: Callable[[Settings | None], None],
-        capacity: Callable[[LoaderTuner], Capacity],
-        limits: Limits,
-        exact: bool,
-    ) -> None:
+    def __init__(self, live: Live, tap: LoaderTap) -> None:
         self.tap = tap
         self.record = LiveRecord(tap.loader_id, "watching", WATCHED, Settings(), Settings())
         self.user = self.in_force = Knobs(0)
         self.phase = Phase.WATCHING
         self.tensors_per_batch = 0
-        self._taps = taps
-        self._now_s = now_s
-        self._changed = changed
-        self._capacity = capacity
-        self._limits = limits
-        self._exact = exact
-        self._window = Window(limits)
+        self._live = live
+        self._limits = live.limits
+        self._window = Window(live.limits)
         self._seen: tuple[Seen, ...] = ()
         self._failed: tuple[Knobs, ...] = ()
         self._wanted = Try(self.user, (0.0, 0.0))
@@ -109,7 +98,7 @@ class LoaderTuner:
         source = self._source()
         goes_on = self._persists and source is not None
         if not goes_on and (self._left_alone or (source is not None and not source.ended)):
-            return self._taps.with_meters(partial(iterate, loader), self.tap)
+            return self._live.session.taps.with_meters(partial(iterate, loader), self.tap)
         if source is None or not goes_on:
             source = SwitchingIterator(self, copy_of(loader))
             self._source, self._persistent = weakref.ref(source), source if self._persists else None
@@ -198,7 +187,7 @@ class LoaderTuner:
         if check.verdict is None:
             return
         self.tensors_per_batch = check.tensors_per_batch
-        if check.verdict == BatchCheck.RANDOM and self._exact:
+        if check.verdict == BatchCheck.RANDOM and self._live.exact:
             self.leave_alone("its data set draws random numbers, which in other workers would be others (--exact)")
         elif check.verdict not in (BatchCheck.SAME, BatchCheck.RANDOM):
             self.leave_alone(check.verdict)
@@ -250,7 +239,8 @@ class LoaderTuner:
         self._decide(source)
 
     def _decide(self, source: SwitchingIterator) -> None:
-        move = decide(self._seen, self._capacity(self), self._failed, self._limits)
+        capacity = self._live.capacity(self.tap, self.tensors_per_batch)
+        move = decide(self._seen, capacity, self._failed, self._limits)
         if isinstance(move, Settle):
             self.phase = Phase.DONE
             self._note("settled", move.why)
@@ -265,7 +255,7 @@ class LoaderTuner:
     def _try(self, source: SwitchingIterator) -> None:
         """Let a pool with the wanted settings go on behind what is under way."""
         knobs = self._wanted.knobs
-        move = LiveMove(self._settings(knobs), self._now_s(), expected=self._wanted.expected)
+        move = LiveMove(self._settings(knobs), self._live.now_s(), expected=self._wanted.expected)
         self._note("trying", f"trying {words(knobs)}", moves=(*self.record.moves, move))
         self.phase = Phase.TRYING
         self._window.begin(knobs, knobs.workers * knobs.prefetch, self._to_beat.batches_per_s)
@@ -286,7 +276,7 @@ class LoaderTuner:
             self._end_move("kept", seen)
             self._saw(seen)
             self._note("watching", f"{words(seen.knobs)} paid", settings=self._settings(seen.knobs))
-            self._changed(self.record.settings)
+            self._live.write(self.tap.where, self.record.settings)
         else:
             source.hand_over(self._pool_in_force(source))
             self._end_move("returned", seen)
@@ -304,7 +294,7 @@ class LoaderTuner:
         batch_s = max(knobs.workers, 1) / best_of(self._seen).batches_per_s if self._seen else 0.0
         start_s = self._limits.spawn_s if starts_slowly(source.loader) else self._limits.batch_s
         patience_s = math.ceil(max(start_s, self._limits.batch_times * batch_s))
-        meter = partial(self._taps.with_meters, tap=self.tap) if metered else lambda start: start()
+        meter = partial(self._live.session.taps.with_meters, tap=self.tap) if metered else lambda start: start()
         own = knobs == self.user and metered
         return WorkerPool(source.loader, knobs, generator, self._iterate, meter, None if own else patience_s)
 
@@ -344,7 +334,7 @@ class LoaderTuner:
         found_others = self.record.settings != self.record.before
         self._note("left_alone", why, settings=self.record.before)
         if found_others:
-            self._changed(None)
+            self._live.write(self.tap.where, None)
         self.tap.in_force, self.tap.serving_workers = {}, None
 
     # ------------------------------------------------------------------ what reports read
