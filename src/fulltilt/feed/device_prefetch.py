@@ -57,11 +57,8 @@ class HostRows:
     scattered: bool = False
 
 
-@dataclass
-class _Plan:
-    draws: torch.Tensor
-    wanted: torch.Tensor
-    store: Store | None
+# The draws of a batch, those of them to read, and the store that is to have them.
+_Plan = tuple[torch.Tensor, torch.Tensor, Store | None]
 
 
 class RowReader:
@@ -175,26 +172,26 @@ class RowReader:
                 # A sample asked for by an earlier batch will be there when this batch is assembled.
                 wanted = torch.unique(samples[~(store.has(samples) | underway[samples])])
                 underway[wanted] = True
-            plans.append(_Plan(draws, wanted, store))
+            plans.append((draws, wanted, store))
             yield wanted
 
     def _assembled(
         self, plan: _Plan, rows: torch.Tensor, failures: list[Failure], buffer: Callable[[], torch.Tensor]
     ) -> HostRows:
-        if len(rows) != len(plan.wanted):
+        asked, read, store = plan
+        if len(rows) != len(read):
             raise UsageError("the loader was closed while this iterator was in use", "Begin another pass over it.")
         self._judge(failures)
-        read = plan.wanted
         if self.bad.failures:
             good = ~self.bad.bad[sample_of(read)]
             read, rows = read[good], rows[good]
         # A batch that was asked for before there was a store goes into the one that has come since.
-        store = plan.store or self.store
+        store = store or self.store
         if isinstance(store, HostStore):
-            return self._gathered(store, self.bad.without_bad(plan.draws), sample_of(read), rows, buffer)
+            return self._gathered(store, self.bad.without_bad(asked), sample_of(read), rows, buffer)
         out = buffer()[: len(rows)]
         out.copy_(rows)
-        draws = read if store is None else self.bad.without_bad(plan.draws)
+        draws = read if store is None else self.bad.without_bad(asked)
         return HostRows(draws, out, sample_of(read) if store is not None else read[:0], store)
 
     def _gathered(

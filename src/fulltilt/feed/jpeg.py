@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -28,22 +28,6 @@ GPU_MARGIN = 1.2
 MEASURED_FILES = 64
 
 
-class Indexed(Protocol):
-    """A list, a tensor or a data set: anything with a length that is asked by number."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
-@dataclass(frozen=True)
-class DecodeRates:
-    """Pictures per second of all workers together, and of the GPU; None where it cannot decode."""
-
-    cpu_per_s: float
-    gpu_per_s: float | None
-
-
 @dataclass(frozen=True)
 class DecoderChoice:
     """The decoder chosen, and in words why."""
@@ -52,22 +36,18 @@ class DecoderChoice:
     reason: str
 
 
-def choose_decoder(rates: DecodeRates, *, decoded_fits: bool) -> DecoderChoice:
-    """Where to decode. ``decoded_fits``: the pictures stay decoded in memory, so that each is decoded once."""
-    if decoded_fits:
-        return DecoderChoice("cpu", "the decoded pictures fit in memory: each is decoded once")
-    if rates.gpu_per_s is None:
+def choose_decoder(cpu_per_s: float, gpu_per_s: float | None) -> DecoderChoice:
+    """Where to decode, by pictures per second of all workers together, and of the GPU; None where it cannot."""
+    if gpu_per_s is None:
         return DecoderChoice("cpu", "there is no GPU that decodes JPEG")
-    measured = f"the GPU decodes {rates.gpu_per_s:,.0f} pictures/s, the workers {rates.cpu_per_s:,.0f}"
-    if rates.gpu_per_s > GPU_MARGIN * rates.cpu_per_s:
-        return DecoderChoice("gpu", measured)
-    return DecoderChoice("cpu", measured)
+    measured = f"the GPU decodes {gpu_per_s:,.0f} pictures/s, the workers {cpu_per_s:,.0f}"
+    return DecoderChoice("gpu" if gpu_per_s > GPU_MARGIN * cpu_per_s else "cpu", measured)
 
 
 def jpeg(
     files: Sequence[str | Path],
     size: tuple[int, int],
-    others: Indexed | None = None,
+    others: Any = None,
     *,
     decoder: Literal["auto", "cpu", "gpu"] = "auto",
     device: torch.device | str | None = None,
@@ -92,17 +72,18 @@ def jpeg(
     if decoder == "auto":
         room = measure_room(where, None)
         need = len(files) * 3 * size[0] * size[1]
-        fits = any(need <= free for free in (room.vram_bytes or 0, room.pinned_bytes or 0, room.ram_bytes))
-        picked = [Path(files[number]) for number in spread(len(files), MEASURED_FILES)]
-        rates = DecodeRates(0.0, None) if fits else measure_decoders(picked, size, where, workers or default_workers())
-        choice = choose_decoder(rates, decoded_fits=fits)
+        if any(need <= free for free in (room.vram_bytes or 0, room.pinned_bytes or 0, room.ram_bytes)):
+            choice = DecoderChoice("cpu", "the decoded pictures fit in memory: each is decoded once")
+        else:
+            picked = [Path(files[number]) for number in spread(len(files), MEASURED_FILES)]
+            choice = choose_decoder(*measure_decoders(picked, size, where, workers or default_workers()))
     return JpegFiles([os.fspath(file) for file in files], size, others, choice)
 
 
 class JpegFiles(torch.utils.data.Dataset[Any]):
     """What ``feed.jpeg`` returns. For the GPU a sample is the file's bytes, which ``finish_on_device`` decodes."""
 
-    def __init__(self, files: list[str], size: tuple[int, int], others: Indexed | None, choice: DecoderChoice) -> None:
+    def __init__(self, files: list[str], size: tuple[int, int], others: Any, choice: DecoderChoice) -> None:
         self.files, self.size, self.others, self.choice = files, size, others, choice
         self._longest = max(_length(file) for file in files) if choice.decoder == "gpu" else 0
 
@@ -162,8 +143,8 @@ def measure_decoders(
     device: torch.device,
     workers: int,
     clock: Callable[[], float] = time.perf_counter,
-) -> DecodeRates:
-    """Decode ``files`` both ways. One CPU thread stands for each worker."""
+) -> tuple[float, float | None]:
+    """Pictures per second of ``workers`` workers, for each of which one CPU thread stands, and of the GPU or None."""
     encoded = [_bytes(file) for file in files]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -175,16 +156,16 @@ def measure_decoders(
     finally:
         torch.set_num_threads(threads)
     if device.type != "cuda":
-        return DecodeRates(cpu, None)
+        return cpu, None
     try:
         for _ in range(2):  # the first time the decoder is made
             torch.cuda.synchronize(device)
             began = clock()
             decode_on(encoded, size, device)
             torch.cuda.synchronize(device)
-        return DecodeRates(cpu, len(files) / (clock() - began))
+        return cpu, len(files) / (clock() - began)
     except RuntimeError:
-        return DecodeRates(cpu, None)  # torchvision without nvJPEG, or files that it does not read
+        return cpu, None  # torchvision without nvJPEG, or files that it does not read
 
 
 def _torchvision() -> tuple[Any, Callable[..., Any]]:

@@ -54,6 +54,37 @@ DECIDED_HERE = frozenset(
 )
 
 
+def _count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and value >= 0
+
+
+def _or_none(right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or right(value)
+
+
+# What the arguments of ``loader`` have to be, and in words.
+_ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "on_bad_sample": (lambda value: value in ("stop", "skip"), "'stop' or 'skip'"),
+    "max_bad_share": (lambda value: _number(value) and value <= 1, "from 0 to 1"),
+    "num_workers": (_or_none(_count), "a whole number of at least 0"),
+    "checks": (_count, "a number of samples"),
+    "seed": (lambda value: isinstance(value, int), "a whole number"),
+    "reserve_bytes": (_or_none(_number), "a number of bytes"),
+    "cache_limit_bytes": (_or_none(_number), "a number of bytes"),
+    "collate_fn": (_or_none(callable), "a function of a list of samples"),
+    "decode": (_or_none(callable), "a function of what the data set returns"),
+    "cache_key": (
+        _or_none(lambda value: isinstance(value, str) and value != ""),
+        "a text that names the data, as 'train-v3'",
+    ),
+    "cache_dir": (_or_none(lambda value: isinstance(value, str | os.PathLike)), "a folder"),
+}
+
+
 def loader(
     dataset: Any,
     batch_size: int = 1,
@@ -91,6 +122,7 @@ def loader(
     given here. What else a DataLoader takes about workers and pinning may stay in the call.
     Raises UsageError, DataError, DoesNotFit.
     """
+    given = dict(locals())
     if unknown := sorted(of_a_dataloader.keys() - DECIDED_HERE):
         raise UsageError(
             f"feed.loader has no {', '.join(unknown)}", "Random numbers follow from seed=..., batches from sampler=..."
@@ -102,31 +134,10 @@ def loader(
         residency = settings.residency  # type: ignore[assignment]
     workers = num_workers if num_workers is not None else settings.num_workers
     size = settings.batch_size if settings.batch_size is not None and batch_size == 1 else batch_size
-    _refuse_mistakes(
-        [
-            ("on_bad_sample", on_bad_sample, on_bad_sample in ("stop", "skip"), "'stop' or 'skip'"),
-            ("max_bad_share", max_bad_share, _number(max_bad_share) and 0 <= max_bad_share <= 1, "from 0 to 1"),
-            ("num_workers", workers, workers is None or _count(workers), "a whole number of at least 0"),
-            ("checks", checks, _count(checks), "a number of samples"),
-            ("seed", seed, isinstance(seed, int), "a whole number"),
-            ("reserve_bytes", reserve_bytes, reserve_bytes is None or _number(reserve_bytes), "a number of bytes"),
-            (
-                "cache_limit_bytes",
-                cache_limit_bytes,
-                cache_limit_bytes is None or _number(cache_limit_bytes),
-                "a number of bytes",
-            ),
-            ("collate_fn", collate_fn, collate_fn is None or callable(collate_fn), "a function of a list of samples"),
-            ("decode", decode, decode is None or callable(decode), "a function of what the data set returns"),
-            (
-                "cache_key",
-                cache_key,
-                cache_key is None or _text(cache_key),
-                "a text that names the data, as 'train-v3'",
-            ),
-            ("cache_dir", cache_dir, cache_dir is None or isinstance(cache_dir, str | os.PathLike), "a folder"),
-        ]
-    )
+    for name, (right, expected) in _ARGUMENTS.items():
+        value = workers if name == "num_workers" else given[name]
+        if not right(value):
+            raise UsageError(f"{name} is {value!r}; it must be {expected}")
     if workers and multiprocessing.current_process().daemon:
         raise UsageError(
             f"num_workers is {workers}, and this process is a daemon, which may start none", "Use num_workers=0."
@@ -164,24 +175,6 @@ def loader(
     if shared is not None:
         made.notes.warn(shared)
     return made
-
-
-def _refuse_mistakes(arguments: list[tuple[str, Any, bool, str]]) -> None:
-    for name, value, right, expected in arguments:
-        if not right:
-            raise UsageError(f"{name} is {value!r}; it must be {expected}")
-
-
-def _count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and value >= 0
-
-
-def _text(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
 
 
 def _inspected(dataset: Any, batch_size: int, checks: int, policy: Policy, workers: int) -> Inspection:
@@ -412,9 +405,8 @@ class FallbackLoader:
         """The batches of ``epoch`` from number ``start`` on, each with the numbers of its draws."""
         drawn = [self._bad.without_bad(batch) for batch in draws_of(self._order, epoch)[start:]]
         loader, self._loader = self._loader_for_now(), None
-        batches: _EpochBatches = loader.batch_sampler  # type: ignore[assignment]
         # Drawn once: a random sampler would give others when asked again.
-        batches.drawn = [batch for batch in drawn if len(batch)]
+        loader.batch_sampler[:] = [sample_of(batch).tolist() for batch in drawn if len(batch)]  # type: ignore[index]
         try:
             made = iter(loader)
             for indices in drawn:
@@ -439,26 +431,12 @@ class FallbackLoader:
         self._attributes = now
         return DataLoader(
             self._samples,
-            batch_sampler=_EpochBatches(),
+            batch_sampler=list[list[int]](),  # one object for all epochs: its workers live through them
             num_workers=self._workers,
             collate_fn=self._collate,
             pin_memory=self._device.type == "cuda",
             persistent_workers=self._workers > 0,
         )
-
-
-class _EpochBatches:
-    """A batch sampler that gives what it is told to; persistent workers need one object for all epochs."""
-
-    def __init__(self) -> None:
-        self.drawn: list[torch.Tensor] = []
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for batch in self.drawn:
-            yield sample_of(batch).tolist()
-
-    def __len__(self) -> int:
-        return len(self.drawn)
 
 
 class _Samples(Dataset[Any]):

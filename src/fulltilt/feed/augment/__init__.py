@@ -160,16 +160,16 @@ class Pipeline:
         position = 0
         while position < len(self.transforms):
             transform = self.transforms[position]
-            if isinstance(transform, _GEOMETRIC):
+            if isinstance(transform, Geometric):
                 stop = position
-                while stop < len(self.transforms) and isinstance(self.transforms[stop], _GEOMETRIC):
+                while stop < len(self.transforms) and isinstance(self.transforms[stop], Geometric):
                     stop += 1
                 group: list[Any] = self.transforms[position:stop]
                 image, mask = self._move(image, mask, group, list(numbers[position:stop]))
                 position = stop
                 continue
             draw = Draw(numbers[position], seed, epoch, indices, position)
-            image = transform.apply(_as_float(image, self.dtype), draw)  # type: ignore[union-attr]
+            image = transform.apply(_as_float(image, self.dtype), draw)
             position += 1
         return image, mask
 
@@ -190,7 +190,7 @@ class Pipeline:
             return None, None
         keys: list[Key] = list(batch) if isinstance(batch, Mapping) else list(range(len(batch)))
         tensors = [key for key in keys if isinstance(batch[key], torch.Tensor)]
-        moves = any(isinstance(transform, _GEOMETRIC) for transform in self.transforms)
+        moves = any(isinstance(transform, Geometric) for transform in self.transforms)
         images = [key for key in tensors if batch[key].ndim >= 3]  # labels may come first
         images = images if images or moves else tensors
         image = self.image if self.image is not None else next(iter(images), None)
@@ -209,9 +209,6 @@ class Pipeline:
                 "more than one tensor of the batch may be the mask", "Name it with Pipeline(..., mask=...)."
             )
         return image, same[0] if same else None
-
-
-_GEOMETRIC = (HorizontalFlip, VerticalFlip, RandomCrop, CenterCrop, RandomResizedCrop, Affine)
 
 
 def as_augmentation(given: Any) -> Augmentation | None:

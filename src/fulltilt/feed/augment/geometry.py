@@ -9,37 +9,34 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 Size = tuple[int, int]  # height, width
 
 
-class Geometric(Protocol):
+class Geometric:
     """A transform of places. ``draws`` uniform numbers steer it for each sample; ``exact``: it moves whole pixels."""
 
-    draws: int
-    exact: bool
+    draws = 0
+    exact = False
 
     def size(self, size: Size) -> Size:
         """The output size for an input size."""
+        return size
 
     def matrix(self, u: torch.Tensor, size: Size) -> torch.Tensor:
         """[batch, 3, 3] from output to input coordinates; ``u`` is [batch, draws] in [0, 1)."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class HorizontalFlip:
+class HorizontalFlip(Geometric):
     """Mirror left and right with probability ``p``."""
 
     p: float = 0.5
     draws = 1
     exact = True
-
-    def size(self, size: Size) -> Size:
-        """Unchanged."""
-        return size
 
     def matrix(self, u: torch.Tensor, size: Size) -> torch.Tensor:
         """Output to input coordinates."""
@@ -49,16 +46,12 @@ class HorizontalFlip:
 
 
 @dataclass(frozen=True)
-class VerticalFlip:
+class VerticalFlip(Geometric):
     """Mirror top and bottom with probability ``p``."""
 
     p: float = 0.5
     draws = 1
     exact = True
-
-    def size(self, size: Size) -> Size:
-        """Unchanged."""
-        return size
 
     def matrix(self, u: torch.Tensor, size: Size) -> torch.Tensor:
         """Output to input coordinates."""
@@ -68,11 +61,18 @@ class VerticalFlip:
 
 
 @dataclass(frozen=True)
-class RandomCrop:
-    """A window of ``height`` × ``width`` anywhere in the image, after ``padding`` zeros on each side."""
-
+class _Window(Geometric):
     height: int
     width: int
+
+    def size(self, size: Size) -> Size:  # noqa: ARG002
+        return self.height, self.width
+
+
+@dataclass(frozen=True)
+class RandomCrop(_Window):
+    """A window of ``height`` × ``width`` anywhere in the image, after ``padding`` zeros on each side."""
+
     padding: int = 0
     draws = 2
     exact = True
@@ -81,7 +81,7 @@ class RandomCrop:
         """The window."""
         if self.height > size[0] + 2 * self.padding or self.width > size[1] + 2 * self.padding:
             raise ValueError(f"a crop of {self.height}×{self.width} does not fit an image of {size[0]}×{size[1]}")
-        return self.height, self.width
+        return super().size(size)
 
     def matrix(self, u: torch.Tensor, size: Size) -> torch.Tensor:
         """Output to input coordinates."""
@@ -92,17 +92,10 @@ class RandomCrop:
 
 
 @dataclass(frozen=True)
-class CenterCrop:
+class CenterCrop(_Window):
     """The middle ``height`` × ``width`` of the image."""
 
-    height: int
-    width: int
-    draws = 0
     exact = True
-
-    def size(self, size: Size) -> Size:  # noqa: ARG002
-        """The window."""
-        return self.height, self.width
 
     def matrix(self, u: torch.Tensor, size: Size) -> torch.Tensor:
         """Output to input coordinates."""
@@ -115,22 +108,15 @@ _TRIES = 10
 
 
 @dataclass(frozen=True)
-class RandomResizedCrop:
+class RandomResizedCrop(_Window):
     """A window of random area and shape, scaled to ``height`` × ``width``; torchvision's own distribution.
 
     Sampling is bilinear without antialiasing: keep images at no more than about twice the output size.
     """
 
-    height: int
-    width: int
     scale: tuple[float, float] = (0.08, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     draws = 2 * _TRIES + 2
-    exact = False
-
-    def size(self, size: Size) -> Size:  # noqa: ARG002
-        """The output size."""
-        return self.height, self.width
 
     def matrix(self, u: torch.Tensor, size: Size) -> torch.Tensor:
         """Output to input coordinates."""
@@ -153,7 +139,7 @@ class RandomResizedCrop:
 
 
 @dataclass(frozen=True)
-class Affine:
+class Affine(Geometric):
     """Rotation, shift, scale and shear about the centre: degrees, shares of the size, factors, degrees."""
 
     degrees: float = 0.0
@@ -162,11 +148,6 @@ class Affine:
     shear: float = 0.0
     p: float = 1.0
     draws = 6
-    exact = False
-
-    def size(self, size: Size) -> Size:
-        """Unchanged."""
-        return size
 
     def matrix(self, u: torch.Tensor, size: Size) -> torch.Tensor:
         """Output to input coordinates."""
