@@ -73,21 +73,22 @@ def asked_batch_size(command: tuple[str, ...]) -> int | None:
     return asked
 
 
+def _judged(name: str, passed: bool, figure: str, remedy: str) -> CheckLine:
+    return CheckLine(name, "ok", figure) if passed else CheckLine(name, "fail", figure, remedy)
+
+
 def _batch_size(evidence: Evidence) -> CheckLine:
     name = "Batch size as asked"
     asked = evidence.run.run.asked.batch_size or asked_batch_size(evidence.run.run.command)
-    in_force = _batch_in_force(evidence)
+    in_force, world_size = _batch_in_force(evidence), evidence.rank.world_size
     if in_force is None:
         return CheckLine(name, "skip", "no batch size was seen")
     if asked is None:
         return CheckLine(name, "skip", f"Batch size: {in_force} (none asked for on the command line)")
-    world_size = evidence.rank.world_size
     if world_size > 1 and in_force * world_size == asked:
         return CheckLine(name, "ok", f"Batch size: {asked} = {world_size} ranks × {in_force} (expected: {asked})")
     figure = f"Batch size: {in_force} (expected: {asked})"
-    if in_force == asked:
-        return CheckLine(name, "ok", figure)
-    return CheckLine(name, "fail", figure, "Something between the command line and the DataLoader changes it.")
+    return _judged(name, in_force == asked, figure, "Something between the command line and the DataLoader changes it.")
 
 
 def _batch_in_force(evidence: Evidence) -> int | None:
@@ -110,9 +111,9 @@ def _gpu_memory(evidence: Evidence) -> CheckLine:
         return CheckLine(name, "skip", _no_figure(evidence, "memory use was not measured"))
     share = peak / total
     figure = f"GPU Memory - Peak: {peak / 2**30:.2f} GB ({100 * share:.0f}% of {total / 2**30:.0f}GB)"
-    if share > threshold:
-        return CheckLine(name, "ok", figure)
-    return CheckLine(name, "fail", figure, "There is room for a larger batch; it pays only if compute is the limit.")
+    return _judged(
+        name, share > threshold, figure, "There is room for a larger batch; it pays only if compute is the limit."
+    )
 
 
 def _gpu_use(evidence: Evidence) -> CheckLine:
@@ -124,9 +125,7 @@ def _gpu_use(evidence: Evidence) -> CheckLine:
     figure = f"GPU utilization: {min(used):.0f}%"
     active = [gpu.sm_active_pct for gpu in evidence.gpus if gpu.sm_active_pct is not None]
     figure += f", SMs active {min(active):.0f}%" if active else ""
-    if min(used) > threshold:
-        return CheckLine(name, "ok", figure)
-    return CheckLine(name, "fail", figure, "The findings say what the GPU waits for.")
+    return _judged(name, min(used) > threshold, figure, "The findings say what the GPU waits for.")
 
 
 def _speed(evidence: Evidence) -> CheckLine:
@@ -140,9 +139,7 @@ def _speed(evidence: Evidence) -> CheckLine:
     if rate is None or share is None:
         return CheckLine(name, "skip", "samples were not counted")
     figure = f"{_epoch_time(evidence, rate)}, {percent(share)} of the {number(ceiling)} that compute allows"
-    if share > threshold:
-        return CheckLine(name, "ok", figure)
-    return CheckLine(name, "fail", figure, "The findings say what takes the time.")
+    return _judged(name, share > threshold, figure, "The findings say what takes the time.")
 
 
 def _epoch_time(evidence: Evidence, rate: float) -> str:
@@ -168,9 +165,9 @@ def _loading(evidence: Evidence) -> CheckLine:
         return CheckLine(name, "skip", "no training step was seen")
     share = evidence.data_wait_share
     figure = f"Data wait: {percent(share)} of the time after start-up"
-    if share < LIMITS.warn_share:
-        return CheckLine(name, "ok", figure)
-    return CheckLine(name, "fail", figure, "The first input finding says which part of the loader is slow.")
+    return _judged(
+        name, share < LIMITS.warn_share, figure, "The first input finding says which part of the loader is slow."
+    )
 
 
 def _no_figure(evidence: Evidence, otherwise: str) -> str:

@@ -106,6 +106,13 @@ def _foreign(seen: list[GpuReading]) -> tuple[GpuProcess, ...]:
     return tuple(latest[pid] for pid in sorted(latest))
 
 
+def vram_used_share(gpu: GpuSummary) -> float | None:
+    """How much of a GPU's memory was in use at most."""
+    if gpu.vram_peak_bytes is None or not gpu.vram_total_bytes:
+        return None
+    return gpu.vram_peak_bytes / gpu.vram_total_bytes
+
+
 def use_before_the_job(run: Run, uuid: str) -> float | None:
     """How busy others kept a GPU, in percent of the time, while the job was not on it yet.
 

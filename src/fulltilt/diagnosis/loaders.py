@@ -120,13 +120,13 @@ class Supply:
     batch_s: float
     batch_cpu_s: float
     fetch_s: float
-    queue_s: float
-    main_cpu_s: float
     busy_share: float | None
-    idle_share: float
-    handover_main_share: float
-    handover_worker_share: float
-    queueing_share: float | None
+    queue_s: float = 0.0
+    main_cpu_s: float = 0.0
+    idle_share: float = 0.0
+    handover_main_share: float = 0.0
+    handover_worker_share: float = 0.0
+    queueing_share: float | None = None
 
     @property
     def worker_samples_per_s(self) -> float:
@@ -174,7 +174,7 @@ def measure_supply(
         idle_share=idle_share,
         handover_main_share=min(loader.wait_cpu_s / loader.wait_s, 1.0) if loader.wait_s > 0 else 0.0,
         handover_worker_share=outside_cpu_s / working_s,
-        queueing_share=_queueing_share(workers.fetch_cpu_s, queueing_s),
+        queueing_share=None if queueing_s is None else queueing_s / max(workers.fetch_cpu_s + queueing_s, 1e-9),
     )
 
 
@@ -195,26 +195,7 @@ def _serial_supply(loader: LoaderRecord) -> Supply | None:
     batch_cpu_s = min(loader.wait_cpu_s / loader.batches, batch_s)
     if loader.samples is None or batch_s <= 0:
         return None
-    return Supply(
-        workers=0,
-        samples_per_batch=loader.samples / loader.batches,
-        batch_s=batch_s,
-        batch_cpu_s=batch_cpu_s,
-        fetch_s=batch_s,
-        queue_s=0.0,
-        main_cpu_s=0.0,
-        busy_share=batch_cpu_s / batch_s,
-        idle_share=0.0,
-        handover_main_share=0.0,
-        handover_worker_share=0.0,
-        queueing_share=None,
-    )
-
-
-def _queueing_share(cpu_s: float, queueing_s: float | None) -> float | None:
-    if queueing_s is None:
-        return None
-    return queueing_s / (cpu_s + queueing_s) if cpu_s + queueing_s > 0 else 0.0
+    return Supply(0, loader.samples / loader.batches, batch_s, batch_cpu_s, batch_s, busy_share=batch_cpu_s / batch_s)
 
 
 def loader_ceiling(

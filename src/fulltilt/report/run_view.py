@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import PurePath
 from typing import TypeAlias
 
@@ -295,30 +294,40 @@ def told_apart(runs: Sequence[Reported]) -> tuple[str, ...]:
     return next((names for names in ways if all(names) and len(set(names)) == len(names)), ways[-1])
 
 
+# Shares that are always told, and from which share on the others are.
+_ALWAYS = ("data_wait_s", "compute_s")
+_WORTH_A_ROW = 0.05
+
+
 def compare(runs: Sequence[Reported]) -> tuple[Row, ...]:
     """The rows of the table: settings first, then what came of them. Rows that no run has are left out."""
     answers = [diagnosis for _, diagnosis in runs]
-    names = dict.fromkeys(name for answer in answers for name, _ in answer.settings)
-    rows = [_row(name, [setting(dict(answer.settings).get(name)) for answer in answers]) for name in names]
-    for name, cell in (*_USE, *_shares(answers), *_SPEED):
-        rows.append(_row(name, [cell(answer) for answer in answers]))
-    rows.append(_row("speed against the first", _against_first(_speeds(answers))))
-    return tuple(row for row in rows if any(cell != figures.NOT_MEASURED for cell in row.cells))
+    rows: list[tuple[str, list[str]]] = []
+    for name in dict.fromkeys(name for answer in answers for name, _ in answer.settings):
+        rows.append((name, [setting(dict(answer.settings).get(name)) for answer in answers]))
+    rows += [(name, [cell(answer) for answer in answers]) for name, cell in _USE]
+    for bucket, tint in BUCKET_TINTS.items():
+        shares = [_share(bucket, answer) for answer in answers]
+        if bucket in _ALWAYS or (bucket != "startup_s" and any((share or 0.0) >= _WORTH_A_ROW for share in shares)):
+            rows.append((f"{tint.label}, after start-up", [percent(share) for share in shares]))
+    rows += [(name, [cell(answer) for answer in answers]) for name, cell in _SPEED]
+    rows.append(("speed against the first", _against_first(answers)))
+    told = [(name, cells) for name, cells in rows if any(cell != NOT_MEASURED for cell in cells)]
+    return tuple(Row(name, tuple(cells), differs=len(set(cells)) > 1) for name, cells in told)
 
 
-def _row(name: str, cells: Sequence[str]) -> Row:
-    return Row(name, tuple(cells), differs=len(set(cells)) > 1)
-
-
-def _speeds(answers: Sequence[Diagnosis]) -> list[float | None]:
-    """Samples a second; steps where no run knows its samples."""
+def _against_first(answers: Sequence[Diagnosis]) -> list[str]:
+    """By samples a second; by steps where no run knows its samples."""
     rates = [answer.throughput.samples_per_s for answer in answers]
-    return [answer.throughput.steps_per_s for answer in answers] if not any(rates) else rates
-
-
-def _against_first(rates: Sequence[float | None]) -> list[str]:
+    if not any(rates):
+        rates = [answer.throughput.steps_per_s for answer in answers]
     first = rates[0]
-    return [f"{rate / first:.2f} ×" if rate is not None and first else figures.NOT_MEASURED for rate in rates]
+    return [f"{rate / first:.2f} ×" if rate is not None and first else NOT_MEASURED for rate in rates]
+
+
+def _share(bucket: str, answer: Diagnosis) -> float | None:
+    active_s = answer.ledger.wall_s - answer.ledger.buckets.startup_s
+    return min(getattr(answer.ledger.buckets, bucket) / active_s, 1.0) if active_s > 0 else None
 
 
 def _fullest_gpu(answer: Diagnosis) -> str:
@@ -327,30 +336,6 @@ def _fullest_gpu(answer: Diagnosis) -> str:
 
 
 Cell: TypeAlias = Callable[[Diagnosis], str]
-
-# Shares that are always told, and from which share on the others are.
-_ALWAYS = ("data_wait_s", "compute_s")
-_WORTH_A_ROW = 0.05
-
-
-def _shares(answers: Sequence[Diagnosis]) -> list[tuple[str, Cell]]:
-    """The parts of the time after start-up that matter in one of the runs, as rows."""
-    return [
-        (f"{tint.label}, after start-up", partial(_share, bucket))
-        for bucket, tint in BUCKET_TINTS.items()
-        if bucket in _ALWAYS
-        or (bucket != "startup_s" and any((_part(bucket, answer) or 0.0) >= _WORTH_A_ROW for answer in answers))
-    ]
-
-
-def _part(bucket: str, answer: Diagnosis) -> float | None:
-    active_s = answer.ledger.wall_s - answer.ledger.buckets.startup_s
-    return min(getattr(answer.ledger.buckets, bucket) / active_s, 1.0) if active_s > 0 else None
-
-
-def _share(bucket: str, answer: Diagnosis) -> str:
-    return figures.percent(_part(bucket, answer))
-
 
 _USE: tuple[tuple[str, Cell], ...] = (
     ("GPU use", lambda answer: figures.pct_range([gpu.util_pct for gpu in answer.gpu])),

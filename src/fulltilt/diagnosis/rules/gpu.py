@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from fulltilt.diagnosis.evidence import Evidence
-from fulltilt.diagnosis.findings import Judgement, at, by_removing, by_speeding_up, found, line_cost, time_spent
-from fulltilt.diagnosis.gpu_summary import is_it_real
+from fulltilt.diagnosis.findings import Gain, Judgement, at, by_removing, by_speeding_up, found, line_cost, time_spent
+from fulltilt.diagnosis.gpu_summary import is_it_real, vram_used_share
 from fulltilt.diagnosis.ledger import gpu_step_words
 from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import capital, number, percent, seconds, size
@@ -23,7 +23,7 @@ def batch_too_small(evidence: Evidence) -> Judgement:
     launch_share = evidence.share(evidence.launch_s or 0.0)
     if launch_share >= LIMITS.launch_share:
         return None  # the GPU idles between kernels: launch_bound, which is another cure
-    vram_share = _vram_share(gpu)
+    vram_share = vram_used_share(gpu) if gpu else None
     if vram_share is None:
         return Abstention("batch_too_small", "the GPU's memory in use")
     if vram_share >= LIMITS.vram_mostly_free_share:
@@ -107,40 +107,41 @@ def precision_unused(evidence: Evidence) -> Judgement:
     return found(evidence, "precision_unused", compute_s * (1 - 1 / speed[0]), facts, fix, None, predicted)
 
 
-# Their batches hold texts of like length already. And what visobert has without residency.
-_OF_LIKE_LENGTH = ("TextLoader",)
-_WITHOUT_RESIDENCY = "TokenisedTexts"
+# Its batches hold texts of like length already. And what visobert has without residency.
+_OF_LIKE_LENGTH, _WITHOUT_RESIDENCY = "TextLoader", "TokenisedTexts"
 
 
 def padding_waste(evidence: Evidence) -> Judgement:
     """Batches of texts are filled up to their longest, and the GPU computes on the filling."""
-    if evidence.loader is None or evidence.loader.padding_share is None:
+    loader = evidence.loader
+    if loader is None or loader.padding_share is None:
         return Abstention("padding_waste", "a batch with an attention mask or padding to count")
-    padding = evidence.loader.padding_share
-    cost_s = evidence.buckets.compute_s * padding
-    if padding < LIMITS.padding_share or evidence.share(cost_s) < LIMITS.warn_share / 2:
+    cost_s = evidence.buckets.compute_s * loader.padding_share
+    if loader.padding_share < LIMITS.padding_share or evidence.share(cost_s) < LIMITS.warn_share / 2:
         return None
     facts = [
-        f"{percent(padding)} of what the batches hold is padding",
+        f"{percent(loader.padding_share)} of what the batches hold is padding",
         time_spent(evidence, "compute on padding", cost_s),
     ]
-    if evidence.loader.dataset in _OF_LIKE_LENGTH:
-        fix = (
-            "Texts of like length share a batch already, but the lengths within one still differ: give a budget of "
-            "tokens in place of the batch size (tokens_per_batch), which makes batches of long texts smaller, or a "
-            "smaller batch size. Both change what is trained."
+    predicted: Gain | None = by_removing(evidence.share(cost_s))
+    if loader.dataset == _OF_LIKE_LENGTH:
+        fix, predicted = (
+            (
+                "Texts of like length share a batch already, but the lengths within one still differ: give a budget of "
+                "tokens in place of the batch size (tokens_per_batch), which makes batches of long texts smaller, or a "
+                "smaller batch size. Both change what is trained."
+            ),
+            None,
         )
-        return found(evidence, "padding_waste", cost_s, facts, fix, evidence.loader.where, None)
-    predicted = by_removing(evidence.share(cost_s))
-    if evidence.loader.dataset == _WITHOUT_RESIDENCY and evidence.run.run.asked.residency == "none":
+    elif loader.dataset == _WITHOUT_RESIDENCY and evidence.run.run.asked.residency == "none":
         fix = "Leave out residency: none. Then texts of like length share a batch."
-        return found(evidence, "padding_waste", cost_s, facts, fix, evidence.loader.where, predicted)
-    fix = (
-        f"Put texts of like length into one batch{at(evidence.loader.where)}: sort chunks of some hundred batches by "
-        "length, shuffle the batches (a batch_sampler), and pad to the longest of each batch, not to a fixed length. "
-        "With Hugging Face: group_by_length=True and DataCollatorWithPadding."
-    )
-    return found(evidence, "padding_waste", cost_s, facts, fix, evidence.loader.where, predicted)
+    else:
+        fix = (
+            f"Put texts of like length into one batch{at(loader.where)}: sort chunks of some hundred batches by "
+            "length, shuffle the batches (a batch_sampler), and pad to the longest of each batch, not to a fixed "
+            "length. With Hugging Face: group_by_length=True and DataCollatorWithPadding."
+        )
+    return found(evidence, "padding_waste", cost_s, facts, fix, loader.where, predicted)
 
 
 # --------------------------------------------------------------------------- the healthy end
@@ -179,12 +180,6 @@ def gpu_in_use(evidence: Evidence) -> GpuSummary | None:
 
 def _compute_dominates(evidence: Evidence) -> bool:
     return evidence.share(evidence.buckets.compute_s) >= LIMITS.compute_dominates
-
-
-def _vram_share(gpu: GpuSummary | None) -> float | None:
-    if gpu is None or gpu.vram_peak_bytes is None or not gpu.vram_total_bytes:
-        return None
-    return gpu.vram_peak_bytes / gpu.vram_total_bytes
 
 
 def _tensor_core_share(evidence: Evidence, gpu: GpuSummary | None) -> float | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from fulltilt.diagnosis.evidence import Evidence, crowding
 from fulltilt.diagnosis.findings import (
     Judgement,
@@ -17,87 +15,53 @@ from fulltilt.diagnosis.findings import (
     rewritten,
     time_spent,
 )
-from fulltilt.diagnosis.gpu_summary import clock_ratio, training_samples, use_before_the_job
+from fulltilt.diagnosis.gpu_summary import clock_ratio, training_samples, use_before_the_job, vram_used_share
 from fulltilt.diagnosis.loaders import Limit, is_crowded
 from fulltilt.diagnosis.rules.worker_count import allowed_workers
 from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import capital, count, cpus, number, percent, size
-from fulltilt.records import Abstention
+from fulltilt.records import Abstention, LoaderRecord
 
 # --------------------------------------------------------------------------- memory
-
-
-@dataclass(frozen=True, slots=True)
-class _Shortage:
-    facts: tuple[str, ...]
-    fix: str
-    severity: Severity
 
 
 def memory_pressure(evidence: Evidence) -> Judgement:
     """Memory is so full that the system reads back swapped pages, or the GPU's allocator frees and tries again."""
     host = evidence.host
-    measured = (host.ram_share_peak, host.swap_in_bytes_per_s, _alloc_retries(evidence), _fullest_gpu(evidence))
+    retries = max((rank.alloc_retries for rank in evidence.run.ranks if rank.alloc_retries is not None), default=None)
+    vram_share = max((share for gpu in evidence.gpus if (share := vram_used_share(gpu)) is not None), default=None)
+    measured = (host.ram_share_peak, host.swap_in_bytes_per_s, retries, vram_share)
     if all(figure is None for figure in measured):
         return Abstention("memory_pressure", "readings of memory use")
-    shortages = [shortage for shortage in (_short_of_ram(evidence), _short_of_vram(evidence)) if shortage]
-    if not shortages:
-        return None
-    facts = [fact for shortage in shortages for fact in shortage.facts]
-    fix = capital(f"{'; '.join(shortage.fix for shortage in shortages)}.")
-    severity = min((shortage.severity for shortage in shortages), key=("severe", "warn", "info").index)
-    cost_s = (host.ram_full_share or 0.0) * evidence.active_s
-    return found(evidence, "memory_pressure", cost_s, facts, fix, severity=severity)
-
-
-def _short_of_ram(evidence: Evidence) -> _Shortage | None:
-    host = evidence.host
     swapping = (host.swap_in_bytes_per_s or 0.0) >= LIMITS.swap_in_bytes_per_s
     full = (host.ram_share_peak or 0.0) >= LIMITS.ram_full_share
-    facts = []
+    facts, fixes = [], []
+    severity: Severity = "warn"
     if swapping:
-        facts.append(f"{size(host.swap_in_bytes_per_s or 0.0)}/s are read back from swap")
+        facts.append(f"{size(host.swap_in_bytes_per_s)}/s are read back from swap")
     if full:
-        facts.append(f"RAM is at {percent(host.ram_share_peak or 0.0)} of its limit")
+        facts.append(f"RAM is at {percent(host.ram_share_peak)} of its limit")
+    if swapping or full:
+        fixes.append(_less_ram(evidence.loader))
+        died = full and evidence.run.run.state in ("killed", "crashed")
+        severity = "severe" if swapping or died else "warn"
+    if retries:
+        facts.append(f"the GPU's allocator ran out and freed its cache {count('time', retries)}")
+        fixes.append(
+            "leave the GPU some memory: a smaller micro-batch with accumulation, gradient checkpointing, or "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation"
+        )
+    elif vram_share is not None and vram_share > LIMITS.vram_full_share:
+        severity = severity if fixes else "info"
+        facts.append(f"the GPU's memory is at {percent(vram_share)}; nothing was retried yet")
+        fixes.append("keep the batch as it is: a larger one, or a longer sample, will not fit")
     if not facts:
         return None
-    died = full and evidence.run.run.state in ("killed", "crashed")
-    return _Shortage(tuple(facts), _less_ram(evidence), "severe" if swapping or died else "warn")
+    cost_s = (host.ram_full_share or 0.0) * evidence.active_s
+    return found(evidence, "memory_pressure", cost_s, facts, capital(f"{'; '.join(fixes)}."), severity=severity)
 
 
-def _short_of_vram(evidence: Evidence) -> _Shortage | None:
-    if retries := _alloc_retries(evidence):
-        return _Shortage(
-            (f"the GPU's allocator ran out and freed its cache {count('time', retries)}",),
-            "leave the GPU some memory: a smaller micro-batch with accumulation, gradient checkpointing, or "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation",
-            "warn",
-        )
-    share = _fullest_gpu(evidence)
-    if share is None or share <= LIMITS.vram_full_share:
-        return None
-    return _Shortage(
-        (f"the GPU's memory is at {percent(share)}; nothing was retried yet",),
-        "keep the batch as it is: a larger one, or a longer sample, will not fit",
-        "info",
-    )
-
-
-def _alloc_retries(evidence: Evidence) -> int | None:
-    return max((rank.alloc_retries for rank in evidence.run.ranks if rank.alloc_retries is not None), default=None)
-
-
-def _fullest_gpu(evidence: Evidence) -> float | None:
-    shares = [
-        gpu.vram_peak_bytes / gpu.vram_total_bytes
-        for gpu in evidence.gpus
-        if gpu.vram_peak_bytes is not None and gpu.vram_total_bytes
-    ]
-    return max(shares, default=None)
-
-
-def _less_ram(evidence: Evidence) -> str:
-    loader = evidence.loader
+def _less_ram(loader: LoaderRecord | None) -> str:
     if loader is None or loader.num_workers == 0:
         return "hold less in memory: load the data piece by piece, or map it from disk (numpy.memmap)"
     prefetch = loader.prefetch_factor or 2
