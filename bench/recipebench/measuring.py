@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.sampler import Sampler
 from fulltilt.records import Sample
 from fulltilt.train import TrainSettings
@@ -172,7 +173,7 @@ def stock_rate(
 @contextmanager
 def sampling(into: list[Sample]) -> Iterator[None]:
     """Look at the machine twice a second meanwhile."""
-    sampler = Sampler(into.append, interval_s=0.5)
+    sampler = Sampler(into.append, gpus=Gpus.open(), interval_s=0.5)
     sampler.start()
     try:
         yield

@@ -27,7 +27,7 @@ class Sampler:
         self,
         sink: Callable[[Sample], None],
         *,
-        gpus: Gpus | None = None,
+        gpus: Gpus,
         host: HostProbe | None = None,
         interval_s: float = 1.0,
         t0: float | None = None,
@@ -38,18 +38,12 @@ class Sampler:
         self._sink = sink
         self._gpus = gpus
         self._host = host
-        self._owns_gpus = gpus is None
         self._interval_s = interval_s
         self._clock = clock
         self._t0 = clock() if t0 is None else t0
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        self._problems: dict[str, int] = {}
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """What failed, with how often, in the order in which it first did."""
-        return tuple(what if times == 1 else f"{what} ({times} times)" for what, times in self._problems.items())
+        self.problems: list[str] = []  # what failed, each once
 
     def start(self) -> None:
         """Begin sampling. A second call does nothing."""
@@ -75,29 +69,23 @@ class Sampler:
         self.stop()
 
     def _run(self) -> None:
-        # The probes are opened here and not in the constructor: a driver may take seconds to answer at first.
-        gpus = self._gpus or self._guarded("gpu", Gpus.open, Gpus("the GPUs could not be opened"))
         host = self._host or self._guarded("host", HostProbe, None)
-        try:
-            ended = False
-            while True:
-                self._take(gpus, host)
-                if ended:
-                    return
-                ended = self._stopped.wait(self._pause_s())
-        finally:
-            if self._owns_gpus:
-                self._guarded("gpu", gpus.close, None)
+        ended = False
+        while True:
+            self._take(host)
+            if ended:
+                return
+            ended = self._stopped.wait(self._pause_s())
 
     def _pause_s(self) -> float:
         """Time to the next beat of the interval. Beats that a slow probe missed are left out, not made up for."""
         beats = (self._clock() - self._t0) / self._interval_s
         return (int(beats + 0.1) + 1 - beats) * self._interval_s  # waking a little early is being on time
 
-    def _take(self, gpus: Gpus, host: HostProbe | None) -> None:
+    def _take(self, host: HostProbe | None) -> None:
         t_s = self._clock() - self._t0
         reading = HostReading() if host is None else self._guarded("host", host.read, HostReading())
-        sample = Sample(t_s=t_s, host=reading, gpus=self._guarded("gpu", gpus.read, ()))
+        sample = Sample(t_s=t_s, host=reading, gpus=self._guarded("gpu", self._gpus.read, ()))
         self._guarded("sink", lambda: self._sink(sample), None)
 
     def _guarded(self, part: str, call: Callable[[], Answer], otherwise: Answer) -> Answer:
@@ -105,6 +93,6 @@ class Sampler:
             return call()
         except Exception as error:  # the job that we watch comes first
             what = f"{part}: {type(error).__name__}: {error}"
-            if what in self._problems or len(self._problems) < 100:  # messages with a changing number in them
-                self._problems[what] = self._problems.get(what, 0) + 1
+            if what not in self.problems and len(self.problems) < 100:  # messages with a changing number in them
+                self.problems.append(what)
             return otherwise
