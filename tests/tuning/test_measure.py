@@ -1,35 +1,33 @@
-"""What a trial sees of its loaders and saves: passes at once, loaders side by side, the last batch, checkpoints."""
+"""What a trial sees of its loaders, side by side and evaluating, and of the checkpoints that a job saves."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 
-from fulltilt.tuning.trial.measure import Saves, TrainingLoaders
+from fulltilt.records import Settings
+from fulltilt.tuning.trial.measure import Measuring, Saves
+from fulltilt.tuning.trial.throughput import Assignment
 
 
-@dataclass
-class Tap:
-    loader_id: int
-    trains: bool = False
-    batches: int = 0
+def tap(loader_id: int, batches: int, eval_batches: int = 0) -> Any:
+    counts = {"batches": batches, "eval_batches": eval_batches, "samples": 8 * batches, "counted": True}
+    return SimpleNamespace(loader_id=loader_id, wait_s=0.5, described={"num_workers": 2}, **counts)
 
 
-def test_a_loader_that_is_drawn_from_beside_the_one_that_trains_does_not_interrupt_it() -> None:
+def test_loaders_side_by_side_train_and_only_evaluation_interrupts() -> None:
     """zip(labelled, unlabelled): backward() comes after a batch of the second; such a trial never measured anything."""
-    labelled, unlabelled, validation = Tap(0), Tap(1, trains=True), Tap(2, batches=7)
-    company = TrainingLoaders()
-    for step in range(20):
-        labelled.batches += 1
-        unlabelled.batches += 1
-        validation.batches += 5 if step % 10 == 9 else 0
-        found = company.after_step([labelled, unlabelled, validation])
-    assert found == [labelled, unlabelled]
+    taps = [tap(0, batches=20), tap(1, batches=20), tap(2, batches=10, eval_batches=10)]
+    session: Any = SimpleNamespace(taps=SimpleNamespace(all=taps))
+    seen = Measuring(session, torch, Assignment(Settings(), folder=""))._snapshot()
+    assert (seen.batches, seen.samples, seen.wait_s, seen.workers) == (40, 320, 1.0, 4)
+    assert seen.interruptions == 10
 
 
 def test_saves_go_to_the_scratch_folder_and_are_found_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

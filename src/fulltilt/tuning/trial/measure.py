@@ -16,7 +16,7 @@ import random
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,6 @@ class Measuring:
         self._steps = 0
         self._timer = BlockTimer(assignment.patience.block_s, self._timed)
         self._sources: dict[int, weakref.ref[Any]] = {}
-        self._training = TrainingLoaders()
         self._pending: list[tuple[StepSnapshot, StepSnapshot]] = []
         self._blocks: list[Block] = []
         self._loss: Any = None
@@ -171,8 +170,7 @@ class Measuring:
 
     def _snapshot(self) -> StepSnapshot:
         taps = self._session.taps.all
-        trained = self._training.after_step(taps)
-        others = sum(tap.batches for tap in taps if tap not in trained)
+        trained = [tap for tap in taps if tap.batches > tap.eval_batches]
         sources = (self._sources.get(tap.loader_id, lambda: None)() for tap in trained)
         return StepSnapshot(
             host_s=time.perf_counter(),
@@ -180,7 +178,7 @@ class Measuring:
             batches=sum(tap.batches for tap in trained),
             samples=sum(tap.samples if tap.counted else tap.batches for tap in trained),
             wait_s=sum(tap.wait_s for tap in trained),
-            interruptions=others + self._saves.count,
+            interruptions=sum(tap.eval_batches for tap in taps) + self._saves.count,
             workers=sum(_workers(tap) for tap in trained),
             queue_batches=sum(_workers(tap) * int(tap.described.get("prefetch_factor") or 2) for tap in trained),
             ready=sum(ready_batches(source) for source in sources),
@@ -251,27 +249,7 @@ def _finite(losses: list[Any]) -> tuple[float, ...]:
     return tuple(itertools.takewhile(math.isfinite, (float(loss) for loss in losses)))
 
 
-# --------------------------------------------------------------------------- what the loaders do
-
-
-class TrainingLoaders:
-    """A loader trains if backward() came after its batch, or if it was drawn from in every step beside one that does.
-
-    One that is drawn from now and then is for validation.
-    """
-
-    def __init__(self) -> None:
-        self._before: dict[int, int] | None = None
-        self._always: set[int] | None = None
-
-    def after_step(self, taps: Sequence[Any]) -> list[Any]:
-        """The loaders that feed the training, as far as seen up to this step."""
-        now = {tap.loader_id: tap.batches for tap in taps}
-        if self._before is not None:  # what was drawn before the first step may have been anything
-            drawn = {loader for loader, batches in now.items() if batches > self._before.get(loader, 0)}
-            self._always = drawn if self._always is None else self._always & drawn
-        self._before = now
-        return [tap for tap in taps if tap.trains or tap.loader_id in (self._always or ())]
+# --------------------------------------------------------------------------- checkpoints
 
 
 class Saves:
