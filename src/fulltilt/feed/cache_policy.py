@@ -14,7 +14,7 @@ from fulltilt.errors import DataError, FulltiltError, UsageError
 from fulltilt.feed.dataset_check import DECLARE, Inspection
 from fulltilt.feed.dataset_objects import Attributes, Generators, attributes, changed_attribute
 from fulltilt.feed.device_prefetch import RowReader, Store
-from fulltilt.feed.disk_cache import CacheFull, DiskStore, default_cache_dir, default_limit_bytes, open_cache
+from fulltilt.feed.disk_cache import CacheFull, DiskStore, default_cache_dir, open_cache
 from fulltilt.feed.epoch_order import spread
 from fulltilt.feed.sample_layout import Layout
 from fulltilt.feed.sample_reader import BadSamples, Failure, SampleReader
@@ -87,9 +87,7 @@ class SampleCache:
         self._reserve_bytes, self._checks = reserve_bytes, checks
         self._cache_key = cache_key if cache_key is not None else getattr(dataset, "cache_key", None)
         self._cache_dir = Path(cache_dir) if cache_dir is not None else default_cache_dir()
-        self._cache_limit_bytes = (
-            default_limit_bytes(self._cache_dir) if cache_limit_bytes is None else cache_limit_bytes
-        )
+        self._cache_limit_bytes = cache_limit_bytes
         self._epochs_served = 0
         self._attributes: Attributes | None = None  # the data set's when it was last read from
         # An unknown tier or one that this machine lacks is the user's mistake: say so now, not in mid-epoch.

@@ -71,17 +71,6 @@ def _inside(item: Any) -> list[Any]:
 # --------------------------------------------------------------------------- open files
 
 
-def workers_without_sharing(dataset: Any, workers: int) -> tuple[int, str | None]:
-    """How many of ``workers`` may read ``dataset``, and why not all of them. See ``shared_handle``."""
-    held = shared_handle(dataset) if workers else None
-    if held is None:
-        return workers, None
-    return 0, (
-        f"read in this process alone: the data set holds an open {held}, which {workers} workers would share; "
-        "open it in the first __getitem__ for workers"
-    )
-
-
 def shared_handle(dataset: Any) -> str | None:
     """The open file of ``dataset`` that its workers would share, in words; None where there is none.
 

@@ -51,6 +51,8 @@ PARTIAL = ".partial"
 KIND = "cache"
 # Where the folder asked for holds other files, or anybody may write into it.
 SUB_FOLDER = "fulltilt-cache"
+# A disk that is full to the last byte breaks everybody's job.
+DISK_SHARE = 0.9
 HEADER_BYTES = 16 * 1024  # whole pages, on every machine
 # Of a complete cache so much is compared with its checksums: a quarter of a second, and all of a small one.
 CHECKED_BYTES, CHECKED_ROWS = 256 * 1024**2, 10_000
@@ -141,34 +143,35 @@ def _sweep(owned: OwnedFolder) -> int:
     return removed
 
 
-def default_limit_bytes(cache_dir: Path) -> int | None:
-    """The cap on all caches together: FULLTILT_CACHE_LIMIT_BYTES, or half of what the disk has left for them."""
-    named = os.environ.get("FULLTILT_CACHE_LIMIT_BYTES")
-    if named:
+def room_bytes(cache_dir: Path, limit_bytes: int | None = None) -> int | None:
+    """What all caches together may take on the disk; None if it cannot be asked.
+
+    The cap is ``limit_bytes``, FULLTILT_CACHE_LIMIT_BYTES, or half of what the disk has left for them.
+    """
+    free = free_disk_bytes(cache_dir)
+    if free is None:
+        return limit_bytes
+    used = sum(entry.size_bytes for entry in list_caches(cache_dir))
+    if limit_bytes is None:
+        named = os.environ.get("FULLTILT_CACHE_LIMIT_BYTES")
         try:
-            return int(named)
+            limit_bytes = int(named) if named else (free + used) // 2
         except ValueError as error:
             raise UsageError(f"FULLTILT_CACHE_LIMIT_BYTES is {named!r}, not a number of bytes") from error
-    free = free_disk_bytes(cache_dir)
-    return None if free is None else (free + sum(entry.size_bytes for entry in list_caches(cache_dir))) // 2
+    return min(limit_bytes, used + int(free * DISK_SHARE))
 
 
 def make_room(cache_dir: Path, need_bytes: int, limit_bytes: int | None) -> None:
-    """Delete the caches used longest ago until ``need_bytes`` fit below the cap and on the disk. Raises CacheFull."""
-    entries = list_caches(cache_dir)
-    used = sum(entry.size_bytes for entry in entries)
-    free = free_disk_bytes(cache_dir)
-    limits = [limit_bytes] if limit_bytes is not None else []
-    limits += [used + free] if free is not None else []
-    if not limits:
+    """Delete the caches used longest ago until ``need_bytes`` fit into the room for all. Raises CacheFull."""
+    limit = room_bytes(cache_dir, limit_bytes)
+    if limit is None:
         return
-    limit = min(limits)
     if need_bytes > limit:
         raise CacheFull(f"the cache needs {need_bytes} bytes and may take {limit}")
+    entries = list_caches(cache_dir)
+    used = sum(entry.size_bytes for entry in entries)
     for entry in reversed(entries):
-        if used + need_bytes <= limit:
-            return
-        if remove(entry):
+        if used + need_bytes > limit and remove(entry):
             used -= entry.size_bytes
     if used + need_bytes > limit:
         raise CacheFull(f"the caches in use leave no {need_bytes} bytes of the {limit} allowed")

@@ -8,11 +8,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from fulltilt.batch_observer import observed
 from fulltilt.errors import UsageError
 from fulltilt.feed.dataset_objects import Generators
 from fulltilt.feed.draws import as_int64, sample_seed
@@ -287,6 +288,36 @@ class Position:
     def ended(self, epoch: int) -> None:
         """The pass over ``epoch`` is over."""
         self.epoch, self.batch = epoch + 1, 0
+
+
+class PositionedLoader:
+    """What the loaders of the feed have in common: where the next iteration begins, and that they can be closed."""
+
+    def __init__(self) -> None:
+        self._position = Position()
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch that the next iteration draws. Without it each iteration draws the epoch after the last one."""
+        self.begin_at(epoch, 0)
+
+    def begin_at(self, epoch: int, batch: int) -> None:
+        """Let the next iteration begin with batch number ``batch`` of ``epoch``. Raises UsageError."""
+        self._position.begin_at(epoch, batch)
+
+    def __iter__(self) -> Iterator[Any]:
+        return observed(self, self._pass())
+
+    def _pass(self) -> Iterator[Any]:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Give all memory back."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 def told_epoch(order: BatchOrder) -> int | None:

@@ -17,11 +17,10 @@ from typing import Any, TypeVar
 import torch
 
 from fulltilt import cuda_capture
-from fulltilt.batch_observer import observed
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
 from fulltilt.feed.draws import mix
-from fulltilt.feed.epoch_order import Order, position, ranks
+from fulltilt.feed.epoch_order import Order, PositionedLoader, ranks
 from fulltilt.feed.hdf5_files import DAMAGED, BlockReader, describe
 from fulltilt.feed.progress import progress
 from fulltilt.feed.storage import device_or_default
@@ -44,7 +43,7 @@ Batch = tuple[tuple[torch.Tensor, ...], torch.Tensor]
 Item = TypeVar("Item", bound=tuple[Any, ...])
 
 
-class Hdf5Loader:
+class Hdf5Loader(PositionedLoader):
     """A loader whose batches are tuples of the ``keys``' tensors (one tensor for one key), on the device.
 
     ``window``: a sample is that many rows, ``stride`` apart; keys not in ``window_keys`` (default: the first) give the
@@ -75,6 +74,7 @@ class Hdf5Loader:
         mixing_rows: int | None = None,
         reserve_bytes: int | None = None,
     ) -> None:
+        super().__init__()
         keys = [keys] if isinstance(keys, str) else list(keys)
         self.source = source = describe(files, keys, window, stride, part)
         rank, world_size = ranks(rank, world_size)
@@ -85,7 +85,6 @@ class Hdf5Loader:
         if unknown := self._windowed - set(keys):
             raise UsageError(f"window_keys names {', '.join(sorted(unknown))}, which is not among the keys")
         self._augment = as_augmentation(augment)
-        self._next_epoch = self._next_batch = 0
         self._blocks = source.blocks()
         self._reader = BlockReader(source, self._blocks)
         # The rows are on a disk as they are: no second copy is made of them there.
@@ -112,20 +111,8 @@ class Hdf5Loader:
         share, size = self.source.samples // self.order.world_size, self.order.batch_size
         return share // size if self.order.drop_last else -(-share // size)
 
-    def set_epoch(self, epoch: int) -> None:
-        """The epoch that the next iteration draws."""
-        self.begin_at(epoch, 0)
-
-    def begin_at(self, epoch: int, batch: int) -> None:
-        """Let the next iteration begin with batch number ``batch`` of ``epoch``. Raises UsageError."""
-        self._next_epoch, self._next_batch = position(epoch, batch)
-
-    def __iter__(self) -> Iterator[Any]:
-        return observed(self, self._pass())
-
     def _pass(self) -> Iterator[Any]:
-        epoch, first = self._next_epoch, self._next_batch
-        self.begin_at(epoch + 1, 0)
+        epoch, first = self._position.begin()
         self.fill()
         batches = self._batches(self._streamed(epoch, first) if self.tier == "none" else self._resident(epoch, first))
         if self._where != self.device:
@@ -157,12 +144,6 @@ class Hdf5Loader:
         self._kept = self._upcoming = None
         while self._idle:
             self._idle.pop().close()
-
-    def __enter__(self) -> Hdf5Loader:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     # ----------------------------------------------------------------- kept rows
 

@@ -18,18 +18,17 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from fulltilt.batch_observer import observed
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
 from fulltilt.feed.cache_policy import Notes, SampleCache, refuse_if_asked
 from fulltilt.feed.dataset_check import Inspection, inspect, length_of
-from fulltilt.feed.dataset_objects import attributes, changed_attribute, workers_without_sharing
+from fulltilt.feed.dataset_objects import attributes, changed_attribute, shared_handle
 from fulltilt.feed.device_prefetch import DeviceBatches
 from fulltilt.feed.epoch_order import (
     BatchOrder,
     GivenBatches,
     Order,
-    Position,
+    PositionedLoader,
     draws_of,
     every_batch_counts,
     ranks,
@@ -145,7 +144,9 @@ def loader(
     length_of(dataset)
     if decode is not None:
         dataset = Decoded(dataset, decode)
-    workers, shared = workers_without_sharing(dataset, default_workers() if workers is None else workers)
+    workers = default_workers() if workers is None else workers
+    if held := shared_handle(dataset) if workers else None:
+        shared_by, workers = workers, 0
     found = _inspected(dataset, size, checks, on_bad_sample, workers) if collate_fn is None else Inspection(None)
     order: BatchOrder
     if batch_sampler is not None:
@@ -172,8 +173,11 @@ def loader(
         cache_key=cache_key,
         checks=checks,
     )
-    if shared is not None:
-        made.notes.warn(shared)
+    if held:
+        made.notes.warn(
+            f"read in this process alone: the data set holds an open {held}, which {shared_by} workers would share; "
+            "open it in the first __getitem__ for workers"
+        )
     return made
 
 
@@ -189,7 +193,7 @@ def _inspected(dataset: Any, batch_size: int, checks: int, policy: Policy, worke
         raise
 
 
-class FeedLoader:
+class FeedLoader(PositionedLoader):
     """What ``feed.loader`` returns. ``notes`` collects in words what it decided; ``tier`` is where the samples live."""
 
     def __init__(
@@ -207,11 +211,11 @@ class FeedLoader:
         on_worker_start: Callable[[], None] | None = None,
         **cache_options: Any,
     ) -> None:
+        super().__init__()
         self.dataset, self.order, self.device, self.workers = dataset, order, device, workers
         self.notes = Notes()
         self._augment, self._bad, self._asked, self._found = augment, bad, residency, found
         self._samples = len(dataset)
-        self._position = Position()
         self._fallback: FallbackLoader | None = None
         self._cache: SampleCache | None = None
         # A data set that finishes whole batches on the device by itself is kept in host memory.
@@ -255,14 +259,6 @@ class FeedLoader:
     def __len__(self) -> int:
         return self.order.batches_per_epoch()
 
-    def set_epoch(self, epoch: int) -> None:
-        """The epoch that the next iteration draws. Without it each iteration draws the epoch after the last one."""
-        self.begin_at(epoch, 0)
-
-    def begin_at(self, epoch: int, batch: int) -> None:
-        """Let the next iteration begin with batch number ``batch`` of ``epoch``. Raises UsageError."""
-        self._position.begin_at(epoch, batch)
-
     def regroup(self, order: BatchOrder) -> None:
         """Draw the same samples in the batches of another order from the next iteration on. What is kept stays."""
         if order.batch_size != self.order.batch_size and self._cache is not None:
@@ -278,9 +274,6 @@ class FeedLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``, with other ranks or batches too. Raises UsageError where that is not possible."""
         self.begin_at(*resumed_at(state, self.order))
-
-    def __iter__(self) -> Iterator[Any]:
-        return observed(self, self._pass())
 
     def fill(self, *, shown: bool | None = None) -> None:
         """Decode everything now, with a progress bar, instead of while the first epoch trains."""
@@ -301,12 +294,6 @@ class FeedLoader:
         if self._cache is not None:
             self._cache.rows.close()
             self._device_batches.close()
-
-    def __enter__(self) -> FeedLoader:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     # ----------------------------------------------------------------- one epoch
 

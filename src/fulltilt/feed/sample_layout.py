@@ -81,7 +81,7 @@ def as_tensor(value: Any, path: str) -> torch.Tensor:
         return flat.view(height, width, _IMAGE_MODES[value.mode]).permute(2, 0, 1).contiguous()
     if _is_array(value):
         try:
-            return _array_as_tensor(value) if value.ndim else torch.tensor(value.item(), dtype=_dtype(value))
+            return _array_as_tensor(sys.modules["numpy"].asarray(value))
         except TypeError as error:
             raise Unstorable(
                 f"{path or 'the sample'} is an array of {value.dtype}, which torch does not have"
@@ -96,11 +96,6 @@ def _array_as_tensor(array: Any) -> torch.Tensor:
     if any(stride < 0 for stride in array.strides):
         array = array.copy()
     return torch.as_tensor(array).contiguous()
-
-
-def _dtype(scalar: Any) -> torch.dtype:
-    numpy = sys.modules["numpy"]
-    return torch.as_tensor(numpy.zeros(1, dtype=scalar.dtype.newbyteorder("="))).dtype
 
 
 # Rows and leaves start at multiples of this, so that a gather moves whole 16-byte words whatever the dtype.

@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 
-from fulltilt.batch_observer import observed
 from fulltilt.errors import DataError, MachineError, UsageError
 from fulltilt.feed.draws import as_int64
-from fulltilt.feed.epoch_order import Position, ranks, saved_position
+from fulltilt.feed.epoch_order import PositionedLoader, ranks, saved_position
 from fulltilt.feed.progress import progress
 from fulltilt.feed.storage import device_or_default
 from fulltilt.store.owned_folder import write_named_file
@@ -97,6 +96,11 @@ def _no_ids(found: str) -> DataError:
     )
 
 
+def _check_max_length(length: int | None) -> None:
+    if length is not None and (type(length) is not int or length < 1):
+        raise UsageError(f"max_length is {length!r}; it must be a whole number of at least 1")
+
+
 def tokenise(
     texts: Iterable[str], tokenizer: Callable[..., Any], *, max_length: int | None = None, shown: bool | None = None
 ) -> Tokens:
@@ -106,8 +110,7 @@ def tokenise(
     """
     if isinstance(texts, str | Mapping) or not isinstance(texts, Iterable):
         raise UsageError(f"the texts are {type(texts).__name__}, not a list of texts")
-    if max_length is not None and (type(max_length) is not int or max_length < 1):
-        raise UsageError(f"max_length is {max_length!r}; it must be a whole number of at least 1")
+    _check_max_length(max_length)
     every = list(texts)
     ids: list[list[int]] = []
     starts = range(0, len(every), 1000)
@@ -234,80 +237,50 @@ def padding_waste(lengths: torch.Tensor, batches: Iterable[torch.Tensor], multip
 # --------------------------------------------------------------------------- the loader
 
 
-def text(
-    tokens: Tokens | Iterable[Sequence[int]],
-    labels: Any = None,
-    *,
-    batch_size: int | None = None,
-    tokens_per_batch: int | None = None,
-    window: int | None = None,
-    pad_id: int = 0,
-    multiple: int = 8,
-    max_length: int | None = None,
-    shuffle: bool = True,
-    drop_last: bool = False,
-    seed: int = 0,
-    device: torch.device | str | None = None,
-    rank: int | None = None,
-    world_size: int | None = None,
-) -> TextLoader:
+class TextLoader(PositionedLoader):
     """Batches ``{"input_ids", "attention_mask", "labels"}`` of like lengths, on the device.
 
     By count (``batch_size``) or by budget (``tokens_per_batch``, padding included). ``window`` is how many shuffled
     samples are sorted together. ``loader.padding_waste`` is measured over the batches served. Raises UsageError.
     """
-    if max_length is not None and (type(max_length) is not int or max_length < 1):
-        raise UsageError(f"max_length is {max_length!r}; it must be a whole number of at least 1")
-    if not isinstance(pad_id, int):
-        raise UsageError(
-            f"pad_id is {pad_id!r}; it must be the number of a token", "The tokenizer knows it: pad_token_id."
-        )
-    if not isinstance(tokens, Tokens):
-        tokens = Tokens.of(tokens, max_length=max_length)
-    elif max_length is not None:
-        raise UsageError(
-            "these are tokens already", "Cut them where they are made: feed.tokenise(..., max_length=...)."
-        )
-    count = len(tokens.lengths)
-    if count == 0:
-        raise DataError("there is no text to train on")
-    try:
-        label_tensor = None if labels is None else torch.as_tensor(labels)
-    except Exception as error:
-        raise DataError(f"the labels are not numbers: {error}", "Give each class a number.") from error
-    if label_tensor is not None and (not label_tensor.ndim or len(label_tensor) != count):
-        raise DataError(
-            f"there are {count} texts and {len(label_tensor) if label_tensor.ndim else 'not a list of'} labels"
-        )
-    rank, world_size = ranks(rank, world_size)
-    return TextLoader(
-        tokens,
-        label_tensor,
-        Batching(batch_size, tokens_per_batch, window, multiple, shuffle, seed, drop_last),
-        pad_id=pad_id,
-        device=device_or_default(device),
-        rank=rank,
-        world_size=world_size,
-    )
-
-
-class TextLoader:
-    """What ``feed.text`` returns."""
 
     def __init__(
         self,
-        tokens: Tokens,
-        labels: torch.Tensor | None,
-        batching: Batching,
+        tokens: Tokens | Iterable[Sequence[int]],
+        labels: Any = None,
         *,
-        pad_id: int,
-        device: torch.device,
-        rank: int,
-        world_size: int,
+        batch_size: int | None = None,
+        tokens_per_batch: int | None = None,
+        window: int | None = None,
+        pad_id: int = 0,
+        multiple: int = 8,
+        max_length: int | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
     ) -> None:
-        self.batching, self.device = batching, device
-        self.rank, self.world_size = rank, world_size
+        super().__init__()
+        _check_max_length(max_length)
+        if not isinstance(pad_id, int):
+            raise UsageError(
+                f"pad_id is {pad_id!r}; it must be the number of a token", "The tokenizer knows it: pad_token_id."
+            )
+        if not isinstance(tokens, Tokens):
+            tokens = Tokens.of(tokens, max_length=max_length)
+        elif max_length is not None:
+            raise UsageError(
+                "these are tokens already", "Cut them where they are made: feed.tokenise(..., max_length=...)."
+            )
+        if not len(tokens.lengths):
+            raise DataError("there is no text to train on")
+        self.device = device = device_or_default(device)
+        self.rank, self.world_size = ranks(rank, world_size)
+        self.batching = Batching(batch_size, tokens_per_batch, window, multiple, shuffle, seed, drop_last)
         self.pad_id = pad_id
+        self._labels = None if labels is None else _labels(labels, len(tokens.lengths)).to(device)
         self.lengths = tokens.lengths
         # Token ids are a few bytes a sample: they are always resident.
         # Few operations make a batch of them, because on a GPU each costs the host the same however small it is. Hence
@@ -315,8 +288,6 @@ class TextLoader:
         self._bounds = torch.stack([tokens.offsets[:-1], tokens.offsets[1:]], dim=1).to(device)
         self._flat = tokens.flat.to(device)
         self._steps = torch.arange(0, device=device)
-        self._labels = labels.to(device) if labels is not None else None
-        self._position = Position()
         self._real = self._padded = 0
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="fulltilt-order")
         self._planned: dict[int, Future[list[torch.Tensor]]] = {}
@@ -329,14 +300,6 @@ class TextLoader:
     def __len__(self) -> int:
         """Batches of the epoch that comes next; with a token budget it may differ by a few between epochs."""
         return len(self._plan(self._position.next[0]))
-
-    def set_epoch(self, epoch: int) -> None:
-        """The epoch that the next iteration draws."""
-        self.begin_at(epoch, 0)
-
-    def begin_at(self, epoch: int, batch: int) -> None:
-        """Let the next iteration begin with batch number ``batch`` of ``epoch``. Raises UsageError."""
-        self._position.begin_at(epoch, batch)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration stands: after a load, the next batch is the one that would have come now."""
@@ -353,9 +316,6 @@ class TextLoader:
                     "Go on with what it had, or begin the epoch anew with set_epoch.",
                 )
         self.begin_at(*found)
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        return observed(self, self._pass())
 
     def _pass(self) -> Iterator[dict[str, torch.Tensor]]:
         epoch, first = self._position.begin()
@@ -399,3 +359,16 @@ class TextLoader:
 
     def _make_plan(self, epoch: int) -> list[torch.Tensor]:
         return self.batching.batches(self.lengths, epoch, self.world_size)[self.rank :: self.world_size]
+
+
+def _labels(labels: Any, count: int) -> torch.Tensor:
+    try:
+        found = torch.as_tensor(labels)
+    except Exception as error:
+        raise DataError(f"the labels are not numbers: {error}", "Give each class a number.") from error
+    if not found.ndim or len(found) != count:
+        raise DataError(f"there are {count} texts and {len(found) if found.ndim else 'not a list of'} labels")
+    return found
+
+
+text = TextLoader

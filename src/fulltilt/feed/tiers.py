@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from fulltilt.errors import DoesNotFit, UsageError
-from fulltilt.feed.disk_cache import free_disk_bytes, list_caches
+from fulltilt.feed.disk_cache import room_bytes
 from fulltilt.figures import size
 from fulltilt.probes.host import cpu_capacity, memory_limit_bytes
 
@@ -33,8 +33,6 @@ class Limits:
     # Pinned pages cannot be swapped or reclaimed, so that the rest of the machine has to live beside them.
     pinned_share: float = 0.4
     ram_share: float = 0.7
-    # A disk that is full to the last byte breaks everybody's job.
-    disk_share: float = 0.9
 
 
 @dataclass(frozen=True)
@@ -116,11 +114,8 @@ def measure_room(
             margin += max(0, reserve_bytes - torch.cuda.memory_reserved(device))
         vram = max(0, free - margin)
         pinned = int(ram * limits.pinned_share)
-    disk = None if cache_dir is None else free_disk_bytes(cache_dir)
-    if cache_dir is not None and disk is not None:
-        # Caches that are there already are either the one looked for, or give way to it.
-        disk = int(disk * limits.disk_share) + sum(entry.size_bytes for entry in list_caches(cache_dir))
-        disk = min(disk, cache_limit_bytes) if cache_limit_bytes is not None else disk
+    # Caches that are there already are either the one looked for, or give way to it.
+    disk = None if cache_dir is None else room_bytes(cache_dir, cache_limit_bytes)
     return Room(vram, pinned, int(ram * limits.ram_share), disk)
 
 
