@@ -143,7 +143,6 @@ def test_a_real_out_of_memory_is_survived(tmp_path: Path) -> None:
 
     data = OnDevice(6, batch=65536, width=1024)
     settings = {"precision": "fp32", "tf32": False, "schedule": "constant", "lr": 1e-4}
-    gc.collect()  # what earlier tests left would count as resting, and be room later
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     resting = torch.cuda.memory_allocated()
