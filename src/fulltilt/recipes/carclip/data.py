@@ -56,8 +56,19 @@ def read(data: Path, val_share: float) -> list[Picture]:
         pictures = _from_folders(data)
     else:
         raise DataError(f"there is no folder or CSV {data}", "Give --data DIR (make/model/year/*.jpg) or FILE.csv.")
-    root = data if data.is_dir() else data.parent
-    return _with_both_splits(pictures, lambda picture: _share_of(picture.path, root) < val_share, data)
+    if any(picture.split == "val" for picture in pictures):  # the data states its split
+        pictures = [replace(picture, split=picture.split or "train") for picture in pictures]
+    else:
+        root = data if data.is_dir() else data.parent
+        held = [_share_of(picture.path, root) < val_share for picture in pictures]
+        pictures = [replace(one, split="val" if val else "train") for one, val in zip(pictures, held, strict=True)]
+    for split in ("train", "val"):
+        if sum(picture.split == split for picture in pictures) < 2:
+            raise DataError(
+                f"{data} has {count('picture', len(pictures))}, fewer than 2 of them for {split}",
+                "Add pictures, or change --val-share.",
+            )
+    return pictures
 
 
 def _from_folders(root: Path) -> list[Picture]:
@@ -117,21 +128,6 @@ def _from_row(row: dict[str, str], image: str, caption: str, table: Path, number
     # The same car in other words; a caption says which it is where the columns do not.
     car = tuple((row.get(name) or "").strip() for name in CAR_COLUMNS) if label else (row[caption].strip(),)
     return Picture(table.parent / row[image], label, row[caption].strip(), car, SPLITS.get(told, ""))
-
-
-def _with_both_splits(pictures: list[Picture], is_val: Callable[[Picture], bool], data: Path) -> list[Picture]:
-    """The split that the data states; where it states none, one that follows from the picture's path alone."""
-    if not any(picture.split == "val" for picture in pictures):
-        pictures = [replace(picture, split="val" if is_val(picture) else "train") for picture in pictures]
-    else:
-        pictures = [replace(picture, split=picture.split or "train") for picture in pictures]
-    for split in ("train", "val"):
-        if sum(picture.split == split for picture in pictures) < 2:
-            raise DataError(
-                f"{data} has {count('picture', len(pictures))}, fewer than 2 of them for {split}",
-                "Add pictures, or change --val-share.",
-            )
-    return pictures
 
 
 def _share_of(path: Path, root: Path) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -84,54 +83,27 @@ def binary_loss(
 # --------------------------------------------------------------------------- metrics
 
 
-@dataclass(frozen=True)
-class Curve:
-    """True and false positives at every distinct threshold, from the highest down. Scores are logits."""
+def summary(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+    """AUROC, average precision, the best F1 and the probability to cut at for it.
 
-    thresholds: torch.Tensor
-    true_positives: torch.Tensor
-    false_positives: torch.Tensor
-
-
-def curve(logits: torch.Tensor, labels: torch.Tensor) -> Curve | None:
-    """The curve of a set; None when it lacks a class or a score is not finite: then no such metric means anything."""
-    order = torch.sort(logits.double(), descending=True, stable=True)
-    truth = labels.double()[order.indices]
-    found, missed = truth.cumsum(0), (1 - truth).cumsum(0)
-    if not len(truth) or not float(found[-1]) or not float(missed[-1]) or not bool(torch.isfinite(logits).all()):
-        return None
+    Nothing of a set that lacks a class or has a score that is not finite: none of them would mean anything.
+    """
+    scores, order = torch.sort(logits.double(), descending=True, stable=True)
+    truth = labels.double()[order]
+    hits, alarms = truth.cumsum(0), (1 - truth).cumsum(0)
+    if not len(truth) or not float(hits[-1]) or not float(alarms[-1]) or not bool(torch.isfinite(logits).all()):
+        return {}
     # Samples of one score are taken or left together: only the last of them is a threshold.
     last = torch.ones_like(truth, dtype=torch.bool)
-    last[:-1] = order.values.diff() != 0
-    return Curve(order.values[last], found[last], missed[last])
-
-
-def auroc(of: Curve) -> float:
-    """The chance that a positive sample scores above a negative one; ties count half."""
-    hit = torch.cat([of.true_positives.new_zeros(1), of.true_positives]) / of.true_positives[-1]
-    false_alarm = torch.cat([of.false_positives.new_zeros(1), of.false_positives]) / of.false_positives[-1]
-    return float(torch.trapezoid(hit, false_alarm))
-
-
-def auprc(of: Curve) -> float:
-    """Average precision: the precision at each threshold, weighted by the recall that it adds."""
-    precision = of.true_positives / (of.true_positives + of.false_positives)
-    gained = torch.cat([of.true_positives[:1], of.true_positives.diff()]) / of.true_positives[-1]
-    return float((precision * gained).sum())
-
-
-def best_f1(of: Curve) -> tuple[float, float]:
-    """The highest F1, and the logit at and above which a sample has to be called positive for it."""
-    f1 = 2 * of.true_positives / (of.true_positives[-1] + of.true_positives + of.false_positives)
-    best = int(f1.argmax())
-    return float(f1[best]), float(of.thresholds[best])
-
-
-def summary(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-    """All metrics of a set by name; ``threshold`` is the probability to cut at. A set that lacks one class has none."""
-    found = curve(logits, labels)
-    if found is None:
-        return {}
-    f1, cut = best_f1(found)
-    threshold = float(torch.sigmoid(torch.tensor(cut)))
-    return {"auroc": auroc(found), "auprc": auprc(found), "f1": f1, "threshold": threshold}
+    last[:-1] = scores.diff() != 0
+    scores, hits, alarms = scores[last], hits[last], alarms[last]
+    zero = hits.new_zeros(1)
+    recall, false_alarm = (torch.cat([zero, counts]) / counts[-1] for counts in (hits, alarms))
+    precision = hits / (hits + alarms)
+    f1 = 2 * hits / (hits[-1] + hits + alarms)
+    return {
+        "auroc": float(torch.trapezoid(recall, false_alarm)),
+        "auprc": float((precision * recall.diff()).sum()),
+        "f1": float(f1.max()),
+        "threshold": float(torch.sigmoid(scores[f1.argmax()])),
+    }
