@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from fulltilt.records import BUCKETS
-from fulltilt.report.palette import BUCKET_TINTS, IDLE, PHASE_TINTS, Tint, contrast
+from fulltilt.report.palette import BUCKET_TINTS, IDLE, PHASE_TINTS, Tint
 
 # Machado, Oliveira and Fernandes (2009), severity 1.0, on linear RGB.
 VISION = {
@@ -27,6 +27,18 @@ def oklab(colour: str, vision: str) -> tuple[float, float, float]:
         1.9779984951 * long - 2.428592205 * middle + 0.4505937099 * short,
         0.0259040371 * long + 0.7827717662 * middle - 0.808675766 * short,
     )
+
+
+def contrast(one: str, other: str) -> float:
+    """The contrast ratio of two colours as WCAG defines it, from 1 to 21."""
+    darker, lighter = sorted((_luminance(one), _luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def distance(one: Tint, other: Tint, vision: str) -> float:
@@ -58,3 +70,4 @@ def test_colours_stand_out_on_light_and_dark(ground):
 def test_text_on_a_colour_can_be_read():
     for tint in {**BUCKET_TINTS, **PHASE_TINTS}.values():
         assert contrast(tint.colour, tint.ink) >= 4.3, tint.label
+        assert contrast(tint.colour, tint.ink) == max(contrast(tint.colour, ink) for ink in ("#ffffff", "#111111"))

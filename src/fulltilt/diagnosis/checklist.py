@@ -51,7 +51,7 @@ def _accumulation(evidence: Evidence) -> int | None:
 # --------------------------------------------------------------------------- checklist
 
 # How the batch size is called on command lines: --batch_size 128, --batch-size=128, per_device_train_batch_size=128.
-_BATCH_FLAG = re.compile(r"-{0,2}(?:per[-_]device[-_])?(?:train[-_])?batch[-_]?size|-b|--bs")
+_BATCH_SIZE = re.compile(r"(?<!\S)(?:-{0,2}(?:per[-_]device[-_])?(?:train[-_])?batch[-_]?size|-b|--bs)[= ](\d+)(?!\S)")
 
 
 def make_checklist(evidence: Evidence) -> tuple[CheckLine, ...]:
@@ -61,16 +61,8 @@ def make_checklist(evidence: Evidence) -> tuple[CheckLine, ...]:
 
 def asked_batch_size(command: tuple[str, ...]) -> int | None:
     """The batch size on a command line; of a repeated flag the last one counts. None when there is none."""
-    asked = None
-    for i, word in enumerate(command):
-        flag, equals, value = word.partition("=")
-        if not _BATCH_FLAG.fullmatch(flag):
-            continue
-        if not equals:
-            value = command[i + 1] if i + 1 < len(command) else ""
-        if value.isdigit():
-            asked = int(value)
-    return asked
+    asked = _BATCH_SIZE.findall(" ".join(command))
+    return int(asked[-1]) if asked else None
 
 
 def _judged(name: str, passed: bool, figure: str, remedy: str) -> CheckLine:

@@ -265,18 +265,13 @@ def _verdict(run: Run, diagnosis: Diagnosis) -> Markup:
     )
 
 
+_RATES = ("samples/s", "loader ceiling, samples/s", "compute ceiling, samples/s")
+_TILES = (*_RATES, "GPU use", "SM active", "steps", "wall time")
+
+
 def _key_figures(diagnosis: Diagnosis) -> list[Markup]:
-    speed, gpus = diagnosis.throughput, diagnosis.gpu
-    facts = [
-        ("samples/s", figures.number(speed.samples_per_s)),
-        ("loader ceiling", figures.number(diagnosis.ceilings.loader_samples_per_s)),
-        ("compute ceiling", figures.number(diagnosis.ceilings.compute_samples_per_s)),
-        ("GPU use", figures.pct_range([gpu.util_pct for gpu in gpus])),
-        ("SM active", figures.pct_range([gpu.sm_active_pct for gpu in gpus])),
-        ("steps", figures.whole(speed.steps)),
-        ("wall time", figures.seconds(diagnosis.ledger.wall_s)),
-    ]
-    known = [(name, figure) for name, figure in facts if figure != figures.NOT_MEASURED]
+    told = [(name.partition(",")[0], run_view.RUN_FIGURES[name](diagnosis)) for name in _TILES]
+    known = [(name, figure) for name, figure in told if figure != figures.NOT_MEASURED]
     return [element("div", element("dt", name), element("dd", figure)) for name, figure in known]
 
 

@@ -23,25 +23,15 @@ class Tint:
     @property
     def ink(self) -> str:
         """The colour in which text on it reads best: white or near-black."""
-        return "#ffffff" if contrast(self.colour, "#ffffff") >= contrast(self.colour, "#111111") else "#111111"
-
-
-def contrast(one: str, other: str) -> float:
-    """The contrast ratio of two colours as WCAG defines it, from 1 to 21."""
-    darker, lighter = sorted((_luminance(one), _luminance(other)))
-    return (lighter + 0.05) / (darker + 0.05)
-
-
-def _luminance(colour: str) -> float:
-    channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+        return "#ffffff" if self.colour in _DARK else "#111111"
 
 
 _COMPUTE = "#2b6cd4"
 _DATA = "#d96a0b"
 _TRANSFER = "#7a5c92"
 _HOST = "#b34038"
+_PREPROCESS, _VALIDATION, _OPTIMIZER = "#a8520a", "#0e775c", "#2453a6"
+_DARK = (_COMPUTE, _TRANSFER, _HOST, _PREPROCESS, _VALIDATION, _OPTIMIZER)
 IDLE = "idle"
 
 BUCKET_TINTS: dict[str, Tint] = {
@@ -51,7 +41,7 @@ BUCKET_TINTS: dict[str, Tint] = {
     "compute_s": Tint("compute", _COMPUTE, "forward, backward and optimizer: what the machine is there for"),
     "sync_s": Tint("sync", "#d86bba", "the host waits for the GPU, and the GPU then waits for the host"),
     "host_code_s": Tint("host code", _HOST, "Python of the training script, while nothing computes"),
-    "validation_s": Tint("validation", "#0e775c", "evaluation inside the run"),
+    "validation_s": Tint("validation", _VALIDATION, "evaluation inside the run"),
     "checkpoint_s": Tint("checkpoint", "#2e9ada", "saving the model while training stands still"),
     "epoch_turnover_s": Tint("epoch turn-over", "#759c66", "workers stop and start between epochs"),
     "communication_s": Tint("communication", "#687bf9", "gradient exchange that computing does not hide"),
@@ -60,13 +50,13 @@ BUCKET_TINTS: dict[str, Tint] = {
 
 PHASE_TINTS: dict[str, Tint] = {
     "load": Tint("load", _DATA, "reading, or waiting on storage"),
-    "preprocess": Tint("preprocess", "#a8520a", "CPU time: decode, augment, collate"),
+    "preprocess": Tint("preprocess", _PREPROCESS, "CPU time: decode, augment, collate"),
     "queue": Tint("wait for a CPU", "#80868f", "ready to run, but every CPU was taken"),
     "wait": Tint("wait for data", _DATA, "no batch was ready"),
     "transfer": Tint("transfer", _TRANSFER, "copies to the GPU"),
     "forward": Tint("forward", "#5b8fe6", "forward pass and loss"),
     "backward": Tint("backward", _COMPUTE, "backward pass"),
-    "optimizer": Tint("optimizer", "#2453a6", "optimizer step"),
+    "optimizer": Tint("optimizer", _OPTIMIZER, "optimizer step"),
     "other": Tint("other code", _HOST, "everything else in the step"),
     "busy": Tint("kernels, gaps", _COMPUTE, "kernels and the gaps between them"),
     "kernels": Tint("kernels", _COMPUTE, "kernels and copies running"),

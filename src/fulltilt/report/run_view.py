@@ -145,6 +145,26 @@ GPU_FIGURES: dict[str, Callable[[GpuSummary], str]] = {
     "throttled": lambda gpu: figures.percent(gpu.throttled_share),
 }
 
+
+def _fullest_gpu(answer: Diagnosis) -> str:
+    peaks = [gpu.vram_peak_bytes for gpu in answer.gpu if gpu.vram_peak_bytes is not None]
+    return figures.size(max(peaks, default=None))
+
+
+# What is told of a whole run.
+RUN_FIGURES: dict[str, Callable[[Diagnosis], str]] = {
+    "GPU use": lambda answer: figures.pct_range([gpu.util_pct for gpu in answer.gpu]),
+    "SM active": lambda answer: figures.pct_range([gpu.sm_active_pct for gpu in answer.gpu]),
+    "GPU memory, peak": _fullest_gpu,
+    "start-up": lambda answer: seconds(answer.ledger.buckets.startup_s),
+    "wall time": lambda answer: seconds(answer.ledger.wall_s),
+    "steps": lambda answer: whole(answer.throughput.steps),
+    "steps/s": lambda answer: figures.number(answer.throughput.steps_per_s),
+    "loader ceiling, samples/s": lambda answer: figures.number(answer.ceilings.loader_samples_per_s),
+    "compute ceiling, samples/s": lambda answer: figures.number(answer.ceilings.compute_samples_per_s),
+    "samples/s": lambda answer: figures.number(answer.throughput.samples_per_s),
+}
+
 # --------------------------------------------------------------------------- one step
 
 Site = tuple[LoaderRecord, tuple[WorkerRecord, ...]]
@@ -294,6 +314,8 @@ def told_apart(runs: Sequence[Reported]) -> tuple[str, ...]:
     return next((names for names in ways if all(names) and len(set(names)) == len(names)), ways[-1])
 
 
+_USE = ("GPU use", "SM active", "GPU memory, peak")
+_SPEED = ("start-up", "wall time", "steps", "steps/s", "compute ceiling, samples/s", "samples/s")
 # Shares that are always told, and from which share on the others are.
 _ALWAYS = ("data_wait_s", "compute_s")
 _WORTH_A_ROW = 0.05
@@ -305,12 +327,12 @@ def compare(runs: Sequence[Reported]) -> tuple[Row, ...]:
     rows: list[tuple[str, list[str]]] = []
     for name in dict.fromkeys(name for answer in answers for name, _ in answer.settings):
         rows.append((name, [setting(dict(answer.settings).get(name)) for answer in answers]))
-    rows += [(name, [cell(answer) for answer in answers]) for name, cell in _USE]
+    rows += [(name, [RUN_FIGURES[name](answer) for answer in answers]) for name in _USE]
     for bucket, tint in BUCKET_TINTS.items():
         shares = [_share(bucket, answer) for answer in answers]
         if bucket in _ALWAYS or (bucket != "startup_s" and any((share or 0.0) >= _WORTH_A_ROW for share in shares)):
             rows.append((f"{tint.label}, after start-up", [percent(share) for share in shares]))
-    rows += [(name, [cell(answer) for answer in answers]) for name, cell in _SPEED]
+    rows += [(name, [RUN_FIGURES[name](answer) for answer in answers]) for name in _SPEED]
     rows.append(("speed against the first", _against_first(answers)))
     told = [(name, cells) for name, cells in rows if any(cell != NOT_MEASURED for cell in cells)]
     return tuple(Row(name, tuple(cells), differs=len(set(cells)) > 1) for name, cells in told)
@@ -328,25 +350,3 @@ def _against_first(answers: Sequence[Diagnosis]) -> list[str]:
 def _share(bucket: str, answer: Diagnosis) -> float | None:
     active_s = answer.ledger.wall_s - answer.ledger.buckets.startup_s
     return min(getattr(answer.ledger.buckets, bucket) / active_s, 1.0) if active_s > 0 else None
-
-
-def _fullest_gpu(answer: Diagnosis) -> str:
-    peaks = [gpu.vram_peak_bytes for gpu in answer.gpu if gpu.vram_peak_bytes is not None]
-    return figures.size(max(peaks, default=None))
-
-
-Cell: TypeAlias = Callable[[Diagnosis], str]
-
-_USE: tuple[tuple[str, Cell], ...] = (
-    ("GPU use", lambda answer: figures.pct_range([gpu.util_pct for gpu in answer.gpu])),
-    ("SM active", lambda answer: figures.pct_range([gpu.sm_active_pct for gpu in answer.gpu])),
-    ("GPU memory, peak", _fullest_gpu),
-)
-_SPEED: tuple[tuple[str, Cell], ...] = (
-    ("start-up", lambda answer: figures.seconds(answer.ledger.buckets.startup_s)),
-    ("wall time", lambda answer: figures.seconds(answer.ledger.wall_s)),
-    ("steps", lambda answer: figures.whole(answer.throughput.steps)),
-    ("steps/s", lambda answer: figures.number(answer.throughput.steps_per_s)),
-    ("compute ceiling, samples/s", lambda answer: figures.number(answer.ceilings.compute_samples_per_s)),
-    ("samples/s", lambda answer: figures.number(answer.throughput.samples_per_s)),
-)

@@ -149,6 +149,5 @@ def readings(slots: Iterable[Slot[Reading]], figure: Callable[[Reading], float |
 
 
 def wall_seconds(run: Run, ledger_wall_s: float) -> float:
-    """The length of the time axis: the ledger's wall time, or the last moment that anything was recorded."""
-    ends = [spans[-1].t1_s for spans in run.spans if spans] + [sample.t_s for sample in run.samples[-1:]]
-    return max([ledger_wall_s, *ends])
+    """The length of the time axis: the ledger's wall time, or the moment of the last sample."""
+    return max([ledger_wall_s, *(sample.t_s for sample in run.samples[-1:])])
