@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from functools import reduce
 from statistics import median
 
 from fulltilt.figures import seconds
@@ -64,6 +65,11 @@ def _fitted(buckets: Buckets, length_s: float) -> Buckets:
     return _scaled(buckets, length_s / buckets.total_s)
 
 
+def sum_buckets(parts: Iterable[Buckets]) -> Buckets:
+    """Where the time of all of them went together."""
+    return reduce(Buckets.plus, parts, Buckets())
+
+
 def _scaled(buckets: Buckets, factor: float) -> Buckets:
     return Buckets(*(getattr(buckets, name) * factor for name in BUCKETS))
 
@@ -73,10 +79,8 @@ def make_ledger(run: Run) -> Ledger:
     wall_s = wall_seconds(run)
     if not run.spans:
         return Ledger(wall_s, Buckets(unattributed_s=wall_s))  # nothing attached, so nothing is known
-    total = Buckets()
-    for rank, spans in zip(run.ranks, run.spans, strict=True):
-        total = total.plus(close_buckets(spans, wall_s, rank.finished))
-    return Ledger(wall_s, _scaled(total, 1 / len(run.spans)))
+    each = [close_buckets(spans, wall_s, rank.finished) for rank, spans in zip(run.ranks, run.spans, strict=True)]
+    return Ledger(wall_s, _scaled(sum_buckets(each), 1 / len(each)))
 
 
 # --------------------------------------------------------------------------- rates
@@ -143,14 +147,6 @@ def rate_while_drawing(run: Run) -> float | None:
 def paused_s(buckets: Buckets) -> float:
     """Time in which training draws no batches, so that its workers have nothing to do."""
     return buckets.validation_s + buckets.checkpoint_s
-
-
-def sum_buckets(spans: Spans) -> Buckets:
-    """Where the time of these spans went together."""
-    total = Buckets()
-    for span in spans:
-        total = total.plus(span.buckets)
-    return total
 
 
 def rare_host_code_s(spans: Spans) -> float:

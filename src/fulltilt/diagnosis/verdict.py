@@ -42,8 +42,12 @@ def reach_verdict(evidence: Evidence, findings: tuple[Finding, ...]) -> Verdict:
     if not findings and evidence.too_short:
         return Verdict("too_short", 0.0, f"{_too_short(evidence)}{ended}.")
     if not findings:
-        share, sentence = _unexplained(evidence)
-        return Verdict("unexplained", share, f"{sentence}{ended}.")
+        # No rule found anything and compute does not dominate: name what does, and that its cause is not known.
+        largest = max((b for b in BUCKETS if b != "startup_s"), key=lambda bucket: getattr(evidence.buckets, bucket))
+        share = evidence.share(getattr(evidence.buckets, largest))
+        name = largest.removesuffix("_s").replace("_", " ")
+        told = f"No cause found: {name} takes {percent(share)} of the time after start-up"
+        return Verdict("unexplained", share, f"{told}{ended}.")
     first = findings[0]
     return Verdict(first.code, first.share, f"{_sentence(evidence, first)}{_tuned(evidence)}{ended}.")
 
@@ -175,15 +179,6 @@ def _nothing_trained(evidence: Evidence) -> str:
     if run.state == "running":
         return "Nothing has trained yet: no optimizer step was seen so far"
     return "No training was seen: no DataLoader, no backward() and no optimizer step"
-
-
-def _unexplained(evidence: Evidence) -> tuple[float, str]:
-    """No rule found anything and compute does not dominate: name what does, and that its cause is not known."""
-    largest = max((b for b in BUCKETS if b != "startup_s"), key=lambda bucket: getattr(evidence.buckets, bucket))
-    cost_s: float = getattr(evidence.buckets, largest)
-    name = largest.removesuffix("_s").replace("_", " ")
-    sentence = f"No cause found: {name} takes {percent(evidence.share(cost_s))} of the time after start-up"
-    return evidence.share(cost_s), sentence
 
 
 def _too_short(evidence: Evidence) -> str:

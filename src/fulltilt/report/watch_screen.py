@@ -11,7 +11,7 @@ from rich.text import Text
 
 from fulltilt import figures
 from fulltilt.diagnosis import preflight
-from fulltilt.figures import clean, size, used_of
+from fulltilt.figures import clean, one_line, size, used_of
 from fulltilt.records import GpuReading, HostReading, JobProcess, Sample
 
 # --------------------------------------------------------------------------- blocks
@@ -147,19 +147,16 @@ def _job_line(view: WatchView, job: JobProcess, run_width: int) -> Text:
     line = _row(
         run_width,
         str(job.pid),
-        _one_line(job.name or "?") + (f" +{job.children}" if job.children else ""),
-        "not Fulltilt's" if job.run_folder is None else _one_line(PurePath(job.run_folder).name or job.run_folder),
+        (one_line(job.name or "") or "?") + (f" +{job.children}" if job.children else ""),
+        "not Fulltilt's"
+        if job.run_folder is None
+        else one_line(PurePath(job.run_folder).name or job.run_folder) or "?",
         ",".join(str(index) for index, _ in held),
         figures.size(sum(sizes) if sizes else None),
         figures.pct(job.cpu_pct),
         figures.size(job.pss_bytes),
     )
     return Text(line, DIM if job.run_folder is None else "")
-
-
-def _one_line(name: str) -> str:
-    """A name may hold anything, also line breaks; a row of the table may not."""
-    return " ".join(clean(name).split()) or "?"
 
 
 def _row(run_width: int, pid: str, process: str, run: str, gpu: str, vram: str, cpu: str, memory: str = "") -> str:

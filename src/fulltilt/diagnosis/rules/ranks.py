@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.findings import Judgement, by_removing, found, line_cost, share_left, time_spent
 from fulltilt.diagnosis.thresholds import LIMITS
@@ -35,7 +37,7 @@ def straggler(evidence: Evidence) -> Judgement:
     others = [rank for rank in evidence.ranks if not rank.slowest]
     if slowest is None or not others:
         return None
-    waits_s = sum(rank.waits_s for rank in others) / len(others)
+    waits_s = fmean(rank.waits_s for rank in others)
     share = evidence.share(waits_s)
     if share < LIMITS.straggler_share:
         return None
@@ -43,7 +45,7 @@ def straggler(evidence: Evidence) -> Judgement:
     facts = [
         f"the others wait for rank {slowest.rank} {percent(share)} of the time after start-up",
         f"it works {seconds(evidence.per_step(slowest.own_work_s))} a step, the others "
-        f"{seconds(evidence.per_step(_mean([rank.own_work_s for rank in others])))}",
+        f"{seconds(evidence.per_step(fmean(rank.own_work_s for rank in others)))}",
         f"{_NAMES[cause]} takes {seconds(evidence.per_step(excess_s))} a step more on rank {slowest.rank}",
     ]
     lines = evidence.host_lines if cause == "host_code_s" else ()
@@ -69,7 +71,8 @@ def communication_bound(evidence: Evidence) -> Judgement:
         facts.append(
             f"of {seconds(record.communication_s)} of exchange a step {seconds(record.overlapped_s)} are hidden"
         )
-    facts.append(f"{count('rank', evidence.rank.world_size)} on {count('machine', len(_machines(evidence)))}")
+    machines = {rank.hostname for rank in evidence.run.ranks}
+    facts.append(f"{count('rank', evidence.rank.world_size)} on {count('machine', len(machines))}")
     fix = (
         "Exchange less often: accumulate gradients over k batches under model.no_sync(), which leaves 1/k of it "
         f"(k = 4: {percent(share)} → {percent(share_left(share, 4))}). Or exchange less: "
@@ -98,15 +101,7 @@ def _what_differs(slowest: RankSummary, others: list[RankSummary]) -> tuple[str,
 
     def excess_s(bucket: str) -> float:
         own: float = getattr(slowest.buckets, bucket)
-        return own - _mean([getattr(rank.buckets, bucket) for rank in others])
+        return own - fmean(getattr(rank.buckets, bucket) for rank in others)
 
     worst = max((bucket for bucket in BUCKETS if bucket in _NAMES), key=excess_s)
     return worst, excess_s(worst)
-
-
-def _machines(evidence: Evidence) -> set[str]:
-    return {rank.hostname for rank in evidence.run.ranks}
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
