@@ -15,31 +15,26 @@ from fulltilt.probes.host import cpu_capacity, memory_limit_bytes, shared_memory
 from fulltilt.records import Machine
 
 
-def describe_machine(gpus: Gpus | None = None) -> Machine:
-    """Everything known about this machine. Opens an NVML session of its own where none is given."""
-    session = gpus if gpus is not None else Gpus.open()
+def describe_machine(gpus: Gpus) -> Machine:
+    """Everything known about this machine."""
     torch, cuda = torch_versions()
     shm_total_bytes, shm_free_bytes = shared_memory_bytes()
-    try:
-        return Machine(
-            hostname=socket.gethostname(),
-            platform=platform.platform(),
-            python=platform.python_version(),
-            torch=torch,
-            cuda=cuda,
-            driver=session.driver,
-            cpu=cpu_capacity(),
-            mem_total_bytes=int(psutil.virtual_memory().total),
-            mem_limit_bytes=memory_limit_bytes(),
-            shm_total_bytes=shm_total_bytes,
-            shm_free_bytes=shm_free_bytes,
-            gpus=session.read(),
-            driver_cuda=session.cuda,
-            why_no_gpu=session.why_none,
-        )
-    finally:
-        if gpus is None:
-            session.close()
+    return Machine(
+        hostname=socket.gethostname(),
+        platform=platform.platform(),
+        python=platform.python_version(),
+        torch=torch,
+        cuda=cuda,
+        driver=gpus.driver,
+        cpu=cpu_capacity(),
+        mem_total_bytes=int(psutil.virtual_memory().total),
+        mem_limit_bytes=memory_limit_bytes(),
+        shm_total_bytes=shm_total_bytes,
+        shm_free_bytes=shm_free_bytes,
+        gpus=gpus.read(),
+        driver_cuda=gpus.cuda,
+        why_no_gpu=gpus.why_none,
+    )
 
 
 def torch_versions() -> tuple[str | None, str | None]:

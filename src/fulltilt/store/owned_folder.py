@@ -199,8 +199,7 @@ class OwnedFolder:
 
     def temporary(self, beside: str | Path) -> Path:
         """A path next to an entry that nobody else uses, hidden, not yet made."""
-        path = self.path / self._name(beside)
-        return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
+        return _beside(self.path / self._name(beside))
 
     def create(self, entry: str | Path, mode: int = 0o666) -> int:
         """A descriptor of a new file of ours, for reading and writing. Raises ForeignFiles if something is there."""
@@ -229,15 +228,9 @@ class OwnedFolder:
 
         Of a file that is written ``again`` and again the marker knows the name only; this process knows the rest.
         """
-        self.check(entry)
-        temporary = self.temporary(entry)
-        try:
-            _write_new(temporary, data, mode)
+        path = self.check(entry)
+        with _written_beside(path, data, mode) as temporary:
             self.move(temporary, entry, again)
-        except BaseException:
-            with contextlib.suppress(OSError):  # where nothing may be written, nothing may be deleted either
-                temporary.unlink()
-            raise
 
     def move(self, source: str | Path, target: str | Path, again: bool = False) -> None:
         """Rename an entry of ours, with all that is recorded below it, over a file of ours or to a free place.
@@ -385,14 +378,25 @@ def write_named_file(path: Path, data: bytes, mode: int = 0o666, signature: byte
             ours = signature is not None and signature in file.read(4096)
         if not ours:
             raise ForeignFiles(f"{path} exists and was not written by Fulltilt", "Choose another name.")
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
+    with _written_beside(path, data, mode) as temporary:
+        temporary.replace(path)
+
+
+@contextlib.contextmanager
+def _written_beside(path: Path, data: bytes, mode: int) -> Iterator[Path]:
+    """A new hidden file next to ``path`` that holds ``data``, to be renamed; gone again where that fails."""
+    temporary = _beside(path)
     try:
         _write_new(temporary, data, mode)
-        temporary.replace(path)
+        yield temporary
     except BaseException:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # where nothing may be written, nothing may be deleted either
             temporary.unlink()
         raise
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
 
 
 def open_plain(path: Path, *, follow: bool = False) -> io.BufferedReader:
