@@ -250,7 +250,7 @@ class DiskStore(HostStore):
         # A complete cache is only read, and may lie where this user cannot write.
         self._fd = _open_file(self.path, os.O_RDONLY if self.complete else os.O_RDWR)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(self._fd, fcntl.LOCK_SH)  # waits for one who only asks whether it is in use
             self._rows_at, size = _places(samples, row_bytes)
             if os.fstat(self._fd).st_size != size:
                 raise OSError(errno.EINVAL, "cut short")

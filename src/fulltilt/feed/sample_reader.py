@@ -15,10 +15,11 @@ from typing import Any, Literal, Protocol
 import torch
 
 from fulltilt.errors import DataError, FulltiltError
-from fulltilt.feed.dataset_objects import Generators, own_module
+from fulltilt.feed.dataset_objects import Generators
 from fulltilt.feed.draws import sample_seed
 from fulltilt.feed.epoch_order import sample_of
 from fulltilt.feed.sample_layout import Layout, ShapeChanged, Unstorable
+from fulltilt.recorder.user_code import owner
 
 # Attributes under which data sets keep their files, in the order in which they are asked for a sample's name.
 _FILE_LISTS = ("samples", "imgs", "paths", "files", "image_paths", "images", "filenames", "image_files", "_files")
@@ -145,19 +146,15 @@ def failure_of(dataset: Any, index: int, error: Exception) -> Failure:
 def _below_ours(error: Exception) -> types.TracebackType | None:
     """The way to ``error`` from where the data set was asked: how it came to be asked tells its owner nothing."""
     way = error.__traceback__
-    while way is not None and way.tb_next is not None and _is_ours(way.tb_frame):
+    while way is not None and way.tb_next is not None and owner(way.tb_frame.f_code.co_filename) == "fulltilt":
         way = way.tb_next
     return way
-
-
-def _is_ours(frame: types.FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).partition(".")[0] == __name__.partition(".")[0]
 
 
 def _users_line(error: Exception) -> str | None:
     """The innermost line of the user's own code on the way to ``error``."""
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
-        if own_module(str(frame.f_globals.get("__name__"))) and not _is_ours(frame):
+        if owner(frame.f_code.co_filename) == "user":
             return f"{Path(frame.f_code.co_filename).name}, line {number}, in {frame.f_code.co_name}"
     return None
 

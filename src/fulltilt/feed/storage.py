@@ -85,8 +85,8 @@ class DeviceStore:
     def __init__(self, layout: Layout, samples: int, device: torch.device) -> None:
         self.layout = layout
         self.present = torch.zeros(samples, dtype=torch.bool)
-        self.columns = [torch.empty((samples, *leaf.shape), dtype=leaf.dtype, device=device) for leaf in layout.leaves]
-        self._words = [_as_words(column, leaf.nbytes) for column, leaf in zip(self.columns, layout.leaves, strict=True)]
+        columns = (torch.empty((samples, *leaf.shape), dtype=leaf.dtype, device=device) for leaf in layout.leaves)
+        self._words = [_as_words(column, leaf.nbytes) for column, leaf in zip(columns, layout.leaves, strict=True)]
 
     def has(self, indices: torch.Tensor) -> torch.Tensor:
         """Which of ``indices`` (on the host) can be served from here."""
@@ -119,7 +119,7 @@ class DeviceStore:
 
     def close(self) -> None:
         """Give the memory back."""
-        self.columns, self._words = [], []
+        self._words = []
 
 
 class HostStore:

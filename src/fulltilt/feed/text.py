@@ -131,8 +131,6 @@ def tokenise(
     return Tokens.of(ids, max_length=max_length)
 
 
-__all__ = ["Batching", "TextLoader", "Tokens", "padded_length", "padding_waste", "text", "tokenise"]
-
 # Samples in a window, in batches: large enough that lengths within a batch are nearly equal, small against the epoch.
 WINDOW_BATCHES = 64
 
@@ -222,16 +220,6 @@ class Batching:
 def padded_length(length: int, multiple: int) -> int:
     """``length`` rounded up to ``multiple``: few different shapes for compiled models and tensor cores."""
     return max(multiple, math.ceil(length / multiple) * multiple)
-
-
-def padding_waste(lengths: torch.Tensor, batches: Iterable[torch.Tensor], multiple: int = 1) -> float:
-    """The share of all tokens that is padding, 0 to 1."""
-    real = padded = 0
-    for batch in batches:
-        inside = lengths[batch]
-        real += int(inside.sum())
-        padded += len(batch) * padded_length(int(inside.max()), multiple)
-    return 1 - real / padded if padded else 0.0
 
 
 # --------------------------------------------------------------------------- the loader

@@ -35,6 +35,9 @@ class Limits:
     ram_share: float = 0.7
 
 
+LIMITS = Limits()
+
+
 @dataclass(frozen=True)
 class Room:
     """Bytes that are free on each tier, after the model's own; None where the tier does not exist."""
@@ -95,28 +98,26 @@ def measure_room(
     reserve_bytes: int | None = None,
     model_has_run: bool = False,
     cache_limit_bytes: int | None = None,
-    limits: Limits = Limits(),  # noqa: B008 - frozen
 ) -> Room:
     """What is free now; without a ``cache_dir`` there is no disk tier.
 
     ``reserve_bytes`` is the VRAM to leave for the model; None leaves a share (see Limits).
     """
-    local_ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
-    ram = free_ram_bytes() // local_ranks
+    ram = free_ram_bytes() // _local_ranks()
     vram = pinned = None
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        margin = max(limits.vram_margin_bytes, int(total * limits.vram_margin_share))
+        margin = max(LIMITS.vram_margin_bytes, int(total * LIMITS.vram_margin_share))
         if reserve_bytes is None and not model_has_run:
-            margin = max(margin, int(total * limits.vram_unknown_model_share))
+            margin = max(margin, int(total * LIMITS.vram_unknown_model_share))
         elif reserve_bytes is not None:
             # What the model already took is no longer free: only the rest of its reserve is still to come.
             margin += max(0, reserve_bytes - torch.cuda.memory_reserved(device))
         vram = max(0, free - margin)
-        pinned = int(ram * limits.pinned_share)
+        pinned = int(ram * LIMITS.pinned_share)
     # Caches that are there already are either the one looked for, or give way to it.
     disk = None if cache_dir is None else room_bytes(cache_dir, cache_limit_bytes)
-    return Room(vram, pinned, int(ram * limits.ram_share), disk)
+    return Room(vram, pinned, int(ram * LIMITS.ram_share), disk)
 
 
 def free_ram_bytes() -> int:
@@ -138,5 +139,8 @@ def default_workers() -> int:
         return 0
     usable = cpu_capacity().usable
     cores = psutil.cpu_count(logical=False) or int(usable)
-    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
-    return max(1, int(min(usable, cores)) // ranks)
+    return max(1, int(min(usable, cores)) // _local_ranks())
+
+
+def _local_ranks() -> int:
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
