@@ -21,11 +21,11 @@ from fulltilt.records import GpuProcess, GpuReading
 # --------------------------------------------------------------------------- CUDA_VISIBLE_DEVICES
 
 
-def visible_uuids(value: str | None, gpus: Sequence[str], migs: Mapping[str, str] | None = None) -> tuple[str, ...]:
+def visible_uuids(value: str | None, gpus: Sequence[str], migs: Sequence[str] = ()) -> tuple[str, ...]:
     """The UUIDs that CUDA shows for a value of CUDA_VISIBLE_DEVICES, in the order of CUDA's ordinals.
 
-    ``gpus`` are all UUIDs in CUDA's own order; ``migs`` maps every name of a MIG device to its UUID.
-    As in CUDA the first entry decides whether the list holds indices, UUIDs or MIG names, the list ends
+    ``gpus`` are all UUIDs in CUDA's own order; ``migs`` those of the MIG devices.
+    As in CUDA the first entry decides whether the list holds indices, GPUs' or MIG devices' UUIDs, the list ends
     at the first invalid entry, and a device named twice makes the whole list empty.
     """
     if value is None:
@@ -33,12 +33,11 @@ def visible_uuids(value: str | None, gpus: Sequence[str], migs: Mapping[str, str
     entries = [entry.strip() for entry in value.split(",")]
     if entries[0].startswith("MIG-"):
         # CUDA lets a process use one MIG device, whatever else is listed.
-        return tuple(uuid for uuid in [_by_prefix(entries[0], "MIG-", migs or {})] if uuid is not None)
+        return tuple(uuid for uuid in [_by_prefix(entries[0], "MIG-", migs)] if uuid is not None)
     by_uuid = entries[0].startswith("GPU-")
-    names = {uuid: uuid for uuid in gpus}
     chosen: list[str] = []
     for entry in entries:
-        uuid = _by_prefix(entry, "GPU-", names) if by_uuid else _by_index(entry, gpus)
+        uuid = _by_prefix(entry, "GPU-", gpus) if by_uuid else _by_index(entry, gpus)
         if uuid is None:
             break
         if uuid in chosen:
@@ -53,13 +52,9 @@ def _by_index(entry: str, gpus: Sequence[str]) -> str | None:
     return gpus[index] if index < len(gpus) else None
 
 
-def _by_prefix(entry: str, kind: str, names: Mapping[str, str]) -> str | None:
-    if not entry.startswith(kind):
-        return None
-    if entry in names:
-        return names[entry]
-    found = {uuid for name, uuid in names.items() if name.startswith(entry)}
-    return found.pop() if len(found) == 1 else None  # an ambiguous prefix is invalid
+def _by_prefix(entry: str, kind: str, uuids: Sequence[str]) -> str | None:
+    found = [uuid for uuid in uuids if entry.startswith(kind) and uuid.startswith(entry)]
+    return found[0] if len(found) == 1 else None  # an ambiguous prefix is invalid
 
 
 # --------------------------------------------------------------------------- processes on a GPU
@@ -85,11 +80,9 @@ class GpuProcesses:
 
     def read(self, handle: Any) -> tuple[GpuProcess, ...] | None:
         """The processes in order of their ids; None where the driver does not tell. Raises GpuLost."""
-        # The third version needs a driver from 510 on; the unversioned name raises a foreign exception type.
-        compute, of_mps = (
-            self._nvml.query_first((f"{function}_v3", f"{function}_v2"), handle)
-            for function in ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetMPSComputeRunningProcesses")
-        )
+        # By version: the plain names raise a foreign exception type. The drivers that torch runs on know the third.
+        compute = self._nvml.query("nvmlDeviceGetComputeRunningProcesses_v3", handle)
+        of_mps = self._nvml.query("nvmlDeviceGetMPSComputeRunningProcesses_v3", handle)
         if compute is None:
             return None
         held: dict[int, int | None] = {}
@@ -179,12 +172,6 @@ class Device:
         margin, now_c = nvml.query("nvmlDeviceGetMarginTemperature", self.board), self.temperature_c(nvml)
         return None if margin is None or now_c is None else now_c + margin
 
-    def memory(self, nvml: Nvml) -> Any:
-        """NVML's memory info; from its second version on the driver's own reserve is not counted as used."""
-        second = getattr(nvml.module, "nvmlMemory_v2", None)
-        found = None if second is None else nvml.query("nvmlDeviceGetMemoryInfo", self.handle, second)
-        return found if found is not None else nvml.query("nvmlDeviceGetMemoryInfo", self.handle)
-
     def temperature_c(self, nvml: Nvml) -> float | None:
         """The temperature of the GPU."""
         sensor = nvml.module.NVML_TEMPERATURE_GPU
@@ -235,20 +222,19 @@ def _boards(nvml: Nvml) -> Iterator[tuple[str, Any]]:
 
 def _visible(nvml: Nvml, boards: dict[str, Any], environ: Mapping[str, str]) -> Iterator[tuple[str, Any, Any]]:
     """(UUID, handle, handle of the board) of each device in CUDA's order."""
-    migs = {uuid: list(_mig_devices(nvml, uuid, handle)) for uuid, handle in boards.items()}
-    mig_names = {name: mig[0] for found in migs.values() for mig, names in found for name in names}
-    by_uuid = {mig[0]: mig for found in migs.values() for mig, _ in found}
+    migs = {uuid: list(_mig_devices(nvml, handle)) for uuid, handle in boards.items()}
+    by_uuid = {mig[0]: mig for found in migs.values() for mig in found}
     ordered = list(boards)
     if environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         # NVML's order is that of the PCI bus; CUDA's own puts the fastest first, by an estimate such as this one.
         ordered.sort(key=lambda uuid: -_speed(nvml, boards[uuid]))
-    for uuid in visible_uuids(environ.get("CUDA_VISIBLE_DEVICES"), ordered, mig_names):
+    for uuid in visible_uuids(environ.get("CUDA_VISIBLE_DEVICES"), ordered, list(by_uuid)):
         if uuid in by_uuid:
             yield by_uuid[uuid]
         elif not _is_split(nvml, boards[uuid]):
             yield uuid, boards[uuid], boards[uuid]
         elif migs[uuid]:
-            yield migs[uuid][0][0]  # of a GPU that is split by MIG, CUDA uses the first device
+            yield migs[uuid][0]  # of a GPU that is split by MIG, CUDA uses the first device
 
 
 def _is_split(nvml: Nvml, board: Any) -> bool:
@@ -256,18 +242,15 @@ def _is_split(nvml: Nvml, board: Any) -> bool:
     return mode is not None and mode[0] == nvml.module.NVML_DEVICE_MIG_ENABLE
 
 
-def _mig_devices(nvml: Nvml, uuid: str, board: Any) -> Iterator[tuple[tuple[str, Any, Any], tuple[str, str]]]:
-    """Each MIG device of a GPU, with the new and the old form of its name."""
+def _mig_devices(nvml: Nvml, board: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(UUID, handle, handle of the board) of each MIG device of a GPU."""
     if not _is_split(nvml, board):
         return
     for number in range(nvml.query("nvmlDeviceGetMaxMigDeviceCount", board) or 0):
         handle = nvml.query("nvmlDeviceGetMigDeviceHandleByIndex", board, number)
-        name = None if handle is None else nvml.query("nvmlDeviceGetUUID", handle)
-        if name is None:
-            continue
-        gpu_instance = nvml.query("nvmlDeviceGetGpuInstanceId", handle)
-        compute_instance = nvml.query("nvmlDeviceGetComputeInstanceId", handle)
-        yield (name, handle, board), (name, f"MIG-{uuid}/{gpu_instance}/{compute_instance}")
+        uuid = None if handle is None else nvml.query("nvmlDeviceGetUUID", handle)
+        if uuid is not None:
+            yield uuid, handle, board
 
 
 def _speed(nvml: Nvml, board: Any) -> int:
@@ -374,7 +357,8 @@ class Gpus:
     def _read_device(self, nvml: Nvml, device: Device, asks_pcie: bool, asks_energy: bool) -> GpuReading:
         module, handle, board = nvml.module, device.handle, device.board
         use = nvml.query("nvmlDeviceGetUtilizationRates", handle)
-        memory = device.memory(nvml)
+        # In the second version the driver's own reserve is not counted as used.
+        memory = nvml.query("nvmlDeviceGetMemoryInfo", handle, module.nvmlMemory_v2)
         power_mw = nvml.query("nvmlDeviceGetPowerUsage", handle)
         power_limit_mw = nvml.query("nvmlDeviceGetEnforcedPowerLimit", handle)
         energy_mj = None

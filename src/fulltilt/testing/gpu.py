@@ -126,9 +126,9 @@ class FakeDriver:
 
     def nvmlDeviceGetMemoryInfo(self, handle: FakeGpu, version: int | None = None) -> Any:
         memory = pynvml.c_nvmlMemory_v2_t() if version else pynvml.c_nvmlMemory_t()
-        used = int(at(handle.vram_used_bytes, self.clock()))
-        # The first version counts the driver's own reserve as used.
-        memory.total, memory.used = handle.vram_total_bytes, used if version else used + handle.vram_reserved_bytes
+        memory.total, memory.used = handle.vram_total_bytes, int(at(handle.vram_used_bytes, self.clock()))
+        if not version:  # it counts the driver's own reserve as used
+            memory.used += handle.vram_reserved_bytes
         memory.free = memory.total - memory.used
         return memory
 
@@ -284,11 +284,9 @@ _TOLD: Mapping[str, Callable[[FakeGpu, float], Any]] = {
     "nvmlDeviceGetCurrentClocksEventReasons": lambda gpu, t_s: at(gpu.clock_events, t_s),
     "nvmlDeviceGetCurrentClocksThrottleReasons": lambda gpu, t_s: at(gpu.clock_events, t_s),
     "nvmlDeviceGetComputeRunningProcesses_v3": _processes,
-    "nvmlDeviceGetComputeRunningProcesses_v2": _processes,
     "nvmlDeviceGetMigMode": lambda gpu, _: [int(gpu.split), int(gpu.split)],
     "nvmlDeviceGetMaxMigDeviceCount": lambda _gpu, _: 7,
     "nvmlDeviceGetGpuInstanceId": lambda gpu, _: gpu.gpu_instance,
-    "nvmlDeviceGetComputeInstanceId": lambda gpu, _: None if gpu.gpu_instance is None else 0,
 }
 
 
