@@ -7,13 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import pytest
 
 from fulltilt.cli.main import main
-from fulltilt.cli.watch import _keyboard
 from fulltilt.probes.gpu import Gpus
 from fulltilt.records import Sample
 from fulltilt.store import read_lines
@@ -113,17 +111,6 @@ def test_its_jobs_name_their_run(tmp_path: Path) -> None:
     finally:
         job.kill()
         job.wait()
-
-
-def test_on_windows_keys_come_from_its_console(monkeypatch: pytest.MonkeyPatch) -> None:
-    typed = ["x", CTRL_Z.decode(), "q"]
-    console = types.SimpleNamespace(kbhit=lambda: bool(typed), getwch=lambda: typed.pop(0))
-    monkeypatch.setitem(sys.modules, "msvcrt", console)
-    with monkeypatch.context() as windows:
-        windows.setattr(sys, "platform", "win32")
-        with _keyboard() as next_key:
-            keys = [next_key(0.0) for _ in range(4)]
-    assert keys == ["x", "", "q", ""]  # there is no stopping a process with Ctrl-Z there
 
 
 # --------------------------------------------------------------------------- plain lines

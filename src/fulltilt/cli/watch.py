@@ -152,8 +152,7 @@ class Screen:
 
 def _show_until_quit(readings: Readings, screen: Screen) -> None:
     while _show_until_key(readings, screen) == _SUSPEND:
-        if sys.platform != "win32":
-            os.kill(0, signal.SIGTSTP)  # stops the whole job, as the terminal itself would; `fg` lets us go on
+        os.kill(0, signal.SIGTSTP)  # stops the whole job, as the terminal itself would; `fg` lets us go on
 
 
 def _show_until_key(readings: Readings, screen: Screen) -> str:
@@ -194,17 +193,7 @@ def _no_key(wait_s: float) -> str:
 @contextlib.contextmanager
 def _keyboard() -> Iterator[Callable[[float], str]]:
     """A function that waits some seconds for a key and returns it, or ``""``. The terminal is restored at the end."""
-    if sys.platform == "win32":
-        import msvcrt
-
-        def windows_key(wait_s: float) -> str:
-            time.sleep(wait_s)
-            key = msvcrt.getwch() if msvcrt.kbhit() else ""
-            return "" if key == _SUSPEND else key  # Windows stops no processes
-
-        yield windows_key
-        return
-    if not sys.stdin.isatty():
+    if sys.platform == "win32" or not sys.stdin.isatty():  # Ctrl-C ends it there
         yield _no_key
         return
 
