@@ -17,7 +17,7 @@ from fulltilt.tuning import learning_rate
         (0.1, 256, 1024, "SGD", False, "0.1 × 1024/256 = 0.4"),
         (0.00024, 8, 12, "AdamW", True, "0.00024 × sqrt(12/8) × 0.56/0.6 (deep supervision) = 0.000274"),
         (0.00024, 8, 16, "AdamW", True, "0.00024 × sqrt(16/8) × 0.50/0.6 (deep supervision) = 0.000283"),
-        (2e-5, 96, 96, "AdamW", False, "0.00002, as it is"),
+        (2e-5, 96, 96, "AdamW", False, "2e-05, as it is"),
     ],
 )
 def test_the_arithmetic_is_printed(

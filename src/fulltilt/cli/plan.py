@@ -19,7 +19,7 @@ from fulltilt.errors import UsageError
 from fulltilt.figures import NOT_MEASURED, number, percent, seconds, size
 from fulltilt.records import SCHEMA_VERSION
 from fulltilt.report.console import open_console
-from fulltilt.tuning.learning_rate import WARM_UP, figure
+from fulltilt.tuning.learning_rate import WARM_UP
 from fulltilt.tuning.plan import (
     CONTEXT_BYTES,
     GPU_GIB,
@@ -153,7 +153,7 @@ def _show_batches(console: Console, plan: Plan) -> None:
             size(row.vram_bytes),
             percent(row.vram_share),
             number(row.samples_per_s) if row.samples_per_s is not None else NOT_MEASURED,
-            NOT_MEASURED if row.learning_rate is None else figure(row.learning_rate.rate),
+            NOT_MEASURED if row.learning_rate is None else f"{row.learning_rate.rate:.3g}",
             _hours(row.hours),
         )
         for row in plan.batches

@@ -33,20 +33,20 @@ def scale(
 ) -> Scaled:
     """The rate for ``new_batch`` samples a step when ``rate`` was right for ``batch``."""
     if new_batch == batch:
-        return Scaled(rate, f"{figure(rate)}, as it is", None)
+        return Scaled(rate, f"{rate:.3g}, as it is", None)
     ratio = new_batch / batch
     fraction = f"{new_batch}/{batch}"
     if optimizer in _LINEAR:
-        factor, terms = ratio, f"{figure(rate)} × {fraction}"
+        factor, terms = ratio, f"{rate:.3g} × {fraction}"
     else:
-        factor, terms = math.sqrt(ratio), f"{figure(rate)} × sqrt({fraction})"
+        factor, terms = math.sqrt(ratio), f"{rate:.3g} × sqrt({fraction})"
     if deep_supervision:
         reduced = deep_supervision_factor(ratio) / deep_supervision_factor(1.0)
         factor *= reduced
         terms += f" × {deep_supervision_factor(ratio):.2f}/{deep_supervision_factor(1.0):.1f} (deep supervision)"
     scaled = rate * factor
     advice = f"the rate is {factor:.2g} × as high: {WARM_UP}" if factor >= WARM_UP_FROM else None
-    return Scaled(scaled, f"{terms} = {figure(scaled)}", advice)
+    return Scaled(scaled, f"{terms} = {scaled:.3g}", advice)
 
 
 def deep_supervision_factor(ratio: float) -> float:
@@ -72,13 +72,3 @@ def accumulation_for(batch: int, fits: int) -> tuple[int, int] | None:
 def looks_deeply_supervised(command: tuple[str, ...]) -> bool:
     """Whether a command asks for deep supervision."""
     return any(argument.lstrip("-").replace("_", "-").startswith("deep-supervision") for argument in command)
-
-
-def figure(value: float) -> str:
-    """A learning rate in at most three significant figures, never as a power of ten above 1e-5."""
-    if value == 0:
-        return "0"
-    if value < 1e-5:
-        return f"{value:.3g}"
-    digits = 2 - math.floor(math.log10(value))
-    return f"{value:.{max(digits, 0)}f}".rstrip("0").rstrip(".") if digits > 0 else f"{value:.0f}"

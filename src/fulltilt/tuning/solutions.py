@@ -13,7 +13,7 @@ from rich.text import Text
 from fulltilt import figures
 from fulltilt.records import Settings, Trial
 from fulltilt.report import run_view
-from fulltilt.tuning.learning_rate import Scaled, figure, scale
+from fulltilt.tuning.learning_rate import Scaled, scale
 from fulltilt.tuning.search import Comparison
 from fulltilt.tuning.space import WAITS, best_of, is_loader_only, is_valid, knee_of, rate, start_of
 
@@ -159,7 +159,7 @@ def show_solutions(console: Console, rows: Sequence[Solution]) -> None:
             _gib(trial.vram_peak_bytes),
             _gib(trial.ram_peak_bytes),
             figures.pct(trial.cpu_pct),
-            figures.NOT_MEASURED if row.learning_rate is None else figure(row.learning_rate.rate),
+            figures.NOT_MEASURED if row.learning_rate is None else f"{row.learning_rate.rate:.3g}",
         )
     console.print(table)
     for row in rows:
