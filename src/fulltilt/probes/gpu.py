@@ -76,7 +76,7 @@ class GpuProcesses:
         self._root_pid = root_pid
         self._proc = proc
         self._same_numbers = _numbers_are_the_drivers(proc)
-        self._known: dict[tuple[int, float | None], tuple[str | None, bool]] = {}  # (pid, start): name, ours
+        self._known: dict[psutil.Process | int, tuple[str | None, bool]] = {}  # name, ours
 
     def read(self, handle: Any) -> tuple[GpuProcess, ...] | None:
         """The processes in order of their ids; None where the driver does not tell. Raises GpuLost."""
@@ -91,12 +91,12 @@ class GpuProcesses:
         return tuple(GpuProcess(pid, name, held[pid], ours) for pid in sorted(held) for name, ours in [self._who(pid)])
 
     def _who(self, pid: int) -> tuple[str | None, bool]:
-        """Name of a process, and whether it is ours: found out once, since numbers are used again but not starts."""
+        """Name of a process, and whether it is ours: found out once. psutil tells numbers that are used again apart."""
         try:
             process = psutil.Process(pid) if pid else None
-            key = (pid, None if process is None else process.create_time())
         except psutil.Error:
-            process, key = None, (pid, None)
+            process = None
+        key = process or pid
         if key not in self._known:
             if len(self._known) > 256:
                 self._known.clear()  # a monitor that runs for weeks sees many processes

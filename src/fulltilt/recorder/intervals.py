@@ -254,9 +254,7 @@ class IntervalBuilder:
         if self._in_backward:  # a hook steps as soon as its parameter's gradient is there
             self._in_backward = False
             self.counter.backward()
-        new = self.counter.begins_new_step(fact.optimizer_id)
-        self.counter.optimizer_stepped(fact.optimizer_id)
-        if new:
+        if self.counter.optimizer_stepped(fact.optimizer_id):
             self._interval.skipped += fact.skipped
             self._end_step(1)
 

@@ -190,17 +190,18 @@ class StepCounter:
         self._samples += sum(known)
         self._counted = self._counted or bool(known)
 
-    def begins_new_step(self, optimizer_id: int) -> bool:
-        """Whether this optimizer call belongs to a new step rather than to the one just ended."""
-        return not self.stepped or optimizer_id in self.stepped or self.drawn_since_step
+    def optimizer_stepped(self, optimizer_id: int) -> bool:
+        """An optimizer's step ended (also one that the scaler skipped).
 
-    def optimizer_stepped(self, optimizer_id: int) -> None:
-        """An optimizer's step ended (also one that the scaler skipped)."""
-        if self.begins_new_step(optimizer_id):
+        Returns whether it belongs to a new step rather than to the one just ended.
+        """
+        new = not self.stepped or optimizer_id in self.stepped or self.drawn_since_step
+        if new:
             self.stepped.clear()
         self.stepped.add(optimizer_id)
         self.optimizer_seen = True
         self.drawn_since_step = False
+        return new
 
     def updates_by_hand(self) -> bool:
         """Whether this job never uses an optimizer, so that each backward counts as a step."""
