@@ -147,6 +147,7 @@ def test_a_good_machine_passes_every_line() -> None:
         ),
         ("throttling", {"gpus": gpu(throttle_reasons=("power_cap",), sm_clock_mhz=1500.0)}, "ok", "none"),
         ("throttling", {"gpus": gpu(throttle_reasons=("power_cap",), sm_clock_mhz=900.0)}, "warn", "GPU 0: power cap"),
+        ("throttling", {"gpus": gpu(throttle_reasons=("board_limit",), sm_clock_mhz=1500.0)}, "ok", "none"),
         ("throttling", {"gpus": gpu(throttle_reasons=None)}, "skip", "the driver does not tell"),
         ("temperature", {"gpus": gpu(temperature_c=89.0)}, "warn", "GPU 0: 89 °C, slows down at 93 °C"),
         ("temperature", {"gpus": gpu(temperature_c=93.0)}, "fail", "GPU 0: 93 °C, slows down at 93 °C"),
