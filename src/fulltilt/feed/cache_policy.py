@@ -156,7 +156,9 @@ class SampleCache:
             changed = self._first_changed(store, spread(self.samples, self._checks))
             if changed is not None:
                 refused = f"the cache was refused: its sample {changed} is not what the data set returns"
-                if store.discard():
+                deleted = store.delete_file()
+                store.close()
+                if deleted:
                     self.notes.say(refused)
                     store = self._open(model_has_run=model_has_run)
                 else:  # not ours to delete
@@ -264,5 +266,5 @@ class SampleCache:
         self.tier, self._decided, self.wanted = "none", True, False
         store, self.rows.store = self.rows.store, None
         if isinstance(store, DiskStore):
-            store.delete_files()
+            store.delete_file()
         self.notes.warn(why)

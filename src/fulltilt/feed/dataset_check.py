@@ -47,11 +47,6 @@ def inspect(dataset: Any, *, checks: int = 8, policy: Policy = "stop", workers: 
     return in_child_process(lambda: _inspect(dataset, samples, checks, policy), workers, dataset)
 
 
-def is_declared(dataset: Any) -> bool:
-    """Whether the data set says that its samples are the same every time."""
-    return getattr(dataset, "deterministic", False) is True or type(dataset) is torch.utils.data.TensorDataset
-
-
 def _inspect(dataset: Any, samples: int, checks: int, policy: Policy) -> Inspection:
     with Generators(dataset).untouched():
         drawn = _draw(dataset, samples, checks, policy)
@@ -64,7 +59,7 @@ def _inspect(dataset: Any, samples: int, checks: int, policy: Policy) -> Inspect
             _check_collates(first, str(error))
             return Inspection(None, unstorable_because=str(error))
         _check_shapes(dataset, drawn, layout)
-        if is_declared(dataset):
+        if getattr(dataset, "deterministic", False) is True or type(dataset) is torch.utils.data.TensorDataset:
             return Inspection(layout)
         return Inspection(layout, random_because=_random_because(dataset, drawn))
 

@@ -16,7 +16,6 @@ after it. Several processes may write at once, because they write the same bytes
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import hashlib
 import json
@@ -277,7 +276,7 @@ class DiskStore(HostStore):
         """Write rows, then their checksums. Raises CacheFull."""
         try:
             for position, index in enumerate(indices.tolist()):
-                data = _bytes_of(rows[position])
+                data = rows[position].numpy().data
                 _write_fully(self._fd, data, self._rows_at + index * self._row_bytes)
                 _write_fully(self._fd, _mark(data).to_bytes(4, "little"), HEADER_BYTES + index * 4)
         except OSError as error:
@@ -311,7 +310,7 @@ class DiskStore(HostStore):
         """A row that is not what was written, among as many as can be read in a moment."""
         samples, row_bytes = self.rows.shape
         for index in spread(samples, max(1, min(CHECKED_ROWS, CHECKED_BYTES // row_bytes))):
-            if int(self._marks[index]) & 0xFFFFFFFF != _mark(_bytes_of(self.rows[index])):
+            if int(self._marks[index]) & 0xFFFFFFFF != _mark(self.rows[index].numpy().data):
                 return index
         return None
 
@@ -323,16 +322,10 @@ class DiskStore(HostStore):
         if not self.keep:
             self._owned.remove(self._name)
 
-    def delete_files(self) -> None:
-        """Delete the cache at once; rows that are there can be read until it is closed."""
+    def delete_file(self) -> bool:
+        """Delete the cache at once; rows that are there can be read until it is closed. False when it is not ours."""
         self.keep = False
-        self._owned.remove(self._name)
-
-    def discard(self) -> bool:
-        """Close and delete a cache that is of no use; False when it is not ours and stays."""
-        self.keep = False
-        self.close()
-        return not os.path.lexists(self.path)
+        return self._owned.remove(self._name)
 
 
 def open_cache(
@@ -390,7 +383,8 @@ def _find(owned: OwnedFolder, final: str, layout: Layout, samples: int) -> tuple
                         with contextlib.suppress(OSError):  # somebody else's: not for us to say when it was used
                             os.utime(store._fd)
                         return store, "found"
-                    store.discard()
+                    store.delete_file()
+                    store.close()
                     how = f"new; the one there was damaged in its sample {damaged}"
         if not owned.remove(name):
             raise CacheFull(f"{path} was not made by Fulltilt and is left as it is")
@@ -429,11 +423,6 @@ def _mapped(fd: int, size: int) -> torch.Tensor:
 def _remove_as(pid: int, owned: OwnedFolder, name: str) -> None:
     if os.getpid() == pid:  # a forked child drops its copy of the store; the files are its parent's
         owned.remove(name)
-
-
-def _bytes_of(row: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous row without a copy; the caller keeps the row alive."""
-    return memoryview((ctypes.c_ubyte * row.numel()).from_address(row.data_ptr())).cast("B")
 
 
 def _mark(data: memoryview) -> int:
