@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from fulltilt import store
 from fulltilt.errors import UsageError
-from fulltilt.figures import duration_s
+from fulltilt.figures import count, duration_s
 from fulltilt.records import MOST_OF_A_SETTING
 
 
@@ -199,8 +199,7 @@ def parse(
         found = made.problems() if hasattr(made, "problems") else []
         if not found:
             return made
-    count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
-    raise UsageError("\n".join([f"{count} in {source}:", *found]))
+    raise UsageError("\n".join([f"{count('problem', len(found))} in {source}:", *found]))
 
 
 def checked(made: Record) -> Record:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fulltilt.errors import MachineError, UsageError
+from fulltilt.figures import count
 from fulltilt.train.job import Loss
 
 _AFTER_THE_WATCHDOG_S = 30.0
@@ -27,7 +28,6 @@ class Ranks:
     rank: int = 0
     world: int = 1
     local_rank: int = 0
-    local_world: int = 1
 
 
 def detect(environment: Mapping[str, str] | None = None) -> Ranks:
@@ -38,7 +38,7 @@ def detect(environment: Mapping[str, str] | None = None) -> Ranks:
             what = f"srun started {env['SLURM_STEP_NUM_TASKS']} processes that do not know of each other"
             raise UsageError(what, "Let srun start one torchrun on each machine: srun --ntasks-per-node=1 torchrun ...")
         return Ranks()
-    defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
     try:
         return Ranks(*(int(env.get(name, default)) for name, default in defaults.items()))
     except ValueError as error:
@@ -81,8 +81,7 @@ def device_lines(devices: Sequence[str]) -> list[str]:
     """``Using 2 GPUs for training``, and the name of each."""
     if not devices:
         return []
-    noun = "GPU" if len(devices) == 1 else "GPUs"
-    return [f"Using {len(devices)} {noun} for training", *(f"GPU {i}: {name}" for i, name in enumerate(devices))]
+    return [f"Using {count('GPU', len(devices))} for training", *(f"GPU {i}: {name}" for i, name in enumerate(devices))]
 
 
 class Group:

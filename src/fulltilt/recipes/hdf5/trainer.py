@@ -14,6 +14,7 @@ from fulltilt import feed
 from fulltilt.feed.augment import Pipeline, SpecAugment
 from fulltilt.feed.hdf5 import Hdf5Loader
 from fulltilt.feed.staging import stage_dir
+from fulltilt.figures import count
 from fulltilt.probes.host import cpu_capacity
 from fulltilt.recipes.hdf5 import Options
 from fulltilt.recipes.hdf5.data import Found, Part, keys_of, look
@@ -116,7 +117,7 @@ def _staged(request: Request, screen: Screen, cleanup: contextlib.ExitStack) -> 
 
 def _described(found: Found, data: Hdf5Loader) -> str:
     share = found.positives / (found.positives + found.negatives)
-    files = "1 file" if len(found.train.files) == 1 else f"{len(found.train.files)} files"
+    files = count("file", len(found.train.files))
     kept = "streamed in blocks" if data.tier == "none" else f"kept in {data.tier}"
     return f"{data.source.samples:,} training windows from {files}, {100 * share:.1f} % positive, {kept}"
 
