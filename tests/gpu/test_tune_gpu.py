@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fulltilt.recorder.launch import job_command
+from fulltilt.recorder.job_command import job_command
 from fulltilt.records import Trial
 from fulltilt.tuning.space import Space, is_valid, vram_line
 from fulltilt.tuning.study import Study

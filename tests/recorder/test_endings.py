@@ -14,7 +14,7 @@ from fulltilt.cli.run import state_of
 from fulltilt.errors import StoppedEarly
 from fulltilt.recorder.hooks import Patches, processes
 from fulltilt.recorder.hooks.processes import ExitHooks
-from fulltilt.recorder.recording import ending_of
+from fulltilt.recorder.manual_recording import ending_of
 
 
 @pytest.mark.parametrize(

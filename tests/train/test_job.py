@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fulltilt.train.config import TrainSettings
-from fulltilt.train.job import Stage, learning_rate, stage_at, stage_rate, trainable
+from fulltilt.train.job import Stage, stage_at, trainable
+from fulltilt.train.optimizers import learning_rate, stage_rate
 
 
 def test_the_shape() -> None:

@@ -26,7 +26,7 @@ import pytest
 from fulltilt.cli.main import main
 from fulltilt.cli.tune import _hand_over, conduct, end_study
 from fulltilt.errors import ForeignFiles, UsageError
-from fulltilt.recorder.launch import job_command
+from fulltilt.recorder.job_command import job_command
 from fulltilt.records import Settings, Trial
 from fulltilt.report.console import open_console
 from fulltilt.store import LineWriter, OwnedFolder, owned_folder, read_lines, write_json

@@ -48,7 +48,7 @@ def run_recipe(recipe: Recipe, given: dict[str, Any], config: Path | None = None
     request = flagged.read(recipe, given, config)
     from fulltilt.train import exit_code_of
     from fulltilt.train.distributed import detect
-    from fulltilt.train.launch import relaunch
+    from fulltilt.train.launch_ranks import relaunch
 
     out = request.out
     if os.path.lexists(out):

@@ -26,7 +26,7 @@ from fulltilt.errors import Diverged, DoesNotFit, FulltiltError, MachineError, U
 from fulltilt.figures import duration_s, seconds
 from fulltilt.probes.host import cpu_capacity, memory_headroom_bytes
 from fulltilt.recipes import RECIPES
-from fulltilt.recorder.launch import job_command, job_name
+from fulltilt.recorder.job_command import job_command, job_name
 from fulltilt.recorder.loaders.overrides import LOADER
 from fulltilt.records import Settings, Trial
 from fulltilt.report.console import open_console

@@ -10,7 +10,7 @@ __all__ = ["record"]
 def __getattr__(name: str) -> Any:
     # record() needs torch; the rest of this floor is also used where there is none.
     if name == "record":
-        from fulltilt.recorder.recording import record
+        from fulltilt.recorder.manual_recording import record
 
         return record
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,8 +14,8 @@ A file that is damaged anywhere else is an error that names the file and the lin
 
 from __future__ import annotations
 
-from fulltilt.store.codec import decode, encode, encode_fully
 from fulltilt.store.owned_folder import OwnedFolder, open_plain, write_named_file
+from fulltilt.store.record_json import decode, encode, encode_fully
 from fulltilt.store.run_files import (
     FINDINGS_FILE,
     REPORT_FILE,

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 from fulltilt.errors import ForeignFiles, NotARunFolder, RunFolderError
 from fulltilt.records import SCHEMA_VERSION, RankRecord, Run, RunRecord, Sample, Span
-from fulltilt.store.codec import decode, encode
 from fulltilt.store.owned_folder import NO_FOLLOW, OwnedFolder, kind_of, open_plain, write_named_file
+from fulltilt.store.record_json import decode, encode
 
 Record = TypeVar("Record")
 

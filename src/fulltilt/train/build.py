@@ -17,7 +17,7 @@ from fulltilt.train.config import TrainSettings
 from fulltilt.train.data_source import BatchSource, make_source
 from fulltilt.train.distributed import Group, LossModule, Replicated, Sharded, SingleProcess, detect, device_of, divided
 from fulltilt.train.guards import Guard, MicroBatch
-from fulltilt.train.job import Job, Stage, samples_in, stage_at, stage_rate, trainable
+from fulltilt.train.job import Job, Stage, samples_in, stage_at, trainable
 from fulltilt.train.metrics_log import EpochTotals
 from fulltilt.train.progress import Screen
 from fulltilt.train.sampler import EpochPlan, seed_everything
@@ -66,10 +66,10 @@ def learning_rate_of(state: TrainState) -> float:
     index, epoch_in_stage = stage_at(stages, progress.epoch)
     per_epoch = state.source.steps_per_epoch()
     if settings.max_steps is not None and (len(stages) == 1 or per_epoch is None):
-        return stage_rate(settings, stages[index], progress.step, settings.max_steps, per_epoch or 0)
+        return optimizers.stage_rate(settings, stages[index], progress.step, settings.max_steps, per_epoch or 0)
     assert per_epoch is not None
     step = epoch_in_stage * per_epoch + state.source.steps_done(progress.consumed)
-    return stage_rate(settings, stages[index], step, stages[index].epochs * per_epoch, per_epoch)
+    return optimizers.stage_rate(settings, stages[index], step, stages[index].epochs * per_epoch, per_epoch)
 
 
 def _optimizer(state: TrainState) -> torch.optim.Optimizer:

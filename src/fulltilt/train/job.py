@@ -1,12 +1,11 @@
-"""A training job as the engine takes it: its stages, the learning rate in each, and what its loss returned."""
+"""A training job as the engine takes it: its stages, what is trained in each, and what its loss returned."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -116,42 +115,6 @@ def trainable(
         if any(fnmatchcase(name, pattern) for pattern in thawed)
         or not (name in initially_frozen or any(fnmatchcase(name, pattern) for pattern in stage.frozen))
     }
-
-
-def learning_rate(
-    step: int,
-    *,
-    total_steps: int,
-    peak: float,
-    floor: float = 0.0,
-    warmup_steps: int = 0,
-    shape: Literal["cosine", "linear", "constant"] = "cosine",
-) -> float:
-    """The rate for step ``step`` (from 0): a line up to ``peak`` over the warm-up, then by ``shape`` down to ``floor``.
-
-    The last warm-up step runs at the peak and the last step of all at the floor; later steps stay there.
-    """
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    if shape == "constant":
-        return peak
-    left = max(total_steps - warmup_steps - 1, 1)
-    done = min((step - warmup_steps) / left, 1.0)
-    share = 1.0 - done if shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return floor + (peak - floor) * share
-
-
-def stage_rate(settings: TrainSettings, stage: Stage, step: int, total_steps: int, steps_per_epoch: int) -> float:
-    """The rate of a stage's step, up to the stage's own rate where it has one and to the run's where not."""
-    warmed_up = round(settings.warmup_epochs * steps_per_epoch)
-    return learning_rate(
-        step,
-        total_steps=total_steps,
-        peak=settings.lr if stage.lr is None else stage.lr,
-        floor=settings.min_lr,
-        warmup_steps=warmed_up if settings.warmup_steps is None else settings.warmup_steps,
-        shape=settings.schedule,
-    )
 
 
 # --------------------------------------------------------------------------- what the loss returned

@@ -1,10 +1,11 @@
-"""Optimizers by name (weight decay on matrices only, fused, 8-bit on request), and the average of the weights."""
+"""Optimizers by name (weight decay on matrices only, fused, 8-bit on request), learning rates, averaged weights."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from fulltilt.errors import UsageError
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.distributed import local_shard, sharded_like
+from fulltilt.train.job import Stage
 
 
 def build(model: torch.nn.Module, settings: TrainSettings, device: torch.device) -> torch.optim.Optimizer:
@@ -106,3 +108,42 @@ class Ema:
         """From the checkpoint."""
         for name, tensor in self.average.items():
             tensor.copy_(sharded_like(state[name], tensor))
+
+
+# --------------------------------------------------------------------------- the learning rate of a step
+
+
+def learning_rate(
+    step: int,
+    *,
+    total_steps: int,
+    peak: float,
+    floor: float = 0.0,
+    warmup_steps: int = 0,
+    shape: Literal["cosine", "linear", "constant"] = "cosine",
+) -> float:
+    """The rate for step ``step`` (from 0): a line up to ``peak`` over the warm-up, then by ``shape`` down to ``floor``.
+
+    The last warm-up step runs at the peak and the last step of all at the floor; later steps stay there.
+    """
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    if shape == "constant":
+        return peak
+    left = max(total_steps - warmup_steps - 1, 1)
+    done = min((step - warmup_steps) / left, 1.0)
+    share = 1.0 - done if shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return floor + (peak - floor) * share
+
+
+def stage_rate(settings: TrainSettings, stage: Stage, step: int, total_steps: int, steps_per_epoch: int) -> float:
+    """The rate of a stage's step, up to the stage's own rate where it has one and to the run's where not."""
+    warmed_up = round(settings.warmup_epochs * steps_per_epoch)
+    return learning_rate(
+        step,
+        total_steps=total_steps,
+        peak=settings.lr if stage.lr is None else stage.lr,
+        floor=settings.min_lr,
+        warmup_steps=warmed_up if settings.warmup_steps is None else settings.warmup_steps,
+        shape=settings.schedule,
+    )

@@ -29,8 +29,8 @@ from fulltilt.probes.host import HostProbe, cpu_capacity
 from fulltilt.probes.sampler import Sampler
 from fulltilt.recorder import attach
 from fulltilt.recorder.loaders import ENGINE
+from fulltilt.recorder.manual_recording import Ended, LoopMarks, RunFiles, job_root
 from fulltilt.recorder.rank_files import WARN_AFTER_S, Following
-from fulltilt.recorder.recording import Ended, LoopMarks, RunFiles, job_root
 from fulltilt.recorder.session import Session
 from fulltilt.records import RankRecord, RunRecord, Sample, Settings
 from fulltilt.report.answer import explain

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fulltilt.errors import DoesNotFit, UsageError
-from fulltilt.recorder.recording import LoopMarks
+from fulltilt.recorder.manual_recording import LoopMarks
 from fulltilt.train import optimizers
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.cuda_graphs import GraphedModel

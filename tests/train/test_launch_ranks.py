@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from fulltilt.errors import UsageError
-from fulltilt.train import launch
-from fulltilt.train.launch import relaunch
+from fulltilt.train import launch_ranks
+from fulltilt.train.launch_ranks import relaunch
 
 
 def rank_that(does: str) -> list[str]:
@@ -58,7 +58,7 @@ def test_a_signal_reaches_every_rank_and_the_ranks_decide(tmp_path: Path) -> Non
 
 
 def test_nothing_is_started_where_the_ranks_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_run_ranks", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(launch_ranks, "_run_ranks", lambda *_: pytest.fail("started"))
     assert relaunch(1) is None
     for launcher in (
         {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"},
