@@ -201,6 +201,23 @@ def test_hidden_randomness_is_drawn_anew_each_epoch(hidden):
     assert len({float(row[1]) for row in drawn[0]}) == 20  # workers do not repeat one another
 
 
+def test_a_sample_that_is_random_only_now_and_then_is_caught_when_it_is():
+    """Not one of the samples drawn at the start is random: only the watch while filling can see it."""
+
+    def draw(index):
+        flip = 60 <= index < 63 and random.random() < 2
+        return torch.tensor([float(index), random.random() if flip else 0.0])
+
+    dataset = Drawn(draw, 120)
+    assert inspect(dataset, checks=4).random_because is None
+    drawn, loader = epochs(dataset, checks=4)
+    assert any("draws random numbers; nothing is kept" in note for note in loader.notes)
+    versions = distinct_per_sample(drawn)
+    assert versions[60:63] == [6, 6, 6]
+    with feed.loader(dataset, 7, num_workers=0, checks=4, residency="ram") as asked, pytest.raises(DataError):
+        list(asked)
+
+
 def test_a_data_set_that_changes_between_epochs_is_no_longer_served_from_memory():
     """Deterministic, and yet not the same in each epoch: a curriculum, kept where nobody looks for it."""
     stages = [0]
@@ -242,6 +259,21 @@ def test_deterministic_lists_are_kept_whole():
     assert loader.tier == "ram"
     assert torch.equal(drawn[0], torch.stack([dataset[i][0] for i in range(20)]))
     assert torch.equal(drawn[0], drawn[1])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_found_random_late_is_seeded_in_that_epoch_too(workers):
+    """Only (seed, epoch, sample) decide, also where the sample is what tells that the data set is random."""
+    dataset = Drawn(lambda index: torch.tensor([float(index), random.random() if index == 61 else 0.0]), 120)
+
+    def drawn(seed, workers):
+        random.seed(seed)
+        with feed.loader(dataset, 7, num_workers=workers, checks=4) as loader:
+            return [torch.cat([*loader]) for _ in range(2)]
+
+    first, again = drawn(1, 0), drawn(2, workers)
+    assert all(map(torch.equal, first, again))
+    assert not torch.equal(*first)
 
 
 @pytest.mark.parametrize(("kind", "workers"), [("random", 0), ("random", 2), ("augmented", 0)])

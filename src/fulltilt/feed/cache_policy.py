@@ -84,6 +84,7 @@ class SampleCache:
         self.wanted = found.random_because is None and asked != "none"
         self.waits_for_model = asked == "auto" and device.type == "cuda" and reserve_bytes is None
         self._decided = self._complete = False
+        self._found_random = False
         self._reserve_bytes, self._checks = reserve_bytes, checks
         self._cache_key = cache_key if cache_key is not None else getattr(dataset, "cache_key", None)
         self._cache_dir = Path(cache_dir) if cache_dir is not None else default_cache_dir()
@@ -95,7 +96,8 @@ class SampleCache:
         if found.random_because is not None:
             notes.say(f"read by {workers} workers on every draw: {found.random_because}. {DECLARE}")
             refuse_if_asked(asked, found.random_because, found)
-        self.reader = SampleReader(dataset, layout, seeded=found.random_because is not None, seed=seed)
+        checked = self.wanted and not found.declared
+        self.reader = SampleReader(dataset, layout, seeded=found.random_because is not None, checked=checked, seed=seed)
         self.rows = RowReader(
             self.reader,
             layout,
@@ -103,13 +105,16 @@ class SampleCache:
             workers=workers,
             device=device,
             bad=bad,
-            on_bad=notes.skipped,
+            on_failure=self._on_failure,
             on_full=self._on_full,
             on_worker_start=on_worker_start,
         )
 
     def begin_epoch(self, epoch: int) -> None:
         """Choose the tier where that can be done already; check what is kept."""
+        if self._found_random and not self.reader.seeded:
+            self.rows.stop_workers()
+            self.reader.seeded = True  # from here on the workers seed each sample
         now = attributes(self.dataset)
         changed = None if self._attributes is None else changed_attribute(self._attributes, now)
         if changed is not None:
@@ -230,8 +235,6 @@ class SampleCache:
             sample = self._first_changed(self.rows.store, picked)
             self._attributes = attributes(self.dataset)
             if sample is not None:
-                self.rows.stop_workers()
-                self.reader.seeded = True  # from here on the workers seed each sample
                 self._drop(f"sample {sample} is not what the data set returns now; what was kept is no longer served")
 
     def _first_changed(self, store: Store, indices: Iterable[int]) -> int | None:
@@ -259,6 +262,13 @@ class SampleCache:
 
     def _on_full(self, full: CacheFull) -> None:
         self._drop(f"{full}; the cache was dropped and training goes on from the source", fatal=False)
+
+    def _on_failure(self, failure: Failure) -> None:
+        if failure.kind != "random":
+            self.notes.skipped(failure)
+        elif not self._found_random:
+            self._found_random = True
+            self._drop(f"{failure.where()}: {failure.message}; nothing is kept, every sample is drawn anew")
 
     def _drop(self, why: str, *, fatal: bool = True) -> None:
         if fatal and self.asked not in ("auto", "none"):

@@ -2,8 +2,8 @@
 
 What is declared (``decode=``, or ``deterministic = True`` in the data set) is taken at its word. A data set of which
 nothing is declared is kept only if a few samples, each fetched several times under different seeds, are equal to the
-bit and leave every generator of random, numpy and torch where it was. Samples are compared again in later epochs
-(``cache_policy.py``). In doubt a data set is random.
+bit and leave every generator of random, numpy and torch where it was. The generators are watched while the first epoch
+is read too (``sample_reader.py``), and samples are compared again in later ones. In doubt a data set is random.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ DECLARE = (
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found. ``layout`` None: served by torch's DataLoader."""
+    """What was found. ``layout`` None: served by torch's DataLoader. ``declared``: deterministic by the user's word."""
 
     layout: Layout | None
     random_because: str | None = None
     unstorable_because: str | None = None
+    declared: bool = False
 
 
 def inspect(dataset: Any, *, checks: int = 8, policy: Policy = "stop", workers: int = 0) -> Inspection:
@@ -60,7 +61,7 @@ def _inspect(dataset: Any, samples: int, checks: int, policy: Policy) -> Inspect
             return Inspection(None, unstorable_because=str(error))
         _check_shapes(dataset, drawn, layout)
         if getattr(dataset, "deterministic", False) is True or type(dataset) is torch.utils.data.TensorDataset:
-            return Inspection(layout)
+            return Inspection(layout, declared=True)
         return Inspection(layout, random_because=_random_because(dataset, drawn))
 
 

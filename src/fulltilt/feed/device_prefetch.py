@@ -64,8 +64,8 @@ _Plan = tuple[torch.Tensor, torch.Tensor, Store | None]
 class RowReader:
     """Assembles batches in order, and keeps what was read in ``store`` (which may come, go and be None).
 
-    ``on_bad`` and ``on_full`` are told, on whatever thread reads, of a bad sample and that the store ran out of room;
-    the latter may set ``store`` to None.
+    ``on_failure`` and ``on_full`` are told, on whatever thread reads, of a bad or random sample and that the store ran
+    out of room; both may set ``store`` to None.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class RowReader:
         workers: int,
         device: torch.device,
         bad: BadSamples,
-        on_bad: Callable[[Failure], None],
+        on_failure: Callable[[Failure], None],
         on_full: Callable[[CacheFull], None],
         on_worker_start: Callable[[], None] | None = None,
     ) -> None:
@@ -85,7 +85,7 @@ class RowReader:
         self.bad = bad
         self.store: Store | None = None
         self._device = device
-        self._on_bad, self._on_full, self._on_worker_start = on_bad, on_full, on_worker_start
+        self._on_failure, self._on_full, self._on_worker_start = on_failure, on_full, on_worker_start
         self._idle: list[WorkerPool] = []
         self._in_use: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
@@ -218,8 +218,8 @@ class RowReader:
         return HostRows(draws, out, samples[:0])
 
     def _judge(self, failures: list[Failure]) -> None:
-        for failure in self.bad.note(failures):
-            self._on_bad(failure)
+        for failure in [*self.bad.note(failures), *(failure for failure in failures if failure.kind == "random")]:
+            self._on_failure(failure)
 
 
 # --------------------------------------------------------------------------- to the device

@@ -27,10 +27,10 @@ _FILE_LISTS = ("samples", "imgs", "paths", "files", "image_paths", "images", "fi
 
 @dataclass(frozen=True)
 class Failure:
-    """A sample that could not be served."""
+    """A sample that could not be served, or (``random``) that may be served but not be kept."""
 
     index: int
-    kind: Literal["corrupt", "shape"]
+    kind: Literal["corrupt", "shape", "random"]
     message: str
     name: str | None = None
     trace: str | None = None
@@ -67,15 +67,17 @@ class SampleReader:
     """Reads a map-style data set, sample by sample or with its ``__getitems__``.
 
     ``seeded``: every generator starts from (seed, epoch, index), so that workers and ranks do not matter.
+    ``checked``: nothing was declared; a sample that draws a random number is reported, and from then on all are seeded.
     """
 
-    def __init__(self, dataset: Any, layout: Layout, *, seeded: bool, seed: int) -> None:
-        self.dataset, self.layout, self.seeded, self.seed = dataset, layout, seeded, seed
+    def __init__(self, dataset: Any, layout: Layout, *, seeded: bool, checked: bool, seed: int) -> None:
+        self.dataset, self.layout, self.seed = dataset, layout, seed
+        self.seeded, self.checked = seeded, checked
         self._generators: Generators | None = None
 
     def read(self, indices: torch.Tensor, rows: torch.Tensor, epoch: int) -> list[Failure]:
         """Write the sample of draw ``indices[i]`` into ``rows[i]``; returns what failed."""
-        if not self.seeded:
+        if not (self.seeded or self.checked):
             return self._read_plainly(sample_of(indices), rows)
         if self._generators is None:
             # Found here and not before the fork: a worker has instances of its own. One sample first, because a data
@@ -87,6 +89,14 @@ class SampleReader:
         in_worker = torch.utils.data.get_worker_info() is not None
         with nullcontext() if in_worker else self._generators.untouched():
             failures: list[Failure] = []
+            if not self.seeded:
+                before = self._generators.mark()
+                failures = self._read_plainly(sample_of(indices), rows)
+                if before == self._generators.mark():
+                    return failures
+                self.seeded = True
+                index = int(sample_of(indices[0]))
+                failures = [Failure(index, "random", "it draws random numbers", name_of(self.dataset, index))]
             for draw, row in _pairs(indices, rows):
                 self._generators.seed(sample_seed(self.seed, epoch, draw))
                 failures += _failed([read_one(self.dataset, sample_of(draw), self.layout, row)])
@@ -213,6 +223,8 @@ class BadSamples:
         """Take failures in; returns those that are new. Raises DataError for the first one under ``stop``."""
         new = []
         for failure in failures:
+            if failure.kind == "random":
+                continue
             if self.policy == "stop":
                 raise stopped_by(failure)
             if failure.index not in self.failures:
