@@ -224,6 +224,7 @@ def test_one_step_tells_no_speed(steps: int, lack: str) -> None:
         ("A6000", ["RTX A6000"]),
         ("v100", ["Tesla V100"]),
         ("A100", ["A100 40GB", "A100 80GB"]),
+        ("NVIDIA A100-SXM4-80GB", ["A100 80GB"]),
         ("A10", ["A10"]),
         ("H200 NVL", ["H200 NVL"]),
         # Another chip under the same number: its memory is its own, or not known.

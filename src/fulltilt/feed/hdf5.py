@@ -87,9 +87,10 @@ class Hdf5Loader(PositionedLoader):
         self._augment = as_augmentation(augment)
         self._blocks = source.blocks()
         self._reader = BlockReader(source, self._blocks)
-        # The rows are on a disk as they are: no second copy is made of them there.
+        # The rows are on a disk as they are: no second copy is made of them there, they are streamed from it.
         room = measure_room(device, None, reserve_bytes=reserve_bytes)
-        tier = choose_tier(sum(block.rows for block in self._blocks) * source.row_bytes, room, residency).tier
+        asked = "none" if residency == "disk" else residency
+        tier = choose_tier(sum(block.rows for block in self._blocks) * source.row_bytes, room, asked).tier
         self.tier = "ram" if tier == "pinned" else tier  # a gather in host memory ends in pinned memory anyway
         self._where = device if self.tier in ("vram", "none") else torch.device("cpu")
         largest = sorted((block.samples for block in self._blocks), reverse=True)

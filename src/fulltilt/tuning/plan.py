@@ -348,8 +348,8 @@ GPU_GIB = {
     "H200 NVL": 140,
     "B200": 180,
 }
-# Words that only say whose product it is.
-_MAKERS = frozenset({"nvidia", "geforce", "rtx", "tesla"})
+# Words that say only whose product it is, or how it is plugged in.
+_NOT_THE_MODEL = frozenset({"nvidia", "geforce", "rtx", "tesla", "sxm2", "sxm3", "sxm4", "sxm5", "hbm3"})
 
 
 def find_gpus(name: str) -> list[str]:
@@ -361,7 +361,7 @@ def find_gpus(name: str) -> list[str]:
 
 def _words(name: str) -> list[str]:
     spaced = re.sub(r"(?<=\d)(?=ti\b)|(?<=rtx)(?=\d)", " ", name.lower())  # RTX3080Ti
-    return [word for word in re.findall(r"[a-z0-9]+", spaced) if word not in _MAKERS]
+    return [word for word in re.findall(r"[a-z0-9]+", spaced) if word not in _NOT_THE_MODEL]
 
 
 # --------------------------------------------------------------------------- the history of a metric
