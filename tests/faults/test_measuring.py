@@ -19,8 +19,8 @@ from fulltilt.report import page, terminal
 from fulltilt.report.answer import to_plain
 from fulltilt.testing import FakeClock, FakeNvml, shared_gpu, throttled_gpu, two_t4s
 from fulltilt.tuning.space import Attempt
-from fulltilt.tuning.trial.launch import Ended
 from fulltilt.tuning.trial.outcome import conclude
+from fulltilt.tuning.trial.run_trial import Ended
 from fulltilt.tuning.trial.throughput import Answer, Block
 from tests.diagnosis.examples import rank, run_of
 

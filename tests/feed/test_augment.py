@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fulltilt import feed
 from fulltilt.errors import UsageError
-from fulltilt.feed import draws
+from fulltilt.feed import random_numbers
 from fulltilt.feed.augment import (
     Affine,
     CenterCrop,
@@ -45,7 +45,7 @@ def numbers(batch=6):
 
 def test_philox_gives_the_published_numbers():
     def words(counter, key):
-        return [int(word) for word in draws.philox(tuple(torch.tensor([c]) for c in counter), key)]
+        return [int(word) for word in random_numbers.philox(tuple(torch.tensor([c]) for c in counter), key)]
 
     assert words((0, 0, 0, 0), (0, 0)) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     ones = 0xFFFFFFFF
@@ -61,22 +61,22 @@ def test_philox_gives_the_published_numbers():
 )
 @settings(max_examples=30, deadline=None)
 def test_a_sample_draws_the_same_in_any_company(seed, epoch, indices):
-    together = draws.uniform(seed, epoch, torch.tensor(indices), 9)
+    together = random_numbers.uniform(seed, epoch, torch.tensor(indices), 9)
     assert bool((together >= 0).all())
     assert bool((together < 1).all())
     for position, index in enumerate(indices):
-        assert torch.equal(draws.uniform(seed, epoch, torch.tensor([index]), 9)[0], together[position])
-    assert not torch.equal(draws.uniform(seed, epoch + 1, torch.tensor(indices), 9), together)
-    assert not torch.equal(draws.uniform(seed + 1, epoch, torch.tensor(indices), 9), together)
+        assert torch.equal(random_numbers.uniform(seed, epoch, torch.tensor([index]), 9)[0], together[position])
+    assert not torch.equal(random_numbers.uniform(seed, epoch + 1, torch.tensor(indices), 9), together)
+    assert not torch.equal(random_numbers.uniform(seed + 1, epoch, torch.tensor(indices), 9), together)
 
 
 def test_draws_are_uniform_and_noise_is_normal():
-    u = draws.uniform(1, 2, torch.arange(20_000), 5)
+    u = random_numbers.uniform(1, 2, torch.arange(20_000), 5)
     assert torch.allclose(u.mean(0), torch.full((5,), 0.5), atol=0.01)
     assert torch.allclose(u.var(0), torch.full((5,), 1 / 12), atol=0.003)
     correlation = torch.corrcoef(u.T) - torch.eye(5)
     assert float(correlation.abs().max()) < 0.03
-    z = draws.normal_like(torch.empty(4, 50_001), 1, 2, torch.arange(4), 0)
+    z = random_numbers.normal_like(torch.empty(4, 50_001), 1, 2, torch.arange(4), 0)
     assert torch.allclose(z.mean(1), torch.zeros(4), atol=0.02)
     assert torch.allclose(z.std(1), torch.ones(4), atol=0.02)
     assert float(torch.corrcoef(z).fill_diagonal_(0).abs().max()) < 0.03
@@ -170,7 +170,7 @@ def test_rotation_is_that_of_torchvision():
 
 def test_resized_crops_have_the_areas_and_ratios_asked_for():
     transform = RandomResizedCrop(32, 32, scale=(0.25, 0.5), ratio=(0.5, 2.0))
-    u = draws.uniform(0, 0, torch.arange(2000), transform.draws)
+    u = random_numbers.uniform(0, 0, torch.arange(2000), transform.draws)
     matrix = transform.matrix(u, (100, 80))
     width, height = matrix[:, 0, 0] * 32, matrix[:, 1, 1] * 32
     area, ratio = width * height / 8000, width / height
@@ -298,16 +298,18 @@ def test_the_image_and_the_mask_are_found_or_named():
 def test_compiled_draws_are_the_same_bits() -> None:
     """Products of 64 bits overflowed int64: compiled C++ then drew other numbers than torch."""
     indices = torch.arange(64) * 977
-    compiled = torch.compile(lambda seed, epoch, numbers: draws.uniform(seed, epoch, numbers, 23))
-    assert torch.equal(compiled(torch.tensor(5), torch.tensor(3), indices), draws.uniform(5, 3, indices, 23))
+    compiled = torch.compile(lambda seed, epoch, numbers: random_numbers.uniform(seed, epoch, numbers, 23))
+    assert torch.equal(compiled(torch.tensor(5), torch.tensor(3), indices), random_numbers.uniform(5, 3, indices, 23))
 
 
 @pytest.mark.parametrize("seed", [0, 5, 2**32 + 7, 2**63 - 1, 2**63 + 11, -3])
 def test_a_seed_steers_the_same_as_a_number_and_as_a_tensor(seed: int) -> None:
     """Compiled code takes tensors, eager code numbers: the draws must not tell them apart."""
     indices = torch.arange(16) * 977
-    as_tensor = torch.tensor(draws.as_int64(seed))
-    assert torch.equal(draws.uniform(as_tensor, torch.tensor(3), indices, 9), draws.uniform(seed, 3, indices, 9))
+    as_tensor = torch.tensor(random_numbers.as_int64(seed))
+    assert torch.equal(
+        random_numbers.uniform(as_tensor, torch.tensor(3), indices, 9), random_numbers.uniform(seed, 3, indices, 9)
+    )
 
 
 def test_the_image_is_found_behind_the_labels_and_missed_in_words():

@@ -15,7 +15,7 @@ import torch
 from fulltilt import feed
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.dataset_check import inspect
-from fulltilt.feed.draws import uniform
+from fulltilt.feed.random_numbers import uniform
 
 from .conftest import Drawn, Pixels, Transformed
 

@@ -11,10 +11,10 @@ from torch.nn.utils.rnn import pack_sequence
 
 from fulltilt import feed
 from fulltilt.errors import DataError
-from fulltilt.feed import cache_policy
+from fulltilt.feed import sample_cache
 from fulltilt.feed.loader import to_device
 from fulltilt.feed.sample_layout import layout_of
-from fulltilt.feed.storage import DeviceStore, HostStore
+from fulltilt.feed.sample_store import DeviceStore, HostStore
 from fulltilt.feed.tiers import Room
 
 from .conftest import Drawn, Pixels
@@ -26,7 +26,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 def as_on_a_gpu(monkeypatch):
     """Loaders made with this believe in a device with a tier of its own."""
     room = Room(vram_bytes=1 << 30, pinned_bytes=1 << 30, ram_bytes=1 << 30, disk_bytes=1 << 30)
-    monkeypatch.setattr(cache_policy, "measure_room", lambda *_, **__: room)
+    monkeypatch.setattr(sample_cache, "measure_room", lambda *_, **__: room)
 
     def make(*args, **options):
         loader = feed.loader(*args, **options)
@@ -88,9 +88,9 @@ def test_long_rows_go_from_pinned_memory_straight_to_the_device(as_on_a_gpu, mon
 
 def test_vram_is_taken_only_after_the_model_has_shown_what_it_needs(as_on_a_gpu, monkeypatch):
     asked = []
-    room = cache_policy.measure_room()
+    room = sample_cache.measure_room()
     monkeypatch.setattr(
-        cache_policy, "measure_room", lambda *_, **options: asked.append(options["model_has_run"]) or room
+        sample_cache, "measure_room", lambda *_, **options: asked.append(options["model_has_run"]) or room
     )
     with as_on_a_gpu(Pixels(40), 4, num_workers=0) as loader:
         loader._cache.waits_for_model = True

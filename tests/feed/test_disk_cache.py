@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from fulltilt import feed
 from fulltilt.errors import DoesNotFit, MachineError, UsageError
-from fulltilt.feed import cache_policy
+from fulltilt.feed import sample_cache
 from fulltilt.feed.disk_cache import (
     FORMAT,
     HEADER_BYTES,
@@ -107,7 +107,7 @@ def test_without_a_key_a_cache_lives_for_one_run(files, cache_dir):
 
 def test_without_a_key_nobody_is_given_the_disk(tmp_path, monkeypatch):
     full = Room(vram_bytes=None, pinned_bytes=None, ram_bytes=0, disk_bytes=1 << 30)
-    monkeypatch.setattr(cache_policy, "measure_room", lambda *_, **__: full)
+    monkeypatch.setattr(sample_cache, "measure_room", lambda *_, **__: full)
     for key, tier in ((None, "none"), ("v1", "disk")):
         with feed.loader(Pixels(9), 4, cache_dir=tmp_path, num_workers=0, cache_key=key) as loader:
             assert sum(len(labels) for _, labels in loader) == 9
@@ -168,7 +168,7 @@ def test_nobody_who_did_not_ask_for_the_disk_is_stopped_by_it(tmp_path, monkeypa
     """A folder that cannot be made: residency auto goes on from the source."""
     (tmp_path / "file").write_text("")
     nowhere = Room(vram_bytes=None, pinned_bytes=None, ram_bytes=0, disk_bytes=1 << 30)
-    monkeypatch.setattr(cache_policy, "measure_room", lambda *_, **__: nowhere)
+    monkeypatch.setattr(sample_cache, "measure_room", lambda *_, **__: nowhere)
     with feed.loader(Pixels(9), 4, cache_key="v1", cache_dir=tmp_path / "file" / "x", num_workers=0) as loader:
         assert sum(len(labels) for _, labels in loader) == 9
     assert "training goes on from the source" in opened(loader)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fulltilt import feed
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.augment import GaussianNoise, HorizontalFlip, Normalise, Pipeline
-from fulltilt.feed.draws import normal_like
+from fulltilt.feed.random_numbers import normal_like
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.data_source import FeedSource, MapSource, Source, make_source
 from fulltilt.train.sampler import EpochPlan

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from fulltilt import feed
 from fulltilt.errors import DoesNotFit
-from fulltilt.feed import draws
+from fulltilt.feed import random_numbers
 from fulltilt.feed.augment import (
     Affine,
     ColourJitter,
@@ -204,7 +204,9 @@ def test_memory_is_given_back():
 
 def test_draws_and_augmentation_are_those_of_the_cpu():
     indices = torch.arange(64) * 977
-    assert torch.equal(draws.uniform(5, 3, indices, 23), draws.uniform(5, 3, indices.to(CUDA), 23).cpu())
+    assert torch.equal(
+        random_numbers.uniform(5, 3, indices, 23), random_numbers.uniform(5, 3, indices.to(CUDA), 23).cpu()
+    )
     batch = torch.randint(0, 256, (64, 3, 40, 40), dtype=torch.uint8)
     mask = (batch[:, 0] > 128).to(torch.uint8)
     transforms = [

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fulltilt.feed.draws import mix
+from fulltilt.feed.random_numbers import mix
 from fulltilt.train.sampler import EpochPlan, RankBatches, sample_seed
 
 plans = st.builds(

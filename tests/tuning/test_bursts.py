@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from fulltilt.tuning.live.window import DEFAULT, Arrival, Knobs, Window
+from fulltilt.tuning.live.measurement import DEFAULT, Arrival, Knobs, Window
 from fulltilt.tuning.trial.throughput import (
     Block,
     BlockTimer,

@@ -23,7 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fulltilt.tuning.live.window import Knobs
+from fulltilt.tuning.live.measurement import Knobs
 from tests.tuning.live_jobs import Squares, flat, generators_now, tuning
 
 SIZE = 60

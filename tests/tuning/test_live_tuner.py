@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_in
 
 from fulltilt import store
 from fulltilt.records import Settings
+from fulltilt.tuning.live.measurement import Knobs, Seen
 from fulltilt.tuning.live.tuner import Phase
-from fulltilt.tuning.live.window import Knobs, Seen
 from tests.tuning.live_jobs import HASTY, Squares, Tuning, flat, tuning
 
 SIZE = 40

@@ -10,8 +10,8 @@ from fulltilt.probes.gpu import Gpus
 from fulltilt.records import Run, Sample, Settings, Trial
 from fulltilt.testing import FakeClock, throttled_gpu
 from fulltilt.tuning.space import Attempt
-from fulltilt.tuning.trial.launch import Ended
 from fulltilt.tuning.trial.outcome import conclude, last_exception
+from fulltilt.tuning.trial.run_trial import Ended
 from fulltilt.tuning.trial.throughput import Answer, Block, TrainingLoader
 from tests.diagnosis import examples
 

@@ -16,7 +16,7 @@ from fulltilt.cli.run import settings_not_in_force
 from fulltilt.errors import UsageError
 from fulltilt.recorder.loaders.overrides import LoaderOverride, read_loader, read_settings
 from fulltilt.records import Settings
-from fulltilt.tuning.live.window import Knobs
+from fulltilt.tuning.live.measurement import Knobs
 from tests.tuning.live_jobs import Squares, tuning
 
 

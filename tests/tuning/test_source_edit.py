@@ -21,7 +21,7 @@ from fulltilt.tuning.source_edit import (
     fingerprint,
     propose,
 )
-from fulltilt.tuning.trial.launch import recipe_flags
+from fulltilt.tuning.trial.run_trial import recipe_flags
 from tests.diagnosis import examples
 
 WANTED = {"num_workers": 8, "pin_memory": True, "persistent_workers": True, "prefetch_factor": 4}

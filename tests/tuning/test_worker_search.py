@@ -11,7 +11,7 @@ import pytest
 
 from fulltilt.records import Settings
 from fulltilt.tuning.live.controller import Capacity, Settle, decide, pays
-from fulltilt.tuning.live.window import Knobs, Seen
+from fulltilt.tuning.live.measurement import Knobs, Seen
 from fulltilt.tuning.search import Bracket, winner
 from fulltilt.tuning.space import Space, streams_alone
 from tests.diagnosis.examples import loader

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fulltilt.feed.storage import start_method
+from fulltilt.feed.sample_store import start_method
 
 # Libraries whose open handles must not be shared: readers in two processes would share a position or a lock.
 _HANDLES_OF = frozenset({"h5py", "lmdb", "sqlite3", "tables", "netCDF4", "tarfile", "zipfile", "socket"})

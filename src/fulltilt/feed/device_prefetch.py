@@ -28,7 +28,7 @@ from fulltilt.feed.disk_cache import CacheFull
 from fulltilt.feed.epoch_order import sample_of
 from fulltilt.feed.sample_layout import Layout
 from fulltilt.feed.sample_reader import BadSamples, Failure, Reader
-from fulltilt.feed.storage import DeviceStore, HostStore, pin, shared_bytes
+from fulltilt.feed.sample_store import DeviceStore, HostStore, pin, shared_bytes
 from fulltilt.feed.worker_pool import WorkerPool
 
 # Batches read ahead by the workers: enough to bridge a slow sample or a validation pause, few enough to stay small.

@@ -37,7 +37,7 @@ import torch
 from fulltilt.errors import FulltiltError, UsageError
 from fulltilt.feed.epoch_order import spread
 from fulltilt.feed.sample_layout import Layout
-from fulltilt.feed.storage import HostStore
+from fulltilt.feed.sample_store import HostStore
 from fulltilt.store.owned_folder import MARKER, OwnedFolder, is_private, kind_of
 
 try:

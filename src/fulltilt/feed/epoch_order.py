@@ -16,7 +16,7 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomS
 from fulltilt.batch_observer import observed
 from fulltilt.errors import UsageError
 from fulltilt.feed.dataset_objects import Generators
-from fulltilt.feed.draws import as_int64, sample_seed
+from fulltilt.feed.random_numbers import as_int64, sample_seed
 
 SAMPLE_BITS = 40
 _SAMPLE = (1 << SAMPLE_BITS) - 1

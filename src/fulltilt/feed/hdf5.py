@@ -19,11 +19,11 @@ import torch
 from fulltilt import cuda_capture
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
-from fulltilt.feed.draws import mix
 from fulltilt.feed.epoch_order import Order, PositionedLoader, ranks
 from fulltilt.feed.hdf5_files import DAMAGED, BlockReader, describe
 from fulltilt.feed.progress import progress
-from fulltilt.feed.storage import device_or_default
+from fulltilt.feed.random_numbers import mix
+from fulltilt.feed.sample_store import device_or_default
 from fulltilt.feed.tiers import Residency, choose_tier, default_workers, measure_room
 from fulltilt.feed.worker_pool import WorkerPool
 

@@ -18,7 +18,7 @@ import torch
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.epoch_order import spread
 from fulltilt.feed.loader import to_device
-from fulltilt.feed.storage import device_or_default
+from fulltilt.feed.sample_store import device_or_default
 from fulltilt.feed.tiers import default_workers, measure_room
 
 Decoder = Literal["cpu", "gpu"]

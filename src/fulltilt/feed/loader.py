@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
-from fulltilt.feed.cache_policy import Notes, SampleCache, refuse_if_asked
 from fulltilt.feed.dataset_check import Inspection, inspect, length_of
 from fulltilt.feed.dataset_objects import attributes, changed_attribute, shared_handle
 from fulltilt.feed.device_prefetch import DeviceBatches
@@ -38,9 +37,10 @@ from fulltilt.feed.epoch_order import (
     step_samples,
 )
 from fulltilt.feed.progress import progress
+from fulltilt.feed.sample_cache import Notes, SampleCache, refuse_if_asked
 from fulltilt.feed.sample_layout import mapping_like, own_move, sequence_of
 from fulltilt.feed.sample_reader import BadSamples, Decoded, Failure, Policy, ShapesDiffer, failure_of
-from fulltilt.feed.storage import device_or_default
+from fulltilt.feed.sample_store import device_or_default
 from fulltilt.feed.tiers import Residency, Tier, default_workers
 from fulltilt.records import Settings
 

@@ -16,8 +16,8 @@ import torch
 
 from fulltilt.errors import DataError, FulltiltError
 from fulltilt.feed.dataset_objects import Generators
-from fulltilt.feed.draws import sample_seed
 from fulltilt.feed.epoch_order import sample_of
+from fulltilt.feed.random_numbers import sample_seed
 from fulltilt.feed.sample_layout import Layout, ShapeChanged, Unstorable
 from fulltilt.recorder.user_code import owner
 

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from fulltilt.errors import DataError, MachineError, UsageError
-from fulltilt.feed.draws import as_int64
 from fulltilt.feed.epoch_order import PositionedLoader, ranks, saved_position
 from fulltilt.feed.progress import progress
-from fulltilt.feed.storage import device_or_default
+from fulltilt.feed.random_numbers import as_int64
+from fulltilt.feed.sample_store import device_or_default
 from fulltilt.store.owned_folder import write_named_file
 
 # How torch writes the second name of what ``save`` saves: a file with it holds tokens.

@@ -23,7 +23,7 @@ from torch.utils.data._utils import worker as of_torch
 
 from fulltilt.errors import FulltiltError, MachineError, UsageError
 from fulltilt.feed.sample_reader import Failure, Reader
-from fulltilt.feed.storage import pin, shared_bytes, start_method
+from fulltilt.feed.sample_store import pin, shared_bytes, start_method
 
 # Some data sets read an index of all their files before their first sample.
 PATIENCE_S = 300.0

@@ -19,9 +19,9 @@ from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
 from fulltilt.feed.dataset_check import inspect
 from fulltilt.feed.dataset_objects import shared_handle
-from fulltilt.feed.draws import mix
 from fulltilt.feed.loader import FeedLoader
 from fulltilt.feed.loader import to_device as moved_to
+from fulltilt.feed.random_numbers import mix
 from fulltilt.feed.sample_reader import BadSamples, Failure, ShapesDiffer, failure_of
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.distributed import Ranks, part_of

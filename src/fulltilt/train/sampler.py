@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from fulltilt.feed import draws
+from fulltilt.feed import random_numbers
 from fulltilt.feed.dataset_objects import Generators
-from fulltilt.feed.draws import mix
+from fulltilt.feed.random_numbers import mix
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def restore_rng(states: dict[str, Any], device: torch.device) -> None:
 
 def seed_everything(seed: int, rank: int = 0) -> None:
     """Seed Python, NumPy and torch for one rank of a run."""
-    mixed = draws.mix(seed, rank)
+    mixed = random_numbers.mix(seed, rank)
     random.seed(mixed)
     torch.manual_seed(mixed)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -61,7 +61,7 @@ def sample_seed(seed: int, epoch: int, index: int) -> Iterator[None]:
     # A worker process has no run of its own to protect, and putting states back costs more than seeding.
     in_worker = torch.utils.data.get_worker_info() is not None
     with contextlib.nullcontext() if in_worker else generators.untouched():
-        generators.seed(draws.sample_seed(seed, epoch, index))
+        generators.seed(random_numbers.sample_seed(seed, epoch, index))
         yield
 
 

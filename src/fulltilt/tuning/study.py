@@ -28,8 +28,8 @@ from fulltilt.tuning.search import next_attempt, next_verification, pairs_to_kee
 from fulltilt.tuning.source_edit import fingerprint, source_file
 from fulltilt.tuning.space import Attempt, Space, best_of, is_valid, rate, start_of, streams_alone
 from fulltilt.tuning.trial.isolation import Isolation, remove_scratch
-from fulltilt.tuning.trial.launch import SCRATCH, Limits, recipe_flags, run_trial
 from fulltilt.tuning.trial.outcome import conclude
+from fulltilt.tuning.trial.run_trial import SCRATCH, Limits, recipe_flags, run_trial
 from fulltilt.tuning.trial.throughput import ANSWER_FILE, Answer, Assignment, Patience, TrainingLoader
 
 KIND = "study"

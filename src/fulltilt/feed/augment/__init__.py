@@ -34,8 +34,8 @@ from fulltilt.feed.augment.photometric import (
     Photometric,
     SpecAugment,
 )
-from fulltilt.feed.draws import as_int64, uniform
 from fulltilt.feed.epoch_order import sample_of
+from fulltilt.feed.random_numbers import as_int64, uniform
 from fulltilt.feed.sample_layout import mapping_like
 
 __all__ = [

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from fulltilt.feed.draws import normal_like
+from fulltilt.feed.random_numbers import normal_like
 
 
 @dataclass(frozen=True)

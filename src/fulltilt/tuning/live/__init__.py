@@ -17,7 +17,7 @@ from fulltilt import store
 from fulltilt.errors import FulltiltError
 from fulltilt.recorder.loaders.overrides import LOADER
 from fulltilt.records import LiveRecord, Settings
-from fulltilt.tuning.live.window import DEFAULT, Limits
+from fulltilt.tuning.live.measurement import DEFAULT, Limits
 from fulltilt.tuning.space import rid_of_none
 
 if TYPE_CHECKING:

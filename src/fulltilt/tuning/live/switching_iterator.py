@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fulltilt.tuning.live.window import Arrival
+from fulltilt.tuning.live.measurement import Arrival
 from fulltilt.tuning.live.worker_pool import IndexQueue, WorkerPool, is_of_data_set, sampler_of
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from fulltilt.recorder.loaders import LoaderTap
 from fulltilt.records import LiveMove, LiveRecord, Settings
 from fulltilt.tuning.live.batch_check import BatchCheck, short
 from fulltilt.tuning.live.controller import Settle, Try, best_of, decide, pays
+from fulltilt.tuning.live.measurement import Arrival, Knobs, Seen, Window
 from fulltilt.tuning.live.switching_iterator import SwitchingIterator
-from fulltilt.tuning.live.window import Arrival, Knobs, Seen, Window
 from fulltilt.tuning.live.worker_pool import (
     IndexQueue,
     WorkerPool,

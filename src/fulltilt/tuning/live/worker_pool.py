@@ -31,7 +31,7 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils import signal_handling
 
-from fulltilt.tuning.live.window import Knobs
+from fulltilt.tuning.live.measurement import Knobs
 from fulltilt.tuning.trial.throughput import ready_batches
 
 # What torch writes into the message of an error that the data set raised in a worker.

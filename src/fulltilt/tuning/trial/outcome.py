@@ -12,7 +12,7 @@ from typing import Literal
 from fulltilt.diagnosis.evidence import Evidence, gather, invalid_because
 from fulltilt.records import LoaderRecord, RankRecord, Run, Settings, Trial
 from fulltilt.tuning.space import Attempt, is_loader_only
-from fulltilt.tuning.trial.launch import Ended
+from fulltilt.tuning.trial.run_trial import Ended
 from fulltilt.tuning.trial.throughput import Answer, TrainingLoader, rate_of, wait_share_of
 
 State = Literal["ok", "oom", "crashed", "timed_out", "not_measured", "diverged", "throttled"]

@@ -18,7 +18,7 @@ from fulltilt.feed.disk_cache import CacheFull, DiskStore, default_cache_dir, op
 from fulltilt.feed.epoch_order import spread
 from fulltilt.feed.sample_layout import Layout
 from fulltilt.feed.sample_reader import BadSamples, Failure, SampleReader
-from fulltilt.feed.storage import DeviceStore, HostStore, pin, shared_bytes
+from fulltilt.feed.sample_store import DeviceStore, HostStore, pin, shared_bytes
 from fulltilt.feed.tiers import Choice, Residency, Room, Tier, choose_tier, measure_room
 from fulltilt.feed.worker_pool import in_child_process
 
