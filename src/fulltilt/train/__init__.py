@@ -16,7 +16,7 @@ _HOMES = {
     "Stage": "job",
     "StepEnd": "train_state",
     "TrainSettings": "config",
-    "exit_code_of": "launch",
+    "exit_code_of": "launch_ranks",
     "train": "loop",
 }
 __all__ = sorted(_HOMES)  # noqa: PLE0605 - one list of the names is enough
