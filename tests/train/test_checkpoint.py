@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -132,6 +133,18 @@ def test_a_missing_file_is_named(root: Path) -> None:
     (folder / "state.json").unlink()
     with pytest.raises(DamagedCheckpoint, match=r"state\.json"):
         checkpoint.verify(folder)
+
+
+def test_manifest_that_leaves_a_file_unverified_is_refused(root: Path) -> None:
+    """A named pipe in its place would otherwise hold the reader up for ever."""
+    folder = checkpoint.write(root, snapshot(3)).folder
+    manifest = json.loads((folder / checkpoint.MANIFEST_FILE).read_bytes())
+    del manifest["manifest_sha256"], manifest["files"][checkpoint.MODEL_FILE]
+    (folder / checkpoint.MANIFEST_FILE).write_bytes(checkpoint._seal(manifest))
+    (folder / checkpoint.MODEL_FILE).unlink()
+    os.mkfifo(folder / checkpoint.MODEL_FILE)
+    with pytest.raises(DamagedCheckpoint):
+        checkpoint.load(folder)
 
 
 def test_a_folder_under_another_steps_name_is_refused(root: Path) -> None:

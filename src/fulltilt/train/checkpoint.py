@@ -291,7 +291,8 @@ def _manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads(raw)
         checksum = manifest.pop("manifest_sha256")
         plain_names = all(Path(name).name == name for name in manifest["files"])
-        intact = _seal(manifest) == raw and plain_names and bool(manifest["files"])
+        complete = {MODEL_FILE, TENSORS_FILE, VALUES_FILE} <= set(manifest["files"])  # what is read is verified
+        intact = _seal(manifest) == raw and plain_names and complete
         newer = manifest["schema_version"] > SCHEMA_VERSION
         step_agrees = folder_name(manifest["step"]) == folder.name or not _NAME.fullmatch(folder.name)
         found = _described(folder, manifest)
