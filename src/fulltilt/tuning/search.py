@@ -277,6 +277,8 @@ MOST_PAIRS = 4
 MOST_CANDIDATES = 2
 # The relative error of a trial that ended after a single block, whose interval has no end.
 OF_ONE_BLOCK = 0.5
+# A relative error above this says nothing more.
+WIDEST = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +327,7 @@ def _log_variance(trial: Trial) -> float:
     low, high, mean = trial.samples_per_s_low, trial.samples_per_s_high, trial.samples_per_s
     if low is None or high is None or not mean or math.isinf(high):
         return OF_ONE_BLOCK**2
-    return ((high - low) / (2 * Z_95) / mean) ** 2
+    return min(abs(high - low) / (2 * Z_95) / mean, WIDEST) ** 2
 
 
 def candidates(trials: Sequence[Trial]) -> list[Settings]:

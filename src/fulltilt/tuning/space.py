@@ -22,6 +22,8 @@ WAITS = 0.03
 KNEE = 1.05
 # Of the GPU's memory: the rest is fragmentation and what the driver itself needs.
 USABLE_VRAM = 0.92
+# Samples a second: less or more is in no study that was not damaged.
+POSSIBLE = (1e-9, 1e15)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,8 @@ def start_of(trials: Sequence[Trial]) -> Trial | None:
 
 
 def is_valid(trial: Trial) -> bool:
-    """Whether a trial's rate counts."""
-    return trial.state == "ok" and trial.samples_per_s is not None
+    """Whether a trial's rate counts: measured, and what a machine can reach."""
+    return trial.state == "ok" and trial.samples_per_s is not None and POSSIBLE[0] < trial.samples_per_s < POSSIBLE[1]
 
 
 def best_of(trials: Sequence[Trial]) -> Trial | None:
