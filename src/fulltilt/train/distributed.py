@@ -461,7 +461,11 @@ class OptimizerState:
             for index, entry in state["state"].items()
             if index < len(parameters)
         }
-        self.optimizer.load_state_dict({"param_groups": state["param_groups"], "state": entries})
+        of_torch = type(self.optimizer).__module__.startswith("torch.optim")
+        if of_torch and len({frozenset(entry) for entry in entries.values() if entry}) > 1:
+            raise ValueError("some parameters have less state than others")
+        saved = [{**own, **group} for own, group in zip(groups, state["param_groups"], strict=True)]
+        self.optimizer.load_state_dict({"param_groups": saved, "state": entries})
         for group, values in zip(self.optimizer.param_groups, own_values, strict=True):
             group.update(values)
 
