@@ -1,12 +1,13 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from fulltilt.diagnosis import answer
-from fulltilt.diagnosis.evidence import gather
+from fulltilt.diagnosis.evidence import Evidence, gather
 from fulltilt.diagnosis.findings import rarer, share_left
 from fulltilt.diagnosis.rules.host import checkpoint_stall, host_code, recompiling, validation_heavy
-from fulltilt.records import Abstention, Buckets, CompileRecord, Finding, HotLine, Settings, Span
+from fulltilt.records import Abstention, Buckets, CompileRecord, Finding, HotLine, RankRecord, Settings, Span
 from tests.diagnosis.examples import BATCH, gpu_rank, loader, rank, run_of, spans_of
 
 
@@ -165,6 +166,22 @@ def test_validation_every_few_steps_says_how_much_rarer() -> None:
     assert "inference_mode" not in finding.fix  # whether the script has it already is not known
     # Of 100 s, 50 of validation become 5.6: 1.8 ×.
     assert finding.predicted_speedup == (1.4, 1.8)
+
+
+def test_what_only_ends_a_job_is_not_to_come_more_rarely() -> None:
+    *training, last = spans_of(compute=60.0)
+    ending = replace(last, t0_s=last.t1_s, t1_s=last.t1_s + 40.0, steps=0, samples=0)
+    checking = loader(loader_id=2, role="eval", where="train.py:70", passes=1, batches=500)
+    ranks = rank(loaders=(loader(), checking))
+
+    def ended_with(one: RankRecord = ranks, **seconds: float) -> Evidence:
+        return gather(run_of(one, spans=((*training, last, replace(ending, buckets=Buckets(**seconds))),)))
+
+    finding = found(validation_heavy(ended_with(validation_s=40.0)))
+    assert "after the last step only" in finding.fix
+    assert "Its loader at train.py:70 has no workers" in finding.fix
+    assert checkpoint_stall(ended_with(checkpoint_s=40.0)) is None
+    assert checkpoint_stall(ended_with(replace(ranks, finished=False), checkpoint_s=40.0)) is not None
 
 
 def test_a_recipes_validation_is_changed_in_its_settings() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import contextlib
 import copy
+import importlib
 import json
 import multiprocessing
 import queue
 import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -95,6 +98,32 @@ def test_a_model_and_its_optimizer_are_of_the_training_and_averaged_weights_are_
     model(x).sum().backward()
     assert min(of_training(lambda: model(x)), of_training(optimizer.step)) > 0.7
     assert max(of_training(follow), of_training(lambda: average.update_parameters(model))) < 0.2
+
+
+def test_an_import_is_told_from_what_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "imported_late.py").write_text("import time\ntime.sleep(0.02)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def save_checkpoint() -> None:
+        sys.modules.pop("imported_late", None)
+        importlib.import_module("imported_late")
+
+    assert share(looks_at(save_checkpoint), "import") > 0.7
+
+
+def test_what_trains_while_it_is_imported_is_no_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trains_at_once.py").write_text("train()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen: list[StackView | None] = []
+
+    def train() -> None:
+        stack = stack_of(threading.get_ident())
+        assert stack is not None
+        seen.extend(view_of(stack, None, frames) for frames in (frozenset(), frozenset(stack.calls[1:])))
+
+    monkeypatch.setattr(builtins, "train", train, raising=False)
+    importlib.import_module("trains_at_once")
+    assert [view.kind for view in seen if view] == ["import", "host"]
 
 
 def test_json_of_weights_is_the_users_line() -> None:

@@ -61,6 +61,7 @@ class Thresholds:
     waiting_workers_per_cpu: float = 4.0  # workers that wait for storage use little CPU; more than this only add RAM
     oversubscription_loss: float = 2.1  # CLIP on 16 cores: 1489 samples/s at 12 workers, 712 at 16
     async_checkpoint_part: float = 0.2  # copying a state to host memory takes about a fifth of serialising it
+    stray_part: float = 0.05  # of saving or validating: so much is booked beside its place, by samples of the stack
     checkpoint_target_share: float = 0.02  # to which "save every k-th time" brings a checkpoint
     validation_target_share: float = 0.10  # to which "validate every k-th time" brings validation
 

@@ -29,6 +29,7 @@ BUCKET_OF_KIND = {
     "host": "host_code_s",
     "data_wait": "data_wait_s",
     "compile": "startup_s",
+    "import": "startup_s",
     "epoch_turnover": "epoch_turnover_s",
     "checkpoint": "checkpoint_s",
     "communication": "communication_s",

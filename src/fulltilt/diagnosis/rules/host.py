@@ -151,6 +151,16 @@ def recompiling(evidence: Evidence) -> Judgement:
 # --------------------------------------------------------------------------- validation
 
 
+def _only_ends_the_job(evidence: Evidence, bucket: str) -> bool:
+    """Whether all of this came after the last step of a job that has ended: a longer job would have no more of it."""
+    during_s = all_s = 0.0
+    for own in evidence.run.spans:
+        last = max((place for place, span in enumerate(own) if span.steps), default=-1)
+        during_s += sum(getattr(span.buckets, bucket) for span in own[: last + 1])
+        all_s += sum(getattr(span.buckets, bucket) for span in own)
+    return evidence.rank.finished and during_s < LIMITS.stray_part * all_s
+
+
 def validation_heavy(evidence: Evidence) -> Judgement:
     """Validation takes so much of the job that validating less often would pay."""
     cost_s = evidence.buckets.validation_s
@@ -163,19 +173,23 @@ def validation_heavy(evidence: Evidence) -> Judgement:
         facts.append(f"{count('pass', loader.passes)} over {loader.dataset}, {seconds(cost_s / loader.passes)} each")
     every = rarer(share, LIMITS.validation_target_share)
     left = share_left(share, every)
+    high = amdahl(share * (1 - 1 / every))
+    predicted = gain(1 + (high - 1) * LIMITS.recovered_low, high)
     engine = loader is not None and loader.made_by == "fulltilt"
-    rarely = f"every {_ordinal(every)} time{' (eval_every in the settings)' if engine else ''}"
-    fix = f"Validate {rarely}: its share falls from {percent(share)} to {percent(left)}."
-    if (library := LIBRARIES.get(loader.made_by or "") if loader else None) and library.validate:
-        fix += f" {library.validate}."
+    if _only_ends_the_job(evidence, "validation_s"):
+        fix = "It came after the last step only, and can come no more rarely."
+        predicted = gain(1.0, amdahl(share * LIMITS.recovered_low))
+    else:
+        rarely = f"every {_ordinal(every)} time{' (eval_every in the settings)' if engine else ''}"
+        fix = f"Validate {rarely}: its share falls from {percent(share)} to {percent(left)}."
+        if (library := LIBRARIES.get(loader.made_by or "") if loader else None) and library.validate:
+            fix += f" {library.validate}."
     asked = evidence.run.run.asked
     in_memory = engine and (asked.residency != "none" or asked.num_workers)  # nothing is left to do for workers
     if loader and loader.num_workers == 0 and not in_memory:
         call = rewritten(evidence, loader, num_workers=2, persistent_workers=True)
         fix += f" Its loader{at(loader.where)} has no workers: {call}."
     fix += f" A larger {'eval_batch_size' if engine else 'batch'} makes each one faster and changes no result."
-    high = amdahl(share * (1 - 1 / every))
-    predicted = gain(1 + (high - 1) * LIMITS.recovered_low, high)
     return found(evidence, "validation_heavy", cost_s, facts, fix, loader.where if loader else None, predicted)
 
 
@@ -192,10 +206,10 @@ def _validation_loader(evidence: Evidence) -> LoaderRecord | None:
 
 
 def checkpoint_stall(evidence: Evidence) -> Judgement:
-    """Training stands still while the model is saved."""
+    """Training stands still while the model is saved. One save at the end is what a job is for."""
     cost_s = evidence.buckets.checkpoint_s
     share = evidence.share(cost_s)
-    if share < LIMITS.checkpoint_share:
+    if share < LIMITS.checkpoint_share or _only_ends_the_job(evidence, "checkpoint_s"):
         return None
     lines = sorted(evidence.rank.checkpoint_lines, key=lambda line: -line.seconds)
     facts = [time_spent(evidence, "saving", cost_s)]

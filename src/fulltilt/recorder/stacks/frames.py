@@ -40,6 +40,8 @@ ASKS_THE_SAMPLER = "_next_index"
 SAVING = frozenset({"save_pretrained", "save_checkpoint", "_save_checkpoint", "save_state", "save_model"})
 # Of threads and processes: waiting for their beginning or their end brings no batch.
 BRING_NO_BATCH = frozenset({"__init__", "start", "join"})
+# The file of the code that imports modules.
+IMPORTING = "<frozen importlib"
 
 Spot = tuple[CodeType, int]  # a code object and the position in its bytecode
 
@@ -136,6 +138,8 @@ def view_of(
             sampling = sampling or code.co_name == ASKS_THE_SAMPLER
             if code.co_name == "_shutdown_workers":
                 special = "epoch_turnover"
+        elif code.co_filename.startswith(IMPORTING) and spot not in loop_frames:  # a script may train as it is imported
+            special = "import"  # paid once, by whoever is the first to need it: often the first save
         elif code is deepcopy.__code__:
             special = special or "host"  # weights kept aside: torch's work, but no part of the step
         elif who == "torch_distributed" and top_owner == who:
