@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fulltilt.cli.main import main
+from tests.report import examples
 
 # Ctrl-C as the named module is brought in.
 INTERRUPTED = """
@@ -68,3 +69,56 @@ def test_a_missing_extra_is_named_with_its_install_line(command: str, code: int,
     ended = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=120)
     assert (ended.returncode, "Traceback" in ended.stderr) == (code, False), ended.stderr
     assert install in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["tuen", "train.py"], ["No such command 'tuen'. Did you mean 'tune'?", "Try: fulltilt --help"]),
+        (["train.py", "--lr", "1"], ["train.py is a file, not a verb", "fulltilt run train.py --lr 1"]),
+        (["run", "trian.py"], ["trian.py does not exist; did you mean train.py?", "The working folder is"]),
+        (["run", "nothing"], ["nothing is neither a script nor a program", "The working folder is"]),
+        (["report", "train.py"], ["train.py is not a run folder: it is a file", "fulltilt run train.py"]),
+        (["report", "."], [". is not a run folder: it has no run.json", "fulltilt run SCRIPT.py makes one"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) and len(value) < 4 else None,
+)
+def test_a_mistake_is_answered_with_what_to_type(
+    arguments: list[str],
+    told: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(told)
+    for line, wanted in zip(lines, told, strict=True):
+        assert wanted in line
+
+
+def test_runs_below_a_folder_that_is_none_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    examples.write_folder(tmp_path / "fulltilt-runs" / "a", examples.starved()[0])
+    for folder in ("fulltilt-runs", "nowhere"):
+        with pytest.raises(SystemExit):
+            main(["report", folder])
+        assert capsys.readouterr().err.endswith("There are runs in fulltilt-runs/a.\n")
+
+
+@pytest.mark.parametrize(("words", "wanted"), [("fulltilt rep", "report"), ("fulltilt run --au", "--auto")])
+def test_completion_knows_verbs_and_flags(
+    words: str, wanted: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_FULLTILT_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+    with pytest.raises(SystemExit):
+        main([])
+    assert capfd.readouterr().out.split() == [wanted]

@@ -9,16 +9,19 @@ from typing import Annotated
 
 import typer
 
+from fulltilt.cli.streams import examples
 from fulltilt.errors import UsageError
 
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
-    app.command("cache")(cache)
+    app.command(
+        "cache", epilog=examples("fulltilt cache", "fulltilt cache clear --name COD10K", "fulltilt cache list --json")
+    )(cache)
 
 
 def cache(
-    action: Annotated[str, typer.Argument(metavar="[list|clear]", help="What to do with the caches.")] = "list",
+    action: Annotated[str, typer.Argument(metavar="list|clear", help="What to do with the caches.")] = "list",
     folder: Annotated[
         Path | None, typer.Option("--dir", metavar="DIR", help="The cache folder (default: FULLTILT_CACHE_DIR).")
     ] = None,
@@ -27,7 +30,7 @@ def cache(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """List or clear the decoded data sets kept on disk (residency "disk")."""
+    """List or clear the decoded data sets kept on disk."""
     if action not in ("list", "clear"):
         raise UsageError(f"cache knows list and clear, not {action!r}")
     from fulltilt.feed.disk_cache import default_cache_dir, folder_of_caches, list_caches, remove, sweep

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from fulltilt.cli.streams import examples
 from fulltilt.diagnosis.preflight import LoaderPlan, preflight
 from fulltilt.errors import UsageError
 from fulltilt.figures import clean
@@ -33,7 +34,14 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
-    app.command("check")(check)
+    app.command(
+        "check",
+        epilog=examples(
+            "fulltilt check",
+            "fulltilt check --data /data/images",
+            "fulltilt check --data /data --workers 8 --batch-bytes 38MB",
+        ),
+    )(check)
 
 
 def check(

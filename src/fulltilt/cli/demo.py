@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from fulltilt.cli.streams import examples
 from fulltilt.errors import MachineError
 
 STARVED_JOB = Path(__file__).with_name("starved_job.py")
@@ -29,13 +30,16 @@ TRAINED = {
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
-    app.command("demo")(demo)
+    app.command("demo", epilog=examples("fulltilt demo", "fulltilt demo --out /tmp/demo"))(demo)
 
 
 def demo(
     out: Annotated[Path, typer.Option(help="Where the script and the runs go.")] = Path("fulltilt-runs/demo"),
 ) -> None:
-    """Explain a starved job, tune it while it trains, then train a recipe. About four minutes on two CPU cores."""
+    """See a slow training job explained and made faster.
+
+    Runs a small script, says why it is slow, tunes it while it trains, then trains a recipe.
+    """
     script = _place_script(out)
     plain, tuned = out / "1-starved", out / "2-tuned"
     _announce(f"1. {script} trains a small model. Why is it not faster?")

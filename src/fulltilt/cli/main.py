@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import importlib
+import shlex
 import sys
+from pathlib import Path
 
 import typer
 
@@ -15,15 +17,20 @@ from fulltilt.errors import FulltiltError, MachineError, UsageError, refused_pat
 app = typer.Typer(
     name="fulltilt",
     help="Finds out why a PyTorch training job leaves its GPU idle, fixes it, and proves the fix.",
-    add_completion=False,
+    epilog=streams.examples(
+        "fulltilt run train.py --lr 0.1    # why is this script not faster?",
+        "fulltilt run --auto train.py      # tune its data loading while it trains",
+        "fulltilt report                   # the newest run again, and its page",
+        "fulltilt run --help               # every verb has flags and examples",
+    ),
+    add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 
 # Each verb's file has `register(app)`. The order is the order of `fulltilt --help`.
-VERBS = ("demo", "check", "watch", "run", "tune", "plan", "train", "report", "make-data", "cache")
-
+VERBS = ("run", "report", "tune", "plan", "check", "watch", "train", "make-data", "cache", "demo")
 
 # What is not installed without an extra, by the name under which it is imported.
 EXTRAS = {
@@ -55,6 +62,11 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     streams.prepare()
     try:
+        if arguments[0] not in VERBS and (arguments[0].endswith(".py") or Path(arguments[0]).is_file()):
+            script = shlex.join(arguments)
+            raise UsageError(
+                f"{arguments[0]} is a file, not a verb", f"To run and explain a script: fulltilt run {script}"
+            )
         # One verb alone starts faster; help and wrong verbs need them all.
         for verb in arguments[:1] if arguments[0] in VERBS else VERBS:
             importlib.import_module(f"fulltilt.cli.{verb.replace('-', '_')}").register(app)

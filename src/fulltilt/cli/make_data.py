@@ -8,19 +8,29 @@ from typing import Annotated
 
 import typer
 
+from fulltilt.cli.streams import examples
+
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
-    app.command("make-data")(make_data)
+    app.command(
+        "make-data",
+        epilog=examples("fulltilt make-data cod data/cod --size 200", "fulltilt make-data text data/text --seed 1"),
+    )(make_data)
 
 
 def make_data(
-    kind: Annotated[str, typer.Argument(metavar="cod|cars|text|hdf5", show_default=False)],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)],
-    size: Annotated[int, typer.Option(min=1, help="How many samples, training and test together.")] = 1000,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same files.")] = 0,
+    kind: Annotated[str, typer.Argument(metavar="KIND", show_default=False, help="cod, cars, text or hdf5.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", show_default=False, help="A folder that is not there yet, or empty.")
+    ],
+    size: Annotated[int, typer.Option(min=1, metavar="N", help="How many samples, training and test together.")] = 1000,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="The same seed gives the same files.")] = 0,
 ) -> None:
-    """Make a data set that can be learnt but is not easy, in the format that its recipe reads."""
+    """Make a small data set to try a recipe with.
+
+    It can be learnt but is not easy, and has the format that its recipe reads.
+    """
     from fulltilt.figures import count
     from fulltilt.recipes.synthetic import KINDS, make_folder
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fulltilt import store
+from fulltilt.cli.streams import examples
 from fulltilt.diagnosis.forecast import forecast
 from fulltilt.errors import UsageError
 from fulltilt.figures import NOT_MEASURED, number, percent, seconds, size
@@ -36,18 +37,30 @@ from fulltilt.tuning.space import USABLE_VRAM
 
 def register(app: typer.Typer) -> None:
     """Add the verb to the command line."""
-    app.command("plan")(plan)
+    app.command(
+        "plan",
+        epilog=examples(
+            "fulltilt plan runs/b8                   # one run",
+            "fulltilt plan runs/b8 runs/b16          # what grows with the batch",
+            "fulltilt plan runs/b8 --gpu 4090 --gpu A100",
+            "fulltilt plan out/cod --target iou=0.75",
+        ),
+    )(plan)
 
 
 def plan(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN]...", help="A run; more at other batch sizes.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="A run folder; more of them at other batch sizes.")],
     target: Annotated[
         str | None, typer.Option(metavar="METRIC=VALUE", help="How long until then, from the run's history.")
     ] = None,
     gpu: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only these GPUs; may be repeated.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """Plan from a run: GPU memory by part, batch sizes, learning rates, workers' RAM, other GPUs, time to a target."""
+    """Tell from a run which batch sizes and GPUs would fit.
+
+    GPU memory by part, batch sizes with their learning rates, the workers' memory, other GPUs, and with
+    --target the time until a metric is reached.
+    """
     wanted = None if target is None else parse_target(target)
     names = {found for name in gpu or () for found in _gpus_named(name)}
     made = make_plan([store.load(folder) for folder in runs])

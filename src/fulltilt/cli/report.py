@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fulltilt import store
-from fulltilt.cli.streams import tell
+from fulltilt.cli.streams import examples, tell
 from fulltilt.diagnosis import answer
 from fulltilt.errors import FulltiltError, UsageError
 from fulltilt.figures import clean
@@ -25,20 +25,29 @@ COMPARISON_FILE = Path("fulltilt-report.html")
 
 def register(app: typer.Typer) -> None:
     """Add the verb to the command line."""
-    app.command("report")(report)
+    app.command(
+        "report",
+        epilog=examples(
+            "fulltilt report                         # the newest run",
+            "fulltilt report fulltilt-runs/*-train   # several, side by side",
+            "fulltilt report runs/a --json | jq .verdict.code",
+            "fulltilt report runs/a --html a.html",
+        ),
+    )(report)
 
 
 def report(
     runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="[RUN]...", help="Run folders; the newest one when none is given.")
+        list[Path] | None, typer.Argument(metavar="RUN", help="Run folders; the newest one when none is given.")
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else: an object, or a list.")] = False,
     html: Annotated[Path | None, typer.Option(metavar="PATH", help="Where to write the page.")] = None,
     no_page: Annotated[bool, typer.Option("--no-page", help="Write no page.")] = False,
     width: Annotated[int | None, typer.Option(min=40, metavar="N", help="Columns of the terminal view.")] = None,
 ) -> None:
-    """Show why a run was as fast as it was: verdict, ledger, one step to scale, findings.
+    """Show why a run was as fast as it was, and write its page.
 
+    Verdict, ledger of the wall time, one step to scale, findings with their fixes, costliest lines.
     One run also gets its page, report.html, in its folder. Several runs are shown side by side, with a
     comparison page in the current folder.
     """

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from typing import Annotated, Literal
 import typer
 
 from fulltilt import __version__, store
-from fulltilt.cli.streams import USAGE_ERROR, StatusBar, complain, given_to_script, hint, tell
+from fulltilt.cli.streams import USAGE_ERROR, StatusBar, complain, examples, given_to_script, hint, tell
 from fulltilt.errors import FulltiltError, UsageError
 from fulltilt.probes.cgroup import oom_kills
 from fulltilt.probes.gpu import Gpus
@@ -53,26 +54,45 @@ def register(app: typer.Typer) -> None:
         "run",
         context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
         options_metavar="[OPTIONS] [--]",
+        epilog=examples(
+            "fulltilt run train.py --lr 0.1",
+            "fulltilt run -m package.train --lr 0.1",
+            "fulltilt run -- torchrun --nproc-per-node 2 train.py",
+            "fulltilt run -- accelerate launch train.py",
+            "fulltilt run -- /other/env/bin/python train.py",
+            "fulltilt run --auto train.py          # tune workers, prefetch, pinning live",
+            "fulltilt run --deep 50 train.py       # profile 50 steps with torch.profiler",
+            "fulltilt run --settings settings.json train.py",
+        ),
     )(run)
 
 
 def run(
     command: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="SCRIPT.py ARGS | -m MODULE ARGS | torchrun … | accelerate launch …", show_default=False
-        ),
+        typer.Argument(metavar="SCRIPT ARGS | -m MODULE ARGS | PROGRAM ARGS", show_default=False, hidden=True),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Run folder [default: fulltilt-runs/<date>-<script>]")] = None,
-    deep: Annotated[int, typer.Option(min=0, help="Profile this many steps with torch.profiler.")] = 0,
-    settings: Annotated[Path | None, typer.Option(help="Settings file whose loader settings are put in force.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Run folder [default: fulltilt-runs/<date>-<script>]")
+    ] = None,
+    deep: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", show_default=False, help="Profile this many steps with torch.profiler."),
+    ] = 0,
+    settings: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Put the loader settings of this JSON file in force.")
+    ] = None,
     auto: Annotated[bool, typer.Option("--auto", help="Tune the data loading while the job trains.")] = False,
     exact: Annotated[
         bool, typer.Option("--exact", help="With --auto: only where every batch stays the same bit for bit.")
     ] = False,
     module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
 ) -> None:
-    """Run a training job unchanged, record where its time goes, and say why the GPU is idle."""
+    """Run a training job unchanged and say why its GPU is idle.
+
+    The script's output, exit code and results are its own. The verdict comes on standard error, the page
+    is report.html in the run folder. Flags of fulltilt stand before the script, the script's own behind it.
+    """
     if exact and not auto:
         raise UsageError("--exact says how careful --auto is: give both")
     arguments = (["-m"] if module else []) + list(command or [])
@@ -239,6 +259,9 @@ def end_run(folder: Path, record: RunRecord, wall_s: float, status: int, oom_kil
             tell(line)
         if refused is not None:
             complain(str(refused))
+        if diagnosis.verdict.code == "no_steps" and status == 1 and record.command[0].endswith(".py"):
+            # A module that is missing, more often than not: fulltilt may live in another environment than the script.
+            tell(f"  it ran with {sys.executable}; for another: fulltilt run -- PYTHON {shlex.join(record.command)}")
         if state == "done" and not by_itself and (pids := still_running(folder)):
             going_on = f"the job goes on in the background (process {', '.join(map(str, pids))})"
             tell(f"fulltilt: {going_on}: fulltilt report {folder} tells of it later")

@@ -65,6 +65,11 @@ def tell(line: str = "") -> None:
     print(clean(line), file=sys.stderr, flush=True)
 
 
+def examples(*commands: str) -> str:
+    """The end of a verb's help: commands to copy, each with what it does behind a #. The help does not re-wrap them."""
+    return "\b\nExamples:\n" + "\n".join(f"  {command}" for command in commands)
+
+
 def given_to_script(flags: Collection[str], arguments: Sequence[str]) -> list[str]:
     """Those of ``flags`` that stand behind the first of the job's arguments."""
     behind = {argument.partition("=")[0] for argument in arguments[1:]}

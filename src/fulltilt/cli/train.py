@@ -12,10 +12,18 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 
+from fulltilt.cli.streams import examples
 from fulltilt.recipes import RECIPES, find, require, run_folder
 from fulltilt.recipes import options as flagged
 from fulltilt.recipes.recipe import Recipe
 from fulltilt.train.stop import limits_count_from_here, signals_end_it
+
+EXAMPLES = examples(
+    "fulltilt train cod                            # on made data, here and now",
+    "fulltilt train cod --data /data/COD10K-v3 --out out/cod",
+    "fulltilt train carclip --data cars --gpus 2 --max-time 11h",
+    "fulltilt train visobert --config config.yaml  # the same command resumes",
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -134,3 +142,4 @@ def _show_recipes() -> None:
     print("  Train one of four models. Its flags are in: fulltilt train NAME --help\n")
     for name, about in RECIPES.items():
         print(f"  {name:10} {about}")
+    print(f"\n{EXAMPLES.lstrip(chr(8))[1:]}")

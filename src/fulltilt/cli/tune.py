@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fulltilt import store
-from fulltilt.cli.streams import StatusBar, given_to_script, hint
+from fulltilt.cli.streams import StatusBar, examples, given_to_script, hint
 from fulltilt.errors import Diverged, DoesNotFit, FulltiltError, MachineError, UsageError
 from fulltilt.figures import duration_s, seconds
 from fulltilt.probes.host import cpu_capacity, memory_headroom_bytes
@@ -77,30 +77,45 @@ def register(app: typer.Typer) -> None:
         "tune",
         context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
         options_metavar="[OPTIONS] [--]",
+        epilog=examples(
+            "fulltilt tune train.py --lr 0.1",
+            "fulltilt tune --budget 5m --apply train.py   # write the winner into it",
+            "fulltilt tune --allow batch,precision train.py",
+            "fulltilt tune cod --data /data/COD10K-v3     # a recipe",
+        ),
     )(tune)
 
 
 def tune(
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="SCRIPT.py ARGS | -m MODULE ARGS | RECIPE ARGS", show_default=False),
+        typer.Argument(metavar="SCRIPT ARGS | -m MODULE ARGS | RECIPE ARGS", show_default=False, hidden=True),
     ] = None,
-    budget: Annotated[str, typer.Option(help="Time for all trials together, such as 90s, 10m or 1h.")] = "10m",
+    budget: Annotated[
+        str, typer.Option(metavar="TIME", help="Time for all trials together, such as 90s, 10m or 1h.")
+    ] = "10m",
     allow: Annotated[
         str,
         typer.Option(help="What may change besides the loader: batch,accumulation,precision,compile.", metavar="NAMES"),
     ] = "",
     apply: Annotated[bool, typer.Option("--apply", help="Write the verified change into the source.")] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Study folder; one that was stopped goes on. [default: fulltilt-runs/<date>-…]")
+        Path | None,
+        typer.Option(metavar="DIR", help="Study folder; a stopped study goes on there. [default: fulltilt-runs/…]"),
     ] = None,
-    trial_limit: Annotated[str | None, typer.Option(help="Longest time of one trial, such as 60s.")] = None,
+    trial_limit: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Longest time of one trial, such as 60s.")
+    ] = None,
     in_place: Annotated[
         bool, typer.Option("--in-place", help="Let trials change your files, where nothing can keep them from it.")
     ] = False,
     module: Annotated[bool, typer.Option("-m", help="Study a module, as python -m runs it.")] = False,
 ) -> None:
-    """Try settings of a training job in short trials, verify the best, and say what to write."""
+    """Try settings in short trials and verify the best one.
+
+    Trials change no file of yours. The winner is measured against your settings in turns; it is
+    written to settings.json for fulltilt run --settings, and as a diff of the DataLoader call.
+    """
     arguments = (["-m"] if module else []) + list(command or [])
     if not arguments:
         raise UsageError("nothing to tune", "Give a script: fulltilt tune train.py ARGS")

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from fulltilt.cli.streams import tell
+from fulltilt.cli.streams import examples, tell
 from fulltilt.errors import UsageError
 from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.jobs import JobProbe
@@ -46,7 +46,14 @@ _SUSPEND = "\x1a"  # Ctrl-Z
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
-    app.command("watch")(watch)
+    app.command(
+        "watch",
+        epilog=examples(
+            "fulltilt watch",
+            "fulltilt watch --once",
+            "fulltilt watch --interval 5 --out gpu.jsonl > /dev/null &",
+        ),
+    )(watch)
 
 
 def watch(

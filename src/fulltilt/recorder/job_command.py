@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import shutil
 import subprocess
 import sys
@@ -31,7 +32,7 @@ def job_command(arguments: list[str]) -> list[str]:
     path = Path(first)
     if path.suffix in (".py", ".pyz") or (path.is_dir() and (path / "__main__.py").exists()):
         if not path.exists():
-            raise UsageError(f"{first} does not exist", f"The working folder is {Path.cwd()}.")
+            raise UsageError(f"{first} does not exist{_similar(path)}", f"The working folder is {Path.cwd()}.")
         return [*python, *arguments]
     if first in LAUNCHERS:
         beside = Path(sys.executable).parent / first
@@ -45,7 +46,16 @@ def job_command(arguments: list[str]) -> list[str]:
         return [*python, *arguments]
     if path.is_dir():
         raise UsageError(f"{first} is a folder without a __main__.py", "Give the script inside it.")
-    raise UsageError(f"{first} is neither a script nor a program that can be found")
+    raise UsageError(
+        f"{first} is neither a script nor a program that can be found", f"The working folder is {Path.cwd()}."
+    )
+
+
+def _similar(path: Path) -> str:
+    """The script that was probably meant, of those in the same folder."""
+    names = [other.name for other in path.parent.glob("*.py")]
+    close = difflib.get_close_matches(path.name, names, n=1)
+    return f"; did you mean {path.with_name(close[0])}?" if close else ""
 
 
 def job_name(arguments: list[str]) -> str:

@@ -139,13 +139,14 @@ def load(folder: str | Path) -> Run:
     try:
         names = sorted(path.name for path in folder.iterdir())
     except FileNotFoundError as error:
-        raise NotARunFolder(f"{folder} is not a run folder: there is no such folder") from error
+        raise NotARunFolder(f"{folder} is not a run folder: there is no such folder", _runs_nearby(Path())) from error
     except NotADirectoryError as error:
-        raise NotARunFolder(f"{folder} is not a run folder: it is a file") from error
+        script = f"To run and record a script: fulltilt run {folder}" if folder.suffix == ".py" else None
+        raise NotARunFolder(f"{folder} is not a run folder: it is a file", script) from error
     except OSError as error:
         raise RunFolderError(f"cannot read {folder}: {error.strerror or error}") from error
     if RUN_FILE not in names:
-        raise NotARunFolder(f"{folder} is not a run folder: it has no {RUN_FILE}")
+        raise NotARunFolder(f"{folder} is not a run folder: it has no {RUN_FILE}", _runs_nearby(folder))
     run = read_record(folder / RUN_FILE, RunRecord)
     ranks = read_ranks(folder)
     known = {steps_file(number) for number in ranks}
@@ -160,6 +161,15 @@ def load(folder: str | Path) -> Run:
         samples=tuple(read_lines(folder / SAMPLES_FILE, Sample)),
         warnings=tuple(f"{name} is left out: its rank's own record is not there" for name in orphans),
     )
+
+
+def _runs_nearby(folder: Path) -> str:
+    """Where there are runs, newest first; how one is made where there are none."""
+    found = {file.parent for pattern in ("*", "*/*") for file in folder.glob(f"{pattern}/{RUN_FILE}")}
+    newest = sorted(found, key=lambda run: (run / RUN_FILE).stat().st_mtime, reverse=True)[:3]
+    if not newest:
+        return "fulltilt run SCRIPT.py makes one, in fulltilt-runs."
+    return f"There are runs in {', '.join(map(str, newest))}{' and others' if len(found) > len(newest) else ''}."
 
 
 def read_ranks(folder: Path) -> dict[int, RankRecord]:

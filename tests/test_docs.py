@@ -1,0 +1,109 @@
+"""Every command and every Python block in the documents is one that this Fulltilt takes."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from fulltilt.cli.main import VERBS, main
+from fulltilt.cli.train import command_of
+from fulltilt.recipes import find
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"(?<!`)`(fulltilt [^`\n]+)`(?!`)")
+# What a reader is to put in is written like this: DIR, NAME, RUN [RUN ...], list|clear, …
+PLACEHOLDER = re.compile(r"…|\[|\||\b[A-Z]{3,}\b")
+
+
+@cache
+def command(verb: str) -> Any:
+    """The parser of a verb, as `fulltilt VERB` has it."""
+    own = typer.Typer(pretty_exceptions_enable=False)
+    importlib.import_module(f"fulltilt.cli.{verb.replace('-', '_')}").register(own)
+    own.command("another")(lambda: None)  # a single command would be the app itself
+    return typer.main.get_command(own).commands[verb]  # type: ignore[attr-defined]
+
+
+def parse(line: str) -> None:
+    """Have the real command line parse a documented one. Raises what the user would be told."""
+    words = shlex.split(line.partition(" # ")[0], posix=True)
+    for index, word in enumerate(words):
+        if re.fullmatch(r"[|;&<>]+|\d?>\S*", word):
+            words = words[:index]
+            break
+    verb, *rest = words[1:] or ["--help"]
+    if verb.startswith("-"):
+        assert verb in ("--help", "-h", "--version", "--install-completion", "--show-completion"), f"no flag {verb}"
+        return
+    assert verb in VERBS, f"no verb {verb}"
+    if verb == "train" and rest and not rest[0].startswith("-"):
+        recipe = typer.Typer(pretty_exceptions_enable=False)
+        recipe.command()(command_of(find(rest[0])))
+        typer.main.get_command(recipe).make_context("train", rest[1:], resilient_parsing="--help" in rest)
+    else:
+        command(verb).make_context(verb, rest, resilient_parsing="--help" in rest)
+
+
+def commands_in(text: str) -> list[str]:
+    """The lines of shell blocks that call fulltilt, and the commands in running text that name a flag."""
+    blocks = [body for _, language, body in FENCE.findall(text) if language in ("", "sh", "bash", "console", "yaml")]
+    lines = [line for body in blocks for line in body.replace("\\\n", " ").splitlines()]
+    called = [re.search(r"(?:^|[$;&|(] ?|srun [^|;&]*|run: |-q +)(fulltilt( .*)?)$", line.strip()) for line in lines]
+    running = [found for found in INLINE.findall(FENCE.sub("", text)) if not PLACEHOLDER.search(found)]
+    return [found[1] for found in called if found] + [line for line in running if " -" in line]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_documented_commands_are_taken_by_the_command_line(page: Path) -> None:
+    for line in commands_in(page.read_text(encoding="utf-8")):
+        try:
+            parse(line)
+        except Exception as error:
+            told = error.format_message() if hasattr(error, "format_message") else repr(error)
+            pytest.fail(f"{page.name}: {line}: {told}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_blocks_compile(page: Path) -> None:
+    for _, language, body in FENCE.findall(page.read_text(encoding="utf-8")):
+        if language in ("python", "py"):
+            ast.parse(body, str(page))
+
+
+def test_a_wrong_flag_or_verb_is_found() -> None:
+    text = "```sh\nfulltilt run --auot train.py\n$ fulltilt report a --json | jq .\nfulltilt tuen x  # why\n```\n"
+    wrong, right, verb = commands_in(text)
+    parse(right)
+    with pytest.raises(Exception, match="auot"):
+        parse(wrong)
+    with pytest.raises(AssertionError, match="tuen"):
+        parse(verb)
+    with pytest.raises(Exception, match="backbonne"):
+        parse("fulltilt train cod --backbonne x")
+    assert commands_in("see `fulltilt report --jsno` and `fulltilt report RUN --x`") == ["fulltilt report --jsno"]
+
+
+@pytest.mark.parametrize("verb", ["", *VERBS])
+def test_help_has_examples_that_work_and_fits_80_columns(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*([verb] if verb else []), "--help"])
+    shown = capsys.readouterr().out.splitlines()
+    assert max(map(len, shown)) <= 80
+    assert not [line for line in shown if line.endswith("...") and not line.startswith(("Usage", "   "))]
+    below = shown[shown.index(next(line for line in shown if line.strip() == "Examples:")) + 1 :]
+    assert below
+    for line in below:
+        parse(line.strip())
