@@ -51,6 +51,7 @@ def test_the_finding_codes_are_these() -> None:
             "padding_waste",
             "host_code",
             "recompiling",
+            "gc_pauses",
         ),
         *("validation_heavy", "checkpoint_stall", "memory_pressure", "cpu_oversubscribed", "shm_small", "throttled"),
         *("gpu_shared", "straggler", "communication_bound", "compute_bound"),

@@ -6,8 +6,18 @@ import pytest
 from fulltilt.diagnosis import answer
 from fulltilt.diagnosis.evidence import Evidence, gather
 from fulltilt.diagnosis.findings import rarer, share_left
-from fulltilt.diagnosis.rules.host import checkpoint_stall, host_code, recompiling, validation_heavy
-from fulltilt.records import Abstention, Buckets, CompileRecord, Finding, HotLine, RankRecord, Settings, Span
+from fulltilt.diagnosis.rules.host import checkpoint_stall, gc_pauses, host_code, recompiling, validation_heavy
+from fulltilt.records import (
+    Abstention,
+    Buckets,
+    CompileRecord,
+    Finding,
+    GarbageRecord,
+    HotLine,
+    RankRecord,
+    Settings,
+    Span,
+)
 from tests.diagnosis.examples import BATCH, gpu_rank, loader, rank, run_of, spans_of
 
 
@@ -122,6 +132,34 @@ def test_quick_host_code_is_left_alone_and_unknown_idling_not_judged() -> None:
     assert judgement == Abstention(
         "host_code", "what the host did while the GPU idled (launching, or code of the script's own)"
     )
+
+
+# --------------------------------------------------------------------------- gc_pauses
+
+
+def test_a_collection_asked_for_each_step_is_named_and_is_no_other_host_code() -> None:
+    lines = (HotLine("train.py:60", "main", 29.0, "gc.collect()"),)
+    garbage = GarbageRecord(1200, full=1000, seconds=30.0, longest_s=0.05, asked_for=lines)
+    run = run_of(rank(garbage=garbage, host_lines=lines), host_code=31.0, compute=69.0)
+    finding = found(gc_pauses(gather(run)))
+    assert (finding.share, finding.severity, finding.where) == (pytest.approx(0.3), "severe", "train.py:60")
+    assert "1,200 collections, 1,000 of them full" in finding.evidence[1]
+    assert "Drop gc.collect() at train.py:60" in finding.fix
+    assert host_code(gather(run)) is None
+    assert answer(run).verdict.code == "gc_pauses"
+
+
+def test_collections_that_come_by_themselves_are_frozen_away() -> None:
+    garbage = GarbageRecord(400, full=3, seconds=12.0, longest_s=4.0)
+    finding = found(gc_pauses(gather(run_of(rank(garbage=garbage), host_code=12.0, compute=88.0))))
+    assert finding.where is None
+    assert "gc.freeze()" in finding.fix
+
+
+def test_collections_as_every_loop_has_them_are_no_finding() -> None:
+    garbage = GarbageRecord(400, full=1, seconds=1.0, longest_s=0.2)
+    assert gc_pauses(gather(run_of(rank(garbage=garbage), compute=100.0))) is None
+    assert gc_pauses(gather(run_of(rank(), compute=100.0))) is None
 
 
 # --------------------------------------------------------------------------- recompiling

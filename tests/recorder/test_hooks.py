@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import math
 import os
@@ -45,6 +46,7 @@ def entry_points() -> dict[str, Any]:
     points |= {name: vars(torch.Tensor).get(name, "inherited") for name in ("to", "cuda", *READS)}
     points |= {name: getattr(torch.distributed, name) for name in COLLECTIVES}
     points |= {name: getattr(os, name) for name in ("_exit", "abort")}
+    points |= {"collect": gc.collect, "collections": len(gc.callbacks)}
     points |= {"excepthook": sys.excepthook, "excepthook of threads": threading.excepthook}
     return points
 

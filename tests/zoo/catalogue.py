@@ -71,6 +71,7 @@ CATALOGUE = (
     # -- the script's own code
     # Compiling is start-up, which rates leave out.
     Specimen("recompiling.py", "recompiling", counts_samples=False, too_short_to_rate=True),
+    Specimen("collect_each_step.py", "gc_pauses", measured=("host_code",)),
     Specimen("sleep_after_step.py", "host_code", measured=("host_code",)),
     Specimen("sleep_in_forward.py", "host_code", measured=("host_code",)),
     Specimen("json_weights.py", "host_code", measured=("host_code",)),

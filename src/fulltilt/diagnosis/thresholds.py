@@ -29,6 +29,7 @@ class Thresholds:
     host_code_share: float = 0.05  # progress bars and schedulers stay under 3 % of a 10 ms step
     validation_share: float = 0.20  # validation is wanted work; a fifth of the job is what people still accept
     recompiling_share: float = 0.03  # a last, smaller batch costs one recompilation; hours of training hide it
+    gc_share: float = 0.03  # a loop of tensors collects in well under 1 % of its time
     checkpoint_share: float = 0.05  # a checkpoint every few minutes costs under 2 %
     straggler_share: float = 0.05  # ranks on one machine differ by 1 to 3 % without any cause
     communication_share: float = 0.10  # DDP hides the exchange behind backward but for its last bucket

@@ -78,6 +78,7 @@ WORDS: dict[str, tuple[str, str | None]] = {
     "padding_waste": ("Padding", "{fact}{win}"),
     "host_code": ("Python code between steps", "the script's own code takes {share}{place}{win}"),
     "recompiling": ("Recompilation", "{fact}{place}{win}"),
+    "gc_pauses": ("Garbage collection", "Python's collector holds the training up in {share}{place}{win}"),
     "validation_heavy": ("Validation", "it takes {share}{win}"),
     "checkpoint_stall": ("Blocking checkpoints", "training stands still for them in {share}{place}{win}"),
     "memory_pressure": ("Memory pressure", "{fact}"),

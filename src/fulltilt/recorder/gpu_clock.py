@@ -107,7 +107,17 @@ class Calibration:
 
 # While the host is at one of these it queues no kernels, so a GPU that has run dry stays idle throughout.
 QUEUES_NOTHING = frozenset(
-    {"data_wait", "epoch_turnover", "checkpoint", "communication", "transfer", "validation", "startup", "observer"}
+    {
+        "data_wait",
+        "epoch_turnover",
+        "checkpoint",
+        "communication",
+        "transfer",
+        "validation",
+        "startup",
+        "observer",
+        "host_code",
+    }
 )
 QUEUES_KERNELS = frozenset({"user", "backward", "optimizer"})
 # Stretches between these points hold no kernels of the user's, as long as nothing better is known.

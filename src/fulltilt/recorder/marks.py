@@ -25,6 +25,7 @@ class Activity(IntEnum):
     COMMUNICATION = 8  # explicit collectives
     OBSERVER = 9  # Fulltilt's own work on this thread
     STARTUP = 11  # torch.compile compiles
+    HOST_CODE = 12  # a full garbage collection
     REST = 10  # short steps between two bursts of measuring, only counted
 
 

@@ -19,6 +19,7 @@ from fulltilt.records import (
     CommunicationRecord,
     CompileRecord,
     DeepRecord,
+    GarbageRecord,
     KernelRecord,
     LiveRecord,
     MemoryRecord,
@@ -93,6 +94,32 @@ class Copies:
         )
 
 
+@dataclass
+class Garbage:
+    """Garbage collections on the training thread since training began."""
+
+    collections: int = 0
+    full: int = 0
+    seconds: float = 0.0
+    longest_s: float = 0.0
+    asked_for: LineTimes = field(default_factory=LineTimes)
+
+    def add(self, took_s: float, full: bool, where: str, function: str) -> None:
+        """A collection has ended; ``where`` is the line that asked for it, empty where none did."""
+        self.collections += 1
+        self.full += full
+        self.seconds += took_s
+        self.longest_s = max(self.longest_s, took_s)
+        if where:
+            self.asked_for.charge(where, function, took_s, "gc.collect()")
+
+    def record(self) -> GarbageRecord | None:
+        """The collections as a record; None when there were none."""
+        if not self.collections:
+            return None
+        return GarbageRecord(self.collections, self.full, self.seconds, self.longest_s, self.asked_for.top(3))
+
+
 MOST_REMARKS = 20
 
 
@@ -121,6 +148,7 @@ class RankState:
         self.syncs = 0.0
         self.sync_blocked_s = 0.0
         self.copies = Copies()
+        self.garbage = Garbage()
         self.optimizers: dict[int, str] = {}
         self.optimizer_calls = 0
         self.learning_rate: float | None = None
@@ -273,6 +301,7 @@ class RankState:
             deep=self.deep,
             kernels=self.kernels,
             compile=self.compiling(),
+            garbage=self.garbage.record(),
             gpu_busy_step_s=self.gpu_busy_s / self.gpu_steps if self.gpu_steps else None,
             launch_s=self.launch_s if on_gpu else None,
             vram_peak_bytes=self._highest_peak(stats.get("allocated_bytes.all.peak")),

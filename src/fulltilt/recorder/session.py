@@ -13,7 +13,7 @@ from fulltilt.recorder.hooks import Patches
 from fulltilt.recorder.hooks.compiling import CompileHooks
 from fulltilt.recorder.hooks.cuda import DeviceHooks, GraphHooks
 from fulltilt.recorder.hooks.processes import ExitHooks, show_errors_without_ours, watch_ranks
-from fulltilt.recorder.hooks.training import StepHooks, watch_loaders, watch_saving
+from fulltilt.recorder.hooks.training import StepHooks, watch_garbage_collector, watch_loaders, watch_saving
 from fulltilt.recorder.loaders import LoaderTaps
 from fulltilt.recorder.loaders.loader_hooks import FeedTaps
 from fulltilt.recorder.loaders.overrides import LoaderOverride, read_loader, read_settings
@@ -58,6 +58,7 @@ class Session:
         CompileHooks(torch, recorder).install(patches)
         self._profiler.install(patches)
         watch_saving(patches, torch, recorder)
+        watch_garbage_collector(patches, recorder)
         self.device.install(patches)
         watch_ranks(patches, torch, recorder)
         self.exits.install(patches)

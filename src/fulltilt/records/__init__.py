@@ -505,6 +505,20 @@ class CompileRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class GarbageRecord:
+    """Python's garbage collections on the training thread, start-up left out. ``full`` ones walk through every object.
+
+    ``asked_for`` are lines that call gc.collect(), themselves or through a library.
+    """
+
+    collections: int
+    full: int
+    seconds: float
+    longest_s: float
+    asked_for: tuple[HotLine, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class RankRecord:
     """What one rank's recorder knows besides its spans. Rewritten atomically while the job runs.
 
@@ -539,6 +553,7 @@ class RankRecord:
     deep: DeepRecord | None = None
     kernels: KernelRecord | None = None
     compile: CompileRecord | None = None
+    garbage: GarbageRecord | None = None
     gpu_busy_step_s: float | None = None
     launch_s: float | None = None
     vram_peak_bytes: int | None = None
@@ -614,6 +629,7 @@ FindingCode = Literal[
     "padding_waste",
     "host_code",
     "recompiling",
+    "gc_pauses",
     "validation_heavy",
     "checkpoint_stall",
     "memory_pressure",

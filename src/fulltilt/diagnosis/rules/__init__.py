@@ -32,6 +32,7 @@ RULES: tuple[Rule, ...] = (
     gpu.padding_waste,
     host.host_code,
     host.recompiling,
+    host.gc_pauses,
     host.validation_heavy,
     host.checkpoint_stall,
     machine.memory_pressure,

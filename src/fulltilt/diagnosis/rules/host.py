@@ -20,7 +20,7 @@ from fulltilt.diagnosis.findings import (
 )
 from fulltilt.diagnosis.libraries import LIBRARIES, library_of
 from fulltilt.diagnosis.thresholds import LIMITS
-from fulltilt.figures import count, percent, seconds
+from fulltilt.figures import count, percent, seconds, whole
 from fulltilt.records import Abstention, HotLine, LoaderRecord
 
 # --------------------------------------------------------------------------- the user's own code
@@ -58,7 +58,7 @@ def host_code(evidence: Evidence) -> Judgement:
     lines = evidence.host_lines
     if evidence.on_gpu and launch_s is None and not lines:
         return Abstention("host_code", "what the host did while the GPU idled (launching, or code of the script's own)")
-    cost_s = evidence.buckets.host_code_s - (launch_s or 0.0)
+    cost_s = evidence.buckets.host_code_s - (launch_s or 0.0) - _collecting_s(evidence)
     share = evidence.share(cost_s)
     if share < LIMITS.host_code_share:
         return None
@@ -146,6 +146,44 @@ def recompiling(evidence: Evidence) -> Judgement:
     )
     predicted = by_removing(share)
     return found(evidence, "recompiling", share * evidence.active_s, facts, fix, lines[0].where, predicted)
+
+
+# --------------------------------------------------------------------------- garbage collection
+
+
+def gc_pauses(evidence: Evidence) -> Judgement:
+    """Python's garbage collector walks through all objects again and again, and the training stands still."""
+    record = evidence.rank.garbage
+    # A GPU goes on with what is queued: only what it then idles for is lost.
+    cost_s = _collecting_s(evidence) if evidence.on_gpu else record.seconds if record else 0.0
+    share = evidence.share(cost_s)
+    if record is None or share < LIMITS.gc_share:
+        return None
+    facts = [
+        time_spent(evidence, "garbage collection", cost_s),
+        f"{count('collection', record.collections)}, {whole(record.full)} of them full (generation 2), the longest "
+        f"{seconds(record.longest_s)}",
+    ]
+    asked_s = sum(line.seconds for line in record.asked_for)
+    where = None
+    if asked_s > LIMITS.recovered_low * record.seconds:
+        where = record.asked_for[0].where
+        facts.append(f"{percent(min(asked_s / record.seconds, 1.0))} of it is asked for by gc.collect(){at(where)}")
+        fix = f"Drop gc.collect(){at(where)}: what nobody refers to any more is freed at once without it."
+        fix += " Where cycles really have to go, collect once an epoch."
+    else:
+        fix = (
+            "Take what stays out of the collector's sight: gc.collect(); gc.freeze() once, right before the loop. "
+            "Or gc.disable() there, and gc.collect() every few hundred steps. Fewer Python objects (NumPy arrays "
+            "in place of lists of lists, dicts or tuples) make each collection shorter."
+        )
+    return found(evidence, "gc_pauses", cost_s, facts, fix, where, by_removing(share))
+
+
+def _collecting_s(evidence: Evidence) -> float:
+    """What garbage collection takes of the script's own code: all of it, as far as it is booked there."""
+    record = evidence.rank.garbage
+    return min(record.seconds, evidence.buckets.host_code_s) if record else 0.0
 
 
 # --------------------------------------------------------------------------- validation

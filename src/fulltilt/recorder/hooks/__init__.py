@@ -20,6 +20,7 @@
 | cuda.synchronize                    | waits for the GPU                              |
 | distributed.all_reduce, …           | explicit collectives                           |
 | nn.parallel.DistributedDataParallel | the replica, for its own timings               |
+| gc.callbacks, gc.collect            | garbage collections                            |
 | os._exit, os.abort                  | the end of a process that runs no exit handler |
 | sys.excepthook, threading.excepthook | nothing: errors are shown without our frames  |
 

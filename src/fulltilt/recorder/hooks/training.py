@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 import threading
@@ -82,6 +83,45 @@ def watch_saving(patches: Patches, torch: Any, recorder: Recorder) -> None:
         return save
 
     patches.swap(torch, "save", saving)
+
+
+# Activities that a garbage collection interrupts; what holds another one up is that one's affair.
+INTERRUPTED = frozenset({Activity.USER, Activity.BACKWARD, Activity.OPTIMIZER})
+OLDEST = 2  # the generation whose collection walks through every object there is
+
+
+def watch_garbage_collector(patches: Patches, recorder: Recorder) -> None:
+    """Time the collections on the training thread; full ones are marked, and asked for ones have their line."""
+    totals, asked = recorder.state.garbage, [("", "")]
+    began_ns, before = 0, Activity.USER
+
+    def seen(phase: str, info: dict[str, int]) -> None:
+        nonlocal began_ns, before
+        if phase == "start":
+            began_ns = time.perf_counter_ns()
+            if info["generation"] == OLDEST and recorder.training and recorder.mine():
+                before = recorder.activity
+                if before in INTERRUPTED:
+                    recorder.switch(Activity.HOST_CODE)
+        elif recorder.training and recorder.mine():
+            full = info["generation"] == OLDEST
+            totals.add((time.perf_counter_ns() - began_ns) * 1e-9, full, *asked[-1])
+            if full and recorder.activity is Activity.HOST_CODE:
+                recorder.switch(before)
+
+    def collecting(original: Function) -> Function:
+        def collect(*args: Any, **kwargs: Any) -> int:
+            asked.append(users_line(recorder.loop_frames.spots) if recorder.mine() else ("", ""))
+            try:
+                return int(original(*args, **kwargs))
+            finally:
+                asked.pop()
+
+        return collect
+
+    patches.swap(gc, "collect", collecting)
+    gc.callbacks.append(seen)
+    patches.undo_by(lambda: gc.callbacks.remove(seen))
 
 
 ASK_REPLICAS_EVERY = 16
