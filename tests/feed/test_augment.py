@@ -278,6 +278,23 @@ def test_compiled_gives_the_same():
         assert torch.equal(left[1], right[1])
 
 
+def test_one_smaller_batch_is_padded_to_the_size_that_is_compiled_already():
+    eager, compiled = Pipeline([*ALL], compile=False), Pipeline([*ALL], compile=True)
+    sizes: list[int] = []
+
+    def instead(image, *others):
+        sizes.append(len(image))
+        return compiled.apply(image, *others)
+
+    compiled._compiled = instead
+    for samples in (4, 4, 3, 4, 3, 3, 3, 5):
+        batch = images(samples)
+        left = eager((batch, batch[:, 0]), 3, 0, numbers(samples))
+        right = compiled((batch, batch[:, 0]), 3, 0, numbers(samples))
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(left, right, strict=True))
+    assert sizes == [4, 4, 4, 4, 4, 3, 3, 5]
+
+
 def test_the_image_and_the_mask_are_found_or_named():
     batch, mask = images(), images()[:, 0]
     named = Pipeline([HorizontalFlip(1.0)], image="x", mask="y")

@@ -89,7 +89,7 @@ class SampleCache:
         self._cache_key = cache_key if cache_key is not None else getattr(dataset, "cache_key", None)
         self._cache_dir = Path(cache_dir) if cache_dir is not None else default_cache_dir()
         self._cache_limit_bytes = cache_limit_bytes
-        self._epochs_served = 0
+        self._epochs_served, self._declared = 0, found.declared
         self._attributes: Attributes | None = None  # the data set's when it was last read from
         # An unknown tier or one that this machine lacks is the user's mistake: say so now, not in mid-epoch.
         choose_tier(0, self._room(model_has_run=True), asked)
@@ -229,7 +229,8 @@ class SampleCache:
         if changed is not None:
             told = f"the data set's attribute {changed} was changed; what was kept is no longer served"
             self._drop(told, fatal=False)
-        elif self._epochs_served & (self._epochs_served - 1) == 0:  # 1, 2, 4, 8 ...: it takes a fork
+        elif self._epochs_served == 1 or not (self._declared or self._epochs_served & (self._epochs_served - 1)):
+            # It takes a fork: once where the stages are declared, else in epochs 1, 2, 4, 8 ...
             step = max(1, self.samples // COMPARED_SAMPLES)
             picked = ((epoch * 7919 + number * step) % self.samples for number in range(COMPARED_SAMPLES))
             sample = self._first_changed(self.rows.store, picked)

@@ -95,6 +95,7 @@ class Pipeline:
                     "Give a function of the batch as augment=, or leave it in the data set.",
                 )
         self._compiled: Callable[..., Any] | None = None
+        self._rows, self._short = 0, False  # for how many samples it is compiled; whether the batch before had fewer
         self._steered_by: tuple[int, int, torch.device] | None = None
         self._steering: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -118,9 +119,12 @@ class Pipeline:
         if self._compiled is None:
             self._compiled = torch.compile(self.apply)
         steering = self._as_tensors(seed, epoch, image.device)
+        samples = len(image)
+        lacking = self._lacking(samples)
+        padded = (_padded(image, lacking), None if mask is None else _padded(mask, lacking))
         try:
-            done: tuple[torch.Tensor, torch.Tensor | None] = self._compiled(image, mask, *steering, indices)
-            return done
+            image_done, mask_done = self._compiled(*padded, *steering, _padded(indices, lacking))
+            return image_done[:samples], None if mask_done is None else mask_done[:samples]
         except Exception as error:
             if self.compile:
                 raise
@@ -131,6 +135,13 @@ class Pipeline:
             warnings.warn(f"augmentation runs uncompiled: {why}", stacklevel=4)
             self.compile = False
             return self.apply(image, mask, seed, epoch, indices)
+
+    def _lacking(self, samples: int) -> int:
+        """How many samples to add: compiling for the one smaller batch that ends an epoch would take many seconds."""
+        was_short, self._short = self._short, samples < self._rows
+        if samples > self._rows or (was_short and self._short):
+            self._rows, self._short = samples, False
+        return self._rows - samples
 
     def _as_tensors(self, seed: int, epoch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Seed and epoch for compiled code, made once an epoch: each would be a launch in every step.
@@ -243,6 +254,10 @@ def _as_float(image: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if image.dtype == torch.uint8:
         return image.to(dtype) / 255
     return image if image.dtype == dtype else image.to(dtype)
+
+
+def _padded(rows: torch.Tensor, lacking: int) -> torch.Tensor:
+    return torch.cat([rows, rows[:1].expand(lacking, *rows.shape[1:])]) if lacking else rows
 
 
 def _with(batch: Any, image_key: Key | None, image: Any, mask_key: Key | None, mask: Any) -> Any:

@@ -123,16 +123,17 @@ def weighted_f(values: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
 
 
 def _blurred(values: torch.Tensor) -> torch.Tensor:
-    window = _gaussian().to(values)
+    window = _gaussian(values.device, values.dtype)
     rows = F.conv2d(values[:, None], window.view(1, 1, 7, 1), padding=(3, 0))
     return F.conv2d(rows, window.view(1, 1, 1, 7), padding=(0, 3))[:, 0]
 
 
 @functools.cache
-def _gaussian() -> torch.Tensor:
+def _gaussian(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Kept on the device: a copy from the host would wait for everything before it."""
     places = torch.arange(-3, 4, dtype=torch.float64)
     window = torch.exp(-places * places / (2 * 5**2))
-    return window / window.sum()
+    return (window / window.sum()).to(device, dtype)
 
 
 # --------------------------------------------------------------------------- E-measure
