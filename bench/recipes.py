@@ -3,6 +3,7 @@
     python bench/recipes.py                      all rows, on a GPU; about six minutes on an H200
     python bench/recipes.py --only cod           one row; may be given again
     python bench/recipes.py --compile            the image recipes with torch.compile
+    python bench/recipes.py --only cod --run     after the row: the command itself, from its start to its last epoch
     python bench/recipes.py --smoke              tiny models on the CPU: does the benchmark itself work?
 
 Each row runs in a process of its own and writes its figures as it gets them (OUT.<row>.json). Rates are samples per
@@ -10,7 +11,8 @@ second by the wall clock, the device drained at both ends. "compute-only" is the
 a batch that is on the device already, replayed from CUDA graphs where the recipe does so. It takes turns with the fed
 steps within one process; fed turns lie inside an epoch, without validation and checkpoints; "fed ÷ compute" is the
 median over the turns. "guide" is a stock DataLoader with the guide's own batch, workers and precision. Weights are
-random: their values do not change the speed.
+random: their values do not change the speed. With --run, "run" is samples over wall time after start-up with first
+epoch, evaluation, saves and the turn of epochs on the clock, by the run's own ledger.
 """
 
 from __future__ import annotations
@@ -18,7 +20,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
+import subprocess
 import sys
+import tempfile
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -42,6 +48,14 @@ COLUMNS = {
     "promised": "guide's promise",
 }
 WANTED_FED_OVER_COMPUTE = 0.97
+# For --run: what make-data calls the data, how many samples (COD10K has 6,000 to train on), and the recipe's options.
+WHOLE_RUNS: dict[str, tuple[str, int, list[str]]] = {
+    "cod": ("cod", 8000, ["--skip-stage1", "--no-progressive-unfreeze", "--batch-size", "64", "--epochs", "8"]),
+    "carclip": ("cars", 8000, ["--model", "vit-b-32", "--batch-size", "256", "--epochs", "8"]),
+    "visobert": ("text", 60_000, ["--batch-size", "512", "--epochs", "4"]),
+    "hdf5": ("hdf5", 200, ["--batch-size", "8192", "--epochs", "8"]),
+}
+SMALL_RUNS: dict[str, list[str]] = {"cod": ["--backbone", "test_resnet", "--img-size", "32"], "carclip": []}
 PACKAGES = ("torch", "timm", "transformers", "h5py", "pillow", "fulltilt")
 
 
@@ -68,6 +82,39 @@ def measure(row: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], st
     given = ["--child", row, "--out", str(out), "--budget-s", str(budget_s)]
     given += [f"--{name}" for name in ("smoke", "compile") if getattr(arguments, name)]
     return measured_in_child(__file__, given, out, budget_s + 20)
+
+
+def whole_run(row: str, figures: dict[str, Any], *, smoke: bool) -> str:
+    """The recipe's own command on made data, from its start to its last epoch, in words."""
+    kind, size, options = WHOLE_RUNS[row]
+    if smoke:
+        size, options = 60, [*SMALL_RUNS.get(row, []), "--batch-size", "8", "--epochs", "2"]
+    with tempfile.TemporaryDirectory(prefix="fulltilt-recipes-") as folder:
+        data, out = f"{folder}/data", f"{folder}/out"
+        fulltilt("make-data", kind, data, "--size", str(size))
+        workers = ["--workers", str(max(1, len(os.sched_getaffinity(0)) - 2))]
+        began_s = time.perf_counter()
+        fulltilt("train", row, "--data", data, "--out", out, *workers, *options)
+        trained_s = time.perf_counter() - began_s
+        report = json.loads(fulltilt("report", out, "--json"))
+    ledger, samples = report["ledger"], report["throughput"]["samples"]
+    spent = {name: seconds for name, seconds in ledger["buckets"].items() if seconds >= 0.05}
+    rate = samples / (ledger["wall_s"] - ledger["buckets"]["startup_s"])
+    figures["run"] = {"trained_s": trained_s, "samples": samples, "run": rate, "buckets": spent}
+    compute, guide = figures.get("compute_only"), figures.get("guide")
+    return (
+        f"{row}: {' '.join(options)}: {samples:,} samples in {trained_s:.1f} s from the command to its end; after "
+        f"start-up {rate:,.0f}/s"
+        + (f", {rate / compute:.3f} of compute-only" if compute else "")
+        + (f"; {samples / guide:.0f} s at the guide's rate" if guide else "")
+        + f"; {', '.join(f'{name} {seconds:.1f}' for name, seconds in spent.items())}"
+    )
+
+
+def fulltilt(*arguments: str) -> str:
+    """What the command prints."""
+    command = [sys.executable, "-m", "fulltilt", *arguments]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
@@ -99,6 +146,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=ROWS, help="a row; may be given more than once")
     parser.add_argument("--out", default="recipes-bench.json", help="where the figures are written after each row")
     parser.add_argument("--budget-s", type=float, default=None, help="seconds for each row (default: its own)")
+    parser.add_argument("--run", action="store_true", help="the recipe's command as well, from start to end")
     parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU")
     parser.add_argument("--compile", action="store_true", help="with torch.compile, fed and compute-only alike")
     parser.add_argument("--child", choices=ROWS, help=argparse.SUPPRESS)
@@ -114,6 +162,8 @@ def main() -> int:
         if problem is not None:
             doing = result["rows"][row].get("doing", "starting")
             result["problems"][row] = f"{problem}, while it measured {doing}; {result['rows'][row].get('facts')}"
+        if arguments.run:
+            print(whole_run(row, result["rows"][row], smoke=arguments.smoke))
         Path(arguments.out).write_text(json.dumps(result, indent=1) + "\n")
     print(table(result["rows"]))
     for row, problem in result["problems"].items():
