@@ -25,12 +25,25 @@ KEYS = {
     "settings": None,
     "checklist": {"name", "state", "figure", "remedy"},
     "abstained": {"code", "lacks"},
-    "ranks": {"rank", "buckets", "steps", "own_work_s", "waits_s", "slowest"},
+    "ranks": {
+        "rank",
+        "buckets",
+        "steps",
+        "own_work_s",
+        "waits_s",
+        "slowest",
+        "hostname",
+        "finished",
+        "relative_speed",
+        "own_past_speed",
+        "last_share",
+    },
     "step": {
         *("load_s", "transfer_s", "forward_s", "backward_s", "optimizer_s", "other_s", "gpu_busy_s", "gpu_idle_s"),
     },
     "gpu_step": {"kernel_s", "gap_s", "idle_s"},
     "invalid_because": None,
+    "job": None,
     "run": {"folder", "name", "command", "started_at", "state", "exit_code", "ranks", "warnings"},
 }
 CONTRACT_BUCKETS = {

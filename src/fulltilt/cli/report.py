@@ -72,8 +72,11 @@ def report(
 def _newest_run() -> Path:
     """The run in ./fulltilt-runs that was the last to begin or to end."""
     # The demo's runs lie in a folder of their own. A study's trials do, too, and are none of these.
-    found = (path for pattern in ("*", "demo/*") for path in RUNS_FOLDER.glob(f"{pattern}/{store.RUN_FILE}"))
+    found = [path for pattern in ("*", "demo/*") for path in RUNS_FOLDER.glob(f"{pattern}/{store.RUN_FILE}")]
     written = {path.parent: path.stat().st_mtime for path in found}
+    for folder in RUNS_FOLDER.glob("*"):
+        for task in store.tasks_in(folder) if folder.is_dir() else ():
+            written[folder] = max(written.get(folder, 0.0), (task / store.RUN_FILE).stat().st_mtime)
     if not written:
         raise UsageError(
             f"which run? There is none in {RUNS_FOLDER}", "Give a run folder: fulltilt report RUN [RUN ...]"

@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -30,9 +31,9 @@ from fulltilt.probes.cgroup import oom_kills
 from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.machine import describe_machine
 from fulltilt.recorder import attach
-from fulltilt.recorder.job_command import job_command, job_name
+from fulltilt.recorder.job_command import job_command, job_name, launched_task, task_name
 from fulltilt.recorder.loaders.overrides import read_settings
-from fulltilt.records import RunRecord, Sample, Settings
+from fulltilt.records import RunRecord, Sample, Settings, Task
 
 # Each process of the job imports it once torch is there; this one need not.
 LIVE_TUNING = "fulltilt.tuning.live"
@@ -41,6 +42,9 @@ EXACT = "FULLTILT_EXACT"
 RARE_FLAGS = ("--auto",)
 OTHER_FLAGS = ("--out", "--deep", "--settings", "--exact")
 TICK_S = 1.0
+# The first of several tasks reads what all of them wrote where that is soon done, and waits so long for their ends.
+MOST_TASKS_AT_THE_END = 64
+PATIENCE_S = 3.0
 FATAL = frozenset(
     getattr(signal, name)
     for name in ("SIGHUP", "SIGQUIT", "SIGABRT", "SIGBUS", "SIGKILL", "SIGSEGV", "SIGTERM")
@@ -99,11 +103,14 @@ def run(
     resolved = job_command(arguments)
     asked = read_settings(settings) if settings is not None else Settings()
     name = job_name(arguments)
-    folder = run_folder(out, name)
+    task = launched_task(arguments, os.environ)
+    folder = run_folder(out, name, task)
     for flag in given_to_script(RARE_FLAGS, arguments):
         tell(f"fulltilt: {hint('run', flag)}")
-    with store.OwnedFolder(folder).locked(f"another run is writing into {folder}"):
-        earlier = store.move_earlier_run(folder)
+    # The folder of a task is new and nobody else's.
+    lock = store.OwnedFolder(folder).locked(f"another run is writing into {folder}")
+    with contextlib.nullcontext() if task is not None else lock:
+        earlier = store.move_earlier_run(folder) if task is None else None
         if earlier is not None:
             tell(f"fulltilt: {folder} held a run already; it is now in {earlier}")
         gpus = Gpus.open()
@@ -114,6 +121,7 @@ def run(
             machine=describe_machine(gpus),
             fulltilt=__version__,
             asked=asked,
+            task=task,
         )
         code = run_job(resolved, folder, record, gpus, settings, deep, live_variables(auto, exact))
     for flag in given_to_script(OTHER_FLAGS, arguments) if code == USAGE_ERROR else ():
@@ -121,10 +129,14 @@ def run(
     raise typer.Exit(code)
 
 
-def run_folder(out: Path | None, name: str) -> Path:
-    """The run folder, made and writable."""
+def run_folder(out: Path | None, name: str, task: Task | None = None) -> Path:
+    """The run folder, made and writable. A task's lies in that of its job, whose name all tasks know."""
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:60]
+    if task is not None:
+        out = out or Path("fulltilt-runs") / f"{plain}-{re.sub(r'[^A-Za-z0-9._-]+', '-', task.job)[:60]}"
+        return store.create_task_folder(out, task_name(task, socket.gethostname()))
     if out is None:
-        stem = f"{datetime.now():%Y%m%d-%H%M%S}-{re.sub(r'[^A-Za-z0-9._-]+', '-', name)[:60]}"
+        stem = f"{datetime.now():%Y%m%d-%H%M%S}-{plain}"
         out = Path("fulltilt-runs") / stem
         for number in range(2, 1000):
             if not out.exists():
@@ -251,9 +263,18 @@ def end_run(folder: Path, record: RunRecord, wall_s: float, status: int, oom_kil
         refused: FulltiltError | None = None
         try:
             store.write_json(folder / store.RUN_FILE, ended)
+            if record.task is not None:
+                if not speaks_for_job(folder, record.task):
+                    return
+                folder = folder.parent
+                if (record.task.count or 0) > MOST_TASKS_AT_THE_END:
+                    tell(f"fulltilt: all tasks together: fulltilt report {folder}")
+                    return
+                wait_for_tasks(folder)
             _, diagnosis = explain(folder)
         except FulltiltError as error:  # a full disk or a foreign report.html is no reason to keep the verdict back
-            refused, diagnosis = error, answer(replace(store.load(folder), run=ended))
+            read = store.load(folder)
+            refused, diagnosis = error, answer(read if record.task is not None else replace(read, run=ended))
         tell()  # the job's own last line may have no end: progress bars leave it open
         for line in verdict_lines(diagnosis, folder if refused is None else None):
             tell(line)
@@ -277,6 +298,18 @@ def end_run(folder: Path, record: RunRecord, wall_s: float, status: int, oom_kil
         what = f"{type(error).__name__}: {error}"
         tell(f"fulltilt: this run could not be explained, by a mistake of Fulltilt's own ({what})")
         tell(f"  what was recorded of it: {folder}")
+
+
+def speaks_for_job(folder: Path, task: Task) -> bool:
+    """Whether this task tells the verdict of the whole job: the first one does, by its number or by its rank."""
+    return task.number == 0 if task.number is not None else 0 in store.read_ranks(folder)
+
+
+def wait_for_tasks(folder: Path) -> None:
+    """The tasks end at about the same time; give the others a moment to write it down."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while any(run.state == "running" for run in store.tasks_in(folder).values()) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
 
 
 def settings_not_in_force(settings: Mapping[str, object]) -> str | None:

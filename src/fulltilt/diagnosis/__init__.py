@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fulltilt.diagnosis.checklist import make_checklist, settings_in_force
 from fulltilt.diagnosis.evidence import gather, invalid_because, without_side_jobs
-from fulltilt.diagnosis.ledger import mean_gpu_step, mean_step
+from fulltilt.diagnosis.ledger import mean_gpu_step, mean_step, summarise_job
 from fulltilt.diagnosis.low_gpu import low_gpu_warning
 from fulltilt.diagnosis.rules import judge
 from fulltilt.diagnosis.verdict import ordered, reach_verdict
@@ -44,4 +44,5 @@ def answer(run: Run) -> Diagnosis:
         step=mean_step(run),
         gpu_step=mean_gpu_step(run),
         invalid_because=invalid_because(evidence),
+        job=summarise_job(run),
     )

@@ -55,8 +55,8 @@ class Evidence:
 
     @property
     def machine(self) -> Machine:
-        """The machine the job ran on."""
-        return self.run.run.machine
+        """The machine of the rank that sets the pace."""
+        return _machine_of(self.run, self.rank)
 
     @property
     def buckets(self) -> Buckets:
@@ -137,7 +137,7 @@ def gather(run: Run) -> Evidence:
     ranks = ledgers.compare_ranks(run)
     rank, own = _pace_setter(run, ranks)
     loader, workers, live, supply = _input_of(rank, own)
-    usable_cpus = run.run.machine.cpu.usable / _ranks_beside(run, rank)
+    usable_cpus = _machine_of(run, rank).cpu.usable / _ranks_beside(run, rank)
     wait_share = _ratio(ledger.buckets.data_wait_s, ledger.wall_s - ledger.buckets.startup_s)
     rate = ledgers.rate_while_drawing(run)
     delivered = rate / max(len(_training_ranks(run)), 1) if rate is not None else None
@@ -239,6 +239,11 @@ _NO_RANK = RankRecord(0, 1, 0, 0, "", "cpu", None, t0_s=0.0, t1_s=0.0, finished=
 def _pace_setter(run: Run, ranks: tuple[RankSummary, ...]) -> tuple[RankRecord, tuple[Span, ...]]:
     slowest = next((place for place, summary in enumerate(ranks) if summary.slowest), None)
     return (_NO_RANK, ()) if slowest is None else (run.ranks[slowest], run.spans[slowest])
+
+
+def _machine_of(run: Run, rank: RankRecord) -> Machine:
+    machines = (task.machine for task in run.tasks)
+    return next((machine for machine in machines if machine.hostname == rank.hostname), run.run.machine)
 
 
 def _ranks_beside(run: Run, rank: RankRecord) -> int:

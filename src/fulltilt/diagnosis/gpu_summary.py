@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fulltilt.diagnosis.ledger import training_window
 from fulltilt.diagnosis.thresholds import LIMITS
@@ -41,21 +41,26 @@ def summarise_gpus(run: Run) -> tuple[GpuSummary, ...]:
     When the ranks say which GPUs they use only those are listed, otherwise every GPU that was sampled.
     """
     readings: dict[str, list[GpuReading]] = {}
-    for reading in run.run.machine.gpus:
-        readings[reading.uuid] = []
+    machines = [run.run.machine, *(task.machine for task in run.tasks)]
+    named = {reading.uuid: reading for machine in machines for reading in machine.gpus}
+    for uuid in named:
+        readings[uuid] = []
     for sample in training_samples(run):
         for reading in sample.gpus:
             readings.setdefault(reading.uuid, []).append(reading)
     used = {rank.gpu_uuid for rank in run.ranks} - {None}
     if not used and any(rank.device == "cpu" for rank in run.ranks):
         return ()
-    named = {reading.uuid: reading for reading in run.run.machine.gpus}
+    # Each task looks at the GPUs of its machine, and takes the ranks of other tasks there for somebody else's.
+    ranks = {rank.pid for rank in run.ranks} if run.tasks else set()
     summaries = []
     for uuid, seen in readings.items():
         if used and uuid not in used:
             continue
         first = seen[0] if seen else named[uuid]
-        summaries.append(_summarise(first, [reading for reading in seen if not reading.lost]))
+        summary = _summarise(first, [reading for reading in seen if not reading.lost])
+        foreign = tuple(process for process in summary.foreign_processes if process.pid not in ranks)
+        summaries.append(replace(summary, foreign_processes=foreign))
     return tuple(sorted(summaries, key=lambda gpu: (gpu.index, gpu.uuid)))
 
 

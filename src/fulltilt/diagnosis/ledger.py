@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from datetime import datetime
 from functools import reduce
 from statistics import median
 
 from fulltilt.figures import seconds
-from fulltilt.records import BUCKETS, Buckets, GpuStep, Ledger, Phases, RankSummary, Run, Span, Throughput
+from fulltilt.records import BUCKETS, Buckets, GpuStep, JobSummary, Ledger, Phases, RankSummary, Run, Span, Throughput
 
 Spans = tuple[Span, ...]
 
@@ -248,6 +249,50 @@ def compare_ranks(run: Run) -> tuple[RankSummary, ...]:
             # A rank can only have waited while it was exchanging gradients.
             waits_s=min(longest_s - own_s[i], buckets.communication_s),
             slowest=i == own_s.index(longest_s),
+            hostname=run.ranks[i].hostname,
+            finished=run.ranks[i].finished,
         )
         for i, buckets in enumerate(ledgers)
     )
+
+
+# --------------------------------------------------------------------------- a job and its attempts
+
+# What of an attempt is no training step, and how it is called.
+_NO_STEPS = {
+    "startup_s": "start-up",
+    "validation_s": "validation",
+    "checkpoint_s": "checkpoints",
+    "epoch_turnover_s": "starting passes",
+    "unattributed_s": "not seen",
+}
+
+
+def summarise_job(run: Run) -> JobSummary | None:
+    """The job with all its attempts; None for a run that is no task of one."""
+    if run.run.task is None:
+        return None
+    ledgers = [make_ledger(attempt) for attempt in (*run.earlier, run)]
+    wall_s = sum(ledger.wall_s for ledger in ledgers)
+    elapsed_s = max(_seconds_between(run.earlier[0] if run.earlier else run, run) + ledgers[-1].wall_s, wall_s)
+    total = sum_buckets(ledger.buckets for ledger in ledgers)
+    rest = {"between attempts": elapsed_s - wall_s} | {told: getattr(total, name) for name, told in _NO_STEPS.items()}
+    world_size = max((rank.world_size for rank in run.ranks), default=0)
+    return JobSummary(
+        job=run.run.task.job,
+        tasks=len(run.tasks),
+        hosts=tuple(dict.fromkeys(task.machine.hostname for task in run.tasks)),
+        attempts=len(ledgers),
+        elapsed_s=elapsed_s,
+        goodput=max(elapsed_s - sum(rest.values()), 0.0) / elapsed_s if elapsed_s > 0 else 0.0,
+        rest=tuple((told, length_s) for told, length_s in rest.items() if length_s > 0),
+        missing_ranks=tuple(sorted(set(range(world_size)) - {rank.rank for rank in run.ranks})),
+    )
+
+
+def _seconds_between(first: Run, last: Run) -> float:
+    try:
+        began = [datetime.fromisoformat(run.run.started_at).astimezone() for run in (first, last)]
+    except (ValueError, OSError, OverflowError):
+        return 0.0
+    return max((began[1] - began[0]).total_seconds(), 0.0)

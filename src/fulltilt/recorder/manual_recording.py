@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -24,11 +25,12 @@ from fulltilt.probes.host import HostProbe
 from fulltilt.probes.machine import describe_machine
 from fulltilt.probes.sampler import Sampler
 from fulltilt.recorder import attach
+from fulltilt.recorder.job_command import launched_task, task_name
 from fulltilt.recorder.loaders.loader_hooks import TappedIterable
 from fulltilt.recorder.marks import Activity, EpochBegan, EvalMode, Point
 from fulltilt.recorder.recorder import Recorder
 from fulltilt.recorder.session import Session
-from fulltilt.records import RunRecord, Sample, Settings
+from fulltilt.records import RunRecord, Sample, Settings, Task
 
 Ended = Literal["done", "crashed", "interrupted", "killed"]
 
@@ -36,10 +38,16 @@ Ended = Literal["done", "crashed", "interrupted", "killed"]
 class RunFiles:
     """Writes run.json and samples.jsonl: one process of a job does, the first rank's."""
 
-    def __init__(self, folder: Path, name: str, t0_ns: int, gpus: Gpus, asked: Settings | None = None) -> None:
-        self.folder = folder
+    def __init__(
+        self, folder: Path, name: str, t0_ns: int, gpus: Gpus, asked: Settings | None = None, task: Task | None = None
+    ) -> None:
         self._t0_ns = t0_ns
-        store.create_folder(folder)
+        self.task = task
+        if task is not None:
+            folder = store.create_task_folder(folder, task_name(task, socket.gethostname()))
+        else:
+            store.create_folder(folder)
+        self.folder = folder
         self.aside = store.move_earlier_run(folder)  # where an earlier run in this folder has gone
         self._record = RunRecord(
             name=name,
@@ -48,6 +56,7 @@ class RunFiles:
             machine=describe_machine(gpus),
             fulltilt=__version__,
             asked=asked or Settings(),
+            task=task,
         )
         store.write_json(folder / store.RUN_FILE, self._record)
         self._samples = store.LineWriter(folder / store.SAMPLES_FILE)
@@ -221,12 +230,13 @@ class Recording(LoopMarks):
             return self
         t0_ns = time.perf_counter_ns()
         gpus = Gpus.open(root_pid=job_root())
-        self._files = RunFiles(self.folder, self._name, t0_ns, gpus, asked)
+        # Each rank that a launcher started records by itself: into a folder of its own in this one.
+        self._files = RunFiles(self.folder, self._name, t0_ns, gpus, asked, launched_task((), os.environ))
         if self._files.aside is not None:
             print(f"fulltilt: {self.folder} held a run already; it is now in {self._files.aside}", file=sys.stderr)
         self._sampler = Sampler(self._take, gpus=gpus, host=HostProbe(os.getpid()), t0=t0_ns * 1e-9)
         self._sampler.start()
-        self._session = Session(torch, self.folder, t0_ns)
+        self._session = Session(torch, self._files.folder, t0_ns)
         self._session.begin_here()
         self._session.exits.write_record = self._write_record
         atexit.register(self._stop_with_process)
@@ -259,7 +269,8 @@ class Recording(LoopMarks):
         if self._sampler is not None:
             self._sampler.stop()
         self._files.close(state, exit_code, ended_by)
-        _show(self.folder)
+        if self._files.task is None or self._files.task.number == 0:
+            _show(self.folder)
 
     def _write_record(self, status: int) -> None:
         """The process is about to leave at once: there is time to write the record, but not to explain it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
 from dataclasses import replace
@@ -11,7 +12,7 @@ import psutil
 
 from fulltilt import store
 from fulltilt.errors import ForeignFiles, RunFolderError
-from fulltilt.records import BUCKETS, Buckets, LoaderRecord, RankRecord, Span
+from fulltilt.records import BUCKETS, Buckets, LoaderRecord, RankRecord, RunRecord, Span
 
 MOST_STREAMS = 4096
 
@@ -19,9 +20,12 @@ MOST_STREAMS = 4096
 class RankFiles:
     """One stream of a run folder. Several processes may claim the same rank (a restart, two jobs in one script)."""
 
-    def __init__(self, folder: Path, stream: int, writer: store.LineWriter, resumes_at_s: float) -> None:
+    def __init__(
+        self, folder: Path, stream: int, writer: store.LineWriter, resumes_at_s: float, part: int | None = None
+    ) -> None:
         self.stream = stream
-        self._folder = folder
+        self._record = folder / store.rank_file(stream, part or 0)
+        self._part = part
         self._writer = writer
         self._resumes_at_s = resumes_at_s
 
@@ -31,6 +35,8 @@ class RankFiles:
         owned = store.OwnedFolder.around(folder / store.RUN_FILE)
         if owned is None:
             raise RunFolderError(f"{folder} is not a run folder of Fulltilt's")
+        if _is_task(folder):
+            return cls._claim_part(owned, rank)
         for stream in range(rank, rank + MOST_STREAMS):
             if _take(owned, store.claim_file(stream)):
                 path = folder / store.steps_file(stream)
@@ -38,6 +44,21 @@ class RankFiles:
                 ends = [span.t1_s for span in store.read_lines(path, Span)]
                 return cls(folder, stream, store.LineWriter(path), ends[-1] if ends else 0.0)
         raise RunFolderError(f"{folder} has no free stream for rank {rank}")
+
+    @classmethod
+    def _claim_part(cls, owned: store.OwnedFolder, rank: int) -> RankFiles:
+        """In the folder of a task each process has files of its own: after a restart ranks may be numbered anew."""
+        folder = owned.path
+        before = store.rank_parts(folder)
+        ends = [0.0]
+        for part in range(MOST_STREAMS):
+            with contextlib.suppress(ForeignFiles):
+                os.close(owned.create(store.claim_file(rank, part), 0o644))
+                # Ranks of before this restart may have had other numbers. Its time begins where theirs ends.
+                for dead in (r for r in before if not psutil.pid_exists(_pid_of(folder, *r))):
+                    ends += [span.t1_s for span in store.read_lines(folder / store.steps_file(*dead), Span)][-1:]
+                return cls(folder, rank, store.LineWriter(folder / store.steps_file(rank, part)), max(ends), part)
+        raise RunFolderError(f"{folder} has no free place for rank {rank}")
 
     def write(self, spans: list[Span]) -> None:
         """Append spans."""
@@ -47,7 +68,9 @@ class RankFiles:
 
     def write_record(self, record: RankRecord) -> None:
         """Replace the record."""
-        store.write_json(self._folder / store.rank_file(self.stream), record, again=not record.finished)
+        if self._part is not None:
+            record = replace(record, t0_s=self._resumes_at_s)
+        store.write_json(self._record, record, again=not record.finished)
 
     def close(self) -> None:
         """No more spans come."""
@@ -66,6 +89,17 @@ def cut_before(span: Span, moment_s: float) -> Span | None:
     if plain["startup_s"] < 0:
         return replace(span, t0_s=moment_s, buckets=Buckets(unattributed_s=span.t1_s - moment_s))
     return replace(span, t0_s=moment_s, buckets=Buckets(**plain))
+
+
+def _is_task(folder: Path) -> bool:
+    try:
+        return store.read_record(folder / store.RUN_FILE, RunRecord).task is not None
+    except RunFolderError:
+        return False
+
+
+def _pid_of(folder: Path, rank: int, part: int) -> int:
+    return store.read_record(folder / store.rank_file(rank, part), RankRecord).pid
 
 
 def _take(folder: store.OwnedFolder, name: str) -> bool:
@@ -94,9 +128,10 @@ WARN_AFTER_S = 20.0
 
 
 class Following:
-    """Follows rank 0's spans as they are written."""
+    """Follows the spans of the folder's first rank as they are written."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._steps = folder / store.steps_file(0)
         self._rank = folder / store.rank_file(0)
         self._offset = 0
@@ -116,6 +151,11 @@ class Following:
 
     def read(self) -> None:
         """Take in what was written since the last call."""
+        if not self._offset and not self._steps.exists() and (ranks := store.rank_parts(self._folder)):
+            self._steps, self._rank = (
+                self._folder / store.steps_file(*ranks[0]),
+                self._folder / store.rank_file(*ranks[0]),
+            )
         spans, self._offset = store.read_new_lines(self._steps, Span, self._offset)
         for span in spans:
             self.steps += span.steps

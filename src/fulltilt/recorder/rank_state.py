@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -131,6 +132,7 @@ class RankState:
         # A launcher says so in the environment; ranks that the script itself spawns know it once they have met.
         self.rank = _number_in("RANK", 0)
         self.world_size = _number_in("WORLD_SIZE", 1)
+        self.group: str | None = None
         self._parent_pid = os.getppid()  # now: it may end before this process does
         self.taps: LoaderTaps  # set by the session: they need the recorder, and that needs this
         self.steps = 0
@@ -251,6 +253,11 @@ class RankState:
         if module is not None and module.is_available() and module.is_initialized():
             self.rank, self.world_size = int(module.get_rank()), int(module.get_world_size())
 
+    def learn_group(self) -> None:
+        """Ask the process group's store for the group's name. On the training thread only: it uses the store, too."""
+        if self.group is None and self.world_size > 1:
+            self.group = _name_of_group(sys.modules["torch.distributed"], self.world_size)
+
     # ------------------------------------------------------------------ the record
 
     def trained(self, builder: IntervalBuilder) -> bool:
@@ -314,6 +321,7 @@ class RankState:
             worker_messages_dropped=self.taps.mailbox.dropped,
             notes=tuple(self.remarks),
             live=self.live(),
+            group=self.group,
         )
 
     def _highest_peak(self, now_bytes: int | None) -> int | None:
@@ -359,6 +367,22 @@ class RankState:
             return None
         uuid = getattr(cuda.get_device_properties(cuda.current_device()), "uuid", None)
         return None if uuid is None else f"GPU-{uuid}"
+
+
+def _name_of_group(distributed: Any, world_size: int) -> str:
+    """A name that all ranks of the process group have in common: the first to ask sets it in the group's own store.
+
+    That is two messages to the store, without waiting for any other rank. A launcher may keep its store when it starts
+    the ranks anew: whoever comes behind a whole group belongs to the next.
+    """
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        keys = distributed.distributed_c10d._get_default_store()
+        name = keys.compare_set(f"fulltilt/group/{restart}", "", uuid.uuid4().hex[:12]).decode()
+        place = keys.add(f"fulltilt/ranks/{restart}", 1)
+        return f"{name}.{(place - 1) // world_size}"
+    except Exception:  # a backend without a store
+        return ":".join((os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""), restart))
 
 
 def _number_in(variable: str, otherwise: int) -> int:

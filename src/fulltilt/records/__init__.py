@@ -523,6 +523,8 @@ class RankRecord:
     """What one rank's recorder knows besides its spans. Rewritten atomically while the job runs.
 
     ``under_way`` is what has passed since the last step: the last that is known of a job that hangs and is killed.
+    ``at`` is the line at which the training thread stood then. ``group`` is the same for all ranks that met in one
+    process group, and another after a restart.
     """
 
     rank: int
@@ -568,6 +570,8 @@ class RankRecord:
     under_way: Span | None = None
     parent_pid: int | None = None
     worker_messages_dropped: int = 0
+    group: str | None = None
+    at: HotLine | None = None
 
 
 # --------------------------------------------------------------------------- the run
@@ -576,11 +580,25 @@ SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
+class Task:
+    """One of several `fulltilt run` that a launcher started for one job: one a node, or one a rank.
+
+    ``number`` of ``count``; None where the launcher does not say before the ranks have met. ``restart``: which requeue.
+    """
+
+    job: str
+    number: int | None = None
+    count: int | None = None
+    restart: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class RunRecord:
     """One execution of a job. ``state`` says how it ended; ``exit_code`` is the script's own, or minus its signal.
 
     ``ended_by`` names the exception that ended a run recorded from within, where there is no exit code to tell.
-    ``oom_kills`` counts the processes that the kernel killed meanwhile for lack of memory.
+    ``oom_kills`` counts the processes that the kernel killed meanwhile for lack of memory. ``task``: it is one of
+    several that make the job, each with a folder of its own.
     """
 
     name: str
@@ -595,6 +613,7 @@ class RunRecord:
     data: StorageReading | None = None
     ended_by: str | None = None
     oom_kills: int = 0
+    task: Task | None = None
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
@@ -603,7 +622,11 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run folder as read: everything the rules and reports work on."""
+    """A run folder as read: everything the rules and reports work on.
+
+    Of a job over several tasks it is the newest attempt, ``earlier`` are those before it (some ranks of each), and
+    ``tasks`` are the records of its tasks. Their times are shifted so that a step ends at the same time on all of them.
+    """
 
     folder: str
     run: RunRecord
@@ -611,6 +634,8 @@ class Run:
     spans: tuple[tuple[Span, ...], ...]
     samples: tuple[Sample, ...]
     warnings: tuple[str, ...] = ()
+    tasks: tuple[RunRecord, ...] = ()
+    earlier: tuple[Run, ...] = ()
 
 
 # --------------------------------------------------------------------------- the answer
@@ -740,7 +765,9 @@ class GpuSummary:
 class RankSummary:
     """One rank beside the others. ``own_work_s`` is its time after start-up without communication;
 
-    ``waits_s`` is how long it waits for the slowest rank (0 for the slowest itself).
+    ``waits_s`` is how long it waits for the slowest rank (0 for the slowest itself). ``relative_speed`` is its speed in
+    its own work over that of the fastest rank, ``own_past_speed`` that of its last steps over that of its first.
+    ``last_share`` says in how many of the steps looked at it came last.
     """
 
     rank: int
@@ -749,6 +776,29 @@ class RankSummary:
     own_work_s: float
     waits_s: float
     slowest: bool
+    hostname: str | None = None
+    finished: bool = True
+    relative_speed: float | None = None
+    own_past_speed: float | None = None
+    last_share: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobSummary:
+    """A job over several tasks, with all its attempts.
+
+    ``goodput`` is the part of ``elapsed_s`` that was spent in training steps, also in those that a later attempt made
+    once more; ``rest`` is what the remainder went into, in seconds.
+    """
+
+    job: str
+    tasks: int
+    hosts: tuple[str, ...]
+    attempts: int
+    elapsed_s: float
+    goodput: float
+    rest: tuple[tuple[str, float], ...]
+    missing_ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -781,4 +831,5 @@ class Diagnosis:
     step: Phases | None = None
     gpu_step: GpuStep | None = None
     invalid_because: str | None = None
+    job: JobSummary | None = None
     schema_version: int = SCHEMA_VERSION

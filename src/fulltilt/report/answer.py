@@ -21,6 +21,8 @@ def to_plain(diagnosis: Diagnosis, run: Run | None = None) -> dict[str, Any]:
     """
     plain: dict[str, Any] = encode_fully(diagnosis)
     plain["settings"] = dict(plain["settings"])
+    if diagnosis.job is not None:
+        plain["job"]["rest"] = dict(plain["job"]["rest"])
     return plain | {"run": None if run is None else _identity(run)}
 
 

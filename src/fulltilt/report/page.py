@@ -104,10 +104,11 @@ def rank_bars(diagnosis: Diagnosis) -> Markup | None:
     if len(diagnosis.ranks) < 2:
         return None
     order = bucket_order(diagnosis.ledger)
+    shown, remark = run_view.shown_ranks(diagnosis)
     rows = [
         element(
             "div",
-            element("span", f"rank {rank.rank}", class_="speed-name"),
+            element("span", run_view.rank_name(rank, diagnosis), class_="speed-name"),
             ledger_bar(rank.buckets, order, height=22),
             element(
                 "span",
@@ -116,9 +117,9 @@ def rank_bars(diagnosis: Diagnosis) -> Markup | None:
             ),
             class_="speed-row",
         )
-        for rank in diagnosis.ranks
+        for rank in shown
     ]
-    return element("div", rows, class_="speeds")
+    return element("div", rows, element("p", remark, class_="aside") if remark else None, class_="speeds")
 
 
 def figure_table(
@@ -280,7 +281,7 @@ def _sections(run: Run, diagnosis: Diagnosis) -> list[Child]:
     picture = step_picture(run, diagnosis)
     order = bucket_order(diagnosis.ledger)
     of_rank = f", of rank {rank.rank}" if rank is not None and len(run.ranks) > 1 else ""
-    compiled = run_view.compile_line(run)
+    compiled, job = run_view.compile_line(run), run_view.job_line(diagnosis)
     steps, machine = step_charts(run, diagnosis), machine_charts(run, diagnosis)
     cards = [_finding_card(finding) for finding in diagnosis.findings]
     notes = [element("li", line) for line in run_view.notes(run, diagnosis)]
@@ -289,6 +290,7 @@ def _sections(run: Run, diagnosis: Diagnosis) -> list[Child]:
             "Where the time went",
             ledger_bar(diagnosis.ledger.buckets, order) if order else None,
             ledger_table(diagnosis.ledger, order) if order else None,
+            element("p", job, class_="aside") if job else None,
             element("p", compiled, class_="aside") if compiled else None,
             note=f"of {figures.seconds(diagnosis.ledger.wall_s)} of wall time",
         ),

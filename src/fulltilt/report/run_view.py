@@ -21,6 +21,7 @@ from fulltilt.records import (
     LoaderRecord,
     Phases,
     RankRecord,
+    RankSummary,
     Run,
     RunRecord,
     WorkerRecord,
@@ -92,6 +93,39 @@ def compile_line(run: Run) -> str | None:
 def not_valid(because: str) -> str:
     """The warning above a run whose timings are not its own."""
     return f"Not a valid measurement: {one_line(because)}."
+
+
+def job_line(diagnosis: Diagnosis) -> str | None:
+    """A job over several tasks with its goodput and what the rest went into; None for any other run."""
+    job = diagnosis.job
+    if job is None:
+        return None
+    told = f"{count('task', job.tasks)} on {count('machine', len(job.hosts))} · {count('attempt', job.attempts)}"
+    told += f" · goodput {percent(job.goodput)} of {seconds(job.elapsed_s)}"
+    rest = sorted(job.rest, key=lambda part: -part[1])[:3]
+    if rest and job.elapsed_s > 0:
+        told += ": the rest is " + ", ".join(f"{what} {percent(part / job.elapsed_s)}" for what, part in rest)
+    return told
+
+
+def rank_name(rank: RankSummary, diagnosis: Diagnosis) -> str:
+    """``rank 3``, with its machine where there are several."""
+    several = diagnosis.job is not None and len(diagnosis.job.hosts) > 1 and rank.hostname
+    return f"rank {rank.rank} {rank.hostname}" if several else f"rank {rank.rank}"
+
+
+MOST_RANKS = 32
+
+
+def shown_ranks(diagnosis: Diagnosis) -> tuple[Sequence[RankSummary], str]:
+    """The ranks to show, of very many those with the most work of their own, and what is to be said of the rest."""
+    ranks, lost = diagnosis.ranks, diagnosis.job.missing_ranks if diagnosis.job is not None else ()
+    told = f"no record of rank {', '.join(map(str, lost[:MOST_RANKS]))}{' and more' if lost[MOST_RANKS:] else ''}"
+    if len(ranks) <= MOST_RANKS:
+        return ranks, told if lost else ""
+    slowest = sorted(ranks, key=lambda rank: -rank.own_work_s)[: MOST_RANKS // 2]
+    more = f"{len(ranks) - len(slowest)} more have less work of their own; --json lists all"
+    return slowest, f"{more}; {told}" if lost else more
 
 
 def notes(run: Run, diagnosis: Diagnosis) -> list[str]:

@@ -148,14 +148,20 @@ def show_ranks(console: Console, diagnosis: Diagnosis, colour: bool) -> None:
     table.add_column(no_wrap=True)
     table.add_column(justify="right")
     order = bucket_order(diagnosis.ledger)
-    for rank in ranks:
+    shown, remark = run_view.shown_ranks(diagnosis)
+    names = [one_line(run_view.rank_name(rank, diagnosis)) for rank in shown]
+    room = console.width - 39 - max(map(len, names), default=0)
+    for name, rank in zip(names, shown, strict=True):
+        state = "slowest" if rank.slowest else f"waits {figures.seconds(rank.waits_s)}"
         table.add_row(
-            Text(f"rank {rank.rank}", "bold" if rank.slowest else ""),
-            ledger_bar(bucket_parts(rank.buckets, order), max(console.width - 46, 10), colour),
+            Text(name, "bold" if rank.slowest else ""),
+            ledger_bar(bucket_parts(rank.buckets, order), max(room, 10), colour),
             f"works {figures.seconds(rank.own_work_s)}",
-            Text("slowest" if rank.slowest else f"waits {figures.seconds(rank.waits_s)}", "dim"),
+            Text(state if rank.finished or diagnosis.job is None else f"{state}, no end", "dim"),
         )
     console.print(table)
+    if remark:
+        console.print(Text(remark, "yellow"))
 
 
 def show_gpus(console: Console, gpus: Sequence[GpuSummary]) -> None:
@@ -248,7 +254,7 @@ def _show_head(console: Console, run: Run, diagnosis: Diagnosis) -> None:
         console.print(Text(run_view.not_valid(diagnosis.invalid_because), "yellow"))
     console.print()
     console.print(Text(clean(diagnosis.verdict.sentence), "bold"))
-    figures = [*_figures(diagnosis), *filter(None, [run_view.compile_line(run)])]
+    figures = [*_figures(diagnosis), *filter(None, [run_view.job_line(diagnosis), run_view.compile_line(run)])]
     if figures:
         console.print()
     for line in figures:

@@ -8,12 +8,16 @@
     report.html           the page                                    (written at the end)
     settings.json         what live tuning found, for --settings      (one writer: rank 0)
 
+Of a job over several nodes or tasks each has such a folder in the job's, and ``load`` reads them as one run. There each
+process of a rank has files of its own: rank-3.json, then rank-3.1.json after a restart.
+
 A line is complete when its newline is there. A kill can only tear the last line, which reading drops.
 A file that is damaged anywhere else is an error that names the file and the line: nothing is guessed.
 """
 
 from __future__ import annotations
 
+from fulltilt.store.job_folder import load, tasks_in
 from fulltilt.store.owned_folder import OwnedFolder, open_plain, write_named_file
 from fulltilt.store.record_json import decode, encode, encode_fully
 from fulltilt.store.run_files import (
@@ -25,9 +29,10 @@ from fulltilt.store.run_files import (
     LineWriter,
     claim_file,
     create_folder,
-    load,
+    create_task_folder,
     move_earlier_run,
     rank_file,
+    rank_parts,
     read_json,
     read_lines,
     read_new_lines,
@@ -48,6 +53,7 @@ __all__ = [
     "OwnedFolder",
     "claim_file",
     "create_folder",
+    "create_task_folder",
     "decode",
     "encode",
     "encode_fully",
@@ -55,12 +61,14 @@ __all__ = [
     "move_earlier_run",
     "open_plain",
     "rank_file",
+    "rank_parts",
     "read_json",
     "read_lines",
     "read_new_lines",
     "read_ranks",
     "read_record",
     "steps_file",
+    "tasks_in",
     "write_json",
     "write_named_file",
     "write_text",

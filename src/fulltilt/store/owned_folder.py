@@ -15,6 +15,7 @@ import json
 import os
 import stat
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -79,11 +80,12 @@ class OwnedFolder:
             path.mkdir(mode=mode, parents=True, exist_ok=True)
             _check_access(path, flag)
             names = sorted(name for name in os.listdir(path) if not name.startswith(MARKER + "."))
-            if MARKER not in names:
+            # Another machine may have made it just now: a listing of a network folder can be older than the file.
+            if MARKER not in names and kind_of(path) is None:
                 if names:
                     raise _foreign(path, names, flag)
                 _write_marker(path, kind)
-            found = kind_of(path)
+            found = _kind_once_written(path)
             if found is None:
                 raise _foreign(path, names, flag)
             if found != kind:
@@ -430,6 +432,17 @@ def kind_of(folder: Path) -> str | None:
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
     return kind if isinstance(kind, str) else None
+
+
+def _kind_once_written(folder: Path) -> str | None:
+    """Like ``kind_of``. Without links another process may be between making the marker and writing its one line."""
+    deadline_s = time.monotonic() + 2.0
+    while (kind := kind_of(folder)) is None and time.monotonic() < deadline_s:
+        with contextlib.suppress(OSError):
+            if (folder / MARKER).stat().st_size:
+                break
+        time.sleep(0.02)
+    return kind
 
 
 def is_private(folder: Path, *, follow: bool = True) -> bool:

@@ -30,19 +30,21 @@ REPORT_FILE = "report.html"
 SETTINGS_FILE = "settings.json"
 
 
-def steps_file(rank: int) -> str:
-    """The name of a rank's span file."""
+def steps_file(rank: int, part: int = 0) -> str:
+    """The name of a rank's span file. In the folder of a task each process of the rank, in turn, has a part."""
+    if part:
+        return f"steps.rank-{rank}.{part}.jsonl"
     return "steps.jsonl" if rank == 0 else f"steps.rank-{rank}.jsonl"
 
 
-def rank_file(rank: int) -> str:
+def rank_file(rank: int, part: int = 0) -> str:
     """The name of a rank's own record."""
-    return f"rank-{rank}.json"
+    return f"rank-{rank}.{part}.json" if part else f"rank-{rank}.json"
 
 
-def claim_file(rank: int) -> str:
+def claim_file(rank: int, part: int = 0) -> str:
     """The name of the file by which a process claims a rank's two files."""
-    return f".claim-{rank}"
+    return f".claim-{rank}.{part}" if part else f".claim-{rank}"
 
 
 # Everything that a run leaves in its folder. What makes it a run folder comes last: whoever is killed while moving
@@ -88,13 +90,18 @@ def read_record(path: Path, record: type[Record]) -> Record:
         raise RunFolderError(f"{path}: {error}") from error
 
 
-def read_lines(path: Path, record: type[Record]) -> Iterator[Record]:
-    """The records of a JSON-lines file. A torn last line is dropped; any other damage raises RunFolderError."""
+def read_lines(path: Path, record: type[Record], every: int = 1) -> Iterator[Record]:
+    """The records of a JSON-lines file, or every n-th.
+
+    A torn last line is dropped; any other damage raises RunFolderError.
+    """
     try:
         with open_plain(path) as file:
             for number, raw in enumerate(file, start=1):
                 if not raw.endswith(b"\n"):
                     return  # torn by a kill; it was never complete
+                if every > 1 and number % every:
+                    continue
                 try:
                     yield decode(record, json.loads(raw))
                 except (ValueError, RecursionError) as error:
@@ -133,9 +140,8 @@ def _check_schema(path: Path, plain: Any) -> None:
         )
 
 
-def load(folder: str | Path) -> Run:
-    """Read a run folder, of a finished, running or killed job. Raises RunFolderError."""
-    folder = Path(folder)
+def load_run(folder: Path) -> Run:
+    """Read the folder of a single run, of a finished, running or killed job. Raises RunFolderError."""
     try:
         names = sorted(path.name for path in folder.iterdir())
     except FileNotFoundError as error:
@@ -156,7 +162,7 @@ def load(folder: str | Path) -> Run:
         run=run,
         ranks=tuple(ranks.values()),
         spans=tuple(
-            _to_the_end(rank, tuple(read_lines(folder / steps_file(number), Span))) for number, rank in ranks.items()
+            to_the_end(rank, tuple(read_lines(folder / steps_file(number), Span))) for number, rank in ranks.items()
         ),
         samples=tuple(read_lines(folder / SAMPLES_FILE, Sample)),
         warnings=tuple(f"{name} is left out: its rank's own record is not there" for name in orphans),
@@ -172,14 +178,19 @@ def _runs_nearby(folder: Path) -> str:
     return f"There are runs in {', '.join(map(str, newest))}{' and others' if len(found) > len(newest) else ''}."
 
 
+def rank_parts(folder: Path) -> list[tuple[int, int]]:
+    """Each rank and part of which there is a record, in order."""
+    pattern = r"rank-(0|[1-9][0-9]*)(?:\.([1-9][0-9]*))?\.json"
+    found = (re.fullmatch(pattern, path.name) for path in folder.iterdir())
+    return sorted((int(match[1]), int(match[2] or 0)) for match in found if match)
+
+
 def read_ranks(folder: Path) -> dict[int, RankRecord]:
-    """The record of each rank that has written one, by its number."""
-    found = (re.fullmatch(r"rank-(0|[1-9][0-9]*)\.json", path.name) for path in folder.iterdir())
-    numbers = sorted(int(match[1]) for match in found if match)
-    return {number: read_record(folder / rank_file(number), RankRecord) for number in numbers}
+    """The record of each rank that has written one, by its number; of its parts the last."""
+    return {rank: read_record(folder / rank_file(rank, part), RankRecord) for rank, part in rank_parts(folder)}
 
 
-def _to_the_end(rank: RankRecord, spans: tuple[Span, ...]) -> tuple[Span, ...]:
+def to_the_end(rank: RankRecord, spans: tuple[Span, ...]) -> tuple[Span, ...]:
     """The spans of a rank with what it was at when it was last heard of, unless it has stepped since."""
     last = rank.under_way
     if rank.finished or last is None or not spans or last.t0_s < spans[-1].t1_s - ROUNDING_S:
@@ -207,6 +218,25 @@ def create_folder(folder: Path, flag: str = "--out") -> Path:
             f"Move them elsewhere, or choose another folder with {flag}.",
         )
     return folder
+
+
+def create_task_folder(folder: Path, name: str) -> Path:
+    """A new folder ``name`` (or ``name.2``, …) in the folder of a job, for one task. Raises as ``create_folder`` does.
+
+    Other tasks do the same at the same time, maybe on other machines: nothing is locked, nobody waits, and no file has
+    two writers. Making a folder is the one thing that every file system does for one process only.
+    """
+    create_folder(folder)
+    number = 1
+    while True:
+        made = folder / (name if number == 1 else f"{name}.{number}")
+        try:
+            made.mkdir()
+            return create_folder(made)
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise _cannot_write(made, error) from error
 
 
 def move_earlier_run(folder: Path) -> Path | None:

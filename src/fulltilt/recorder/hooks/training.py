@@ -338,6 +338,7 @@ class StepHooks:
         """The first step of an optimizer: note what it trains and on which device."""
         self._recorder.ensure_started()
         self._state.learn_rank()
+        self._state.learn_group()
         self._state.optimizers[id(optimizer)] = type(optimizer).__name__
         self._known.append(weakref.ref(optimizer))
         groups = optimizer.param_groups

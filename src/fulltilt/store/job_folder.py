@@ -1,0 +1,241 @@
+"""A job over several nodes or tasks, read as one run.
+
+    OUT/0-gpu01/, OUT/1-gpu02/, …     a run folder for each task, which alone writes into it
+    OUT/0-gpu01.2/                    the same task after a requeue, or of a later job with the same --out
+
+Nobody joins anything while the job runs. Ranks belong together that met in one process group; those of a restart make
+the next attempt. Clocks of two machines are compared only to put attempts in order: the times of each task are shifted
+so that the same step, whose end all ranks wait for, ends at the same time on all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from pathlib import Path
+from statistics import median
+
+from fulltilt.errors import NotARunFolder, RunFolderError
+from fulltilt.records import RankRecord, Run, RunRecord, Sample, Span
+from fulltilt.store.owned_folder import MARKER
+from fulltilt.store.run_files import (
+    RUN_FILE,
+    SAMPLES_FILE,
+    load_run,
+    rank_file,
+    rank_parts,
+    read_lines,
+    read_record,
+    steps_file,
+    to_the_end,
+)
+
+# Steps by which the times of two tasks are aligned, and samples of the machines that are kept of a whole job.
+ALIGNED_STEPS = 50
+MOST_SAMPLES = 20_000
+# Of an attempt that is over so many ranks say where its time went.
+RANKS_OF_EARLIER = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """One rank in one attempt: its record, and where its spans lie."""
+
+    task: Path
+    record: RankRecord
+    part: int
+
+    def spans(self) -> tuple[Span, ...]:
+        """The spans as they were written."""
+        lines = read_lines(self.task / steps_file(self.record.rank, self.part), Span)
+        return to_the_end(self.record, tuple(lines))
+
+
+def load(folder: str | Path) -> Run:
+    """Read a run folder, of a finished, running or killed job, or that of a job over several tasks.
+
+    Raises RunFolderError.
+    """
+    folder = Path(folder)
+    tasks = tasks_in(folder)
+    if not tasks:
+        return load_run(folder)
+    attempts = _attempts(tasks)
+    _refuse_separate_trainings(folder, attempts)
+    # What follows a run that ended well is another run, whatever the launcher calls it.
+    runs: list[list[Stream]] = []
+    for streams in attempts:
+        if runs and all(tasks[stream.task].state == "done" for stream in runs[-1]):
+            runs.clear()
+        runs.append(streams)
+    if not runs:
+        return _joined(folder, tasks, [], ())
+    newest = next((streams for streams in reversed(runs) if any(one.record.steps for one in streams)), runs[-1])
+    earlier = tuple(
+        _joined(folder, tasks, streams[:RANKS_OF_EARLIER], samples=False) for streams in runs[: runs.index(newest)]
+    )
+    return _joined(folder, tasks, newest, earlier)
+
+
+def tasks_in(folder: Path) -> dict[Path, RunRecord]:
+    """The folders of the tasks of the newest job below ``folder``, or of the single task whose folder it is.
+
+    Empty where it is the folder of a single run, or none at all.
+    """
+    own = None
+    with contextlib.suppress(RunFolderError):
+        own = read_record(folder / RUN_FILE, RunRecord)
+    if own is not None and own.task is not None:
+        return {folder: own}
+    found: dict[Path, RunRecord] = {}
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            path = Path(entry.path)
+            if entry.is_dir(follow_symlinks=False) and (path / MARKER).exists() and (path / RUN_FILE).exists():
+                record = read_record(path / RUN_FILE, RunRecord)
+                if record.task is not None:
+                    found[path] = record
+    if not found:
+        return {}
+    last = max(found.values(), key=_began)
+    if own is not None and _began(own) > _began(last):
+        return {}
+    return {path: record for path, record in found.items() if _job(record) == _job(last)}
+
+
+def _job(record: RunRecord) -> str | None:
+    return None if record.task is None else record.task.job
+
+
+def _number(record: RunRecord) -> int:
+    return 0 if record.task is None else record.task.number or 0
+
+
+def _began(record: RunRecord) -> datetime:
+    try:
+        return datetime.fromisoformat(record.started_at).astimezone()
+    except (ValueError, OSError, OverflowError):
+        return datetime.fromtimestamp(0).astimezone()
+
+
+def _attempts(tasks: dict[Path, RunRecord]) -> list[list[Stream]]:
+    """The ranks of each attempt, the first attempt first, each rank once."""
+    groups: dict[str, dict[int, Stream]] = {}
+    began: dict[str, datetime] = {}
+    for task, run in tasks.items():
+        for rank, part in rank_parts(task):
+            record = read_record(task / rank_file(rank, part), RankRecord)
+            # A rank that was lost before its first step has met nobody: it belongs to those that started with it.
+            group = record.group or (
+                f"restart {run.task.restart if run.task else 0}.{part}" if record.world_size > 1 else task.name
+            )
+            groups.setdefault(group, {})[rank] = Stream(task, record, part)
+            start = _began(run) + timedelta(seconds=min(record.t0_s, 1e9))
+            began[group] = min(began.get(group, start), start)
+    ordered = sorted(groups, key=lambda group: began[group])
+    return [[groups[group][rank] for rank in sorted(groups[group])] for group in ordered]
+
+
+def _refuse_separate_trainings(folder: Path, attempts: Sequence[Sequence[Stream]]) -> None:
+    alone = {stream.task for streams in attempts for stream in streams if stream.record.world_size == 1}
+    numbers = {task.name.partition(".")[0] for task in alone}
+    if len(numbers) > 1:
+        raise NotARunFolder(
+            f"{folder} holds {len(numbers)} trainings that were started together and trained apart",
+            f"See them side by side: fulltilt report {folder}/*",
+        )
+
+
+def _joined(
+    folder: Path,
+    tasks: dict[Path, RunRecord],
+    streams: Sequence[Stream],
+    earlier: tuple[Run, ...] = (),
+    samples: bool = True,
+) -> Run:
+    """The ranks of one attempt as a run, on one axis of time."""
+    spans = [stream.spans() for stream in streams]
+    used = list(dict.fromkeys(stream.task for stream in streams)) or list(tasks)
+    first: dict[Path, tuple[Span, ...]] = dict.fromkeys(used, ())
+    for stream, own in zip(streams, spans, strict=True):
+        first[stream.task] = first[stream.task] or own
+    origin = {task: own[0].t0_s if own else 0.0 for task, own in first.items()}
+    later = _alignment([first[task] for task in used], [origin[task] for task in used])
+    shift = {task: late - origin[task] for task, late in zip(used, later, strict=True)}
+    records = [tasks[task] for task in used]
+    leader = min(used, key=lambda task: _number(tasks[task]))
+    ends = [end + shift[task] for task in used if (end := tasks[task].wall_s) is not None]
+    bad = next((run for run in records if run.state not in ("done", "running")), None)
+    over = all(run.state != "running" for run in records)
+    run = replace(
+        tasks[leader],
+        started_at=(_began(tasks[leader]) + timedelta(seconds=origin[leader])).isoformat(timespec="seconds"),
+        state=bad.state if bad is not None else "done" if over else "running",
+        exit_code=bad.exit_code if bad is not None else tasks[leader].exit_code,
+        ended_by=bad.ended_by if bad is not None else None,
+        wall_s=max(ends) if over and ends else None,
+        oom_kills=sum(run.oom_kills for run in records),
+    )
+    each = max(MOST_SAMPLES // len(used), 1)
+    return Run(
+        folder=str(folder),
+        run=run,
+        ranks=tuple(_shifted_record(one.record, shift[one.task]) for one in streams),
+        spans=tuple(
+            tuple(_shifted(span, shift[one.task]) for span in own) for one, own in zip(streams, spans, strict=True)
+        ),
+        samples=tuple(_samples(used, shift, each)) if samples else (),
+        warnings=tuple(_lost(streams, records, over or bad is not None)),
+        tasks=tuple(records),
+        earlier=earlier,
+    )
+
+
+def _alignment(firsts: Sequence[tuple[Span, ...]], origins: Sequence[float]) -> list[float]:
+    """By how much each task began later than the one that began first: the same step ends later on its clock."""
+    ends = []
+    for own, origin_s in zip(firsts, origins, strict=True):
+        single = [span for span in own if span.steps == 1][:ALIGNED_STEPS]
+        ends.append({span.first_step: span.t1_s - origin_s for span in single})
+    common = set.intersection(*(set(own) for own in ends)) if ends else set()
+    if not common:
+        return [0.0] * len(ends)
+    behind = [median(ends[0][step] - own[step] for step in common) for own in ends]
+    return [late - min(behind) for late in behind]
+
+
+def _shifted(span: Span, by_s: float) -> Span:
+    return replace(span, t0_s=span.t0_s + by_s, t1_s=span.t1_s + by_s) if by_s else span
+
+
+def _shifted_record(record: RankRecord, by_s: float) -> RankRecord:
+    under_way = None if record.under_way is None else _shifted(record.under_way, by_s)
+    return replace(record, t1_s=record.t1_s + by_s, under_way=under_way)
+
+
+def _samples(tasks: Sequence[Path], shift: dict[Path, float], most: int) -> Iterable[Sample]:
+    """What the machines did: of a long run every n-th sample."""
+    for task in tasks:
+        with contextlib.suppress(OSError):
+            every = 1 + (task / SAMPLES_FILE).stat().st_size // (most * 500)
+            for sample in read_lines(task / SAMPLES_FILE, Sample, every):
+                yield replace(sample, t_s=sample.t_s + shift[task])
+
+
+def _lost(streams: Sequence[Stream], records: Sequence[RunRecord], ended: bool) -> Iterable[str]:
+    """What is missing: ranks without a record, tasks that never came, and machines of which no end is known."""
+    there = {stream.record.rank for stream in streams}
+    world = max((stream.record.world_size for stream in streams), default=0)
+    if missing := [str(rank) for rank in range(world) if rank not in there]:
+        yield f"no record of rank {', '.join(missing[:20])}{' and more' if len(missing) > 20 else ''}"
+    numbers = {run.task.number for run in records if run.task is not None and run.task.number is not None}
+    count = max((run.task.count or 0 for run in records if run.task is not None), default=0)
+    if numbers and (absent := [str(number) for number in range(count) if number not in numbers]):
+        yield f"no folder of task {', '.join(absent[:20])} of {count}{' and more' if len(absent) > 20 else ''}"
+    if ended:
+        for run in records:
+            if run.state == "running":
+                yield f"{run.machine.hostname} is missing: the others have ended, and no end of its part was recorded"
