@@ -49,12 +49,13 @@ def test_the_finding_codes_are_these() -> None:
             "batch_too_small",
             "precision_unused",
             "padding_waste",
+            "slowing_down",
             "host_code",
             "recompiling",
             "gc_pauses",
         ),
         *("validation_heavy", "checkpoint_stall", "memory_pressure", "cpu_oversubscribed", "shm_small", "throttled"),
-        *("gpu_shared", "straggler", "communication_bound", "compute_bound"),
+        *("gpu_shared", "straggler", "communication_bound", "find_unused_parameters", "compute_bound"),
     )
 
 

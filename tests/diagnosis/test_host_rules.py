@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -6,7 +7,14 @@ import pytest
 from fulltilt.diagnosis import answer
 from fulltilt.diagnosis.evidence import Evidence, gather
 from fulltilt.diagnosis.findings import rarer, share_left
-from fulltilt.diagnosis.rules.host import checkpoint_stall, gc_pauses, host_code, recompiling, validation_heavy
+from fulltilt.diagnosis.rules.host import (
+    checkpoint_stall,
+    gc_pauses,
+    host_code,
+    recompiling,
+    slowing_down,
+    validation_heavy,
+)
 from fulltilt.records import (
     Abstention,
     Buckets,
@@ -132,6 +140,56 @@ def test_quick_host_code_is_left_alone_and_unknown_idling_not_judged() -> None:
     assert judgement == Abstention(
         "host_code", "what the host did while the GPU idled (launching, or code of the script's own)"
     )
+
+
+# --------------------------------------------------------------------------- slowing_down
+
+
+def steps_of(length_s: Callable[[int], Buckets], number: int = 200, samples: int | None = BATCH) -> tuple[Span, ...]:
+    """Start-up, and one span a step."""
+    spans = [Span(0.0, 10.0, 0, 0, 0, None, Buckets(startup_s=10.0))]
+    for step in range(number):
+        buckets, t0_s = length_s(step), spans[-1].t1_s
+        spans.append(Span(t0_s, t0_s + buckets.total_s, step, 1, 1, samples, buckets))
+    return tuple(spans)
+
+
+def test_a_list_that_grows_is_named_by_its_line_before_the_rest_of_the_code() -> None:
+    lines = (HotLine("train.py:70", "log", 15.0, "sorted(history)"),)
+    spans = steps_of(lambda step: Buckets(compute_s=0.05, host_code_s=0.01 + 0.001 * step))
+    run = run_of(rank(host_lines=lines, growing_lines=lines), spans=(spans,))
+    finding = found(slowing_down(gather(run)))
+    assert finding.where == "train.py:70"
+    assert finding.evidence[0] == "a step took 85.5 ms in the first quarter of the run, 234 ms in the last"
+    assert finding.evidence[1].startswith("code of the script's own grew by 149 ms a step")
+    assert finding.predicted_speedup == (1.9, 2.74)
+    assert answer(run).verdict.code == "slowing_down"
+
+
+def test_steps_that_vary_or_change_once_do_not_slow_down() -> None:
+    noisy = steps_of(lambda step: Buckets(compute_s=0.05 + 0.03 * (step % 3)))
+    late_neighbour = steps_of(lambda step: Buckets(compute_s=0.05 if step < 120 else 0.09 - 0.0001 * (step - 120)))
+    faster = steps_of(lambda step: Buckets(data_wait_s=0.2 / (step + 1), compute_s=0.05))
+    for spans in (noisy, late_neighbour, faster):
+        assert slowing_down(gather(run_of(rank(), spans=(spans,)))) is None
+
+
+def test_a_short_run_or_a_growing_batch_is_not_called_slow() -> None:
+    short = steps_of(lambda step: Buckets(compute_s=0.001 * step), number=60)
+    assert slowing_down(gather(run_of(rank(), spans=(short,)))) is None
+    larger = [replace(one, samples=BATCH + n) for n, one in enumerate(short_steps(lambda n: 0.002 * (BATCH + n)))]
+    assert slowing_down(gather(run_of(rank(), spans=(tuple(larger),)))) is None
+
+
+def short_steps(length_s: Callable[[int], float]) -> tuple[Span, ...]:
+    return steps_of(lambda step: Buckets(compute_s=length_s(step)))[1:]
+
+
+def test_compute_that_grows_is_a_remark_since_inputs_may_grow_on_purpose() -> None:
+    run = run_of(rank(), spans=(steps_of(lambda step: Buckets(compute_s=0.05 + 0.001 * step)),))
+    finding = found(slowing_down(gather(run)))
+    assert (finding.severity, finding.predicted_speedup, finding.where) == ("info", None, None)
+    assert answer(run).verdict.code == "compute_bound"
 
 
 # --------------------------------------------------------------------------- gc_pauses

@@ -2,8 +2,8 @@ import pytest
 
 from fulltilt.diagnosis import answer
 from fulltilt.diagnosis.evidence import gather
-from fulltilt.diagnosis.rules.ranks import communication_bound, straggler
-from fulltilt.records import Abstention, CommunicationRecord, Finding, HotLine, Run
+from fulltilt.diagnosis.rules.ranks import communication_bound, find_unused_parameters, straggler
+from fulltilt.records import Abstention, CommunicationRecord, Finding, HotLine, Run, UnusedSearchRecord
 from tests.diagnosis.examples import gpu_rank, run_of, spans_of
 
 
@@ -64,3 +64,38 @@ def test_missing_ranks_or_an_unmeasured_exchange_are_not_judged(rule: object) ->
     assert rule(gather(missing)) == Abstention(rule.__name__, "the records of all 4 ranks (1 are there)")
     unmeasured = pair({"compute": 100.0}, {"compute": 100.0})
     assert rule(gather(unmeasured)) == Abstention(rule.__name__, "the time that the ranks spent exchanging gradients")
+
+
+def test_a_search_for_unused_parameters_that_never_found_any_is_a_remark() -> None:
+    run = pair(EVEN, EVEN, unused_search=UnusedSearchRecord("train.py:40", asked=6, unused_bytes=0))
+    finding = found(find_unused_parameters(gather(run)))
+    assert (finding.where, finding.severity, finding.predicted_speedup) == ("train.py:40", "info", None)
+    assert "in 12 steps that were looked at there were none" in finding.evidence[0]
+    assert answer(run).verdict.code == "compute_bound"
+
+
+def test_a_search_that_found_something_on_any_rank_is_needed() -> None:
+    ranks = [
+        gpu_rank(number, world_size=2, unused_search=UnusedSearchRecord("train.py:40", 6, unused_bytes=4 * number))
+        for number in (0, 1)
+    ]
+    run = run_of(*ranks, spans=(spans_of(**EVEN), spans_of(**EVEN)))
+    assert find_unused_parameters(gather(run)) is None
+    assert find_unused_parameters(gather(pair(EVEN, EVEN))) is None
+
+
+def test_nothing_is_called_healthy_while_the_collectives_of_sharded_parameters_are_unmeasured() -> None:
+    run = pair(EVEN, EVEN, sharded=True)
+    assert "compute_bound" in {abstention.code for abstention in answer(run).abstained}
+    assert answer(run).verdict.code == "unexplained"
+    assert "wait for each other's parameters" in answer(run).verdict.sentence
+    alone = run_of(gpu_rank(0, sharded=True), spans=(spans_of(compute=100.0),))
+    assert answer(alone).verdict.code == "compute_bound"
+
+
+def test_sharded_ranks_are_told_how_to_gather_less() -> None:
+    run = pair({"compute": 60.0, "communication": 40.0}, {"compute": 60.0, "communication": 40.0}, sharded=True)
+    finding = found(communication_bound(gather(run)))
+    assert finding.fix.startswith("Gather less: reshard_after_forward=False")
+    assert "no_sync" not in finding.fix
+    assert answer(run).verdict.sentence.startswith("Communication-bound: gathering parameters takes 40 %")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fulltilt.recorder.stacks.frames import MOST_LINES, LineTimes
+from fulltilt.recorder.stacks.frames import MOST_LINES, LineGrowth, LineTimes
 from fulltilt.records import HotLine
 
 
@@ -28,3 +28,15 @@ def test_the_cheaper_half_is_forgotten_when_there_are_too_many_lines() -> None:
     lines.charge("late.py:1", "main", 1e9, "late()")
     assert len(lines.top(2 * MOST_LINES)) == MOST_LINES // 2 + 1
     assert lines.top(1)[0].call == "late()"
+
+
+def test_the_line_that_grows_is_told_apart_from_a_dear_one() -> None:
+    lines = LineTimes()
+    growth = LineGrowth(lines)
+    for step in range(1, 257):
+        lines.charge("a.py:1", "dear", 1.0)
+        lines.charge("a.py:2", "grows", 0.01 * step)
+        growth.note(step)
+    (line,) = growth.top(256)
+    assert (line.where, line.function) == ("a.py:2", "grows")
+    assert line.seconds > 150

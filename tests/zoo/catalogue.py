@@ -18,7 +18,8 @@ ZOO = Path(__file__).parent
 class Specimen:
     """One job. ``measured`` names the buckets that the script timed itself; ``shares`` bounds others from its make-up.
 
-    Shares are of the training part, from the end of the first step to the end of the last.
+    ``also`` is a code that must be among the findings, at its line. Shares are of the training part, from the end of
+    the first step to the end of the last.
     """
 
     script: str
@@ -32,6 +33,7 @@ class Specimen:
     counts_samples: bool = True
     exit_code: int = 0
     says: str | None = None
+    also: str | None = None
     lost_s: float = 0.0
     too_short_to_rate: bool = False
     on_gpu: bool = False
@@ -71,6 +73,7 @@ CATALOGUE = (
     # -- the script's own code
     # Compiling is start-up, which rates leave out.
     Specimen("recompiling.py", "recompiling", counts_samples=False, too_short_to_rate=True),
+    Specimen("growing_history.py", "slowing_down", measured=("host_code",)),
     Specimen("collect_each_step.py", "gc_pauses", measured=("host_code",)),
     Specimen("sleep_after_step.py", "host_code", measured=("host_code",)),
     Specimen("sleep_in_forward.py", "host_code", measured=("host_code",)),
@@ -97,6 +100,15 @@ CATALOGUE = (
         shares={"host_code": (0.33, 0.48), "communication": (0.25, 0.48)},
         launch="torchrun",
     ),
+    # The search costs a per cent or two here: a remark, and never the first one.
+    Specimen(
+        "ddp_unused_search.py",
+        "compute_bound",
+        also="find_unused_parameters",
+        shares={"compute": (0.7, 1.05)},
+        launch="torchrun",
+    ),
+    Specimen("fsdp.py", "communication_bound", launch="torchrun"),
     Specimen("ddp_large_gradients.py", "communication_bound", shares={"communication": (0.3, 0.95)}, launch="torchrun"),
     # -- nothing wrong, counted right
     Specimen("healthy.py", "compute_bound", shares=COMPUTES),

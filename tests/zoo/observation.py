@@ -234,6 +234,11 @@ def _wrong_cause(seen: Observation) -> Iterator[str]:
     code, where = seen.found.get("code", seen.answer["verdict"]["code"]), seen.found.get("where")
     if code != seen.specimen.code:
         yield f"the first finding is {code}, not {seen.specimen.code}"
+    also = [finding for finding in seen.answer["findings"] if finding["code"] == seen.specimen.also]
+    if seen.specimen.also is not None:
+        where = also[0]["where"] if also else None
+        if not also:
+            yield f"{seen.specimen.also} is not among the findings"
     marked = seen.specimen.marked_lines()
     if marked and (where is None or Path(where).name not in marked):
         yield f"the cause stands at {' or '.join(sorted(marked))}, not at {where}"

@@ -100,6 +100,18 @@ class Evidence:
         return training_loaders(self.rank)
 
     @property
+    def slowdown(self) -> ledgers.Slowdown | None:
+        """How the pace-setting rank slowed down; None where it did not."""
+        pairs = zip(self.run.ranks, self.run.spans, strict=True)
+        spans = next((own for rank, own in pairs if rank is self.rank), ())
+        return ledgers.find_slowdown(spans, LIMITS.slowing_least_s, LIMITS.slowing_growth)
+
+    @property
+    def collectives_unmeasured(self) -> bool:
+        """Whether ranks share their parameters (FSDP, tensor parallel) and their waits were not timed."""
+        return any(rank.sharded and rank.world_size > 1 and rank.communication is None for rank in self.run.ranks)
+
+    @property
     def share_of_ceiling(self) -> float | None:
         """The rate that was reached over the one that compute alone would allow; None when either is unknown."""
         rate, ceiling = self.throughput.samples_per_s, self.ceilings.compute_samples_per_s

@@ -231,6 +231,70 @@ def hung_stretch(run: Run) -> Span | None:
     return last if last.t1_s - last.t0_s >= max(HUNG_S, HUNG_STEPS * usual_s) else None
 
 
+# --------------------------------------------------------------------------- early against late
+
+# What a step holds; validation, saves and starts of passes do not come with every one.
+_OF_A_STEP = ("data_wait_s", "transfer_s", "compute_s", "sync_s", "host_code_s", "communication_s")
+_WINDOWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Slowdown:
+    """Steps take longer and longer: ``early_s`` and ``late_s`` are those of the first and the last quarter.
+
+    ``bucket`` is the one that grows most, by ``grown_s`` a step; ``lost_s`` is what all steps took beyond the early
+    ones. Where samples are counted, a step stands for as many samples as the mean step has.
+    """
+
+    early_s: float
+    late_s: float
+    bucket: str
+    grown_s: float
+    lost_s: float
+
+
+def find_slowdown(spans: Spans, least_s: float, least_growth: float) -> Slowdown | None:
+    """How a rank slowed down; None where it did not, steadily and by ``least_growth``, or ran for under ``least_s``."""
+    stepping = [span for span in after_first_step(spans) if span.steps > 0]
+    counted = all(span.samples for span in stepping)
+    sizes = [float(span.samples or 0) if counted else float(span.steps) for span in stepping]
+    total = sum(sizes)
+    if sum(_step_seconds(span.buckets) for span in stepping) < least_s or len(stepping) < 5 * _WINDOWS:
+        return None
+    windows: list[list[tuple[Span, float]]] = [[] for _ in range(_WINDOWS)]
+    passed = 0.0
+    for span, size in zip(stepping, sizes, strict=True):
+        windows[min(int(_WINDOWS * (passed + size / 2) / total), _WINDOWS - 1)].append((span, size))
+        passed += size
+    if not all(windows):
+        return None
+    steps = sum(span.steps for span in stepping)
+    each = [[_per_size(window, name) * total / steps for window in windows] for name in _OF_A_STEP]
+    whole = [sum(column) for column in zip(*each, strict=True)]
+    quarter = _WINDOWS // 4
+    early_s, late_s = sum(whole[:quarter]) / quarter, sum(whole[-quarter:]) / quarter
+    growths = [(sum(one[-quarter:]) - sum(one[:quarter])) / quarter for one in each]
+    grown_s, place = max((growth, place) for place, growth in enumerate(growths))
+    if grown_s < least_growth * early_s or 2 * grown_s < late_s - early_s or late_s < (1 + least_growth) * early_s:
+        return None
+    # A neighbour that comes is one leap of all buckets, and noise falls as often as it rises.
+    grows = each[place]
+    rising = sum(later > earlier for number, earlier in enumerate(grows) for later in grows[number + 1 :])
+    if rising < 0.85 * _WINDOWS * (_WINDOWS - 1) / 2 or min(grows[-quarter:]) <= max(grows[: quarter + 1]):
+        return None
+    lost_s = sum(max(step_s - early_s, 0.0) for step_s in whole) * steps / _WINDOWS
+    return Slowdown(early_s, late_s, _OF_A_STEP[place], grown_s, lost_s)
+
+
+def _step_seconds(buckets: Buckets) -> float:
+    return float(sum(getattr(buckets, name) for name in _OF_A_STEP))
+
+
+def _per_size(window: list[tuple[Span, float]], bucket: str) -> float:
+    spent_s = float(sum(getattr(span.buckets, bucket) for span, _ in window))
+    return spent_s / sum(size for _, size in window)
+
+
 # --------------------------------------------------------------------------- ranks beside each other
 
 

@@ -63,6 +63,7 @@ def joined(rank: RankRecord, same: Sequence[LoaderRecord]) -> tuple[LoaderRecord
         loader_id=first.loader_id,
         processes=max(record.processes for record in records),
         lines=joined_lines(line for record in records for line in record.lines),
+        growing_lines=joined_lines(line for record in records for line in record.growing_lines),
         pss_bytes=_largest(records, "pss_bytes"),
         **{name: _sum(records, name) for name in _WORKER_SUMS},
     )

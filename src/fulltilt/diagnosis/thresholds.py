@@ -16,6 +16,9 @@ class Thresholds:
     # -- from which length on a run is judged
     longest_too_short_s: float = 1.0  # of training: a hundred looks at the stack, each good for one per cent
 
+    slowing_least_s: float = 8.0  # of training, before early and late are compared: caches and clocks have settled
+    slowing_growth: float = 0.25  # of a step; neighbours and caches move steps by a tenth, and not steadily
+
     # -- from which share on a cause is reported at all (below warn_share it is a remark behind a healthy verdict)
     data_wait_share: float = 0.05  # a healthy loader's next() costs 1 to 3 % on small CPU jobs
     epoch_turnover_share: float = 0.05  # one pass of a minute loses 1 to 2 s to respawned workers
@@ -32,6 +35,7 @@ class Thresholds:
     gc_share: float = 0.03  # a loop of tensors collects in well under 1 % of its time
     checkpoint_share: float = 0.05  # a checkpoint every few minutes costs under 2 %
     straggler_share: float = 0.05  # ranks on one machine differ by 1 to 3 % without any cause
+    searches_in_vain: int = 4  # steps without an unused parameter; a part that is skipped now and then shows in fewer
     communication_share: float = 0.10  # DDP hides the exchange behind backward but for its last bucket
 
     # -- the loader: which part of it limits

@@ -47,6 +47,8 @@ def reach_verdict(evidence: Evidence, findings: tuple[Finding, ...]) -> Verdict:
         share = evidence.share(getattr(evidence.buckets, largest))
         name = largest.removesuffix("_s").replace("_", " ")
         told = f"No cause found: {name} takes {percent(share)} of the time after start-up"
+        if largest == "compute_s" and evidence.collectives_unmeasured:
+            told += ", with what the ranks wait for each other's parameters in it, which is not measured"
         return Verdict("unexplained", share, f"{told}{ended}.")
     first = findings[0]
     return Verdict(first.code, first.share, f"{_sentence(evidence, first)}{_tuned(evidence)}{ended}.")
@@ -76,6 +78,7 @@ WORDS: dict[str, tuple[str, str | None]] = {
     "batch_too_small": ("Batch too small", "it does not fill the GPU{win}"),
     "precision_unused": ("Tensor cores unused", "the model computes in float32{win}"),
     "padding_waste": ("Padding", "{fact}{win}"),
+    "slowing_down": ("Slowing down", "{fact}{place}{win}"),
     "host_code": ("Python code between steps", "the script's own code takes {share}{place}{win}"),
     "recompiling": ("Recompilation", "{fact}{place}{win}"),
     "gc_pauses": ("Garbage collection", "Python's collector holds the training up in {share}{place}{win}"),
@@ -87,7 +90,8 @@ WORDS: dict[str, tuple[str, str | None]] = {
     "throttled": ("GPU throttled", "{fact}{win}"),
     "gpu_shared": ("GPU shared", "{fact}{win}"),
     "straggler": ("Straggler", "{fact}{win}"),
-    "communication_bound": ("Communication-bound", "exchanging gradients takes {share}{win}"),
+    "communication_bound": ("Communication-bound", "{exchange} takes {share}{win}"),
+    "find_unused_parameters": ("Needless search for unused parameters", "{fact}"),
     "compute_bound": ("Compute-bound", None),
     "no_steps": ("No training steps", None),
     "too_short": ("Run too short", None),
@@ -112,6 +116,7 @@ def _sentence(evidence: Evidence, finding: Finding) -> str:
         place=f" ({finding.where})" if finding.where else "",
         win=f"; at most {times(predicted[1])} as fast without it" if predicted and predicted[1] > 1 else "",
         trainee=evidence.trainee,
+        exchange="gathering parameters" if evidence.rank.sharded else "exchanging gradients",
         passes=count("pass", evidence.loader.passes) if evidence.loader else "passes",
         gain=_gain(evidence, share),
     )

@@ -15,7 +15,7 @@ from fulltilt.recorder.intervals import IntervalBuilder
 from fulltilt.recorder.loaders import LoaderTaps
 from fulltilt.recorder.loaders.workers import WorkerTotals
 from fulltilt.recorder.marks import Activity
-from fulltilt.recorder.stacks.frames import LineTimes, StackView
+from fulltilt.recorder.stacks.frames import LineGrowth, LineTimes, StackView
 from fulltilt.records import (
     CommunicationRecord,
     CompileRecord,
@@ -27,6 +27,7 @@ from fulltilt.records import (
     PrecisionRecord,
     RankRecord,
     TransferRecord,
+    UnusedSearchRecord,
     WorkerRecord,
 )
 
@@ -143,6 +144,7 @@ class RankState:
         self.stack_samples = 0
         self.observer_s: float | None = None
         self.host_lines = LineTimes()
+        self._host_growth = LineGrowth(self.host_lines)
         self.sync_lines = LineTimes()
         self.checkpoint_lines = LineTimes()
         self.load_lines: dict[int, LineTimes] = {}
@@ -159,7 +161,10 @@ class RankState:
         self.autocast: str | None = None
         self.scaler = False
         self.replicas: list[weakref.ref[Any]] = []
+        self.replicas_where: str | None = None
         self.communication: CommunicationRecord | None = None
+        self.unused_search: UnusedSearchRecord | None = None
+        self.sharded = False
         self.deep: DeepRecord | None = None
         self.kernels: KernelRecord | None = None
         self.uses_cuda_graphs = False
@@ -218,6 +223,7 @@ class RankState:
 
     def poll(self) -> None:
         """Take in what the workers have told."""
+        self._host_growth.note(self.steps)
         for message in self.taps.mailbox.receive():
             if message.loader < len(self.taps.all):
                 self.workers.setdefault(message.loader, WorkerTotals()).add(message)
@@ -238,6 +244,11 @@ class RankState:
             if replica is None:
                 continue
             data = replica._get_ddp_logging_data()
+            # A static graph is searched in the first step only.
+            if data.get("find_unused_parameters") and not getattr(replica, "static_graph", False):
+                before = self.unused_search or UnusedSearchRecord(self.replicas_where, 0, 0)
+                unused_bytes = max(before.unused_bytes, int(data.get("unused_parameter_size", 0)))
+                self.unused_search = replace(before, asked=before.asked + 1, unused_bytes=unused_bytes)
             communication = data.get("avg_backward_comm_time")
             if communication:
                 self.communication = CommunicationRecord(
@@ -292,6 +303,7 @@ class RankState:
             loaders=tuple(tap.record(tap.loader_id in trained) for tap in self.taps.all),
             workers=self._worker_records(),
             host_lines=self.host_lines.top(),
+            growing_lines=self._host_growth.top(self.steps),
             sync_lines=self.sync_lines.top(stretch=stretch),
             checkpoint_lines=self.checkpoint_lines.top(),
             syncs=round(stretch * self.syncs),
@@ -305,6 +317,8 @@ class RankState:
                 compiled=self._compiled(),
             ),
             communication=self.communication,
+            unused_search=self.unused_search,
+            sharded=self.sharded,
             deep=self.deep,
             kernels=self.kernels,
             compile=self.compiling(),

@@ -399,6 +399,7 @@ class WorkerRecord:
     read_bytes: int | None
     lines: tuple[HotLine, ...] = ()
     pss_bytes: int | None = None  # of one worker, their mean
+    growing_lines: tuple[HotLine, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,6 +457,18 @@ class CommunicationRecord:
     communication_s: float | None
     overlapped_s: float | None
     source: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnusedSearchRecord:
+    """DistributedDataParallel with find_unused_parameters=True: how often it was asked what it had found.
+
+    ``unused_bytes`` is the most it found in any of those steps; ``where`` constructs it.
+    """
+
+    where: str | None
+    asked: int
+    unused_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -545,6 +558,7 @@ class RankRecord:
     loaders: tuple[LoaderRecord, ...] = ()
     workers: tuple[WorkerRecord, ...] = ()
     host_lines: tuple[HotLine, ...] = ()
+    growing_lines: tuple[HotLine, ...] = ()  # what they cost beyond what they cost in the early steps
     sync_lines: tuple[HotLine, ...] = ()
     checkpoint_lines: tuple[HotLine, ...] = ()
     syncs: int = 0
@@ -552,6 +566,8 @@ class RankRecord:
     transfer: TransferRecord | None = None
     precision: PrecisionRecord | None = None
     communication: CommunicationRecord | None = None
+    unused_search: UnusedSearchRecord | None = None
+    sharded: bool = False  # parameters divided among the ranks (FSDP, tensor parallel)
     deep: DeepRecord | None = None
     kernels: KernelRecord | None = None
     compile: CompileRecord | None = None
@@ -652,6 +668,7 @@ FindingCode = Literal[
     "batch_too_small",
     "precision_unused",
     "padding_waste",
+    "slowing_down",
     "host_code",
     "recompiling",
     "gc_pauses",
@@ -664,6 +681,7 @@ FindingCode = Literal[
     "gpu_shared",
     "straggler",
     "communication_bound",
+    "find_unused_parameters",
     "compute_bound",
 ]
 

@@ -30,6 +30,7 @@ RULES: tuple[Rule, ...] = (
     gpu.batch_too_small,
     gpu.precision_unused,
     gpu.padding_waste,
+    host.slowing_down,
     host.host_code,
     host.recompiling,
     host.gc_pauses,
@@ -42,6 +43,7 @@ RULES: tuple[Rule, ...] = (
     machine.gpu_shared,
     ranks.straggler,
     ranks.communication_bound,
+    ranks.find_unused_parameters,
     gpu.compute_bound,
 )
 

@@ -153,6 +153,8 @@ def compute_bound(evidence: Evidence) -> Judgement:
     share = evidence.share(compute_s)
     if share < LIMITS.compute_dominates:
         return None
+    if evidence.collectives_unmeasured:  # what a rank waits for its parameters looks like compute
+        return Abstention("compute_bound", "the collectives of sharded parameters (FSDP) that nothing hides")
     facts = [time_spent(evidence, "compute", compute_s)]
     reached = evidence.share_of_ceiling
     if reached is not None and evidence.ceilings.compute_samples_per_s and evidence.throughput.samples_per_s:

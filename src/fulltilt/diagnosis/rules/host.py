@@ -13,6 +13,7 @@ from fulltilt.diagnosis.findings import (
     costliest_lines,
     found,
     gain,
+    line_cost,
     rarer,
     rewritten,
     share_left,
@@ -22,6 +23,54 @@ from fulltilt.diagnosis.libraries import LIBRARIES, library_of
 from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import count, percent, seconds, whole
 from fulltilt.records import Abstention, HotLine, LoaderRecord
+
+# --------------------------------------------------------------------------- longer and longer steps
+
+_GROWS = {
+    "data_wait_s": "waiting for data",
+    "transfer_s": "copying to the GPU",
+    "compute_s": "compute",
+    "sync_s": "waiting for the GPU",
+    "host_code_s": "code of the script's own",
+    "communication_s": "the exchange between ranks",
+}
+
+
+def slowing_down(evidence: Evidence) -> Judgement:
+    """Steps take longer and longer: early ones against late ones, by bucket, with the line that grows."""
+    slower = evidence.slowdown
+    if slower is None:
+        return None
+    facts = [
+        f"a step took {seconds(slower.early_s)} in the first quarter of the run, {seconds(slower.late_s)} in the last",
+        f"{_GROWS[slower.bucket]} grew by {seconds(slower.grown_s)} a step, more than all else",
+    ]
+    lines: tuple[HotLine, ...] = ()
+    if slower.bucket == "host_code_s":
+        lines = evidence.rank.growing_lines
+    elif slower.bucket == "data_wait_s":
+        lines = evidence.workers.growing_lines if evidence.workers else evidence.rank.growing_lines
+    if lines:
+        facts.append(f"{line_cost(lines[0])}: what it costs beyond what it did at first")
+    where = lines[0].where if lines else None
+    share = evidence.share(slower.lost_s)
+    if slower.bucket == "compute_s":
+        # Growing inputs (a curriculum, longer texts) are meant, and look the same.
+        fix = (
+            "Unless the inputs grow on purpose: keep no tensors of earlier steps in the graph (loss.detach(), .item() "
+            "now and then), and look for state that the model collects in forward."
+        )
+        return found(evidence, "slowing_down", slower.lost_s, facts, fix, None, None, "info")
+    place = f"{lines[0].call or lines[0].function}{at(where)}" if lines else _GROWS[slower.bucket]
+    fix = (
+        f"{place} takes longer the longer the job runs: look for a list, a dict, a file or a log that grows with each "
+        "step and is gone through each time. Keep a running sum in its place, bound it "
+        "(collections.deque(maxlen=...)), or append without reading back."
+    )
+    # At least what this run lost; what one that goes on would win is the late step over the early one.
+    predicted = gain(amdahl(share), max(slower.late_s / slower.early_s, amdahl(share)))
+    return found(evidence, "slowing_down", slower.lost_s, facts, fix, where, predicted)
+
 
 # --------------------------------------------------------------------------- the user's own code
 
@@ -59,6 +108,8 @@ def host_code(evidence: Evidence) -> Judgement:
     if evidence.on_gpu and launch_s is None and not lines:
         return Abstention("host_code", "what the host did while the GPU idled (launching, or code of the script's own)")
     cost_s = evidence.buckets.host_code_s - (launch_s or 0.0) - _collecting_s(evidence)
+    if (slower := evidence.slowdown) is not None and slower.bucket == "host_code_s":
+        cost_s -= slower.lost_s  # told as slowing down
     share = evidence.share(cost_s)
     if share < LIMITS.host_code_share:
         return None

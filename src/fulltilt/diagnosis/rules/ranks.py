@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 
 from fulltilt.diagnosis.evidence import Evidence
-from fulltilt.diagnosis.findings import Judgement, by_removing, found, line_cost, share_left, time_spent
+from fulltilt.diagnosis.findings import Judgement, at, by_removing, found, line_cost, share_left, time_spent
 from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import count, percent, seconds
 from fulltilt.records import BUCKETS, Abstention, FindingCode, RankSummary
@@ -27,6 +27,14 @@ _ADVICE = {
     "checkpoint_s": "let it save beside the training (torch.distributed.checkpoint.async_save)",
     "validation_s": "divide validation among all ranks",
 }
+
+_LESS_GATHERING = (
+    "Gather less: reshard_after_forward=False keeps the parameters until backward, which halves the gathering where "
+    "they fit. fully_shard each block of the model, so that the next one is gathered while this one computes; gather "
+    "in bfloat16 (MixedPrecisionPolicy(param_dtype=torch.bfloat16)); accumulate under "
+    "set_requires_gradient_sync(False); or take a larger batch. Where the model fits on one GPU, use "
+    "DistributedDataParallel."
+)
 
 
 def straggler(evidence: Evidence) -> Judgement:
@@ -65,7 +73,9 @@ def communication_bound(evidence: Evidence) -> Judgement:
     share = evidence.share(exposed_s)
     if share < LIMITS.communication_share:
         return None
-    facts = [time_spent(evidence, "exchanging gradients, not hidden behind backward,", exposed_s)]
+    sharded = evidence.rank.sharded
+    what = "gathering parameters" if sharded else "exchanging gradients, not hidden behind backward,"
+    facts = [time_spent(evidence, what, exposed_s)]
     record = evidence.rank.communication
     if record and record.communication_s is not None and record.overlapped_s is not None:
         facts.append(
@@ -73,14 +83,37 @@ def communication_bound(evidence: Evidence) -> Judgement:
         )
     machines = {rank.hostname for rank in evidence.run.ranks}
     facts.append(f"{count('rank', evidence.rank.world_size)} on {count('machine', len(machines))}")
-    fix = (
-        "Exchange less often: accumulate gradients over k batches under model.no_sync(), which leaves 1/k of it "
-        f"(k = 4: {percent(share)} → {percent(share_left(share, 4))}). Or exchange less: "
-        "model.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook) "
-        "halves the bytes."
-    )
+    fix = _LESS_GATHERING
+    if not sharded:
+        fix = (
+            "Exchange less often: accumulate gradients over k batches under model.no_sync(), which leaves 1/k of it "
+            f"(k = 4: {percent(share)} → {percent(share_left(share, 4))}). Or exchange less: model.register_comm_hook("
+            "None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook) halves the bytes."
+        )
     predicted = by_removing(share * 0.75)
     return found(evidence, "communication_bound", exposed_s, facts, fix, None, predicted)
+
+
+def find_unused_parameters(evidence: Evidence) -> Judgement:
+    """DistributedDataParallel searches each step for parameters without a gradient, and there are none."""
+    searches = [rank.unused_search for rank in evidence.run.ranks if rank.unused_search is not None]
+    asked = sum(search.asked for search in searches)
+    if not searches or any(search.unused_bytes for search in searches):
+        return None
+    if asked < LIMITS.searches_in_vain:
+        return Abstention("find_unused_parameters", "more steps in which DistributedDataParallel has searched")
+    where = searches[0].where
+    facts = [
+        f"find_unused_parameters=True{at(where)}: DistributedDataParallel searches each step for unused parameters, "
+        f"and in {count('step', asked)} that were looked at there were none"
+    ]
+    fix = (
+        f"Leave find_unused_parameters out{at(where)}, unless some steps skip a part of the model (Hugging Face: "
+        'ddp_find_unused_parameters=False; Lightning: strategy="ddp"). It saves a walk through the graph and an '
+        "exchange in each step, and buckets are then sent in the order in which they are ready: mostly a few per cent, "
+        "which was not measured here."
+    )
+    return found(evidence, "find_unused_parameters", 0.0, facts, fix, where, None, "info")
 
 
 def _lacking(evidence: Evidence, code: FindingCode) -> Abstention | None:

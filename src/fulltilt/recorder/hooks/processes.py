@@ -19,6 +19,7 @@ from typing import Any
 from fulltilt.recorder.hooks import Function, Patches, timed
 from fulltilt.recorder.marks import Activity
 from fulltilt.recorder.recorder import Recorder
+from fulltilt.recorder.stacks.frames import users_line
 from fulltilt.recorder.user_code import leave_out_ours
 
 COLLECTIVES = (
@@ -51,6 +52,7 @@ def watch_ranks(patches: Patches, torch: Any, recorder: Recorder) -> None:
             original(replica, *args, **kwargs)
             if recorder.active:
                 recorder.state.replicas.append(weakref.ref(replica))
+                recorder.state.replicas_where, _ = users_line()
                 if replica.device_type == "cpu":
                     # Its default, every 100th step, is right for a GPU, where reading the timers costs a wait.
                     replica._set_ddp_runtime_logging_sample_rate(10)

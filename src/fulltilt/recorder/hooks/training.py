@@ -347,6 +347,7 @@ class StepHooks:
         self._trained.update(id(parameter) for parameter in parameters)
         if parameters:
             self._state.parameter_dtype = str(parameters[0].dtype).removeprefix("torch.")
+            self._state.sharded |= any(_is_sharded(parameter) for parameter in parameters)
             if parameters[0].is_cuda:
                 self._recorder.trains_on_gpu(self._torch)
                 self._trains_on_gpu()
@@ -413,6 +414,11 @@ class StepHooks:
     def _is_trained(self, module: Any) -> bool:
         parameter = next((p for p in module.parameters() if p.requires_grad), None)
         return parameter is not None and id(parameter) in self._trained
+
+
+def _is_sharded(parameter: Any) -> bool:
+    """Whether this rank holds a part of it: a DTensor (fully_shard, tensor parallel) or FSDP's flat parameter."""
+    return hasattr(parameter, "_local_tensor") or type(parameter).__name__ == "FlatParameter"
 
 
 def _has_gradients(optimizer: Any) -> bool:

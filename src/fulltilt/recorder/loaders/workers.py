@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from fulltilt import store
 from fulltilt.recorder.interpreter_lock import LockTurns, own_cpu_clock, wake_on_time
-from fulltilt.recorder.stacks.frames import LineTimes, stack_of, view_of
+from fulltilt.recorder.stacks.frames import LineGrowth, LineTimes, stack_of, view_of
 from fulltilt.recorder.user_code import leave_out_ours
 from fulltilt.records import HotLine, WorkerRecord
 
@@ -311,6 +311,10 @@ class WorkerTotals:
     read_bytes: dict[int, int] = field(default_factory=dict)
     pss_bytes: dict[int, int] = field(default_factory=dict)
     lines: LineTimes = field(default_factory=LineTimes)
+    growth: LineGrowth = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.growth = LineGrowth(self.lines)
 
     def add(self, message: WorkerMessage) -> None:
         """Take one message of a worker."""
@@ -327,6 +331,7 @@ class WorkerTotals:
         if message.pss_bytes is not None:
             self.pss_bytes[message.pid] = max(message.pss_bytes, self.pss_bytes.get(message.pid, 0))
         self.lines.merge(message.lines)
+        self.growth.note(self.batches)
 
     def record(self, loader_id: int) -> WorkerRecord:
         """The totals as a record."""
@@ -341,5 +346,6 @@ class WorkerTotals:
             process_cpu_s=self.process_cpu_s,
             read_bytes=sum(self.read_bytes.values()) if self.read_bytes else None,
             lines=self.lines.top(),
+            growing_lines=self.growth.top(self.batches),
             pss_bytes=round(statistics.mean(self.pss_bytes.values())) if self.pss_bytes else None,
         )

@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
@@ -361,6 +361,7 @@ def function_that_draws(frame: FrameType | None) -> CodeType | None:
 # --------------------------------------------------------------------------- seconds by line
 
 MOST_LINES = 4096
+FEWEST_STEPS = 16  # from which on early and late steps differ by more than chance
 
 
 class LineTimes:
@@ -404,5 +405,36 @@ class LineTimes:
             found.append(HotLine(*key, sum(calls.values()) * stretch, *costliest))
         return tuple(found)
 
+    def by_line(self) -> dict[tuple[str, str], float]:
+        """The seconds of each line and its function."""
+        return {key: sum(calls.values()) for key, calls in self._lines.items()}
+
     def _ranked(self) -> list[tuple[tuple[str, str], dict[tuple[str | None, bool], float]]]:
         return sorted(self._lines.items(), key=lambda item: (-sum(item[1].values()), item[0]))
+
+
+class LineGrowth:
+    """Which lines cost more lately than at first: totals are kept at each doubling of the steps (or batches)."""
+
+    def __init__(self, lines: LineTimes) -> None:
+        self._lines = lines
+        self._first = self._last = (0, dict[tuple[str, str], float]())
+
+    def note(self, steps: int) -> None:
+        """So many steps have passed."""
+        if steps >= 2 * max(self._last[0], FEWEST_STEPS // 2):
+            self._first, self._last = self._last, (steps, self._lines.by_line())
+
+    def top(self, steps: int, most: int = 3) -> tuple[HotLine, ...]:
+        """The lines that grew most, and what they cost since beyond what they had cost before."""
+        before, early = self._first
+        later = steps - before
+        if not before or later <= 0:
+            return ()
+        ratio = later / before
+        grown = []
+        for line in self._lines.top(64):
+            at_first_s = early.get((line.where, line.function), 0.0)
+            grown.append(replace(line, seconds=line.seconds - at_first_s * (1 + ratio)))
+        grown.sort(key=lambda line: -line.seconds)
+        return tuple(line for line in grown[:most] if line.seconds > 0)
