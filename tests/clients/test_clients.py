@@ -37,7 +37,7 @@ class Client:
 
 CLIENTS = (
     Client("torchdata_stateful", "torchdata", "input_serial", "num_workers=", validates=True),
-    Client("torchdata_nodes", "torchdata", "input_serial", "while this one trains", samples=False),
+    Client("torchdata_nodes", "torchdata", "input_serial", "ParallelMapper("),
     Client("fastai_learner", "fastai", "input_serial", "in DataBlock.dataloaders(...)", validates=True),
     Client("ultralytics_detect", "ultralytics", "input_serial", "model.train(..., workers=", validates=True),
     Client("lightning_fit", "lightning", "input_serial", "num_workers=", validates=True),
@@ -57,7 +57,7 @@ CLIENTS = (
     ),
     Client("keras_torch", "keras", "input_serial", "workers="),
     Client("stable_baselines3_ppo", "stable_baselines3", "host_code", "SubprocVecEnv", samples=False),
-    Client("datasets_streaming", "datasets", "input_serial", "while this one trains", samples=False),
+    Client("datasets_streaming", "datasets", "input_serial", "DataLoader(dataset, "),
     Client("trl_grpo", "trl", "host_code", "trl_grpo.py:22", samples=False),
 )
 # Without workers, with random augmentation: what users of most libraries have.

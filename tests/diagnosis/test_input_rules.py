@@ -64,6 +64,18 @@ def fed(worker_record: object = None, *, cpus: float = 8.0, wait_s: float = 62.0
 IO_WORKERS = {"fetch_cpu_s": 10.0, "process_cpu_s": 12.0, "cpu_wait_s": 1.0}
 
 
+@pytest.mark.parametrize(
+    ("library", "words"),
+    [("torchdata", "ParallelMapper("), ("datasets", "DataLoader(dataset, "), ("webdataset", "webdataset.WebLoader(")],
+)
+def test_what_a_library_brings_without_a_loader_gets_its_words(library: str, words: str) -> None:
+    finding = found(input_serial(gather(serial(made_by=library, given=(), iterable=True, dataset="IterableDataset"))))
+    assert finding.fix.startswith("Have the next batches made while this one trains at train.py:31: ")
+    assert words in finding.fix
+    assert "dataset.num_shards" in finding.fix
+    assert "get_worker_info" not in finding.fix
+
+
 def test_workers_are_no_cure_for_a_slow_sampler() -> None:
     """It runs in the training thread whatever the workers: the advice was to set num_workers, for 13 ×, or to 0."""
     idle = workers(fetch_s=20.0, fetch_cpu_s=19.0, process_cpu_s=60.0, idle_s=120.0)

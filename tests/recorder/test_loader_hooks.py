@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 from fulltilt.recorder.loaders import LoaderTap
@@ -72,6 +73,53 @@ def test_workers_that_persist_begin_pass_after_pass(session: Session) -> None:
     for _ in range(3):
         list(loader)
     assert drawn(session) == [(3, 9, 36)]
+
+
+def test_the_last_smaller_batch_of_lists_is_counted(session: Session) -> None:
+    boxes = [(torch.zeros(16), {"boxes": torch.zeros(n % 3, 4)}) for n in range(11)]
+    loader = DataLoader(boxes, batch_size=8, collate_fn=lambda samples: tuple(zip(*samples, strict=True)))  # type: ignore[arg-type]
+    list(loader)
+    assert drawn(session) == [(1, 2, 11)]
+
+
+class Stream(IterableDataset[Any]):
+    """Stands for a data set of a library's: one sample after the other, or columns of several."""
+
+    def __iter__(self) -> Any:
+        return iter([{"row": [0.0] * 5, "label": n} for n in range(6)])
+
+    def iter(self, batch_size: int) -> Any:
+        yield from ({"row": [[0.0] * 5] * batch_size, "label": [0] * batch_size} for _ in range(6 // batch_size))
+
+
+@pytest.fixture
+def watched(session: Session) -> Session:
+    library = ModuleType("datasets.iterable_dataset")
+    library.IterableDataset = Stream  # type: ignore[attr-defined]
+    session.watch_iterables(library)
+    return session
+
+
+def test_what_a_library_brings_without_a_loader_is_counted(watched: Session) -> None:
+    list(Stream())
+    assert drawn(watched) == [(1, 6, 6)]
+    list(Stream().iter(batch_size=3))
+    assert drawn(watched)[1:] == [(1, 2, 6)]
+    assert watched.taps.all[0].made_by == "datasets"
+
+
+def test_a_librarys_data_set_in_a_loader_counts_once(watched: Session) -> None:
+    list(DataLoader(Stream(), batch_size=3, collate_fn=lambda samples: torch.zeros(len(samples), 5)))
+    assert drawn(watched) == [(1, 2, 6)]
+
+
+def test_a_loader_inside_what_a_library_brings_counts_alone(watched: Session) -> None:
+    loader = DataLoader(DATA, batch_size=4)
+    library = ModuleType("torchdata.nodes.loader")
+    library.Loader = type("Loader", (), {"__iter__": lambda _: (batch for batch in loader)})  # type: ignore[attr-defined]
+    watched.watch_iterables(library)
+    list(library.Loader())  # type: ignore[attr-defined]
+    assert drawn(watched) == [(1, 3, 12), (1, 0, 0)]
 
 
 def test_arguments_count_as_written_in_a_derived_class(session: Session) -> None:

@@ -70,6 +70,7 @@ LIBRARIES: dict[str, Library] = {
         save="--checkpoint.interval",
         validate="--validation.freq",
     ),
+    "webdataset": Library("webdataset.WebLoader(..., {})"),
     "stable_baselines3": Library(
         "{}",
         save="CheckpointCallback(save_freq=...)",
@@ -99,8 +100,33 @@ def library_of(line: HotLine | None) -> Library | None:
     return LIBRARIES.get(line.where.partition("/")[0]) if line is not None else None
 
 
+# Where training draws from a library without a DataLoader: what makes several batches at once, beside the training.
+WITHOUT_LOADER = {
+    "torchdata": "ParallelMapper(node, fn, num_workers={}) instead of Mapper, and Prefetcher(node, 2) as the last node",
+    "datasets": "draw from torch.utils.data.DataLoader(dataset, batch_size=..., num_workers={})",
+    "webdataset": "draw from webdataset.WebLoader(dataset, batch_size=None, num_workers={})",
+}
+
+
+def beside_training(loader: LoaderRecord, workers: int) -> str | None:
+    """How a library that brings batches without a DataLoader makes them beside the training; None for a DataLoader."""
+    words = WITHOUT_LOADER.get(loader.made_by or "") if not loader.given else None
+    return words.format(workers) if words else None
+
+
+def shards_limit(loader: LoaderRecord) -> str:
+    """What bounds the workers of a streamed data set, as a sentence; nothing for other data sets."""
+    if not loader.iterable or loader.dataset != _HUGGING_FACE_STREAM:
+        return ""
+    return " Each worker reads shards of its own: no more of them work than the data set has (dataset.num_shards)."
+
+
+_HUGGING_FACE_STREAM = "IterableDataset"
 # Streamed data sets that give each worker a part of their own.
-_DIVIDE_THEMSELVES = ("WebDataset", "WebLoader", "DataPipeline", "StreamingDataset", "CombinedStreamingDataset")
+_DIVIDE_THEMSELVES = (
+    *("WebDataset", "WebLoader", "DataPipeline", "StreamingDataset", "CombinedStreamingDataset"),
+    _HUGGING_FACE_STREAM,
+)
 
 
 def divides_itself(loader: LoaderRecord) -> bool:

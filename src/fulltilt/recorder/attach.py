@@ -6,19 +6,16 @@ The environment tells what to do; `fulltilt run` sets it and every Python proces
 from __future__ import annotations
 
 import atexit
-import contextlib
 import importlib
-import importlib.abc
-import importlib.machinery
 import os
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fulltilt.recorder import user_code
+from fulltilt.recorder.import_watcher import ITERABLES, ImportWatcher
 
 if TYPE_CHECKING:
     from fulltilt.recorder.session import Session
@@ -60,10 +57,9 @@ def when_torch_is_imported() -> None:
     """Start a session as soon as this process has imported torch."""
     _told.update((name, value) for name, value in os.environ.items() if name.startswith("FULLTILT_"))
     user_code.began_in()  # before the script goes elsewhere
+    sys.meta_path.insert(0, ImportWatcher({"torch": start, **dict.fromkeys(ITERABLES, _watch_iterables)}))
     if "torch" in sys.modules:
         start(sys.modules["torch"])
-    else:
-        sys.meta_path.insert(0, _TorchWatcher())
 
 
 def start(torch: ModuleType) -> None:
@@ -89,6 +85,12 @@ def start(torch: ModuleType) -> None:
         if os.environ.get("FULLTILT_DEBUG"):
             raise
         print(f"fulltilt: cannot record this process: {error}", file=sys.stderr)
+
+
+def _watch_iterables(module: ModuleType) -> None:
+    """Behind the import of a library: one that comes before torch is found when torch comes."""
+    if current is not None:
+        current.watch_iterables(module)
 
 
 def _finish_with_process() -> None:
@@ -118,38 +120,3 @@ def _start_afresh() -> None:
         current.restore()
         current = None
         start(sys.modules["torch"])
-
-
-class _TorchWatcher(importlib.abc.MetaPathFinder):
-    """Lets torch be imported as ever and is called back when that is done."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """The spec that the other finders give for torch, with a call behind the end of its execution."""
-        if name != "torch":
-            return None
-        spec = self._found_by_others(path, target)
-        loader: Any = spec.loader if spec is not None else None
-        if loader is None:
-            return spec
-        execute = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            # Not before: many libraries ask for torch's spec only to see whether it is installed.
-            with contextlib.suppress(ValueError):
-                sys.meta_path.remove(self)
-            del loader.exec_module
-            execute(module)
-            start(module)
-
-        loader.exec_module = exec_module
-        return spec
-
-    def _found_by_others(
-        self, path: Sequence[str] | None, target: ModuleType | None
-    ) -> importlib.machinery.ModuleSpec | None:
-        for finder in sys.meta_path:
-            if finder is not self and (spec := finder.find_spec("torch", path, target)) is not None:
-                return spec
-        return None

@@ -13,7 +13,14 @@ from fulltilt.recorder.hooks import Patches
 from fulltilt.recorder.hooks.compiling import CompileHooks
 from fulltilt.recorder.hooks.cuda import DeviceHooks, GraphHooks
 from fulltilt.recorder.hooks.processes import ExitHooks, show_errors_without_ours, watch_ranks
-from fulltilt.recorder.hooks.training import StepHooks, watch_garbage_collector, watch_loaders, watch_saving
+from fulltilt.recorder.hooks.training import (
+    StepHooks,
+    watch_garbage_collector,
+    watch_iterables,
+    watch_loaders,
+    watch_saving,
+)
+from fulltilt.recorder.import_watcher import imported_iterables
 from fulltilt.recorder.loaders import LoaderTaps
 from fulltilt.recorder.loaders.loader_hooks import FeedTaps
 from fulltilt.recorder.loaders.overrides import LoaderOverride, read_loader, read_settings
@@ -53,6 +60,8 @@ class Session:
         """Put the hooks into torch and Python in place; the table in ``hooks`` lists them."""
         torch, recorder, patches = self._torch, self.recorder, self._patches
         watch_loaders(patches, torch, recorder, self.taps)
+        for module in imported_iterables():
+            self.watch_iterables(module)
         self._steps.install(patches)
         self._graphs.install(patches)
         CompileHooks(torch, recorder).install(patches)
@@ -63,6 +72,10 @@ class Session:
         watch_ranks(patches, torch, recorder)
         self.exits.install(patches)
         show_errors_without_ours(patches)
+
+    def watch_iterables(self, module: ModuleType) -> None:
+        """Put a meter on what this module of a library's has for training loops to draw from."""
+        watch_iterables(self._patches, module, self.taps)
 
     def restore(self) -> None:
         """Put every original of torch's and Python's back."""

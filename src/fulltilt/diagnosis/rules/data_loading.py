@@ -24,7 +24,7 @@ from fulltilt.diagnosis.findings import (
     time_spent,
 )
 from fulltilt.diagnosis.ledger import hung_stretch
-from fulltilt.diagnosis.libraries import divides_itself, worker_setting
+from fulltilt.diagnosis.libraries import beside_training, divides_itself, shards_limit, worker_setting
 from fulltilt.diagnosis.loaders import Limit, Supply, sampling_share
 from fulltilt.diagnosis.rules.worker_count import (
     WorkerPlan,
@@ -127,20 +127,31 @@ def input_serial(evidence: Evidence) -> Judgement:
 
 def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
     facts = []
+    plan = plan_workers(evidence)
+    workers = plan.advised if plan else unplanned_workers(evidence)
+    line = costliest_line(evidence)
+    beside = beside_training(loader, workers)
     if supply := evidence.supply:
+        how = "num_workers=0" if beside is None else f"drawn from {loader.made_by} without a DataLoader"
+        who = (
+            f"threads of {loader.made_by}'s fetch" if beside and line and line.waits else "the training thread fetches"
+        )
         facts.append(
-            f"num_workers=0: the training thread fetches each batch itself, {seconds(supply.batch_s)} a batch, "
+            f"{how}: {who} each batch itself, {seconds(supply.batch_s)} a batch, "
             f"{percent(supply.busy_share or 0.0)} of it on the CPU"
         )
-    if (line := costliest_line(evidence)) and loader.wait_s > 0:
+    if line and loader.wait_s > 0:
         facts.append(f"of the fetching, {line_cost(line, loader.wait_s)}")
     facts += rates(evidence)
-    plan = plan_workers(evidence)
-    fix = _set_workers(evidence, loader, plan.advised if plan else unplanned_workers(evidence))
+    if beside is None:
+        fix = _set_workers(evidence, loader, workers)
+    else:
+        fix = f"Have the next batches made while this one trains{at(loader.where)}: {beside}."
     if plan and supply:
         sample_s = supply.batch_s / supply.samples_per_batch
         fix += f" A sample takes {seconds(sample_s)} to fetch: {_need_and_room(evidence, plan)}."
-    if loader.iterable and not divides_itself(loader):
+    fix += shards_limit(loader)
+    if loader.iterable and beside is None and not divides_itself(loader):
         fix += (
             " Its IterableDataset must split the work by torch.utils.data.get_worker_info(), "
             "or every worker yields all of it."

@@ -278,7 +278,8 @@ def validation_heavy(evidence: Evidence) -> Judgement:
     if loader and loader.num_workers == 0 and not in_memory:
         call = rewritten(evidence, loader, num_workers=2, persistent_workers=True)
         fix += f" Its loader{at(loader.where)} has no workers: {call}."
-    fix += f" A larger {'eval_batch_size' if engine else 'batch'} makes each one faster and changes no result."
+    if loader is not None:
+        fix += f" A larger {'eval_batch_size' if engine else 'batch'} makes each one faster and changes no result."
     return found(evidence, "validation_heavy", cost_s, facts, fix, loader.where if loader else None, predicted)
 
 

@@ -6,6 +6,7 @@
 | utils.data.DataLoader.__iter__      | nothing: live tuning gives its own iterator    |
 | utils.data's iterators: __init__,   | passes and batches, of all loaders that have   |
 | _reset, __next__                    | torch's iterators or classes derived from them |
+| iterables of other libraries        | passes and batches (see ``import_watcher``)    |
 | autograd.backward, autograd.grad    | backward                                       |
 | optim (global step hooks)           | steps                                          |
 | cuda.CUDAGraph                      | steps that are replays                         |

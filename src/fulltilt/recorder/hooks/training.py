@@ -11,10 +11,11 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 from fulltilt.recorder.hooks import Function, Patches, timed
+from fulltilt.recorder.import_watcher import ITERABLES, Brings
 from fulltilt.recorder.loaders import METER, LoaderTaps, named_arguments
 from fulltilt.recorder.marks import Activity, BackwardBegan, BackwardEnded, EvalMode, OptimizerStepped, Point
 from fulltilt.recorder.rank_state import memory_parts
@@ -61,6 +62,22 @@ def watch_loaders(patches: Patches, torch: Any, recorder: Recorder, taps: Loader
     iterators = torch.utils.data.dataloader._BaseDataLoaderIter
     # The base's own constructor warns at the line that calls it, which has to stay torch's.
     patches.swap_in_family(iterators, but="__init__", __init__=iterator_constructor, _reset=reset, __next__=following)
+
+
+def watch_iterables(patches: Patches, module: ModuleType, taps: LoaderTaps) -> None:
+    """Put a meter on the iterators of a library that loops draw from without a DataLoader."""
+    name, methods = ITERABLES[module.__name__]
+    library = module.__name__.partition(".")[0]
+    kind = getattr(module, name, None)
+    for method, brings in methods.items() if kind is not None else ():
+
+        def drawn_from(original: Function, brings: Brings = brings) -> Function:
+            def iterate(iterable: Any, *args: Any, **kwargs: Any) -> Any:
+                return taps.draw_from(library, iterable, lambda: original(iterable, *args, **kwargs), brings)
+
+            return iterate
+
+        patches.swap(kind, method, drawn_from)
 
 
 def watch_saving(patches: Patches, torch: Any, recorder: Recorder) -> None:

@@ -9,10 +9,11 @@ DEEPEST = 4
 WIDEST = 64
 
 
-def count_samples(batch: Any, hint: int | None = None) -> int | None:
+def count_samples(batch: Any, hint: int | None = None, last: int | None = None) -> int | None:
     """The number of samples in a batch; None when its structure tells nothing.
 
-    ``hint`` is how many indices the sampler asked for. It only chooses between counts that the batch itself shows.
+    ``hint`` is how many indices the sampler asked for, ``last`` for how many in the last batch of a pass. They only
+    choose between counts that the batch itself shows.
     """
     # The common cases first, since this runs for every batch: columns in a tuple, a list or a dict.
     kind = type(batch)
@@ -25,7 +26,7 @@ def count_samples(batch: Any, hint: int | None = None) -> int | None:
     counts = list(_counts(batch, DEEPEST))
     if not counts:
         return None
-    return hint if hint in counts else counts[0]
+    return hint if hint in counts else last if last in counts else counts[0]
 
 
 def _is_one_sample(columns: Sequence[Any]) -> bool:

@@ -34,6 +34,7 @@ class LoaderTap:
     described: dict[str, Any] = field(default_factory=dict)
     asked_for: int | None = None  # indices in each request, where there is no batch size: 1 without batching
     asked_in_vain: int = 0
+    last_batch_size: int | None = None  # of a pass, where it is smaller
     eval_batches: int = 0
     passes: int = 0
     in_pass: bool = False
@@ -161,6 +162,12 @@ def _batch_size(loader: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
+def last_batch_size(loader: Any) -> int | None:
+    """The size of the last, smaller batch of a pass; None where all are of one size, or nothing tells."""
+    size, indices = _batch_size(loader), _length(getattr(loader, "sampler", None))
+    return (indices % size or None) if size and indices and not is_iterable(loader) else None
+
+
 def _length(dataset: Any) -> int | None:
     try:
         return len(dataset)
@@ -207,7 +214,9 @@ WAITS = {False: WaitBegan(False), True: WaitBegan(True)}
 
 
 class PassMeter:
-    """Measures every draw from one iterator."""
+    """Measures every draw from one iterator. One that ``defers`` leaves it to a DataLoader inside, if there is one."""
+
+    defers = passes_on = False
 
     def __init__(self, taps: Drawing, tap: LoaderTap) -> None:
         self._taps = taps
@@ -218,7 +227,7 @@ class PassMeter:
     def draw(self, source: Any, following: Callable[[], Any]) -> Any:
         """The next batch of ``source``, which ``following`` gives."""
         recorder = self._taps.recorder
-        if self._drawing or not recorder.active:
+        if self._drawing or self.passes_on or not recorder.active:
             return following()  # the __next__ of a class calls that of its base
         self._drawing = True
         try:
@@ -260,6 +269,10 @@ class PassMeter:
             self._note_wait(first and workers > 0, time.perf_counter() - began, cpu_s)
             recorder.switch(before)
             raise
+        if self.defers and taps.waiting_for is not tap:
+            recorder.switch(before)
+            self.passes_on = True
+            return batch
         waited = time.perf_counter() - began
         self._note_wait(first and workers > 0, waited, time.thread_time() - cpu if timed else None)
         samples = self._count(batch)
@@ -316,7 +329,7 @@ class PassMeter:
 
     def _count(self, batch: Any) -> int | None:
         tap = self._tap
-        samples = count_samples(batch, tap.described.get("batch_size") or tap.asked_for)
+        samples = self._samples_of(batch)
         tap.batches += 1
         if tap.asked_for is not None:
             tap.asked_in_vain = 0 if samples == tap.asked_for else tap.asked_in_vain + 1
@@ -327,6 +340,10 @@ class PassMeter:
             tap.counted = True
         tap.inspect(batch)
         return samples
+
+    def _samples_of(self, batch: Any) -> int | None:
+        tap = self._tap
+        return count_samples(batch, tap.described.get("batch_size") or tap.asked_for, tap.last_batch_size)
 
     def _from_another_thread(self, recorder: Any, following: Callable[[], Any]) -> Any:
         """A prefetching thread of the user's draws: count the batch, but the training thread did not wait for it.

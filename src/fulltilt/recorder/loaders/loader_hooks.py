@@ -8,13 +8,22 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import CodeType, FrameType, FunctionType
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from fulltilt.recorder.import_watcher import Brings
 from fulltilt.recorder.loaders import workers
-from fulltilt.recorder.loaders.iterator import Drawing, LoaderTap, PassMeter, TappedIterator, describe, is_iterable
+from fulltilt.recorder.loaders.iterator import (
+    Drawing,
+    LoaderTap,
+    PassMeter,
+    TappedIterator,
+    describe,
+    is_iterable,
+    last_batch_size,
+)
 from fulltilt.recorder.marks import Activity, PassBegan
 from fulltilt.recorder.stacks.frames import users_line
 from fulltilt.recorder.user_code import own_package, owner, shown_path
@@ -191,10 +200,27 @@ class LoaderTaps(Drawing):
         meter.first = True
         self._begin_pass(loader, self.of(loader), reset)
 
+    def draw_from(self, library: str, iterable: Any, begin: Callable[[], Any], brings: Brings) -> Any:
+        """The iterator of a library's that ``begin`` makes, with a meter where the training thread draws from it."""
+        recorder = self.recorder
+        if recorder.active and self._measures:
+            recorder.ensure_started()
+        # What a DataLoader draws from, or another such iterator, is a part of it.
+        if not recorder.mine() or recorder.activity is not Activity.USER:
+            return begin()
+        where, _ = users_line()
+        with self._lock:
+            key = (library, where, type(iterable).__name__)
+            tap = self._made_before.get(key)
+            if tap is None:
+                tap = self._made_before[key] = tap_on(self, described(iterable), where, made_by=library)
+        return LibraryIterator(self, tap, self._begin_pass(None, tap, begin), brings)
+
     def _begin_pass(self, loader: Any, tap: LoaderTap, start: Callable[[], Any]) -> Any:
         recorder = self.recorder
         recorder.wake()
-        tap.described = describe(loader)
+        if loader is not None:
+            tap.described, tap.last_batch_size = describe(loader), last_batch_size(loader)
         tap.passes += 1
         tap.in_pass = True
         if not recorder.mine():
@@ -235,6 +261,23 @@ class LoaderTaps(Drawing):
         finally:
             self.starting_workers = False
             home._worker_loop = plain
+
+
+class LibraryIterator(TappedIterator):
+    """An iterator of a library's, which knows what one draw from it brings."""
+
+    defers = True
+
+    def __init__(self, taps: LoaderTaps, tap: LoaderTap, source: Any, brings: Brings) -> None:
+        super().__init__(taps, tap, source)
+        self._brings = brings
+
+    def _samples_of(self, batch: Any) -> int | None:
+        if self._brings == "sample" or (isinstance(batch, Mapping) and "__key__" in batch):  # WebDataset's, not batched
+            return 1
+        if self._brings == "columns" and isinstance(batch, Mapping):
+            return max((len(column) for column in batch.values()), default=0)
+        return super()._samples_of(batch)
 
 
 Item = TypeVar("Item")

@@ -1,0 +1,72 @@
+"""Calls back when a process has imported torch, or a library whose iterables bring batches without a DataLoader."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, Literal
+
+# What one draw brings: one sample, a dict of columns, or what its own shape tells.
+Brings = Literal["sample", "columns", "batch"]
+# By module: the class that training loops draw from, and its methods that begin a pass.
+ITERABLES: dict[str, tuple[str, dict[str, Brings]]] = {
+    "torchdata.nodes.loader": ("Loader", {"__iter__": "batch"}),
+    "datasets.iterable_dataset": ("IterableDataset", {"__iter__": "sample", "iter": "columns"}),
+    "datasets.arrow_dataset": ("Dataset", {"iter": "columns"}),
+    "webdataset.pipeline": ("DataPipeline", {"__iter__": "batch"}),
+}
+
+
+def imported_iterables() -> list[ModuleType]:
+    """The modules of these that this process has imported so far, without one that is being imported."""
+    modules = (sys.modules.get(name) for name in ITERABLES)
+    return [module for module in modules if module is not None and not _is_unfinished(module)]
+
+
+def _is_unfinished(module: ModuleType) -> bool:
+    return bool(getattr(module.__spec__, "_initializing", False))
+
+
+class ImportWatcher(importlib.abc.MetaPathFinder):
+    """Lets modules be imported as ever, and calls back with each that is named in ``calls`` when that is done."""
+
+    def __init__(self, calls: dict[str, Callable[[ModuleType], None]]) -> None:
+        self._calls = calls
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The spec that the other finders give, with a call behind the end of the module's execution."""
+        if name not in self._calls:
+            return None
+        spec = self._found_by_others(name, path, target)
+        loader: Any = spec.loader if spec is not None else None
+        if loader is None:
+            return spec
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            # Not before: many libraries ask for torch's spec only to see whether it is installed.
+            call = self._calls.pop(name, None)
+            if not self._calls:
+                with contextlib.suppress(ValueError):
+                    sys.meta_path.remove(self)
+            del loader.exec_module
+            execute(module)
+            if call is not None:
+                call(module)
+
+        loader.exec_module = exec_module
+        return spec
+
+    def _found_by_others(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> importlib.machinery.ModuleSpec | None:
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
+                return spec
+        return None
