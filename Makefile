@@ -6,7 +6,7 @@ export UV_PYTHON_DOWNLOADS := never
 unexport PYTHONDONTWRITEBYTECODE
 RUN := .venv/bin
 
-.PHONY: setup test test-clients test-zoo test-search test-faults test-kills test-recipes lint demo clean
+.PHONY: setup test test-clients test-zoo test-search test-faults test-kills test-recipes lint demo pictures clean
 
 setup: .venv/.ready
 
@@ -53,9 +53,13 @@ test-kills: setup
 test-recipes: setup
 	$(RUN)/python -m pytest -p no:xdist -m recipes tests/recipes
 
-# A starved job explained and tuned while it trains, then a recipe trained on made data. About four minutes.
+# A starved job explained, then tuned while it trains. Less than three minutes.
 demo: setup
 	$(RUN)/fulltilt demo
+
+# The pictures of the documents, of the demo's script or of the run in FOLDER. Needs Chromium and its driver.
+pictures: setup
+	PYTHONPATH=. $(RUN)/python docs/pictures/make_pictures.py $(FOLDER)
 
 clean:
 	rm -rf .uv .venv .venv-clients .mypy_cache .ruff_cache .pytest_cache

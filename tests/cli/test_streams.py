@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fulltilt.cli.streams import StatusBar, given_to_script
+from fulltilt.cli.streams import StatusBar, given_to_script, wrapped
 from fulltilt.report.console import NOTEBOOK_VARIABLES
 
 
@@ -54,3 +54,10 @@ def test_no_status_line_floods_a_notebook(name: str, monkeypatch: pytest.MonkeyP
     bar.show("12 steps")
     bar.close()
     assert bool(stream.getvalue()) == (name == "")
+
+
+def test_a_line_for_the_terminal_hangs_below_its_beginning() -> None:
+    rows = wrapped("  1. Data loading: no workers (80 %): Set num_workers=5 at train.py:45", 42)
+    assert rows == ["  1. Data loading: no workers (80 %): Set", "     num_workers=5 at train.py:45"]
+    assert wrapped("80 % of it waits for data", 20) == ["80 % of it waits for data"]
+    assert wrapped("", 80) == [""]

@@ -1,31 +1,27 @@
-"""`fulltilt demo`: a starved job explained, then tuned while it trains, then a recipe trained."""
+"""`fulltilt demo`: a starved job explained, then tuned while it trains."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from fulltilt.cli.streams import examples
-from fulltilt.errors import MachineError
+from fulltilt import store
+from fulltilt.cli.streams import examples, wrapped
+from fulltilt.figures import clean, number, percent, times
+from fulltilt.report.console import open_console
 
 STARVED_JOB = Path(__file__).with_name("starved_job.py")
-# On two cores live tuning tries five or six settings on it, in less than a minute.
-TUNED_EPOCHS = 14
-# Small enough for two cores, and still the whole recipe: both stages, experts, all measures.
-TRAINED = {
-    "backbone": "test_resnet",
-    "img_size": 64,
-    "decoder_width": 32,
-    "epochs": 12,
-    "stage1_epochs": 2,
-    "batch_size": 16,
-    "lr": 3e-3,
-    "stage2_lr": 3e-3,
-}
+EPOCHS = 2
+# On two cores live tuning tries four or five settings on it, in less than a minute.
+TUNED_EPOCHS = 12
 
 
 def register(app: typer.Typer) -> None:
@@ -34,63 +30,104 @@ def register(app: typer.Typer) -> None:
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Where the script and the runs go.")] = Path("fulltilt-runs/demo"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the script and the runs go.")] = Path(
+        "fulltilt-runs/demo"
+    ),
 ) -> None:
     """See a slow training job explained and made faster.
 
-    Runs a small script, says why it is slow, tunes it while it trains, then trains a recipe.
+    Runs a small script, says why it is slow, then tunes it while it trains. Less than three minutes on two
+    CPU cores; needs no GPU.
     """
-    script = _place_script(out)
-    plain, tuned = out / "1-starved", out / "2-tuned"
-    _announce(f"1. {script} trains a small model. Why is it not faster?")
-    _fulltilt("run", "--out", plain, script)
-    _announce("2. The same script, tuned while it trains.")
-    _fulltilt("run", "--auto", "--out", tuned, script, "--epochs", str(TUNED_EPOCHS))
-    _announce("Before and after; the weights after epochs 1 to 3 are the same.")
-    _fulltilt("report", "--no-page", plain, tuned)
-    _announce("3. A trainer that starts out fast: camouflaged objects on made pictures.")
-    _train(out / "3-trained")
-
-
-def _place_script(out: Path) -> Path:
-    """The starved job as a script of the user's own, to read and to run again."""
     script = out / "train.py"
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        script.write_bytes(STARVED_JOB.read_bytes())
-    except OSError as error:
-        remedy = "Choose another place with --out DIR."
-        raise MachineError(f"cannot write {script}: {error.strerror}", remedy) from error
-    return script
+    folder = store.OwnedFolder.claim(out, "demo")
+    folder.write(folder.check("train.py"), STARVED_JOB.read_bytes())
+    steps = Steps(open_console())
+
+    plain, tuned = out / "1-starved", out / "2-tuned"
+    steps.say(f"1. {script} trains a small model on the CPU. Why is it not faster?")
+    weights = steps.fulltilt("run", "--out", plain, script, "--epochs", EPOCHS)
+    steps.verdict(plain)
+
+    steps.say("2. The same script, unchanged; Fulltilt tunes its data loading while it trains.")
+    tuned_weights = steps.fulltilt("run", "--auto", "--out", tuned, script, "--epochs", TUNED_EPOCHS)
+    steps.compare(tuned, _hashes(weights), _hashes(tuned_weights))
+
+    steps.fulltilt("report", "--html", out / "before-after.html", plain, tuned, quietly=True)
+    steps.tell(f"Pages: {plain / store.REPORT_FILE}, {out / 'before-after.html'}")
+    steps.say("Now yours: fulltilt run train.py")
 
 
-def _announce(line: str) -> None:
-    typer.secho(f"\n{line}\n", bold=True)
-    sys.stdout.flush()
+class Steps:
+    """What the demo shows: a few lines a step, and one line in place while a step runs, where there is a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def say(self, line: str) -> None:
+        """A line of the demo's own."""
+        self._console.print(Text(line, style="bold"))
+
+    def tell(self, text: str) -> None:
+        """What a step found, below it."""
+        for row in wrapped(f"   {clean(text)}", self._console.width):
+            self._console.print(Text(row), soft_wrap=True)
+
+    def fulltilt(self, *arguments: object, quietly: bool = False) -> list[str]:
+        """Another verb, as the user would type it: the lines it printed. If it fails, so does the demo."""
+        words = [str(argument) for argument in arguments]
+        if not quietly:
+            self._console.print(Text(f"   $ fulltilt {' '.join(words)}", style="cyan"), soft_wrap=True)
+        command = [sys.executable, "-m", "fulltilt", *words]
+        verb = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8", errors="replace"
+        )
+        printed: list[str] = []
+        with self._console.status("starting") as status:
+            while True:
+                try:
+                    for line in verb.stdout or ():
+                        printed.append(line.rstrip())
+                        status.update(Text(clean(line.strip()).ljust(1), no_wrap=True, overflow="ellipsis"))
+                    code = verb.wait()
+                    break
+                except KeyboardInterrupt:  # it reaches the verb too, which ends in order
+                    continue
+        if code:
+            print("\n".join(printed[-20:]), file=sys.stderr)
+            raise typer.Exit(code if code > 0 else 128 - code)
+        return printed
+
+    def verdict(self, folder: Path) -> None:
+        """The sentence, and the first thing to change."""
+        from fulltilt.diagnosis import answer
+
+        diagnosis = answer(store.load(folder))
+        self.tell(diagnosis.verdict.sentence)
+        if diagnosis.findings:
+            self.tell(f"→ {diagnosis.findings[0].fix.partition('). ')[0]})")
+
+    def compare(self, tuned: Path, before: list[str], after: list[str]) -> None:
+        """Before and after, as live tuning measured them in one job; and whether the training was the same."""
+        live = next((live for rank in store.load(tuned).ranks for live in rank.live), None)
+        if live is None or not live.before_batches_per_s or not live.batches_per_s:
+            self.tell("Live tuning did not get to measure the job: this machine is too busy.")
+            return
+        table = Table("", "workers", "batches/s", "data wait", box=None, padding=(0, 3, 0, 0))
+        rows = (
+            ("before", live.before, live.before_batches_per_s, live.before_wait_share),
+            ("after", live.settings, live.batches_per_s, live.wait_share),
+        )
+        for name, settings, rate, wait in rows:
+            share = "not measured" if wait is None else percent(wait)
+            table.add_row(f"   {name}", str(settings.num_workers or 0), number(rate), share)
+        self._console.print(table)
+        same = "the same, bit for bit" if before and before == after else "NOT the same"
+        gain = times(live.batches_per_s / live.before_batches_per_s)
+        self.tell(f"{gain} as fast; the weights after epochs 1 to {EPOCHS} are {same}.")
 
 
-def _fulltilt(*arguments: str | Path) -> None:
-    """Another verb, as the user would type it. If it fails, so does the demo."""
-    words = [str(argument) for argument in arguments]
-    typer.echo(f"$ fulltilt {' '.join(words)}")
-    sys.stdout.flush()
-    code = _wait(subprocess.Popen([sys.executable, "-m", "fulltilt", *words]))
-    if code:
-        raise typer.Exit(code if code > 0 else 128 - code)
-
-
-def _wait(verb: subprocess.Popen[bytes]) -> int:
-    """Ctrl-C reaches the verb too, which ends in order."""
-    while True:
-        try:
-            return verb.wait()
-        except KeyboardInterrupt:
-            continue
-
-
-def _train(out: Path) -> None:
-    from fulltilt.cli.train import run_recipe
-    from fulltilt.recipes import find
-
-    typer.echo(f"$ fulltilt train cod --backbone {TRAINED['backbone']} --img-size {TRAINED['img_size']} … --out {out}")
-    raise typer.Exit(run_recipe(find("cod"), {**TRAINED, "out": str(out), "fresh": True}))
+def _hashes(printed: list[str]) -> list[str]:
+    """The weights after the epochs that both runs have, as the script names them."""
+    found = [match[1] for line in printed if (match := re.match(r"epoch \d+: .* weights (\w+)", line))]
+    return found[:EPOCHS]

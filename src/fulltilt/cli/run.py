@@ -25,7 +25,7 @@ from typing import Annotated, Literal
 import typer
 
 from fulltilt import __version__, store
-from fulltilt.cli.streams import USAGE_ERROR, StatusBar, complain, examples, given_to_script, hint, tell
+from fulltilt.cli.streams import USAGE_ERROR, StatusBar, complain, examples, given_to_script, hint, tell, tell_wrapped
 from fulltilt.errors import FulltiltError, UsageError
 from fulltilt.probes.cgroup import oom_kills
 from fulltilt.probes.gpu import Gpus
@@ -276,8 +276,8 @@ def end_run(folder: Path, record: RunRecord, wall_s: float, status: int, oom_kil
             read = store.load(folder)
             refused, diagnosis = error, answer(read if record.task is not None else replace(read, run=ended))
         tell()  # the job's own last line may have no end: progress bars leave it open
-        for line in verdict_lines(diagnosis, folder if refused is None else None):
-            tell(line)
+        for place, line in enumerate(verdict_lines(diagnosis, folder if refused is None else None)):
+            tell_wrapped(line, bold=place == 0)
         if refused is not None:
             complain(str(refused))
         if diagnosis.verdict.code == "no_steps" and status == 1 and record.command[0].endswith(".py"):

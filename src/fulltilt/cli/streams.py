@@ -9,6 +9,7 @@ import io
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -68,6 +69,27 @@ def tell(line: str = "") -> None:
 def examples(*commands: str) -> str:
     """The end of a verb's help: commands to copy, each with what it does behind a #. The help does not re-wrap them."""
     return "\b\nExamples:\n" + "\n".join(f"  {command}" for command in commands)
+
+
+def tell_wrapped(line: str, *, bold: bool = False) -> None:
+    """Like ``tell``; on a terminal the line is wrapped at words and hangs below its beginning. A log has it whole."""
+    if not sys.stderr.isatty():
+        tell(line)
+        return
+    from fulltilt.figures import clean
+
+    bold = bold and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+    for row in wrapped(clean(line), shutil.get_terminal_size().columns):
+        print(f"\x1b[1m{row}\x1b[0m" if bold else row, file=sys.stderr, flush=True)
+
+
+def wrapped(line: str, columns: int) -> list[str]:
+    """The rows of a line: ``  1. Data loading: …`` goes on below ``Data``."""
+    beginning = len(line) - len(line.lstrip(" 0123456789.")) if line.startswith(" ") else 0
+    rows = textwrap.wrap(
+        line, max(columns - 1, 30), subsequent_indent=" " * beginning, break_long_words=False, break_on_hyphens=False
+    )
+    return rows or [""]
 
 
 def given_to_script(flags: Collection[str], arguments: Sequence[str]) -> list[str]:
