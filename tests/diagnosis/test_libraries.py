@@ -16,7 +16,7 @@ from tests.diagnosis.examples import loader
         ("ultralytics", "model.train(..., workers=4)"),
         ("skorch", "NeuralNet(..., iterator_train__num_workers=4)"),
         ("timm", "create_loader(..., num_workers=4, persistent_workers=True)"),
-        ("keras", "super().__init__(workers=4, use_multiprocessing=True) in the PyDataset"),
+        ("keras", "super().__init__(workers=4, use_multiprocessing=True) in the PyDataset that makes the batches"),
         ("unknown", None),
     ],
 )

@@ -99,6 +99,18 @@ def test_batches_drawn_before_the_model_is_switched_back_train() -> None:
     assert counter.take_counts() == (2, 16)
 
 
+def test_the_first_batch_of_a_validation_drawn_before_the_switch_does_not() -> None:
+    counter = StepCounter()
+    for _ in range(3):
+        drawn_ahead(counter, 5, ahead=0)
+        counter.pass_began(1)
+        for place in range(4):
+            counter.batch(1, 8, evaluating=place > 0)
+        counter.pass_ended(1, evaluating=True)
+    assert counter.take_counts() == (15, 120)
+    assert counter.train_loaders == {0}
+
+
 def test_a_few_batches_of_another_loader_in_eval_mode_do_not() -> None:
     counter = StepCounter()
     drawn_ahead(counter, 4, ahead=0)

@@ -59,7 +59,7 @@ LIBRARIES: dict[str, Library] = {
         save="Checkpoint(monitor=...) as callback, which saves only what improves",
     ),
     "keras": Library(
-        "super().__init__({}, use_multiprocessing=True) in the PyDataset",
+        "super().__init__({}, use_multiprocessing=True) in the PyDataset that makes the batches",
         {"num_workers": "workers"},
         save="ModelCheckpoint(save_freq=...)",
         validate="model.fit(..., validation_freq=...)",
@@ -93,6 +93,12 @@ def worker_setting(loader: LoaderRecord) -> str:
     """What the maker of this loader calls ``num_workers``."""
     library = LIBRARIES.get(loader.made_by or "")
     return library.names.get("num_workers", "num_workers") if library else "num_workers"
+
+
+def keeps_workers(loader: LoaderRecord) -> bool:
+    """Whether the maker of this loader has a setting for workers that persist."""
+    library = LIBRARIES.get(loader.made_by or "")
+    return library is None or "persistent_workers" in library.names
 
 
 def library_of(line: HotLine | None) -> Library | None:

@@ -99,6 +99,9 @@ class StepCounter:
     def batch(self, loader_id: int, samples: int | None, evaluating: bool, doubtful: bool = False) -> None:
         """A batch came out of a loader."""
         if evaluating:
+            if loader_id in self._fresh and loader_id not in self.train_loaders:
+                # Often the first batch of a validation is drawn before the model is switched.
+                self.supplies[loader_id].forget(self._fresh.pop(loader_id))
             if doubtful:
                 self._doubtful.setdefault(loader_id, []).append(samples)
             return

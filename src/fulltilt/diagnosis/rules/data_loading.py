@@ -24,7 +24,7 @@ from fulltilt.diagnosis.findings import (
     time_spent,
 )
 from fulltilt.diagnosis.ledger import hung_stretch
-from fulltilt.diagnosis.libraries import beside_training, divides_itself, shards_limit, worker_setting
+from fulltilt.diagnosis.libraries import beside_training, divides_itself, keeps_workers, shards_limit, worker_setting
 from fulltilt.diagnosis.loaders import Limit, Supply, sampling_share
 from fulltilt.diagnosis.rules.worker_count import (
     WorkerPlan,
@@ -436,7 +436,8 @@ def epoch_restart(evidence: Evidence) -> Judgement:
         f"{loader.passes} passes, {seconds(turnover_s / (loader.passes - 1))} for each new one",
     ]
     made_anew = made_for_each_pass(loader)
-    if loader.num_workers > 0 and (made_anew or not loader.persistent_workers):
+    keeps = keeps_workers(loader)
+    if loader.num_workers > 0 and keeps and (made_anew or not loader.persistent_workers):
         why = f"the DataLoader is made {loader.constructed} times" if made_anew else "persistent_workers=False"
         workers = "its worker is" if loader.num_workers == 1 else f"its {loader.num_workers} workers are"
         facts.append(f"{workers} started anew for each pass ({why})")
@@ -445,7 +446,8 @@ def epoch_restart(evidence: Evidence) -> Judgement:
         if loader.start_method == "spawn":
             fix += " They are spawned, so each start imports the script and its modules again."
     else:
-        fix = (
+        fix = "" if keeps else f"{loader.made_by} has no setting that keeps workers from pass to pass. "
+        fix += (
             f"Make fewer, longer passes{at(loader.where)}: "
             "RandomSampler(dataset, num_samples=k * len(dataset), replacement=False) goes k times through the data "
             "in one pass."
