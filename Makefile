@@ -6,7 +6,7 @@ export UV_PYTHON_DOWNLOADS := never
 unexport PYTHONDONTWRITEBYTECODE
 RUN := .venv/bin
 
-.PHONY: setup test test-clients test-zoo test-search test-faults test-kills test-recipes lint demo pictures clean
+.PHONY: setup test test-clients test-zoo test-search test-faults test-kills test-recipes lint demo pictures docs test-docs clean
 
 setup: .venv/.ready
 
@@ -60,6 +60,15 @@ demo: setup
 # The pictures of the documents, of the demo's script or of the run in FOLDER. Needs Chromium and its driver.
 pictures: setup
 	PYTHONPATH=. $(RUN)/python docs/pictures/make_pictures.py $(FOLDER)
+
+# The site, strictly: a link that leads nowhere fails. Into site/.
+docs: setup
+	.uv/bin/uv sync --quiet --inexact --python $(PYTHON) --all-extras --group dev --group docs
+	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --strict --quiet
+
+# The script of each finding, the example notebooks, wheel and sdist in clean environments. About fifteen minutes.
+test-docs: docs
+	$(RUN)/python -m pytest -p no:xdist -m slow tests/test_docs.py tests/integrations/test_notebook.py tests/test_packaging.py
 
 clean:
 	rm -rf .uv .venv .venv-clients .mypy_cache .ruff_cache .pytest_cache

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
+import json
 import re
 import shlex
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
@@ -16,6 +19,7 @@ import typer
 from fulltilt.cli.main import VERBS, main
 from fulltilt.cli.train import command_of
 from fulltilt.recipes import find
+from fulltilt.records import FindingCode
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -107,3 +111,47 @@ def test_help_has_examples_that_work_and_fits_80_columns(
     assert below
     for line in below:
         parse(line.strip())
+
+
+# --------------------------------------------------------------------------- the finding codes
+
+# What neither a CPU nor ten harmless lines can show.
+ELSEWHERE = {
+    *("shm_small", "transfer_blocking", "sync_point", "launch_bound", "batch_too_small", "precision_unused"),
+    *("throttled", "gpu_shared", "memory_pressure"),
+}
+
+
+def scripts() -> dict[str, str]:
+    """The script of each finding code that has one."""
+    text = (ROOT / "docs/findings.md").read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL))
+    return {name: found[3] if (found := FENCE.search(body)) else "" for name, body in sections.items()}
+
+
+def test_every_finding_code_is_explained() -> None:
+    assert set(scripts()) == set(get_args(FindingCode))
+    assert all(text for code, text in scripts().items() if code not in ELSEWHERE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", sorted(set(get_args(FindingCode)) - ELSEWHERE))
+def test_the_script_of_a_finding_shows_it(code: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(scripts()[code])
+    ranks = [] if "init_process_group" not in scripts()[code] else ["--", "torchrun", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "fulltilt", "run", "--out", "run", *ranks, "script.py"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    findings = json.loads((tmp_path / "run" / "findings.json").read_text())["findings"]
+    assert code in [finding["code"] for finding in findings], ended.stderr
+
+
+def test_the_published_schema_is_that_of_the_code() -> None:
+    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs/make_reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    published = json.loads((ROOT / "docs/report.schema.json").read_text(encoding="utf-8"))
+    assert published == made.schema(), "make it anew: python docs/make_reference.py"
+    assert "--budget" in made.reference()

@@ -25,6 +25,11 @@ _HOME = {
 __all__ = ["__version__", "diagnose", "feed", "load", "record"]
 
 
+def load_ipython_extension(shell: Any) -> None:
+    """What ``%load_ext fulltilt`` calls: adds the magics ``%%fulltilt`` and ``%fulltilt``."""
+    importlib.import_module("fulltilt.integrations.notebook").register(shell)
+
+
 def __getattr__(name: str) -> Any:
     if name == "feed":
         return importlib.import_module("fulltilt.feed")

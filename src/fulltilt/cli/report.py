@@ -53,7 +53,7 @@ def report(
     """
     if html is not None and no_page:
         raise UsageError("--html and --no-page contradict each other")
-    folders = runs or [_newest_run()]
+    folders = runs or [store.newest_run(RUNS_FOLDER)]
     shown: list[Reported] = [(run, answer(run)) for run in map(store.load, folders)]
     # The page first: whoever reads the rest may stop reading, as `| head` does.
     unasked = None
@@ -67,21 +67,6 @@ def report(
         _show(shown, width)
     if unasked is not None:
         print(f"\npage: {clean(str(unasked))}")
-
-
-def _newest_run() -> Path:
-    """The run in ./fulltilt-runs that was the last to begin or to end."""
-    # The demo's runs lie in a folder of their own. A study's trials do, too, and are none of these.
-    found = [path for pattern in ("*", "demo/*") for path in RUNS_FOLDER.glob(f"{pattern}/{store.RUN_FILE}")]
-    written = {path.parent: path.stat().st_mtime for path in found}
-    for folder in RUNS_FOLDER.glob("*"):
-        for task in store.tasks_in(folder) if folder.is_dir() else ():
-            written[folder] = max(written.get(folder, 0.0), (task / store.RUN_FILE).stat().st_mtime)
-    if not written:
-        raise UsageError(
-            f"which run? There is none in {RUNS_FOLDER}", "Give a run folder: fulltilt report RUN [RUN ...]"
-        )
-    return max(written, key=lambda folder: (written[folder], folder.name))
 
 
 def _print_json(shown: Sequence[Reported]) -> None:

@@ -270,7 +270,7 @@ class Recording(LoopMarks):
             self._sampler.stop()
         self._files.close(state, exit_code, ended_by)
         if self._files.task is None or self._files.task.number == 0:
-            _show(self.folder)
+            show_report(self.folder)
 
     def _write_record(self, status: int) -> None:
         """The process is about to leave at once: there is time to write the record, but not to explain it."""
@@ -296,7 +296,7 @@ def record(folder: str | Path, name: str | None = None) -> Recording:
     return Recording(folder, name)
 
 
-def _show(folder: Path) -> None:
+def show_report(folder: Path) -> None:
     """Explain the run: the page into the folder, and below the cell where there is one."""
     from fulltilt.report.answer import explain
     from fulltilt.report.terminal import verdict_lines

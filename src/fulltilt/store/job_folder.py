@@ -18,7 +18,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from statistics import median
 
-from fulltilt.errors import NotARunFolder, RunFolderError
+from fulltilt.errors import NotARunFolder, RunFolderError, UsageError
 from fulltilt.records import RankRecord, Run, RunRecord, Sample, Span
 from fulltilt.store.owned_folder import MARKER
 from fulltilt.store.run_files import (
@@ -239,3 +239,16 @@ def _lost(streams: Sequence[Stream], records: Sequence[RunRecord], ended: bool) 
         for run in records:
             if run.state == "running":
                 yield f"{run.machine.hostname} is missing: the others have ended, and no end of its part was recorded"
+
+
+def newest_run(folder: Path) -> Path:
+    """The run in ``folder`` that was the last to begin or to end. Raises UsageError where there is none."""
+    # The demo's runs lie in a folder of their own. A study's trials do, too, and are none of these.
+    found = [path for pattern in ("*", "demo/*") for path in folder.glob(f"{pattern}/{RUN_FILE}")]
+    written = {path.parent: path.stat().st_mtime for path in found}
+    for run in folder.glob("*"):
+        for task in tasks_in(run) if run.is_dir() else ():
+            written[run] = max(written.get(run, 0.0), (task / RUN_FILE).stat().st_mtime)
+    if not written:
+        raise UsageError(f"which run? There is none in {folder}", "Give a run folder: fulltilt report RUN [RUN ...]")
+    return max(written, key=lambda run: (written[run], run.name))

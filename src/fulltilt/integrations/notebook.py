@@ -1,0 +1,57 @@
+"""Notebooks: ``%load_ext fulltilt``, then ``%%fulltilt`` on top of a cell that trains. Its report appears below it.
+
+``%%fulltilt`` takes ``--out DIR``, the run folder. ``%fulltilt RUN`` shows a run again, without a name the newest.
+Commands run as ``!fulltilt run train.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fulltilt import store
+from fulltilt.errors import UsageError
+from fulltilt.recorder.manual_recording import Recording, show_report
+
+RUNS = Path("fulltilt-runs")
+
+
+class _Arguments(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """A mistake in a magic's line is told without ending the kernel."""
+        raise UsageError(f"%%fulltilt: {message}", "%%fulltilt [--out DIR] on top of a cell, or %fulltilt [RUN].")
+
+
+def register(shell: Any) -> None:
+    """Add both magics to a shell of IPython's."""
+
+    def fulltilt(line: str, cell: str | None = None) -> None:
+        if cell is None:
+            _show(line)
+        else:
+            _record(shell, line, cell)
+
+    shell.register_magic_function(fulltilt, magic_kind="line_cell", magic_name="fulltilt")
+
+
+def _record(shell: Any, line: str, cell: str) -> None:
+    flags = _Arguments(add_help=False)
+    flags.add_argument("--out", type=Path, default=None)
+    out = flags.parse_args(shlex.split(line)).out
+    if out is None:
+        out = RUNS / f"{datetime.now():%Y%m%d-%H%M%S}-cell-{re.sub('[^0-9]', '', str(shell.execution_count))}"
+    recording = Recording(out, name="notebook").start()
+    # As a cell of its own: its lines are named, and what goes wrong in it is shown, as if the magic were not there.
+    result = shell.run_cell(cell)
+    recording.stop(error=result.error_in_exec or result.error_before_exec)
+
+
+def _show(line: str) -> None:
+    words = shlex.split(line)
+    if len(words) > 1:
+        raise UsageError("%fulltilt shows one run", "%fulltilt RUN, or %fulltilt for the newest.")
+    show_report(Path(words[0]) if words else store.newest_run(RUNS))
