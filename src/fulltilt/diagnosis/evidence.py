@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from fulltilt.diagnosis import ledger as ledgers
 from fulltilt.diagnosis.gpu_summary import HostSummary, summarise_gpus, summarise_host
 from fulltilt.diagnosis.loaders import Limit, Supply, find_limit, loader_ceiling, measure_supply, one_loader_a_line
+from fulltilt.diagnosis.rank_steps import RankSteps, align
 from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import percent
 from fulltilt.records import (
@@ -44,6 +45,7 @@ class Evidence:
     gpus: tuple[GpuSummary, ...]
     host: HostSummary
     ranks: tuple[RankSummary, ...]
+    rank_steps: RankSteps | None
     rank: RankRecord
     loader: LoaderRecord | None
     workers: WorkerRecord | None
@@ -146,7 +148,8 @@ def gather(run: Run) -> Evidence:
     run = replace(run, ranks=tuple(one_loader_a_line(rank) for rank in run.ranks))
     ledger = ledgers.make_ledger(run)
     throughput = ledgers.measure_throughput(run)
-    ranks = ledgers.compare_ranks(run)
+    rank_steps = align(run)
+    ranks = _with_speeds(ledgers.compare_ranks(run), rank_steps)
     rank, own = _pace_setter(run, ranks)
     loader, workers, live, supply = _input_of(rank, own)
     usable_cpus = _machine_of(run, rank).cpu.usable / _ranks_beside(run, rank)
@@ -161,6 +164,7 @@ def gather(run: Run) -> Evidence:
         gpus=summarise_gpus(run),
         host=summarise_host(run),
         ranks=ranks,
+        rank_steps=rank_steps,
         rank=rank,
         loader=loader,
         workers=workers,
@@ -176,6 +180,23 @@ def gather(run: Run) -> Evidence:
         ),
         delivered_samples_per_s=delivered,
         usable_cpus=usable_cpus,
+    )
+
+
+def _with_speeds(ranks: tuple[RankSummary, ...], steps: RankSteps | None) -> tuple[RankSummary, ...]:
+    """The ranks with their speed beside the fastest one and beside their own past."""
+    if steps is None:
+        return ranks
+    usual_s = [steps.usual_s(place) for place in range(len(ranks))]
+    fastest_s = min(usual_s)
+    return tuple(
+        replace(
+            rank,
+            relative_speed=fastest_s / usual_s[place] if usual_s[place] > 0 else None,
+            own_past_speed=steps.past_speed(place),
+            last_share=steps.last_share(place),
+        )
+        for place, rank in enumerate(ranks)
     )
 
 

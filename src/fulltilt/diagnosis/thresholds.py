@@ -36,6 +36,12 @@ class Thresholds:
     checkpoint_share: float = 0.05  # a checkpoint every few minutes costs under 2 %
     straggler_share: float = 0.05  # ranks on one machine differ by 1 to 3 % without any cause
     searches_in_vain: int = 4  # steps without an unused parameter; a part that is skipped now and then shows in fewer
+    late_share: float = 0.05  # of a step: by less than that any rank comes last now and then
+    steady_share: float = 0.6  # of the steps with a late rank: the same one in most of them
+    steady_host_share: float = 0.8  # the same for all ranks of a machine, which come last more often by chance
+    slowed_down: float = 0.8  # of a rank's own first speed: worth a word where it is the late one
+    chance: float = 1e-3  # how likely equal ranks may look so unequal; thousands of runs are looked at
+    wandering_share: float = 0.10  # a late rank that changes costs; schedulers alone make 3 to 6 % on a busy machine
     communication_share: float = 0.10  # DDP hides the exchange behind backward but for its last bucket
 
     # -- the loader: which part of it limits

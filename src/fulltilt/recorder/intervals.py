@@ -148,7 +148,8 @@ class IntervalBuilder:
                 self._interval.sync_blocked_ns += spent
             elif activity is USER:
                 self._interval.times.user(self._after, spent)
-            self._interval.times.phase(PHASE[activity], spent)
+            exchanges = self._in_backward and activity is Activity.COMMUNICATION
+            self._interval.times.phase("backward" if exchanges else PHASE[activity], spent)
         if self.gpu is None:
             self._interval.times.put(self._label(), spent)
         else:

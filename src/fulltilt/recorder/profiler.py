@@ -21,11 +21,12 @@ from fulltilt.recorder.hooks import Function, Patches
 from fulltilt.recorder.marks import Activity
 from fulltilt.recorder.recorder import Recorder
 from fulltilt.recorder.stacks.frames import users_line
-from fulltilt.records import DeepRecord, HotLine, KernelRecord
+from fulltilt.records import CommunicationRecord, DeepRecord, HotLine, KernelRecord
 
 # Runtime calls during which the host waits for the GPU.
 WAITS = frozenset({"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"})
 COPIES = ("Memcpy HtoD", "Memcpy DtoH")
+COLLECTIVES = ("nccl", "rccl")
 SYNC_WARNING = "called a synchronizing CUDA operation"
 SYNC_NOTICE = "Synchronization debug mode is a prototype"
 MATMUL = re.compile(r"gemm|matmul|cutlass|wgmma|conv|xmma|mma_|nvjet|flash|fmha", re.IGNORECASE)
@@ -133,6 +134,8 @@ class StepProfiler:
             events = list(profiler.events())
             self._totals.add([event for event in events if _on_gpu(event)], steps)
             recorder.state.kernels = self._totals.record()
+            if not recorder.state.replicas:  # DDP measures by itself, in more steps
+                recorder.state.communication = self._totals.communication()
             if self._deep:
                 recorder.state.deep = deep_record(events, max(1, steps), recorder.state.kernels, self._waits)
         except Exception as error:
@@ -201,6 +204,7 @@ class KernelTotals:
     def __init__(self) -> None:
         self._steps = self._kernels = 0
         self._busy_us = self._copies_us = self._products_us = self._tensor_core_us = 0.0
+        self._exchange_us = self._exposed_us = 0.0
         self._by_name: dict[str, float] = {}
 
     def add(self, kernels: list[Any], steps: int) -> None:
@@ -209,7 +213,11 @@ class KernelTotals:
             return
         self._steps += steps
         self._kernels += len(kernels)
-        self._busy_us += _covered([(event.time_range.start, event.time_range.end) for event in kernels])
+        exchange = [event for event in kernels if event.name.startswith(COLLECTIVES)]
+        busy_us = _covered(kernels)
+        self._busy_us += busy_us
+        self._exchange_us += _covered(exchange)
+        self._exposed_us += busy_us - _covered([event for event in kernels if not event.name.startswith(COLLECTIVES)])
         for event in kernels:
             length = _length(event)
             self._by_name[event.name] = self._by_name.get(event.name, 0.0) + length
@@ -218,6 +226,14 @@ class KernelTotals:
             if MATMUL.search(event.name):
                 self._products_us += length
                 self._tensor_core_us += length if TENSOR_CORE.search(event.name) else 0.0
+
+    def communication(self) -> CommunicationRecord | None:
+        """The collectives of a step, and how much of them other kernels hide; None where none was seen."""
+        if not self._steps or not self._exchange_us:
+            return None
+        per_step = 1e-6 / self._steps
+        hidden_us = self._exchange_us - self._exposed_us
+        return CommunicationRecord(None, self._exchange_us * per_step, hidden_us * per_step, "kernels")
 
     def record(self) -> KernelRecord | None:
         """The mean step; None while nothing was seen."""
@@ -267,10 +283,10 @@ def _length(event: Any) -> float:
     return float(event.time_range.end - event.time_range.start)
 
 
-def _covered(ranges: list[tuple[float, float]]) -> float:
-    """The length of the union of ranges."""
+def _covered(events: list[Any]) -> float:
+    """The length of the union of what events cover."""
     total = reached = 0.0
-    for begin, end in sorted(ranges):
+    for begin, end in sorted((event.time_range.start, event.time_range.end) for event in events):
         start = max(begin, reached)
         if end > start:
             total += end - start

@@ -165,6 +165,7 @@ class RankState:
         self.communication: CommunicationRecord | None = None
         self.unused_search: UnusedSearchRecord | None = None
         self.sharded = False
+        self.measures_exchange = False
         self.deep: DeepRecord | None = None
         self.kernels: KernelRecord | None = None
         self.uses_cuda_graphs = False
@@ -231,9 +232,9 @@ class RankState:
                 self.taps.mailbox.dropped += 1
 
     def exposed_communication_s(self) -> float:
-        """Seconds of gradient exchange a step that no computation hides."""
-        seen = self.communication
-        if seen is None or seen.communication_s is None:
+        """Seconds of gradient exchange a step that no computation hides, where it is not marked in each step."""
+        seen = None if self.measures_exchange else self.communication
+        if seen is None or seen.communication_s is None:  # marked, or not known
             return 0.0
         return max(0.0, seen.communication_s - (seen.overlapped_s or 0.0))
 

@@ -6,6 +6,7 @@ from statistics import fmean
 
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.findings import Judgement, at, by_removing, found, line_cost, share_left, time_spent
+from fulltilt.diagnosis.rank_steps import LEAST_EVENTS
 from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import count, percent, seconds
 from fulltilt.records import BUCKETS, Abstention, FindingCode, RankSummary
@@ -38,30 +39,78 @@ _LESS_GATHERING = (
 
 
 def straggler(evidence: Evidence) -> Judgement:
-    """One rank needs longer for its own work, and the others wait for it at every exchange."""
+    """One rank needs longer for its own work, and the others wait for it at every exchange.
+
+    Where it is now one rank, now another, no rank is to blame: what makes them late is uneven.
+    """
     if lacking := _lacking(evidence, "straggler"):
         return lacking
-    slowest = next((rank for rank in evidence.ranks if rank.slowest), None)
-    others = [rank for rank in evidence.ranks if not rank.slowest]
-    if slowest is None or not others:
+    if len(evidence.ranks) < 2:
         return None
-    waits_s = fmean(rank.waits_s for rank in others)
+    steps = evidence.rank_steps
+    if steps is None or len(steps.windows) < LEAST_EVENTS:  # too coarse to be told step by step
+        late = [rank for rank in evidence.ranks if rank.slowest]
+    else:
+        late = [evidence.ranks[place] for place in steps.steady()]
+    others = [rank for rank in evidence.ranks if rank not in late]
+    if not late or not others:
+        return _uneven(evidence)
+    slowest = max(late, key=lambda rank: rank.own_work_s)
+    waits_s = fmean(min(max(slowest.own_work_s - r.own_work_s, 0.0), r.buckets.communication_s) for r in others)
     share = evidence.share(waits_s)
     if share < LIMITS.straggler_share:
         return None
     cause, excess_s = _what_differs(slowest, others)
+    who = _who(evidence, late)
     facts = [
-        f"the others wait for rank {slowest.rank} {percent(share)} of the time after start-up",
+        f"the others wait for {who} {percent(share)} of the time after start-up",
         f"it works {seconds(evidence.per_step(slowest.own_work_s))} a step, the others "
         f"{seconds(evidence.per_step(fmean(rank.own_work_s for rank in others)))}",
-        f"{_NAMES[cause]} takes {seconds(evidence.per_step(excess_s))} a step more on rank {slowest.rank}",
+        f"{_NAMES[cause]} takes {seconds(evidence.per_step(excess_s))} a step more on {_rank(slowest)}",
     ]
-    lines = evidence.host_lines if cause == "host_code_s" else ()
+    if slowest.own_past_speed is not None and slowest.own_past_speed < LIMITS.slowed_down:
+        facts.append(f"it has become slower: {percent(slowest.own_past_speed)} of its speed in the first steps")
+    record = next((rank for rank in evidence.run.ranks if rank.rank == slowest.rank), evidence.rank)
+    lines = sorted(record.host_lines, key=lambda line: -line.seconds) if cause == "host_code_s" else []
     facts += [line_cost(line) for line in lines[:1]]
-    fix = f"Look at rank {slowest.rank}: {_ADVICE.get(cause, 'make its work as light as the others have it')}."
+    fix = f"Look at {who}: {_ADVICE.get(cause, 'make its work as light as the others have it')}."
     predicted = by_removing(share)
     where = lines[0].where if lines else None
     return found(evidence, "straggler", waits_s, facts, fix, where, predicted)
+
+
+def _uneven(evidence: Evidence) -> Judgement:
+    """The rank that comes last is now one, now another: it waited longer for its data than the others."""
+    steps = evidence.rank_steps
+    if steps is None or len(steps.events) < LEAST_EVENTS or steps.steady():
+        return None
+    waits_s = sum(min(event.data_wait_s, event.late_s) for event in steps.events)
+    share = evidence.share(waits_s)
+    if share < LIMITS.wandering_share or waits_s < steps.late_s / 2:
+        return None
+    often = sorted(evidence.ranks, key=lambda rank: -(rank.last_share or 0.0))[:3]
+    facts = [
+        f"in {percent(share)} of the time after start-up all ranks wait for the data of one, now this, now that",
+        "of the steps with a late rank it was "
+        + ", ".join(f"{_rank(rank)} in {percent(rank.last_share or 0.0)}" for rank in often),
+    ]
+    fix = (
+        "No rank is to blame: batches take unevenly long to load, and each step waits for the slowest of them. Let "
+        "queues even it out: more workers, a larger prefetch_factor, and batches of equal cost on all ranks."
+    )
+    return found(evidence, "straggler", waits_s, facts, fix, None, by_removing(share))
+
+
+def _rank(rank: RankSummary) -> str:
+    return f"rank {rank.rank}"
+
+
+def _who(evidence: Evidence, late: list[RankSummary]) -> str:
+    """``rank 3``, ``rank 3 on gpu02`` where there are several machines, or ``gpu02`` with all its ranks."""
+    several = len({rank.hostname for rank in evidence.ranks}) > 1
+    if len(late) > 1:
+        return f"{late[0].hostname} (ranks {', '.join(str(rank.rank) for rank in late)})"
+    return f"{_rank(late[0])} on {late[0].hostname}" if several else _rank(late[0])
 
 
 def communication_bound(evidence: Evidence) -> Judgement:

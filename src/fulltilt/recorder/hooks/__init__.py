@@ -7,7 +7,7 @@
 | utils.data's iterators: __init__,   | passes and batches, of all loaders that have   |
 | _reset, __next__                    | torch's iterators or classes derived from them |
 | iterables of other libraries        | passes and batches (see ``import_watcher``)    |
-| autograd.backward, autograd.grad    | backward                                       |
+| autograd.backward, autograd.grad    | backward, and where the exchange behind begins |
 | optim (global step hooks)           | steps                                          |
 | cuda.CUDAGraph                      | steps that are replays                         |
 | compile, dynamo's callbacks         | compiling, which is start-up                   |
@@ -19,7 +19,7 @@
 | Tensor.item, .tolist, .cpu, bool(), | waits for the GPU                              |
 | float(), int(), .nonzero            | (from the first step on a GPU on)              |
 | cuda.synchronize                    | waits for the GPU                              |
-| distributed.all_reduce, …           | explicit collectives                           |
+| distributed.all_reduce, …, Work.wait | explicit collectives, and waits for them      |
 | nn.parallel.DistributedDataParallel | the replica, for its own timings               |
 | gc.callbacks, gc.collect            | garbage collections                            |
 | os._exit, os.abort                  | the end of a process that runs no exit handler |

@@ -21,6 +21,7 @@ from fulltilt.recorder.marks import Activity
 from fulltilt.recorder.recorder import Recorder
 from fulltilt.recorder.stacks.frames import users_line
 from fulltilt.recorder.user_code import leave_out_ours
+from fulltilt.records import CommunicationRecord
 
 COLLECTIVES = (
     "all_reduce",
@@ -47,6 +48,23 @@ def watch_ranks(patches: Patches, torch: Any, recorder: Recorder) -> None:
         measured = timed(recorder, original, Activity.COMMUNICATION)
         return lambda *args, **kwargs: (original if kwargs.get("async_op") else measured)(*args, **kwargs)
 
+    def wait(original: Function) -> Function:
+        """On a GPU the host goes on at once: its stream waits."""
+
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            waits = recorder.activity in (Activity.USER, Activity.BACKWARD) and recorder.clock is None
+            if not waits or not recorder.mine():
+                return original(work, *args, **kwargs)
+            if recorder.state.communication is None:
+                recorder.state.communication = CommunicationRecord(None, None, None, "Work.wait")
+            before = recorder.switch(Activity.COMMUNICATION)
+            try:
+                return original(work, *args, **kwargs)
+            finally:
+                recorder.switch(before)
+
+        return wait
+
     def replica(original: Function) -> Function:
         def __init__(replica: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
             original(replica, *args, **kwargs)
@@ -60,6 +78,8 @@ def watch_ranks(patches: Patches, torch: Any, recorder: Recorder) -> None:
         return __init__
 
     patches.swap(torch.nn.parallel.DistributedDataParallel, "__init__", replica)
+    if torch.distributed.is_available():
+        patches.swap(torch.distributed.Work, "wait", wait)
     for name in COLLECTIVES if torch.distributed.is_available() else ():
         if hasattr(torch.distributed, name):
             patches.swap(torch.distributed, name, collective)

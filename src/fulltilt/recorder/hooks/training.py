@@ -220,6 +220,7 @@ class StepHooks:
             before = recorder.switch(Activity.BACKWARD, BackwardBegan(), Point.BACKWARD)
             recorder.calibrate_if_asked(Point.BACKWARD)
             self._around_steps = Activity.BACKWARD
+            self._mark_exchange(args)
             try:
                 return original(*args, **kwargs)
             finally:
@@ -228,6 +229,31 @@ class StepHooks:
                     recorder.switch(before, BackwardEnded())
 
         return backward
+
+    def _mark_exchange(self, args: tuple[Any, ...]) -> None:
+        """Mark where autograd's own work ends: behind it DDP and FSDP wait for the exchange of gradients.
+
+        They ask autograd to be called at the end of the pass, as we do, and those who ask first are called first. On a
+        GPU the host does not wait there.
+        """
+        recorder, state = self._recorder, self._state
+        if state.world_size < 2 or recorder.clock is not None or not args:
+            return
+        roots = (args[0],) if isinstance(args[0], self._torch.Tensor) else tuple(args[0])
+        root = next((root for root in roots if getattr(root, "grad_fn", None) is not None), None)
+        if root is None:
+            return
+
+        def computed() -> None:
+            if recorder.mine() and recorder.activity is Activity.BACKWARD:
+                state.measures_exchange = True
+                recorder.switch(Activity.COMMUNICATION)
+
+        def began(_gradient: Any) -> None:
+            handle.remove()
+            self._torch.autograd.Variable._execution_engine.queue_callback(computed)
+
+        handle = root.register_hook(began)
 
     def _at_rest(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         self._around_steps = Activity.BACKWARD

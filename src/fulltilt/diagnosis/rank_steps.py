@@ -1,0 +1,157 @@
+"""The ranks of a job step by step: which came last to the exchange, by how much, and whether it is always the same.
+
+Steps are aligned by their number, never by a clock: all ranks leave the exchange of a step together, and who works
+longer before it lets the others wait. A window is a few steps, as many as the ranks' spans tell apart.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from math import comb
+from statistics import median
+
+from fulltilt.diagnosis.thresholds import LIMITS
+from fulltilt.records import Run, Span
+
+MOST_WINDOWS = 400
+# The first steps warm up, on each rank for another time.
+WARMING_UP = 2
+# From so many windows on in which a rank came clearly last it can be told whether it is always the same.
+LEAST_EVENTS = 8
+
+
+class RankWork:
+    """What one rank had worked, without waiting for others, and waited for data, by the number of steps made."""
+
+    def __init__(self, spans: tuple[Span, ...]) -> None:
+        self.steps: list[int] = [0]
+        self._own_s: list[float] = [0.0]
+        self._data_wait_s: list[float] = [0.0]
+        own_s = data_wait_s = 0.0
+        for span in spans:
+            buckets = span.buckets
+            own_s += max(span.t1_s - span.t0_s - buckets.communication_s - buckets.startup_s, 0.0)
+            data_wait_s += buckets.data_wait_s
+            if span.steps:
+                self.steps.append(self.steps[-1] + span.steps)
+                self._own_s.append(own_s)
+                self._data_wait_s.append(data_wait_s)
+
+    def at(self, step: int) -> tuple[float, float]:
+        """Own work and data wait, in seconds, when it had made so many steps; between two spans in proportion."""
+        place = min(bisect_left(self.steps, step), len(self.steps) - 1)
+        if self.steps[place] == step or place == 0:
+            return self._own_s[place], self._data_wait_s[place]
+        before, after = self.steps[place - 1], self.steps[place]
+        part = (step - before) / (after - before)
+        own_s, data_wait_s = self._own_s, self._data_wait_s
+        return (
+            own_s[place - 1] + part * (own_s[place] - own_s[place - 1]),
+            data_wait_s[place - 1] + part * (data_wait_s[place] - data_wait_s[place - 1]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A few steps: what each rank worked in them, which came last, and by how much it was behind the others' middle.
+
+    ``data_wait_s`` is how much longer that one waited for data.
+    """
+
+    steps: int
+    own_s: tuple[float, ...]
+    last: int
+    late_s: float
+    data_wait_s: float
+
+
+@dataclass(frozen=True)
+class RankSteps:
+    """All windows of a run. Ranks are given by their place among the run's."""
+
+    windows: tuple[Window, ...]
+    hosts: tuple[str, ...]
+    step_s: float
+
+    @cached_property
+    def events(self) -> list[Window]:
+        """The windows in which a rank came clearly last."""
+        least_s = LIMITS.late_share * self.step_s
+        return [window for window in self.windows if window.late_s >= least_s * window.steps]
+
+    @cached_property
+    def late_s(self) -> float:
+        """What the others waited for whoever came last, over all events."""
+        return sum(window.late_s for window in self.events)
+
+    def steady(self) -> tuple[int, ...]:
+        """The rank that comes last again and again, or all ranks of such a machine.
+
+        Empty when it is now one, now another: by chance each of n ranks comes last in one n-th of the events.
+        """
+        events, ranks = len(self.events), len(self.hosts)
+        if events < LEAST_EVENTS or ranks < 2:
+            return ()
+        last, times = Counter(window.last for window in self.events).most_common(1)[0]
+        if times / events >= LIMITS.steady_share and _by_chance(times, events, 1 / ranks) < LIMITS.chance:
+            return (last,)
+        host, times = Counter(self.hosts[window.last] for window in self.events).most_common(1)[0]
+        there = tuple(rank for rank, own in enumerate(self.hosts) if own == host)
+        if times / events >= LIMITS.steady_host_share and _by_chance(times, events, len(there) / ranks) < LIMITS.chance:
+            return there
+        return ()
+
+    def last_share(self, rank: int) -> float:
+        """In how much of the events this rank came last."""
+        return sum(window.last == rank for window in self.events) / len(self.events) if self.events else 0.0
+
+    def usual_s(self, rank: int) -> float:
+        """This rank's own work in a usual step."""
+        return median(window.own_s[rank] / window.steps for window in self.windows)
+
+    def past_speed(self, rank: int) -> float | None:
+        """How fast it is in its last steps beside its first; None for few steps."""
+        third = len(self.windows) // 3
+        if third < LEAST_EVENTS:
+            return None
+        parts = self.windows[:third], self.windows[-third:]
+        first_s, last_s = (median(window.own_s[rank] / window.steps for window in part) for part in parts)
+        return first_s / last_s if last_s > 0 else None
+
+
+def align(run: Run) -> RankSteps | None:
+    """The steps of all ranks side by side; None for a single rank, or where there is nothing to compare."""
+    work = [RankWork(spans) for spans in run.spans]
+    common = min((one.steps[-1] for one in work), default=0)
+    if len(work) < 2 or common <= WARMING_UP:
+        return None
+    coarsest = min(work, key=lambda one: len(one.steps)).steps
+    borders = [step for step in coarsest if WARMING_UP <= step <= common]
+    every = -(-len(borders) // MOST_WINDOWS)
+    borders = borders[::every] if borders else []
+    if len(borders) < 2:
+        return None
+    at = [[one.at(step) for step in borders] for one in work]
+    windows = []
+    for place in range(1, len(borders)):
+        own = tuple(max(rank[place][0] - rank[place - 1][0], 0.0) for rank in at)
+        waits = [rank[place][1] - rank[place - 1][1] for rank in at]
+        last = max(range(len(own)), key=own.__getitem__)
+        late_s = own[last] - median(own[:last] + own[last + 1 :])
+        waited_s = max(waits[last] - median(waits[:last] + waits[last + 1 :]), 0.0)
+        windows.append(Window(borders[place] - borders[place - 1], own, last, late_s, waited_s))
+    ends = [span for span in run.spans[0] if span.steps]
+    step_s = sum(span.t1_s - span.t0_s - span.buckets.startup_s for span in ends) / sum(span.steps for span in ends)
+    return RankSteps(tuple(windows), tuple(rank.hostname for rank in run.ranks), step_s)
+
+
+def _by_chance(times: int, events: int, probability: float) -> float:
+    """How likely it is that one of equal ranks comes last so often."""
+    if probability >= 1:
+        return 1.0
+    if events > 200:  # a part of them, in proportion: large powers lose their digits
+        times, events = round(times * 200 / events), 200
+    return sum(comb(events, k) * probability**k * (1 - probability) ** (events - k) for k in range(times, events + 1))
