@@ -1,4 +1,4 @@
-"""Jobs of two hosts with two ranks each, in which a rank may be slow: ``python -m tests.faults.slow_rank OUT KIND RANK``.
+"""Jobs of two hosts with two ranks each, one of which may be slow: ``python -m tests.faults.slow_rank OUT KIND RANK``.
 
 The hosts are names only. All ranks are forked from this process, which has imported torch: a job takes seconds.
 """
@@ -55,8 +55,8 @@ def train(kind: str, slow: bool, steps: int, rank: int) -> None:
     model = DistributedDataParallel(network)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for inputs, labels in loader:
-        if slow and kind == "sleep":
-            time.sleep(EXTRA_S)
+        if slow and kind in ("sleep", "stop"):
+            time.sleep(EXTRA_S)  # <- here
         if slow and kind == "cpu":
             work(EXTRA_S)
         loss = torch.nn.functional.cross_entropy(model(inputs), labels)
@@ -95,4 +95,5 @@ def run_job(out: Path, kind: str, slow: int | None, steps: int = 60) -> None:
 
 
 if __name__ == "__main__":
-    run_job(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else None)
+    many = 1_000_000 if sys.argv[2] == "stop" else 60
+    run_job(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else None, many)

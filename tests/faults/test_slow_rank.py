@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -11,7 +17,8 @@ import pytest
 
 from fulltilt import store
 from fulltilt.diagnosis import answer
-from fulltilt.records import Finding
+from fulltilt.errors import FulltiltError
+from fulltilt.records import Finding, Run
 from tests.faults.slow_rank import KINDS, RANKS, run_job
 
 CAUSES = {"cpu": "code of the script's own", "sleep": "code of the script's own", "data": "waiting for data"}
@@ -41,6 +48,39 @@ def test_the_slow_rank_is_named_and_no_other(tmp_path: Path) -> None:
     assert sum(right[kind] for kind in KINDS) >= SLOW_RUNS - 2, done.stdout
     assert right["none"] == HEALTHY_RUNS, done.stdout
     assert right["uneven"] >= UNEVEN_RUNS - 1, done.stdout
+
+
+def line_of(text: str) -> str:
+    source = (Path(__file__).parent / "slow_rank.py").read_text().splitlines()
+    return f"slow_rank.py:{next(number for number, line in enumerate(source, 1) if text in line)}"
+
+
+def wait_for(out: Path, seen: Callable[[Run], bool]) -> Run:
+    deadline_s = time.monotonic() + 150
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(FulltiltError):
+            if seen(run := store.load(out)):
+                return run
+        time.sleep(0.5)
+    raise AssertionError("it was never seen")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_stopped_rank_is_named_with_its_line(tmp_path: Path) -> None:
+    out = tmp_path / "job"
+    command = [sys.executable, "-m", "tests.faults.slow_rank", str(out), "stop", "2"]
+    job = subprocess.Popen(command, cwd=Path(__file__).parents[2], start_new_session=True)
+    try:
+        run = wait_for(out, lambda run: len(run.ranks) == RANKS and min(rank.steps for rank in run.ranks) > 30)
+        os.kill(run.ranks[2].pid, signal.SIGSTOP)
+        run = wait_for(out, lambda run: "no step for" in answer(run).verdict.sentence)
+    finally:
+        os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+    told = answer(run).verdict.sentence
+    assert re.search(rf"rank 2 on host1 has written nothing for .* and was last at .*{line_of('<- here')}", told), told
+    assert re.search(rf"3 ranks wait for it at .*{line_of('loss.backward()')}", told), told
 
 
 def main(out: Path) -> None:

@@ -14,7 +14,7 @@ from math import comb
 from statistics import median
 
 from fulltilt.diagnosis.thresholds import LIMITS
-from fulltilt.records import Run, Span
+from fulltilt.records import RankRecord, Run, Span
 
 MOST_WINDOWS = 400
 # The first steps warm up, on each rank for another time.
@@ -155,3 +155,51 @@ def _by_chance(times: int, events: int, probability: float) -> float:
     if events > 200:  # a part of them, in proportion: large powers lose their digits
         times, events = round(times * 200 / events), 200
     return sum(comb(events, k) * probability**k * (1 - probability) ** (events - k) for k in range(times, events + 1))
+
+
+# --------------------------------------------------------------------------- a job that stands still
+
+# Since its last step the job has taken so long, and so many times as long as a step.
+STILL_S, STILL_STEPS = 10.0, 20
+# A process writes its record each second. One that has not for so long is stopped, or its machine is gone.
+SILENT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Standstill:
+    """No rank has made a step for ``for_s``: some wait in a collective for those that are ``missing`` from it.
+
+    ``silent_s`` is how long each of the missing has written nothing; None where it still does.
+    """
+
+    for_s: float
+    missing: tuple[tuple[RankRecord, float | None], ...]
+    waiting: tuple[RankRecord, ...]
+
+
+def standstill(run: Run) -> Standstill | None:
+    """Where the ranks of a job stand that makes no steps, as far as they wrote it down; None while it goes on."""
+    last_steps = [span for spans in run.spans for span in spans if span.steps]
+    alive = [rank for rank in run.ranks if not rank.finished]
+    if len(run.ranks) < 2 or not last_steps or not alive or run.run.state == "done":
+        return None
+    now_s = max(rank.t1_s for rank in alive)
+    for_s = now_s - max(span.t1_s for span in last_steps)
+    usual_s = sum(span.t1_s - span.t0_s for span in last_steps) / sum(span.steps for span in last_steps)
+    if for_s < max(STILL_S, STILL_STEPS * usual_s):
+        return None
+    silent = [rank for rank in alive if now_s - rank.t1_s > SILENT_S]
+    # Who has a record and is in no collective keeps the others waiting; if all are, or none, the steps made may tell.
+    missing = silent or [rank for rank in alive if not _waits_for_ranks(rank)]
+    if len(missing) == len(alive):
+        fewest = min(rank.steps for rank in alive)
+        missing = [rank for rank in alive if rank.steps == fewest]
+    if not missing or len(missing) == len(alive):
+        return None
+    told = tuple((rank, now_s - rank.t1_s if rank in silent else None) for rank in missing)
+    return Standstill(for_s, told, tuple(rank for rank in alive if rank not in missing))
+
+
+def _waits_for_ranks(rank: RankRecord) -> bool:
+    since = rank.under_way
+    return since is not None and since.buckets.communication_s >= (since.t1_s - since.t0_s) / 2

@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.findings import amdahl, expected
 from fulltilt.diagnosis.ledger import hung_stretch, rate_while_drawing
+from fulltilt.diagnosis.rank_steps import Standstill, standstill
 from fulltilt.diagnosis.rules.live_tuning import live_words
 from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import capital, count, number, percent, seconds, times
-from fulltilt.records import BUCKETS, Finding, Run, RunRecord, Verdict
+from fulltilt.records import BUCKETS, Finding, RankRecord, Run, RunRecord, Verdict
 
 _FATAL = ("memory_pressure", "shm_small")
 
@@ -213,9 +214,11 @@ def _ending(run: Run, steps: int) -> str:
     # A process of an ended run that could not write down its last moments was killed, or left at once.
     missing = run.run.state != "running" and any(not rank.finished for rank in run.ranks)
     told = _how_it_ended(run.run, "it", f"after {'at least ' if missing else ''}{count('step', steps)}")
+    still = standstill(run)
+    hung = _stands_still(still) if still is not None else ""
     if told is None:
-        return "; its end was not recorded" if missing else ""
-    return f"; {told}{_hung(run) or (', and what it did last was not recorded' if missing else '')}"
+        return hung or ("; its end was not recorded" if missing else "")
+    return f"; {told}{hung or _hung(run) or (', and what it did last was not recorded' if missing else '')}"
 
 
 def _how_it_ended(record: RunRecord, who: str, when: str) -> str | None:
@@ -236,6 +239,28 @@ def _hung(run: Run) -> str:
     if last is None or most not in _MEANWHILE:
         return ""
     return f"; for the last {seconds(last.t1_s - last.t0_s)} before that it made none: {_MEANWHILE[most]}"
+
+
+def _stands_still(still: Standstill) -> str:
+    """Which ranks the others wait for, and on which line each of them stands."""
+    told = []
+    for rank, silent_s in still.missing[:_TOLD_RANKS]:
+        at = f"was last at {_line(rank)}" if silent_s is not None else f"is at {_line(rank)}"
+        silent = f"has written nothing for {seconds(silent_s)} and " if silent_s is not None else ""
+        told.append(f"rank {rank.rank} on {rank.hostname} {silent}{at}")
+    more = f" and {len(still.missing) - _TOLD_RANKS} more" if len(still.missing) > _TOLD_RANKS else ""
+    lines = dict.fromkeys(_line(rank) for rank in still.waiting)
+    others = f"{count('rank', len(still.waiting))} wait{'s' if len(still.waiting) == 1 else ''} for it"
+    return f"; no step for {seconds(still.for_s)}: {', '.join(told)}{more}; {others} at {', '.join(list(lines)[:2])}"
+
+
+_TOLD_RANKS = 3
+
+
+def _line(rank: RankRecord) -> str:
+    if rank.at is None:
+        return "a line that is not known"
+    return f"{rank.at.where} ({rank.at.call})" if rank.at.call else rank.at.where
 
 
 def _by_signal(record: RunRecord) -> str:

@@ -287,5 +287,6 @@ class Recorder:
         record = self.state.record(self._out.stream, now_s, final, self._builder, on_gpu, self.rest.not_stood_for)
         interval = None if final else self._builder.under_way(now_ns)
         if interval is not None:
-            record = replace(record, under_way=self._spans.under_way(interval, self._builder.steps))
+            under_way = self._spans.under_way(interval, self._builder.steps)
+            record = replace(record, under_way=under_way, at=self._sampler.stands_at(now_ns))
         self._out.write_record(record)

@@ -11,6 +11,7 @@ from fulltilt.recorder.loaders import PassMeter
 from fulltilt.recorder.marks import Activity
 from fulltilt.recorder.stacks.frames import StackView, stack_of, user_code_in_backward, view_of
 from fulltilt.recorder.steps import LONG_STEP_FACTOR, LONG_STEP_NS, LONG_STEP_ON_GPU_NS
+from fulltilt.records import HotLine
 
 if TYPE_CHECKING:
     from fulltilt.recorder.recorder import Recorder
@@ -126,6 +127,15 @@ class StackSampler:
                 return
         recorder.state.sampled(activity, view, weight_s)
         self._add(after, view.kind, weight_s)
+
+    def stands_at(self, now_ns: int) -> HotLine | None:
+        """The line at which the training thread stands, and for how long it does what it does there."""
+        recorder = self._recorder
+        stack = stack_of(recorder.thread_id or 0)
+        view = None if stack is None else view_of(stack, None, recorder.loop_frames.spots, recorder.loop_frames.loop)
+        if view is None:
+            return None
+        return HotLine(view.where, view.function, (now_ns - recorder.last_switch_ns) * NS, view.call)
 
     def _look_for_the_end_of_evaluation(self) -> None:
         recorder = self._recorder
