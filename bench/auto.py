@@ -3,9 +3,9 @@
     python bench/auto.py --jobs resnet --out auto.json        on a GPU; six minutes on an H200 with 16 CPUs
     python bench/auto.py --small --out auto.json              rehearsed on a CPU
 
-For each job: plain runs with 4, 8 and so on workers, up to the number of CPUs; then, round by round, a run under
-``--auto`` from 0, 2 and 4 workers with the sweep's best, plain, beside them. A rate is that of the last seconds of a
-run. ``reached`` is the median over the rounds of the tuned rate over the plain best of the same round. Figures go to
+For each job: plain runs with 4, 8 and so on workers, up to the number of CPUs, with pinned memory; then, round by round,
+a run under ``--auto`` from 0, 2 and 4 workers, unpinned, with the sweep's best, plain, beside them. A rate is that of
+the last seconds of a run. ``reached`` is the median over the rounds of the tuned rate over the plain best of the same round. Figures go to
 OUT after each run, and a second call with the same OUT adds rounds to them.
 """
 
@@ -121,7 +121,9 @@ def train(arguments: argparse.Namespace) -> None:
     model = model.to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     batch_size = 8 if small else BATCH[name]
-    loader = DataLoader(data, batch_size=batch_size, shuffle=True, num_workers=arguments.workers)
+    loader = DataLoader(
+        data, batch_size=batch_size, shuffle=True, num_workers=arguments.workers, pin_memory=arguments.pin
+    )
     began_s = time.perf_counter()
     moments: list[float] = []
     for inputs, target in loader:
@@ -146,6 +148,7 @@ def measured(job: str, workers: int, seconds: float, folder: Path, small: bool, 
         seconds /= 4
     script = [__file__, "--train", job, "--workers", str(workers), "--seconds", str(seconds)]
     script += ["--folder", str(folder), "--measured-s", str(MEASURED_S / (4 if small else 1)), *["--small"] * small]
+    script += [] if tuned else ["--pin"]
     out = folder / "run"
     shutil.rmtree(out, ignore_errors=True)
     command = ["-m", "fulltilt", "run", "--auto", "--out", str(out), *script] if tuned else script
@@ -167,6 +170,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("auto.json"))
     parser.add_argument("--train", choices=BATCH, help=argparse.SUPPRESS)
     parser.add_argument("--workers", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--pin", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--measured-s", type=float, default=MEASURED_S, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
