@@ -3,10 +3,10 @@
     python bench/auto.py --jobs resnet --out auto.json        on a GPU; six minutes on an H200 with 16 CPUs
     python bench/auto.py --small --out auto.json              rehearsed on a CPU
 
-For each job: plain runs with 4, 8 and so on workers, up to the number of CPUs, with pinned memory; then, round by round,
-a run under ``--auto`` from 0, 2 and 4 workers, unpinned, with the sweep's best, plain, beside them. A rate is that of
-the last seconds of a run. ``reached`` is the median over the rounds of the tuned rate over the plain best of the same round. Figures go to
-OUT after each run, and a second call with the same OUT adds rounds to them.
+For each job: plain runs with 4, 8 and so on workers, up to the number of CPUs, with pinned memory; then, round by
+round, a run under ``--auto`` from 0, 2 and 4 workers, unpinned, with the sweep's best, plain, beside them. A rate is
+that of the last seconds of a run. ``reached`` is the median over the rounds of the tuned rate over the plain best of
+the same round. Figures go to OUT after each run, and a second call with the same OUT adds rounds to them.
 """
 
 from __future__ import annotations
