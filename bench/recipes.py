@@ -1,4 +1,4 @@
-"""The recipes with full-size models: fed against compute-only, and end to end against the guides' own settings.
+"""The recipes with full-size models: fed against compute-only, and end to end against the usual settings.
 
     python bench/recipes.py                      all rows, on a GPU; about six minutes on an H200
     python bench/recipes.py --only cod           one row; may be given again
@@ -10,7 +10,7 @@ Each row runs in a process of its own and writes its figures as it gets them (OU
 second by the wall clock, the device drained at both ends. "compute-only" is the plain torch step of the same model on
 a batch that is on the device already, replayed from CUDA graphs where the recipe does so. It takes turns with the fed
 steps within one process; fed turns lie inside an epoch, without validation and checkpoints; "fed ÷ compute" is the
-median over the turns. "guide" is a stock DataLoader with the guide's own batch, workers and precision. Weights are
+median over the turns. "stock" is a stock DataLoader with the usual batch, workers and precision. Weights are
 random: their values do not change the speed. With --run, "run" is samples over wall time after start-up with first
 epoch, evaluation, saves and the turn of epochs on the clock, by the run's own ledger.
 """
@@ -41,11 +41,11 @@ COLUMNS = {
     "fed_over_compute": "fed ÷ compute",
     "gpu_util_pct": "GPU %",
     "sm_active_pct": "SM %",
-    "guide": "guide/s",
-    "fed_over_guide": "× guide",
-    "fed_at_guide_batch": "at its batch/s",
-    "fed_at_guide_batch_over_guide": "× guide",
-    "promised": "guide's promise",
+    "stock": "stock/s",
+    "fed_over_stock": "× stock",
+    "fed_at_stock_batch": "at its batch/s",
+    "fed_at_stock_batch_over_stock": "× stock",
+    "promised": "promised",
 }
 WANTED_FED_OVER_COMPUTE = 0.97
 # For --run: what make-data calls the data, how many samples (COD10K has 6,000 to train on), and the recipe's options.
@@ -101,12 +101,12 @@ def whole_run(row: str, figures: dict[str, Any], *, smoke: bool) -> str:
     spent = {name: seconds for name, seconds in ledger["buckets"].items() if seconds >= 0.05}
     rate = samples / (ledger["wall_s"] - ledger["buckets"]["startup_s"])
     figures["run"] = {"trained_s": trained_s, "samples": samples, "run": rate, "buckets": spent}
-    compute, guide = figures.get("compute_only"), figures.get("guide")
+    compute, stock = figures.get("compute_only"), figures.get("stock")
     return (
         f"{row}: {' '.join(options)}: {samples:,} samples in {trained_s:.1f} s from the command to its end; after "
         f"start-up {rate:,.0f}/s"
         + (f", {rate / compute:.3f} of compute-only" if compute else "")
-        + (f"; {samples / guide:.0f} s at the guide's rate" if guide else "")
+        + (f"; {samples / stock:.0f} s at the usual settings" if stock else "")
         + f"; {', '.join(f'{name} {seconds:.1f}' for name, seconds in spent.items())}"
     )
 

@@ -25,11 +25,11 @@ from recipebench.turns import Turns, engine_turns, steps_of
 
 # A photo of a car from the web is about this large; made ones are drawn smaller and scaled up.
 PICTURE = (640, 480)
-GUIDE_BATCH, GUIDE_ACCUMULATION, GUIDE_WORKERS, GUIDE_PREFETCH = 128, 2, 12, 4
+STOCK_BATCH, STOCK_ACCUMULATION, STOCK_WORKERS, STOCK_PREFETCH = 128, 2, 12, 4
 
 
 def run(bench: Bench) -> None:
-    """Fed and compute-only in turns, then the guide's settings and ours with the guide's batch and parts."""
+    """Fed and compute-only in turns, then the usual settings and ours with their batch and parts."""
     batch = 8 if bench.smoke else 256
     data = pictures(bench.work / "data", 40 if bench.smoke else 1200)
     bench.note("promised", "2 to 3")
@@ -39,15 +39,15 @@ def run(bench: Bench) -> None:
     # Epochs of more than a hundred steps: turns need whole stretches of one.
     again = 4 if bench.smoke else 26
     bench.note_all(engine_turns(*engine_job(bench, data, batch, 1, again), bench.work / "fed", turns))
-    bench.begins("the guide's settings")
-    bench.note("guide", guide_rate(bench, data))
+    bench.begins("the usual settings")
+    bench.note("stock", usual_rate(bench, data))
     bench.remark("the usual accumulation compares 128 captions a step; ours at its batch compares 256 (GradCache)")
     if bench.left_s() > bench.another_s:
-        bench.begins("ours at the guide's batch")
-        part, again = (4, again) if bench.smoke else (GUIDE_BATCH, 12)
-        job = engine_job(bench, data, part, GUIDE_ACCUMULATION, again)
+        bench.begins("ours at their batch")
+        part, again = (4, again) if bench.smoke else (STOCK_BATCH, 12)
+        job = engine_job(bench, data, part, STOCK_ACCUMULATION, again)
         alone = Turns(None, bench, turn_s=3, turns=1)
-        bench.note("fed_at_guide_batch", engine_turns(*job, bench.work / "parts", alone)["fed"])
+        bench.note("fed_at_stock_batch", engine_turns(*job, bench.work / "parts", alone)["fed"])
 
 
 def recipe_job(bench: Bench, data: Path, settings: TrainSettings) -> Job:
@@ -88,20 +88,20 @@ def compute_steps(bench: Bench, data: Path, batch: int) -> Callable[[int], int]:
     return steps_of(step, parts, batch)
 
 
-def guide_rate(bench: Bench, data: Path) -> float:
+def usual_rate(bench: Bench, data: Path) -> float:
     """The usual command: a stock loader that prepares pictures in 12 workers, batch 128, fp16 with a scaler.
 
     It steps after every batch; leaving every second step out, as its accumulation does, would save 1 to 2 %.
     """
     job = recipe_job(bench, data, TrainSettings(device=bench.device.type))
-    batch, workers = (4, 1) if bench.smoke else (GUIDE_BATCH, GUIDE_WORKERS)
+    batch, workers = (4, 1) if bench.smoke else (STOCK_BATCH, STOCK_WORKERS)
     loader = torch.utils.data.DataLoader(
         OnTheCpu(job.data),
         batch_size=batch,
         shuffle=True,
         drop_last=True,
         num_workers=workers,
-        prefetch_factor=GUIDE_PREFETCH,
+        prefetch_factor=STOCK_PREFETCH,
         pin_memory=bench.device.type == "cuda",
     )
     dtype = torch.float16 if bench.device.type == "cuda" else None

@@ -24,11 +24,11 @@ from recipebench.turns import Turns, engine_turns, steps_of
 
 # COD10K's pictures are about this large; made ones are drawn smaller and scaled up.
 PICTURE = (1024, 768)
-GUIDE_BATCH, GUIDE_WORKERS = 8, 12
+STOCK_BATCH, STOCK_WORKERS = 8, 12
 
 
 def run(bench: Bench) -> None:
-    """Fed and compute-only in turns, then the guide's settings and ours at the guide's batch."""
+    """Fed and compute-only in turns, then the usual settings and ours at their batch."""
     size = 32 if bench.smoke else 384
     batch = 4 if bench.smoke else 64
     data = pictures(bench.work / "data", 24 if bench.smoke else 1024)
@@ -46,13 +46,13 @@ def run(bench: Bench) -> None:
     # Epochs of more than a hundred steps: turns need whole stretches of one.
     job = engine_job(bench, options, data, batch, 4 if bench.smoke else 8)
     bench.note_all(engine_turns(*job, bench.work / "fed", turns))
-    bench.begins("the guide's settings")
-    bench.note("guide", guide_rate(bench, options, data))
+    bench.begins("the usual settings")
+    bench.note("stock", usual_rate(bench, options, data))
     if bench.left_s() > bench.another_s:
-        bench.begins("ours at the guide's batch")
-        job = engine_job(bench, options, data, GUIDE_BATCH, 4 if bench.smoke else 2)
+        bench.begins("ours at their batch")
+        job = engine_job(bench, options, data, STOCK_BATCH, 4 if bench.smoke else 2)
         alone = Turns(None, bench, turn_s=2.5, turns=1)
-        bench.note("fed_at_guide_batch", engine_turns(*job, bench.work / "small", alone)["fed"])
+        bench.note("fed_at_stock_batch", engine_turns(*job, bench.work / "small", alone)["fed"])
 
 
 def engine_job(bench: Bench, options: CodOptions, data: Path, batch: int, again: int) -> tuple[Job, TrainSettings]:
@@ -81,20 +81,20 @@ def compute_steps(bench: Bench, options: CodOptions, data: Path, batch: int) -> 
     return steps_of(step, (images, masks), batch)
 
 
-def guide_rate(bench: Bench, options: CodOptions, data: Path) -> float:
+def usual_rate(bench: Bench, options: CodOptions, data: Path) -> float:
     """The usual settings: a stock loader that augments on the CPU, batch 8, 12 workers, fp16 with a scaler."""
     job = build(Request(options, TrainSettings(), data, bench.work))
     model = job.model.to(bench.device).train()
     loader = torch.utils.data.DataLoader(
         OnTheCpu(job.data, options.img_size),
-        batch_size=GUIDE_BATCH,
+        batch_size=STOCK_BATCH,
         shuffle=True,
         drop_last=True,
-        num_workers=1 if bench.smoke else GUIDE_WORKERS,
+        num_workers=1 if bench.smoke else STOCK_WORKERS,
         pin_memory=bench.device.type == "cuda",
     )
     step = plain_step(model, job.loss, dtype=torch.float16 if bench.device.type == "cuda" else None)
-    return stock_rate(loader, step, GUIDE_BATCH, bench.seconds(10), bench.device)
+    return stock_rate(loader, step, STOCK_BATCH, bench.seconds(10), bench.device)
 
 
 class Repeated(torch.utils.data.Dataset[Any]):

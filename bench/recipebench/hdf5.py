@@ -21,11 +21,11 @@ from fulltilt.train import TrainSettings
 from recipebench.measuring import Bench, plain_step, stock_rate
 from recipebench.turns import Turns, engine_turns, steps_of
 
-GUIDE_BATCH, GUIDE_WORKERS, GUIDE_PREFETCH = 8192, 8, 16
+STOCK_BATCH, STOCK_WORKERS, STOCK_PREFETCH = 8192, 8, 16
 
 
 def run(bench: Bench) -> None:
-    """Fed and compute-only in turns, then the guide's settings. Its batch is ours."""
+    """Fed and compute-only in turns, then the usual settings. Its batch is ours."""
     batch = 64 if bench.smoke else 8192
     data = recordings(bench.work / "data", 512 if bench.smoke else 64 * 8192)
     bench.note("promised", "1.67")
@@ -34,8 +34,8 @@ def run(bench: Bench) -> None:
     bench.begins("fed and compute-only steps in turns")
     # Several hundred steps an epoch: turns need whole stretches of one.
     bench.note_all(fed_figures(bench, data, batch, turns, again=2 if bench.smoke else 5))
-    bench.begins("the guide's settings")
-    bench.note("guide", guide_rate(bench, data))
+    bench.begins("the usual settings")
+    bench.note("stock", usual_rate(bench, data))
 
 
 def fed_figures(bench: Bench, data: Path, batch: int, turns: Turns, again: int) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def fed_figures(bench: Bench, data: Path, batch: int, turns: Turns, again: int) 
             "batch_size": batch,
             "drop_last": True,
             "monitor": None,
-            "workers": 0 if bench.smoke else GUIDE_WORKERS,
+            "workers": 0 if bench.smoke else STOCK_WORKERS,
             "device": bench.device.type,
         }
     )
@@ -71,16 +71,16 @@ def compute_steps(bench: Bench, batch: int) -> Callable[[int], int]:
     return steps_of(step, parts, batch)
 
 
-def guide_rate(bench: Bench, data: Path) -> float:
+def usual_rate(bench: Bench, data: Path) -> float:
     """A stock loader that reads one window after the other, 8 workers × 16 batches ahead."""
-    batch, workers = (16, 1) if bench.smoke else (GUIDE_BATCH, GUIDE_WORKERS)
+    batch, workers = (16, 1) if bench.smoke else (STOCK_BATCH, STOCK_WORKERS)
     loader = torch.utils.data.DataLoader(
         OneByOne(data / "train-0.h5"),
         batch_size=batch,
         shuffle=True,
         drop_last=True,
         num_workers=workers,
-        prefetch_factor=GUIDE_PREFETCH,
+        prefetch_factor=STOCK_PREFETCH,
         pin_memory=bench.device.type == "cuda",
         persistent_workers=True,
     )

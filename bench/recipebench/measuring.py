@@ -44,8 +44,8 @@ class Bench:
         """Keep a figure and write all of them. Ratios are made where both of their sides are there."""
         self.figures[name] = value
         for ratio, over, under in (
-            ("fed_over_guide", "fed", "guide"),
-            ("fed_at_guide_batch_over_guide", "fed_at_guide_batch", "guide"),
+            ("fed_over_stock", "fed", "stock"),
+            ("fed_at_stock_batch_over_stock", "fed_at_stock_batch", "stock"),
         ):
             if over in self.figures and under in self.figures:
                 self.figures[ratio] = self.figures[over] / self.figures[under]

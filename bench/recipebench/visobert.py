@@ -25,7 +25,7 @@ from recipebench.turns import Turns, engine_turns
 # XLM-R base with ViSoBERT's vocabulary.
 BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
 VOCABULARY = 15_004
-GUIDE_BATCH, GUIDE_WORKERS, GUIDE_PREFETCH = 96, 2, 4
+STOCK_BATCH, STOCK_WORKERS, STOCK_PREFETCH = 96, 2, 4
 # More than the steps of a turn.
 REMEMBERED = 400
 # The made texts so many times over: an epoch of several hundred steps.
@@ -33,7 +33,7 @@ AGAIN = 4
 
 
 def run(bench: Bench) -> None:
-    """Fed and compute-only in turns, then the guide's settings and ours with the guide's batch."""
+    """Fed and compute-only in turns, then the usual settings and ours with their batch."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     batch = 16 if bench.smoke else 512
@@ -47,14 +47,14 @@ def run(bench: Bench) -> None:
     turns = Turns(compute_steps(bench, options, tokenizer, job, served), bench)
     bench.begins("fed and compute-only steps in turns")
     bench.note_all(engine_turns(replace(job, data=served), settings, bench.work / "fed", turns))
-    bench.begins("the guide's settings")
-    bench.note("guide", guide_rate(bench, options, tokenizer, job, texts))
+    bench.begins("the usual settings")
+    bench.note("stock", usual_rate(bench, options, tokenizer, job, texts))
     bench.remark("the usual 8-bit AdamW is left out on both sides: fused AdamW is at least as fast")
     if bench.left_s() > bench.another_s:
-        bench.begins("ours at the guide's batch")
-        job, settings, _ = engine_job(bench, data, options, longer, 8 if bench.smoke else GUIDE_BATCH)
+        bench.begins("ours at their batch")
+        job, settings, _ = engine_job(bench, data, options, longer, 8 if bench.smoke else STOCK_BATCH)
         alone = Turns(None, bench, turn_s=4, turns=1)
-        bench.note("fed_at_guide_batch", engine_turns(job, settings, bench.work / "small", alone)["fed"])
+        bench.note("fed_at_stock_batch", engine_turns(job, settings, bench.work / "small", alone)["fed"])
 
 
 def prepared(bench: Bench) -> tuple[Path, Options]:
@@ -120,9 +120,9 @@ def compute_steps(
     return several
 
 
-def guide_rate(bench: Bench, options: Options, tokenizer: Any, job: Job, texts: Texts) -> float:
+def usual_rate(bench: Bench, options: Options, tokenizer: Any, job: Job, texts: Texts) -> float:
     """The usual settings: a stock loader in random order, padded to the longest of each batch of 96, fp16."""
-    batch, workers = (8, 1) if bench.smoke else (GUIDE_BATCH, GUIDE_WORKERS)
+    batch, workers = (8, 1) if bench.smoke else (STOCK_BATCH, STOCK_WORKERS)
     tokens = tokenise(texts.train.texts, lambda part: tokenizer(part, truncation=True, max_length=options.max_length))
     pad = transformers.DataCollatorWithPadding(tokenizer)
     names = ("input_ids", "attention_mask", "labels")
@@ -138,7 +138,7 @@ def guide_rate(bench: Bench, options: Options, tokenizer: Any, job: Job, texts: 
         drop_last=True,
         collate_fn=collate,
         num_workers=workers,
-        prefetch_factor=GUIDE_PREFETCH,
+        prefetch_factor=STOCK_PREFETCH,
         pin_memory=bench.device.type == "cuda",
         persistent_workers=True,
         multiprocessing_context="fork",

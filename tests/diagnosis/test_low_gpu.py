@@ -5,7 +5,7 @@ from tests.diagnosis.examples import loader
 STARVED = Buckets(startup_s=5.0, data_wait_s=62.0, compute_s=11.0, host_code_s=27.0)
 
 
-def test_the_warning_reads_as_guide_5_writes_it_with_the_likely_cause_first() -> None:
+def test_the_warning_has_its_words_with_the_likely_cause_first() -> None:
     feeding = loader(batch_size=8192, num_workers=8, prefetch_factor=16, batches=1001, wait_s=25.3)
     assert low_gpu_warning(11.0, STARVED, feeding, usable_cpus=16.0) == "\n".join(
         (

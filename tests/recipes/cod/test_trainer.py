@@ -51,7 +51,7 @@ def naive_loss(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("reach", [12.0, 200.0], ids=["confident", "run away"])
-def test_guide_3s_nan_is_there_with_the_naive_loss_in_half_precision_and_gone_with_ours(reach: float) -> None:
+def test_nan_is_there_with_the_naive_loss_in_half_precision_and_gone_with_ours(reach: float) -> None:
     torch.manual_seed(0)
     mask = (F.avg_pool2d(torch.rand(1, 1, 272, 272), 31, 1, 15) > 0.5).float()
     weight = torch.ones(1, 1, 1, 1, requires_grad=True)
@@ -129,7 +129,7 @@ def test_the_balance_term_is_zero_for_even_use_and_pushes_towards_it() -> None:
 # --------------------------------------------------------------------------- network
 
 
-def test_it_answers_as_guide_1_calls_it() -> None:
+def test_it_answers_as_it_is_called() -> None:
     net = network.build("test_resnet", 64, width=16, num_experts=7).eval()
     images = torch.randn(2, 3, 64, 64)
     prediction, auxiliary, deep = net(images, return_deep_supervision=True)
