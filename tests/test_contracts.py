@@ -42,7 +42,8 @@ def test_the_version_stands_in_one_place_and_in_the_changelog() -> None:
 
 def test_the_finding_codes_are_these() -> None:
     assert get_args(records.FindingCode) == (
-        *("input_serial", "input_cpu_bound", "input_io_bound", "input_handover", "epoch_restart", "transfer_blocking"),
+        *("input_serial", "input_cpu_bound", "slow_storage", "input_io_bound", "input_handover", "epoch_restart"),
+        *("dataset_pickled", "transfer_blocking"),
         *(
             "sync_point",
             "launch_bound",
@@ -54,7 +55,8 @@ def test_the_finding_codes_are_these() -> None:
             "recompiling",
             "gc_pauses",
         ),
-        *("validation_heavy", "checkpoint_stall", "memory_pressure", "cpu_oversubscribed", "shm_small", "throttled"),
+        *("validation_heavy", "checkpoint_stall", "memory_pressure"),
+        *("worker_memory_growth", "cpu_affinity", "cpu_oversubscribed", "shm_small", "throttled"),
         *("gpu_shared", "straggler", "communication_bound", "find_unused_parameters", "compute_bound"),
     )
 

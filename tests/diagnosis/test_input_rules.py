@@ -9,12 +9,14 @@ from fulltilt.diagnosis.evidence import Evidence, gather, one_loader_a_line
 from fulltilt.diagnosis.findings import Judgement
 from fulltilt.diagnosis.loaders import Limit
 from fulltilt.diagnosis.rules.data_loading import (
+    dataset_pickled,
     epoch_restart,
     input_cpu_bound,
     input_handover,
     input_io_bound,
     input_serial,
     shm_small,
+    slow_storage,
 )
 from fulltilt.diagnosis.rules.worker_count import plan_workers
 from fulltilt.records import (
@@ -663,3 +665,56 @@ def test_one_worker_does_not_wait_beside_others() -> None:
     assert (
         "2 workers already wait side by side" in found(input_io_bound(gather(fed(workers(**IO_WORKERS), cpus=0.2)))).fix
     )
+
+
+# --------------------------------------------------------------------------- storage
+
+
+def test_many_small_reads_from_storage_are_packed_into_large_files() -> None:
+    run = fed(workers(**IO_WORKERS, read_bytes=2_000_000_000, reads=100_000))
+    finding = found(slow_storage(gather(run)))
+    assert "1,000 reads a second, 19.5 KiB each from storage, 19.1 MiB/s" in finding.evidence
+    assert "WebDataset" in finding.fix
+    assert finding.where == "dataset.py:48"
+    assert [one.code for one in answer(run).findings[:2]] == ["input_io_bound", "slow_storage"]
+
+
+def test_large_reads_or_files_in_memory_are_no_matter_of_small_files() -> None:
+    large = workers(**IO_WORKERS, read_bytes=20_000_000_000, reads=20_000)
+    in_memory = workers(**IO_WORKERS, read_bytes=100_000, reads=100_000)
+    for crew in (large, in_memory, workers(**IO_WORKERS)):
+        assert slow_storage(gather(fed(crew))) is None
+
+
+def test_a_first_pass_over_cold_files_is_told_apart_from_warm_ones() -> None:
+    """One pass of 100 steps waits 0.3 s each, two more wait 0.01 s."""
+    spans = [Span(0.0, 10.0, 0, 0, 0, None, Buckets(startup_s=10.0))]
+    for step in range(300):
+        buckets = Buckets(data_wait_s=0.3 if step < 100 else 0.01, compute_s=0.1)
+        t0_s = spans[-1].t1_s
+        spans.append(Span(t0_s, t0_s + buckets.total_s, step, 1, 1, BATCH, buckets, epoch=step // 100))
+    crew = workers(read_bytes=9_000_000_000, reads=9000, read_bytes_by_pass=(8_900_000_000, 100_000_000, 0))
+    run = run_of(gpu_rank(workers=(crew,), loaders=(loader(num_workers=2, passes=3),)), spans=(tuple(spans),))
+    finding = found(slow_storage(gather(run)))
+    assert finding.evidence[0].startswith("in the first pass the workers read 8.3 GiB from storage, in a later one at")
+    assert "300 ms a step for data in the first pass, 10 ms later" in finding.evidence[1]
+    assert finding.fix.startswith("Only the first pass pays.")
+
+
+# --------------------------------------------------------------------------- pickling
+
+
+def test_a_large_data_set_pickled_at_each_pass_is_told_with_its_size() -> None:
+    spawned = loader(num_workers=2, start_method="spawn", passes=5, pickled_workers=10, pickled_bytes=200_000_000)
+    run = run_of(rank(loaders=(replace(spawned, pickle_s=20.0),)), epoch_turnover=30.0, compute=70.0)
+    finding = found(dataset_pickled(gather(run)))
+    assert finding.share == pytest.approx(0.16)
+    assert finding.evidence[0].startswith("190.7 MiB are pickled for each worker (spawn): for 2 workers 4 s of the")
+    assert "persistent_workers=True" in finding.fix
+
+
+def test_small_arguments_forked_workers_and_one_quick_start_pickle_nothing_of_note() -> None:
+    small = loader(num_workers=2, pickled_workers=10, pickled_bytes=20_000, pickle_s=20.0)
+    once = loader(num_workers=2, pickled_workers=2, pickled_bytes=200_000_000, pickle_s=2.0)
+    for one in (small, once, loader(num_workers=2)):
+        assert dataset_pickled(gather(run_of(rank(loaders=(one,)), epoch_turnover=30.0, compute=70.0))) is None

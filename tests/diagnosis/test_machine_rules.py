@@ -6,8 +6,15 @@ import pytest
 from fulltilt.diagnosis import answer
 from fulltilt.diagnosis.evidence import gather
 from fulltilt.diagnosis.rules.data_loading import input_cpu_bound
-from fulltilt.diagnosis.rules.machine import cpu_oversubscribed, gpu_shared, memory_pressure, throttled
-from fulltilt.records import Abstention, Finding, GpuProcess, Run
+from fulltilt.diagnosis.rules.machine import (
+    cpu_affinity,
+    cpu_oversubscribed,
+    gpu_shared,
+    memory_pressure,
+    throttled,
+    worker_memory_growth,
+)
+from fulltilt.records import Abstention, CpuCapacity, Finding, GpuProcess, MemoryGrowthRecord, Run
 from tests.diagnosis.examples import gpu, gpu_rank, host, loader, machine, rank, run_of, sampled, workers
 
 
@@ -61,6 +68,74 @@ def test_a_full_gpu_that_never_retried_is_a_remark() -> None:
 def test_memory_with_room_is_left_alone_and_unread_memory_not_judged() -> None:
     assert memory_pressure(gather(on_gpu())) is None
     assert memory_pressure(gather(run_of(rank()))) == Abstention("memory_pressure", "readings of memory use")
+
+
+# --------------------------------------------------------------------------- worker_memory_growth
+
+
+def growing(used: int = 20 * 10**9, growth: MemoryGrowthRecord | None = None, **changes: Any) -> Run:
+    """Four workers, each of which grows by 10 MB a second."""
+    grown = growth or MemoryGrowthRecord(bytes=80_000_000, over_s=8.0, batches=40)
+    feeding = loader(num_workers=4, **{"passes": 3, **changes})
+    crew = workers(processes=4, growth=grown, idle_s=300.0)
+    state = host(mem_used_bytes=used)
+    return run_of(rank(loaders=(feeding,), workers=(crew,)), samples=sampled(host_reading=state), compute=100.0)
+
+
+def test_workers_that_will_fill_the_memory_come_first() -> None:
+    run = growing(objects="self.paths, a list of 1,200,000")
+    finding = found(worker_memory_growth(gather(run)))
+    assert (finding.severity, finding.where, finding.predicted_speedup) == ("severe", "train.py:31", None)
+    assert finding.evidence == (
+        "a worker's own memory grows by 9.5 MiB/s, 61 KiB a sample: 4 workers will fill the 41 GiB that are left "
+        "within 18 min 20 s",
+        "the data set Photos keeps Python objects: self.paths, a list of 1,200,000",
+    )
+    assert answer(run).verdict.code == "worker_memory_growth"
+
+
+def test_a_cache_that_fits_or_a_growth_that_takes_days_is_left_alone() -> None:
+    assert worker_memory_growth(gather(growing(passes=1, dataset_len=100_000))) is None
+    assert found(worker_memory_growth(gather(growing(passes=1, dataset_len=10_000_000)))).severity == "severe"
+    slow = MemoryGrowthRecord(bytes=20_000_000, over_s=200.0, batches=4000)
+    assert worker_memory_growth(gather(growing(growth=slow))) is None
+    assert worker_memory_growth(gather(growing(growth=MemoryGrowthRecord(80_000_000, 1.0, 5)))) is None
+
+
+# --------------------------------------------------------------------------- cpu_affinity
+
+
+def bound(cpu: CpuCapacity | None = None, on_cpus: int = 1, **changes: Any) -> Run:
+    """Four workers that may run on one of eight CPUs."""
+    crew = workers(processes=4, fetch_cpu_s=80.0, process_cpu_s=85.0, cpu_wait_s=75.0, cpus=on_cpus)
+    feeding = loader(num_workers=4, prefetch_factor=2)
+    told = {"cpus_at_start": 8, "cpus": 1, **changes}
+    here = machine(cpu=cpu) if cpu is not None else machine()
+    return run_of(rank(loaders=(feeding,), workers=(crew,), **told), on=here, data_wait=60.0, compute=40.0)
+
+
+def test_workers_bound_by_the_process_are_told_to_be_set_free() -> None:
+    finding = found(cpu_affinity(gather(bound())))
+    assert finding.evidence[0] == "4 workers may run on 1 CPU of the 8 that the job may use"
+    assert "the process could use 8 CPUs when it began" in finding.evidence[-1]
+    assert "os.sched_setaffinity" in finding.fix
+    assert answer(bound()).verdict.code == "cpu_affinity"
+    in_workers = found(cpu_affinity(gather(bound(cpus=8))))
+    assert "a worker could use 8 CPUs when it began" in in_workers.evidence[-1]
+
+
+def test_a_binding_of_slurm_has_slurms_words() -> None:
+    cpu = CpuCapacity(present=64, affinity=1, quota=None, usable=1.0, allotted=16)
+    finding = found(cpu_affinity(gather(bound(cpu, cpus_at_start=1))))
+    assert "4 workers may run on 1 CPU of the 16 that the job may use" in finding.evidence
+    assert "srun --cpus-per-task=16" in finding.fix
+
+
+def test_workers_with_room_or_without_a_queue_are_not_confined() -> None:
+    assert cpu_affinity(gather(bound(on_cpus=5))) is None
+    alone = workers(cpus=1)  # two of them, that do not queue: each may have its own CPU
+    run = run_of(rank(loaders=(loader(num_workers=2),), workers=(alone,)), data_wait=60.0, compute=40.0)
+    assert cpu_affinity(gather(run)) is None
 
 
 # --------------------------------------------------------------------------- cpu_oversubscribed

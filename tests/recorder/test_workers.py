@@ -14,7 +14,15 @@ import pytest
 import torch
 
 from fulltilt import store
-from fulltilt.recorder.loaders.workers import EARLY_SAMPLE_EVERY_S, EARLY_SAMPLES, SAMPLE_EVERY_S, FetchMeter, Mailbox
+from fulltilt.recorder.loaders.workers import (
+    EARLY_SAMPLE_EVERY_S,
+    EARLY_SAMPLES,
+    SAMPLE_EVERY_S,
+    FetchMeter,
+    Mailbox,
+    WorkerTotals,
+    checked,
+)
 from fulltilt.recorder.rank_files import RankFiles
 from fulltilt.recorder.rank_state import RankState
 
@@ -29,10 +37,11 @@ def meter_of(loader_id: int) -> tuple[Mailbox, FetchMeter]:
 def test_no_fetch_is_lost_while_a_message_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     mailbox, meter = meter_of(7)
 
-    def slowly() -> None:
+    def slowly() -> tuple[None, None]:
         meter.fetch(lambda: "a batch that comes while the memory is being measured")
+        return None, None
 
-    monkeypatch.setattr(meter, "_pss_bytes", slowly)
+    monkeypatch.setattr(meter, "_memory", slowly)
     meter.fetch(lambda: "a batch")
     meter.send()
     monkeypatch.undo()
@@ -101,6 +110,9 @@ GOOD = {
     "process_cpu_s": 1.0,
     "read_bytes": 10,
     "pss_bytes": 20,
+    "reads": 5,
+    "private_bytes": 10,
+    "cpus": [0, 3],
     "lines": [{"where": "train.py:7", "function": "f", "seconds": 1.0}],
 }
 
@@ -117,6 +129,9 @@ def damaged() -> list[bytes]:
         "process_cpu_s": [1.0],
         "read_bytes": 10**30,
         "pss_bytes": -5,
+        "reads": "many",
+        "private_bytes": 10**30,
+        "cpus": [-1],
         "lines": [{"where": 7, "function": "f", "seconds": 1.0}],
     }
     line = {"where": "train.py:7", "function": "f", "seconds": 1e300}
@@ -128,7 +143,7 @@ def damaged() -> list[bytes]:
 
 
 def test_forged_messages_are_dropped_and_counted() -> None:
-    taps: Any = SimpleNamespace(mailbox=Mailbox(), all=[object()])
+    taps: Any = SimpleNamespace(mailbox=Mailbox(), all=[SimpleNamespace(pass_of_message=1)])
     state = RankState(torch)
     state.taps = taps
     sending = taps.mailbox.opened()
@@ -143,6 +158,32 @@ def test_forged_messages_are_dropped_and_counted() -> None:
     assert taps.mailbox.dropped == len(forged)
     assert list(state.workers) == [0]
     assert state.workers[0].record(0) == told
+
+
+@pytest.mark.parametrize(("levels", "grows"), [((10, 30, 70), True), ((10, 60, 70), False), ((10, 60, 50), False)])
+def test_memory_grows_where_it_does_so_steadily(
+    monkeypatch: pytest.MonkeyPatch, levels: tuple[int, ...], grows: bool
+) -> None:
+    """Asked for after 2, 4 and 8 s: what is only filled at first grows ever slower."""
+    totals, now_s = WorkerTotals(), iter((2.0, 4.0, 8.0))
+    monkeypatch.setattr("fulltilt.recorder.loaders.workers.time.monotonic", lambda: next(now_s))
+    for level in levels:
+        message = checked(json.dumps({**GOOD, "private_bytes": level * 10**6}).encode())
+        assert message is not None
+        totals.add(message, in_pass=1)
+    growth = totals.record(0).growth
+    assert (growth is not None) == grows
+    if growth is not None:
+        assert (growth.bytes, growth.over_s, growth.batches) == (40_000_000, 4.0, 2)
+
+
+def test_workers_on_their_own_cpus_use_all_of_them_together() -> None:
+    totals = WorkerTotals()
+    for pid, cpus in ((1, [0]), (2, [1]), (3, [1])):
+        message = checked(json.dumps({**GOOD, "pid": pid, "cpus": cpus}).encode())
+        assert message is not None
+        totals.add(message, in_pass=1)
+    assert totals.record(0).cpus == 2
 
 
 def test_the_mailbox_has_no_name_that_others_could_write_to() -> None:

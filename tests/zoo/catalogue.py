@@ -67,9 +67,11 @@ CATALOGUE = (
     Specimen("own_prefetch_slow.py", "input_serial", measured=("data_wait",)),
     Specimen("worker_decode.py", "input_cpu_bound", measured=("data_wait",)),
     Specimen("worker_waits.py", "input_io_bound", measured=("data_wait",)),
+    Specimen("cold_first_pass.py", "slow_storage"),
     Specimen("iterable_workers.py", "input_io_bound", measured=("data_wait",)),
     Specimen("numpy_collate.py", "input_handover", measured=("data_wait",)),
     Specimen("tiny_epochs.py", "epoch_restart", measured=("epoch_turnover",)),
+    Specimen("pickled_dataset.py", "epoch_restart", also="dataset_pickled", too_short_to_rate=True),
     # -- the script's own code
     # Compiling is start-up, which rates leave out.
     Specimen("recompiling.py", "recompiling", counts_samples=False, too_short_to_rate=True),
@@ -89,6 +91,8 @@ CATALOGUE = (
     Specimen("save_safetensors.py", "checkpoint_stall", measured=("checkpoint",)),
     # -- the machine
     Specimen("oversubscribed.py", "cpu_oversubscribed", measured=("data_wait",)),
+    Specimen("bound_to_one_cpu.py", "cpu_affinity", measured=("data_wait",)),
+    Specimen("growing_workers.py", "worker_memory_growth"),
     Specimen("small_shm.py", "shm_small", shares=COMPUTES, surroundings="small_shm"),
     Specimen("hoarding.py", "memory_pressure", ("1790",), shares=COMPUTES, surroundings="little_memory"),
     # -- several ranks

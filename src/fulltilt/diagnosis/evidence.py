@@ -13,6 +13,7 @@ from fulltilt.figures import percent
 from fulltilt.records import (
     Buckets,
     Ceilings,
+    CpuCapacity,
     GpuSummary,
     HotLine,
     Ledger,
@@ -35,7 +36,7 @@ class Evidence:
     ``rank`` is the rank that sets the pace (the slowest in its own work), an empty record where no process was
     recorded; ``loader``, ``workers`` and ``supply`` are its training loader, that loader's workers, and what its
     batches cost; ``live`` is what live tuning did to it. ``delivered_samples_per_s`` (while training draws batches)
-    and ``usable_cpus`` are for one rank.
+    and ``usable_cpus`` are for one rank, and so is ``allowed_cpus``, what the job was given, whatever it is bound to.
     """
 
     run: Run
@@ -54,6 +55,7 @@ class Evidence:
     limit: Limit
     delivered_samples_per_s: float | None
     usable_cpus: float
+    allowed_cpus: float
 
     @property
     def machine(self) -> Machine:
@@ -153,6 +155,7 @@ def gather(run: Run) -> Evidence:
     rank, own = _pace_setter(run, ranks)
     loader, workers, live, supply = _input_of(rank, own)
     usable_cpus = _machine_of(run, rank).cpu.usable / _ranks_beside(run, rank)
+    allowed_cpus = _allowed_cpus(_machine_of(run, rank).cpu) / _ranks_beside(run, rank)
     wait_share = _ratio(ledger.buckets.data_wait_s, ledger.wall_s - ledger.buckets.startup_s)
     rate = ledgers.rate_while_drawing(run)
     delivered = rate / max(len(_training_ranks(run)), 1) if rate is not None else None
@@ -177,9 +180,11 @@ def gather(run: Run) -> Evidence:
             supply,
             delivered,
             crowding(rank, loader, usable_cpus),
+            confined(loader, workers, allowed_cpus),
         ),
         delivered_samples_per_s=delivered,
         usable_cpus=usable_cpus,
+        allowed_cpus=allowed_cpus,
     )
 
 
@@ -233,6 +238,18 @@ def crowding(rank: RankRecord, loader: LoaderRecord | None, usable_cpus: float) 
     """Workers and training threads for each usable CPU."""
     threads = (rank.torch_threads or 1) if rank.device == "cpu" else 1
     return ((loader.num_workers if loader else 0) + threads) / max(usable_cpus, 0.01)
+
+
+def confined(loader: LoaderRecord | None, workers: WorkerRecord | None, allowed_cpus: float) -> bool:
+    """Whether the workers may run on fewer CPUs than they and the training could use of those that are allowed."""
+    if loader is None or workers is None or workers.cpus is None or not loader.num_workers:
+        return False
+    return workers.cpus < min(int(allowed_cpus), loader.num_workers + 1)
+
+
+def _allowed_cpus(cpu: CpuCapacity) -> float:
+    bound = max(cpu.affinity, cpu.allotted or 0)
+    return float(bound) if cpu.quota is None else min(float(bound), cpu.quota)
 
 
 def compute_ceiling(run: Run) -> float | None:

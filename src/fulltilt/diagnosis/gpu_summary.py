@@ -24,6 +24,7 @@ class HostSummary:
     ram_share_peak: float | None = None
     ram_full_share: float | None = None
     swap_in_bytes_per_s: float | None = None
+    ram_left_bytes: int | None = None
 
 
 def training_samples(run: Run) -> tuple[Sample, ...]:
@@ -131,16 +132,18 @@ def use_before_the_job(run: Run, uuid: str) -> float | None:
 def summarise_host(run: Run) -> HostSummary:
     """The host over the training part."""
     hosts = [sample.host for sample in training_samples(run)]
-    ram = []
+    ram, left = [], None
     for host in hosts:
         limit = min(_present((host.mem_limit_bytes, host.mem_total_bytes)), default=0)
         if limit > 0 and host.mem_used_bytes is not None:
             ram.append(host.mem_used_bytes / limit)
+            left = max(round(limit) - host.mem_used_bytes, 0)
     return HostSummary(
         tree_cpu_pct=mean(_present(host.tree_cpu_pct for host in hosts)),
         ram_share_peak=max(ram, default=None),
         ram_full_share=sum(1 for share in ram if share >= LIMITS.ram_full_share) / len(ram) if ram else None,
         swap_in_bytes_per_s=mean(_present(host.swap_in_bytes_per_s for host in hosts)),
+        ram_left_bytes=left,
     )
 
 

@@ -19,8 +19,18 @@ from fulltilt.records import HotLine, LiveRecord, LoaderRecord, RankRecord, Work
 
 # Two that a line makes may be drawn from side by side (labelled and unlabelled), or be two stages.
 SIDE_BY_SIDE = 2
-_SUMS = ("constructed", "passes", "batches", "eval_batches", "samples", "wait_s", "wait_cpu_s")
-_WORKER_SUMS = ("batches", "fetch_s", "fetch_cpu_s", "cpu_wait_s", "idle_s", "process_cpu_s", "read_bytes")
+_SUMS = (
+    "constructed",
+    "passes",
+    "batches",
+    "eval_batches",
+    "samples",
+    "wait_s",
+    "wait_cpu_s",
+    "pickled_workers",
+    "pickle_s",
+)
+_WORKER_SUMS = ("batches", "fetch_s", "fetch_cpu_s", "cpu_wait_s", "idle_s", "process_cpu_s", "read_bytes", "reads")
 
 
 def one_loader_a_line(rank: RankRecord) -> RankRecord:
@@ -65,6 +75,8 @@ def joined(rank: RankRecord, same: Sequence[LoaderRecord]) -> tuple[LoaderRecord
         lines=joined_lines(line for record in records for line in record.lines),
         growing_lines=joined_lines(line for record in records for line in record.growing_lines),
         pss_bytes=_largest(records, "pss_bytes"),
+        cpus=_largest(records, "cpus"),
+        growth=records[-1].growth,
         **{name: _sum(records, name) for name in _WORKER_SUMS},
     )
     return loader, (work,)
@@ -99,6 +111,7 @@ class Limit(Enum):
     NOTHING = "the input keeps up"
     SERIAL = "the training thread fetches by itself, or its sampler is slow"
     BEHIND = "what the script does to the batches behind the loader"
+    CONFINED = "workers that may run on a part of the CPUs only"
     CROWDED = "more processes than CPUs"
     HANDOVER = "the way from the workers to the training thread"
     CPU = "the workers compute"
@@ -230,10 +243,12 @@ def find_limit(
     supply: Supply | None,
     delivered_samples_per_s: float | None,
     crowding: float,
+    confined: bool = False,
 ) -> Limit:
     """Which part of the input sets its rate.
 
-    ``behind_share`` is how much of the wait was for no loader; ``crowding``, workers and threads for each usable CPU.
+    ``behind_share`` is how much of the wait was for no loader; ``crowding``, workers and threads for each usable CPU;
+    ``confined`` workers may run on fewer CPUs than the job.
     """
     if wait_share < LIMITS.data_wait_share:
         return Limit.NOTHING
@@ -243,6 +258,8 @@ def find_limit(
         return Limit.SERIAL
     if supply is None:
         return Limit.UNKNOWN
+    if confined and queue_for_cpus(supply, LIMITS.confined_queueing_share):
+        return Limit.CONFINED
     # Crowded workers also look idle: what queues for a CPU after its fetch, or before the next one, does not fetch.
     if is_crowded(supply, crowding):
         return Limit.CROWDED
@@ -260,8 +277,12 @@ def find_limit(
 
 def is_crowded(supply: Supply, crowding: float) -> bool:
     """Whether workers and threads are so many that they queue for the CPUs."""
-    queueing = supply.queueing_share
-    if queueing is None or queueing < LIMITS.queueing_share or crowding < LIMITS.crowded_cpus:
+    return crowding >= LIMITS.crowded_cpus and queue_for_cpus(supply, LIMITS.queueing_share)
+
+
+def queue_for_cpus(supply: Supply, share: float) -> bool:
+    """Whether workers that compute are kept waiting for a CPU, for this share of the time that they could run."""
+    if supply.queueing_share is None or supply.queueing_share < share:
         return False
     # Workers that sleep or wait for storage may queue for the little they compute: that is not what takes their time.
     return supply.busy_share is None or supply.busy_share >= LIMITS.cpu_bound_share

@@ -48,6 +48,11 @@ class Thresholds:
     cpu_bound_share: float = 0.5  # more than half of a fetch on, or queueing for, a CPU: computing, not waiting
     idle_workers_share: float = 0.3  # workers with nothing to do for a third of their time are not the limit
     storage_read_bytes_per_s: float = 1e6  # less than a megabyte a second keeps no disk and no network busy
+    small_read_bytes: float = 256e3  # below it seeking and asking take a disk or a server longer than the bytes do
+    cold_factor: float = 3.0  # by which a first pass must read, and wait, more than later ones
+    cold_bytes: float = 10e6  # less is read within a second by any disk
+    pickled_bytes: float = 10e6  # a worker's arguments without data take kilobytes
+    pickling_start_s: float = 5.0  # of start-up that nobody would want to wait for
     handover_share: float = 0.5  # more CPU in pickling and rebuilding than in fetching, or than in real waiting
     sampling_share: float = 0.5  # of the fetching: what workers could take over is the smaller part
     cheap_fetch_share: float = 0.5  # of the wait for a batch: fetching it on the training thread would halve the wait
@@ -56,6 +61,7 @@ class Thresholds:
     starved_share: float = 0.9  # training that waits nine tenths of its time takes all that the loader gives
     never_idle_share: float = 0.05  # workers idle less than this are at their full rate
     queueing_share: float = 0.4  # two runnable processes for each CPU queue half of their time
+    confined_queueing_share: float = 0.2  # two on one CPU queue half of their time; neighbours cost a tenth
     crowded_cpus: float = 2.0  # workers and threads for each usable CPU from which queueing is their own doing
 
     # -- what to expect from a change
@@ -96,6 +102,8 @@ class Thresholds:
     # -- the machine
     ram_full_share: float = 0.92  # of the limit; the kernel starts to reclaim hard and the OOM killer is near
     swap_in_bytes_per_s: float = 1e6  # reading back a megabyte of swap each second is thrashing, not tidying up
+    growth_seen_s: float = 3.0  # of steady growth, behind as much before: what workers fill at first is full by then
+    growth_bytes: float = 16e6  # of one worker meanwhile; allocators keep more or less by a few megabytes
     shm_share: float = 0.5  # of /dev/shm: uneven batches and several ranks can double the estimate
 
     # -- the checklist

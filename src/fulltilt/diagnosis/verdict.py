@@ -14,7 +14,7 @@ from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import capital, count, number, percent, seconds, times
 from fulltilt.records import BUCKETS, Finding, RankRecord, Run, RunRecord, Verdict
 
-_FATAL = ("memory_pressure", "shm_small")
+_FATAL = ("memory_pressure", "worker_memory_growth", "shm_small")
 
 
 def ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -65,8 +65,10 @@ WORDS: dict[str, tuple[str, str | None]] = {
     "input_serial": ("Data loading: no workers", _DATA_WAIT),
     "input_cpu_bound": ("Data loading: CPU-bound", _DATA_WAIT),
     "input_io_bound": ("Data loading: I/O-bound", _DATA_WAIT),
+    "slow_storage": ("Data loading: slow storage", "{trainee} waits for data in {share}{win}"),
     "input_handover": ("Data loading: slow hand-over from the workers", _DATA_WAIT),
     "epoch_restart": ("Workers restarted every epoch", "starting {passes} over the data takes {share}{win}"),
+    "dataset_pickled": ("Data set pickled to every worker", "{fact}{win}"),
     "transfer_blocking": (
         "Blocking copies to the GPU",
         "the GPU is idle in {share} while batches are copied to it{place}{win}",
@@ -86,6 +88,8 @@ WORDS: dict[str, tuple[str, str | None]] = {
     "validation_heavy": ("Validation", "it takes {share}{win}"),
     "checkpoint_stall": ("Blocking checkpoints", "training stands still for them in {share}{place}{win}"),
     "memory_pressure": ("Memory pressure", "{fact}"),
+    "worker_memory_growth": ("Worker memory growth", "{fact}"),
+    "cpu_affinity": ("CPU affinity", "{fact}{win}"),
     "cpu_oversubscribed": ("CPU oversubscribed", "{fact} and slow each other down{win}"),
     "shm_small": ("Shared memory too small", "{fact}"),
     "throttled": ("GPU throttled", "{fact}{win}"),

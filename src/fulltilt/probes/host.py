@@ -97,11 +97,8 @@ class ProcessTree:
 def proportional_bytes(pid: int) -> int:
     """Memory of a process, pages that it shares counted in part (PSS), or the nearest to it that the system tells."""
     try:
-        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:  # noqa: PTH123 - the fast way, every second
-            for line in file:
-                if line.startswith(b"Pss:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
+        return page_totals(pid)["Pss"]
+    except (OSError, KeyError):
         pass  # not Linux, an old kernel, or the process has gone
     try:
         return int(psutil.Process(pid).memory_full_info().uss)
@@ -111,6 +108,13 @@ def proportional_bytes(pid: int) -> int:
         return int(psutil.Process(pid).memory_info().rss)
     except (psutil.Error, OSError):
         return 0  # it has gone, and holds nothing
+
+
+def page_totals(pid: int) -> dict[str, int]:
+    """What the kernel adds up over the pages of a process (Pss, Private_Dirty, …), in bytes. Raises OSError."""
+    with open(f"/proc/{pid}/smaps_rollup", "rb") as file:  # noqa: PTH123 - the fast way, every second
+        lines = (line.split() for line in file)
+        return {parts[0][:-1].decode(): int(parts[1]) * 1024 for parts in lines if parts[-1] == b"kB"}
 
 
 # --------------------------------------------------------------------------- counters
@@ -212,7 +216,15 @@ def cpu_capacity(root: Path = Path("/")) -> CpuCapacity:
     else:
         affinity = present  # macOS does not bind processes to CPUs
     quota = cpu_quota(root)
-    return CpuCapacity(present, affinity, quota, float(affinity) if quota is None else min(float(affinity), quota))
+    usable = float(affinity) if quota is None else min(float(affinity), quota)
+    return CpuCapacity(present, affinity, quota, usable, _allotted_by_slurm())
+
+
+def _allotted_by_slurm() -> int | None:
+    """CPUs of the job on this node for each of its tasks there; None outside of Slurm."""
+    on_node = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    tasks = os.environ.get("SLURM_TASKS_PER_NODE", "1").partition("(")[0].partition(",")[0]
+    return int(on_node) // max(int(tasks), 1) if on_node.isdigit() and tasks.isdigit() else None
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int | None:

@@ -6,6 +6,7 @@ The environment tells what to do; `fulltilt run` sets it and every Python proces
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import os
 import sys
@@ -29,6 +30,8 @@ PACKAGE = "FULLTILT_PACKAGE"
 ALSO = "FULLTILT_ALSO"
 
 current: Session | None = None
+# How many CPUs this process may use, before the script has imported or set anything.
+cpus_at_start: int | None = None
 # The variables of `fulltilt run` as the process began: a script may empty its environment before it imports torch.
 _told: dict[str, str] = {}
 _forks_are_followed = False
@@ -55,6 +58,9 @@ def environment(folder: Path, t0_ns: int, settings: Path | None, deep: int) -> d
 
 def when_torch_is_imported() -> None:
     """Start a session as soon as this process has imported torch."""
+    global cpus_at_start
+    with contextlib.suppress(AttributeError, OSError):
+        cpus_at_start = len(os.sched_getaffinity(0))
     _told.update((name, value) for name, value in os.environ.items() if name.startswith("FULLTILT_"))
     user_code.began_in()  # before the script goes elsewhere
     sys.meta_path.insert(0, ImportWatcher({"torch": start, **dict.fromkeys(ITERABLES, _watch_iterables)}))

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fulltilt.recorder import attach
 from fulltilt.recorder.intervals import IntervalBuilder
 from fulltilt.recorder.loaders import LoaderTaps
-from fulltilt.recorder.loaders.workers import WorkerTotals
+from fulltilt.recorder.loaders.workers import WorkerTotals, allowed_cpus
 from fulltilt.recorder.marks import Activity
 from fulltilt.recorder.stacks.frames import LineGrowth, LineTimes, StackView
 from fulltilt.records import (
@@ -227,7 +228,9 @@ class RankState:
         self._host_growth.note(self.steps)
         for message in self.taps.mailbox.receive():
             if message.loader < len(self.taps.all):
-                self.workers.setdefault(message.loader, WorkerTotals()).add(message)
+                self.workers.setdefault(message.loader, WorkerTotals()).add(
+                    message, self.taps.all[message.loader].pass_of_message
+                )
             else:
                 self.taps.mailbox.dropped += 1
 
@@ -331,6 +334,8 @@ class RankState:
             alloc_retries=stats.get("num_alloc_retries"),
             memory=self.memory,
             torch_threads=self._torch.get_num_threads(),
+            cpus_at_start=attach.cpus_at_start,
+            cpus=len(cpus) if (cpus := allowed_cpus()) is not None else None,
             stack_samples=self.stack_samples,
             observer_s=self.observer_s,
             worker_messages_dropped=self.taps.mailbox.dropped,

@@ -107,12 +107,16 @@ class JobProcess:
 
 @dataclass(frozen=True, slots=True)
 class CpuCapacity:
-    """CPUs present, and how many of them this process may really use (affinity and cgroup quota)."""
+    """CPUs present, and how many of them this process may really use (affinity and cgroup quota).
+
+    ``allotted`` is what Slurm gave to the task, which the binding may fall short of.
+    """
 
     present: int
     affinity: int
     quota: float | None
     usable: float
+    allotted: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,8 +351,9 @@ class LoaderRecord:
     ``where`` is the user's line; ``made_by`` is the library that this line calls to construct the loader, or None
     when the line constructs it itself. What the script draws batches from without any DataLoader is made by "script".
     A line that constructs one again for each pass is one loader, ``constructed`` as many times. ``eval_batches`` of its
-    batches were drawn to evaluate. ``sampler_lines`` are those of its sampler, which the training thread runs itself,
-    with workers as without.
+    batches were drawn to evaluate. ``pickled_workers`` were started otherwise than by fork, each with ``pickled_bytes``
+    of data set and arguments, in ``pickle_s`` of the training thread in all. ``sampler_lines`` are those of its
+    sampler, which the training thread runs itself, with workers as without.
     """
 
     loader_id: int
@@ -382,11 +387,28 @@ class LoaderRecord:
     padding_share: float | None = None
     eval_batches: int = 0
     sampler_lines: tuple[HotLine, ...] = ()
+    pickled_workers: int = 0
+    pickled_bytes: int = 0
+    pickle_s: float = 0.0
+    objects: str | None = None  # the largest list or dict among the attributes of the data set
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryGrowthRecord:
+    """How the private memory of a worker grew in the later half of its life, steadily; the mean over the workers."""
+
+    bytes: int
+    over_s: float
+    batches: float
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """All workers of one loader on one rank together: what they did and which lines cost it."""
+    """All workers of one loader on one rank together: what they did and which lines cost it.
+
+    ``reads`` are their calls to read, ``read_bytes`` what of it came from storage; ``cpus``, those that any of them may
+    run on.
+    """
 
     loader_id: int
     processes: int
@@ -400,6 +422,10 @@ class WorkerRecord:
     lines: tuple[HotLine, ...] = ()
     pss_bytes: int | None = None  # of one worker, their mean
     growing_lines: tuple[HotLine, ...] = ()
+    reads: int | None = None
+    read_bytes_by_pass: tuple[int, ...] = ()
+    cpus: int | None = None
+    growth: MemoryGrowthRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -579,6 +605,8 @@ class RankRecord:
     alloc_retries: int | None = None
     memory: MemoryRecord | None = None
     torch_threads: int | None = None
+    cpus_at_start: int | None = None
+    cpus: int | None = None
     stack_samples: int = 0
     observer_s: float | None = None
     notes: tuple[str, ...] = ()
@@ -659,9 +687,11 @@ class Run:
 FindingCode = Literal[
     "input_serial",
     "input_cpu_bound",
+    "slow_storage",
     "input_io_bound",
     "input_handover",
     "epoch_restart",
+    "dataset_pickled",
     "transfer_blocking",
     "sync_point",
     "launch_bound",
@@ -675,6 +705,8 @@ FindingCode = Literal[
     "validation_heavy",
     "checkpoint_stall",
     "memory_pressure",
+    "worker_memory_growth",
+    "cpu_affinity",
     "cpu_oversubscribed",
     "shm_small",
     "throttled",

@@ -35,7 +35,7 @@ from fulltilt.diagnosis.rules.worker_count import (
 )
 from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import count, cpus, number, percent, seconds, size
-from fulltilt.records import Abstention, Finding, FindingCode, HotLine, LoaderRecord
+from fulltilt.records import Abstention, Finding, FindingCode, HotLine, LoaderRecord, WorkerRecord
 
 # --------------------------------------------------------------------------- shared by the rules below
 
@@ -258,6 +258,8 @@ def _workers_limit(evidence: Evidence, code: FindingCode, limit: Limit) -> Judge
     loader, supply = evidence.loader, evidence.supply
     if evidence.limit is not limit or loader is None or supply is None:
         return None
+    if _mostly_cold(evidence):
+        return None  # it is the storage's doing, and no more so in later passes
     if special := _hung_fetch(evidence, loader, code) or _contended_lock(evidence, loader, code):
         return special
     line = costliest_line(evidence)
@@ -310,10 +312,14 @@ def _storage_facts(evidence: Evidence) -> list[str]:
         facts.append(f"the workers read {size(read)} from storage, {size(read / max(evidence.active_s, 1e-9))}/s")
     elif read is not None:
         facts.append(f"the workers read only {size(read)} from storage: they wait for a lock, a sleep or a service")
+    return [*facts, *_storage_kind(evidence)]
+
+
+def _storage_kind(evidence: Evidence) -> list[str]:
     data = evidence.run.run.data
-    if data and data.kind != "unknown":
-        facts.append(f"the data in {data.path} lies on {data.kind} ({data.filesystem or 'file system unknown'})")
-    return facts
+    if data is None or data.kind == "unknown":
+        return []
+    return [f"the data in {data.path} lies on {data.kind} ({data.filesystem or 'file system unknown'})"]
 
 
 def _stage_data(evidence: Evidence) -> str:
@@ -457,6 +463,105 @@ def epoch_restart(evidence: Evidence) -> Judgement:
         # All batches of so short a pass are ordered at its beginning: what they wait for is the start as well.
         high = amdahl(share + evidence.data_wait_share)
     return found(evidence, "epoch_restart", turnover_s, facts, fix, loader.where, gain(low, high))
+
+
+def dataset_pickled(evidence: Evidence) -> Judgement:
+    """Workers that are not forked get the data set pickled, each its own copy, at every start."""
+    loader = max(evidence.training_loaders, key=lambda loader: loader.pickle_s, default=None)
+    if loader is None or not loader.pickled_workers or loader.pickled_bytes < LIMITS.pickled_bytes:
+        return None
+    starts = max(round(loader.pickled_workers / max(loader.num_workers, 1)), 1)
+    # The first start is start-up; the later ones hold the training up.
+    cost_s = min(loader.pickle_s * (starts - 1) / starts, evidence.buckets.epoch_turnover_s)
+    share = evidence.share(cost_s)
+    if share < LIMITS.epoch_turnover_share and loader.pickle_s / starts < LIMITS.pickling_start_s:
+        return None
+    facts = [
+        f"{size(loader.pickled_bytes)} are pickled for each worker ({loader.start_method or 'spawn or forkserver'}): "
+        f"for {count('worker', loader.num_workers)} {seconds(loader.pickle_s / starts)} of the training thread at each "
+        f"of {count('start', starts)}; unpickling comes on top",
+    ]
+    if loader.objects:
+        facts.append(f"the data set {loader.dataset} keeps Python objects: {loader.objects}")
+    fix = (
+        f"Let the data set{at(loader.where)} hold little: open files and read indices in the worker, on the first "
+        "__getitem__; keep large parts in tensors (they pass through shared memory), in numpy.memmap or in Arrow files."
+    )
+    if starts > 1:
+        fix += f" And start the workers once: {rewritten(evidence, loader, persistent_workers=True)}."
+    else:
+        fix += ' Where the start method is free, multiprocessing_context="fork" pickles nothing.'
+    return found(evidence, "dataset_pickled", cost_s, facts, fix, loader.where, by_removing(share))
+
+
+# --------------------------------------------------------------------------- storage
+
+
+def slow_storage(evidence: Evidence) -> Judgement:
+    """The workers wait for storage: many small reads, or a first pass over files that later lie in RAM."""
+    loader, work = evidence.loader, evidence.workers
+    if loader is None or work is None or not work.read_bytes:
+        return None
+    if (cold := _cold_first_pass(evidence, work)) is not None:
+        return cold
+    small = work.reads is not None and work.read_bytes < LIMITS.small_read_bytes * work.reads
+    from_storage = work.read_bytes >= LIMITS.storage_read_bytes_per_s * evidence.active_s
+    if evidence.limit is not Limit.IO or evidence.supply is None or not (small and from_storage) or not work.reads:
+        return None
+    if _hung_fetch(evidence, loader, "slow_storage") or _contended_lock(evidence, loader, "slow_storage"):
+        return None
+    line = costliest_line(evidence)
+    facts = [
+        _worker_time(evidence.supply, Limit.IO),
+        f"{number(work.reads / evidence.active_s)} reads a second, {size(work.read_bytes / work.reads)} each from "
+        f"storage, {size(work.read_bytes / evidence.active_s)}/s",
+        *fetching_line(evidence),
+        *_storage_kind(evidence),
+    ]
+    fix = (
+        "Read fewer and larger pieces: pack the samples into files of some hundred megabytes (tar shards for "
+        "WebDataset, LMDB, HDF5, Parquet) and read those in sequence. A small read costs the storage about as much "
+        f"time as a megabyte does. Or copy the data to a faster disk first.{_stage_data(evidence)}"
+    )
+    where = line.where if line else loader.where
+    return _waiting(evidence, "slow_storage", facts, fix, where, gain_without_wait(evidence))
+
+
+def _mostly_cold(evidence: Evidence) -> bool:
+    """Whether most of the waiting is for files that only the first pass fetches from storage."""
+    cold = _cold_first_pass(evidence, evidence.workers) if evidence.workers else None
+    return cold is not None and cold.share >= LIMITS.recovered_low * evidence.data_wait_share
+
+
+def _cold_first_pass(evidence: Evidence, work: WorkerRecord) -> Finding | None:
+    """The finding for files that only the first pass fetched from storage; None where the others did, too."""
+    first, *later = work.read_bytes_by_pass or (0,)
+    if not later or first < LIMITS.cold_factor * max(later) or first < LIMITS.cold_bytes:
+        return None
+    spans = [span for own in evidence.run.spans for span in own if span.steps > 0]
+    began = min((span.epoch for span in spans), default=0)
+    waits_s, steps = [0.0, 0.0], [0, 0]
+    for span in spans:
+        waits_s[span.epoch > began] += span.buckets.data_wait_s
+        steps[span.epoch > began] += span.steps
+    cold_s, warm_s = (wait_s / max(number, 1) for wait_s, number in zip(waits_s, steps, strict=True))
+    cost_s = (cold_s - warm_s) * steps[0] / max(len(evidence.run.spans), 1)
+    share = evidence.share(cost_s)
+    if not steps[1] or cold_s < LIMITS.cold_factor * warm_s or share < LIMITS.data_wait_share:
+        return None
+    facts = [
+        f"in the first pass the workers read {size(first)} from storage, in a later one at most {size(max(later))}",
+        f"training waits {seconds(cold_s)} a step for data in the first pass, {seconds(warm_s)} later: the files then "
+        "lie in RAM",
+        *_storage_kind(evidence),
+    ]
+    fix = (
+        "Only the first pass pays. Read the files once before the job, from several processes "
+        "(find DATA -type f -print0 | xargs -0 -P 8 cat > /dev/null), or copy them to a local disk or to /dev/shm. "
+        "Where other jobs push them out of RAM between runs, pack small files into large ones."
+    )
+    loader = evidence.loader
+    return found(evidence, "slow_storage", cost_s, facts, fix, loader.where if loader else None, by_removing(share))
 
 
 # --------------------------------------------------------------------------- shared memory

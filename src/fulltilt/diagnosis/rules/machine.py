@@ -19,7 +19,7 @@ from fulltilt.diagnosis.gpu_summary import clock_ratio, training_samples, use_be
 from fulltilt.diagnosis.loaders import Limit, is_crowded
 from fulltilt.diagnosis.rules.worker_count import allowed_workers
 from fulltilt.diagnosis.thresholds import LIMITS
-from fulltilt.figures import capital, count, cpus, number, percent, size
+from fulltilt.figures import capital, count, cpus, number, percent, seconds, size
 from fulltilt.records import Abstention, LoaderRecord
 
 # --------------------------------------------------------------------------- memory
@@ -74,7 +74,84 @@ def _less_ram(loader: LoaderRecord | None) -> str:
     return text
 
 
+_SOON_S, _DAY_S = 3600.0, 86400.0
+
+
+def worker_memory_growth(evidence: Evidence) -> Judgement:
+    """The private memory of the workers grows steadily, until there is none left."""
+    loader, growth = evidence.loader, evidence.workers.growth if evidence.workers else None
+    if loader is None or not loader.num_workers or growth is None or growth.over_s < LIMITS.growth_seen_s:
+        return None
+    if growth.bytes < LIMITS.growth_bytes:
+        return None
+    left = evidence.host.ram_left_bytes
+    if left is None:
+        return Abstention("worker_memory_growth", "the memory that is left")
+    ranks = max(round(evidence.machine.cpu.usable / max(evidence.usable_cpus, 0.01)), 1)
+    workers = loader.num_workers * ranks
+    a_sample = growth.bytes / max(growth.batches * (loader.samples or 0) / max(loader.batches, 1), 1.0)
+    # A cache, or pages copied once each, stops growing when every worker has met every sample.
+    if loader.dataset_len and loader.passes < 2 and a_sample * loader.dataset_len * workers < left:
+        return None
+    full_s = left / (workers * growth.bytes / growth.over_s)
+    killed = evidence.run.run.oom_kills
+    if full_s > _DAY_S and not killed:
+        return None
+    facts = [
+        f"a worker's own memory grows by {size(growth.bytes / growth.over_s)}/s, {size(a_sample)} a sample: "
+        f"{count('worker', workers)} will fill the {size(left)} that are left within {seconds(full_s)}",
+    ]
+    if killed:
+        facts.append(f"the kernel killed {count('process', killed)} for lack of memory")
+    if loader.objects:
+        facts.append(f"the data set {loader.dataset} keeps Python objects: {loader.objects}")
+    fix = (
+        f"Let the data set{at(loader.where)} keep arrays in place of Python objects: a NumPy array or a tensor for "
+        "numbers, one array of bytes with offsets for texts and paths. A list or dict is shared between workers only "
+        "until it is read: each look counts references, and its pages are copied. Nor should __getitem__ store what it "
+        "has read. Until then: persistent_workers=False frees it after each pass, fewer workers fill it later."
+    )
+    severity: Severity = "severe" if full_s < _SOON_S or killed else "warn"
+    return found(evidence, "worker_memory_growth", 0.0, facts, fix, loader.where, None, severity)
+
+
 # --------------------------------------------------------------------------- CPUs
+
+
+def cpu_affinity(evidence: Evidence) -> Judgement:
+    """The workers are bound to fewer CPUs than the job may use, and queue for them."""
+    rank, loader, work, supply = evidence.rank, evidence.loader, evidence.workers, evidence.supply
+    if evidence.limit is not Limit.CONFINED or loader is None or work is None or work.cpus is None or supply is None:
+        return None
+    allowed, began = int(evidence.allowed_cpus), rank.cpus_at_start
+    facts = [
+        f"{count('worker', loader.num_workers)} may run on {cpus(work.cpus)} of the {allowed} that the job may use",
+        f"they spend {percent(supply.queueing_share or 0.0)} of their runnable time waiting for a CPU",
+        time_spent(evidence, "waiting for data", evidence.buckets.data_wait_s),
+    ]
+    restore = "os.sched_setaffinity(0, range(os.cpu_count()))"
+    if began is not None and began > work.cpus:
+        whose = "the process" if rank.cpus is not None and rank.cpus <= work.cpus else "a worker"
+        facts.append(f"{whose} could use {cpus(began)} when it began: an import, or a call, has bound it since")
+        fix = (
+            f"Find what binds {whose}: os.sched_setaffinity or psutil's cpu_affinity in the script or in a library, "
+            "OMP_PROC_BIND, GOMP_CPU_AFFINITY or KMP_AFFINITY in the environment (unset them). Until then, undo it in "
+            f"the workers: DataLoader(..., worker_init_fn=...){at(loader.where)} with {restore}."
+        )
+    else:
+        facts.append(f"it began so: the command that started it binds it to {cpus(work.cpus)}")
+        fix = (
+            "Start the job without the binding (taskset, numactl --physcpubind, cpuset). Slurm: "
+            f"srun --cpus-per-task={allowed}, since srun does not take sbatch's (or export "
+            "SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK), or --cpu-bind=none. Or, where it is allowed, undo it in the "
+            f"workers: worker_init_fn{at(loader.where)} with {restore}."
+        )
+    wider = min(allowed, loader.num_workers + 1) / work.cpus
+    slowed_s = evidence.buckets.data_wait_s
+    if not evidence.on_gpu and rank.cpus is not None and rank.cpus <= work.cpus:
+        slowed_s += evidence.buckets.compute_s  # the training computes on the same few
+    predicted = by_speeding_up(evidence.share(slowed_s), 1 + (wider - 1) * LIMITS.scaling_low, wider)
+    return found(evidence, "cpu_affinity", slowed_s * (1 - 1 / wider), facts, fix, loader.where, predicted)
 
 
 def cpu_oversubscribed(evidence: Evidence) -> Judgement:

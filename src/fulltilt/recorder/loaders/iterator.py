@@ -21,6 +21,10 @@ from fulltilt.records import LoaderRecord
 # A batch's size and padding are measured on the first few batches and then on every so many.
 INSPECT_FIRST = 4
 INSPECT_EVERY = 32
+# Workers tell every half second, and when they end.
+LAST_WORDS_S = 0.45
+# What a data set may keep of its samples; fewer objects than this take no memory to speak of.
+COLLECTIONS, MANY_OBJECTS = (list, tuple, dict, set), 10_000
 
 
 @dataclass
@@ -38,6 +42,7 @@ class LoaderTap:
     eval_batches: int = 0
     passes: int = 0
     in_pass: bool = False
+    pass_began_s: float = 0.0
     made_by: str | None = None
     constructed: int = 0
     trains: bool = False
@@ -50,6 +55,9 @@ class LoaderTap:
     timed_cpu_s: float = 0.0
     first_wait_s: float = 0.0
     restart_s: float = 0.0
+    pickled_workers: int = 0
+    pickled_bytes: int = 0
+    pickle_s: float = 0.0
     batch_bytes: int | None = None
     batch_kind: str | None = None
     padding: float = 0.0
@@ -62,6 +70,11 @@ class LoaderTap:
     def retired(self) -> bool:
         """Whether this loader has served its passes, so that one made at the same place stands for it."""
         return self.loader() is None or (self.passes > 0 and not self.in_pass)
+
+    @property
+    def pass_of_message(self) -> int:
+        """The pass of which a worker's message tells that arrives now: one behind the turn of passes is the last's."""
+        return self.passes - (self.passes > 1 and time.perf_counter() - self.pass_began_s < LAST_WORDS_S)
 
     @property
     def serial(self) -> bool:
@@ -114,6 +127,9 @@ class LoaderTap:
             wait_cpu_s=self.wait_cpu_s,
             first_wait_s=self.first_wait_s,
             restart_s=self.restart_s,
+            pickled_workers=self.pickled_workers,
+            pickled_bytes=self.pickled_bytes // max(self.pickled_workers, 1),
+            pickle_s=self.pickle_s,
             padding_share=self.padding / self.padding_seen if self.padding_seen else None,
             sampler_lines=self.sampler_lines.top(),
             **{**self.described, **self.in_force},
@@ -142,12 +158,27 @@ def describe(loader: Any) -> dict[str, Any]:
         "sampler": name,
         "collate": _name(loader.collate_fn),
         "start_method": method() if method is not None else None,
+        "objects": _most_objects(_users_own(dataset)),
     }
 
 
 def _users_own(dataset: Any) -> Any:
     """The data set that the user knows: the engine puts one of its own around it."""
     return getattr(dataset, "samples", dataset) if type(dataset).__module__.startswith("fulltilt.") else dataset
+
+
+def _most_objects(dataset: Any) -> str | None:
+    """The attribute that holds most objects in a list, tuple, dict or set: ``self.paths, a list of 1,200,000``."""
+    kept = [(len(value), name, value) for name, value in _attributes(dataset) if type(value) in COLLECTIONS]
+    number, name, value = max(kept, key=lambda one: one[0], default=(0, "", None))
+    return f"self.{name}, a {type(value).__name__} of {number:,}" if number >= MANY_OBJECTS else None
+
+
+def _attributes(dataset: Any) -> list[tuple[str, Any]]:
+    try:
+        return list(vars(dataset).items())
+    except TypeError:
+        return []  # a class with slots, or a plain list
 
 
 def is_iterable(loader: Any) -> bool:

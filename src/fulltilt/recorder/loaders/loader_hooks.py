@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from multiprocessing import reduction
 from types import CodeType, FrameType, FunctionType
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -223,6 +224,7 @@ class LoaderTaps(Drawing):
             tap.described, tap.last_batch_size = describe(loader), last_batch_size(loader)
         tap.passes += 1
         tap.in_pass = True
+        tap.pass_began_s = time.perf_counter()
         if not recorder.mine():
             return start()
         began = time.perf_counter()
@@ -256,11 +258,23 @@ class LoaderTaps(Drawing):
         plain = workers.plain_loops[home.__name__] = home._worker_loop
         home._worker_loop = partial(workers.run_worker, mailbox, tap.loader_id, home.__name__)
         self.starting_workers = True
+        dump = reduction.dump
+        reduction.dump = partial(_count_pickled, tap, dump)  # called for workers that are not forked
         try:
             return start()
         finally:
             self.starting_workers = False
             home._worker_loop = plain
+            reduction.dump = dump
+
+
+def _count_pickled(tap: LoaderTap, dump: Callable[..., Any], obj: Any, file: Any, *args: Any) -> None:
+    """multiprocessing.reduction.dump, with its bytes and seconds counted. Of each worker its process comes last."""
+    began, before = time.perf_counter(), file.tell()
+    dump(obj, file, *args)
+    tap.pickle_s += time.perf_counter() - began
+    tap.pickled_bytes += file.tell() - before
+    tap.pickled_workers += not isinstance(obj, dict)  # what prepares the interpreter is a dict
 
 
 class LibraryIterator(TappedIterator):
@@ -326,6 +340,7 @@ def described(batches: Iterable[Any], **known: Any) -> dict[str, Any]:
         "sampler": None,
         "collate": None,
         "start_method": None,
+        "objects": None,
         **known,
     }
 

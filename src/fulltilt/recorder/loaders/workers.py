@@ -16,6 +16,7 @@ import statistics
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from random import Random
@@ -25,7 +26,7 @@ from fulltilt import store
 from fulltilt.recorder.interpreter_lock import LockTurns, own_cpu_clock, wake_on_time
 from fulltilt.recorder.stacks.frames import LineGrowth, LineTimes, stack_of, view_of
 from fulltilt.recorder.user_code import leave_out_ours
-from fulltilt.records import HotLine, WorkerRecord
+from fulltilt.records import HotLine, MemoryGrowthRecord, WorkerRecord
 
 # A stack sample costs the worker 0.4 ms: often at first, so that short jobs have their lines, then rarely.
 EARLY_SAMPLES, EARLY_SAMPLE_EVERY_S = 500, 0.02
@@ -33,6 +34,8 @@ SAMPLE_EVERY_S = 0.1
 SEND_EVERY_S = 0.5
 LARGEST_DATAGRAM = 65_536
 QUEUE_BYTES = 1 << 20  # what many workers that end together tell at once
+MOST_PASSES = 16  # whose reads are told apart
+STEADY = 0.5  # growth is steady where its rate has not fallen by more than half
 LARGEST_FIGURE = 1 << 60  # more bytes, batches or seconds than any job has; NaN is not below it either
 
 # The worker loops by the module that holds them. A forked worker inherits them from here; a spawned one imports them.
@@ -47,7 +50,11 @@ def home_of_loop(module: str) -> Any:
 
 @dataclass(frozen=True)
 class WorkerMessage:
-    """What one worker did since its last message. ``read_bytes`` is a total, ``pss_bytes`` a level."""
+    """What one worker did since its last message.
+
+    ``read_bytes`` (from storage) and ``reads`` (calls, of whatever) are totals, ``pss_bytes`` and ``private_bytes``
+    levels; ``cpus`` are those that it may run on.
+    """
 
     loader: int
     pid: int
@@ -59,6 +66,9 @@ class WorkerMessage:
     process_cpu_s: float
     read_bytes: int | None
     pss_bytes: int | None
+    reads: int | None
+    private_bytes: int | None
+    cpus: tuple[int, ...] | None
     lines: tuple[HotLine, ...]
 
 
@@ -100,8 +110,8 @@ def checked(data: bytes) -> WorkerMessage | None:
         message = store.decode(WorkerMessage, json.loads(data))
     except (ValueError, RecursionError):
         return None
-    figures: list[float | None] = [getattr(message, field.name) for field in fields(message)[:-1]]
-    figures += [line.seconds for line in message.lines]
+    figures: list[float | None] = [getattr(message, field.name) for field in fields(message)[:-2]]
+    figures += [*(message.cpus or ()), *(line.seconds for line in message.lines)]
     return message if all(figure is None or 0 <= figure < LARGEST_FIGURE for figure in figures) else None
 
 
@@ -204,18 +214,25 @@ class FetchMeter:
                 self.send()
             lock_turns.begin_wait(self._cpu_clock)
 
-    def _pss_bytes(self) -> int | None:
-        """Memory of this worker, asked for at every doubling of its messages: the kernel walks all pages for it."""
+    def _memory(self) -> tuple[int | None, int | None]:
+        """Memory of this worker and its private part, asked for at every doubling of its messages.
+
+        The kernel walks all pages for it.
+        """
         self._sent += 1
         if self._sent & (self._sent - 1):
-            return None
-        from fulltilt.probes.host import proportional_bytes
+            return None, None
+        from fulltilt.probes.host import page_totals, proportional_bytes
 
-        return proportional_bytes(os.getpid())
+        try:
+            pages = page_totals(os.getpid())
+            return pages["Pss"], pages["Private_Clean"] + pages["Private_Dirty"]
+        except (OSError, KeyError):
+            return proportional_bytes(os.getpid()), None
 
     def send(self) -> None:
         """Tell the recorder what happened since the last message."""
-        pss_bytes, read_bytes, lines = self._pss_bytes(), _read_bytes(), self._lines.take()
+        (pss_bytes, private_bytes), (read_bytes, reads), lines = self._memory(), _read_so_far(), self._lines.take()
         with self._counting:
             if self.fetching and self._cpu_clock is not None:
                 self._book(batches=0)
@@ -234,22 +251,31 @@ class FetchMeter:
             process_cpu_s=process_cpu,
             read_bytes=read_bytes,
             pss_bytes=pss_bytes,
+            reads=reads,
+            private_bytes=private_bytes,
+            cpus=allowed_cpus() if pss_bytes is not None else None,
             lines=lines,
         )
         with contextlib.suppress(OSError):
             self._socket.send(json.dumps(store.encode(message), separators=(",", ":")).encode())
 
 
-def _read_bytes() -> int | None:
-    """Bytes this process has had to fetch from storage so far; None where the kernel does not say."""
+def _read_so_far() -> tuple[int | None, int | None]:
+    """Bytes that this process has had to fetch from storage, and its calls to read; None where nobody says."""
     try:
         with open("/proc/self/io", encoding="ascii") as file:  # noqa: PTH123 - small and plain
-            for line in file:
-                if line.startswith("read_bytes:"):
-                    return int(line.split()[1])
-    except (OSError, ValueError):
-        pass
-    return None
+            totals = dict(line.split() for line in file)
+        return int(totals["read_bytes:"]), int(totals["syscr:"])
+    except (OSError, ValueError, KeyError):
+        return None, None
+
+
+def allowed_cpus() -> tuple[int, ...] | None:
+    """The CPUs that the main thread of this process may run on; None where the system does not bind."""
+    try:
+        return tuple(sorted(os.sched_getaffinity(os.getpid())))
+    except (AttributeError, OSError):
+        return None
 
 
 def run_worker(mailbox: socket.socket, loader_id: int, home: str, *args: Any) -> None:
@@ -310,14 +336,20 @@ class WorkerTotals:
     process_cpu_s: float = 0.0
     read_bytes: dict[int, int] = field(default_factory=dict)
     pss_bytes: dict[int, int] = field(default_factory=dict)
+    reads: dict[int, int] = field(default_factory=dict)
+    cpus: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    # When private memory was asked for, how much there was, and the batches up to then, by worker; the last three.
+    private: dict[int, list[tuple[float, int, int]]] = field(default_factory=dict)
+    read_in_pass: dict[int, int] = field(default_factory=dict)
+    _batches_of: Counter[int] = field(default_factory=Counter)
     lines: LineTimes = field(default_factory=LineTimes)
     growth: LineGrowth = field(init=False)
 
     def __post_init__(self) -> None:
         self.growth = LineGrowth(self.lines)
 
-    def add(self, message: WorkerMessage) -> None:
-        """Take one message of a worker."""
+    def add(self, message: WorkerMessage, in_pass: int = 0) -> None:
+        """Take one message of a worker, which came in this pass."""
         self.pids.add(message.pid)
         self.batches += message.batches
         self.fetch_s += message.fetch_s
@@ -326,7 +358,19 @@ class WorkerTotals:
         self.process_cpu_s += message.process_cpu_s
         waited = message.cpu_wait_s
         self.cpu_wait_s = None if waited is None or self.cpu_wait_s is None else self.cpu_wait_s + waited
+        self._batches_of[message.pid] += message.batches
+        if message.reads is not None:
+            self.reads[message.pid] = message.reads
+        if message.cpus is not None:
+            self.cpus[message.pid] = message.cpus
+        if message.private_bytes is not None:
+            readings = self.private.setdefault(message.pid, [])
+            readings.append((time.monotonic(), message.private_bytes, self._batches_of[message.pid]))
+            del readings[:-3]
         if message.read_bytes is not None:
+            fresh = message.read_bytes - self.read_bytes.get(message.pid, 0)
+            if in_pass in self.read_in_pass or len(self.read_in_pass) < MOST_PASSES:
+                self.read_in_pass[in_pass] = self.read_in_pass.get(in_pass, 0) + fresh
             self.read_bytes[message.pid] = message.read_bytes
         if message.pss_bytes is not None:
             self.pss_bytes[message.pid] = max(message.pss_bytes, self.pss_bytes.get(message.pid, 0))
@@ -348,4 +392,23 @@ class WorkerTotals:
             lines=self.lines.top(),
             growing_lines=self.growth.top(self.batches),
             pss_bytes=round(statistics.mean(self.pss_bytes.values())) if self.pss_bytes else None,
+            reads=sum(self.reads.values()) if self.reads else None,
+            read_bytes_by_pass=tuple(size for _, size in sorted(self.read_in_pass.items())),
+            cpus=len(set().union(*self.cpus.values())) if self.cpus else None,
+            growth=self._memory_growth(),
         )
+
+    def _memory_growth(self) -> MemoryGrowthRecord | None:
+        """How private memory grew in the later half of the workers' lives; None where it did not, or falls off."""
+        grown = []
+        for readings in self.private.values():
+            if len(readings) == 3:
+                (t0, first, _), (t1, before, batches), (t2, last, batches_later) = readings
+                # What is only filled in the beginning (imports, buffers) grows ever slower.
+                earlier, later = (before - first) / max(t1 - t0, 1e-9), (last - before) / max(t2 - t1, 1e-9)
+                steady = later > 0 and later >= STEADY * earlier
+                grown.append((t2 - t1, last - before if steady else 0, batches_later - batches))
+        if not any(size for _, size, _ in grown):
+            return None
+        over_s, size, batches = (statistics.mean(column) for column in zip(*grown, strict=True))
+        return MemoryGrowthRecord(round(size), over_s, batches)
