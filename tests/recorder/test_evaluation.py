@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fulltilt
 from fulltilt.diagnosis import answer
+from fulltilt.recorder.session import Session
 from fulltilt.recorder.stacks.frames import (
     Evaluation,
     Stack,
@@ -151,3 +152,38 @@ def test_what_follows_a_validation_in_eval_mode_is_the_scripts_own_code(tmp_path
     buckets = answer(fulltilt.load(tmp_path / "run")).ledger.buckets
     assert buckets.validation_s == pytest.approx(took["validation"], rel=0.25)
     assert buckets.host_code_s == pytest.approx(took["host_code"], rel=0.15)
+
+
+def test_a_model_switched_for_the_batch_under_way_generates_and_validates_no_more(tmp_path: Path) -> None:
+    session = Session(torch, tmp_path, time.perf_counter_ns())
+    session.begin_here()
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train, held_out = (DataLoader(TensorDataset(torch.zeros(12, 1)), batch_size=2) for _ in range(2))
+
+    def generate() -> bool:
+        model.eval()
+        taken_for_evaluation = session.recorder.eval_mode
+        model.train()
+        return taken_for_evaluation
+
+    def validate() -> bool:
+        model.eval()
+        taken_for_evaluation = session.recorder.eval_mode
+        list(held_out)
+        model.train()
+        return taken_for_evaluation
+
+    generating, validating = [], []
+    try:
+        for (batch,) in train:
+            generating.append(generate())
+            if len(generating) > 1:
+                validating.append(validate())
+            model(batch).sum().backward()
+            optimizer.step()
+    finally:
+        session.finish()
+    # The first step makes the model known.
+    assert generating == [False, True, True, True, False, False]
+    assert validating == [True] * 5

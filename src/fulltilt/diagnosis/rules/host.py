@@ -278,7 +278,12 @@ def validation_heavy(evidence: Evidence) -> Judgement:
     if loader and loader.num_workers == 0 and not in_memory:
         call = rewritten(evidence, loader, num_workers=2, persistent_workers=True)
         fix += f" Its loader{at(loader.where)} has no workers: {call}."
-    if loader is not None:
+    if loader is None:
+        fix += (
+            " No loader brings anything to these passes: if they make what is then trained on (rollouts, generated "
+            "text), they are no validation; let several run at once, in one batch or in processes of their own."
+        )
+    else:
         fix += f" A larger {'eval_batch_size' if engine else 'batch'} makes each one faster and changes no result."
     return found(evidence, "validation_heavy", cost_s, facts, fix, loader.where if loader else None, predicted)
 

@@ -221,6 +221,7 @@ class Drawing:
         self.drawn_elsewhere = False
         self.waiting_for: LoaderTap | None = None
         self.feeding: LoaderTap | None = None
+        self.unused = False  # a batch was drawn for training, and no backward has come since
 
     def evaluating(self, tap: LoaderTap) -> bool:
         """Whether what is drawn now is for evaluation: gradients are off, or the trained model is in eval mode.
@@ -232,6 +233,7 @@ class Drawing:
 
     def trained(self) -> None:
         """backward() is called: the loader drawn last is one that trains."""
+        self.unused = False
         if self.feeding is not None:
             self.feeding.trains = True
 
@@ -314,7 +316,7 @@ class PassMeter:
             tap.eval_batches += 1
             recorder.evaluation.drew(sys._getframe(1))
         else:
-            taps.feeding = tap
+            taps.feeding, taps.unused = tap, True
             recorder.calibrate_if_asked(Point.BATCH)
         return batch
 
@@ -387,7 +389,7 @@ class PassMeter:
             if self._taps.evaluating(self._tap):
                 self._tap.eval_batches += 1
             else:
-                self._taps.feeding = self._tap
+                self._taps.feeding, self._taps.unused = self._tap, True
                 self._taps.drawn_elsewhere = True
                 recorder.note(BatchArrived(self._tap.loader_id, samples, False, False, 1))
         return batch
