@@ -39,7 +39,8 @@ def any_physical(kind: Any) -> st.SearchStrategy[Any]:
 def _any_of(kind: Any, only: dict[type, st.SearchStrategy[Any]]) -> st.SearchStrategy[Any]:
     if dataclasses.is_dataclass(kind):
         hints = get_type_hints(kind)
-        return st.builds(kind, **{f.name: _any_of(hints[f.name], only) for f in dataclasses.fields(kind)})
+        own = {f.name: hints[f.name] for f in dataclasses.fields(kind) if hints[f.name] != tuple[kind, ...]}
+        return st.builds(kind, **{name: _any_of(hint, only) for name, hint in own.items()})
     if get_origin(kind) in (Union, types.UnionType):
         return st.one_of(*(_any_of(option, only) for option in get_args(kind)))
     if get_origin(kind) is Literal:

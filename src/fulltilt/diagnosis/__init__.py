@@ -44,5 +44,5 @@ def answer(run: Run) -> Diagnosis:
         step=mean_step(run),
         gpu_step=mean_gpu_step(run),
         invalid_because=invalid_because(evidence),
-        job=summarise_job(run),
+        job=summarise_job(run, evidence.ledger),
     )

@@ -148,10 +148,11 @@ class Evidence:
 def gather(run: Run) -> Evidence:
     """Everything the rules look at, from the records of a run."""
     run = replace(run, ranks=tuple(one_loader_a_line(rank) for rank in run.ranks))
-    ledger = ledgers.make_ledger(run)
+    each = ledgers.close_ranks(run)
+    ledger = ledgers.make_ledger(run, each)
     throughput = ledgers.measure_throughput(run)
     rank_steps = align(run)
-    ranks = _with_speeds(ledgers.compare_ranks(run), rank_steps)
+    ranks = _with_speeds(ledgers.compare_ranks(run, each), rank_steps)
     rank, own = _pace_setter(run, ranks)
     loader, workers, live, supply = _input_of(rank, own)
     usable_cpus = _machine_of(run, rank).cpu.usable / _ranks_beside(run, rank)

@@ -51,8 +51,9 @@ def close_buckets(spans: Spans, wall_s: float, finished: bool = False) -> Bucket
         start_s = min(max(span.t0_s, reached_s), wall_s)
         end_s = min(max(span.t1_s, start_s), wall_s)
         gap_s = start_s - reached_s
-        gap = Buckets(unattributed_s=gap_s) if reached_s > 0 else Buckets(startup_s=gap_s)
-        total = total.plus(gap).plus(_fitted(span.buckets, end_s - start_s))
+        if gap_s:
+            total = total.plus(Buckets(unattributed_s=gap_s) if reached_s > 0 else Buckets(startup_s=gap_s))
+        total = total.plus(_fitted(span.buckets, end_s - start_s))
         reached_s = end_s
     rest_s = wall_s - reached_s
     return total.plus(Buckets(startup_s=rest_s) if finished or not spans else Buckets(unattributed_s=rest_s))
@@ -61,7 +62,9 @@ def close_buckets(spans: Spans, wall_s: float, finished: bool = False) -> Bucket
 def _fitted(buckets: Buckets, length_s: float) -> Buckets:
     """``buckets`` made to add up to ``length_s``: what is missing is unattributed, an excess is scaled away."""
     missing_s = length_s - buckets.total_s
-    if missing_s >= 0:
+    if missing_s == 0:
+        return buckets
+    if missing_s > 0:
         return buckets.plus(Buckets(unattributed_s=missing_s))
     return _scaled(buckets, length_s / buckets.total_s)
 
@@ -75,12 +78,18 @@ def _scaled(buckets: Buckets, factor: float) -> Buckets:
     return Buckets(*(getattr(buckets, name) * factor for name in BUCKETS))
 
 
-def make_ledger(run: Run) -> Ledger:
-    """The ledger of the run. With several ranks each bucket is the mean over the ranks."""
+def close_ranks(run: Run) -> list[Buckets]:
+    """The buckets of each rank, which add up to the wall time of the run."""
+    wall_s = wall_seconds(run)
+    return [close_buckets(spans, wall_s, rank.finished) for rank, spans in zip(run.ranks, run.spans, strict=True)]
+
+
+def make_ledger(run: Run, each: list[Buckets] | None = None) -> Ledger:
+    """The ledger of the run. With several ranks each bucket is the mean over the ranks (``each``, if known)."""
     wall_s = wall_seconds(run)
     if not run.spans:
         return Ledger(wall_s, Buckets(unattributed_s=wall_s))  # nothing attached, so nothing is known
-    each = [close_buckets(spans, wall_s, rank.finished) for rank, spans in zip(run.ranks, run.spans, strict=True)]
+    each = each or close_ranks(run)
     return Ledger(wall_s, _scaled(sum_buckets(each), 1 / len(each)))
 
 
@@ -298,10 +307,10 @@ def _per_size(window: list[tuple[Span, float]], bucket: str) -> float:
 # --------------------------------------------------------------------------- ranks beside each other
 
 
-def compare_ranks(run: Run) -> tuple[RankSummary, ...]:
+def compare_ranks(run: Run, each: list[Buckets] | None = None) -> tuple[RankSummary, ...]:
     """Each rank's own work, which of them is the slowest, and how long the others wait for it."""
     wall_s = wall_seconds(run)
-    ledgers = [close_buckets(s, wall_s, rank.finished) for rank, s in zip(run.ranks, run.spans, strict=True)]
+    ledgers = each or close_ranks(run)
     own_s = [max(wall_s - b.startup_s - b.unattributed_s - b.communication_s, 0.0) for b in ledgers]
     longest_s = max(own_s, default=0.0)
     return tuple(
@@ -332,11 +341,11 @@ _NO_STEPS = {
 }
 
 
-def summarise_job(run: Run) -> JobSummary | None:
-    """The job with all its attempts; None for a run that is no task of one."""
+def summarise_job(run: Run, ledger: Ledger) -> JobSummary | None:
+    """The job with all its attempts, of which ``ledger`` is the newest's; None for a run that is no task of one."""
     if run.run.task is None:
         return None
-    ledgers = [make_ledger(attempt) for attempt in (*run.earlier, run)]
+    ledgers = [*(make_ledger(attempt) for attempt in run.earlier), ledger]
     wall_s = sum(ledger.wall_s for ledger in ledgers)
     elapsed_s = max(_seconds_between(run.earlier[0] if run.earlier else run, run) + ledgers[-1].wall_s, wall_s)
     total = sum_buckets(ledger.buckets for ledger in ledgers)

@@ -188,7 +188,8 @@ def standstill(run: Run) -> Standstill | None:
     usual_s = sum(span.t1_s - span.t0_s for span in last_steps) / sum(span.steps for span in last_steps)
     if for_s < max(STILL_S, STILL_STEPS * usual_s):
         return None
-    silent = [rank for rank in alive if now_s - rank.t1_s > SILENT_S]
+    silent_s = SILENT_S * max(len(run.ranks) / 64, 1)  # very many ranks write less often
+    silent = [rank for rank in alive if now_s - rank.t1_s > silent_s]
     # Who has a record and is in no collective keeps the others waiting; if all are, or none, the steps made may tell.
     missing = silent or [rank for rank in alive if not _waits_for_ranks(rank)]
     if len(missing) == len(alive):

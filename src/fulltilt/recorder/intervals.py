@@ -36,6 +36,8 @@ from fulltilt.recorder.steps import LONG_WAIT_NS, AfterStep, StepCounter
 ONE_BY_ONE = 100
 SHORTEST_NS = 50e6
 RESOLUTION = 2000
+# Of very many ranks each is told more coarsely: what all of them write is read as one.
+RANKS_IN_FULL, LEAST_RESOLUTION = 8, 100
 
 DATA_WAIT, OPTIMIZER, CHECKPOINT, SYNC = Activity.DATA_WAIT, Activity.OPTIMIZER, Activity.CHECKPOINT, Activity.SYNC
 USER = Activity.USER
@@ -77,7 +79,8 @@ class Interval:
 class IntervalBuilder:
     """Feeds on marks in order, with the GPU's time of each event already resolved; finished ones are in ``closed``."""
 
-    def __init__(self, t0_ns: int) -> None:
+    def __init__(self, t0_ns: int, ranks: int = 1) -> None:
+        self._resolution = min(RESOLUTION, max(RESOLUTION * RANKS_IN_FULL // max(ranks, 1), LEAST_RESOLUTION))
         self.counter = StepCounter()
         self.closed: list[Interval] = []
         self.epoch = 0
@@ -286,7 +289,7 @@ class IntervalBuilder:
         interval.step_max_ns = max(interval.step_max_ns, (position - self._step_end) / steps)
         self._step_end = position
         interval.count(*self.counter.take_counts())
-        long_enough = max(SHORTEST_NS, (position - self._t0_ns) / RESOLUTION)
+        long_enough = max(SHORTEST_NS, (position - self._t0_ns) / self._resolution)
         if self._intervals < ONE_BY_ONE or position - interval.t0_ns >= long_enough:
             self._close(position)
         self._at_step_end = self._interval.times.copy()

@@ -31,6 +31,8 @@ from fulltilt.recorder.steps import LONG_STEP_NS, LONG_STEP_ON_GPU_NS, Rest, pla
 
 DRAIN_EVERY_S = 0.2
 WRITE_EVERY_S = 1.0
+# Very many ranks write less often: a network file system has to bear all of them.
+RANKS_A_SECOND = 64
 # A killed process loses what it has not written: a second, or this part of what was seen where that is less.
 LOST_SHARE = 0.1
 MOST_PROBLEMS = 100
@@ -58,10 +60,11 @@ class Recorder:
         self.loop_frames = LoopFrames()
         self._t0_ns = t0_ns
         self._marks: deque[tuple[Any, ...]] = deque()
-        self._builder = IntervalBuilder(t0_ns)
+        self._builder = IntervalBuilder(t0_ns, state.world_size)
         self.after_step = self._builder.after_step
         self._sampler = StackSampler(self)
         self._spans = SpanBuilder(t0_ns, state, self._sampler)
+        self._write_every_s = WRITE_EVERY_S * max(state.world_size / RANKS_A_SECOND, 1)
         self.left = self.left_after = Activity.USER
         self._out: RankFiles | None = None
         self.last_switch_ns = time.perf_counter_ns()
@@ -224,12 +227,12 @@ class Recorder:
                     self._drain()
                     self.state.poll()
                 if now >= next_write:
-                    next_write = now + min(max(LOST_SHARE * (now - began), DRAIN_EVERY_S), WRITE_EVERY_S)
+                    next_write = now + min(max(LOST_SHARE * (now - began), DRAIN_EVERY_S), self._write_every_s)
                     # Before the first sample of the user's own time nobody could say what that went into.
                     if not self._sampler.none_yet or now - began > WRITE_EVERY_S:
                         self._write_spans()
                 if now >= next_record:
-                    next_record = now + WRITE_EVERY_S
+                    next_record = now + self._write_every_s
                     self.state.observer_s = time.thread_time()
                     self._write_record(final=False)
             except Exception as error:

@@ -7,6 +7,7 @@ Times ending in ``_s`` that name a moment (``t_s``, ``t0_s``) are seconds since 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from operator import add, attrgetter
 from typing import Literal
 
 from fulltilt.records.secrets import mask_arguments, mask_text
@@ -184,14 +185,15 @@ class Buckets:
     @property
     def total_s(self) -> float:
         """The wall time that these buckets describe."""
-        return float(sum(getattr(self, name) for name in BUCKETS))
+        return float(sum(_figures_of(self)))
 
     def plus(self, other: Buckets) -> Buckets:
         """Both together."""
-        return Buckets(*(getattr(self, name) + getattr(other, name) for name in BUCKETS))
+        return Buckets(*map(add, _figures_of(self), _figures_of(other)))
 
 
 BUCKETS: tuple[str, ...] = tuple(f.name for f in fields(Buckets))
+_figures_of = attrgetter(*BUCKETS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Record = TypeVar("Record")
@@ -52,7 +52,21 @@ def decode(record: type[Record], plain: Any) -> Record:
 
     NaN, infinity and numbers beyond all measure were not measured: None or, where the record has no None, its default.
     """
-    return typing.cast(Record, _decode_as(record, plain, record.__name__))
+    try:
+        return typing.cast(Record, _decoder(typing.cast(Any, record))(plain))
+    except _OddValueError as odd:
+        raise ValueError(f"{record.__name__}{odd.path} {odd.what}") from None
+
+
+class _OddValueError(ValueError):
+    """What is wrong, and where: each level on the way out puts its part in front of the path."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.path, self.what = "", what
+
+
+Decoder = Callable[[Any], Any]
 
 
 def _no_measure(plain: Any) -> bool:
@@ -60,66 +74,111 @@ def _no_measure(plain: Any) -> bool:
 
 
 @functools.cache
-def _field_types(record: type) -> Mapping[str, Any]:
-    return get_type_hints(record)
-
-
-def _decode_as(expected: Any, plain: Any, path: str) -> Any:
+def _decoder(expected: Any) -> Decoder:
+    """How a value of this type is made of plain ones. Put together once: a job of many ranks has millions of lines."""
     if dataclasses.is_dataclass(expected) and isinstance(expected, type):
-        if not isinstance(plain, dict):
-            raise ValueError(f"{path} should be an object, not {type(plain).__name__}")
-        kinds = _field_types(expected)
-        values = {}
-        for field in dataclasses.fields(expected):
-            item = plain.get(field.name, dataclasses.MISSING)
-            if _no_measure(item) and isinstance(field.default, float):
-                continue
-            if item is not dataclasses.MISSING:
-                values[field.name] = _decode_as(kinds[field.name], item, f"{path}.{field.name}")
-            elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-                raise ValueError(f"{path}.{field.name} is missing")
-        return expected(**values)
+        return _record_decoder(expected)
     origin = get_origin(expected)
     if origin in (Union, types.UnionType):
-        return _decode_union(get_args(expected), plain, path)
+        return _union_decoder(get_args(expected))
     if origin is tuple:
-        return _decode_tuple(get_args(expected), plain, path)
+        return _tuple_decoder(get_args(expected))
     if origin is Literal:
-        if plain not in get_args(expected):
-            raise ValueError(f"{path} has the unknown value {plain!r}")
+        return _literal_decoder(get_args(expected))
+    return _plain_decoder(expected)
+
+
+def _record_decoder(record: type[Any]) -> Decoder:
+    kinds = get_type_hints(record)
+    fields = []
+    for field in dataclasses.fields(record):
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        # A record may hold others of its own kind: such a decoder is looked up when it is needed.
+        fields.append((field.name, kinds[field.name], isinstance(field.default, float), required))
+
+    def decode_record(plain: Any) -> Any:
+        if not isinstance(plain, dict):
+            raise _OddValueError(f"should be an object, not {type(plain).__name__}")
+        values = {}
+        for name, kind, may_be_left_out, required in fields:
+            if name in plain:
+                item = plain[name]
+                if may_be_left_out and _no_measure(item):
+                    continue
+                if kind is float and type(item) is float and -_LARGEST < item < _LARGEST:
+                    values[name] = item
+                    continue
+                try:
+                    values[name] = _decoder(kind)(item)
+                except _OddValueError as odd:
+                    odd.path = f".{name}{odd.path}"
+                    raise
+            elif required:
+                missing = _OddValueError("is missing")
+                missing.path = f".{name}"
+                raise missing
+        return record(**values)
+
+    return decode_record
+
+
+def _union_decoder(options: tuple[Any, ...]) -> Decoder:
+    with_none = types.NoneType in options
+    others = [option for option in options if option is not types.NoneType]
+
+    def decode_union(plain: Any) -> Any:
+        if plain is None or _no_measure(plain):
+            if with_none:
+                return None
+            raise _OddValueError(f"should not be {plain}")
+        problem = None
+        for option in others:
+            try:
+                return _decoder(option)(plain)
+            except _OddValueError as odd:
+                problem = odd
+        raise problem or _OddValueError(f"has the unexpected value {plain!r}")
+
+    return decode_union
+
+
+def _tuple_decoder(items: tuple[Any, ...]) -> Decoder:
+    of_any_length = len(items) == 2 and items[1] is Ellipsis
+
+    def decode_tuple(plain: Any) -> tuple[Any, ...]:
+        if not isinstance(plain, list):
+            raise _OddValueError(f"should be a list, not {type(plain).__name__}")
+        if not of_any_length and len(items) != len(plain):
+            raise _OddValueError(f"should have {len(items)} items, not {len(plain)}")
+        values = []
+        for place, item in enumerate(plain):
+            try:
+                values.append(_decoder(items[0] if of_any_length else items[place])(item))
+            except _OddValueError as odd:
+                odd.path = f"[{place}]{odd.path}"
+                raise
+        return tuple(values)
+
+    return decode_tuple
+
+
+def _literal_decoder(allowed: tuple[Any, ...]) -> Decoder:
+    def decode_literal(plain: Any) -> Any:
+        if plain not in allowed:
+            raise _OddValueError(f"has the unknown value {plain!r}")
         return plain
-    if _no_measure(plain):
-        raise ValueError(f"{path} is not finite")
-    if expected is float and isinstance(plain, int) and not isinstance(plain, bool):
-        return float(plain)
-    if isinstance(plain, expected) and not (expected is int and isinstance(plain, bool)):
-        return plain
-    raise ValueError(f"{path} should be {expected.__name__}, not {plain!r}")
+
+    return decode_literal
 
 
-def _decode_union(options: tuple[Any, ...], plain: Any, path: str) -> Any:
-    if plain is None or _no_measure(plain):
-        if types.NoneType in options:
-            return None
-        raise ValueError(f"{path} should not be {plain}")
-    problem = None
-    for option in options:
-        if option is types.NoneType:
-            continue
-        try:
-            return _decode_as(option, plain, path)
-        except ValueError as error:
-            problem = error
-    raise problem or ValueError(f"{path} has the unexpected value {plain!r}")
+def _plain_decoder(expected: Any) -> Decoder:
+    def decode_plain(plain: Any) -> Any:
+        if _no_measure(plain):
+            raise _OddValueError("is not finite")
+        if expected is float and isinstance(plain, int) and not isinstance(plain, bool):
+            return float(plain)
+        if isinstance(plain, expected) and not (expected is int and isinstance(plain, bool)):
+            return plain
+        raise _OddValueError(f"should be {expected.__name__}, not {plain!r}")
 
-
-def _decode_tuple(items: tuple[Any, ...], plain: Any, path: str) -> tuple[Any, ...]:
-    if not isinstance(plain, list):
-        raise ValueError(f"{path} should be a list, not {type(plain).__name__}")
-    if len(items) == 2 and items[1] is Ellipsis:
-        return tuple(_decode_as(items[0], item, f"{path}[{i}]") for i, item in enumerate(plain))
-    if len(items) != len(plain):
-        raise ValueError(f"{path} should have {len(items)} items, not {len(plain)}")
-    return tuple(
-        _decode_as(kind, item, f"{path}[{i}]") for i, (kind, item) in enumerate(zip(items, plain, strict=True))
-    )
+    return decode_plain
