@@ -7,8 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from fulltilt.recorder.profiler import KernelTotals, deep_record
+from fulltilt.recorder.profiler import FlopCount, KernelTotals, deep_record
 
 
 def kernel(name: str, start_us: float, end_us: float) -> Any:
@@ -56,3 +57,34 @@ def test_deep_steps_tell_gaps_and_waits_by_line() -> None:
         ("train.py:7", pytest.approx(3e-6)),
         ("train.py:9", pytest.approx(1e-6)),
     ]
+
+
+def test_the_flops_of_a_step_are_those_of_its_matrix_products() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64, bias=False), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+    recorder: Any = SimpleNamespace(eval_mode=False)
+    count = FlopCount(recorder, calls=1)
+    model(torch.randn(16, 32)).sum().backward()
+    recorder.eval_mode = True
+    model(torch.randn(16, 32))
+    forward = 2 * 16 * (32 * 64 + 64 * 8)
+    # Backward has two products for each in forward, but none for the inputs' own gradient.
+    assert count.stop() == forward + 2 * forward - 2 * 16 * 32 * 64
+    after = torch.randn(4, 4) @ torch.randn(4, 4)
+    assert after.shape == (4, 4)
+    assert count.stop() is None
+
+
+def test_a_mode_of_the_scripts_own_stays_in_force() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+    class Own(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    recorder: Any = SimpleNamespace(eval_mode=False)
+    count = FlopCount(recorder)
+    with Own() as own:
+        assert count.stop() is None
+        assert _get_current_dispatch_mode() is own
+    torch.randn(4, 4) @ torch.randn(4, 4)
+    _get_current_dispatch_mode().__exit__(None, None, None)

@@ -42,6 +42,7 @@ KEYS = {
         *("load_s", "transfer_s", "forward_s", "backward_s", "optimizer_s", "other_s", "gpu_busy_s", "gpu_idle_s"),
     },
     "gpu_step": {"kernel_s", "gap_s", "idle_s"},
+    "utilisation": {"au", "mfu", "flops_per_step", "peak_flops_per_s", "peak_precision"},
     "invalid_because": None,
     "job": None,
     "run": {"folder", "name", "command", "started_at", "state", "exit_code", "ranks", "warnings"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fulltilt.diagnosis.checklist import make_checklist, settings_in_force
-from fulltilt.diagnosis.evidence import gather, invalid_because, without_side_jobs
+from fulltilt.diagnosis.evidence import gather, invalid_because, measure_utilisation, without_side_jobs
 from fulltilt.diagnosis.ledger import mean_gpu_step, mean_step, summarise_job
 from fulltilt.diagnosis.low_gpu import low_gpu_warning
 from fulltilt.diagnosis.rules import judge
@@ -43,6 +43,7 @@ def answer(run: Run) -> Diagnosis:
         ranks=evidence.ranks,
         step=mean_step(run),
         gpu_step=mean_gpu_step(run),
+        utilisation=measure_utilisation(evidence),
         invalid_because=invalid_because(evidence),
         job=summarise_job(run, evidence.ledger),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fulltilt.diagnosis import ledger as ledgers
-from fulltilt.diagnosis.gpu_summary import HostSummary, summarise_gpus, summarise_host
+from fulltilt.diagnosis.gpu_summary import HostSummary, dense_peak, summarise_gpus, summarise_host
 from fulltilt.diagnosis.loaders import Limit, Supply, find_limit, loader_ceiling, measure_supply, one_loader_a_line
 from fulltilt.diagnosis.rank_steps import RankSteps, align
 from fulltilt.diagnosis.thresholds import LIMITS
@@ -25,6 +25,7 @@ from fulltilt.records import (
     Run,
     Span,
     Throughput,
+    Utilisation,
     WorkerRecord,
 )
 
@@ -304,6 +305,25 @@ def _ranks_beside(run: Run, rank: RankRecord) -> int:
 
 def _ratio(part: float, whole: float) -> float:
     return min(max(part / whole, 0.0), 1.0) if whole > 0 else 0.0
+
+
+# --------------------------------------------------------------------------- how well the GPU is used
+
+
+def measure_utilisation(evidence: Evidence) -> Utilisation:
+    """AU and MFU of the pace-setting rank; empty for a job on the CPU."""
+    rank = evidence.rank
+    if not evidence.on_gpu or not evidence.active_s or not rank.steps:
+        return Utilisation()
+    # What a rank waits for sharded parameters looks like compute.
+    au = None if evidence.collectives_unmeasured else evidence.share(evidence.buckets.compute_s)
+    if rank.flops_per_call is None:
+        return Utilisation(au)
+    per_step = rank.flops_per_call * rank.optimizer_calls / rank.steps
+    gpu = next((gpu for gpu in evidence.gpus if gpu.uuid == rank.gpu_uuid), None)
+    precision, peak = dense_peak(gpu.name if gpu else "", rank.precision)
+    mfu = per_step * rank.steps / evidence.active_s / peak if peak else None
+    return Utilisation(au, mfu, per_step, peak, precision if peak else None)
 
 
 # --------------------------------------------------------------------------- valid timings

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from fulltilt.diagnosis.ledger import training_window
 from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import percent
-from fulltilt.records import GpuProcess, GpuReading, GpuSummary, Run, Sample
+from fulltilt.records import GpuProcess, GpuReading, GpuSummary, PrecisionRecord, Run, Sample
 
 # Limits that every busy GPU runs into sooner or later: throttling only when the clock falls far for them.
 _LIMITS = ("power_cap", "board_limit", "reliability", "sync_boost")
@@ -170,3 +171,45 @@ def mean(values: Iterable[float]) -> float | None:
 
 def _present(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
+
+
+# --------------------------------------------------------------------------- data sheets
+
+# Dense peaks in TFLOP/s of NVIDIA's data sheets (half of what they print with sparsity): half precision with tensor
+# cores, TF32, plain float32; 0 where a GPU has none. By words of its name; the entry with most of them counts.
+_PEAKS: dict[tuple[str, ...], tuple[float, float, float]] = {
+    ("B200",): (2250.0, 1100.0, 75.0),
+    ("H200",): (989.4, 494.7, 67.0),
+    ("H200", "NVL"): (835.5, 417.5, 60.0),
+    ("H100",): (989.4, 494.7, 67.0),
+    ("H100", "PCIe"): (756.0, 378.0, 51.0),
+    ("H100", "NVL"): (835.5, 417.5, 60.0),
+    ("A100",): (312.0, 156.0, 19.5),
+    ("A30",): (165.0, 82.0, 10.3),
+    ("A40",): (149.7, 74.8, 37.4),
+    ("A10",): (125.0, 62.5, 31.2),
+    ("L4",): (121.0, 60.0, 30.3),
+    ("L40",): (181.0, 90.5, 90.5),
+    ("L40S",): (362.0, 183.0, 91.6),
+    ("V100", "SXM2"): (125.0, 0.0, 15.7),
+    ("V100", "PCIE"): (112.0, 0.0, 14.0),
+    ("T4",): (65.0, 0.0, 8.1),
+}
+
+
+def dense_peak(name: str, precision: PrecisionRecord | None) -> tuple[str, float | None]:
+    """The arithmetic that a job uses, and the GPU's dense peak for it in FLOP/s; None for a GPU not in the table.
+
+    A part of a GPU (MIG) has no data sheet.
+    """
+    words = set(re.split(r"[^A-Za-z0-9]+", name))
+    known = [entry for entry in _PEAKS if words.issuperset(entry)]
+    used = (precision.name if precision else None) or "float32"
+    half = used in ("bfloat16", "float16")
+    tf32 = not half and precision is not None and bool(precision.tf32)
+    told = used if half else "TF32" if tf32 else "float32"
+    if not known or "MIG" in words or (not half and used != "float32"):
+        return told, None
+    peaks = _PEAKS[max(known, key=len)]
+    peak = peaks[0] if half else peaks[1] if tf32 and peaks[1] else peaks[2]
+    return told, peak * 1e12

@@ -58,6 +58,8 @@ class StepProfiler:
         self._meanwhile = contextlib.ExitStack()
         self._waits: Counter[str] = Counter()
         self._totals = KernelTotals()
+        self._flops: FlopCount | None = None  # while a step is counted
+        self._counted = self._deep
 
     def install(self, patches: Patches) -> None:
         """Count steps."""
@@ -74,10 +76,41 @@ class StepProfiler:
         elif self._profiler is not None:
             if self._calls >= self._at_call + self._steps:
                 self.stop()
-        elif self._calls >= self._at_call and (
-            self._deep or time.perf_counter_ns() - self._first_ns > FIRST_BURST_S * 1e9
+        elif self._flops is not None:
+            if self._calls >= self._at_call + self._flops.calls:
+                self._stop_counting()
+        elif (
+            self._calls >= self._at_call
+            and (self._deep or time.perf_counter_ns() - self._first_ns > FIRST_BURST_S * 1e9)
+            and (self._counted or not self._start_counting())
         ):
             self._start()
+
+    def _start_counting(self) -> bool:
+        """Count the FLOPs of the next step, once, where that changes nothing: each operation passes by Python.
+
+        Compiled code and CUDA graphs do not, and what is sharded would be counted as a whole.
+        """
+        self._counted = True
+        recorder, state = self._recorder, self._recorder.state
+        if state.sharded or state.compiled or state.uses_cuda_graphs or recorder.profiling:
+            return False
+        before = recorder.switch(Activity.OBSERVER)
+        try:
+            self._flops = FlopCount(recorder, calls=max(len(state.optimizers), 1))
+            self._at_call, recorder.profiling = self._calls, True
+        except Exception as error:
+            state.remark(f"FLOPs could not be counted: {error}")
+        finally:
+            recorder.switch(before)
+        return self._flops is not None
+
+    def _stop_counting(self) -> None:
+        counted, self._flops = self._flops, None
+        self._recorder.profiling = False
+        if counted is not None:
+            self._recorder.state.flops_per_call = counted.stop()
+        self._at_call = self._calls
 
     def _start(self) -> None:
         """Begin, unless the script profiles itself or, for a burst, replays CUDA graphs: CUPTI cannot leave those."""
@@ -160,6 +193,8 @@ class StepProfiler:
         if self._deep and self._profiler is None and self._calls:
             told = f"--deep: the job ended after {self._calls} steps, before the profiler started"
             self._recorder.state.remark(told)
+        if self._flops is not None:
+            self._flops.stop()
         self.stop()
 
 
@@ -196,6 +231,40 @@ def _waits_by_line(torch: Any, seen: Counter[str]) -> Iterator[None]:
             yield
         finally:
             torch.cuda.set_sync_debug_mode(mode)
+
+
+class FlopCount:
+    """Counts the FLOPs of the operations of this thread, and of its backward, by torch's own formulas."""
+
+    def __init__(self, recorder: Recorder, calls: int = 1) -> None:
+        """Begin. ``calls`` of optimizers are to be counted: several take turns where there are several."""
+        formulas = importlib.import_module("torch.utils.flop_counter").flop_registry
+        self._dispatch = importlib.import_module("torch.utils._python_dispatch")
+        self.calls = calls
+        self._flops: float | None = 0.0
+
+        class Counting(self._dispatch.TorchDispatchMode):  # type: ignore[misc, name-defined]
+            def __torch_dispatch__(mode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: N805
+                out = func(*args, **(kwargs or {}))
+                formula = formulas.get(getattr(func, "_overloadpacket", None))
+                if formula is not None and self._flops is not None and not recorder.eval_mode:
+                    try:
+                        self._flops += formula(*args, **(kwargs or {}), out_val=out)
+                    except Exception:  # an operation that its formula does not know
+                        self._flops = None
+                return out
+
+        self._mode = Counting()
+        self._mode.__enter__()
+
+    def stop(self) -> float | None:
+        """The FLOPs of one call of an optimizer; None where they could not be counted."""
+        if self._dispatch._get_current_dispatch_mode() is not self._mode:
+            self._flops = None  # the script has put a mode of its own on top: ours counts no more, and stays below
+            return None
+        self._mode.__exit__(None, None, None)
+        counted, self._flops = self._flops, None
+        return counted / self.calls if counted else None
 
 
 class KernelTotals:

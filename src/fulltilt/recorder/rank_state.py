@@ -170,6 +170,7 @@ class RankState:
         self.deep: DeepRecord | None = None
         self.kernels: KernelRecord | None = None
         self.uses_cuda_graphs = False
+        self.flops_per_call: float | None = None
         # What torch.compile did, asked for each time that the record is written.
         self.compiling: Callable[[], CompileRecord | None] = lambda: None
         self.remarks: list[str] = []
@@ -318,7 +319,7 @@ class RankState:
                 parameters=self.parameter_dtype,
                 tf32=self._tf32(),
                 scaler=self.scaler,
-                compiled=self._compiled(),
+                compiled=self.compiled,
             ),
             communication=self.communication,
             unused_search=self.unused_search,
@@ -329,6 +330,7 @@ class RankState:
             garbage=self.garbage.record(),
             gpu_busy_step_s=self.gpu_busy_s / self.gpu_steps if self.gpu_steps else None,
             launch_s=self.launch_s if on_gpu else None,
+            flops_per_call=self.flops_per_call,
             vram_peak_bytes=self._highest_peak(stats.get("allocated_bytes.all.peak")),
             vram_reserved_bytes=stats.get("reserved_bytes.all.peak"),
             alloc_retries=stats.get("num_alloc_retries"),
@@ -372,7 +374,9 @@ class RankState:
                 )
         return tuple(records)
 
-    def _compiled(self) -> bool:
+    @property
+    def compiled(self) -> bool:
+        """Whether torch.compile has compiled anything."""
         dynamo = sys.modules.get("torch._dynamo.utils")
         return dynamo is not None and bool(dynamo.counters["stats"].get("unique_graphs", 0))
 

@@ -602,6 +602,7 @@ class RankRecord:
     garbage: GarbageRecord | None = None
     gpu_busy_step_s: float | None = None
     launch_s: float | None = None
+    flops_per_call: float | None = None  # of the work up to each call of an optimizer, counted once
     vram_peak_bytes: int | None = None
     vram_reserved_bytes: int | None = None
     alloc_retries: int | None = None
@@ -791,6 +792,22 @@ class GpuStep:
 
 
 @dataclass(frozen=True, slots=True)
+class Utilisation:
+    """How well the GPU is used, as fractions. None where it was not measured, and for jobs on the CPU.
+
+    ``au`` (accelerator utilisation, as MLPerf Storage has it) is compute-only time over the time after start-up.
+    ``mfu`` (model FLOPs utilisation) is the model's FLOPs a second of that time over ``peak_flops_per_s``, the dense
+    peak of the GPU's data sheet for the arithmetic in use (``peak_precision``). One step was counted.
+    """
+
+    au: float | None = None
+    mfu: float | None = None
+    flops_per_step: float | None = None
+    peak_flops_per_s: float | None = None
+    peak_precision: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class GpuSummary:
     """One GPU over the training part of a run: means, and peaks where the name says so."""
 
@@ -882,6 +899,7 @@ class Diagnosis:
     ranks: tuple[RankSummary, ...] = ()
     step: Phases | None = None
     gpu_step: GpuStep | None = None
+    utilisation: Utilisation = Utilisation()
     invalid_because: str | None = None
     job: JobSummary | None = None
     schema_version: int = SCHEMA_VERSION

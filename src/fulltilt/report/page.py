@@ -281,7 +281,7 @@ def _sections(run: Run, diagnosis: Diagnosis) -> list[Child]:
     picture = step_picture(run, diagnosis)
     order = bucket_order(diagnosis.ledger)
     of_rank = f", of rank {rank.rank}" if rank is not None and len(run.ranks) > 1 else ""
-    compiled, job = run_view.compile_line(run), run_view.job_line(diagnosis)
+    compiled, job, used = run_view.compile_line(run), run_view.job_line(diagnosis), run_view.utilisation_line(diagnosis)
     steps, machine = step_charts(run, diagnosis), machine_charts(run, diagnosis)
     cards = [_finding_card(finding) for finding in diagnosis.findings]
     notes = [element("li", line) for line in run_view.notes(run, diagnosis)]
@@ -290,6 +290,7 @@ def _sections(run: Run, diagnosis: Diagnosis) -> list[Child]:
             "Where the time went",
             ledger_bar(diagnosis.ledger.buckets, order) if order else None,
             ledger_table(diagnosis.ledger, order) if order else None,
+            element("p", used, class_="aside") if used else None,
             element("p", job, class_="aside") if job else None,
             element("p", compiled, class_="aside") if compiled else None,
             note=f"of {figures.seconds(diagnosis.ledger.wall_s)} of wall time",

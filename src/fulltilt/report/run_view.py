@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from fulltilt import figures
 from fulltilt.diagnosis.loaders import joined, joined_lines
-from fulltilt.figures import NOT_MEASURED, clean, count, one_line, percent, seconds, whole
+from fulltilt.figures import NOT_MEASURED, clean, count, number, one_line, percent, seconds, whole
 from fulltilt.records import (
     DeepRecord,
     Diagnosis,
@@ -75,6 +75,17 @@ def deep_facts(deep: DeepRecord) -> list[tuple[str, str]]:
         ("in tensor cores", percent(deep.tensor_core_share)),
         *([("the profiler failed", deep.error)] if deep.error else []),
     ]
+
+
+def utilisation_line(diagnosis: Diagnosis) -> str | None:
+    """AU and MFU in one line; None for a job on the CPU."""
+    used, parts = diagnosis.utilisation, []
+    if used.au is not None:
+        parts.append(f"AU {percent(used.au)}: compute over the time after start-up")
+    if used.mfu is not None and used.peak_flops_per_s:
+        peak = f"{number(used.peak_flops_per_s * 1e-12)} TFLOP/s ({used.peak_precision}, dense, data sheet)"
+        parts.append(f"MFU {percent(used.mfu)} of {peak}")
+    return " · ".join(parts) or None
 
 
 def compile_line(run: Run) -> str | None:

@@ -254,11 +254,15 @@ def _show_head(console: Console, run: Run, diagnosis: Diagnosis) -> None:
         console.print(Text(run_view.not_valid(diagnosis.invalid_because), "yellow"))
     console.print()
     console.print(Text(clean(diagnosis.verdict.sentence), "bold"))
-    figures = [*_figures(diagnosis), *filter(None, [run_view.job_line(diagnosis), run_view.compile_line(run)])]
+    figures = [*_figures(diagnosis), *filter(None, _more_figures(run, diagnosis))]
     if figures:
         console.print()
     for line in figures:
         console.print(Text(one_line(line)))
+
+
+def _more_figures(run: Run, diagnosis: Diagnosis) -> Iterable[str | None]:
+    return run_view.utilisation_line(diagnosis), run_view.job_line(diagnosis), run_view.compile_line(run)
 
 
 def _figures(diagnosis: Diagnosis) -> Iterable[str]:
