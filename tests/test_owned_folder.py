@@ -105,6 +105,14 @@ def test_removing_a_tree_leaves_what_others_put_into_it(tmp_path: Path) -> None:
     assert folder.remove("checkpoints")
 
 
+def test_a_moved_file_that_grows_is_ours_when_a_kill_follows_the_rename(tmp_path: Path) -> None:
+    folder = OwnedFolder.claim(tmp_path / "out", "cache")
+    os.close(folder.create("rows.partial"))
+    folder.move("rows.partial", "rows", growing=True)
+    os.utime(folder.path / "rows", (1, 1))  # used by the next run, which knows only what the marker says
+    assert OwnedFolder.claim(tmp_path / "out", "cache").owns("rows")
+
+
 def test_moved_tree_is_still_ours(tmp_path: Path) -> None:
     folder = claim(tmp_path / "run")
     making = folder.temporary("model")

@@ -301,8 +301,7 @@ class DiskStore(HostStore):
         final = self._name.removesuffix(PARTIAL)
         with self._owned.locked("", wait=True):
             if not os.path.lexists(self._owned.path / final) and self._owned.owns(self._name):
-                self._owned.move(self._name, final)
-                self._owned.record(final, growing=True)  # its time will tell when it was used last
+                self._owned.move(self._name, final, growing=True)  # its time will tell when it was used last
         if os.path.lexists(self._owned.path / final):  # else it was cleared meanwhile; its rows can still be read
             self._name = final
 

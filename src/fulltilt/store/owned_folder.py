@@ -234,14 +234,17 @@ class OwnedFolder:
         with _written_beside(path, data, mode) as temporary:
             self.move(temporary, entry, again)
 
-    def move(self, source: str | Path, target: str | Path, again: bool = False) -> None:
+    def move(self, source: str | Path, target: str | Path, again: bool = False, growing: bool = False) -> None:
         """Rename an entry of ours, with all that is recorded below it, over a file of ours or to a free place.
 
-        The new place is noted before the rename: a kill in between leaves nothing that is not known.
+        The new place is noted before the rename: a kill in between leaves nothing that is not known. A file that is
+        ``growing`` goes on being known by its inode.
         """
         path = self.check(target)
         old, new = self._name(source), self._name(target)
         identity = _identity(self.path / old)
+        if growing and identity is not None:
+            identity = identity[:1]
         with _mutex:
             below = {name: is_ for name, is_ in self._entries.items() if name.startswith(old + "/")}
         if not again:
