@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
 import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from functools import cache
@@ -135,15 +138,21 @@ def test_every_finding_code_is_explained() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("code", sorted(set(get_args(FindingCode)) - ELSEWHERE))
 def test_the_script_of_a_finding_shows_it(code: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(scripts()[code])
     ranks = [] if "init_process_group" not in scripts()[code] else ["--", "torchrun", "--nproc-per-node", "2"]
     command = [sys.executable, "-m", "fulltilt", "run", "--out", "run", *ranks, "script.py"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True) as job:
+        try:
+            told = job.communicate(timeout=500)[1]
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)  # nothing of it stays behind
+    assert job.returncode == 0, told
     findings = json.loads((tmp_path / "run" / "findings.json").read_text())["findings"]
-    assert code in [finding["code"] for finding in findings], ended.stderr
+    assert code in [finding["code"] for finding in findings], told
 
 
 def test_the_published_schema_is_that_of_the_code() -> None:
