@@ -25,16 +25,11 @@ IN_CI = {"serial_waits.py", "sleep_in_forward.py"}
     [pytest.param(one, marks=() if one.script in IN_CI else pytest.mark.slow, id=str(one)) for one in CATALOGUE],
 )
 def test_job_is_explained_truly(specimen: Specimen, tmp_path: Path) -> None:
-    wrong: list[str] = []
-    # These jobs are held to a few per cent of a stopwatch: a neighbour on the machine is forgiven once.
-    for attempt in ("first", "second"):
-        try:
-            seen = observe(specimen, tmp_path / attempt)
-        except NotPossibleHere as reason:
-            pytest.skip(f"{specimen} CANNOT RUN HERE: {reason}")
-        wrong = problems(seen)
-        if not wrong:
-            return
+    try:
+        seen = observe(specimen, tmp_path)
+    except NotPossibleHere as reason:
+        pytest.skip(f"{specimen} CANNOT RUN HERE: {reason}")
+    wrong = problems(seen)
     assert not wrong, "\n".join([f"{specimen}:", *(f"  {problem}" for problem in wrong), str(seen)])
 
 
