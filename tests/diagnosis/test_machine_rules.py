@@ -100,6 +100,8 @@ def test_a_cache_that_fits_or_a_growth_that_takes_days_is_left_alone() -> None:
     slow = MemoryGrowthRecord(bytes=20_000_000, over_s=200.0, batches=4000)
     assert worker_memory_growth(gather(growing(growth=slow))) is None
     assert worker_memory_growth(gather(growing(growth=MemoryGrowthRecord(80_000_000, 1.0, 5)))) is None
+    # A stream may fill its shuffle buffer first.
+    assert worker_memory_growth(gather(growing(iterable=True, dataset_len=None))) is None
 
 
 # --------------------------------------------------------------------------- cpu_affinity

@@ -103,6 +103,7 @@ class Thresholds:
     ram_full_share: float = 0.92  # of the limit; the kernel starts to reclaim hard and the OOM killer is near
     swap_in_bytes_per_s: float = 1e6  # reading back a megabyte of swap each second is thrashing, not tidying up
     growth_seen_s: float = 3.0  # of steady growth, behind as much before: what workers fill at first is full by then
+    stream_growth_s: float = 120.0  # the same of an IterableDataset, which may fill a shuffle buffer of gigabytes first
     growth_bytes: float = 16e6  # of one worker meanwhile; allocators keep more or less by a few megabytes
     shm_share: float = 0.5  # of /dev/shm: uneven batches and several ranks can double the estimate
 

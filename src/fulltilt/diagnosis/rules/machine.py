@@ -80,9 +80,9 @@ _SOON_S, _DAY_S = 3600.0, 86400.0
 def worker_memory_growth(evidence: Evidence) -> Judgement:
     """The private memory of the workers grows steadily, until there is none left."""
     loader, growth = evidence.loader, evidence.workers.growth if evidence.workers else None
-    if loader is None or not loader.num_workers or growth is None or growth.over_s < LIMITS.growth_seen_s:
+    if loader is None or not loader.num_workers or growth is None or growth.bytes < LIMITS.growth_bytes:
         return None
-    if growth.bytes < LIMITS.growth_bytes:
+    if growth.over_s < (LIMITS.stream_growth_s if loader.iterable else LIMITS.growth_seen_s):
         return None
     left = evidence.host.ram_left_bytes
     if left is None:
