@@ -49,6 +49,7 @@ def test_the_finding_codes_are_these() -> None:
             "launch_bound",
             "batch_too_small",
             "precision_unused",
+            "free_switches",
             "padding_waste",
             "slowing_down",
             "host_code",
@@ -56,7 +57,7 @@ def test_the_finding_codes_are_these() -> None:
             "gc_pauses",
         ),
         *("validation_heavy", "checkpoint_stall", "memory_pressure"),
-        *("worker_memory_growth", "cpu_affinity", "cpu_oversubscribed", "shm_small", "throttled"),
+        *("worker_memory_growth", "cpu_affinity", "launch_contended", "cpu_oversubscribed", "shm_small", "throttled"),
         *("gpu_shared", "straggler", "communication_bound", "find_unused_parameters", "compute_bound"),
     )
 

@@ -8,6 +8,7 @@ from fulltilt.diagnosis.evidence import gather
 from fulltilt.diagnosis.rules.gpu import (
     batch_too_small,
     compute_bound,
+    free_switches,
     instead_of,
     launch_bound,
     padding_waste,
@@ -277,3 +278,48 @@ def test_device_rules_abstain_without_steps() -> None:
     lacking = {abstention.code: abstention.lacks for abstention in answer(idle).abstained}
     for rule in (transfer_blocking, sync_point, launch_bound, batch_too_small, precision_unused, compute_bound):
         assert lacking[rule.__name__] == "a training step"
+
+
+# --------------------------------------------------------------------------- free_switches
+
+
+def traced(*kernels: tuple[str, float], shapes: int = 1, **switches: Any) -> Run:
+    """A job whose step runs these kernels, and 10 ms of kernels in all."""
+    seen = tuple(HotLine("", name, seconds) for name, seconds in kernels)
+    precision = PrecisionRecord("bfloat16", "float32", False, False, False, **switches)
+    record = KernelRecord(3, 0.010, 0.0, 100, None, seen)
+    return on_gpu(kernels=record, precision=precision, loaders=(loader(num_workers=4, batch_shapes=shapes),))
+
+
+def test_images_that_cudnn_turns_round_are_kept_channels_last() -> None:
+    run = traced(("cudnn::ops::nchwToNhwcKernel<__half>", 0.0012), ("nhwcToNchwKernel", 0.0008))
+    finding = found(free_switches(gather(run)))
+    assert finding.evidence[0].startswith("cuDNN turns images from channels first to channels last in 20 %")
+    assert "memory_format=torch.channels_last" in finding.fix
+    assert "not measured" in finding.fix
+    assert (finding.severity, finding.predicted_speedup) == ("warn", (1.0, 1.25))
+    assert answer(run).verdict.code == "free_switches"
+
+
+def test_an_optimizer_in_several_kernels_is_fused_where_it_can_be() -> None:
+    name = "at::native::multi_tensor_apply_kernel<TensorListMetadata<3>, BinaryOpListAlphaFunctor>"
+    finding = found(free_switches(gather(traced((name, 0.001), fused_optimizer=False))))
+    assert finding.fix.startswith("One kernel does it: torch.optim.AdamW(fused=True)")
+    assert free_switches(gather(traced((name, 0.001), fused_optimizer=None))) is None
+    fused = "at::native::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>, FusedAdamMathFunctor>"
+    assert free_switches(gather(traced((fused, 0.001), fused_optimizer=True))) is None
+
+
+def test_cudnn_searches_once_for_fixed_shapes_and_not_for_changing_ones() -> None:
+    name = "sm90_xmma_fprop_implicit_gemm_bf16"
+    fixed = found(free_switches(gather(traced((name, 0.006), cudnn_benchmark=False))))
+    assert "cudnn.benchmark = True" in fixed.fix
+    assert fixed.severity == "info"
+    changing = found(free_switches(gather(traced((name, 0.006), shapes=20, cudnn_benchmark=True))))
+    assert "cudnn.benchmark = False" in changing.fix
+    for shapes, benchmark in ((1, True), (20, False), (4, False)):
+        assert free_switches(gather(traced((name, 0.006), shapes=shapes, cudnn_benchmark=benchmark))) is None
+
+
+def test_without_traced_kernels_no_switch_is_recommended() -> None:
+    assert isinstance(free_switches(gather(on_gpu())), Abstention)

@@ -10,6 +10,7 @@ from fulltilt.diagnosis.rules.machine import (
     cpu_affinity,
     cpu_oversubscribed,
     gpu_shared,
+    launch_contended,
     memory_pressure,
     throttled,
     worker_memory_growth,
@@ -138,6 +139,37 @@ def test_workers_with_room_or_without_a_queue_are_not_confined() -> None:
     alone = workers(cpus=1)  # two of them, that do not queue: each may have its own CPU
     run = run_of(rank(loaders=(loader(num_workers=2),), workers=(alone,)), data_wait=60.0, compute=40.0)
     assert cpu_affinity(gather(run)) is None
+
+
+# --------------------------------------------------------------------------- launch_contended
+
+
+def short_of_cpus(tree_cpu_pct: float, waited_s: float | None = 30.0) -> Run:
+    feeding = (loader(num_workers=12, prefetch_factor=2),)
+    busy = host(tree_cpu_pct=tree_cpu_pct)
+    short = gpu_rank(loaders=feeding, cpu_wait_s=waited_s, launch_s=40.0)
+    return run_of(short, samples=sampled(gpu(), host_reading=busy), host_code=40.0, compute=60.0)
+
+
+def test_workers_that_take_every_cpu_slow_the_launching_down() -> None:
+    run = short_of_cpus(tree_cpu_pct=790.0)
+    finding = found(launch_contended(gather(run)))
+    assert (finding.share, finding.where) == (pytest.approx(0.3), "train.py:31")
+    assert "the job's processes keep 7.9 of 8 CPUs busy" in finding.evidence
+    assert "lower num_workers 12 → 6" in finding.fix
+    assert [one.code for one in answer(run).findings[:2]] == ["launch_contended", "launch_bound"]
+
+
+def test_others_that_take_the_cpus_are_told_apart() -> None:
+    finding = found(launch_contended(gather(short_of_cpus(tree_cpu_pct=150.0))))
+    assert finding.fix.startswith("Other processes on the machine take the CPUs")
+    assert finding.where is None
+
+
+def test_a_thread_that_has_its_cpu_is_not_contended() -> None:
+    assert launch_contended(gather(short_of_cpus(790.0, waited_s=0.5))) is None
+    unknown = launch_contended(gather(short_of_cpus(790.0, waited_s=None)))
+    assert unknown == Abstention("launch_contended", "how long the training thread waited for a CPU")
 
 
 # --------------------------------------------------------------------------- cpu_oversubscribed

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fulltilt.recorder.loaders.batches import count_bytes, count_samples, kind_of, padding_share
+from fulltilt.recorder.loaders.batches import count_bytes, count_samples, kind_of, padding_share, shapes_of
 
 IMAGE = torch.zeros(3, 8, 8)
 PACKED = torch.nn.utils.rnn.pack_sequence([torch.zeros(2 + n % 3, 4) for n in range(6)], enforce_sorted=False)
@@ -74,3 +74,11 @@ def test_padding_comes_from_the_mask_alone() -> None:
     assert padding_share({"attention_mask": mask}) == pytest.approx(5 / 8)
     assert padding_share({"input_ids": mask}) is None
     assert padding_share([mask]) is None
+
+
+def test_the_shapes_of_a_batch_are_those_of_its_columns() -> None:
+    images, labels = torch.zeros(4, 3, 8, 8), torch.zeros(4)
+    assert shapes_of((images, labels, "name")) == ((4, 3, 8, 8), (4,))
+    assert shapes_of({"images": images}) == ((4, 3, 8, 8),)
+    assert shapes_of(images) == ((4, 3, 8, 8),)
+    assert shapes_of("text") == ()

@@ -95,6 +95,11 @@ class Evidence:
         return min(sum(known) / len(known), self.buckets.host_code_s) if known else None
 
     @property
+    def contended_s(self) -> float:
+        """Host time, while the GPU idled, in which the training thread had no CPU: at most what it waited for one."""
+        return min(self.rank.cpu_wait_s or 0.0, self.buckets.host_code_s) if self.on_gpu else 0.0
+
+    @property
     def host_lines(self) -> tuple[HotLine, ...]:
         """The lines of the pace-setting rank that cost host time, the costliest first."""
         return tuple(sorted(self.rank.host_lines, key=lambda line: -line.seconds))

@@ -30,6 +30,8 @@ class Thresholds:
     guilty_function_share: float = 0.25  # of host code; a trainer's own overhead is dozens of functions with 2 to 12 %
     telling_line_share: float = 0.02  # of a cause; a line below was met by a look or two, by chance
     host_code_share: float = 0.05  # progress bars and schedulers stay under 3 % of a 10 ms step
+    launch_contended_share: float = 0.05  # a free CPU is had within microseconds: a quiet machine stays under 1 %
+    cpus_full_share: float = 0.8  # of the usable CPUs: what the job itself keeps busy is then why none is free
     validation_share: float = 0.20  # validation is wanted work; a fifth of the job is what people still accept
     recompiling_share: float = 0.03  # a last, smaller batch costs one recompilation; hours of training hide it
     gc_share: float = 0.03  # a loop of tensors collects in well under 1 % of its time
@@ -92,6 +94,10 @@ class Thresholds:
     vram_mostly_free_share: float = 0.5  # under half used, twice the batch fits (weights do not grow with it)
     vram_full_share: float = 0.95  # above, the allocator begins to free and retry
     padding_share: float = 0.25  # sorted batches of text keep 5 to 10 % padding; a quarter is worth buckets
+    switch_share: float = 0.03  # of the kernel time: less is not worth a line of code
+    convolution_share: float = 0.3  # of the kernel time, from which on their algorithm matters
+    few_shapes: int = 2  # of batches: one, and that of the last, smaller one
+    many_shapes: int = 8  # of batches: each new one costs cuDNN a search
     fp32_to_half_speed: tuple[float, float] = (1.3, 3.0)  # tensor cores against plain fp32, whole networks
     tf32_to_half_speed: tuple[float, float] = (1.1, 1.8)  # half the bytes and twice the rate of TF32
     tensor_cores_used_share: float = 0.1  # of the time: an fp32 job with this much uses TF32 whatever its flags say

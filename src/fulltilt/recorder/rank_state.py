@@ -14,7 +14,7 @@ from typing import Any
 from fulltilt.recorder import attach
 from fulltilt.recorder.intervals import IntervalBuilder
 from fulltilt.recorder.loaders import LoaderTaps
-from fulltilt.recorder.loaders.workers import WorkerTotals, allowed_cpus
+from fulltilt.recorder.loaders.workers import WorkerTotals, allowed_cpus, run_delay_s
 from fulltilt.recorder.marks import Activity
 from fulltilt.recorder.stacks.frames import LineGrowth, LineTimes, StackView
 from fulltilt.records import (
@@ -158,6 +158,7 @@ class RankState:
         self.optimizer_calls = 0
         self.learning_rate: float | None = None
         self.parameter_dtype: str | None = None
+        self.fused_optimizer: bool | None = None
         self.memory: MemoryRecord | None = None
         self.autocast: str | None = None
         self.scaler = False
@@ -175,6 +176,7 @@ class RankState:
         self.compiling: Callable[[], CompileRecord | None] = lambda: None
         self.remarks: list[str] = []
         self._vram_peak_bytes: int | None = None
+        self._waited_before_s: float | None = None
         # What live tuning did, asked for each time that the record is written.
         self.live: Callable[[], tuple[LiveRecord, ...]] = tuple
 
@@ -320,6 +322,8 @@ class RankState:
                 tf32=self._tf32(),
                 scaler=self.scaler,
                 compiled=self.compiled,
+                cudnn_benchmark=bool(self._torch.backends.cudnn.benchmark) if on_gpu else None,
+                fused_optimizer=self.fused_optimizer,
             ),
             communication=self.communication,
             unused_search=self.unused_search,
@@ -338,6 +342,7 @@ class RankState:
             torch_threads=self._torch.get_num_threads(),
             cpus_at_start=attach.cpus_at_start,
             cpus=len(cpus) if (cpus := allowed_cpus()) is not None else None,
+            cpu_wait_s=self._cpu_wait_s(),
             stack_samples=self.stack_samples,
             observer_s=self.observer_s,
             worker_messages_dropped=self.taps.mailbox.dropped,
@@ -345,6 +350,15 @@ class RankState:
             live=self.live(),
             group=self.group,
         )
+
+    def _cpu_wait_s(self) -> float | None:
+        """How long the main thread has waited for a CPU since the first steps."""
+        waited_s = run_delay_s(os.getpid())
+        if waited_s is None or not self.steps:
+            return None
+        if self._waited_before_s is None:
+            self._waited_before_s = waited_s
+        return waited_s - self._waited_before_s
 
     def _highest_peak(self, now_bytes: int | None) -> int | None:
         """The highest so far: loops that print the peak of each epoch reset torch's own."""

@@ -389,6 +389,7 @@ class LoaderRecord:
     padding_share: float | None = None
     eval_batches: int = 0
     sampler_lines: tuple[HotLine, ...] = ()
+    batch_shapes: int | None = None  # distinct ones among the batches that were looked into
     pickled_workers: int = 0
     pickled_bytes: int = 0
     pickle_s: float = 0.0
@@ -470,6 +471,8 @@ class PrecisionRecord:
     tf32: bool | None
     scaler: bool
     compiled: bool
+    cudnn_benchmark: bool | None = None
+    fused_optimizer: bool | None = None
 
     @property
     def name(self) -> str | None:
@@ -610,6 +613,7 @@ class RankRecord:
     torch_threads: int | None = None
     cpus_at_start: int | None = None
     cpus: int | None = None
+    cpu_wait_s: float | None = None  # the training thread was ready to run, and had no CPU
     stack_samples: int = 0
     observer_s: float | None = None
     notes: tuple[str, ...] = ()
@@ -700,6 +704,7 @@ FindingCode = Literal[
     "launch_bound",
     "batch_too_small",
     "precision_unused",
+    "free_switches",
     "padding_waste",
     "slowing_down",
     "host_code",
@@ -710,6 +715,7 @@ FindingCode = Literal[
     "memory_pressure",
     "worker_memory_growth",
     "cpu_affinity",
+    "launch_contended",
     "cpu_oversubscribed",
     "shm_small",
     "throttled",

@@ -5,7 +5,18 @@ from __future__ import annotations
 import re
 
 from fulltilt.diagnosis.evidence import Evidence
-from fulltilt.diagnosis.findings import Gain, Judgement, at, by_removing, by_speeding_up, found, line_cost, time_spent
+from fulltilt.diagnosis.findings import (
+    Gain,
+    Judgement,
+    amdahl,
+    at,
+    by_removing,
+    by_speeding_up,
+    found,
+    gain,
+    line_cost,
+    time_spent,
+)
 from fulltilt.diagnosis.gpu_summary import is_it_real, vram_used_share
 from fulltilt.diagnosis.ledger import gpu_step_words
 from fulltilt.diagnosis.thresholds import LIMITS
@@ -105,6 +116,53 @@ def precision_unused(evidence: Evidence) -> Judgement:
     predicted = by_speeding_up(share, *speed)
     # What it costs is what the faster arithmetic would save at the cautious end.
     return found(evidence, "precision_unused", compute_s * (1 - 1 / speed[0]), facts, fix, None, predicted)
+
+
+# Kernels by what they do: cuDNN turning the layout of images round, convolutions, optimizers in several kernels.
+_LAYOUT = re.compile(r"nchwToNhwc|nhwcToNchw", re.IGNORECASE)
+_CONVOLUTION = re.compile(r"conv|_fprop|_dgrad|_wgrad|implicit_gemm", re.IGNORECASE)
+_UNFUSED = re.compile(r"multi_tensor_apply(?!.*Fused)", re.IGNORECASE)
+
+
+def free_switches(evidence: Evidence) -> Judgement:
+    """Switches that change no result to speak of, each told only where traced kernels show that it applies."""
+    rank, loader = evidence.rank, evidence.loader
+    if rank.kernels is None or rank.precision is None:
+        return Abstention("free_switches", "kernels of a traced step (runs longer than 20 s)")
+    busy_s, precision = rank.kernels.busy_s, rank.precision
+    if busy_s <= 0 or not _compute_dominates(evidence) or precision.compiled:
+        return None
+    layout, convolution, unfused = (
+        sum(line.seconds for line in rank.kernels.top_kernels if kind.search(line.function)) / busy_s
+        for kind in (_LAYOUT, _CONVOLUTION, _UNFUSED)
+    )
+    shapes = loader.batch_shapes if loader else None
+    facts, fixes, saved = [], [], 0.0
+    if layout >= LIMITS.switch_share:
+        facts.append(f"cuDNN turns images from channels first to channels last in {percent(layout)} of the kernel time")
+        fixes.append(
+            "keep them so: model.to(memory_format=torch.channels_last) and the same for the images (.to or .contiguous)"
+        )
+        saved += layout
+    if unfused >= LIMITS.switch_share and precision.fused_optimizer is False:
+        facts.append(f"the optimizer takes {percent(unfused)} of the kernel time, in several kernels for each group")
+        fixes.append(
+            f"one kernel does it: torch.optim.{rank.optimizers[0] if rank.optimizers else 'AdamW'}(fused=True)"
+        )
+        saved += unfused / 2
+    if convolution >= LIMITS.convolution_share and shapes is not None:
+        told = f"convolutions take {percent(convolution)} of the kernel time, in batches of {shapes} shapes"
+        if not precision.cudnn_benchmark and shapes <= LIMITS.few_shapes:
+            facts.append(f"{told}, and cudnn.benchmark is off")
+            fixes.append("let cuDNN find the fastest algorithm once: torch.backends.cudnn.benchmark = True")
+        elif precision.cudnn_benchmark and shapes > LIMITS.many_shapes:
+            facts.append(f"{told}, and cudnn.benchmark tries all algorithms for each new one")
+            fixes.append("torch.backends.cudnn.benchmark = False, or pad or crop to few shapes")
+    if not facts:
+        return None
+    cost_s = evidence.buckets.compute_s * saved
+    fix = capital(f"{'; '.join(fixes)}. What that wins was not measured: try it and compare `fulltilt report` of both.")
+    return found(evidence, "free_switches", cost_s, facts, fix, None, gain(1.0, amdahl(evidence.share(cost_s))))
 
 
 # Its batches hold texts of like length already. And what visobert has without residency.
@@ -299,17 +357,18 @@ def launch_bound(evidence: Evidence) -> Judgement:
     """Kernels are so short that the host cannot launch them as fast as the GPU runs them."""
     if evidence.launch_s is None:
         return Abstention("launch_bound", "the GPU's idle time between kernels")
-    share = evidence.share(evidence.launch_s)
+    cost_s = max(evidence.launch_s - evidence.contended_s, 0.0)  # without a CPU nobody launches: another cause
+    share = evidence.share(cost_s)
     if share < LIMITS.launch_share:
         return None
-    facts = [time_spent(evidence, "idling between kernels that the host launches too slowly", evidence.launch_s)]
+    facts = [time_spent(evidence, "idling between kernels that the host launches too slowly", cost_s)]
     traced = evidence.rank.kernels
     if traced and traced.kernels:
         facts.append(f"{traced.kernels} kernels a step of {seconds(traced.busy_s / traced.kernels)} each")
     if words := gpu_step_words(evidence.run):
         facts.append(words)
     predicted = by_removing(share)
-    return found(evidence, "launch_bound", evidence.launch_s, facts, _fewer_launches(evidence), None, predicted)
+    return found(evidence, "launch_bound", cost_s, facts, _fewer_launches(evidence), None, predicted)
 
 
 def _fewer_launches(evidence: Evidence) -> str:

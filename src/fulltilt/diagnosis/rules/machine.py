@@ -8,6 +8,7 @@ from fulltilt.diagnosis.findings import (
     Severity,
     amdahl,
     at,
+    by_removing,
     by_speeding_up,
     fetching_line,
     found,
@@ -152,6 +153,42 @@ def cpu_affinity(evidence: Evidence) -> Judgement:
         slowed_s += evidence.buckets.compute_s  # the training computes on the same few
     predicted = by_speeding_up(evidence.share(slowed_s), 1 + (wider - 1) * LIMITS.scaling_low, wider)
     return found(evidence, "cpu_affinity", slowed_s * (1 - 1 / wider), facts, fix, loader.where, predicted)
+
+
+def launch_contended(evidence: Evidence) -> Judgement:
+    """The training thread has no CPU to launch kernels on: the job's own workers, or others, keep them all busy."""
+    waited_s, loader = evidence.rank.cpu_wait_s, evidence.loader
+    if waited_s is None:
+        return Abstention("launch_contended", "how long the training thread waited for a CPU")
+    cost_s = evidence.contended_s
+    share = evidence.share(cost_s)
+    if share < LIMITS.launch_contended_share:
+        return None
+    used_pct, usable = evidence.host.tree_cpu_pct, evidence.usable_cpus
+    workers = loader.num_workers if loader else 0
+    facts = [
+        f"the training thread waits for a CPU in {percent(evidence.share(waited_s))} of the time after start-up, and "
+        "launches nothing meanwhile",
+    ]
+    own = used_pct is not None and used_pct >= LIMITS.cpus_full_share * 100 * usable
+    if used_pct is not None:
+        facts.append(f"the job's processes keep {number(used_pct / 100)} of {cpus(usable)} busy")
+    where = loader.where if own and loader else None
+    if own and workers:
+        fewer = max(min(workers - 1, int(usable) - 2), 1)
+        fix = (
+            f"Leave the training thread a CPU: lower num_workers {workers} → {fewer}{at(where)}, "
+            "one thread in each worker (torch.set_num_threads(1), cv2.setNumThreads(0), OMP_NUM_THREADS=1, "
+            "TOKENIZERS_PARALLELISM=false), or os.nice(10) in worker_init_fn, so that workers give way."
+        )
+    elif own:
+        fix = "Leave the training thread a CPU: fewer threads and processes beside it (OMP_NUM_THREADS, loggers)."
+    else:
+        fix = (
+            "Other processes on the machine take the CPUs: give the job CPUs of its own (a cgroup, Slurm's "
+            "--cpus-per-task and --exclusive), or end them."
+        )
+    return found(evidence, "launch_contended", cost_s, facts, fix, where, by_removing(share))
 
 
 def cpu_oversubscribed(evidence: Evidence) -> Judgement:

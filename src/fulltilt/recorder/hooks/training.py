@@ -430,6 +430,7 @@ class StepHooks:
         self._known.append(weakref.ref(optimizer))
         groups = optimizer.param_groups
         self._state.learning_rate = _number(groups[0].get("lr")) if groups else None
+        self._state.fused_optimizer = bool(groups[0]["fused"]) if groups and "fused" in groups[0] else None
         parameters = [parameter for group in groups for parameter in group["params"]]
         self._trained.update(id(parameter) for parameter in parameters)
         if parameters:

@@ -129,3 +129,10 @@ def padding_share(batch: Any) -> float | None:
     if mask is None or getattr(mask, "is_cuda", False) or getattr(mask, "ndim", 0) != 2 or not mask.shape[0]:
         return None
     return 1.0 - float((mask != 0).sum()) / float(mask.shape[0] * mask.shape[1])
+
+
+def shapes_of(batch: Any) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the tensors in the columns of a batch."""
+    columns = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else (batch,)
+    found = (getattr(column, "shape", None) for column in list(columns)[:WIDEST])
+    return tuple(tuple(int(size) for size in shape) for shape in found if shape is not None)

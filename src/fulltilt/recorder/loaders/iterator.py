@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fulltilt.recorder.loaders.batches import count_bytes, count_samples, kind_of, padding_share
+from fulltilt.recorder.loaders.batches import count_bytes, count_samples, kind_of, padding_share, shapes_of
 from fulltilt.recorder.marks import Activity, BatchArrived, PassEnded, Point, WaitBegan
 from fulltilt.recorder.stacks.frames import LineTimes
 from fulltilt.recorder.steps import LONG_WAIT_NS
@@ -21,6 +21,7 @@ from fulltilt.records import LoaderRecord
 # A batch's size and padding are measured on the first few batches and then on every so many.
 INSPECT_FIRST = 4
 INSPECT_EVERY = 32
+MOST_SHAPES = 64
 # Workers tell every half second, and when they end.
 LAST_WORDS_S = 0.45
 # What a data set may keep of its samples; fewer objects than this take no memory to speak of.
@@ -60,6 +61,7 @@ class LoaderTap:
     pickle_s: float = 0.0
     batch_bytes: int | None = None
     batch_kind: str | None = None
+    shapes: set[tuple[tuple[int, ...], ...]] = field(default_factory=set)
     padding: float = 0.0
     padding_seen: int = 0
     sampler_lines: LineTimes = field(default_factory=LineTimes)
@@ -99,6 +101,8 @@ class LoaderTap:
             return
         self.batch_bytes = max(self.batch_bytes or 0, count_bytes(batch))
         self.batch_kind = self.batch_kind or kind_of(batch)
+        if len(self.shapes) < MOST_SHAPES:
+            self.shapes.add(shapes_of(batch))
         share = padding_share(batch)
         if share is not None:
             self.padding += share
@@ -123,6 +127,7 @@ class LoaderTap:
             samples=self.samples if self.counted else None,
             batch_bytes=self.batch_bytes,
             batch_kind=self.batch_kind,
+            batch_shapes=len(self.shapes) or None,
             wait_s=self.waited_s,
             wait_cpu_s=self.wait_cpu_s,
             first_wait_s=self.first_wait_s,

@@ -182,12 +182,7 @@ class FetchMeter:
         return Clocks(time.perf_counter(), cpu_s, self._run_delay_s())
 
     def _run_delay_s(self) -> float | None:
-        """Seconds the fetching thread was ready to run and waited for a CPU; None where the kernel does not say."""
-        try:
-            with open(f"/proc/self/task/{self._thread_native}/schedstat", "rb") as file:  # noqa: PTH123 - hot
-                return int(file.read().split()[1]) * 1e-9
-        except (OSError, IndexError, ValueError):
-            return None
+        return run_delay_s(self._thread_native)
 
     def observe(self, stop: threading.Event) -> None:
         """The sampler beside the loop, on a thread of its own."""
@@ -268,6 +263,15 @@ def _read_so_far() -> tuple[int | None, int | None]:
         return int(totals["read_bytes:"]), int(totals["syscr:"])
     except (OSError, ValueError, KeyError):
         return None, None
+
+
+def run_delay_s(thread: int) -> float | None:
+    """Seconds that a thread of this process was ready to run and waited for a CPU; None where nobody says."""
+    try:
+        with open(f"/proc/self/task/{thread}/schedstat", "rb") as file:  # noqa: PTH123 - hot
+            return int(file.read().split()[1]) * 1e-9
+    except (OSError, IndexError, ValueError):
+        return None
 
 
 def allowed_cpus() -> tuple[int, ...] | None:
