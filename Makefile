@@ -31,7 +31,7 @@ test-zoo: setup
 
 # Small jobs of 18 training libraries, which are installed for it into .venv-clients. About ten minutes.
 CLIENTS := torchdata fastai ultralytics lightning transformers accelerate skorch torch_geometric webdataset litdata \
-	monai timm sentence-transformers keras stable-baselines3 datasets trl
+	monai timm sentence-transformers keras stable-baselines3 datasets trl "ray[train,data]"
 test-clients: setup
 	@test -x .venv-clients/bin/python || .uv/bin/uv venv --quiet --python $(PYTHON) .venv-clients
 	.uv/bin/uv pip install --quiet --python .venv-clients/bin/python --editable . pytest pytest-timeout $(CLIENTS)

@@ -42,7 +42,7 @@ def torchrun(address: str, cable: str, out: Path, log: Path, inside: int | None 
 
 def second_host() -> subprocess.Popen[bytes]:
     """A namespace with its end of the cable; it lives as long as the process that is returned."""
-    host = subprocess.Popen(["unshare", "-n", "sleep", "600"])
+    host = subprocess.Popen(["unshare", "-nu", "sleep", "600"])
     while Path(f"/proc/{host.pid}/ns/net").readlink() == Path("/proc/self/ns/net").readlink():
         time.sleep(0.01)
     ip("link", "add", "cable1", "type", "veth", "peer", "name", "cable2", "netns", str(host.pid))

@@ -41,6 +41,10 @@ EXACT = "FULLTILT_EXACT"
 # Behind the script they are the script's. Hardly any has the first; the others are told of where it does not know them.
 RARE_FLAGS = ("--auto",)
 OTHER_FLAGS = ("--out", "--deep", "--settings", "--exact")
+NO_AUTO_OVER_TASKS = (
+    "--auto is off: it tunes on one machine, and this is one of several tasks of a job; "
+    "tune on one machine first and give the settings found to all with --settings"
+)
 TICK_S = 1.0
 # The first of several tasks reads what all of them wrote where that is soon done, and waits so long for their ends.
 MOST_TASKS_AT_THE_END = 64
@@ -105,6 +109,12 @@ def run(
     name = job_name(arguments)
     task = launched_task(arguments, os.environ)
     folder = run_folder(out, name, task)
+    if (
+        auto and task is not None
+    ):  # a try on one rank would slow all of them down, and each would tune against the others
+        auto = exact = False
+        if not task.number:
+            tell(f"fulltilt: {NO_AUTO_OVER_TASKS}")
     for flag in given_to_script(RARE_FLAGS, arguments):
         tell(f"fulltilt: {hint('run', flag)}")
     # The folder of a task is new and nobody else's.

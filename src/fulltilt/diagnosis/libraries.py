@@ -110,6 +110,7 @@ def library_of(line: HotLine | None) -> Library | None:
 WITHOUT_LOADER = {
     "torchdata": "ParallelMapper(node, fn, num_workers={}) instead of Mapper, and Prefetcher(node, 2) as the last node",
     "datasets": "draw from torch.utils.data.DataLoader(dataset, batch_size=..., num_workers={})",
+    "ray": "iter_torch_batches(..., prefetch_batches={}), and CPUs that the workers leave to Ray Data's own tasks",
     "webdataset": "draw from webdataset.WebLoader(dataset, batch_size=None, num_workers={})",
 }
 

@@ -17,6 +17,7 @@ ITERABLES: dict[str, tuple[str, dict[str, Brings]]] = {
     "torchdata.nodes.loader": ("Loader", {"__iter__": "batch"}),
     "datasets.iterable_dataset": ("IterableDataset", {"__iter__": "sample", "iter": "columns"}),
     "datasets.arrow_dataset": ("Dataset", {"iter": "columns"}),
+    "ray.data.iterator": ("_IterableFromIterator", {"__iter__": "columns"}),
     "webdataset.pipeline": ("DataPipeline", {"__iter__": "batch"}),
 }
 

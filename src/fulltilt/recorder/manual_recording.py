@@ -201,13 +201,19 @@ class _During(contextlib.AbstractContextManager[None]):
 class Recording(LoopMarks):
     """A run being recorded. Use it in a ``with`` block, or call ``start`` and ``stop`` in different notebook cells.
 
-    ``on_sample`` is told, from another thread, what the machine does about once a second.
+    ``on_sample`` is told, from another thread, what the machine does about once a second. ``task``: which of several it
+    is that record one job, where the launcher's variables do not tell.
     """
 
     def __init__(
-        self, folder: str | Path, name: str | None = None, on_sample: Callable[[Sample], None] | None = None
+        self,
+        folder: str | Path,
+        name: str | None = None,
+        on_sample: Callable[[Sample], None] | None = None,
+        task: Task | None = None,
     ) -> None:
         super().__init__()
+        self._task = task
         self.folder = Path(folder)
         self._name = name or self.folder.name
         self._attached = False
@@ -231,7 +237,7 @@ class Recording(LoopMarks):
         t0_ns = time.perf_counter_ns()
         gpus = Gpus.open(root_pid=job_root())
         # Each rank that a launcher started records by itself: into a folder of its own in this one.
-        self._files = RunFiles(self.folder, self._name, t0_ns, gpus, asked, launched_task((), os.environ))
+        self._files = RunFiles(self.folder, self._name, t0_ns, gpus, asked, self._task or launched_task((), os.environ))
         if self._files.aside is not None:
             print(f"fulltilt: {self.folder} held a run already; it is now in {self._files.aside}", file=sys.stderr)
         self._sampler = Sampler(self._take, gpus=gpus, host=HostProbe(os.getpid()), t0=t0_ns * 1e-9)
