@@ -16,7 +16,7 @@ import psutil
 
 from fulltilt import store
 from fulltilt.errors import FulltiltError
-from tests.faults.two_hosts import FIRST, ip, kill_host, second_host
+from tests.faults.two_hosts import FIRST, SECOND, ip, kill_host, second_host
 
 NO_LOCKS = """
 import errno, fcntl
@@ -33,10 +33,13 @@ def launch(out: Path, steps: int, cable: str, inside: int | None = None) -> subp
     command = [
         *(*enter, sys.executable, "-m", "fulltilt", "run", "--out", str(out), "--"),
         *("torchrun", "--nnodes=2", "--nproc-per-node=2", *rendezvous.split()),
+        f"--local-addr={SECOND if enter else FIRST}",
         *("-m", "tests.faults.recorded_job", str(steps)),
     ]
     path = os.pathsep.join((str(out.parent), os.environ.get("PYTHONPATH", "")))
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": cable, "PYTHONPATH": path}
+    # Agents that share their store (torch 2.15's default) never tell a host that joins later where it is.
+    quirk = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": cable, "PYTHONPATH": path, **quirk}
     with (out.parent / f"{cable}.log").open("ab") as log:
         return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
 
