@@ -6,14 +6,18 @@ MkDocs calls `on_files` (see mkdocs.yml). `python docs/make_reference.py` writes
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import os
+import re
+import textwrap
 import types
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
 
+import fulltilt
 from fulltilt.cli import main as command_line
 from fulltilt.records import SCHEMA_VERSION, Diagnosis
 
@@ -22,10 +26,11 @@ PLAIN: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the page of the verbs to the site."""
+    """Add the pages of verbs and Python names to the site."""
     from mkdocs.structure.files import File
 
     files.append(File.generated(config, "reference.md", content=reference()))
+    files.append(File.generated(config, "api.md", content=api()))
     return files
 
 
@@ -46,6 +51,25 @@ def reference() -> str:
         context = command.make_context(verb, [], resilient_parsing=True)
         context.info_name = f"fulltilt {verb}"
         pages.append(f"## {verb}\n\n```text\n{command.get_help(context)}\n```\n")
+    return "\n".join(pages)
+
+
+def api() -> str:
+    """The exported names of the package, of the feed and of the callbacks, with their signatures."""
+    from fulltilt import feed
+    from fulltilt.recorder.manual_recording import Recording
+
+    names: dict[str, Any] = {f"fulltilt.{name}": getattr(fulltilt, name) for name in ("record", "load", "diagnose")}
+    names["fulltilt.recorder.Recording"] = Recording
+    names |= {f"fulltilt.feed.{name}": getattr(feed, name) for name in feed.__all__}
+    names |= {f"fulltilt.feed.augment.{name}": getattr(feed.augment, name) for name in feed.augment.__all__}
+    pages = ["# Python\n\nThe exported names, from the code.\n"]
+    for name, value in names.items():
+        if inspect.ismodule(value):
+            continue
+        signature = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(value)))
+        call = f"{name.rpartition('.')[2]}{signature}"
+        pages.append(f"## {name}\n\n```text\n{textwrap.fill(call, 100)}\n```\n\n{inspect.getdoc(value) or ''}\n")
     return "\n".join(pages)
 
 

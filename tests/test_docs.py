@@ -164,3 +164,14 @@ def test_the_published_schema_is_that_of_the_code() -> None:
     published = json.loads((ROOT / "docs/report.schema.json").read_text(encoding="utf-8"))
     assert published == made.schema(), "make it anew: python docs/make_reference.py"
     assert "--budget" in made.reference()
+    assert "cache_key" in made.api()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_that_are_there(page: Path) -> None:
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    links = re.findall(r"\]\(([^)#\s]+)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    generated = ROOT / "docs/reference.md"
+    for link in links:
+        target = (page.parent / link).resolve()
+        assert "://" in link or target.exists() or target == generated, f"{page.name} leads to {link}"
