@@ -68,7 +68,7 @@ docs: setup
 
 # The script of each finding, the example notebooks, wheel and sdist in clean environments. About fifteen minutes.
 test-docs: docs
-	$(RUN)/python -m pytest -p no:xdist -m slow tests/test_docs.py tests/integrations/test_notebook.py tests/test_packaging.py
+	$(RUN)/python -m pytest -p no:xdist -m "slow and not gpu" tests/test_docs.py tests/integrations/test_notebook.py tests/test_packaging.py
 
 clean:
 	rm -rf .uv .venv .venv-clients .mypy_cache .ruff_cache .pytest_cache

@@ -45,7 +45,7 @@ def demo(
     steps = Steps(open_console())
 
     plain, tuned = out / "1-starved", out / "2-tuned"
-    steps.say(f"1. {script} trains a small model on the CPU. Why is it not faster?")
+    steps.say(f"1. {script} trains a small model. Why is it not faster?")
     weights = steps.fulltilt("run", "--out", plain, script, "--epochs", EPOCHS)
     steps.verdict(plain)
 
