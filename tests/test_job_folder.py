@@ -107,6 +107,15 @@ def test_a_lost_node_is_told_as_missing(tmp_path: Path) -> None:
     assert job.missing_ranks == (3,)
 
 
+def test_a_task_that_never_trained_is_told_with_its_end(tmp_path: Path) -> None:
+    write_task(tmp_path, 0, (0, 1), state="killed")
+    write_task(tmp_path, 1, (), state="crashed")
+    assert store.load(tmp_path).warnings == (
+        "no record of rank 2, 3",
+        "host1 has trained nothing: its part was crashed (exit code -15)",
+    )
+
+
 def test_a_requeue_is_the_next_attempt_of_the_job(tmp_path: Path) -> None:
     for number, ranks in ((0, (0, 1)), (1, (2, 3))):
         write_task(tmp_path, number, ranks, group="first", state="killed")

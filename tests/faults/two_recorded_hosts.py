@@ -7,15 +7,19 @@ folder without locks: a sitecustomize on PYTHONPATH lets flock fail, in Fulltilt
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
 from fulltilt import store
+from fulltilt.diagnosis import answer
 from fulltilt.errors import FulltiltError
+from fulltilt.records import Run
 from tests.faults.two_hosts import FIRST, SECOND, ip, kill_host, second_host
 
 NO_LOCKS = """
@@ -49,17 +53,16 @@ def name_of(host: int, inside: int | None = None) -> None:
     subprocess.run([*enter, "hostname", f"host{host}"], check=True)
 
 
-def wait_for_steps(out: Path, steps: int) -> None:
+def wait_for(out: Path, what: str, seen: Callable[[Run], bool]) -> Run:
     deadline_s = time.monotonic() + 240
     while time.monotonic() < deadline_s:
         try:
-            run = store.load(out)
-            if len(run.ranks) == 4 and min(rank.steps for rank in run.ranks) >= steps:
-                return
+            if seen(run := store.load(out)):
+                return run
         except FulltiltError:
             pass
         time.sleep(0.5)
-    raise SystemExit(f"step {steps} was not reached")
+    raise SystemExit(f"{what} was never seen")
 
 
 def main(out: Path) -> int:
@@ -72,12 +75,14 @@ def main(out: Path) -> int:
     host = second_host()
     name_of(2, host.pid)
     one, two = launch(out, 100_000, "first"), launch(out, 100_000, "cable2", host.pid)
-    wait_for_steps(out, 60)
+    wait_for(out, "step 60", lambda run: len(run.ranks) == 4 and min(rank.steps for rank in run.ranks) >= 60)
     if psutil.Process(one.pid).net_connections():
         raise SystemExit("fulltilt run has a socket")
     kill_host(host, two)
-    if one.wait(timeout=240) == 0:
-        raise SystemExit("the job did not notice that a host is gone")
+    run = wait_for(out, "a job that stands still", lambda run: "no step for" in answer(run).verdict.sentence)
+    print(answer(run).verdict.sentence)
+    os.killpg(one.pid, signal.SIGTERM)  # as a scheduler ends what is left of a job
+    one.wait(timeout=240)
     print(sorted(str(file.relative_to(out)) for file in out.glob("*/*")), flush=True)
     # The same command once more, as a requeue does it.
     host = second_host()

@@ -46,9 +46,8 @@ NO_AUTO_OVER_TASKS = (
     "tune on one machine first and give the settings found to all with --settings"
 )
 TICK_S = 1.0
-# The first of several tasks reads what all of them wrote where that is soon done, and waits so long for their ends.
+# The first of several tasks reads what all of them wrote, where that is soon done.
 MOST_TASKS_AT_THE_END = 64
-PATIENCE_S = 3.0
 FATAL = frozenset(
     getattr(signal, name)
     for name in ("SIGHUP", "SIGQUIT", "SIGABRT", "SIGBUS", "SIGKILL", "SIGSEGV", "SIGTERM")
@@ -280,7 +279,7 @@ def end_run(folder: Path, record: RunRecord, wall_s: float, status: int, oom_kil
                 if (record.task.count or 0) > MOST_TASKS_AT_THE_END:
                     tell(f"fulltilt: all tasks together: fulltilt report {folder}")
                     return
-                wait_for_tasks(folder)
+                store.wait_for_tasks(folder)
             _, diagnosis = explain(folder)
         except FulltiltError as error:  # a full disk or a foreign report.html is no reason to keep the verdict back
             read = store.load(folder)
@@ -313,13 +312,6 @@ def end_run(folder: Path, record: RunRecord, wall_s: float, status: int, oom_kil
 def speaks_for_job(folder: Path, task: Task) -> bool:
     """Whether this task tells the verdict of the whole job: the first one does, by its number or by its rank."""
     return task.number == 0 if task.number is not None else 0 in store.read_ranks(folder)
-
-
-def wait_for_tasks(folder: Path) -> None:
-    """The tasks end at about the same time; give the others a moment to write it down."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while any(run.state == "running" for run in store.tasks_in(folder).values()) and time.monotonic() < deadline_s:
-        time.sleep(0.1)
 
 
 def settings_not_in_force(settings: Mapping[str, object]) -> str | None:

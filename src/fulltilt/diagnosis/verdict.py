@@ -256,7 +256,8 @@ def _stands_still(still: Standstill) -> str:
         told.append(f"rank {rank.rank} on {rank.hostname} {silent}{at}")
     more = f" and {len(still.missing) - _TOLD_RANKS} more" if len(still.missing) > _TOLD_RANKS else ""
     lines = dict.fromkeys(_line(rank) for rank in still.waiting)
-    others = f"{count('rank', len(still.waiting))} wait{'s' if len(still.waiting) == 1 else ''} for it"
+    wait = "waits" if len(still.waiting) == 1 else "wait"
+    others = f"{count('rank', len(still.waiting))} {wait} for {'it' if len(still.missing) == 1 else 'them'}"
     return f"; no step for {seconds(still.for_s)}: {', '.join(told)}{more}; {others} at {', '.join(list(lines)[:2])}"
 
 

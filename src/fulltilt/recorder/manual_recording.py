@@ -275,7 +275,10 @@ class Recording(LoopMarks):
         if self._sampler is not None:
             self._sampler.stop()
         self._files.close(state, exit_code, ended_by)
-        if self._files.task is None or self._files.task.number == 0:
+        task = self._files.task
+        if task is not None and task.number == 0:
+            store.wait_for_tasks(self.folder)
+        if task is None or task.number == 0:
             show_report(self.folder)
 
     def _write_record(self, status: int) -> None:

@@ -426,7 +426,8 @@ def machine_charts(run: Run, diagnosis: Diagnosis) -> list[Markup]:
     wall_s = series.wall_seconds(run, diagnosis.ledger.wall_s)
     if wall_s <= 0:
         return []
-    slots = series.slots(run.samples, wall_s, POINTS)
+    samples = series.of_first_machine(run.samples)
+    slots = series.slots(samples, wall_s, POINTS)
     machine = run.run.machine
     charts: list[Markup | None] = []
 
@@ -435,7 +436,7 @@ def machine_charts(run: Run, diagnosis: Diagnosis) -> list[Markup]:
         drawn = [Line(label, colour, series.readings(slots, attrgetter(name))) for label, colour, name in lines]
         charts.append(line_chart(title, unit, drawn, wall_s, **options))
 
-    gpus = {gpu.uuid: gpu for sample in run.samples for gpu in sample.gpus}
+    gpus = {gpu.uuid: gpu for sample in samples for gpu in sample.gpus}
     for gpu in list(gpus.values())[:MOST_GPUS]:
         name, own = f"GPU {gpu.index}", series.of_gpu(slots, gpu.uuid)
         use = (("some kernel ran", "c-compute", "util_pct"), ("SM active", "c-second", "sm_active_pct"))

@@ -119,6 +119,12 @@ def epoch_starts(spans: Iterable[Span]) -> tuple[float, ...]:
 # --------------------------------------------------------------------------- from samples
 
 
+def of_first_machine(samples: Sequence[Sample]) -> Sequence[Sample]:
+    """Of a job over several machines the samples of the first: those of each follow one another, from its start on."""
+    later = (place for place in range(1, len(samples)) if samples[place].t_s < samples[place - 1].t_s)
+    return samples[: next(later, len(samples))]
+
+
 def slots(samples: Sequence[Sample], wall_s: float, points: int = POINTS) -> list[Slot[Sample]]:
     """The samples in at most ``points`` slots, so that they are gone through once for each line and no more."""
     moments = [sample.t_s for sample in samples]

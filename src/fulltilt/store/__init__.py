@@ -17,7 +17,7 @@ A file that is damaged anywhere else is an error that names the file and the lin
 
 from __future__ import annotations
 
-from fulltilt.store.job_folder import load, newest_run, tasks_in
+from fulltilt.store.job_folder import load, newest_run, tasks_in, wait_for_tasks
 from fulltilt.store.owned_folder import OwnedFolder, open_plain, write_named_file
 from fulltilt.store.record_json import decode, encode, encode_fully
 from fulltilt.store.run_files import (
@@ -70,6 +70,7 @@ __all__ = [
     "read_record",
     "steps_file",
     "tasks_in",
+    "wait_for_tasks",
     "write_json",
     "write_named_file",
     "write_text",

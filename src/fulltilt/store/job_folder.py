@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -38,6 +39,8 @@ ALIGNED_STEPS = 50
 MOST_SAMPLES = 20_000
 # Of an attempt that is over so many ranks say where its time went.
 RANKS_OF_EARLIER = 8
+# How long whoever reads a job that has just ended waits for the last lines of the other tasks.
+PATIENCE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,13 @@ def _number(record: RunRecord) -> int:
     return 0 if record.task is None else record.task.number or 0
 
 
+def wait_for_tasks(folder: Path) -> None:
+    """The tasks of a job end at about the same time; give the others a moment to write it down."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while any(run.state == "running" for run in tasks_in(folder).values()) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+
+
 def _began(record: RunRecord) -> datetime:
     try:
         return datetime.fromisoformat(record.started_at).astimezone()
@@ -129,9 +139,8 @@ def _attempts(tasks: dict[Path, RunRecord]) -> list[list[Stream]]:
         for rank, part in rank_parts(task):
             record = read_record(task / rank_file(rank, part), RankRecord)
             # A rank that was lost before its first step has met nobody: it belongs to those that started with it.
-            group = record.group or (
-                f"restart {run.task.restart if run.task else 0}.{part}" if record.world_size > 1 else task.name
-            )
+            started = f"restart {run.task.restart if run.task else 0}{Path(task.name).suffix}.{part}"
+            group = record.group or (started if record.world_size > 1 else task.name)
             groups.setdefault(group, {})[rank] = Stream(task, record, part)
             start = _began(run) + timedelta(seconds=min(record.t0_s, 1e9))
             began[group] = min(began.get(group, start), start)
@@ -145,7 +154,7 @@ def _refuse_separate_trainings(folder: Path, attempts: Sequence[Sequence[Stream]
     if len(numbers) > 1:
         raise NotARunFolder(
             f"{folder} holds {len(numbers)} trainings that were started together and trained apart",
-            f"See them side by side: fulltilt report {folder}/*",
+            f"See them side by side: fulltilt report {folder}/*/",
         )
 
 
@@ -159,6 +168,9 @@ def _joined(
     """The ranks of one attempt as a run, on one axis of time."""
     spans = [stream.spans() for stream in streams]
     used = list(dict.fromkeys(stream.task for stream in streams)) or list(tasks)
+    if samples:  # the newest attempt: a task of which no rank has trained belongs to it
+        there = {_number(tasks[task]) for task in used}
+        used += [task for task in tasks if not rank_parts(task) and _number(tasks[task]) not in there]
     first: dict[Path, tuple[Span, ...]] = dict.fromkeys(used, ())
     for stream, own in zip(streams, spans, strict=True):
         first[stream.task] = first[stream.task] or own
@@ -179,7 +191,10 @@ def _joined(
         wall_s=max(ends) if over and ends else None,
         oom_kills=sum(run.oom_kills for run in records),
     )
-    each = max(MOST_SAMPLES // len(used), 1)
+    hosts: dict[str, Path] = {}  # several tasks may look at one machine
+    for task in used:
+        hosts.setdefault(tasks[task].machine.hostname, task)
+    each = max(MOST_SAMPLES // len(hosts), 1)
     return Run(
         folder=str(folder),
         run=run,
@@ -187,8 +202,8 @@ def _joined(
         spans=tuple(
             tuple(_shifted(span, shift[one.task]) for span in own) for one, own in zip(streams, spans, strict=True)
         ),
-        samples=tuple(_samples(used, shift, each)) if samples else (),
-        warnings=tuple(_lost(streams, records, over or bad is not None)),
+        samples=tuple(_samples(hosts.values(), shift, each)) if samples else (),
+        warnings=tuple(_lost(streams, {task: tasks[task] for task in used}, over or bad is not None)),
         tasks=tuple(records),
         earlier=earlier,
     )
@@ -216,7 +231,7 @@ def _shifted_record(record: RankRecord, by_s: float) -> RankRecord:
     return replace(record, t1_s=record.t1_s + by_s, under_way=under_way)
 
 
-def _samples(tasks: Sequence[Path], shift: dict[Path, float], most: int) -> Iterable[Sample]:
+def _samples(tasks: Iterable[Path], shift: dict[Path, float], most: int) -> Iterable[Sample]:
     """What the machines did: of a long run every n-th sample."""
     for task in tasks:
         with contextlib.suppress(OSError):
@@ -225,18 +240,23 @@ def _samples(tasks: Sequence[Path], shift: dict[Path, float], most: int) -> Iter
                 yield replace(sample, t_s=sample.t_s + shift[task])
 
 
-def _lost(streams: Sequence[Stream], records: Sequence[RunRecord], ended: bool) -> Iterable[str]:
+def _lost(streams: Sequence[Stream], tasks: dict[Path, RunRecord], ended: bool) -> Iterable[str]:
     """What is missing: ranks without a record, tasks that never came, and machines of which no end is known."""
     there = {stream.record.rank for stream in streams}
     world = max((stream.record.world_size for stream in streams), default=0)
     if missing := [str(rank) for rank in range(world) if rank not in there]:
         yield f"no record of rank {', '.join(missing[:20])}{' and more' if len(missing) > 20 else ''}"
+    records = tasks.values()
     numbers = {run.task.number for run in records if run.task is not None and run.task.number is not None}
     count = max((run.task.count or 0 for run in records if run.task is not None), default=0)
     if numbers and (absent := [str(number) for number in range(count) if number not in numbers]):
         yield f"no folder of task {', '.join(absent[:20])} of {count}{' and more' if len(absent) > 20 else ''}"
+    trained = {stream.task for stream in streams}
+    for task, run in tasks.items():
+        if task not in trained and run.state not in ("running", "done"):
+            yield f"{run.machine.hostname} has trained nothing: its part was {run.state} (exit code {run.exit_code})"
     if ended:
-        for run in records:
+        for run in tasks.values():
             if run.state == "running":
                 yield f"{run.machine.hostname} is missing: the others have ended, and no end of its part was recorded"
 
