@@ -99,6 +99,7 @@ def tuning(
             patch.dict("os.environ", {"FULLTILT_DEBUG": "1"}),  # an error of tuning's own fails the test
             patch(f"{home}.decide", one.decide),
             patch(f"{home}.pays", one.pays),
+            patch("fulltilt.tuning.live.streamed.pays", one.pays),
             patch.object(BatchCheck, "begin", _begin_and_wait),
             patch("fulltilt.tuning.live.controller.measure_capacity", lambda *_: capacity),
         ):

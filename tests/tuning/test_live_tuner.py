@@ -319,7 +319,7 @@ LEFT_ALONE = {
     "handed over": lambda path: DataLoader(Unpicklable(SIZE), batch_size=None),
     "come out different in a worker": lambda path: DataLoader(OtherwiseInWorkers(SIZE), batch_size=2),
     "sampler Reacting": lambda path: DataLoader(Squares(SIZE), batch_size=2, sampler=Reacting()),
-    "IterableDataset": lambda path: DataLoader(Stream(), batch_size=2),
+    "IterableDataset": lambda path: DataLoader(Stream(), batch_size=2, num_workers=1),
     "its class OwnWay": lambda path: OwnWay(Squares(SIZE), batch_size=2),
     "no fixed order": lambda path: DataLoader(Squares(SIZE), batch_size=2, num_workers=2, in_order=False),
 }

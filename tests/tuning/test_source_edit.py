@@ -160,6 +160,36 @@ def test_loaders_that_a_library_makes_are_set_where_it_takes_them(tmp_path: Path
     )
 
 
+LIBRARIES = [
+    ("transformers", "a = TrainingArguments('out', dataloader_num_workers=0)\n", "dataloader_num_workers=8, "),
+    ("trl", "a = GRPOConfig(output_dir='out')\n", "output_dir='out', dataloader_num_workers=8, "),
+    ("skorch", "n = NeuralNetClassifier(M, lr=0.1)\n", "lr=0.1, iterator_train__num_workers=8, "),
+    ("timm", "l = create_loader(d, 224, 8, num_workers=0)\n", "num_workers=8, "),
+    ("ultralytics", "YOLO('a.yaml').train(data='b.yaml')\n", "data='b.yaml', workers=8)"),
+    ("fastai", "d = block.dataloaders(path, bs=8)\n", "bs=8, num_workers=8, "),
+]
+
+
+@pytest.mark.parametrize(("library", "source", "written"), LIBRARIES, ids=[library for library, _, _ in LIBRARIES])
+def test_the_only_call_of_a_library_gets_its_keywords(library: str, source: str, written: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(source + "trainer.run()\n")
+    loader = examples.loader(where="train.py:2", num_workers=0, batch_size=8, made_by=library)
+    change = propose(loader, IN_FORCE, tmp_path)
+    assert isinstance(change, SourceChange)
+    assert written in change.new.decode()
+    compile(change.new, "train.py", "exec")
+    for twice in (source * 2, source.replace(")\n", ", **more)\n")):
+        (tmp_path / "train.py").write_text(twice)
+        assert isinstance(propose(loader, IN_FORCE, tmp_path), WriteYourself)
+
+
+def test_a_loader_that_keeps_its_state_is_edited_as_any(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("x = StatefulDataLoader(ds, batch_size=8)\n")
+    change = propose(examples.loader(where="train.py:1", num_workers=0, batch_size=8), IN_FORCE, tmp_path)
+    assert isinstance(change, SourceChange)
+    assert b"StatefulDataLoader(ds, batch_size=8, num_workers=8" in change.new
+
+
 def test_a_script_outside_of_the_working_folder_gets_its_diff(tmp_path: Path) -> None:
     for folder in ("here", "elsewhere"):
         (tmp_path / folder).mkdir()

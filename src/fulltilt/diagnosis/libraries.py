@@ -14,6 +14,10 @@ from fulltilt.records import HotLine, LoaderRecord
 _SAME = {name: name for name in ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory", "batch_size")}
 _HUGGING_FACE = {name: f"dataloader_{name}" for name in _SAME} | {"batch_size": "per_device_train_batch_size"}
 _HF_SAVE = "save_steps= (or save_strategy='epoch') in its TrainingArguments"
+_HF_ARGUMENTS = (
+    *("TrainingArguments", "Seq2SeqTrainingArguments", "SentenceTransformerTrainingArguments"),
+    *("SFTConfig", "DPOConfig", "GRPOConfig", "RewardConfig", "KTOConfig", "ORPOConfig"),
+)
 _HF_EVALUATE = "eval_steps= (or eval_strategy='epoch') in its TrainingArguments"
 
 
@@ -21,21 +25,25 @@ _HF_EVALUATE = "eval_steps= (or eval_strategy='epoch') in its TrainingArguments"
 class Library:
     """``call`` holds the settings; ``names`` has the library's word for each of DataLoader's, and lacks what it lacks.
 
-    ``save`` and ``validate`` say how to do so less often.
+    ``save`` and ``validate`` say how to do so less often; ``functions`` are the functions and classes that take the
+    settings as keywords, as scripts call them.
     """
 
     call: str
     names: Mapping[str, str] = field(default_factory=lambda: dict(_SAME))
     save: str | None = None
     validate: str | None = None
+    functions: tuple[str, ...] = ()
 
 
 LIBRARIES: dict[str, Library] = {
-    "transformers": Library("TrainingArguments(..., {})", _HUGGING_FACE, _HF_SAVE, _HF_EVALUATE),
+    "transformers": Library("TrainingArguments(..., {})", _HUGGING_FACE, _HF_SAVE, _HF_EVALUATE, _HF_ARGUMENTS),
     "sentence_transformers": Library(
-        "SentenceTransformerTrainingArguments(..., {})", _HUGGING_FACE, _HF_SAVE, _HF_EVALUATE
+        "SentenceTransformerTrainingArguments(..., {})", _HUGGING_FACE, _HF_SAVE, _HF_EVALUATE, _HF_ARGUMENTS
     ),
-    "trl": Library("GRPOConfig(..., {}), SFTConfig or their like", _HUGGING_FACE, _HF_SAVE, _HF_EVALUATE),
+    "trl": Library(
+        "GRPOConfig(..., {}), SFTConfig or their like", _HUGGING_FACE, _HF_SAVE, _HF_EVALUATE, _HF_ARGUMENTS
+    ),
     "accelerate": Library("DataLoader(..., {}) before accelerator.prepare"),
     "lightning": Library(
         "DataLoader(..., {}) in train_dataloader() of the DataModule or LightningModule",
@@ -47,16 +55,23 @@ LIBRARIES: dict[str, Library] = {
         {"num_workers": "workers", "batch_size": "batch"},
         save="model.train(..., save_period=...), or save=False while trying things out",
         validate="model.train(..., val=False) validates after the last epoch only",
+        functions=("train",),
     ),
     "fastai": Library(
         "{} in DataBlock.dataloaders(...) or DataLoaders.from_dsets(...)",
         {name: name for name in _SAME if name != "prefetch_factor"} | {"batch_size": "bs"},
+        functions=("dataloaders", "from_dsets", "from_dblock", "from_folder", "from_name_func", "from_df", "from_csv"),
     ),
-    "timm": Library("create_loader(..., {})", save="--checkpoint-hist and --recovery-interval of train.py"),
+    "timm": Library(
+        "create_loader(..., {})",
+        save="--checkpoint-hist and --recovery-interval of train.py",
+        functions=("create_loader",),
+    ),
     "skorch": Library(
         "NeuralNet(..., {})",
         {name: f"iterator_train__{name}" for name in ("num_workers", "prefetch_factor", "pin_memory")},
         save="Checkpoint(monitor=...) as callback, which saves only what improves",
+        functions=("NeuralNet", "NeuralNetClassifier", "NeuralNetBinaryClassifier", "NeuralNetRegressor"),
     ),
     "keras": Library(
         "super().__init__({}, use_multiprocessing=True) in the PyDataset that makes the batches",

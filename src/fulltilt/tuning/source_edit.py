@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fulltilt.diagnosis.findings import made_for_each_pass
-from fulltilt.diagnosis.libraries import loader_call
+from fulltilt.diagnosis.libraries import LIBRARIES, Library, loader_call
 from fulltilt.errors import MachineError, UsageError
 from fulltilt.records import LoaderRecord, Settings
 from fulltilt.tuning.space import LOADER_SETTINGS
@@ -30,6 +30,8 @@ DEFAULTS: Mapping[str, object] = {
     "persistent_workers": False,
     "batch_size": 1,
 }
+# Classes with DataLoader's keywords.
+LOADERS = ("DataLoader", "StatefulDataLoader", "StreamingDataLoader", "ThreadDataLoader")
 NEED_WORKERS = ("prefetch_factor", "persistent_workers")
 # What torch takes where there are workers and nothing is written.
 DEFAULT_PREFETCH = 2
@@ -84,9 +86,11 @@ def propose(
     before = {name: getattr(loader, name) for name in names}
     news = {name: value for name, value in wanted.items() if value != _or_default(name, before[name])}
     by_hand = _call("DataLoader(…", news)
+    library = LIBRARIES.get(loader.made_by or "")
     if loader.made_by is not None:
-        theirs = loader_call(loader.made_by, news)
-        return WriteYourself(f"{loader.made_by} makes the loader ({loader.where})", theirs or by_hand)
+        by_hand = loader_call(loader.made_by, news) or by_hand
+        if library is None or not library.functions:
+            return WriteYourself(f"{loader.made_by} makes the loader ({loader.where})", by_hand)
     for flag in (argument.split("=")[0] for argument in command if argument.startswith("--")):
         name = flag.lstrip("-").replace("-", "_")
         if name in news:
@@ -95,7 +99,10 @@ def propose(
     path = source_file(loader.where, working_folder, command)
     try:
         old = path.read_bytes()
-        new, several = edit_call(old, int(line), news, before, loader.given)
+        if library is None:
+            new, several = edit_call(old, int(line), news, before, loader.given)
+        else:
+            new, several = edit_librarys_call(old, library, news, before)
     except OSError as error:
         return WriteYourself(f"{file} could not be read: {error}", by_hand)
     except Unclear as unclear:
@@ -177,17 +184,55 @@ def edit_call(
 
     ``before`` is what the call ran with, ``given`` the arguments that it was seen with. Raises Unclear.
     """
-    try:
-        source.decode()
-        module = ast.parse(source)
-    except (SyntaxError, ValueError) as error:
-        raise Unclear(f"the file does not parse as UTF-8: {error}") from error
+    module = _parsed(source)
     calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
-    around = [call for call in calls if call.lineno <= line <= (call.end_lineno or 0) and _name(call) == "DataLoader"]
+    around = [call for call in calls if call.lineno <= line <= (call.end_lineno or 0) and _name(call) in LOADERS]
     found = [call for call in around if call.lineno == max(each.lineno for each in around)]
     if len(found) != 1:
         raise Unclear(f"no single DataLoader(...) call stands at line {line}")
-    call, splices, added = found[0], list[tuple[int, int, str]](), ""
+    source = _with_keywords(source, module, found[0], wanted, before, DEFAULTS, given)
+    makers = {
+        node.name for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and found[0] in ast.walk(node)
+    }
+    return source, any(sum(_name(each) == maker for each in calls) > 1 for maker in makers)
+
+
+def edit_librarys_call(
+    source: bytes, library: Library, wanted: Mapping[str, Any], before: Mapping[str, object]
+) -> tuple[bytes, bool]:
+    """The source with ``wanted`` in the only call of the library's that takes it; as ``edit_call``. Raises Unclear."""
+    module = _parsed(source)
+    calls = [node for node in ast.walk(module) if isinstance(node, ast.Call) and _name(node) in library.functions]
+    if len(calls) != 1:
+        raise Unclear(f"there is no single call of {library.call.partition('(')[0]} in this file")
+    if any(keyword.arg is None for keyword in calls[0].keywords):
+        raise Unclear("its arguments are given as **arguments, which are not followed")
+    theirs, were = (
+        {library.names[name]: value for name, value in settings.items() if name in library.names}
+        for settings in (wanted, before)
+    )
+    # What is not written there has the library's own default, which was in force.
+    return _with_keywords(source, module, calls[0], theirs, were, were, ()), False
+
+
+def _parsed(source: bytes) -> ast.Module:
+    try:
+        source.decode()
+        return ast.parse(source)
+    except (SyntaxError, ValueError) as error:
+        raise Unclear(f"the file does not parse as UTF-8: {error}") from error
+
+
+def _with_keywords(
+    source: bytes,
+    module: ast.Module,
+    call: ast.Call,
+    wanted: Mapping[str, Any],
+    before: Mapping[str, object],
+    defaults: Mapping[str, object],
+    given: Collection[str],
+) -> bytes:
+    splices, added = list[tuple[int, int, str]](), ""
     written = {keyword.arg: keyword for keyword in call.keywords}
     begins = [0]
     for text in source.splitlines(keepends=True):
@@ -207,10 +252,10 @@ def edit_call(
             if keyword is not None and not isinstance(keyword.value, ast.Constant):
                 raise Unclear(f"{which} is {ast.unparse(keyword.value)} there, not a number or a word")
         keyword = written.get(name)
-        now = keyword.value.value if keyword is not None else DEFAULTS[name]  # type: ignore[attr-defined]
+        now = keyword.value.value if keyword is not None else defaults[name]  # type: ignore[attr-defined]
         if now == value:  # written since
             continue
-        if _or_default(name, now) != _or_default(name, before.get(name, DEFAULTS[name])):
+        if _or_default(name, now) != _or_default(name, before.get(name, defaults[name])):
             raise Unclear(f"{name} is {now!r} there, but {before.get(name)!r} was in force")
         if keyword is not None:
             splices.append((begins[keyword.value.lineno - 1] + keyword.value.col_offset, end_of(keyword), repr(value)))
@@ -228,8 +273,7 @@ def edit_call(
         is_as_meant = False
     if not is_as_meant:
         raise Unclear("the call is written in a way that is not changed by machine")
-    makers = {node.name for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and call in ast.walk(node)}
-    return source, any(sum(_name(each) == maker for each in calls) > 1 for maker in makers)
+    return source
 
 
 def _name(call: ast.Call) -> str:

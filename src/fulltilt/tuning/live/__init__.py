@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fulltilt import store
 from fulltilt.errors import FulltiltError
+from fulltilt.recorder.loaders.iterator import is_iterable
 from fulltilt.recorder.loaders.overrides import LOADER
 from fulltilt.records import LiveRecord, Settings
 from fulltilt.tuning.live.measurement import DEFAULT, Limits
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from fulltilt.recorder.loaders import LoaderTap
     from fulltilt.recorder.session import Session
     from fulltilt.tuning.live.controller import Capacity
+    from fulltilt.tuning.live.streamed import StreamTuner
     from fulltilt.tuning.live.tuner import LoaderTuner
 
 # In the job's environment: leave alone what would not stay bit for bit.
@@ -49,18 +51,20 @@ class Live:
         self.limits = limits
         self.exact = exact
         self._t0_s = int(os.environ.get(attached.T0_NS) or time.perf_counter_ns()) * 1e-9
-        self.tuners: dict[int, LoaderTuner] = {}
+        self.tuners: dict[int, LoaderTuner | StreamTuner] = {}
         self._found_for: str | None = None  # the loader whose settings were found last
 
     def begin(self, loader: Any, tap: LoaderTap, iterate: Callable[[Any], Any]) -> Any:
         """The source of a pass over a loader; ``iterate`` is torch's own ``DataLoader.__iter__``."""
         if os.getpid() != self.session.recorder.pid:
             return self.session.taps.with_meters(partial(iterate, loader), tap)
+        from fulltilt.tuning.live.streamed import StreamTuner
         from fulltilt.tuning.live.tuner import LoaderTuner
 
         tuner = self.tuners.get(tap.loader_id)
         if tuner is None:
-            tuner = self.tuners[tap.loader_id] = LoaderTuner(self, tap)
+            streams = is_iterable(loader) and not loader.num_workers
+            tuner = self.tuners[tap.loader_id] = (StreamTuner if streams else LoaderTuner)(self, tap)
         return tuner.begin(loader, iterate)
 
     def records(self) -> tuple[LiveRecord, ...]:

@@ -6,6 +6,7 @@ and the script had something else, it does otherwise in a worker, and the loader
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import hashlib
@@ -15,7 +16,7 @@ import random
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
@@ -79,16 +80,16 @@ class BatchCheck:
         if self._serial:
             if self._state is None:
                 self._look_at_data_set()
-            self._before = (_generators_now(), _file_positions())
+            self._before = (generators_now(), file_positions())
 
     def fetched(self, indices: Any, batch: Any) -> None:
         """It was made: keep what tells it from any other, since training may change the batch itself."""
         if self._before:
             generators, positions = self._before
-            drawn = [one != other for one, other in zip(generators, _generators_now(), strict=True)]
+            drawn = [one != other for one, other in zip(generators, generators_now(), strict=True)]
             self._is_random = self._is_random or any(drawn)
             self.draws_from_torch = self.draws_from_torch or drawn[0]
-            now = _file_positions()
+            now = file_positions()
             if any(now.get(file, position) != position for file, position in positions.items()):
                 self.verdict = "its data set reads from a file that stays open, whose position workers would share"
         pickled = Pickled(batch)
@@ -153,11 +154,12 @@ class Pickled(pickle.Pickler):
     would not hand over as it is.
     """
 
-    def __init__(self, item: Any, is_batch: bool = True) -> None:
+    def __init__(self, item: Any, is_batch: bool = True, with_generators: bool = False) -> None:
         super().__init__(self, protocol=pickle.HIGHEST_PROTOCOL)  # writes to itself
         self._hash = hashlib.blake2b(digest_size=16)
         self._bytes = 0
         self._is_batch = is_batch
+        self._with_generators = with_generators
         self.tensors = 0
         self.unusual: str | None = None
         self.problem: str | None = None
@@ -195,7 +197,10 @@ class Pickled(pickle.Pickler):
         if isinstance(item, types.FunctionType):
             cells = [cell.cell_contents for cell in item.__closure__ or () if _is_filled(cell)]
             return list, ([*cells, item.__defaults__, item.__kwdefaults__],)
-        if isinstance(item, (*_LEFT_OUT, *_numpy_generators(numpy))) or (isinstance(item, io.IOBase) and item.closed):
+        generators = (random.Random, torch.Generator, *_numpy_generators(numpy))
+        if self._with_generators and isinstance(item, generators):
+            return NotImplemented if not isinstance(item, torch.Generator) else (list, (item.get_state().tolist(),))
+        if isinstance(item, (*_LEFT_OUT, *generators)) or (isinstance(item, io.IOBase) and item.closed):
             return int, ()
         return NotImplemented
 
@@ -211,7 +216,7 @@ class Pickled(pickle.Pickler):
 
 
 _LEFT_OUT = (
-    *(type, types.ModuleType, types.BuiltinFunctionType, random.Random, torch.Generator),
+    *(type, types.ModuleType, types.BuiltinFunctionType),
     *(type(threading.Lock()), type(threading.RLock())),
 )
 
@@ -227,14 +232,31 @@ def _is_filled(cell: types.CellType) -> bool:
         return False
 
 
-def _generators_now() -> tuple[Any, ...]:
+def generators_now() -> tuple[Any, ...]:
     """The state of the random generators that all code of this process shares."""
     numpy = sys.modules.get("numpy")
     of_numpy = pickle.dumps(numpy.random.get_state()) if numpy is not None else b""
     return bytes(torch.get_rng_state().tolist()), random.getstate(), of_numpy
 
 
-def _file_positions() -> dict[tuple[int, str], int]:
+@contextlib.contextmanager
+def kept_generators(own: torch.Generator | None) -> Iterator[None]:
+    """Put those generators, and the loader's ``own``, back to where they stood."""
+    numpy = sys.modules.get("numpy")
+    kept, of_python, of_own = torch.get_rng_state(), random.getstate(), own.get_state() if own is not None else None
+    of_numpy = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(kept)
+        random.setstate(of_python)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
+        if own is not None and of_own is not None:
+            own.set_state(of_own)
+
+
+def file_positions() -> dict[tuple[int, str], int]:
     """The position of each file that this process has open to read: forked workers would share it.
 
     Files that are only written or appended to are no data: logs, and Fulltilt's record, grow during a fetch too.

@@ -59,7 +59,7 @@ def reason_against(loader: Any) -> str | None:
     kind = type(loader)
     if kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
         return f"its class {kind.__name__} iterates in a way of its own"
-    if isinstance(loader.dataset, IterableDataset):
+    if isinstance(loader.dataset, IterableDataset) and loader.num_workers:
         return (
             "an IterableDataset divides its data among its workers: another number would lose or repeat samples, "
             "unless the data set is written for it"

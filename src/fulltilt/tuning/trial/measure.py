@@ -23,6 +23,7 @@ from typing import Any
 from fulltilt import store
 from fulltilt.recorder.loaders import LoaderTap
 from fulltilt.recorder.session import Session
+from fulltilt.recorder.steps import BACKWARDS_WITHOUT_OPTIMIZER
 from fulltilt.tuning.trial.apply_settings import AppliedSettings, around
 from fulltilt.tuning.trial.throughput import (
     ANSWER_FILE,
@@ -68,7 +69,7 @@ class Measuring:
         self._optimizer: int | None = None
         self._cuda = False
         self._learning_rate: float | None = None
-        self._steps = 0
+        self._steps = self._backwards = 0
         self._timer = BlockTimer(assignment.patience.block_s, self._timed)
         self._sources: dict[int, weakref.ref[Any]] = {}
         self._pending: list[tuple[StepSnapshot, StepSnapshot]] = []
@@ -113,7 +114,9 @@ class Measuring:
                 loss = unscaled.pop(id(tensors), tensors)
                 if isinstance(loss, torch.Tensor) and loss.numel() == 1 and len(self._losses) < MOST_LOSSES:
                     self._loss = loss.detach().clone()  # a captured graph would overwrite its output
-                return backward(tensors, *args, **kwargs)
+                result = backward(tensors, *args, **kwargs)
+                self._went_backward(loss)
+                return result
 
             return kept
 
@@ -121,6 +124,15 @@ class Measuring:
         around(torch.autograd, "backward", keeping)
 
     # ------------------------------------------------------------------ steps
+
+    def _went_backward(self, loss: Any) -> None:
+        """Where no optimizer of torch's steps, as with fastai's own or updates by hand, each backward is a step."""
+        if self._optimizer is not None or os.getpid() != self._pid or not self._session.recorder.mine():
+            return
+        self._backwards += 1
+        if self._backwards >= BACKWARDS_WITHOUT_OPTIMIZER:
+            self._cuda = bool(getattr(loss, "is_cuda", False))
+            self._count_step()
 
     def _stepped(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if os.getpid() != self._pid or not self._session.recorder.mine():
@@ -130,8 +142,10 @@ class Measuring:
             self._learning_rate = _learning_rate(optimizer)
             self._cuda = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
             self._saves.install()  # what was imported since
-        if id(optimizer) != self._optimizer:
-            return
+        if id(optimizer) == self._optimizer:
+            self._count_step()
+
+    def _count_step(self) -> None:
         self._steps += 1
         if len(self._losses) < MOST_LOSSES and self._loss is not None:
             self._losses.append(self._loss)

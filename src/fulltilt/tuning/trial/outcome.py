@@ -10,6 +10,7 @@ from statistics import fmean, pvariance
 from typing import Literal
 
 from fulltilt.diagnosis.evidence import Evidence, gather, invalid_because
+from fulltilt.diagnosis.libraries import beside_training
 from fulltilt.records import LoaderRecord, RankRecord, Run, Settings, Trial
 from fulltilt.tuning.space import Attempt, is_loader_only
 from fulltilt.tuning.trial.run_trial import Ended
@@ -150,12 +151,17 @@ def _not_reached(run: Run | None) -> str:
     return "" if any(span.batches for span in spans) else ": no DataLoader had given the training a batch"
 
 
+def _is_a_loader(loader: LoaderRecord) -> bool:
+    """Whether a DataLoader brought the batches, and no iterable of the script's or of a library's."""
+    return loader.made_by != "script" and beside_training(loader, 1) is None
+
+
 def _nothing_measured(answer: Answer | None, run: Run | None) -> str:
     steps = answer.steps if answer is not None else 0
     if not steps:
         return "the script ended without a step of an optimizer"
     ranks = run.ranks if run is not None else ()
-    if ranks and not any(loader.batches and loader.made_by != "script" for rank in ranks for loader in rank.loaders):
+    if ranks and not any(loader.batches and _is_a_loader(loader) for rank in ranks for loader in rank.loaders):
         return f"the script trained {steps} steps without a batch of a DataLoader: there is no loader to tune"
     return f"the script ended after {steps} steps: too few to measure; let it train longer"
 

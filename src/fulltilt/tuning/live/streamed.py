@@ -1,0 +1,169 @@
+"""Live tuning of a streamed data set (IterableDataset) without workers: one worker, from one pass to the next.
+
+One worker brings the same samples in the same order and in the same batches, unless the data set does otherwise in a
+worker: that is looked at first. More would change the order, and a pass under way cannot go on in another process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal
+
+from fulltilt.recorder.loaders import LoaderTap
+from fulltilt.records import LiveMove, LiveRecord, Settings
+from fulltilt.tuning.live.batch_check import Pickled, file_positions, kept_generators
+from fulltilt.tuning.live.controller import pays
+from fulltilt.tuning.live.measurement import Arrival, Limits, Seen, summarize
+from fulltilt.tuning.live.worker_pool import copy_of, knobs_of, reason_against
+
+if TYPE_CHECKING:
+    from fulltilt.tuning.live import Live
+
+CARRIED_OVER = "what its data set holds changes as it is read, and a worker would not carry it into the next pass"
+COMES_OUT_DIFFERENT = "its batches come out different in a worker, or in another order"
+# So many batches at the beginning of a pass are made both ways before a worker makes all of them.
+COMPARED = 4
+# So many batches tell the rate of a pass.
+MOST_ARRIVALS = 4096
+
+
+class StreamTuner:
+    """Measures a pass of the script's own, then one with a worker, and keeps what was faster."""
+
+    def __init__(self, live: Live, tap: LoaderTap) -> None:
+        self.tap = tap
+        own = Settings(num_workers=0)
+        self.record = LiveRecord(tap.loader_id, "watching", "a streamed data set is tuned from pass to pass", own, own)
+        self._live = live
+        self._workers = 0
+        self._own: Seen | None = None
+        self._last: StreamPass | None = None
+
+    def begin(self, loader: Any, iterate: Callable[[Any], Any]) -> Any:
+        """The source of a new pass; ``iterate`` is torch's own ``DataLoader.__iter__``."""
+        last = self._last
+        if last is not None and self.record.state in ("watching", "trying") and self.tap.trains:
+            self._judge(loader, last, iterate)
+        if self._workers:
+            loader = _with_a_worker(loader)
+        source = self._live.session.taps.with_meters(partial(iterate, loader), self.tap)
+        self._last = StreamPass(source, loader, looks=self.record.state == "watching")
+        return self._last
+
+    def _judge(self, loader: Any, last: StreamPass, iterate: Callable[[Any], Any]) -> None:
+        """Decide by the last pass how the next one is drawn."""
+        if (why := reason_against(loader) or last.problem) is not None:
+            self._settle("left_alone", why, 0)
+        elif (seen := last.seen(self._live.limits)) is None:
+            return  # it was left early, or too short
+        elif self._own is None:
+            self._own = seen
+            rate, wait = seen.batches_per_s, seen.wait_share
+            self.record = replace(self.record, before_batches_per_s=rate, before_wait_share=wait)
+            self._saw(seen)
+            if wait <= self._live.limits.enough_wait_share:
+                self._settle("settled", "the loader is no longer the limit", 0)
+            elif not _comes_out_the_same(loader, iterate):
+                self._settle("left_alone", COMES_OUT_DIFFERENT, 0)
+            else:
+                # One worker hides the shorter of making batches and training on them.
+                hoped = (rate, rate / max(wait, 1 - wait))
+                move = LiveMove(Settings(num_workers=1), self._live.now_s(), expected=hoped)
+                self.record = replace(self.record, state="trying", why="trying 1 worker", moves=(move,))
+                self._workers = self.tap.serving_workers = 1
+        else:
+            self._end_trial(self._own, seen)
+
+    def _end_trial(self, own: Seen, seen: Seen) -> None:
+        paid = pays(own, seen, self._live.limits)
+        move = replace(
+            self.record.moves[-1],
+            outcome="kept" if paid else "returned",
+            batches_per_s=seen.batches_per_s,
+            wait_share=seen.wait_share,
+        )
+        self.record = replace(self.record, moves=(move,))
+        self._saw(seen if paid else own)
+        self._settle("settled", f"1 worker {'paid' if paid else 'did not pay'}; more would change the order", int(paid))
+        if paid:
+            self._live.write(self.tap.where, self.record.settings)
+
+    def _saw(self, seen: Seen) -> None:
+        self.record = replace(self.record, batches_per_s=seen.batches_per_s, wait_share=seen.wait_share)
+
+    def _settle(self, state: Literal["settled", "left_alone"], why: str, workers: int) -> None:
+        self._workers = self.tap.serving_workers = workers
+        self.tap.in_force = {"num_workers": workers} if workers else {}
+        self.record = replace(self.record, state=state, why=why, settings=Settings(num_workers=workers))
+
+
+def _with_a_worker(loader: Any) -> Any:
+    changed = copy_of(loader)
+    vars(changed).update(num_workers=1, prefetch_factor=2, persistent_workers=False, _iterator=None)
+    return changed
+
+
+def _comes_out_the_same(loader: Any, iterate: Callable[[Any], Any]) -> bool:
+    """Whether a worker brings the first batches of the next pass as the training process does, bit for bit.
+
+    Random generators are put back to where they stood.
+    """
+    made = []
+    for one in (loader, _with_a_worker(loader)):
+        with kept_generators(loader.generator):
+            made.append([Pickled(batch).digest for batch in islice(iterate(one), COMPARED)])
+    return made[0] == made[1]
+
+
+class StreamPass:
+    """One pass. ``problem``: why no worker can stand in for it."""
+
+    def __init__(self, source: Any, loader: Any, looks: bool) -> None:
+        self.problem: str | None = None
+        self._source, self._knobs = source, knobs_of(loader)
+        self._dataset = loader.dataset
+        self._state = self._state_now() if looks else None
+        self._arrivals: list[Arrival] = []
+        self._left_s: float | None = None
+        self._has_ended = False
+
+    def __iter__(self) -> StreamPass:
+        return self
+
+    def __getattr__(self, name: str) -> Any:  # the loader's tap, and scripts, ask torch's iterator
+        return getattr(self._source, name)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __next__(self) -> Any:
+        asked_s = time.perf_counter()
+        try:
+            batch = next(self._source)
+        except StopIteration:
+            self._has_ended = True
+            if self._state is not None and self._state_now() != self._state:
+                self.problem = self.problem or CARRIED_OVER
+            raise
+        came_s = time.perf_counter()
+        if len(self._arrivals) < MOST_ARRIVALS:
+            busy_s = 0.0 if self._left_s is None else asked_s - self._left_s
+            self._arrivals.append(Arrival(came_s - asked_s, busy_s))
+        self._left_s = time.perf_counter()
+        return batch
+
+    def seen(self, limits: Limits) -> Seen | None:
+        """What the pass gave; None where it was left early or is too short. The first steps of all warm up."""
+        skipped = 0 if self._knobs.workers else limits.warm_up_batches
+        return summarize(self._knobs, self._arrivals[skipped:], limits) if self._has_ended else None
+
+    def _state_now(self) -> Any:
+        """What a pass may leave behind in the data set, with its random generators, and in files that stay open."""
+        pickled = Pickled(self._dataset, is_batch=False, with_generators=True)
+        if pickled.problem is not None:
+            self.problem = f"its data set holds what a worker cannot share ({pickled.problem})"
+        return pickled.digest, file_positions()

@@ -1,0 +1,79 @@
+"""A streamed data set gets one worker from one pass to the next, where that leaves everything as it is."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from fulltilt import store
+from tests.tuning.live_jobs import tuning
+
+SAMPLES = 40
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[int]:
+        for number in range(SAMPLES):
+            time.sleep(0.001)
+            yield number
+
+
+class Shuffled(IterableDataset[Any]):
+    """Its own generator goes on from pass to pass."""
+
+    def __init__(self) -> None:
+        self.generator = random.Random(0)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.generator.sample(range(SAMPLES), SAMPLES)
+
+
+class Draws(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[float]:
+        yield from (random.random() for _ in range(SAMPLES))
+
+
+def passes_of(loader: Any, passes: int = 4) -> list[list[Any]]:
+    return [torch.cat(list(loader)).tolist() for _ in range(passes)]
+
+
+@pytest.mark.parametrize("paid", [True, False])
+def test_one_worker_brings_the_same_batches_and_stays_where_it_pays(paid: bool, tmp_path: Path) -> None:
+    workers, drawn = [], []
+    with tuning(tmp_path, [], [paid]) as one:
+        loader = one.trains(DataLoader(Stream(), batch_size=4))
+        for _ in range(4):
+            source = iter(loader)
+            workers.append(source._num_workers)  # type: ignore[attr-defined]
+            drawn.append(torch.cat(list(source)).tolist())
+        assert one.record.state == "settled"
+        assert one.record.settings.num_workers == int(paid)
+        assert [move.outcome for move in one.record.moves] == ["kept" if paid else "returned"]
+        assert (tmp_path / store.SETTINGS_FILE).exists() == paid
+    assert drawn == [list(range(SAMPLES))] * 4
+    assert workers == [0, 1, paid, paid]
+
+
+def test_what_a_data_set_carries_from_pass_to_pass_is_left_to_it(tmp_path: Path) -> None:
+    expected = passes_of(DataLoader(Shuffled(), batch_size=4))
+    with tuning(tmp_path, []) as one:
+        assert passes_of(one.trains(DataLoader(Shuffled(), batch_size=4))) == expected
+        assert one.record.state == "left_alone"
+        assert "into the next pass" in one.record.why
+
+
+def test_what_comes_out_different_in_a_worker_is_left_alone(tmp_path: Path) -> None:
+    random.seed(0)
+    expected = passes_of(DataLoader(Draws(), batch_size=4))
+    random.seed(0)
+    with tuning(tmp_path, [], [True]) as one:
+        assert passes_of(one.trains(DataLoader(Draws(), batch_size=4))) == expected
+        assert one.record.state == "left_alone"
+        assert "come out different" in one.record.why
