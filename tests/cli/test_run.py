@@ -460,7 +460,7 @@ def test_a_path_that_may_not_be_looked_at_costs_two_lines(
     script.write_text("print('ran')")
     refusal.filename = str(closed)
 
-    def refuse(out: Path | None, name: str) -> Path:
+    def refuse(*_: object) -> Path:
         raise refusal
 
     monkeypatch.setattr("fulltilt.cli.run.run_folder", refuse)
