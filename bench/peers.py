@@ -14,6 +14,7 @@ import ast
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -108,7 +109,8 @@ def run_traceml(script: Path, cause: str) -> Said:
     after_future(tree, "import traceml_ai as traceml\ntraceml.init(mode='auto')")
     script.write_text(ast.unparse(tree))
     start = "from traceml_ai.launcher.cli import main; main()"
-    printed = execute(script, "-c", start, "run", script.name, "--run-name", "job")
+    ports = ["--master-port", free_port(), "--aggregator-port", free_port()]
+    printed = execute(script, "-c", start, "run", script.name, "--run-name", "job", *ports)
     if (found := re.search(r"Verdict: (.*?)\s*(?:\(|\|)", printed)) is None:
         return Said("no verdict", "no")
     verdict = found[1].strip()
@@ -155,6 +157,12 @@ def execute(script: Path, *arguments: str) -> str:
     command = [sys.executable, *arguments]
     ended = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, check=False, timeout=600)
     return ended.stdout + ended.stderr
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
 
 
 def longer(source: str) -> str:
