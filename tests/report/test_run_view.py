@@ -181,3 +181,10 @@ def test_runs_of_one_script_are_told_apart_by_their_folders():
     assert told_apart([before, examples.healthy()]) == (run.run.name, examples.healthy()[0].run.name)
     assert told_apart([before, after]) == ("before", "after")
     assert told_apart([after, elsewhere]) == ("a/after", "b/after")
+
+
+def test_lines_of_the_recorder_are_not_shown_as_the_users():
+    rank = examples.starved()[0].ranks[0]
+    ours = replace(rank.host_lines[0], where="fulltilt/recorder/hooks/training.py:250", seconds=1e6)
+    shown = dict(run_view.hot_lines(replace(rank, host_lines=(ours, *rank.host_lines)), 5))
+    assert [line for _, line in shown["In the training process"]] == list(rank.host_lines[:5])

@@ -146,12 +146,16 @@ def notes(run: Run, diagnosis: Diagnosis) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
+OURS = "fulltilt/recorder/"
+
+
 def hot_lines(rank: RankRecord, most: int) -> list[tuple[str, list[tuple[str, HotLine]]]]:
     """The lines that cost most, each with its figure: where batches are fetched, in the training process, and so on."""
     fetch_s = sum(work.fetch_s for work in rank.workers)
     groups: list[tuple[str, Iterable[HotLine], float | None]] = [
         (_fetching_title(rank), joined_lines(line for work in rank.workers for line in work.lines), fetch_s),
-        ("In the training process", rank.host_lines, None),
+        # What the recorder's own hooks take is no line of the user's; it is told as the cost of observing.
+        ("In the training process", [line for line in rank.host_lines if OURS not in line.where], None),
         ("Lines that wait for the GPU", rank.sync_lines, None),
         ("Saving", rank.checkpoint_lines, None),
         ("Synchronising calls, per step", rank.deep.sync_calls if rank.deep else (), None),
