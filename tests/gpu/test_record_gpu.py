@@ -123,3 +123,28 @@ def test_replays_of_a_step_that_the_job_has_captured_whole_are_steps(tmp_path: P
     assert found.throughput.steps == 611
     assert found.ledger.buckets.compute_s > 0.8 * replaying_s
     assert found.ledger.buckets.unattributed_s < 0.03 * found.ledger.wall_s
+
+
+def test_the_flops_of_a_counted_step_give_mfu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward, and backward with a product for weights and one for inputs: the first layer needs none for those."""
+    monkeypatch.setattr("fulltilt.recorder.profiler.FIRST_BURST_S", 0.5)
+    width, batch, layers = 4096, 4096, 4
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers))).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    inputs = torch.randn(batch, width, device="cuda")
+    with fulltilt.record(tmp_path / "run"):
+        began = time.perf_counter()
+        while time.perf_counter() - began < 4:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = model(inputs).float().square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            torch.cuda.synchronize()
+    used = answer(store.load(tmp_path / "run")).utilisation
+    assert used.flops_per_step == pytest.approx(2 * batch * width * width * (3 * layers - 1), rel=0.01)
+    assert used.au is not None
+    assert used.au > 0.5
+    if used.peak_flops_per_s is not None:
+        assert used.mfu is not None
+        assert 0.05 < used.mfu < 1.0

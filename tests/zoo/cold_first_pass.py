@@ -36,7 +36,7 @@ if __name__ == "__main__":
         os.fsync(stored.fileno())
         os.posix_fadvise(stored.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         loader = DataLoader(Pieces(stored.name), batch_size=16, num_workers=1)  # <- here
-        model = torch.nn.Sequential(torch.nn.Linear(192, 512), torch.nn.ReLU(), torch.nn.Linear(512, 4))
+        model = torch.nn.Sequential(torch.nn.Linear(192, 2048), torch.nn.Linear(2048, 2048), torch.nn.Linear(2048, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
         for _ in range(3):
             for inputs, labels in loader:
