@@ -44,7 +44,7 @@ def entry_points() -> dict[str, Any]:
         "post": len(hooks._global_optimizer_post_hooks),
     }
     points |= {name: vars(torch.Tensor).get(name, "inherited") for name in ("to", "cuda", *READS)}
-    points |= {name: getattr(torch.distributed, name) for name in COLLECTIVES}
+    points |= {name: getattr(torch.distributed, name) for name in COLLECTIVES if hasattr(torch.distributed, name)}
     points |= {name: getattr(os, name) for name in ("_exit", "abort")}
     points |= {"collect": gc.collect, "collections": len(gc.callbacks)}
     points |= {"excepthook": sys.excepthook, "excepthook of threads": threading.excepthook}

@@ -27,6 +27,7 @@ COLLECTIVES = (
     "all_reduce",
     "all_gather",
     "all_gather_into_tensor",
+    "all_gather_single",  # the new name of all_gather_into_tensor (torch 2.15), as below
     "all_gather_object",
     "all_to_all",
     "all_to_all_single",
@@ -37,6 +38,7 @@ COLLECTIVES = (
     "reduce",
     "reduce_scatter",
     "reduce_scatter_tensor",
+    "reduce_scatter_single",
     "scatter",
 )
 
