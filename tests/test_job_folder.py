@@ -140,6 +140,19 @@ def test_ranks_numbered_anew_after_a_restart_are_an_attempt(tmp_path: Path) -> N
     assert [len(attempt.ranks) for attempt in run.earlier] == [4]
 
 
+def test_a_restart_within_the_tasks_is_an_attempt_though_they_ended_well(tmp_path: Path) -> None:
+    for number, ranks in ((0, (0, 1)), (1, (2, 3))):
+        folder = write_task(tmp_path, number, ranks, group="a")
+        write_task(tmp_path, number, ranks, group="b", t0_s=7.0, folder=folder, part=1, steps=30)
+    run = store.load(tmp_path)
+    assert [rank.group for rank in run.ranks] == ["b"] * 4
+    assert [len(attempt.ranks) for attempt in run.earlier] == [4]
+    job = answer(run).job
+    assert job is not None
+    assert (job.attempts, job.elapsed_s) == (2, pytest.approx(7 + 8))
+    assert job.goodput == pytest.approx(5 / 15)
+
+
 def test_a_run_after_one_that_ended_well_is_another_run(tmp_path: Path) -> None:
     for number, ranks in ((0, (0, 1)), (1, (2, 3))):
         write_task(tmp_path, number, ranks, group="first")

@@ -411,16 +411,16 @@ def _name_of_group(distributed: Any, world_size: int) -> str:
     """A name that all ranks of the process group have in common: the first to ask sets it in the group's own store.
 
     That is two messages to the store, without waiting for any other rank. A launcher may keep its store when it starts
-    the ranks anew: whoever comes behind a whole group belongs to the next.
+    the ranks anew: whoever comes behind a whole group of this size belongs to the next. (Its count of restarts is no
+    help: the agents of two nodes count for themselves.)
     """
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         keys = distributed.distributed_c10d._get_default_store()
-        name = keys.compare_set(f"fulltilt/group/{restart}", "", uuid.uuid4().hex[:12]).decode()
-        place = keys.add(f"fulltilt/ranks/{restart}", 1)
-        return f"{name}.{(place - 1) // world_size}"
+        name = keys.compare_set("fulltilt/group", "", uuid.uuid4().hex[:12]).decode()
+        place = keys.add(f"fulltilt/ranks/{world_size}", 1)
+        return f"{name}.{world_size}.{(place - 1) // world_size}"
     except Exception:  # a backend without a store
-        return ":".join((os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""), restart))
+        return ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
 
 
 def _number_in(variable: str, otherwise: int) -> int:

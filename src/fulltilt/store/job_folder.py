@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -71,16 +72,22 @@ def load(folder: str | Path) -> Run:
     # What follows a run that ended well is another run, whatever the launcher calls it.
     runs: list[list[Stream]] = []
     for streams in attempts:
-        if runs and all(tasks[stream.task].state == "done" for stream in runs[-1]):
+        before = {stream.task for stream in runs[-1]} if runs else set()
+        anew = before.isdisjoint(stream.task for stream in streams)  # else it is a restart within the same tasks
+        if before and anew and all(tasks[task].state == "done" for task in before):
             runs.clear()
         runs.append(streams)
     if not runs:
         return _joined(folder, tasks, [], ())
     newest = next((streams for streams in reversed(runs) if any(one.record.steps for one in streams)), runs[-1])
-    earlier = tuple(
-        _joined(folder, tasks, streams[:RANKS_OF_EARLIER], samples=False) for streams in runs[: runs.index(newest)]
-    )
-    return _joined(folder, tasks, newest, earlier)
+    earlier = []
+    for streams, following in pairwise(runs[: runs.index(newest) + 1]):
+        run = _joined(folder, tasks, streams[:RANKS_OF_EARLIER], samples=False)
+        if not {stream.task for stream in streams}.isdisjoint(stream.task for stream in following):
+            # Restarted within its tasks: how those ended, and when, is of the last attempt.
+            run = replace(run, run=replace(run.run, state="crashed", wall_s=None, exit_code=None))
+        earlier.append(run)
+    return _joined(folder, tasks, newest, tuple(earlier))
 
 
 def tasks_in(folder: Path) -> dict[Path, RunRecord]:

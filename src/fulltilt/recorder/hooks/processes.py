@@ -80,7 +80,7 @@ def watch_ranks(patches: Patches, torch: Any, recorder: Recorder) -> None:
         return __init__
 
     patches.swap(torch.nn.parallel.DistributedDataParallel, "__init__", replica)
-    if torch.distributed.is_available():
+    if hasattr(torch.distributed, "Work"):
         patches.swap(torch.distributed.Work, "wait", wait)
     for name in COLLECTIVES if torch.distributed.is_available() else ():
         if hasattr(torch.distributed, name):
