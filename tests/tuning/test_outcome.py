@@ -90,6 +90,20 @@ def test_a_script_without_a_loader_has_nothing_to_tune() -> None:
     assert trial.note == "the script trained 900 steps without a batch of a DataLoader: there is no loader to tune"
 
 
+def test_workers_that_a_library_did_not_take_were_not_measured() -> None:
+    for library, state in (("fastai", "not_measured"), (None, "ok")):
+        loader = examples.loader(num_workers=0, made_by=library)
+        trial = conclude(
+            Attempt(Settings(num_workers=4), "search"),
+            DONE,
+            ANSWER,
+            examples.run_of(examples.rank(loaders=(loader,))),
+            START,
+        )
+        assert trial.state == state
+        assert ("num_workers=4 in DataBlock.dataloaders(" in (trial.note or "")) == (library is not None)
+
+
 def test_a_script_stopped_before_it_trained_did_not_crash() -> None:
     trial = conclude(ATTEMPT, Ended(-9, "time", 60.0, ""), None, replace(examples.run_of(), spans=()), None)
     assert trial.state == "timed_out"

@@ -322,7 +322,8 @@ def settings_not_in_force(settings: Mapping[str, object]) -> str | None:
     where = settings.get("loader")
     return (
         f"--settings is not in force: the training loader at {where} has num_workers={workers}, not {asked}. "
-        f'A loader that does not shuffle must be named in the file: "loader": "{where}"'
+        f'A loader that does not shuffle must be named in the file: "loader": "{where}". '
+        "One that a library makes in a way of its own (fastai) takes them in the library's own call only"
     )
 
 

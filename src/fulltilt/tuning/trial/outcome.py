@@ -10,7 +10,7 @@ from statistics import fmean, pvariance
 from typing import Literal
 
 from fulltilt.diagnosis.evidence import Evidence, gather, invalid_because
-from fulltilt.diagnosis.libraries import beside_training
+from fulltilt.diagnosis.libraries import beside_training, loader_call
 from fulltilt.records import LoaderRecord, RankRecord, Run, Settings, Trial
 from fulltilt.tuning.space import Attempt, is_loader_only
 from fulltilt.tuning.trial.run_trial import Ended
@@ -48,6 +48,9 @@ def conclude(
     state, note = _state(attempt, ended, answer, run, start)
     evidence = gather(run) if run is not None else None
     rate = rate_of(answer.blocks) if answer is not None else None
+    forced = in_force(evidence, attempt.settings, studied)
+    if state == "ok" and (lacking := _not_in_force(evidence, attempt.settings.num_workers, studied)):
+        state, note = "not_measured", lacking
     ranks = answer.world_size if answer is not None else 1
     losses = answer.losses[:MOST_KEPT_LOSSES] if answer is not None else ()
     compared = compared_steps(start.losses if start is not None else losses, losses)
@@ -67,7 +70,7 @@ def conclude(
         loss=fmean(losses[compared.start : compared.stop]) if compared else None,
         note=note,
         purpose=attempt.purpose,
-        in_force=in_force(evidence, attempt.settings, studied),
+        in_force=forced,
         data_wait_share=wait_share_of(answer.blocks) if answer is not None else None,
         compute_samples_per_s=evidence.ceilings.compute_samples_per_s if evidence is not None else None,
         vram_total_bytes=next((gpu.vram_total_bytes for gpu in gpus if gpu.vram_total_bytes), None),
@@ -96,6 +99,15 @@ def in_force(evidence: Evidence | None, asked: Settings, studied: TrainingLoader
         precision=asked.precision or (precision.name if precision else None),
         compile=bool(asked.compile) or (precision.compiled if precision else None),
     )
+
+
+def _not_in_force(evidence: Evidence | None, workers: int | None, studied: TrainingLoader | None) -> str | None:
+    """Why a trial of workers says nothing: a library has made its loader without them all the same."""
+    loader = _loader_of(evidence, evidence.rank, studied) if evidence is not None else None
+    if not workers or loader is None or loader.num_workers:
+        return None
+    call = loader_call(loader.made_by or "", {"num_workers": workers})
+    return f"{loader.made_by} did not take the workers from outside; try them yourself: {call}" if call else None
 
 
 def _loader_of(evidence: Evidence, rank: RankRecord, studied: TrainingLoader | None) -> LoaderRecord | None:
