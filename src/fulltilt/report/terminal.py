@@ -150,14 +150,15 @@ def show_ranks(console: Console, diagnosis: Diagnosis, colour: bool) -> None:
     order = bucket_order(diagnosis.ledger)
     shown, remark = run_view.shown_ranks(diagnosis)
     names = [one_line(run_view.rank_name(rank, diagnosis)) for rank in shown]
-    room = console.width - 39 - max(map(len, names), default=0)
-    for name, rank in zip(names, shown, strict=True):
+    ends = [", no end" if diagnosis.job is not None and not rank.finished else "" for rank in shown]
+    room = console.width - 40 - max(map(len, names), default=0) - max(map(len, ends), default=0)
+    for name, rank, end in zip(names, shown, ends, strict=True):
         state = "slowest" if rank.slowest else f"waits {figures.seconds(rank.waits_s)}"
         table.add_row(
             Text(name, "bold" if rank.slowest else ""),
             ledger_bar(bucket_parts(rank.buckets, order), max(room, 10), colour),
             f"works {figures.seconds(rank.own_work_s)}",
-            Text(state if rank.finished or diagnosis.job is None else f"{state}, no end", "dim"),
+            Text(f"{state}{end}", "dim"),
         )
     console.print(table)
     if remark:
