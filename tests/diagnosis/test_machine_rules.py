@@ -77,7 +77,7 @@ def test_memory_with_room_is_left_alone_and_unread_memory_not_judged() -> None:
 def growing(used: int = 20 * 10**9, growth: MemoryGrowthRecord | None = None, **changes: Any) -> Run:
     """Four workers, each of which grows by 10 MB a second."""
     grown = growth or MemoryGrowthRecord(bytes=80_000_000, over_s=8.0, batches=40)
-    feeding = loader(num_workers=4, **{"passes": 3, **changes})
+    feeding = loader(num_workers=4, **{"passes": 3, "dataset_len": 10_000_000, **changes})
     crew = workers(processes=4, growth=grown, idle_s=300.0)
     state = host(mem_used_bytes=used)
     return run_of(rank(loaders=(feeding,), workers=(crew,)), samples=sampled(host_reading=state), compute=100.0)
@@ -96,8 +96,14 @@ def test_workers_that_will_fill_the_memory_come_first() -> None:
 
 
 def test_a_cache_that_fits_or_a_growth_that_takes_days_is_left_alone() -> None:
-    assert worker_memory_growth(gather(growing(passes=1, dataset_len=100_000))) is None
-    assert found(worker_memory_growth(gather(growing(passes=1, dataset_len=10_000_000)))).severity == "severe"
+    assert worker_memory_growth(gather(growing(dataset_len=100_000))) is None
+    assert worker_memory_growth(gather(growing(dataset_len=1000))) is None  # new workers for each pass
+    leaks = growing(dataset_len=1000, persistent_workers=True)  # 8 passes over all of it by each worker, and still
+    assert found(worker_memory_growth(gather(leaks))).severity == "severe"
+    copied = MemoryGrowthRecord(80_000_000, 8.0, 40, copied_bytes=79_000_000, shared_bytes=2_000_000_000)
+    assert worker_memory_growth(gather(growing(growth=copied))) is None
+    large = found(worker_memory_growth(gather(growing(growth=replace(copied, shared_bytes=30_000_000_000)))))
+    assert "its pages are copies of the training process's; 27.9 GiB are still shared" in large.evidence
     slow = MemoryGrowthRecord(bytes=20_000_000, over_s=200.0, batches=4000)
     assert worker_memory_growth(gather(growing(growth=slow))) is None
     assert worker_memory_growth(gather(growing(growth=MemoryGrowthRecord(80_000_000, 1.0, 5)))) is None

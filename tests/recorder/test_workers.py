@@ -37,9 +37,9 @@ def meter_of(loader_id: int) -> tuple[Mailbox, FetchMeter]:
 def test_no_fetch_is_lost_while_a_message_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     mailbox, meter = meter_of(7)
 
-    def slowly() -> tuple[None, None]:
+    def slowly() -> tuple[None, None, None]:
         meter.fetch(lambda: "a batch that comes while the memory is being measured")
-        return None, None
+        return None, None, None
 
     monkeypatch.setattr(meter, "_memory", slowly)
     meter.fetch(lambda: "a batch")
@@ -112,6 +112,7 @@ GOOD = {
     "pss_bytes": 20,
     "reads": 5,
     "private_bytes": 10,
+    "shared_bytes": 7,
     "cpus": [0, 3],
     "lines": [{"where": "train.py:7", "function": "f", "seconds": 1.0}],
 }
@@ -131,6 +132,7 @@ def damaged() -> list[bytes]:
         "pss_bytes": -5,
         "reads": "many",
         "private_bytes": 10**30,
+        "shared_bytes": "some",
         "cpus": [-1],
         "lines": [{"where": 7, "function": "f", "seconds": 1.0}],
     }

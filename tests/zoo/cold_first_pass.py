@@ -1,4 +1,4 @@
-"""Samples are read in many small pieces from a disk in the first pass; in later ones they lie in RAM."""
+"""Samples are read in many small pieces from a disk in the first pass; in the second they lie in RAM."""
 
 import os
 import tempfile
@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 torch.set_num_threads(1)
 watch = Stopwatch()
-SAMPLES, PIECES, PIECE, SIZE = 800, 24, 4096, 128 << 20
+SAMPLES, PIECES, PIECE, SIZE = 400, 64, 4096, 128 << 20
 
 
 class Pieces(Dataset):
@@ -35,10 +35,10 @@ if __name__ == "__main__":
         stored.flush()
         os.fsync(stored.fileno())
         os.posix_fadvise(stored.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        loader = DataLoader(Pieces(stored.name), batch_size=16, num_workers=1)  # <- here
-        model = torch.nn.Sequential(torch.nn.Linear(192, 2048), torch.nn.Linear(2048, 2048), torch.nn.Linear(2048, 4))
+        loader = DataLoader(Pieces(stored.name), batch_size=8, num_workers=1)  # <- here
+        model = torch.nn.Sequential(torch.nn.Linear(192, 1024), torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-        for _ in range(3):
+        for _ in range(2):
             for inputs, labels in loader:
                 loss = torch.nn.functional.cross_entropy(model(inputs), labels)
                 optimizer.zero_grad()

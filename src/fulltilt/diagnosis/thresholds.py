@@ -50,7 +50,7 @@ class Thresholds:
     cpu_bound_share: float = 0.5  # more than half of a fetch on, or queueing for, a CPU: computing, not waiting
     idle_workers_share: float = 0.3  # workers with nothing to do for a third of their time are not the limit
     storage_read_bytes_per_s: float = 1e6  # less than a megabyte a second keeps no disk and no network busy
-    small_read_bytes: float = 256e3  # below it seeking and asking take a disk or a server longer than the bytes do
+    small_read_bytes: float = 48e3  # PIL reads large files in pieces of 64 KiB; below, files are small or scattered
     cold_factor: float = 3.0  # by which a first pass must read, and wait, more than later ones
     cold_bytes: float = 10e6  # less is read within a second by any disk
     pickled_bytes: float = 10e6  # a worker's arguments without data take kilobytes
@@ -110,6 +110,7 @@ class Thresholds:
     swap_in_bytes_per_s: float = 1e6  # reading back a megabyte of swap each second is thrashing, not tidying up
     growth_seen_s: float = 3.0  # of steady growth, behind as much before: what workers fill at first is full by then
     stream_growth_s: float = 120.0  # the same of an IterableDataset, which may fill a shuffle buffer of gigabytes first
+    growth_passes: float = 3.0  # over all samples, by each worker: of a random order it has then met 95 %
     growth_bytes: float = 16e6  # of one worker meanwhile; allocators keep more or less by a few megabytes
     shm_share: float = 0.5  # of /dev/shm: uneven batches and several ranks can double the estimate
 

@@ -398,11 +398,17 @@ class LoaderRecord:
 
 @dataclass(frozen=True, slots=True)
 class MemoryGrowthRecord:
-    """How the private memory of a worker grew in the later half of its life, steadily; the mean over the workers."""
+    """How the private memory of a worker grew in the later half of its life, steadily; the mean over the workers.
+
+    ``copied_bytes`` of it were pages shared with the training process until they were written to (counting references
+    does); ``shared_bytes`` still are.
+    """
 
     bytes: int
     over_s: float
     batches: float
+    copied_bytes: int = 0
+    shared_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

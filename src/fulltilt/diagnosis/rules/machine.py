@@ -91,9 +91,15 @@ def worker_memory_growth(evidence: Evidence) -> Judgement:
     ranks = max(round(evidence.machine.cpu.usable / max(evidence.usable_cpus, 0.01)), 1)
     workers = loader.num_workers * ranks
     a_sample = growth.bytes / max(growth.batches * (loader.samples or 0) / max(loader.batches, 1), 1.0)
-    # A cache, or pages copied once each, stops growing when every worker has met every sample.
-    if loader.dataset_len and loader.passes < 2 and a_sample * loader.dataset_len * workers < left:
+    # A cache stops growing when a worker has met every sample, which it does not in one pass of several workers.
+    met_all = loader.persistent_workers and (loader.samples or 0) > (
+        LIMITS.growth_passes * (loader.dataset_len or 0) * loader.num_workers
+    )
+    if loader.dataset_len and not met_all and a_sample * loader.dataset_len * workers < left:
         return None
+    copied = 2 * growth.copied_bytes >= growth.bytes
+    if copied and growth.shared_bytes * workers < left:
+        return None  # every page is copied once at most, and there is room for that
     full_s = left / (workers * growth.bytes / growth.over_s)
     killed = evidence.run.run.oom_kills
     if full_s > _DAY_S and not killed:
@@ -104,6 +110,8 @@ def worker_memory_growth(evidence: Evidence) -> Judgement:
     ]
     if killed:
         facts.append(f"the kernel killed {count('process', killed)} for lack of memory")
+    if copied:
+        facts.append(f"its pages are copies of the training process's; {size(growth.shared_bytes)} are still shared")
     if loader.objects:
         facts.append(f"the data set {loader.dataset} keeps Python objects: {loader.objects}")
     fix = (

@@ -52,8 +52,8 @@ def home_of_loop(module: str) -> Any:
 class WorkerMessage:
     """What one worker did since its last message.
 
-    ``read_bytes`` (from storage) and ``reads`` (calls, of whatever) are totals, ``pss_bytes`` and ``private_bytes``
-    levels; ``cpus`` are those that it may run on.
+    ``read_bytes`` (from storage) and ``reads`` (calls, of whatever) are totals, ``pss_bytes``, ``private_bytes``
+    and ``shared_bytes`` levels; ``cpus`` are those that it may run on.
     """
 
     loader: int
@@ -68,6 +68,7 @@ class WorkerMessage:
     pss_bytes: int | None
     reads: int | None
     private_bytes: int | None
+    shared_bytes: int | None
     cpus: tuple[int, ...] | None
     lines: tuple[HotLine, ...]
 
@@ -209,25 +210,27 @@ class FetchMeter:
                 self.send()
             lock_turns.begin_wait(self._cpu_clock)
 
-    def _memory(self) -> tuple[int | None, int | None]:
-        """Memory of this worker and its private part, asked for at every doubling of its messages.
+    def _memory(self) -> tuple[int | None, int | None, int | None]:
+        """Memory of this worker, its private and its shared part, asked for at every doubling of its messages.
 
         The kernel walks all pages for it.
         """
         self._sent += 1
         if self._sent & (self._sent - 1):
-            return None, None
+            return None, None, None
         from fulltilt.probes.host import page_totals, proportional_bytes
 
         try:
             pages = page_totals(os.getpid())
-            return pages["Pss"], pages["Private_Clean"] + pages["Private_Dirty"]
+            private = pages["Private_Clean"] + pages["Private_Dirty"]
+            return pages["Pss"], private, pages["Rss"] - private
         except (OSError, KeyError):
-            return proportional_bytes(os.getpid()), None
+            return proportional_bytes(os.getpid()), None, None
 
     def send(self) -> None:
         """Tell the recorder what happened since the last message."""
-        (pss_bytes, private_bytes), (read_bytes, reads), lines = self._memory(), _read_so_far(), self._lines.take()
+        pss_bytes, private_bytes, shared_bytes = self._memory()
+        (read_bytes, reads), lines = _read_so_far(), self._lines.take()
         with self._counting:
             if self.fetching and self._cpu_clock is not None:
                 self._book(batches=0)
@@ -248,6 +251,7 @@ class FetchMeter:
             pss_bytes=pss_bytes,
             reads=reads,
             private_bytes=private_bytes,
+            shared_bytes=shared_bytes,
             cpus=allowed_cpus() if pss_bytes is not None else None,
             lines=lines,
         )
@@ -342,8 +346,9 @@ class WorkerTotals:
     pss_bytes: dict[int, int] = field(default_factory=dict)
     reads: dict[int, int] = field(default_factory=dict)
     cpus: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    # When private memory was asked for, how much there was, and the batches up to then, by worker; the last three.
-    private: dict[int, list[tuple[float, int, int]]] = field(default_factory=dict)
+    # When memory was asked for, how much was private and how much shared, and the batches up to then, by worker; the
+    # last three.
+    memory: dict[int, list[tuple[float, int, int, int]]] = field(default_factory=dict)
     read_in_pass: dict[int, int] = field(default_factory=dict)
     _batches_of: Counter[int] = field(default_factory=Counter)
     lines: LineTimes = field(default_factory=LineTimes)
@@ -368,8 +373,9 @@ class WorkerTotals:
         if message.cpus is not None:
             self.cpus[message.pid] = message.cpus
         if message.private_bytes is not None:
-            readings = self.private.setdefault(message.pid, [])
-            readings.append((time.monotonic(), message.private_bytes, self._batches_of[message.pid]))
+            readings = self.memory.setdefault(message.pid, [])
+            levels = message.private_bytes, message.shared_bytes or 0
+            readings.append((time.monotonic(), *levels, self._batches_of[message.pid]))
             del readings[:-3]
         if message.read_bytes is not None:
             fresh = message.read_bytes - self.read_bytes.get(message.pid, 0)
@@ -405,14 +411,15 @@ class WorkerTotals:
     def _memory_growth(self) -> MemoryGrowthRecord | None:
         """How private memory grew in the later half of the workers' lives; None where it did not, or falls off."""
         grown = []
-        for readings in self.private.values():
+        for readings in self.memory.values():
             if len(readings) == 3:
-                (t0, first, _), (t1, before, batches), (t2, last, batches_later) = readings
+                (t0, first, *_), (t1, before, shared, batches), (t2, last, shared_later, batches_later) = readings
                 # What is only filled in the beginning (imports, buffers) grows ever slower.
                 earlier, later = (before - first) / max(t1 - t0, 1e-9), (last - before) / max(t2 - t1, 1e-9)
-                steady = later > 0 and later >= STEADY * earlier
-                grown.append((t2 - t1, last - before if steady else 0, batches_later - batches))
-        if not any(size for _, size, _ in grown):
+                size = last - before if later > 0 and later >= STEADY * earlier else 0
+                # Pages that were the parent's, too, and are written to become the worker's own.
+                grown.append((t2 - t1, size, batches_later - batches, max(shared - shared_later, 0), shared_later))
+        if not any(size for _, size, *_ in grown):
             return None
-        over_s, size, batches = (statistics.mean(column) for column in zip(*grown, strict=True))
-        return MemoryGrowthRecord(round(size), over_s, batches)
+        over_s, size, batches, copied, shared = (statistics.mean(column) for column in zip(*grown, strict=True))
+        return MemoryGrowthRecord(round(size), over_s, batches, round(min(copied, size)), round(shared))
