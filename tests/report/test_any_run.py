@@ -23,7 +23,8 @@ def any_value(kind: Any, dice: random.Random) -> Any:
     """Some value of a record's field type. Hypothesis gives up on records of this size."""
     if dataclasses.is_dataclass(kind):
         hints = get_type_hints(kind)
-        return kind(**{field.name: any_value(hints[field.name], dice) for field in dataclasses.fields(kind)})
+        own = {f.name: hints[f.name] for f in dataclasses.fields(kind) if hints[f.name] != tuple[kind, ...]}
+        return kind(**{name: any_value(hint, dice) for name, hint in own.items()})
     if get_origin(kind) in (Union, types.UnionType):
         return any_value(dice.choice(get_args(kind)), dice)
     if get_origin(kind) is Literal:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from datetime import datetime
 from functools import reduce
+from itertools import islice
 from statistics import median
 
 from fulltilt.figures import seconds
@@ -331,6 +332,8 @@ def compare_ranks(run: Run, each: list[Buckets] | None = None) -> tuple[RankSumm
 
 # --------------------------------------------------------------------------- a job and its attempts
 
+# Ranks without a record that are listed at most.
+MOST_MISSING = 10_000
 # What of an attempt is no training step, and how it is called.
 _NO_STEPS = {
     "startup_s": "start-up",
@@ -350,7 +353,7 @@ def summarise_job(run: Run, ledger: Ledger) -> JobSummary | None:
     elapsed_s = max(_seconds_between(run.earlier[0] if run.earlier else run, run) + ledgers[-1].wall_s, wall_s)
     total = sum_buckets(ledger.buckets for ledger in ledgers)
     rest = {"between attempts": elapsed_s - wall_s} | {told: getattr(total, name) for name, told in _NO_STEPS.items()}
-    world_size = max((rank.world_size for rank in run.ranks), default=0)
+    world_size, there = max((rank.world_size for rank in run.ranks), default=0), {rank.rank for rank in run.ranks}
     return JobSummary(
         job=run.run.task.job,
         tasks=len(run.tasks),
@@ -359,7 +362,7 @@ def summarise_job(run: Run, ledger: Ledger) -> JobSummary | None:
         elapsed_s=elapsed_s,
         goodput=max(elapsed_s - sum(rest.values()), 0.0) / elapsed_s if elapsed_s > 0 else 0.0,
         rest=tuple((told, length_s) for told, length_s in rest.items() if length_s > 0),
-        missing_ranks=tuple(sorted(set(range(world_size)) - {rank.rank for rank in run.ranks})),
+        missing_ranks=tuple(islice((rank for rank in range(world_size) if rank not in there), MOST_MISSING)),
     )
 
 

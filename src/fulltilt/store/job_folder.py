@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from statistics import median
 
@@ -251,12 +251,12 @@ def _lost(streams: Sequence[Stream], tasks: dict[Path, RunRecord], ended: bool) 
     """What is missing: ranks without a record, tasks that never came, and machines of which no end is known."""
     there = {stream.record.rank for stream in streams}
     world = max((stream.record.world_size for stream in streams), default=0)
-    if missing := [str(rank) for rank in range(world) if rank not in there]:
+    if missing := [str(rank) for rank in islice((r for r in range(world) if r not in there), 21)]:
         yield f"no record of rank {', '.join(missing[:20])}{' and more' if len(missing) > 20 else ''}"
     records = tasks.values()
     numbers = {run.task.number for run in records if run.task is not None and run.task.number is not None}
     count = max((run.task.count or 0 for run in records if run.task is not None), default=0)
-    if numbers and (absent := [str(number) for number in range(count) if number not in numbers]):
+    if numbers and (absent := [str(n) for n in islice((n for n in range(count) if n not in numbers), 21)]):
         yield f"no folder of task {', '.join(absent[:20])} of {count}{' and more' if len(absent) > 20 else ''}"
     trained = {stream.task for stream in streams}
     for task, run in tasks.items():
