@@ -37,7 +37,7 @@ def test_every_record_is_the_same_after_a_trip_through_json(kind: type) -> None:
 def test_a_full_encoding_has_every_field_and_decodes_to_the_same(machine: records.Machine) -> None:
     plain = encode_fully(machine)
     assert list(plain) == [f.name for f in dataclasses.fields(machine)]
-    assert list(plain["cpu"]) == ["present", "affinity", "quota", "usable"]
+    assert list(plain["cpu"]) == ["present", "affinity", "quota", "usable", "allotted"]
     assert decode(records.Machine, json.loads(json.dumps(plain))) == machine
 
 
