@@ -16,7 +16,7 @@ class Remembering(Dataset):
         return 100_000_000
 
     def __getitem__(self, index):
-        self.seen[index] = torch.full((16_384,), float(index % 7))
+        self.seen[index] = torch.full((65_536,), float(index % 7))
         return self.seen[index][:256].clone(), index % 4
 
 
