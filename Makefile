@@ -43,7 +43,7 @@ test-search: setup
 
 # The longer suite: a hundred kills in each of seven configurations, ten thousand damaged checkpoints, ranks, studies. About 25 minutes.
 test-faults: setup
-	$(RUN)/python -m pytest -p no:xdist -m "slow and not recipes and not kills" tests/faults tests/train tests/feed tests/tuning tests/cli tests/recipes tests/test_benches.py
+	$(RUN)/python -m pytest -p no:xdist -m "slow and not recipes and not kills" tests/faults tests/train tests/feed tests/tuning tests/cli tests/recipes tests/test_benches.py tests/test_examples.py
 
 # A thousand kills over all recipes and cache fills. About an hour.
 test-kills: setup
