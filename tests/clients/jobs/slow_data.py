@@ -1,5 +1,6 @@
 """Data that takes its time to read, as from a network file system, and the last line that each job prints."""
 
+import hashlib
 import json
 import os
 import random
@@ -8,6 +9,8 @@ import time
 import torch
 from torch.utils.data import Dataset
 
+# Threads that wait for each other crawl on a busy machine, and then it is the computing that holds a job up.
+torch.set_num_threads(1)
 READ_S = 0.004
 AUGMENTS = bool(os.environ.get("AUGMENT"))
 EPOCHS = int(os.environ.get("EPOCHS", "1"))
@@ -47,6 +50,10 @@ def numbers(rows: torch.Tensor, samples: int) -> list[int]:
     return [round(float(value) * samples) for value in rows[:, 0]]
 
 
-def tell(steps: int, samples: int | None, order: list[int] | None = None) -> None:
+def weights_of(model: torch.nn.Module) -> str:
+    return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in model.parameters())).hexdigest()
+
+
+def tell(steps: int, samples: int | None, order: list[int] | None = None, weights: str | None = None) -> None:
     """What the library itself has counted, and the numbers of the samples in the order in which they came."""
-    print("COUNTED " + json.dumps({"steps": steps, "samples": samples, "order": order}))
+    print("COUNTED " + json.dumps({"steps": steps, "samples": samples, "order": order, "weights": weights}))
