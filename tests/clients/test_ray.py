@@ -23,6 +23,8 @@ cluster.add_node(**small)
 ray.init(address=cluster.address, runtime_env=dict(env_vars=dict(PYTHONPATH=":".join(sys.path))))
 import ray_train
 ray_train.main(sys.argv[1])
+ray.shutdown()
+cluster.shutdown()
 """
 
 

@@ -25,6 +25,8 @@ import fulltilt.report.page
 RANKS, BATCH = 4, 8
 KINDS = ("cpu", "data", "sleep")
 EXTRA_S = 0.025
+# From this step on the rank that is to be stopped stays at one line.
+STOPS_AT = 40
 
 
 class Samples(Dataset[Any]):
@@ -54,9 +56,11 @@ def train(kind: str, slow: bool, steps: int, rank: int) -> None:
     network = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 4))
     model = DistributedDataParallel(network)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for inputs, labels in loader:
-        if slow and kind in ("sleep", "stop"):
-            time.sleep(EXTRA_S)  # <- here
+    for step, (inputs, labels) in enumerate(loader):
+        if slow and kind == "sleep":
+            time.sleep(EXTRA_S)
+        if slow and kind == "stop":
+            time.sleep(EXTRA_S if step < STOPS_AT else 300)  # <- here
         if slow and kind == "cpu":
             work(EXTRA_S)
         loss = torch.nn.functional.cross_entropy(model(inputs), labels)

@@ -18,8 +18,8 @@ import pytest
 from fulltilt import store
 from fulltilt.diagnosis import answer
 from fulltilt.errors import FulltiltError
-from fulltilt.records import Finding, Run
-from tests.faults.slow_rank import KINDS, RANKS, run_job
+from fulltilt.records import Finding, RankRecord, Run
+from tests.faults.slow_rank import KINDS, RANKS, STOPS_AT, run_job
 
 CAUSES = {"cpu": "code of the script's own", "sleep": "code of the script's own", "data": "waiting for data"}
 SLOW_RUNS, HEALTHY_RUNS, UNEVEN_RUNS = 40, 20, 5
@@ -50,6 +50,11 @@ def test_the_slow_rank_is_named_and_no_other(tmp_path: Path) -> None:
     assert right["uneven"] >= UNEVEN_RUNS - 1, done.stdout
 
 
+def _stands_at(rank: RankRecord, line: str) -> bool:
+    stays = rank.under_way is not None and rank.under_way.first_step >= STOPS_AT
+    return stays and rank.at is not None and rank.at.where.endswith(line) and rank.at.seconds > 1
+
+
 def line_of(text: str) -> str:
     source = (Path(__file__).parent / "slow_rank.py").read_text().splitlines()
     return f"slow_rank.py:{next(number for number, line in enumerate(source, 1) if text in line)}"
@@ -72,7 +77,8 @@ def test_a_stopped_rank_is_named_with_its_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.faults.slow_rank", str(out), "stop", "2"]
     job = subprocess.Popen(command, cwd=Path(__file__).parents[2], start_new_session=True)
     try:
-        run = wait_for(out, lambda run: len(run.ranks) == RANKS and min(rank.steps for rank in run.ranks) > 30)
+        here = line_of("<- here")
+        run = wait_for(out, lambda run: len(run.ranks) == RANKS and _stands_at(run.ranks[2], here))
         os.kill(run.ranks[2].pid, signal.SIGSTOP)
         run = wait_for(out, lambda run: "no step for" in answer(run).verdict.sentence)
     finally:
