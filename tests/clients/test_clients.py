@@ -67,7 +67,7 @@ CLIENTS = (
         validates=True,
     ),
     Client("webdataset_direct", "webdataset", "input_serial", "webdataset.WebLoader("),
-    Client("keras_loader", "keras", "input_serial", "DataLoader(..., num_workers=", validates=True),
+    Client("keras_loader", "keras", "input_serial", "DataLoader(..., num_workers="),
     Client("stable_baselines3_dqn", "stable_baselines3", "host_code", "SubprocVecEnv", samples=False),
     Client("generation", "torch", "input_serial", "num_workers=", generates=True),
     Client("trl_grpo", "trl", "host_code", "trl_grpo.py:22", samples=False),
