@@ -209,6 +209,17 @@ def test_workers_that_queue_are_too_many() -> None:
     assert answer(crowd()).verdict.code == "cpu_oversubscribed"
 
 
+def test_workers_that_queue_behind_other_processes_are_not_called_too_many() -> None:
+    crowded = replace(crowd(), samples=sampled(host_reading=host(cpu_pct=99.0, tree_cpu_pct=40.0)))
+    alone = replace(crowd(), samples=sampled(host_reading=host(cpu_pct=99.0, tree_cpu_pct=190.0)))
+    assert gather(crowded).host.others_share == pytest.approx(0.8)
+    assert cpu_oversubscribed(gather(crowded)) is None
+    told = found(input_cpu_bound(gather(crowded))).evidence
+    assert any("other processes had 80 % of the CPUs" in fact for fact in told)
+    assert answer(crowded).verdict.code == "input_cpu_bound"
+    assert answer(alone).verdict.code == "cpu_oversubscribed"
+
+
 def test_workers_that_do_not_queue_or_have_their_cpus_are_left_alone() -> None:
     assert cpu_oversubscribed(gather(crowd(cpu_wait_s=10.0))) is None
     few = run_of(rank(loaders=(loader(num_workers=4),), workers=(workers(cpu_wait_s=500.0),)), compute=100.0)

@@ -163,6 +163,7 @@ def gather(run: Run) -> Evidence:
     loader, workers, live, supply = _input_of(rank, own)
     usable_cpus = _machine_of(run, rank).cpu.usable / _ranks_beside(run, rank)
     allowed_cpus = _allowed_cpus(_machine_of(run, rank).cpu) / _ranks_beside(run, rank)
+    host = summarise_host(run)
     wait_share = _ratio(ledger.buckets.data_wait_s, ledger.wall_s - ledger.buckets.startup_s)
     rate = ledgers.rate_while_drawing(run)
     delivered = rate / max(len(_training_ranks(run)), 1) if rate is not None else None
@@ -172,7 +173,7 @@ def gather(run: Run) -> Evidence:
         throughput=throughput,
         ceilings=Ceilings(compute_ceiling(run), _loader_ceilings(run, wait_share, usable_cpus, delivered)),
         gpus=summarise_gpus(run),
-        host=summarise_host(run),
+        host=host,
         ranks=ranks,
         rank_steps=rank_steps,
         rank=rank,
@@ -186,7 +187,7 @@ def gather(run: Run) -> Evidence:
             loader,
             supply,
             delivered,
-            crowding(rank, loader, usable_cpus),
+            crowding(rank, loader, usable_cpus, host),
             confined(loader, workers, allowed_cpus),
         ),
         delivered_samples_per_s=delivered,
@@ -241,8 +242,10 @@ def waited_behind_loaders_s(rank: RankRecord, data_wait_s: float) -> float:
     return max(data_wait_s - sum(loader.wait_s + loader.first_wait_s for loader in loaders), 0.0)
 
 
-def crowding(rank: RankRecord, loader: LoaderRecord | None, usable_cpus: float) -> float:
-    """Workers and training threads for each usable CPU."""
+def crowding(rank: RankRecord, loader: LoaderRecord | None, usable_cpus: float, host: HostSummary) -> float:
+    """Workers and training threads for each usable CPU; 0 where it is other processes that hold the CPUs."""
+    if host.others_share >= LIMITS.others_share:
+        return 0.0
     threads = (rank.torch_threads or 1) if rank.device == "cpu" else 1
     return ((loader.num_workers if loader else 0) + threads) / max(usable_cpus, 0.01)
 

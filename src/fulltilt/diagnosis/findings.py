@@ -107,6 +107,14 @@ def time_spent(evidence: Evidence, what: str, cost_s: float) -> str:
     )
 
 
+def neighbours(evidence: Evidence) -> list[str]:
+    """A fact for what CPUs limit: other processes had a large part of them."""
+    others = evidence.host.others_share
+    if others < LIMITS.others_share:
+        return []
+    return [f"other processes had {percent(others)} of the CPUs that the job may use, and none was free"]
+
+
 def line_cost(line: HotLine, whole_s: float | None = None) -> str:
     """``71 % in decode, dataset.py:48``; without a whole, the seconds themselves."""
     cost = percent(min(line.seconds / whole_s, 1.0)) if whole_s else seconds(line.seconds)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from fulltilt.diagnosis.ledger import training_window
 from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import percent
-from fulltilt.records import GpuProcess, GpuReading, GpuSummary, PrecisionRecord, Run, Sample
+from fulltilt.records import CpuCapacity, GpuProcess, GpuReading, GpuSummary, HostReading, PrecisionRecord, Run, Sample
 
 # Limits that every busy GPU runs into sooner or later: throttling only when the clock falls far for them.
 _LIMITS = ("power_cap", "board_limit", "reliability", "sync_boost")
@@ -19,13 +20,17 @@ _MEANS = ("util_pct", "sm_active_pct", "sm_occupancy_pct", "tensor_active_pct", 
 
 @dataclass(frozen=True, slots=True)
 class HostSummary:
-    """The host over the training part of a run. ``ram_share`` is used memory over its limit."""
+    """The host over the training part of a run. ``ram_share`` is used memory over its limit.
+
+    ``others_share``: how much of the CPUs that the job may use other processes had, while none was free.
+    """
 
     tree_cpu_pct: float | None = None
     ram_share_peak: float | None = None
     ram_full_share: float | None = None
     swap_in_bytes_per_s: float | None = None
     ram_left_bytes: int | None = None
+    others_share: float = 0.0
 
 
 def training_samples(run: Run) -> tuple[Sample, ...]:
@@ -145,7 +150,20 @@ def summarise_host(run: Run) -> HostSummary:
         ram_full_share=sum(1 for share in ram if share >= LIMITS.ram_full_share) / len(ram) if ram else None,
         swap_in_bytes_per_s=mean(_present(host.swap_in_bytes_per_s for host in hosts)),
         ram_left_bytes=left,
+        others_share=_others_share(hosts, run.run.machine.cpu) if len(run.tasks) < 2 else 0.0,
     )
+
+
+def _others_share(hosts: Iterable[HostReading], cpu: CpuCapacity) -> float:
+    used = [
+        (host.cpu_pct / 100, host.tree_cpu_pct / 100)
+        for host in hosts
+        if host.cpu_pct is not None and host.tree_cpu_pct is not None
+    ]
+    if not used or fmean(all_ for all_, _ in used) < LIMITS.no_cpu_free:
+        return 0.0
+    all_, own = (fmean(each) for each in zip(*used, strict=True))
+    return min(max(all_ * cpu.present - own, 0.0), max(cpu.usable - own, 0.0)) / cpu.usable
 
 
 def is_it_real(gpu: GpuSummary) -> str | None:

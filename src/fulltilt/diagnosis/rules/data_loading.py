@@ -19,6 +19,7 @@ from fulltilt.diagnosis.findings import (
     gain,
     line_cost,
     made_for_each_pass,
+    neighbours,
     rates,
     rewritten,
     time_spent,
@@ -264,6 +265,7 @@ def _workers_limit(evidence: Evidence, code: FindingCode, limit: Limit) -> Judge
         return special
     line = costliest_line(evidence)
     facts = [_worker_time(supply, limit), *fetching_line(evidence), *rates(evidence)]
+    facts += neighbours(evidence) if limit is Limit.CPU else []
     plan = plan_workers(evidence)
     if plan and plan.raises:
         fix, predicted = _raise_workers(evidence, loader, plan), plan.gain

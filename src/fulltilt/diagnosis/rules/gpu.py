@@ -15,6 +15,7 @@ from fulltilt.diagnosis.findings import (
     found,
     gain,
     line_cost,
+    neighbours,
     time_spent,
 )
 from fulltilt.diagnosis.gpu_summary import is_it_real, vram_used_share
@@ -228,6 +229,8 @@ def compute_bound(evidence: Evidence) -> Judgement:
     if evidence.on_gpu:
         fix += "Only less arithmetic makes it faster: a smaller model, lower precision, torch.compile."
     else:
+        facts += (others := neighbours(evidence))
+        fix = "Run it where other processes leave it the CPUs. " if others else fix
         fix += "Only a faster processor, or a GPU, makes it faster."
     return found(evidence, "compute_bound", compute_s, facts, fix, None, None, "info")
 

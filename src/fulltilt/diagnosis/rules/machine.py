@@ -202,7 +202,7 @@ def launch_contended(evidence: Evidence) -> Judgement:
 def cpu_oversubscribed(evidence: Evidence) -> Judgement:
     """Workers and threads are so many that they queue for the CPUs and get in each other's way."""
     rank, loader, supply = evidence.rank, evidence.loader, evidence.supply
-    demand = crowding(rank, loader, evidence.usable_cpus)
+    demand = crowding(rank, loader, evidence.usable_cpus, evidence.host)
     if demand < LIMITS.crowded_cpus or loader is None or loader.num_workers == 0:
         return None
     if supply is None or supply.queueing_share is None:
