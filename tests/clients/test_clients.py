@@ -117,8 +117,8 @@ def test_augmented_job_is_tuned_with_the_same_samples_in_order(script: str, tmp_
     library = next(client.library for client in CLIENTS if client.script == script)
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed (make test-clients)")
-    plain, before = run(script, tmp_path / "plain", AUGMENT="1", EPOCHS="4")
-    tuned, after = run(script, tmp_path / "tuned", "--auto", AUGMENT="1", EPOCHS="4")
+    plain, before = run(script, tmp_path / "plain", AUGMENT="1", EPOCHS="6")
+    tuned, after = run(script, tmp_path / "tuned", "--auto", AUGMENT="1", EPOCHS="6")
     assert tuned["order"] == plain["order"]
     assert after["ledger"]["buckets"]["data_wait_s"] < 0.8 * before["ledger"]["buckets"]["data_wait_s"]
     assert "same distribution" in json.dumps(after)
