@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -218,6 +219,15 @@ def test_a_record_that_cannot_be_written_is_told_of_with_its_remedy_below(
     monkeypatch.setattr("fulltilt.report.answer.explain", full)
     end_run(folder, store.load(folder).run, wall_s=1.0, status=5)
     assert capsys.readouterr().err.endswith("/run.json: No space left on device\n  Free some space.\n")
+
+
+def test_auto_says_that_it_found_nothing_to_tune(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fed = examples.starved()[0]
+    drawn = replace(fed, ranks=tuple(replace(rank, loaders=(), workers=(), live=()) for rank in fed.ranks))
+    for name, run, told in (("a", fed, False), ("b", drawn, True)):
+        folder = examples.write_folder(tmp_path / name, run)
+        end_run(folder, store.load(folder).run, wall_s=1.0, status=0, tuned=True)
+        assert ("--auto found nothing to tune" in capsys.readouterr().err) == told
 
 
 @pytest.mark.parametrize(

@@ -516,7 +516,7 @@ def test_loaders_that_one_line_makes_of_a_changing_data_set_are_one() -> None:
     assert "its 2 workers are started anew for each pass (the DataLoader is made 8 times)" in finding.evidence
     assert finding.fix.endswith("persistent_workers=True), made once before the loop over epochs.")
     assert answer(run).verdict.sentence.startswith(
-        "Workers restarted every epoch: starting 8 passes over the data takes 60 %"
+        "A pause at each epoch's start: starting 8 passes over the data takes 60 %"
     )
 
 

@@ -113,7 +113,7 @@ def starved_by_workers() -> tuple[LoaderRecord, ...]:
         (
             run_of(rank(loaders=(loader(passes=41),)), epoch_turnover=40.0, compute=60.0),
             "epoch_restart",
-            "Workers restarted every epoch: starting 41 passes over the data takes 40 % of the time after "
+            "A pause at each epoch's start: starting 41 passes over the data takes 40 % of the time after "
             "start-up; at most 1.7 × as fast without it.",
         ),
         (

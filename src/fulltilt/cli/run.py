@@ -181,7 +181,7 @@ def run_job(
         status = process.wait(monitor.tick)
     wall_s = (time.perf_counter_ns() - t0_ns) * 1e-9
     killed = max((oom_kills() or 0) - killed_before, 0) if killed_before is not None else 0
-    end_run(folder, record, wall_s, status, killed)
+    end_run(folder, record, wall_s, status, killed, tuned=bool(live))
     return process.leave(status)
 
 
@@ -258,7 +258,9 @@ class Monitor:
             tell(warning)
 
 
-def end_run(folder: Path, record: RunRecord, wall_s: float, status: int, oom_kills: int = 0) -> None:
+def end_run(
+    folder: Path, record: RunRecord, wall_s: float, status: int, oom_kills: int = 0, *, tuned: bool = False
+) -> None:
     """Write what is left to write and print the verdict. A problem here never changes how the job ended."""
     try:
         from fulltilt.diagnosis import answer
@@ -280,7 +282,7 @@ def end_run(folder: Path, record: RunRecord, wall_s: float, status: int, oom_kil
                     tell(f"fulltilt: all tasks together: fulltilt report {folder}")
                     return
                 store.wait_for_tasks(folder)
-            _, diagnosis = explain(folder)
+            read, diagnosis = explain(folder)
         except FulltiltError as error:  # a full disk or a foreign report.html is no reason to keep the verdict back
             read = store.load(folder)
             refused, diagnosis = error, answer(read if record.task is not None else replace(read, run=ended))
@@ -297,6 +299,8 @@ def end_run(folder: Path, record: RunRecord, wall_s: float, status: int, oom_kil
             tell(f"fulltilt: {going_on}: fulltilt report {folder} tells of it later")
         if (problem := settings_not_in_force(dict(diagnosis.settings))) is not None:
             tell(f"fulltilt: {problem}")
+        if tuned and not any(rank.live or rank.loaders for rank in read.ranks) and diagnosis.verdict.code != "no_steps":
+            tell("fulltilt: --auto found nothing to tune: no DataLoader was seen")
         if store.OwnedFolder(folder).owns(store.SETTINGS_FILE):
             tell(f"  settings found: {folder / store.SETTINGS_FILE} (for fulltilt run --settings)")
     except FulltiltError as error:

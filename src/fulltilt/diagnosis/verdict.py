@@ -67,7 +67,7 @@ WORDS: dict[str, tuple[str, str | None]] = {
     "input_io_bound": ("Data loading: I/O-bound", _DATA_WAIT),
     "slow_storage": ("Data loading: slow storage", "{trainee} waits for data in {share}{win}"),
     "input_handover": ("Data loading: slow hand-over from the workers", _DATA_WAIT),
-    "epoch_restart": ("Workers restarted every epoch", "starting {passes} over the data takes {share}{win}"),
+    "epoch_restart": ("A pause at each epoch's start", "starting {passes} over the data takes {share}{win}"),
     "dataset_pickled": ("Data set pickled to every worker", "{fact}{win}"),
     "transfer_blocking": (
         "Blocking copies to the GPU",
