@@ -327,7 +327,7 @@ def measure_utilisation(evidence: Evidence) -> Utilisation:
     au = None if evidence.collectives_unmeasured else evidence.share(evidence.buckets.compute_s)
     if rank.flops_per_call is None:
         return Utilisation(au)
-    per_step = rank.flops_per_call * rank.optimizer_calls / rank.steps
+    per_step = rank.flops_per_call * max(round(rank.optimizer_calls / rank.steps), 1)
     gpu = next((gpu for gpu in evidence.gpus if gpu.uuid == rank.gpu_uuid), None)
     precision, peak = dense_peak(gpu.name if gpu else "", rank.precision)
     mfu = per_step * rank.steps / evidence.active_s / peak if peak else None

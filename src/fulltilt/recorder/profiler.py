@@ -234,22 +234,28 @@ def _waits_by_line(torch: Any, seen: Counter[str]) -> Iterator[None]:
 
 
 class FlopCount:
-    """Counts the FLOPs of the operations of this thread, and of its backward, by torch's own formulas."""
+    """Counts the FLOPs of a step by torch's own formulas, from its forward alone.
+
+    A product costs backward one like it for each of its factors that a gradient is asked of. Counted so, backward may
+    run on threads that no mode of this one reaches, as it does on a GPU.
+    """
 
     def __init__(self, recorder: Recorder, calls: int = 1) -> None:
         """Begin. ``calls`` of optimizers are to be counted: several take turns where there are several."""
         formulas = importlib.import_module("torch.utils.flop_counter").flop_registry
         self._dispatch = importlib.import_module("torch.utils._python_dispatch")
+        grad_enabled = importlib.import_module("torch").is_grad_enabled
         self.calls = calls
         self._flops: float | None = 0.0
 
         class Counting(self._dispatch.TorchDispatchMode):  # type: ignore[misc, name-defined]
             def __torch_dispatch__(mode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: N805
                 out = func(*args, **(kwargs or {}))
-                formula = formulas.get(getattr(func, "_overloadpacket", None))
+                formula = formulas.get(getattr(func, "_overloadpacket", None)) if grad_enabled() else None
                 if formula is not None and self._flops is not None and not recorder.eval_mode:
                     try:
-                        self._flops += formula(*args, **(kwargs or {}), out_val=out)
+                        factors = [arg for arg in args if getattr(arg, "requires_grad", False) and arg.dim() > 1]
+                        self._flops += formula(*args, **(kwargs or {}), out_val=out) * (1 + min(len(factors), 2))
                     except Exception:  # an operation that its formula does not know
                         self._flops = None
                 return out

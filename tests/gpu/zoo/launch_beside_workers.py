@@ -30,7 +30,7 @@ def spin(_worker):
 
 
 if __name__ == "__main__":
-    loader = DataLoader(Spinning(), batch_size=8, num_workers=2, pin_memory=True, worker_init_fn=spin)  # <- here
+    loader = DataLoader(Spinning(), batch_size=8, num_workers=2, pin_memory=True, worker_init_fn=spin)
     layers = [nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256), nn.ReLU()) for _ in range(60)]
     model = nn.Sequential(*layers, nn.Linear(256, 4)).to("cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
