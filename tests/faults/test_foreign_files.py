@@ -260,7 +260,7 @@ def snapshot_of(before: dict[Path, object]) -> dict[Path, object]:
 
 
 CHECKS = {"before": check_before, "again": check_again, "during": check_during}
-QUICK = [("run", "again"), ("cache", "again")]
+QUICK = [("run", "again")]
 ALL = [(verb, moment) for verb in ("run", "report", "html", "make-data", "feed", "cache", "watch") for moment in CHECKS]
 ALL += [(verb, moment) for verb in ("visobert", "cod", "carclip", "hdf5", "tune") for moment in CHECKS]
 SEEDS = int(os.environ.get("FOREIGN_FILES_SEEDS", "4"))

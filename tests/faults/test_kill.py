@@ -29,7 +29,10 @@ def killed_at(number: int, act: Callable[[], None]) -> bool:
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["a new step", "the same step once more"])
+AGAIN = [pytest.param(False, id="a new step"), pytest.param(True, id="the same step once more", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("again", AGAIN)
 def test_killed_at_every_disk_call_of_the_protocol(tmp_path: Path, again: bool) -> None:
     """Seen to fail: writing into the final folder instead of `.partial-…` leaves folders that `newest_complete` has to
     refuse; without `sweep` the leftovers stay; without `_settle` in it a kill between the two renames of a replaced

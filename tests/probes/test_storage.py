@@ -55,7 +55,9 @@ def test_the_kernel_confirms_that_dropped_files_are_cold(data):
     if read_storage(data).kind == "tmpfs":
         pytest.skip("the temporary folder lies in memory")
     file = next(file for file in count_files(data, time.perf_counter() + 9).large)
-    Path(file.path).read_bytes()
+    with Path(file.path).open("rb") as stream:
+        stream.read()
+        os.fsync(stream.fileno())  # the kernel keeps what is not on disk yet
     buffer, deadline_s = bytearray(MIB), time.perf_counter() + 60
     assert storage._timed_read(file, buffer, deadline_s)[2] is False
     assert storage._drop_from_cache(file)

@@ -92,6 +92,7 @@ def full_on_rank_1(order: Order) -> dict[str, Any]:
     return {**small_blocks(order), "loss": loss}
 
 
+@pytest.mark.slow
 def test_out_of_memory_ends_the_run_with_a_word(tmp_path: Path) -> None:
     codes = ranks.run_as_torchrun(ranks.start(tmp_path, 2, settings=UNEVEN, prepare=full_on_rank_1))
     assert codes[1] == 5

@@ -125,7 +125,7 @@ LONG = {**TINY, "seed": 1, "size": 50, "batch": 2, "sampler": "shuffled", "worke
 PERSISTENT = {**LONG, "workers": 2, "persistent": True}
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     job=jobs,
     script=st.lists(knobs, min_size=1, max_size=4),
@@ -157,7 +157,7 @@ def test_the_batches_are_those_of_the_plain_run_bit_for_bit(
             assert record.note is None, record.note
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
 @given(job=jobs, passes=st.lists(st.none() | st.integers(1, 6), min_size=1, max_size=3))
 @example(job={**LONG, "workers": 2}, passes=[None, 3, None])
 @example(job=PERSISTENT, passes=[None, 3, None])

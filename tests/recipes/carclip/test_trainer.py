@@ -104,6 +104,7 @@ def test_stopped_and_resumed_it_ends_with_the_same_weights(
         assert torch.equal(value, weights(tmp_path / "whole")[name]), name
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_halves_the_parts_and_changes_nothing(
     cars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,6 +36,7 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
     return load_file(max((out / "checkpoints").glob("step-*")) / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_stop_by_sigterm_changes_nothing(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,7 +64,13 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("micro_batch", [8, 11], ids=["at the end of an epoch", "within one"])
+MICRO_BATCHES = [
+    pytest.param(8, id="at the end of an epoch", marks=pytest.mark.slow),
+    pytest.param(11, id="within one"),
+]
+
+
+@pytest.mark.parametrize("micro_batch", MICRO_BATCHES)
 def test_stop_and_resume_give_the_weights_of_one_run(
     micro_batch: int, whole: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -125,6 +131,7 @@ def test_best_weights_are_kept_when_asked_for(data: Path, tmp_path: Path) -> Non
     assert same(weights(tmp_path / "out" / "model"), weights(best))
 
 
+@pytest.mark.slow
 def test_resume_with_another_batch_size_goes_on(data: Path, tmp_path: Path, capsys: Any) -> None:
     assert train("--data", data, "--out", tmp_path, "--max-steps", "3") == 0
     assert train("--data", data, "--out", tmp_path, "--batch-size", "16") == 0
