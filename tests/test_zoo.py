@@ -16,7 +16,7 @@ from tests.zoo.observation import NotPossibleHere, observe, problems
 NO_SPECIMENS = {"__init__.py", "catalogue.py", "observation.py", "stopwatch.py", "neighbour.py"}
 ONLY_WITH_FAKES = {"throttled"}
 # A job takes about eight seconds, most of them to import torch: one of each kind runs in CI, all in `make test-zoo`.
-IN_CI = {"serial_waits.py", "sleep_in_forward.py"}
+IN_CI = {"serial_waits.py", "sleep_after_step.py"}
 
 
 @pytest.mark.quiet
