@@ -54,7 +54,7 @@ from tests.diagnosis.examples import loader
 MUTATIONS = int(os.environ.get("FUZZ_MUTATIONS", "10000"))
 SHARDS = int(os.environ.get("FUZZ_SHARDS", "1"))
 FIRST_SEED = int(os.environ.get("FUZZ_SEED", "0")) * 1_000_000
-QUICK = 24
+QUICK = 12
 LONGEST_S = 20
 MOST_MORE_BYTES = 2 * 2**30
 HOSTILE: tuple[Any, ...] = (

@@ -16,6 +16,9 @@ from fulltilt.recipes import hdf5, options
 from fulltilt.recipes.hdf5 import model, trainer
 from fulltilt.recipes.synthetic import make_folder
 
+# Whole trainings: in CI the cod recipe stands for all.
+pytestmark = pytest.mark.slow
+
 SMALL = ("--epochs", "2", "--batch-size", "24", "--width", "8", "--heads", "2", "--workers", "0")
 
 

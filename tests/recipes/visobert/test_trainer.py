@@ -24,6 +24,9 @@ from fulltilt.recipes.visobert.data import TokenisedTexts
 from fulltilt.recipes.visobert.trainer import ClassLoss, classification
 from fulltilt.train import checkpoint
 
+# Whole trainings: in CI the cod recipe stands for all.
+pytestmark = pytest.mark.slow
+
 SMALL = (
     *("--epochs", "2", "--batch-size", "8", "--accumulation", "2", "--vocab-size", "200", "--max-length", "16"),
     *("--hidden-size", "32", "--num-hidden-layers", "1"),
