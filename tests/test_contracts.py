@@ -216,7 +216,7 @@ def test_imports_go_downward_only(house: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "spoilt", "complaint"),
     [
-        ("records/__init__.py", "import fulltilt.store", "fulltilt.records is not allowed to import fulltilt.store"),
+        ("records/run.py", "import fulltilt.store", "fulltilt.records is not allowed to import fulltilt.store"),
         (
             "diagnosis/loaders.py",
             "import fulltilt.report",

@@ -1,0 +1,695 @@
+"""What is recorded of a run, its machine and its ranks: the format of a run folder.
+
+Units stand in the names. ``None`` means not measured; ``0.0`` means measured and zero.
+Times ending in ``_s`` that name a moment (``t_s``, ``t0_s``) are seconds since the start of the run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from operator import add, attrgetter
+from typing import Literal
+
+from fulltilt.records.secrets import mask_arguments, mask_text
+
+# --------------------------------------------------------------------------- the machine
+
+
+@dataclass(frozen=True, slots=True)
+class GpuProcess:
+    """A process that holds memory on a GPU. ``ours``: it belongs to the watched job."""
+
+    pid: int
+    name: str | None
+    vram_used_bytes: int | None
+    ours: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GpuReading:
+    """One reading of one GPU. ``lost`` is true when the driver no longer answers for it.
+
+    ``energy_j`` (a counter) and, without GPM, the PCIe rates are slow to ask for: most readings have None there.
+    """
+
+    uuid: str
+    index: int
+    name: str
+    util_pct: float | None = None
+    mem_util_pct: float | None = None
+    vram_used_bytes: int | None = None
+    vram_total_bytes: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    energy_j: float | None = None
+    temperature_c: float | None = None
+    temperature_limit_c: float | None = None
+    sm_clock_mhz: float | None = None
+    sm_clock_max_mhz: float | None = None
+    mem_clock_mhz: float | None = None
+    throttle_reasons: tuple[str, ...] | None = None
+    pcie_tx_bytes_per_s: float | None = None
+    pcie_rx_bytes_per_s: float | None = None
+    sm_active_pct: float | None = None
+    sm_occupancy_pct: float | None = None
+    tensor_active_pct: float | None = None
+    dram_active_pct: float | None = None
+    processes: tuple[GpuProcess, ...] | None = None
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HostReading:
+    """One reading of the host, and of what the watched process tree uses of it.
+
+    ``mem_used_bytes`` counts against ``mem_limit_bytes`` where there is a limit (a container's own use), else
+    against ``mem_total_bytes``; reclaimable page cache is not in it. ``tree_cpu_pct`` of 100 is one core.
+    """
+
+    cpu_pct: float | None = None
+    cpu_per_core_pct: tuple[float, ...] | None = None
+    iowait_pct: float | None = None
+    load_1min: float | None = None
+    mem_total_bytes: int | None = None
+    mem_used_bytes: int | None = None
+    mem_limit_bytes: int | None = None
+    tree_pss_bytes: int | None = None
+    tree_cpu_pct: float | None = None
+    swap_in_bytes_per_s: float | None = None
+    shm_total_bytes: int | None = None
+    shm_free_bytes: int | None = None
+    disk_read_bytes_per_s: float | None = None
+    disk_write_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What the machine did at one moment."""
+
+    t_s: float
+    host: HostReading
+    gpus: tuple[GpuReading, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class JobProcess:
+    """A process that is on a GPU or belongs to one of Fulltilt's runs, with all processes under it.
+
+    ``cpu_pct`` is 100 for one busy core; ``run_folder`` is None where it is not one of Fulltilt's.
+    """
+
+    pid: int
+    name: str | None
+    children: int = 0
+    cpu_pct: float | None = None
+    pss_bytes: int | None = None
+    run_folder: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CpuCapacity:
+    """CPUs present, and how many of them this process may really use (affinity and cgroup quota).
+
+    ``allotted`` is what Slurm gave to the task, which the binding may fall short of.
+    """
+
+    present: int
+    affinity: int
+    quota: float | None
+    usable: float
+    allotted: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StorageReading:
+    """A data folder: what it lies on and how fast its own files read. Rates are bytes per second."""
+
+    path: str
+    filesystem: str | None = None
+    device: str | None = None
+    kind: Literal["ssd", "hdd", "nvme", "tmpfs", "network", "overlay", "unknown"] = "unknown"
+    files: int | None = None
+    total_bytes: int | None = None
+    counted_fully: bool = False
+    sequential_cold_bytes_per_s: float | None = None
+    sequential_warm_bytes_per_s: float | None = None
+    small_cold_files_per_s: float | None = None
+    small_warm_files_per_s: float | None = None
+    small_file_bytes: float | None = None
+    free_bytes: int | None = None
+    fits_in_ram: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The machine a run took place on, as far as it was asked.
+
+    ``cuda`` is what torch was built for, ``driver_cuda`` the newest CUDA that the driver runs.
+    """
+
+    hostname: str
+    platform: str
+    python: str
+    torch: str | None
+    cuda: str | None
+    driver: str | None
+    cpu: CpuCapacity
+    mem_total_bytes: int | None
+    mem_limit_bytes: int | None
+    shm_total_bytes: int | None
+    shm_free_bytes: int | None
+    gpus: tuple[GpuReading, ...] = ()
+    driver_cuda: str | None = None
+    why_no_gpu: str | None = None
+
+
+# --------------------------------------------------------------------------- where the time went
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """Where time went, in seconds. The sum is the wall time that it describes."""
+
+    startup_s: float = 0.0
+    data_wait_s: float = 0.0
+    transfer_s: float = 0.0
+    compute_s: float = 0.0
+    sync_s: float = 0.0
+    host_code_s: float = 0.0
+    validation_s: float = 0.0
+    checkpoint_s: float = 0.0
+    epoch_turnover_s: float = 0.0
+    communication_s: float = 0.0
+    unattributed_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """The wall time that these buckets describe."""
+        return float(sum(_figures_of(self)))
+
+    def plus(self, other: Buckets) -> Buckets:
+        """Both together."""
+        return Buckets(*map(add, _figures_of(self), _figures_of(other)))
+
+
+BUCKETS: tuple[str, ...] = tuple(f.name for f in fields(Buckets))
+_figures_of = attrgetter(*BUCKETS)
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Host time of the parts of a step and what the GPU did meanwhile: one step, drawn to scale.
+
+    Like the buckets beside them, these are sums over all steps of the span.
+    """
+
+    load_s: float = 0.0
+    transfer_s: float = 0.0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    optimizer_s: float = 0.0
+    other_s: float = 0.0
+    gpu_busy_s: float | None = None
+    gpu_idle_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of a rank's wall time with ``steps`` optimizer steps in it (0 for time outside steps).
+
+    The spans of a rank tile its life from ``t0_s`` of the first to ``t1_s`` of the last, so that the ledger
+    closes. Early spans hold one step; later ones hold many, so that a million steps stay small.
+    """
+
+    t0_s: float
+    t1_s: float
+    first_step: int
+    steps: int
+    batches: int
+    samples: int | None
+    buckets: Buckets
+    epoch: int = 0
+    skipped_steps: int = 0
+    step_max_s: float | None = None
+    data_wait_max_s: float | None = None
+    phases: Phases | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HotLine:
+    """A line of code and the time it cost. ``where`` is ``file:line``, ``call`` the expression."""
+
+    where: str
+    function: str
+    seconds: float
+    call: str | None = None
+    waits: bool = False  # for another thread or process
+
+    def __post_init__(self) -> None:
+        if self.call is not None:
+            object.__setattr__(self, "call", mask_text(self.call))
+
+
+# --------------------------------------------------------------------------- settings, and what trying others showed
+
+# Far more workers, or batches in a queue, than pay on any machine. Torch would start all of them, one by one, until the
+# memory is gone.
+MOST_OF_A_SETTING = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The knobs of a job. ``None`` leaves a knob as the job has it."""
+
+    num_workers: int | None = None
+    prefetch_factor: int | None = None
+    pin_memory: bool | None = None
+    persistent_workers: bool | None = None
+    torch_threads: int | None = None
+    start_method: str | None = None
+    batch_size: int | None = None
+    accumulation: int | None = None
+    precision: str | None = None
+    compile: bool | None = None
+    residency: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LiveMove:
+    """Settings that live tuning tried while the job trained, and what came of it.
+
+    ``expected`` is the range predicted for ``batches_per_s`` before the try. ``began_s`` is a moment of the run.
+    """
+
+    settings: Settings
+    began_s: float
+    outcome: Literal["trying", "kept", "returned", "failed"] = "trying"
+    expected: tuple[float, float] | None = None
+    batches_per_s: float | None = None
+    wait_share: float | None = None
+    why: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRecord:
+    """What live tuning did to one loader of a rank: the settings it found and those it put in force.
+
+    ``cost_s`` is time of the training thread that went into tuning itself. ``note`` is what the user should know of
+    other workers, such as that they draw other random numbers.
+    """
+
+    loader_id: int
+    state: Literal["watching", "trying", "settled", "left_alone"]
+    why: str
+    before: Settings
+    settings: Settings
+    before_batches_per_s: float | None = None
+    before_wait_share: float | None = None
+    batches_per_s: float | None = None
+    wait_share: float | None = None
+    moves: tuple[LiveMove, ...] = ()
+    cost_s: float = 0.0
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One measured try of settings. An out-of-memory trial is a result, not a failure.
+
+    ``settings`` is what was asked for, ``in_force`` what the job then ran with. ``losses`` are those of the first
+    steps, one a step; ``cpu_pct`` of 100 is one core.
+    """
+
+    settings: Settings
+    state: Literal["ok", "oom", "crashed", "timed_out", "not_measured", "diverged", "throttled"]
+    samples_per_s: float | None = None
+    samples_per_s_low: float | None = None
+    samples_per_s_high: float | None = None
+    steps: int = 0
+    vram_peak_bytes: int | None = None
+    ram_peak_bytes: int | None = None
+    loss: float | None = None
+    note: str | None = None
+    purpose: Literal["start", "search", "verify"] = "search"
+    in_force: Settings = field(default_factory=Settings)
+    data_wait_share: float | None = None
+    compute_samples_per_s: float | None = None
+    vram_total_bytes: int | None = None
+    gpu_util_pct: float | None = None
+    cpu_pct: float | None = None
+    wall_s: float | None = None
+    losses: tuple[float, ...] = ()
+    changed_files: tuple[str, ...] = ()
+    folder: str | None = None
+
+
+# --------------------------------------------------------------------------- the job on one rank
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderRecord:
+    """A DataLoader as it was constructed and as it was used by one rank.
+
+    ``where`` is the user's line; ``made_by`` is the library that this line calls to construct the loader, or None
+    when the line constructs it itself. What the script draws batches from without any DataLoader is made by "script".
+    A line that constructs one again for each pass is one loader, ``constructed`` as many times. ``eval_batches`` of its
+    batches were drawn to evaluate. ``pickled_workers`` were started otherwise than by fork, each with ``pickled_bytes``
+    of data set and arguments, in ``pickle_s`` of the training thread in all. ``sampler_lines`` are those of its
+    sampler, which the training thread runs itself, with workers as without.
+    """
+
+    loader_id: int
+    role: Literal["train", "eval", "unused"]
+    where: str | None
+    dataset: str
+    dataset_len: int | None
+    iterable: bool
+    batch_size: int | None
+    num_workers: int
+    prefetch_factor: int | None
+    pin_memory: bool
+    persistent_workers: bool
+    drop_last: bool
+    shuffle: bool | None
+    sampler: str | None
+    collate: str | None
+    start_method: str | None
+    given: tuple[str, ...] = ()
+    made_by: str | None = None
+    constructed: int = 1
+    passes: int = 0
+    batches: int = 0
+    samples: int | None = None
+    batch_bytes: int | None = None
+    batch_kind: str | None = None
+    wait_s: float = 0.0
+    wait_cpu_s: float = 0.0
+    first_wait_s: float = 0.0
+    restart_s: float = 0.0
+    padding_share: float | None = None
+    eval_batches: int = 0
+    sampler_lines: tuple[HotLine, ...] = ()
+    batch_shapes: int | None = None  # distinct ones among the batches that were looked into
+    pickled_workers: int = 0
+    pickled_bytes: int = 0
+    pickle_s: float = 0.0
+    objects: str | None = None  # the largest list or dict among the attributes of the data set
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryGrowthRecord:
+    """How the private memory of a worker grew in the later half of its life, steadily; the mean over the workers.
+
+    ``copied_bytes`` of it were pages shared with the training process until they were written to (counting references
+    does); ``shared_bytes`` still are.
+    """
+
+    bytes: int
+    over_s: float
+    batches: float
+    copied_bytes: int = 0
+    shared_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecord:
+    """All workers of one loader on one rank together: what they did and which lines cost it.
+
+    ``reads`` are their calls to read, ``read_bytes`` what of it came from storage; ``cpus``, those that any of them may
+    run on.
+    """
+
+    loader_id: int
+    processes: int
+    batches: int
+    fetch_s: float
+    fetch_cpu_s: float
+    cpu_wait_s: float | None
+    idle_s: float
+    process_cpu_s: float
+    read_bytes: int | None
+    lines: tuple[HotLine, ...] = ()
+    pss_bytes: int | None = None  # of one worker, their mean
+    growing_lines: tuple[HotLine, ...] = ()
+    reads: int | None = None
+    read_bytes_by_pass: tuple[int, ...] = ()
+    cpus: int | None = None
+    growth: MemoryGrowthRecord | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRecord:
+    """Memory by part, asked for once at the end of an early step. ``other_bytes`` is all else that stays on the GPU:
+
+    frozen weights, buffers, data kept there; None for a job on the CPU.
+    """
+
+    parameters: int
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    other_bytes: int | None = None
+
+    @property
+    def resident_bytes(self) -> int:
+        """What stays from step to step."""
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + (self.other_bytes or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRecord:
+    """Copies from host to GPU made by the training thread."""
+
+    copies: int
+    bytes: int | None
+    blocked_s: float
+    pageable_share: float | None
+    blocking_share: float | None
+    where: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionRecord:
+    """What arithmetic the job used, as far as it could be seen."""
+
+    autocast: str | None
+    parameters: str | None
+    tf32: bool | None
+    scaler: bool
+    compiled: bool
+    cudnn_benchmark: bool | None = None
+    fused_optimizer: bool | None = None
+
+    @property
+    def name(self) -> str | None:
+        """``bfloat16`` under autocast, otherwise the type of the parameters."""
+        return self.autocast or self.parameters
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicationRecord:
+    """Gradient exchange as DistributedDataParallel measured it, per step."""
+
+    backward_s: float | None
+    communication_s: float | None
+    overlapped_s: float | None
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnusedSearchRecord:
+    """DistributedDataParallel with find_unused_parameters=True: how often it was asked what it had found.
+
+    ``unused_bytes`` is the most it found in any of those steps; ``where`` constructs it.
+    """
+
+    where: str | None
+    asked: int
+    unused_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeepRecord:
+    """What torch.profiler saw over a few steps (``--deep N``). Times are per step."""
+
+    steps: int
+    step_s: float
+    gpu_busy_s: float | None
+    kernel_gaps_s: float | None
+    copies_s: float | None
+    kernels: int | None
+    tensor_core_share: float | None
+    top_kernels: tuple[HotLine, ...] = ()
+    sync_calls: tuple[HotLine, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRecord:
+    """What the GPU ran in a few steps under torch.profiler, begun now and then while the job runs. Times are per step.
+
+    ``busy_s`` is the union of kernels and copies: gaps between kernels are no work.
+    """
+
+    steps: int
+    busy_s: float
+    copies_s: float
+    kernels: int
+    tensor_core_share: float | None
+    top_kernels: tuple[HotLine, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CompileRecord:
+    """What torch.compile did. ``recompile_lines`` are functions that were compiled again, with the reason.
+
+    ``seconds`` are of the host; those on the training thread are part of the start-up on the ledger.
+    """
+
+    compiles: int
+    seconds: float
+    recompiles: int = 0
+    recompile_lines: tuple[HotLine, ...] = ()
+    graph_breaks: int = 0
+    break_reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GarbageRecord:
+    """Python's garbage collections on the training thread, start-up left out. ``full`` ones walk through every object.
+
+    ``asked_for`` are lines that call gc.collect(), themselves or through a library.
+    """
+
+    collections: int
+    full: int
+    seconds: float
+    longest_s: float
+    asked_for: tuple[HotLine, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecord:
+    """What one rank's recorder knows besides its spans. Rewritten atomically while the job runs.
+
+    ``under_way`` is what has passed since the last step: the last that is known of a job that hangs and is killed.
+    ``at`` is the line at which the training thread stood then. ``group`` is the same for all ranks that met in one
+    process group, and another after a restart.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    pid: int
+    hostname: str
+    device: str
+    gpu_uuid: str | None
+    t0_s: float
+    t1_s: float
+    finished: bool
+    steps: int
+    backwards: int
+    optimizers: tuple[str, ...] = ()
+    optimizer_calls: int = 0
+    learning_rate: float | None = None
+    loaders: tuple[LoaderRecord, ...] = ()
+    workers: tuple[WorkerRecord, ...] = ()
+    host_lines: tuple[HotLine, ...] = ()
+    growing_lines: tuple[HotLine, ...] = ()  # what they cost beyond what they cost in the early steps
+    sync_lines: tuple[HotLine, ...] = ()
+    checkpoint_lines: tuple[HotLine, ...] = ()
+    syncs: int = 0
+    sync_blocked_s: float = 0.0
+    transfer: TransferRecord | None = None
+    precision: PrecisionRecord | None = None
+    communication: CommunicationRecord | None = None
+    unused_search: UnusedSearchRecord | None = None
+    sharded: bool = False  # parameters divided among the ranks (FSDP, tensor parallel)
+    deep: DeepRecord | None = None
+    kernels: KernelRecord | None = None
+    compile: CompileRecord | None = None
+    garbage: GarbageRecord | None = None
+    gpu_busy_step_s: float | None = None
+    launch_s: float | None = None
+    flops_per_call: float | None = None  # of the work up to each call of an optimizer, counted once
+    vram_peak_bytes: int | None = None
+    vram_reserved_bytes: int | None = None
+    alloc_retries: int | None = None
+    memory: MemoryRecord | None = None
+    torch_threads: int | None = None
+    cpus_at_start: int | None = None
+    cpus: int | None = None
+    cpu_wait_s: float | None = None  # the training thread was ready to run, and had no CPU
+    stack_samples: int = 0
+    observer_s: float | None = None
+    notes: tuple[str, ...] = ()
+    live: tuple[LiveRecord, ...] = ()
+    under_way: Span | None = None
+    parent_pid: int | None = None
+    worker_messages_dropped: int = 0
+    group: str | None = None
+    at: HotLine | None = None
+
+
+# --------------------------------------------------------------------------- the run
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One of several `fulltilt run` that a launcher started for one job: one a node, or one a rank.
+
+    ``number`` of ``count``; None where the launcher does not say before the ranks have met. ``restart``: which requeue.
+    """
+
+    job: str
+    number: int | None = None
+    count: int | None = None
+    restart: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """One execution of a job. ``state`` says how it ended; ``exit_code`` is the script's own, or minus its signal.
+
+    ``ended_by`` names the exception that ended a run recorded from within, where there is no exit code to tell.
+    ``oom_kills`` counts the processes that the kernel killed meanwhile for lack of memory. ``task``: it is one of
+    several that make the job, each with a folder of its own.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    started_at: str
+    machine: Machine
+    fulltilt: str
+    state: Literal["running", "done", "crashed", "interrupted", "killed"] = "running"
+    wall_s: float | None = None
+    exit_code: int | None = None
+    asked: Settings = field(default_factory=Settings)
+    data: StorageReading | None = None
+    ended_by: str | None = None
+    oom_kills: int = 0
+    task: Task | None = None
+    schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "command", mask_arguments(self.command))  # nobody can forget it here
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run folder as read: everything the rules and reports work on.
+
+    Of a job over several tasks it is the newest attempt, ``earlier`` are those before it (some ranks of each), and
+    ``tasks`` are the records of its tasks. Their times are shifted so that a step ends at the same time on all of them.
+    """
+
+    folder: str
+    run: RunRecord
+    ranks: tuple[RankRecord, ...]
+    spans: tuple[tuple[Span, ...], ...]
+    samples: tuple[Sample, ...]
+    warnings: tuple[str, ...] = ()
+    tasks: tuple[RunRecord, ...] = ()
+    earlier: tuple[Run, ...] = ()
