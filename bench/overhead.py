@@ -1,11 +1,16 @@
 """What observing costs, measured in one process: blocks of steps with the recorder attached and without, alternating.
 
     python bench/overhead.py [--pairs 20] [--block-s 0.5] [--job launch] [--out overhead.json]
+    python bench/overhead.py --job workers --pairs 20 --block-s 2.5        under six minutes on an H200
 
 Prints a table and writes JSON. Each pair is one observed and one plain block of the same loop on the same model. A
-block is timed in chunks of 256 steps, a whole cycle of measuring and resting. Neighbours on the machine only ever add
-time, and to a step that waits for the host up to a third of it; so the cost compares the lower quartile of all observed
-chunks with that of all plain ones. Median and quartiles of the ratio over the pairs stand beside it.
+block is timed in chunks of whole cycles of measuring and resting. ``pairs`` is the median over the pairs of observed
+over plain, with a 95 % interval of that median (bootstrap). Neighbours on the machine only ever add time, and to a step
+that waits for the host up to a third of it; so ``cost`` compares the lower quartile of all observed chunks with that of
+all plain ones.
+
+Jobs with workers have two DataLoaders with persistent workers, one made under observation and one without: the workers
+of the one are idle while the other is measured.
 
 The machine's sampler of `fulltilt run` lives in another process and runs throughout. Where the peer traceml-ai is
 installed, its step context is measured the same way, in the training process alone: its plain blocks run after it has
@@ -16,8 +21,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import json
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -35,72 +42,124 @@ from torch.utils.data import DataLoader, Dataset
 from fulltilt.recorder.session import Session
 from fulltilt.recorder.stacks import stack_sampler
 
-# name, width, depth, batch
-SIZES = {
-    "cuda": [
-        ("1.5 ms, GPU-bound", 2048, 3, 1024),
-        ("launch-bound", 256, 12, 64),
-        ("10 ms, GPU-bound", 4096, 5, 1024),
-    ],
-    "cpu": [("1.5 ms", 128, 6, 32), ("10 ms", 512, 8, 64)],
-}
-CHUNK_STEPS = 256
+WORKERS = 8
+# A cycle of measuring and resting has 512 steps where they take less than 4 ms; from 5 ms on each step is measured.
+CHUNK_STEPS, CHUNK_LONG_STEPS = 512, 32
+LONG_STEP_S = 0.005
 # The recorder measures the first 300 steps one and all and writes 100 of them singly: a matter of the first seconds.
 WARM_UP_STEPS, WARM_UP_S = 2000, 3.0
 BLOCK_WARM_UP_STEPS = 50
 
+Batch = tuple[torch.Tensor, torch.Tensor]
 StepContext = Callable[[nn.Module], AbstractContextManager[Any]]
 Block = Callable[[float], list[float]]
 
 
-class Ready(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """One batch, ready in memory: the loop itself is what is measured."""
+class Ready(Dataset[Batch]):
+    """One batch, ready in memory: the loop itself is measured. ``busy_s``: CPU time that a batch takes all the same."""
 
-    def __init__(self, batch: int, width: int, pin: bool) -> None:
+    def __init__(self, batch: int, width: int, pin: bool = False, busy_s: float = 0.0) -> None:
         self.x, self.y = torch.randn(batch, width), torch.zeros(batch, dtype=torch.long)
+        self.busy_s = busy_s
         if pin:
             self.x, self.y = self.x.pin_memory(), self.y.pin_memory()
 
     def __len__(self) -> int:
         return 1_000_000
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __getitem__(self, index: int) -> Batch:
+        began = time.thread_time()
+        while time.thread_time() - began < self.busy_s:
+            sum(range(1000))
         return self.x, self.y
+
+
+class Pictures(Dataset[Batch]):
+    """Batches of JPEG pictures, decoded and flipped as image trainers do."""
+
+    def __init__(self, batch: int, side: int = 224) -> None:
+        from PIL import Image
+
+        self.batch, self.side, self.files = batch, side, list[bytes]()
+        for seed in range(32):
+            noise = torch.randint(0, 256, (8, 8, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+            file = io.BytesIO()
+            Image.fromarray(noise.numpy()).resize((side, side)).save(file, "JPEG", quality=90)
+            self.files.append(file.getvalue())
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> Batch:
+        import numpy as np
+        from PIL import Image
+
+        files = (self.files[(index + n) % len(self.files)] for n in range(self.batch))
+        pictures = (torch.from_numpy(np.array(Image.open(io.BytesIO(file)))).permute(2, 0, 1) for file in files)
+        stacked = torch.stack([p.flip(-1) if random.random() < 0.5 else p for p in pictures])
+        return stacked.float().div_(255), torch.zeros(self.batch, dtype=torch.long)
+
+
+def mlp(width: int, depth: int) -> nn.Module:
+    """Linear layers."""
+    layers = [module for _ in range(depth) for module in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(width, 10))
+
+
+def resnet() -> nn.Module:
+    """A ResNet-50."""
+    from torchvision.models import resnet50
+
+    model: nn.Module = resnet50(num_classes=10)
+    return model
 
 
 class Loop:
     """A plain training loop that can be run for a block of time."""
 
-    def __init__(self, width: int, depth: int, batch: int, device: str) -> None:
-        layers = [module for _ in range(depth) for module in (nn.Linear(width, width), nn.ReLU())]
-        self.device = device
-        self.model = nn.Sequential(*layers, nn.Linear(width, 10)).to(device)
+    def __init__(self, model: nn.Module, data: Dataset[Batch], workers: int, device: str) -> None:
+        self.device, self.model, self.data, self.workers = device, model.to(device), data, workers
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01)
-        self.data = Ready(batch, width, pin=device == "cuda")
+        self.loaders = dict[str, DataLoader[Batch]]()
+
+    def loader(self, name: str) -> DataLoader[Batch]:
+        """The DataLoader of this name, which keeps its workers; without workers, a new one each time."""
+        if name not in self.loaders or not self.workers:
+            pin = bool(self.workers) and self.device == "cuda"
+            self.loaders[name] = DataLoader(
+                self.data, None, num_workers=self.workers, pin_memory=pin, persistent_workers=bool(self.workers)
+            )
+        return self.loaders[name]
 
     def run(
-        self, seconds: float, warm_up_steps: int = BLOCK_WARM_UP_STEPS, around: StepContext = nullcontext
+        self,
+        seconds: float,
+        warm_up_steps: int = BLOCK_WARM_UP_STEPS,
+        around: StepContext = nullcontext,
+        loader: str = "plain",
     ) -> list[float]:
         """Train for a while; the mean step time of each chunk in seconds, without the first steps."""
         entered = time.perf_counter()
         began = chunk_began = 0.0
-        steps, chunks = 0, list[float]()
-        for number, (inputs, labels) in enumerate(DataLoader(self.data, batch_size=None)):
+        steps, chunks, chunk_steps = 0, list[float](), CHUNK_STEPS
+        for number, (inputs, labels) in enumerate(self.loader(loader)):
             with around(self.model):
                 x, y = inputs.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
-                loss = nn.functional.cross_entropy(self.model(x), y)
+                with torch.autocast(self.device, torch.bfloat16, enabled=x.dim() == 4):
+                    loss = nn.functional.cross_entropy(self.model(x), y)
                 loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
                 self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
             if not began and (number == warm_up_steps or time.perf_counter() - entered > WARM_UP_S):
                 self._synchronize()
                 began = chunk_began = time.perf_counter()
+                chunk_steps = CHUNK_LONG_STEPS if (began - entered) / (number + 1) > LONG_STEP_S else CHUNK_STEPS
             elif began:
                 steps += 1
-                if steps % CHUNK_STEPS == 0:
+                if steps % chunk_steps == 0:
                     self._synchronize()
                     now = time.perf_counter()
-                    chunks.append((now - chunk_began) / CHUNK_STEPS)
+                    chunks.append((now - chunk_began) / chunk_steps)
                     chunk_began = now
                     if now - began > seconds:
                         break
@@ -117,7 +176,7 @@ def observed(loop: Loop) -> Iterator[Block]:
     with tempfile.TemporaryDirectory() as folder:
         session = Session(torch, Path(folder), time.perf_counter_ns())
         session.install()
-        loop.run(0.0, WARM_UP_STEPS)
+        loop.run(0.0, WARM_UP_STEPS, loader="observed")
         session.restore()
         sample_every_s = stack_sampler.SAMPLE_EVERY_S
 
@@ -125,7 +184,7 @@ def observed(loop: Loop) -> Iterator[Block]:
             stack_sampler.SAMPLE_EVERY_S = sample_every_s
             session.patch()
             try:
-                return loop.run(seconds)
+                return loop.run(seconds, loader="observed")
             finally:
                 session.restore()
                 stack_sampler.SAMPLE_EVERY_S = 0.2
@@ -150,6 +209,24 @@ def with_peer(loop: Loop) -> Iterator[Block]:
             aggregator.kill()
 
 
+def jobs(device: str) -> dict[str, Callable[[], Loop]]:
+    """The jobs that are measured, by name: without workers, and with busy ones."""
+    if device == "cpu":
+        return {
+            "1.5 ms": lambda: Loop(mlp(128, 6), Ready(32, 128), 0, device),
+            "10 ms": lambda: Loop(mlp(512, 8), Ready(64, 512), 0, device),
+            "10 ms, workers": lambda: Loop(mlp(512, 8), Ready(64, 512, busy_s=0.004), 1, device),
+        }
+    return {
+        "1.5 ms, GPU-bound": lambda: Loop(mlp(2048, 3), Ready(1024, 2048, pin=True), 0, device),
+        "launch-bound": lambda: Loop(mlp(256, 12), Ready(64, 256, pin=True), 0, device),
+        "10 ms, GPU-bound": lambda: Loop(mlp(4096, 5), Ready(1024, 4096, pin=True), 0, device),
+        "ResNet-50, workers": lambda: Loop(resnet(), Pictures(64), WORKERS, device),
+        "launch-bound, workers": lambda: Loop(mlp(256, 12), Ready(64, 256, busy_s=0.012), WORKERS, device),
+        "GPU-bound, workers": lambda: Loop(mlp(8192, 6), Ready(512, 8192, busy_s=0.05), WORKERS, device),
+    }
+
+
 def compare(loop: Loop, block: Block, pairs: int, seconds: float) -> dict[str, float]:
     """Alternating blocks: the cost of one against the plain loop."""
     plain, other = list[list[float]](), list[list[float]]()
@@ -158,16 +235,18 @@ def compare(loop: Loop, block: Block, pairs: int, seconds: float) -> dict[str, f
         for figures, measure in order if number % 2 else reversed(order):
             figures.append(measure(seconds))
     ratios = [100 * (statistics.mean(b) / statistics.mean(a) - 1) for a, b in zip(plain, other, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(ratios, k=pairs)) for _ in range(2000))
     quiet, quiet_other = (lower_quartile([chunk for block in blocks for chunk in block]) for blocks in (plain, other))
     means = [statistics.mean(block) for block in plain]
     return {
         "plain_step_ms": 1e3 * quiet,
         "observed_step_ms": 1e3 * quiet_other,
         "cost_pct": 100 * (quiet_other / quiet - 1),
-        "pairs_median_pct": middle,
-        "pairs_q1_pct": low,
-        "pairs_q3_pct": high,
+        "pairs": pairs,
+        "pairs_median_pct": statistics.median(ratios),
+        "pairs_low_pct": medians[50],
+        "pairs_high_pct": medians[-50],
         "plain_spread_pct": 100 * (max(means) / min(means) - 1),
     }
 
@@ -200,17 +279,17 @@ def main() -> None:
             if variant == "traceml" and importlib.util.find_spec("traceml_ai") is None:
                 print("traceml-ai is not installed: not measured")
                 continue
-            for name, width, depth, batch in SIZES[device]:
+            for name, make in jobs(device).items():
                 if options.job not in name:
                     continue
-                loop = Loop(width, depth, batch, device)
+                loop = make()
                 loop.run(options.block_s)
                 with prepared(loop) as block:
                     row = {"job": name, "variant": variant, **compare(loop, block, options.pairs, options.block_s)}
                 results.append(row)
-                spread = f"{row['pairs_median_pct']:+.2f}, {row['pairs_q1_pct']:+.2f} to {row['pairs_q3_pct']:+.2f}"
+                spread = f"{row['pairs_median_pct']:+.2f}, {row['pairs_low_pct']:+.2f} to {row['pairs_high_pct']:+.2f}"
                 print(
-                    f"{name:22} {variant:9} {row['plain_step_ms']:8.3f} ms plain {row['observed_step_ms']:8.3f} ms"
+                    f"{name:26} {variant:9} {row['plain_step_ms']:8.3f} ms plain {row['observed_step_ms']:8.3f} ms"
                     f" observed  cost {row['cost_pct']:+5.2f} % (pairs {spread})",
                     flush=True,
                 )

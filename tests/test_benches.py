@@ -37,14 +37,14 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, out: Path, *given: str, **co
 
 
 def test_overhead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    small: dict[str, Any] = {"SIZES": {"cpu": [("tiny", 8, 1, 2)]}, "CHUNK_STEPS": 8, "WARM_UP_STEPS": 20}
-    given = ["--pairs", "2", "--block-s", "0.01", "--device", "cpu", "--only", "fulltilt"]
+    small: dict[str, Any] = {"CHUNK_STEPS": 8, "CHUNK_LONG_STEPS": 8, "WARM_UP_STEPS": 20, "BLOCK_WARM_UP_STEPS": 5}
+    given = ["--pairs", "2", "--block-s", "0.01", "--device", "cpu", "--only", "fulltilt", "--job", "workers"]
     code, found = run("overhead", monkeypatch, tmp_path / "overhead.json", *given, **small)
     assert code == 0
     (row,) = found["results"]
     assert row["plain_step_ms"] > 0.0
     assert row["observed_step_ms"] > 0.0
-    assert "tiny" in capsys.readouterr().out
+    assert "10 ms, workers" in capsys.readouterr().out
 
 
 def test_parity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
