@@ -155,7 +155,7 @@ def main() -> int:
     parser.add_argument("--jobs", default="cod,hdf5,text,clip", help="comma-separated: " + ", ".join(RUN))
     parser.add_argument("--out", default="feed-bench.json", help="where the figures are written after each job")
     parser.add_argument("--workers", default="8,12,16,4", help="worker counts of the stock DataLoader, in this order")
-    parser.add_argument("--parts", default="stock,tiers,peers,jpeg", help="what to measure of cod and clip beside vram")
+    parser.add_argument("--parts", default="stock,tiers,peers", help="what to measure of cod and clip beside vram")
     parser.add_argument("--flips-only", action="store_true", help="cod with a flip in the place of the recipe's chain")
     parser.add_argument("--turns", type=int, default=24, help="how often fed and compute-only take turns, at least")
     parser.add_argument("--budget-s", type=float, default=280.0, help="seconds for all jobs together")

@@ -89,19 +89,6 @@ class Images(Dataset[Any]):
         return pixels
 
 
-class Others:
-    """What belongs to each picture: its mask, or its tokens."""
-
-    def __init__(self, images: Images) -> None:
-        self.images = images
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.images.other(index)
-
-
 class PerSample:
     """Augmentation the usual way: torchvision v2 on each sample, picture and mask together, then normalised."""
 
@@ -246,28 +233,6 @@ class ImageJob:
         except Exception as error:
             self.bench.note(self.name, f"feed_{tier}_failed", f"{type(error).__name__}: {str(error)[:200]}")
 
-    def gpu_jpeg(self, seconds: float) -> None:
-        """Nothing kept decoded: workers read bytes, and the GPU decodes each batch beside the training."""
-        name = "feed_gpu_jpeg"
-        if self.bench.device.type != "cuda":
-            return
-        if not self.bench.has_time_for(seconds + 8):
-            self.bench.note(self.name, name, "no time left")
-            return
-        try:
-            pictures = [path for path, _ in self.dataset.files]
-            size = (self.dataset.size, self.dataset.size)
-            encoded = feed.jpeg(pictures, size, Others(self.dataset), decoder="gpu", device=self.bench.device)
-            for tier in ("none", "ram"):
-                with feed.loader(encoded, self.batch_size, residency=tier, **self.options) as loader:
-                    if tier == "ram":
-                        loader.fill()
-                    rate, _ = self.bench.rate(self.step, lambda: loader, first_of, seconds)
-                self.bench.note(self.name, f"{name}_{tier}", rate)
-                self.bench.note(self.name, f"gpu_jpeg_{tier}_over_compute", rate / self.compute)
-        except Exception as error:
-            self.bench.note(self.name, f"{name}_failed", f"{type(error).__name__}: {str(error)[:200]}")
-
     def peers(self, seconds: float) -> None:
         """Other projects' loaders on the same files, where they are installed."""
         for peer in peers.PEERS:
@@ -348,8 +313,6 @@ def run_cod(bench: Bench) -> None:
     if "tiers" in bench.parts:
         for tier in TIERS:
             job.tier(tier, 3.0)
-    if "jpeg" in bench.parts:
-        job.gpu_jpeg(3.0)
 
 
 # --------------------------------------------------------------------------- CLIP
@@ -389,5 +352,3 @@ def run_clip(bench: Bench) -> None:
     if "stock" in bench.parts:
         for job in jobs:
             job.stock_loader(bench.workers, 3.0)
-    if "jpeg" in bench.parts:
-        jobs[0].gpu_jpeg(3.0)

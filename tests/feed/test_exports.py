@@ -12,13 +12,11 @@ def test_the_names_that_users_write():
     assert sorted(feed.__all__) == [
         "FeedLoader",
         "Hdf5Loader",
-        "JpegFiles",
         "StagedFolder",
         "TextLoader",
         "Tokens",
         "augment",
         "hdf5",
-        "jpeg",
         "loader",
         "stage_dir",
         "text",

@@ -257,26 +257,6 @@ def test_text_is_assembled_on_the_device():
     assert loader.padding_waste < 0.3
 
 
-def test_jpeg_is_decoded_on_the_gpu(tmp_path):
-    torchvision = pytest.importorskip("torchvision")
-    files = []
-    for number in range(40):
-        small = torch.randint(0, 256, (1, 3, 6, 8), generator=torch.Generator().manual_seed(number)).float()
-        picture = nn.functional.interpolate(small, (120, 160), mode="bicubic").clamp(0, 255)[0].to(torch.uint8)
-        files.append(tmp_path / f"{number}.jpg")
-        torchvision.io.write_jpeg(picture, str(files[-1]))
-    here = feed.jpeg(files, (64, 64), list(range(40)), decoder="cpu")
-    there = feed.jpeg(files, (64, 64), list(range(40)), decoder="gpu")
-    for tier in ("none", "ram"):
-        with feed.loader(there, 16, shuffle=True, residency=tier, num_workers=2) as loader:
-            for _ in range(2):
-                for pictures, labels in loader:
-                    assert pictures.device == labels.device == CUDA
-                    expected = torch.stack([here[int(label)][0] for label in labels]).float()
-                    # Another decoder and another resize: a level or two apart, never another picture.
-                    assert float((pictures.cpu().float() - expected).abs().mean()) < 2.5
-
-
 @pytest.mark.parametrize("residency", ["vram", "pinned", "ram", "disk"])
 def test_the_engine_trains_the_same_from_every_tier(residency, tmp_path, monkeypatch):
     monkeypatch.setenv("FULLTILT_CACHE_DIR", str(tmp_path / "cache"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fulltilt.feed import augment
 from fulltilt.feed.hdf5 import Hdf5Loader, hdf5
-from fulltilt.feed.jpeg import JpegFiles, jpeg
 from fulltilt.feed.loader import FeedLoader, loader
 from fulltilt.feed.staging import StagedFolder, stage_dir
 from fulltilt.feed.text import TextLoader, Tokens, text, tokenise
@@ -12,13 +11,11 @@ from fulltilt.feed.text import TextLoader, Tokens, text, tokenise
 __all__ = [
     "FeedLoader",
     "Hdf5Loader",
-    "JpegFiles",
     "StagedFolder",
     "TextLoader",
     "Tokens",
     "augment",
     "hdf5",
-    "jpeg",
     "loader",
     "stage_dir",
     "text",

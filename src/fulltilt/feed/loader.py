@@ -218,19 +218,17 @@ class FeedLoader(PositionedLoader):
         self._samples = len(dataset)
         self._fallback: FallbackLoader | None = None
         self._cache: SampleCache | None = None
-        # A data set that finishes whole batches on the device by itself is kept in host memory.
-        home = torch.device("cpu") if getattr(dataset, "finishes_on_device", False) else device
         if found.layout is None:
             self._fall_back(found.unstorable_because or "a collate_fn was given", collate_fn)
         else:
-            self._device_batches = DeviceBatches(found.layout, home)
+            self._device_batches = DeviceBatches(found.layout, device)
             self._cache = SampleCache(
                 dataset,
                 found,
                 found.layout,
                 order.batch_size,
                 asked=residency,
-                device=home,
+                device=device,
                 seed=order.seed,
                 workers=workers,
                 bad=bad,
@@ -320,8 +318,6 @@ class FeedLoader(PositionedLoader):
         self._position.ended(epoch)
 
     def _finished(self, batch: Any, indices: torch.Tensor, epoch: int) -> Any:
-        if getattr(self.dataset, "finishes_on_device", False):
-            batch, indices = self.dataset.finish_on_device(batch, self.device), indices.to(self.device)
         return batch if self._augment is None else self._augment(batch, self.order.seed, epoch, indices)
 
     def _batches(self, epoch: int, start: int) -> Iterator[tuple[Any, torch.Tensor]]:

@@ -384,9 +384,8 @@ def make_source(
                 "Open it in __getitem__, once in each process, or set workers: 0.",
             )
         plan = replace(plan, samples=len(data))
-        # Only the feed finishes batches on the device, for data sets that leave that to it.
-        through_feed = settings.residency != "none" or getattr(data, "finishes_on_device", False)
-        fed = _fed(data, plan, settings, on_device, device, stack_log) if through_feed and collate is None else None
+        through_feed = settings.residency != "none" and collate is None
+        fed = _fed(data, plan, settings, on_device, device, stack_log) if through_feed else None
         return fed or MapSource(data, plan, settings, collate, on_device, device=device, stack_log=stack_log)
     if streams:
         raise UsageError(
