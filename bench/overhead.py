@@ -41,6 +41,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fulltilt.recorder.session import Session
 from fulltilt.recorder.stacks import stack_sampler
+from fulltilt.store import create_folder
 
 WORKERS = 8
 # A cycle of measuring and resting has 512 steps where they take less than 4 ms; from 5 ms on each step is measured.
@@ -174,7 +175,7 @@ class Loop:
 def observed(loop: Loop) -> Iterator[Block]:
     """Blocks under Fulltilt's recorder, long after its first seconds. Between them it is put aside altogether."""
     with tempfile.TemporaryDirectory() as folder:
-        session = Session(torch, Path(folder), time.perf_counter_ns())
+        session = Session(torch, create_folder(Path(folder) / "run"), time.perf_counter_ns())
         session.install()
         loop.run(0.0, WARM_UP_STEPS, loader="observed")
         session.restore()

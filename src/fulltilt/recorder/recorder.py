@@ -239,6 +239,7 @@ class Recorder:
                 problems += 1
                 self.state.remark(f"observer: {type(error).__name__}: {error}")
                 if problems > MOST_PROBLEMS:
+                    self.active = False  # or marks that nobody reads would fill the memory
                     return
 
     def _drain(self, patience_s: float = 0.0) -> None:
