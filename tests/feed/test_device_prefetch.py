@@ -12,10 +12,10 @@ from torch.nn.utils.rnn import pack_sequence
 from fulltilt import feed
 from fulltilt.errors import DataError
 from fulltilt.feed import sample_cache
-from fulltilt.feed.loader import to_device
 from fulltilt.feed.sample_layout import layout_of
 from fulltilt.feed.sample_store import DeviceStore, HostStore
 from fulltilt.feed.tiers import Room
+from fulltilt.train.data_source import to_device
 
 from .conftest import Drawn, Pixels
 

@@ -1,4 +1,4 @@
-"""Which batches a loader gives: samplers, ranks, resumes, and samples that torch collates."""
+"""Which batches a loader gives: samplers, ranks, resumes."""
 
 from __future__ import annotations
 
@@ -10,46 +10,15 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from fulltilt import feed
-from fulltilt.errors import DataError, UsageError
+from fulltilt.errors import UsageError
 
 from .conftest import Drawn
-
-# --------------------------------------------------------------------------- what a stock loader serves
-
-
-def named(index):
-    if index == 7:
-        raise OSError("cut short")
-    return f"picture {index}", index
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_bad_sample_among_texts_is_skipped_or_named(workers):
-    dataset = Drawn(named, 30)
-    with feed.loader(dataset, 4, num_workers=workers, on_bad_sample="skip", max_bad_share=0.1) as loader:
-        for _ in range(2):
-            assert [i for _, numbers in loader for i in numbers.tolist()] == [i for i in range(30) if i != 7]
-        assert [note for note in loader.notes if "skipped" in note] == ["skipped sample 7: OSError: cut short"]
-    with pytest.raises(DataError, match="sample 7 cannot be read: OSError: cut short"):
-        list(feed.loader(dataset, 4, num_workers=workers))
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_iterator_of_texts_put_aside_goes_on_where_it_was(workers):
-    with feed.loader(Drawn(lambda i: (str(i), i), 12), 4, num_workers=workers) as loader:
-        aside = iter(loader)
-        assert next(aside)[1].tolist() == [0, 1, 2, 3]
-        whole = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-        assert [numbers.tolist() for _, numbers in loader] == whole
-        assert [numbers.tolist() for _, numbers in aside] == whole[1:]
 
 
 @pytest.mark.parametrize("sample", [None, (1, None), np.array(["a"]), torch.eye(2).to_sparse(), 2**70])
 def test_what_cannot_be_put_into_a_batch_is_told_at_once(sample):
     with pytest.raises(UsageError, match="cannot make a batch of these samples"):
         feed.loader(Drawn(lambda index: sample), 4, num_workers=0)
-    given = feed.loader(Drawn(lambda index: sample), 4, num_workers=0, collate_fn=len)
-    assert list(given) == [4] * 5
 
 
 # --------------------------------------------------------------------------- in the middle of an epoch
@@ -182,5 +151,3 @@ def test_seeds_of_any_size_and_a_share_that_is_none():
         feed.loader(data, 4, max_bad_share=-3)
     with pytest.raises(UsageError, match="batch_size is True"):
         feed.loader(data, True)
-    with pytest.raises(UsageError, match="has no length"):
-        feed.loader(iter([1]), 4, collate_fn=len)

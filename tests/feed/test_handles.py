@@ -67,10 +67,9 @@ def file(tmp_path, numbers):
 
 
 @pytest.mark.parametrize("workers", [None, 2])
-@pytest.mark.parametrize("collate", [None, torch.stack])
-def test_workers_do_not_share_an_open_file(file, numbers, workers, collate):
+def test_workers_do_not_share_an_open_file(file, numbers, workers):
     dataset = Opened(file)
-    with feed.loader(dataset, batch_size=16, num_workers=workers, collate_fn=collate) as loader:
+    with feed.loader(dataset, batch_size=16, num_workers=workers) as loader:
         assert loader.workers == 0
         assert any("holds an open BufferedReader of" in note and "numbers.bin" in note for note in loader.notes)
         for _ in range(2):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import shelve
 import zipfile
-from collections import OrderedDict, UserDict, defaultdict
-from types import MappingProxyType
+from collections import OrderedDict, defaultdict
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from torch.utils.data import (
     IterableDataset,
     SequentialSampler,
     TensorDataset,
-    WeightedRandomSampler,
     get_worker_info,
 )
 
@@ -121,14 +119,13 @@ def test_batches_look_as_a_dataloader_makes_them():
     assert batch[2].tolist() == [[0, 0], [1, 1], [2, 2]]
 
 
-@pytest.mark.parametrize("with_text", [False, True])
 @pytest.mark.parametrize(
     "mapping",
-    [OrderedDict, UserDict, lambda items: defaultdict(list, items), MappingProxyType],
-    ids=["OrderedDict", "UserDict", "defaultdict", "MappingProxyType"],  # a lambda's address differs between processes
+    [OrderedDict, lambda items: defaultdict(list, items)],
+    ids=["OrderedDict", "defaultdict"],  # a lambda's address differs between processes
 )
-def test_a_mapping_stays_of_its_type(mapping, with_text):
-    dataset = Drawn(lambda i: mapping({"y": i, "x": torch.zeros(3, 4, 4)} | ({"name": "a"} if with_text else {})), 6)
+def test_a_mapping_stays_of_its_type(mapping):
+    dataset = Drawn(lambda i: mapping({"y": i, "x": torch.zeros(3, 4, 4)}), 6)
     expected = next(iter(DataLoader(dataset, 3)))
     flips = [feed.augment.HorizontalFlip()]
     with feed.loader(dataset, 3, augment=flips, num_workers=0) as loader:
@@ -168,27 +165,10 @@ def test_a_batch_sampler_decides_on_the_batches():
         assert [labels.tolist() for _, labels in loader] == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_a_random_sampler_is_asked_once_for_what_a_stock_loader_serves():
-    """Asked twice, the samples would not be those that the augmentation is told."""
-    told = []
-
-    def note(batch, seed, epoch, indices):
-        told.append((batch[0].tolist(), indices.tolist()))
-        return batch
-
-    sampler = WeightedRandomSampler([1.0] * 50, 50)
-    dataset = Drawn(lambda index: (torch.tensor(index), str(index)), 50)
-    with feed.loader(dataset, 10, sampler=sampler, augment=note, num_workers=0) as loader:
-        list(loader)
-    assert all(served == said for served, said in told)
-
-
 def test_a_dataloader_call_works_as_it_stands_and_mistakes_are_told():
     options = {"pin_memory": True, "persistent_workers": True, "prefetch_factor": 4, "timeout": 0}
     with feed.loader(Pixels(8), batch_size=4, shuffle=True, num_workers=2, **options) as loader:
         assert len(list(loader)) == 2
-    with feed.loader(Drawn(lambda i: torch.zeros(i + 1), 4), num_workers=0) as loader:
-        assert [len(batch[0]) for batch in loader] == [1, 2, 3, 4]  # one sample a batch: no two have to fit together
 
     class Stream(IterableDataset):
         def __len__(self):

@@ -31,7 +31,7 @@ DECLARE = (
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found. ``layout`` None: served by torch's DataLoader. ``declared``: deterministic by the user's word."""
+    """What was found. ``layout`` None: not fixed-shape tensors. ``declared``: deterministic by the user's word."""
 
     layout: Layout | None
     random_because: str | None = None
@@ -88,7 +88,7 @@ def _check_collates(sample: Any, unstorable_because: str) -> None:
         torch.utils.data.default_collate([sample, sample])
     except Exception as error:
         raise UsageError(
-            f"torch cannot make a batch of these samples: {unstorable_because}", "Give a collate_fn that can."
+            f"torch cannot make a batch of these samples: {unstorable_because}", "Give a function that collates them."
         ) from error
 
 

@@ -4,7 +4,7 @@ declared stages          ``decode`` runs once while the first epoch trains, its 
                          ``augment`` runs on the device on every draw, seeded by (seed, epoch, index)
 plain data set           kept if a check finds it deterministic (``dataset_check.py``)
 random data set          read by workers on every draw, each sample seeded by (seed, epoch, index); nothing is kept
-not fixed-shape tensors  torch's DataLoader with tuned settings
+not fixed-shape tensors  refused: torch's DataLoader serves them
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
 
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
 from fulltilt.feed.dataset_check import Inspection, inspect, length_of
-from fulltilt.feed.dataset_objects import attributes, changed_attribute, shared_handle
+from fulltilt.feed.dataset_objects import shared_handle
 from fulltilt.feed.device_prefetch import DeviceBatches
 from fulltilt.feed.epoch_order import (
     BatchOrder,
@@ -32,14 +31,12 @@ from fulltilt.feed.epoch_order import (
     every_batch_counts,
     ranks,
     resumed_at,
-    sample_of,
     sampler_of,
     step_samples,
 )
 from fulltilt.feed.progress import progress
-from fulltilt.feed.sample_cache import Notes, SampleCache, refuse_if_asked
-from fulltilt.feed.sample_layout import mapping_like, own_move, sequence_of
-from fulltilt.feed.sample_reader import BadSamples, Decoded, Failure, Policy, ShapesDiffer, failure_of
+from fulltilt.feed.sample_cache import Notes, SampleCache
+from fulltilt.feed.sample_reader import BadSamples, Decoded, Policy
 from fulltilt.feed.sample_store import device_or_default
 from fulltilt.feed.tiers import Residency, Tier, default_workers
 from fulltilt.records import Settings
@@ -74,7 +71,6 @@ _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "seed": (lambda value: isinstance(value, int), "a whole number"),
     "reserve_bytes": (_or_none(_number), "a number of bytes"),
     "cache_limit_bytes": (_or_none(_number), "a number of bytes"),
-    "collate_fn": (_or_none(callable), "a function of a list of samples"),
     "decode": (_or_none(callable), "a function of what the data set returns"),
     "cache_key": (
         _or_none(lambda value: isinstance(value, str) and value != ""),
@@ -101,7 +97,6 @@ def loader(
     rank: int | None = None,
     world_size: int | None = None,
     num_workers: int | None = None,
-    collate_fn: Callable[..., Any] | None = None,
     reserve_bytes: int | None = None,
     cache_dir: str | Path | None = None,
     cache_limit_bytes: int | None = None,
@@ -124,7 +119,8 @@ def loader(
     given = dict(locals())
     if unknown := sorted(of_a_dataloader.keys() - DECIDED_HERE):
         raise UsageError(
-            f"feed.loader has no {', '.join(unknown)}", "Random numbers follow from seed=..., batches from sampler=..."
+            f"feed.loader has no {', '.join(unknown)}",
+            "Random numbers follow from seed=..., batches from sampler=...; keep the DataLoader for a collate_fn.",
         )
     settings = Settings() if settings is None else settings
     if not isinstance(settings, Settings):
@@ -147,7 +143,7 @@ def loader(
     workers = default_workers() if workers is None else workers
     if held := shared_handle(dataset) if workers else None:
         shared_by, workers = workers, 0
-    found = _inspected(dataset, size, checks, on_bad_sample, workers) if collate_fn is None else Inspection(None)
+    found = _inspected(dataset, checks, on_bad_sample, workers)
     order: BatchOrder
     if batch_sampler is not None:
         if shuffle or drop_last or sampler is not None or size != 1:
@@ -165,7 +161,6 @@ def loader(
         residency=residency,
         device=device_or_default(device),
         workers=workers,
-        collate_fn=collate_fn,
         bad=BadSamples(len(dataset), on_bad_sample, max_bad_share),
         reserve_bytes=reserve_bytes,
         cache_dir=cache_dir,
@@ -181,16 +176,18 @@ def loader(
     return made
 
 
-def _inspected(dataset: Any, batch_size: int, checks: int, policy: Policy, workers: int) -> Inspection:
+def _inspected(dataset: Any, checks: int, policy: Policy, workers: int) -> Inspection:
     try:
-        return inspect(dataset, checks=checks, policy=policy, workers=workers)
-    except ShapesDiffer as differ:
-        if batch_size != 1:
-            raise
-        return Inspection(None, unstorable_because=str(differ))  # one sample a batch: nothing has to fit together
+        found = inspect(dataset, checks=checks, policy=policy, workers=workers)
     except DataError as error:
         error.__traceback__ = None
         raise
+    if found.layout is None:
+        raise UsageError(
+            f"the samples are not tensors of one shape: {found.unstorable_because}",
+            "Return tensors, arrays, images and numbers alone, or keep the DataLoader.",
+        )
+    return found
 
 
 class FeedLoader(PositionedLoader):
@@ -207,42 +204,36 @@ class FeedLoader(PositionedLoader):
         device: torch.device,
         workers: int,
         bad: BadSamples,
-        collate_fn: Callable[..., Any] | None = None,
         on_worker_start: Callable[[], None] | None = None,
         **cache_options: Any,
     ) -> None:
         super().__init__()
         self.dataset, self.order, self.device, self.workers = dataset, order, device, workers
         self.notes = Notes()
-        self._augment, self._bad, self._asked, self._found = augment, bad, residency, found
-        self._samples = len(dataset)
-        self._fallback: FallbackLoader | None = None
-        self._cache: SampleCache | None = None
-        if found.layout is None:
-            self._fall_back(found.unstorable_because or "a collate_fn was given", collate_fn)
-        else:
-            self._device_batches = DeviceBatches(found.layout, device)
-            self._cache = SampleCache(
-                dataset,
-                found,
-                found.layout,
-                order.batch_size,
-                asked=residency,
-                device=device,
-                seed=order.seed,
-                workers=workers,
-                bad=bad,
-                notes=self.notes,
-                on_worker_start=on_worker_start,
-                **cache_options,
-            )
+        self._augment, self._samples = augment, len(dataset)
+        assert found.layout is not None
+        self._device_batches = DeviceBatches(found.layout, device)
+        self._cache = SampleCache(
+            dataset,
+            found,
+            found.layout,
+            order.batch_size,
+            asked=residency,
+            device=device,
+            seed=order.seed,
+            workers=workers,
+            bad=bad,
+            notes=self.notes,
+            on_worker_start=on_worker_start,
+            **cache_options,
+        )
 
     # ----------------------------------------------------------------- like a DataLoader
 
     @property
     def tier(self) -> Tier:
         """Where the decoded samples live; ``none`` until that is decided."""
-        return "none" if self._cache is None else self._cache.tier
+        return self._cache.tier
 
     @property
     def sampler(self) -> Any:
@@ -259,7 +250,7 @@ class FeedLoader(PositionedLoader):
 
     def regroup(self, order: BatchOrder) -> None:
         """Draw the same samples in the batches of another order from the next iteration on. What is kept stays."""
-        if order.batch_size != self.order.batch_size and self._cache is not None:
+        if order.batch_size != self.order.batch_size:
             self._cache.rows.resize(order.batch_size)
             self._device_batches.close()
         self.order = order
@@ -276,7 +267,7 @@ class FeedLoader(PositionedLoader):
     def fill(self, *, shown: bool | None = None) -> None:
         """Decode everything now, with a progress bar, instead of while the first epoch trains."""
         cache = self._cache
-        if cache is None or not cache.wanted:
+        if not cache.wanted:
             return
         cache.settle(model_has_run=False)
         everything = [*torch.split(torch.arange(self._samples), self.batch_size)]
@@ -289,9 +280,8 @@ class FeedLoader(PositionedLoader):
 
     def close(self) -> None:
         """End the workers and give all memory back. A complete disk cache stays for the next run."""
-        if self._cache is not None:
-            self._cache.rows.close()
-            self._device_batches.close()
+        self._cache.rows.close()
+        self._device_batches.close()
 
     # ----------------------------------------------------------------- one epoch
 
@@ -302,10 +292,10 @@ class FeedLoader(PositionedLoader):
             )
         epoch, start = self._position.begin(self.order)
         try:
-            for number, (batch, indices) in enumerate(self._batches(epoch, start), start):
+            for number, (batch, indices) in enumerate(self._kept(epoch, start), start):
                 self._position.handed_out(epoch, number)
                 if len(indices):
-                    yield self._finished(batch, indices, epoch)
+                    yield batch if self._augment is None else self._augment(batch, self.order.seed, epoch, indices)
                 elif every_batch_counts(self.order):
                     raise DataError(
                         f"every sample of batch {number} of epoch {epoch} is bad, and the other ranks or the trainer "
@@ -317,36 +307,8 @@ class FeedLoader(PositionedLoader):
             raise
         self._position.ended(epoch)
 
-    def _finished(self, batch: Any, indices: torch.Tensor, epoch: int) -> Any:
-        return batch if self._augment is None else self._augment(batch, self.order.seed, epoch, indices)
-
-    def _batches(self, epoch: int, start: int) -> Iterator[tuple[Any, torch.Tensor]]:
-        if self._fallback is None:
-            try:
-                for served in self._kept(epoch, start):
-                    start += 1
-                    yield served
-                return
-            except ShapesDiffer as differ:
-                # A batch of one, and a batch sampler that puts like with like, can do with samples of many shapes.
-                if isinstance(self.order, Order) and self.order.batch_size > 1:
-                    raise
-                self._fall_back(differ.what)
-        assert self._fallback is not None
-        yield from self._fallback.batches(epoch, start)
-
-    def _fall_back(self, why: str, collate_fn: Callable[..., Any] | None = None) -> None:
-        """Serve by torch's DataLoader from now on."""
-        refuse_if_asked(self._asked, why, self._found)
-        self.close()
-        self.notes.say(f"served by a DataLoader with {self.workers} workers: {why}")
-        self._fallback = FallbackLoader(
-            self.dataset, self.order, collate_fn, self.workers, self.device, self._bad, self.notes.skipped
-        )
-
     def _kept(self, epoch: int, start: int) -> Iterator[tuple[Any, torch.Tensor]]:
         cache = self._cache
-        assert cache is not None
         cache.begin_epoch(epoch)
         drawn = draws_of(self.order, epoch)[start:]
         largest = max((len(batch) for batch in drawn), default=0)
@@ -360,119 +322,3 @@ class FeedLoader(PositionedLoader):
             cache.end_epoch()
         finally:
             cache.leave_epoch()
-
-
-# --------------------------------------------------------------------------- what cannot be kept
-
-
-class FallbackLoader:
-    """Batches of ``dataset`` through ``collate_fn``, moved to the device without waiting."""
-
-    def __init__(
-        self,
-        dataset: Any,
-        order: BatchOrder,
-        collate_fn: Callable[..., Any] | None,
-        workers: int,
-        device: torch.device,
-        bad: BadSamples,
-        on_bad: Callable[[Failure], None],
-    ) -> None:
-        self._samples, self._collate = _Samples(dataset), _Collate(collate_fn or default_collate)
-        self._order, self._workers, self._device = order, workers, device
-        self._bad, self._on_bad = bad, on_bad
-        self._loader: DataLoader[Any] | None = None  # None while a pass has it
-        self._attributes = attributes(dataset)
-
-    def batches(self, epoch: int, start: int) -> Iterator[tuple[Any, torch.Tensor]]:
-        """The batches of ``epoch`` from number ``start`` on, each with the numbers of its draws."""
-        drawn = [self._bad.without_bad(batch) for batch in draws_of(self._order, epoch)[start:]]
-        loader, self._loader = self._loader_for_now(), None
-        # Drawn once: a random sampler would give others when asked again.
-        loader.batch_sampler[:] = [sample_of(batch).tolist() for batch in drawn if len(batch)]  # type: ignore[index]
-        try:
-            made = iter(loader)
-            for indices in drawn:
-                batch, failures, refused = next(made) if len(indices) else (None, [], None)
-                if refused is not None:
-                    raise ShapesDiffer(
-                        f"torch cannot make a batch of samples {sample_of(indices).tolist()}: {refused}",
-                        "Put samples of one shape into a batch, or give a collate_fn that pads.",
-                    )
-                for failure in self._bad.note(failures):
-                    self._on_bad(failure)
-                left = self._bad.without_bad(indices)
-                yield to_device(batch, self._device), left.to(self._device, non_blocking=True)
-        finally:
-            self._loader = loader
-
-    def _loader_for_now(self) -> DataLoader[Any]:
-        """One that no other pass is using, whose workers have the data set as it is now."""
-        now = attributes(self._samples.dataset)
-        if self._loader is not None and changed_attribute(self._attributes, now) is None:
-            return self._loader
-        self._attributes = now
-        return DataLoader(
-            self._samples,
-            batch_sampler=list[list[int]](),  # one object for all epochs: its workers live through them
-            num_workers=self._workers,
-            collate_fn=self._collate,
-            pin_memory=self._device.type == "cuda",
-            persistent_workers=self._workers > 0,
-        )
-
-
-class _Samples(Dataset[Any]):
-    """The data set, with a failure in the place of a sample that cannot be read."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        try:
-            return self.dataset[index]
-        except Exception as error:
-            return failure_of(self.dataset, index, error)
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        if hasattr(self.dataset, "__getitems__"):
-            try:
-                return list(self.dataset.__getitems__(indices))
-            except Exception:  # read one by one, the culprit can be named
-                pass
-        return [self[index] for index in indices]
-
-
-class _Collate:
-    """A batch of the samples that could be read, what happened to the others, and why it could not be made."""
-
-    def __init__(self, collate: Callable[..., Any]) -> None:
-        self.collate = collate
-
-    def __call__(self, samples: list[Any]) -> tuple[Any, list[Failure], str | None]:
-        failures = [sample for sample in samples if isinstance(sample, Failure)]
-        good = [sample for sample in samples if not isinstance(sample, Failure)]
-        try:
-            return self.collate(good) if good else None, failures, None
-        except Exception as error:
-            if self.collate is not default_collate:
-                raise  # the user's own code: its traceback tells more
-            return None, failures, " ".join(str(error).split())
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """A batch of any structure on ``device``; tensors without waiting. A class that has ``to(device)`` moves itself."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, Mapping):
-        return mapping_like(value)({key: to_device(item, device) for key, item in value.items()})
-    if (move := own_move(value)) is not None:
-        return move(device)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_device(item, device) for item in value))
-    if isinstance(value, list | tuple):
-        return sequence_of(type(value), [to_device(item, device) for item in value])
-    return value

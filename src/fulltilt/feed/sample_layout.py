@@ -208,17 +208,3 @@ def mapping_like(value: Mapping[Any, Any]) -> Callable[[dict[Any, Any]], Any]:
         return type(value) if isinstance(type(value)({}), Mapping) else dict  # type: ignore[call-arg]
     except Exception:
         return dict
-
-
-def own_move(value: Any) -> Callable[[torch.device], Any] | None:
-    """How a batch of a class of its own moves, such as a packed sequence or a graph; None where its parts do."""
-    move = getattr(value, "to", None)
-    return move if callable(move) and not isinstance(value, type) else None
-
-
-def sequence_of(cls: type, items: list[Any]) -> Any:
-    """``items`` as a ``cls``, which is a list or a tuple; as a plain one where that type is made otherwise."""
-    try:
-        return cls(items)
-    except Exception:
-        return tuple(items) if issubclass(cls, tuple) else items

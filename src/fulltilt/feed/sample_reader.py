@@ -202,7 +202,7 @@ def one_line(error: Exception) -> str:
 
 
 Policy = Literal["stop", "skip"]
-TO_ONE_SHAPE = "Resize, crop, pad or convert all samples to one shape and type, or give a collate_fn that does."
+TO_ONE_SHAPE = "Resize, crop, pad or convert all samples to one shape and type, or keep the DataLoader."
 
 
 class ShapesDiffer(DataError):  # noqa: N818 - as all errors of this project

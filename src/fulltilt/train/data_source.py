@@ -20,8 +20,8 @@ from fulltilt.feed.augment import Augmentation, as_augmentation
 from fulltilt.feed.dataset_check import inspect
 from fulltilt.feed.dataset_objects import shared_handle
 from fulltilt.feed.loader import FeedLoader
-from fulltilt.feed.loader import to_device as moved_to
 from fulltilt.feed.random_numbers import mix
+from fulltilt.feed.sample_layout import mapping_like
 from fulltilt.feed.sample_reader import BadSamples, Failure, ShapesDiffer, failure_of
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.distributed import Ranks, part_of
@@ -78,8 +78,27 @@ def _cut(node: Any, first: int, end: int, total: int) -> Any:
 
 def to_device(batch: Any, device: torch.device, memory_format: torch.memory_format | None = None) -> Any:
     """The batch on ``device``. Copies from pinned memory do not wait. Images may change to channels-last."""
-    moved = moved_to(batch, device)
+    moved = _moved(batch, device)
     return moved if memory_format is None else _images_in(moved, memory_format)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """A batch of any structure on ``device``. A class that has ``to(device)`` (a packed sequence) moves itself."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return mapping_like(value)({key: _moved(item, device) for key, item in value.items()})
+    if callable(move := getattr(value, "to", None)) and not isinstance(value, type):
+        return move(device)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_moved(item, device) for item in value))
+    if not isinstance(value, list | tuple):
+        return value
+    moved = [_moved(item, device) for item in value]
+    try:
+        return type(value)(moved)
+    except Exception:  # a type of the user's own that is made otherwise
+        return tuple(moved) if isinstance(value, tuple) else moved
 
 
 def _images_in(node: Any, memory_format: torch.memory_format) -> Any:
