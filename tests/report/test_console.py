@@ -17,7 +17,6 @@ from fulltilt.report.console import encodable, open_console
         ("1.5 to 1.8 × as fast: 1 → 2 …", "ascii", "1.5 to 1.8 x as fast: 1 -> 2 ..."),
         ("[██··] 334 ± 10 · 25 µs", "ascii", "[##--] 334 +- 10 - 25 us"),
         ("1.8 × as fast: 1 → 2", "cp1252", "1.8 × as fast: 1 -> 2"),
-        ("⚠️  LOW GPU", "ascii", "!  LOW GPU"),
         ("données/車", "ascii", r"donn\xe9es/\u8eca"),
         ("données/車 ×", "utf-8", "données/車 ×"),
     ],

@@ -255,7 +255,9 @@ class Monitor:
         warning = low_gpu_warning(util_pct, trained, loader, cpu_capacity().usable)
         if warning is not None:
             self._bar.close()
-            tell(warning)
+            first, *rest = warning.splitlines()
+            for line in (f"fulltilt: {first}", *(f"  {each}" for each in rest)):
+                tell_wrapped(line)
 
 
 def end_run(

@@ -31,8 +31,6 @@ _PLAIN = {
     "≈": "~",
     "°": "",
     "√": "sqrt",
-    "⚠": "!",
-    "\ufe0f": "",  # it makes the character before it a picture
     **dict(zip("▁▂▃▄▅▆▇█", ".:-=+*%#", strict=True)),
     "▓": "=",
     "▒": "-",

@@ -67,8 +67,10 @@ class IdleGpu:
         if warning is not None and cause not in self._told:
             self._told.add(cause)
             now = ", ".join(f"{name} {getattr(self._settings, name)}" for name in NAMED)
-            for line in (*warning.splitlines(), f"   - Settings in force: {now}"):
-                self._screen.say(line)
+            first, *rest = warning.splitlines()
+            self._screen.warn(first)
+            for line in (*rest, f"- settings in force: {now}"):
+                self._screen.say(f"  {line}")
 
 
 # --------------------------------------------------------------------------- torch.profiler
