@@ -242,8 +242,15 @@ def test_batches_made_by_a_generator_name_its_line() -> None:
     finding = found(input_serial(gather(run_of(made, data_wait=40.0, compute=60.0))))
     assert finding.where == "gen.py:12"
     assert "no DataLoader was seen" in finding.evidence[1]
+    assert "put the code at gen.py:12 into" in finding.fix
     assert "num_workers=1" in finding.fix
+    assert "same order, unless random numbers make them" in finding.fix
     assert finding.predicted_speedup == (1.33, 1.67)
+    iterated = replace(made, drawn_from=HotLine("train.py:30", "batches", 60.0, "batches(250)"))
+    finding = found(input_serial(gather(run_of(iterated, data_wait=40.0, compute=60.0))))
+    assert finding.evidence[1].endswith("makes each batch itself, in batches(250) at train.py:30")
+    assert "put batches(250) at train.py:30 into a torch.utils.data.IterableDataset" in finding.fix
+    assert "gen.py:12" in finding.evidence[2], "the line inside it that takes the time"
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fulltilt.recorder.attribution import SpanBuilder
+from fulltilt.recorder.attribution import SpanBuilder, Usual, attribute
 from fulltilt.recorder.intervals import Interval
 from fulltilt.recorder.marks import Activity, ActivityTimes
 from fulltilt.recorder.rank_state import RankState
@@ -50,3 +50,14 @@ def test_the_first_step_counts_as_one_like_the_next_ones(steps: int, at_once: bo
     assert state.gpu_busy_s == pytest.approx(sum(span.buckets.compute_s for span in spans))
     assert state.launch_s == pytest.approx(sum(span.buckets.host_code_s for span in spans))
     assert state.gpu_steps == steps
+
+
+def test_a_generators_time_is_loading_in_the_picture_of_a_step() -> None:
+    times = ActivityTimes({"user": 1.0 * S}, {"user": 1.0 * S}, {Activity.OPTIMIZER: 1.0 * S})
+    made = Interval(0, S, 1, 0, 1, 32, 0, times, S, 0.0, 0.0)
+    seen = {Activity.OPTIMIZER: {"torch": 1.0, "data_wait": 6.0, "host": 3.0}}
+    attributed = attribute(made, seen, Usual())
+    assert attributed.phases is not None
+    assert attributed.phases.load_s == pytest.approx(0.6)
+    assert attributed.phases.other_s == pytest.approx(0.3)
+    assert attributed.buckets.data_wait_s == pytest.approx(0.6)

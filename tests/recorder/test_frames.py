@@ -192,6 +192,32 @@ def test_a_generator_makes_data_only_where_it_is_drawn_from() -> None:
     assert share(looks_at(enter_and_leave, 0.15), "host") > 0.8
 
 
+def test_the_generator_that_a_loop_iterates_is_named_not_those_inside_it() -> None:
+    def decoded() -> Iterator[int]:
+        while True:
+            yield nap(1)
+
+    def batches(size: int) -> Iterator[list[int]]:
+        for _ in range(size):
+            yield [next(rows)]
+
+    def loop() -> None:
+        for _ in batches(1):
+            pass
+
+    def loop_over(made: Iterator[Any]) -> None:
+        for _ in enumerate(made):
+            return
+
+    rows = decoded()
+    for work, call in ((loop, "batches(1)"), (lambda: loop_over(batches(1)), "enumerate(made)")):
+        (drawn,) = {view.drawn_from for view in looks_at(work, 0.15) if view.kind == "data_wait"}
+        assert drawn is not None
+        where, generator, expression = drawn
+        assert (generator.rpartition(".")[2], expression) == ("batches", call)
+        assert "test_frames.py:" in where
+
+
 class Reader:
     """An iterator that is no generator."""
 

@@ -218,16 +218,16 @@ def _in_seconds(out: Mapping[str, float]) -> Buckets:
 def _phases(interval: Interval, split: Mapping[str, float]) -> Phases:
     phase, spent = interval.times.phases, interval.times.by_label
     user = phase.get("user", 0.0)
-    forward = user * split.get("torch", 0.0)
+    forward, waited = user * split.get("torch", 0.0), user * split.get("data_wait", 0.0)
     busy = spent.get("busy", 0.0)
     idle = max(0.0, interval.t1_ns - interval.t0_ns - busy - spent.get("rest", 0.0))
     return Phases(
-        load_s=phase.get("data_wait", 0.0) * NS,
+        load_s=(phase.get("data_wait", 0.0) + waited) * NS,
         transfer_s=phase.get("transfer", 0.0) * NS,
         forward_s=forward * NS,
         backward_s=phase.get("backward", 0.0) * NS,
         optimizer_s=phase.get("optimizer", 0.0) * NS,
-        other_s=(phase.get("other", 0.0) + user - forward) * NS,
+        other_s=(phase.get("other", 0.0) + user - forward - waited) * NS,
         gpu_busy_s=busy * NS if interval.gpu else None,
         gpu_idle_s=idle * NS if interval.gpu else None,
     )

@@ -146,6 +146,7 @@ class RankState:
         self.observer_s: float | None = None
         self.host_lines = LineTimes()
         self._host_growth = LineGrowth(self.host_lines)
+        self._drawn_from = LineTimes()
         self.sync_lines = LineTimes()
         self.checkpoint_lines = LineTimes()
         self.load_lines: dict[int, LineTimes] = {}
@@ -213,6 +214,9 @@ class RankState:
                 waiting.sampler_lines.add(view, weight_s)
         elif view.kind in ("host", "data_wait"):
             self.host_lines.add(view, weight_s)
+            if view.drawn_from is not None:
+                where, generator, call = view.drawn_from
+                self._drawn_from.charge(where, generator, weight_s, call)
         elif view.kind == "checkpoint":
             self.checkpoint_lines.add(view, weight_s)
 
@@ -311,6 +315,7 @@ class RankState:
             workers=self._worker_records(),
             host_lines=self.host_lines.top(),
             growing_lines=self._host_growth.top(self.steps),
+            drawn_from=next(iter(self._drawn_from.top(1)), None),
             sync_lines=self.sync_lines.top(stretch=stretch),
             checkpoint_lines=self.checkpoint_lines.top(),
             syncs=round(stretch * self.syncs),

@@ -596,6 +596,7 @@ class RankRecord:
     workers: tuple[WorkerRecord, ...] = ()
     host_lines: tuple[HotLine, ...] = ()
     growing_lines: tuple[HotLine, ...] = ()  # what they cost beyond what they cost in the early steps
+    drawn_from: HotLine | None = None  # a generator of the script's, at the line where the training loop iterates it
     sync_lines: tuple[HotLine, ...] = ()
     checkpoint_lines: tuple[HotLine, ...] = ()
     syncs: int = 0

@@ -193,11 +193,15 @@ def _made_by_hand(evidence: Evidence) -> Finding:
         )
         predicted, what = by_removing(evidence.data_wait_share), "waiting for batches"
     else:
+        source = evidence.rank.drawn_from
+        drawn = f"{source.call or source.function}{at(source.where)}" if source else None
         made = "no DataLoader was seen: the training thread makes each batch itself"
+        made += f", in {drawn}" if drawn else ""
         fix = (
-            f"Make the next batch while this one trains: put the code{at(where)} into a "
+            f"Make the next batch while this one trains: put {drawn or f'the code{at(where)}'} into a "
             "torch.utils.data.IterableDataset that yields whole batches, and draw them from "
-            "DataLoader(dataset, batch_size=None, num_workers=1); one worker keeps their order."
+            "DataLoader(dataset, batch_size=None, num_workers=1). One worker yields the same batches in the same "
+            "order, unless random numbers make them: a worker has a seed of its own."
         )
         predicted = _gain_beside_training(evidence.data_wait_share, evidence.usable_cpus)
         what = "making batches"

@@ -58,7 +58,8 @@ class StackView:
     """One sample of a thread: the kind of its work, the user's line that caused it, and the expression there.
 
     ``of_training``: a model or an optimizer was called, and not some function of torch's alone. ``sampling``: a
-    loader's sampler was at work. ``waits``: for another thread or process.
+    loader's sampler was at work. ``waits``: for another thread or process. ``drawn_from``: a generator of the user's
+    that the training loop iterates: the line of the loop, the generator, the expression there.
     """
 
     kind: str
@@ -68,6 +69,7 @@ class StackView:
     of_training: bool = False
     sampling: bool = False
     waits: bool = False
+    drawn_from: tuple[str, str, str | None] | None = None
 
 
 def stack_of(thread_id: int) -> Stack | None:
@@ -119,7 +121,8 @@ def view_of(
     user: Spot | None = None
     outside: Spot | None = None
     in_loop: Spot | None = None
-    in_module = in_generator = in_library_iterator = in_library_module = of_training = sampling = False
+    generator: int | None = None
+    in_module = in_library_iterator = in_library_module = of_training = sampling = False
     special: str | None = None
     for depth, spot in enumerate(calls):
         code = spot[0]
@@ -160,19 +163,29 @@ def view_of(
             if code.co_name in SAVING:
                 special = special or "checkpoint"
             if not in_module and _is_drawn_from(code, calls[depth + 1 :]) and code not in loop:
-                in_generator = True
+                generator = depth
     # The Python inside a library's model is part of what the model costs; only a model of the user's can be changed.
     kind = special or ("torch" if in_library_module else _kind(top, stack.names, top_owner, in_module))
-    if kind != "torch" and special is None and in_generator and not in_module:
+    drawn_from = None
+    if kind != "torch" and special is None and generator is not None and not in_module:
         kind = "data_wait"
+        drawing = next((spot for spot in calls[generator + 1 :] if owner(spot[0].co_filename) == "user"), None)
+        if drawing is not None:
+            text = expression_at(*drawing) or ""
+            iterated = text.partition(" in ")[2] if text.startswith("for ") else text  # Python 3.11 has all of the for
+            drawn_from = _shown(drawing), calls[generator][0].co_qualname, iterated or None
     waits = kind in ("host", "data_wait") and top[0].co_filename in _waiting_files()
     # Who waits, or draws from a library's iterator, waits for a batch, unless loaders bring them.
     if kind == "host" and (in_library_iterator or (waits and _may_bring_a_batch(calls))):
         kind = "waiting"
     others = (spot for spot in calls if owner(spot[0].co_filename) != "fulltilt")
-    code, position = user or outside or in_loop or next(others, top)
-    where = f"{shown_path(code.co_filename)}:{line_at(code, position)}"
-    return StackView(kind, where, code.co_qualname, shown_at(code, position), of_training, sampling, waits)
+    spot = user or outside or in_loop or next(others, top)
+    function = spot[0].co_qualname
+    return StackView(kind, _shown(spot), function, shown_at(*spot), of_training, sampling, waits, drawn_from)
+
+
+def _shown(spot: Spot) -> str:
+    return f"{shown_path(spot[0].co_filename)}:{line_at(*spot)}"
 
 
 def _kind(top: Spot, names: Mapping[str, Any], top_owner: str, in_module: bool) -> str:
