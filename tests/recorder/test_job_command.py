@@ -31,6 +31,12 @@ NODES = "torchrun --nnodes=2 --node-rank 1 --rdzv-endpoint=gpu01:29500"
             {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "m"},
             Task("m", 0, 2),
         ),
+        # horovodrun without MPI
+        (
+            "train.py",
+            {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_GLOO_RENDEZVOUS_PORT": "4711"},
+            Task("4711", 1, 2),
+        ),
         # started by hand on each node
         (f"{NODES} train.py --nnodes 9", {}, Task("gpu01:29500", 1, 2)),
         (f"{NODES} --rdzv_id run7 train.py", {}, Task("run7", 1, 2)),

@@ -1,9 +1,11 @@
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
-from fulltilt.recorder.rank_state import _name_of_group, memory_parts
+from fulltilt.recorder.rank_state import RankState, _name_of_group, memory_parts
 
 
 def test_adam_holds_two_states_a_weight() -> None:
@@ -47,3 +49,19 @@ def test_ranks_of_one_group_get_one_name_and_the_next_another() -> None:
     third = {_name_of_group(distributed, 3) for _ in range(3)}
     assert len(first) == len(second) == len(third) == 1
     assert len(first | second | third) == 3
+
+
+@pytest.mark.parametrize(("imported", "place"), [(True, (1, 2)), (False, (0, 1))])
+def test_ranks_of_horovod_are_those_that_its_launcher_named(
+    monkeypatch: pytest.MonkeyPatch, imported: bool, place: tuple[int, int]
+) -> None:
+    """Trainings that mpirun starts side by side, apart from each other, have the same variables."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    if imported:
+        monkeypatch.setitem(sys.modules, "horovod", ModuleType("horovod"))
+    state = RankState(torch)
+    state.learn_rank()
+    state.learn_group()
+    assert (state.rank, state.world_size) == place
+    assert state.group is None, "no store of torch's was asked for a name"

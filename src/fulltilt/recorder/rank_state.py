@@ -13,6 +13,7 @@ from typing import Any
 
 from fulltilt.recorder import attach
 from fulltilt.recorder.intervals import IntervalBuilder
+from fulltilt.recorder.job_command import RANKED
 from fulltilt.recorder.loaders import LoaderTaps
 from fulltilt.recorder.loaders.workers import WorkerTotals, allowed_cpus, run_delay_s
 from fulltilt.recorder.marks import Activity
@@ -274,10 +275,15 @@ class RankState:
         module = sys.modules.get("torch.distributed")
         if module is not None and module.is_available() and module.is_initialized():
             self.rank, self.world_size = int(module.get_rank()), int(module.get_world_size())
+        elif "horovod" in sys.modules:  # its ranks meet elsewhere
+            for rank, world_size, _ in RANKED:
+                if _number_in(world_size, 1) > 1:
+                    self.rank, self.world_size = _number_in(rank, 0), _number_in(world_size, 1)
+                    return
 
     def learn_group(self) -> None:
         """Ask the process group's store for the group's name. On the training thread only: it uses the store, too."""
-        if self.group is None and self.world_size > 1:
+        if self.group is None and self.world_size > 1 and "horovod" not in sys.modules:
             self.group = _name_of_group(sys.modules["torch.distributed"], self.world_size)
 
     # ------------------------------------------------------------------ the record
