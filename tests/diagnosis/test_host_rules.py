@@ -162,6 +162,9 @@ def test_a_list_that_grows_is_named_by_its_line_before_the_rest_of_the_code() ->
     assert finding.where == "train.py:70"
     assert finding.evidence[0] == "a step took 85.5 ms in the first quarter of the run, 234 ms in the last"
     assert finding.evidence[1].startswith("code of the script's own grew by 149 ms a step")
+    assert finding.fix.startswith("sorted(history) at train.py:70 takes longer the longer the job runs")
+    assert "less often" in finding.fix
+    assert "smaller bound where it has one" in finding.fix
     assert finding.predicted_speedup == (1.9, 2.74)
     assert answer(run).verdict.code == "slowing_down"
 

@@ -63,9 +63,9 @@ def slowing_down(evidence: Evidence) -> Judgement:
         return found(evidence, "slowing_down", slower.lost_s, facts, fix, None, None, "info")
     place = f"{lines[0].call or lines[0].function}{at(where)}" if lines else _GROWS[slower.bucket]
     fix = (
-        f"{place} takes longer the longer the job runs: look for a list, a dict, a file or a log that grows with each "
-        "step and is gone through each time. Keep a running sum in its place, bound it "
-        "(collections.deque(maxlen=...)), or append without reading back."
+        f"{place} takes longer the longer the job runs: look for what grows and is gone through each time (a list, a "
+        "dict, a file, a log). Go through it less often, such as once an epoch, keep a running sum in its place, or "
+        "bound it (collections.deque(maxlen=...)), with a smaller bound where it has one."
     )
     # At least what this run lost; what one that goes on would win is the late step over the early one.
     predicted = gain(amdahl(share), max(slower.late_s / slower.early_s, amdahl(share)))
