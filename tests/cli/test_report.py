@@ -164,6 +164,8 @@ def test_a_damaged_run_names_the_file_and_exits_7(report):
 def test_no_run_at_all_exits_2_and_says_what_to_give(report):
     code, out, err = report()
     assert (code, out) == (2, "")
+    assert f"none in {Path.cwd()}/fulltilt-runs" in err, "the place that was looked in"
+    assert "--out named" in err
     assert "fulltilt report RUN" in err
     assert err.count("\n") == 2
 

@@ -1,6 +1,7 @@
 """The watch screen fits every window and shows what was measured, and only that."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -16,6 +17,7 @@ from fulltilt.report.watch_screen import (
     watch_lines,
 )
 from tests.anything import any_physical
+from tests.test_job_folder import write_task
 
 GIB = 1024**3
 
@@ -227,6 +229,12 @@ def test_any_reading_fits_any_window(samples: list[Sample], jobs: list[JobProces
     lines = watch_lines(WatchView("box", "14:03:21", 1.0, samples, tuple(jobs), None, "s.jsonl"), width, height)
     assert len(lines) <= height
     assert all(cell_len(line.plain) <= width and "\n" not in line.plain for line in lines)
+
+
+def test_a_task_is_shown_behind_the_name_of_its_job(tmp_path: Path) -> None:
+    task = write_task(tmp_path / "train-417", 0, (0,), host="box")
+    shown = text(view(jobs=(JobProcess(7, "python", run_folder=str(task)),)), width=120)
+    assert "  train-417/0-box  " in shown
 
 
 def test_hostile_process_names_are_escaped() -> None:

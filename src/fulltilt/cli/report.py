@@ -38,7 +38,7 @@ def register(app: typer.Typer) -> None:
 
 def report(
     runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="RUN", help="Run folders; the newest one when none is given.")
+        list[Path] | None, typer.Argument(metavar="RUN", help="Run folders; without one, the newest in fulltilt-runs.")
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else: an object, or a list.")] = False,
     html: Annotated[Path | None, typer.Option(metavar="PATH", help="Where to write the page.")] = None,

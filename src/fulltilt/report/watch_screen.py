@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path
 
 from rich.text import Text
 
-from fulltilt import figures
+from fulltilt import figures, store
 from fulltilt.diagnosis import preflight
 from fulltilt.figures import clean, one_line, size, used_of
 from fulltilt.records import GpuReading, HostReading, JobProcess, Sample
@@ -148,9 +148,7 @@ def _job_line(view: WatchView, job: JobProcess, run_width: int) -> Text:
         run_width,
         str(job.pid),
         (one_line(job.name or "") or "?") + (f" +{job.children}" if job.children else ""),
-        "not Fulltilt's"
-        if job.run_folder is None
-        else one_line(PurePath(job.run_folder).name or job.run_folder) or "?",
+        "not Fulltilt's" if job.run_folder is None else one_line(store.run_name(Path(job.run_folder))) or "?",
         ",".join(str(index) for index, _ in held),
         figures.size(sum(sizes) if sizes else None),
         figures.pct(job.cpu_pct),

@@ -17,7 +17,7 @@ A file that is damaged anywhere else is an error that names the file and the lin
 
 from __future__ import annotations
 
-from fulltilt.store.job_folder import load, newest_run, tasks_in, wait_for_tasks
+from fulltilt.store.job_folder import load, newest_run, run_name, tasks_in, wait_for_tasks
 from fulltilt.store.owned_folder import OwnedFolder, open_plain, write_named_file
 from fulltilt.store.record_json import decode, encode, encode_fully
 from fulltilt.store.run_files import (
@@ -68,6 +68,7 @@ __all__ = [
     "read_new_lines",
     "read_ranks",
     "read_record",
+    "run_name",
     "steps_file",
     "tasks_in",
     "wait_for_tasks",

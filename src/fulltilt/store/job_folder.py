@@ -124,6 +124,14 @@ def _number(record: RunRecord) -> int:
     return 0 if record.task is None else record.task.number or 0
 
 
+def run_name(folder: Path) -> str:
+    """The name of the run in a folder: of its folder, behind that of the job where it is one of several tasks."""
+    with contextlib.suppress(RunFolderError):
+        if read_record(folder / RUN_FILE, RunRecord).task is not None:
+            return f"{folder.parent.name}/{folder.name}"
+    return folder.name or str(folder)
+
+
 def wait_for_tasks(folder: Path) -> None:
     """The tasks of a job end at about the same time; give the others a moment to write it down."""
     deadline_s = time.monotonic() + PATIENCE_S
@@ -277,5 +285,8 @@ def newest_run(folder: Path) -> Path:
         for task in tasks_in(run) if run.is_dir() else ():
             written[run] = max(written.get(run, 0.0), (task / RUN_FILE).stat().st_mtime)
     if not written:
-        raise UsageError(f"which run? There is none in {folder}", "Give a run folder: fulltilt report RUN [RUN ...]")
+        raise UsageError(
+            f"which run? There is none in {folder.absolute()}",
+            "Name its folder, the one that --out named if you gave one: fulltilt report RUN [RUN ...]",
+        )
     return max(written, key=lambda run: (written[run], run.name))
