@@ -56,7 +56,7 @@ CLIENTS = (
         "input_serial",
         "SentenceTransformerTrainingArguments(..., dataloader_num_workers=",
     ),
-    Client("keras_torch", "keras", "input_serial", "workers="),
+    Client("keras_torch", "keras", "input_serial", "workers=", validates=True),
     Client("stable_baselines3_ppo", "stable_baselines3", "host_code", "SubprocVecEnv", samples=False),
     Client("datasets_streaming", "datasets", "input_serial", "DataLoader(dataset, "),
     Client(
@@ -67,7 +67,7 @@ CLIENTS = (
         validates=True,
     ),
     Client("webdataset_direct", "webdataset", "input_serial", "webdataset.WebLoader("),
-    Client("keras_loader", "keras", "input_serial", "DataLoader(..., num_workers="),
+    Client("keras_loader", "keras", "input_serial", "DataLoader(..., num_workers=", validates=True),
     Client("stable_baselines3_dqn", "stable_baselines3", "host_code", "SubprocVecEnv", samples=False),
     Client("generation", "torch", "input_serial", "num_workers=", generates=True),
     Client("trl_grpo", "trl", "host_code", "trl_grpo.py:22", samples=False),

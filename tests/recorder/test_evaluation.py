@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import fulltilt
 from fulltilt.diagnosis import answer
@@ -187,3 +187,40 @@ def test_a_model_switched_for_the_batch_under_way_generates_and_validates_no_mor
     # The first step makes the model known.
     assert generating == [False, True, True, True, False, False]
     assert validating == [True] * 5
+
+
+LIKE_KERAS = """
+from torch.utils.data import DataLoader
+
+def fit(model, made, epochs):
+    for _ in range(epochs):
+        model.train()
+        for rows in DataLoader(made(12), batch_size=2):
+            model.zero_grad()
+            model(rows).sum().backward()
+        model.eval()
+        for rows in DataLoader(made(4), batch_size=2):
+            model(rows)
+"""
+
+
+class Streamed(IterableDataset[torch.Tensor]):
+    """A data set without a length."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.zeros(self.samples, 1))
+
+
+def test_a_library_with_an_optimizer_and_loaders_of_its_own_validates(tmp_path: Path) -> None:
+    names: dict[str, Callable[..., object]] = {}
+    exec(compile(LIKE_KERAS, str(tmp_path / "site-packages" / "trainer.py"), "exec"), names)
+    session = Session(torch, tmp_path, time.perf_counter_ns())
+    session.begin_here()
+    try:
+        names["fit"](torch.nn.Linear(1, 1), Streamed, epochs=3)
+    finally:
+        session.finish()
+    assert [(tap.batches, tap.eval_batches) for tap in session.taps.all] == [(18, 0), (6, 6)]

@@ -21,5 +21,6 @@ class Count(keras.callbacks.Callback):
 model = keras.Sequential([keras.layers.Dense(32, activation="relu"), keras.layers.Dense(4)])
 model.compile(optimizer="adam", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
 train_loader = DataLoader(SlowRows(SAMPLES), batch_size=8, shuffle=True)
-model.fit(train_loader, epochs=2, verbose=0, callbacks=[Count()])
+held_out = DataLoader(SlowRows(80), batch_size=8)
+model.fit(train_loader, epochs=2, validation_data=held_out, verbose=0, callbacks=[Count()])
 tell(steps, 2 * SAMPLES)

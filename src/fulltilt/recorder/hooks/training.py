@@ -504,7 +504,10 @@ class StepHooks:
 
     def _is_trained(self, module: Any) -> bool:
         parameter = next((p for p in module.parameters() if p.requires_grad), None)
-        return parameter is not None and id(parameter) in self._trained
+        if parameter is None:
+            return False
+        # A library may have an optimizer of its own, as Keras has.
+        return id(parameter) in self._trained if self._state.optimizers else parameter.grad is not None
 
 
 def _is_sharded(parameter: Any) -> bool:

@@ -148,7 +148,8 @@ class LoaderTaps(Drawing):
         self.recorder.ensure_started()
         sites = call_sites(loader)
         described = describe(loader)
-        key = (*sites.nearest, described["dataset_len"])
+        # A library may make all its loaders at one line of the user's, without a length: Keras, of a PyDataset.
+        key = (*sites.nearest, described["dataset_len"], sites.made_by is not None and self.recorder.eval_mode)
         with self._lock:
             tap = self._made_before.get(key)
             if tap is None or not tap.retired():
