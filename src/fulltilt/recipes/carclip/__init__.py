@@ -23,7 +23,6 @@ TEMPLATES = (
 
 # Models that need no download: CLIP with random weights, in two sizes.
 BUILT_IN = ("small", "vit-b-32")
-OPEN_CLIP = "open_clip:"
 GIVE = "Give a folder with config.json, weights and tokenizer, or a hub name that this machine can reach."
 
 
@@ -31,9 +30,7 @@ GIVE = "Give a folder with config.json, weights and tokenizer, or a hub name tha
 class CarClipOptions:
     """What is particular to this trainer."""
 
-    model: str = option(
-        "auto", "A folder or hub name of a CLIP model, open_clip:NAME[/WEIGHTS], or small or vit-b-32 (random weights)."
-    )
+    model: str = option("auto", "A folder or hub name of a CLIP model, or small or vit-b-32 (random weights).")
     image_size: int | None = option(
         None, "Side of the pictures in pixels, for small and vit-b-32.", least=32, most=1024
     )

@@ -1,6 +1,6 @@
-"""CLIP through transformers or open_clip: pictures and tokens in, embeddings of length one out; and its tokenizer.
+"""CLIP through transformers: pictures and tokens in, embeddings of length one out; and its tokenizer.
 
-Pretrained from a folder or the hub, as ``open_clip:ViT-B-32[/WEIGHTS]``, or with random weights in two sizes.
+Pretrained from a folder or the hub, or with random weights in two sizes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch.nn import functional
 
 from fulltilt.errors import UsageError
-from fulltilt.recipes.carclip import GIVE, OPEN_CLIP
-from fulltilt.recipes.pretrained import cannot_load, load
+from fulltilt.recipes.carclip import GIVE
+from fulltilt.recipes.pretrained import load
 
 # What every CLIP model was trained with.
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -36,28 +36,46 @@ TOKENIZER = {
 }
 
 
-class HuggingFaceTowers(torch.nn.Module):
-    """transformers' CLIPModel. ``image_part`` and ``text_part`` are patterns of parameter names."""
+class DualEncoder(torch.nn.Module):
+    """transformers' CLIPModel behind one ``forward``, so that torch.compile and checkpointing see one module.
 
-    image_part: tuple[str, ...] = ("*clip.vision_model.*",)
-    text_part: tuple[str, ...] = ("*clip.text_model.*",)
+    ``image_part`` and ``text_part`` are patterns of parameter names.
+    """
+
+    image_part: tuple[str, ...] = ("clip.vision_model.*",)
+    text_part: tuple[str, ...] = ("clip.text_model.*",)
+    mean: torch.Tensor
+    std: torch.Tensor
 
     def __init__(self, clip: Any, tokenizer: Any) -> None:
         super().__init__()
         self.clip, self.tokenizer = clip, tokenizer
+        self.register_buffer("mean", torch.tensor(CLIP_MEAN)[:, None, None], persistent=False)
+        self.register_buffer("std", torch.tensor(CLIP_STD)[:, None, None], persistent=False)
 
-    def image_features(self, images: torch.Tensor) -> torch.Tensor:
-        """[batch, width] of normalised pictures."""
-        projected: torch.Tensor = self.clip.visual_projection(self.clip.vision_model(pixel_values=images).pooler_output)
-        return projected
+    @property
+    def log_scale(self) -> torch.nn.Parameter:
+        """The logarithm of the factor on cosines; its inverse is the temperature."""
+        scale: torch.nn.Parameter = self.clip.logit_scale
+        return scale
 
-    def text_features(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[batch, width]. No mask: the text is read at its end token, and attention looks only back from there."""
-        projected: torch.Tensor = self.clip.text_projection(self.clip.text_model(input_ids=tokens).pooler_output)
-        return projected
+    def forward(self, images: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings of pictures (uint8, or float in [0, 1]) and of their captions."""
+        return self.embed_images(images), self.embed_texts(tokens)
+
+    def embed_images(self, images: torch.Tensor) -> torch.Tensor:
+        """[batch, width], float32, each of length one."""
+        pixels = images.float() / 255 if images.dtype == torch.uint8 else images
+        seen = self.clip.vision_model(pixel_values=(pixels - self.mean) / self.std)
+        return functional.normalize(self.clip.visual_projection(seen.pooler_output).float(), dim=-1)
+
+    def embed_texts(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The same of texts. No mask: a text is read at its end token, and attention looks only back from there."""
+        read = self.clip.text_model(input_ids=tokens.long())
+        return functional.normalize(self.clip.text_projection(read.pooler_output).float(), dim=-1)
 
     def gradient_checkpointing_enable(self) -> None:
-        """Compute activations again in backward."""
+        """For the engine's setting of that name."""
         self.clip.gradient_checkpointing_enable()
 
     def save(self, folder: Path) -> None:
@@ -69,79 +87,6 @@ class HuggingFaceTowers(torch.nn.Module):
         self.tokenizer.save_pretrained(folder)
         preparing = _preparing(int(self.clip.config.vision_config.image_size))
         (folder / "preprocessor_config.json").write_text(json.dumps(preparing, indent=2) + "\n")
-
-
-class OpenClipTowers(torch.nn.Module):
-    """A model of open_clip, with the same face."""
-
-    image_part: tuple[str, ...] = ("*clip.visual.*",)
-    text_part: tuple[str, ...] = tuple(
-        f"*clip.{name}*" for name in ("text.", "transformer.", "token_emb", "positional_emb", "ln_final", "text_pro")
-    )
-
-    def __init__(self, clip: Any) -> None:
-        super().__init__()
-        self.clip = clip
-
-    def image_features(self, images: torch.Tensor) -> torch.Tensor:
-        """[batch, width] of normalised pictures."""
-        features: torch.Tensor = self.clip.encode_image(images)
-        return features
-
-    def text_features(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[batch, width] of token numbers."""
-        features: torch.Tensor = self.clip.encode_text(tokens)
-        return features
-
-    def gradient_checkpointing_enable(self) -> None:
-        """Compute activations again in backward."""
-        self.clip.set_grad_checkpointing()
-
-    def save(self, folder: Path) -> None:
-        """The weights under open_clip's own names."""
-        from safetensors.torch import save_model
-
-        save_model(self.clip, str(folder / "open_clip_model.safetensors"))
-
-
-Towers = HuggingFaceTowers | OpenClipTowers
-
-
-class DualEncoder(torch.nn.Module):
-    """Both towers behind one ``forward``, so that torch.compile and checkpointing see one module."""
-
-    mean: torch.Tensor
-    std: torch.Tensor
-
-    def __init__(self, towers: Towers, mean: tuple[float, ...] = CLIP_MEAN, std: tuple[float, ...] = CLIP_STD) -> None:
-        super().__init__()
-        self.towers = towers
-        self.register_buffer("mean", torch.tensor(mean)[:, None, None], persistent=False)
-        self.register_buffer("std", torch.tensor(std)[:, None, None], persistent=False)
-
-    @property
-    def log_scale(self) -> torch.nn.Parameter:
-        """The logarithm of the factor on cosines; its inverse is the temperature."""
-        scale: torch.nn.Parameter = self.towers.clip.logit_scale
-        return scale
-
-    def forward(self, images: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings of pictures (uint8, or float in [0, 1]) and of their captions."""
-        return self.embed_images(images), self.embed_texts(tokens)
-
-    def embed_images(self, images: torch.Tensor) -> torch.Tensor:
-        """[batch, width], float32, each of length one."""
-        pixels = images.float() / 255 if images.dtype == torch.uint8 else images
-        features = self.towers.image_features((pixels - self.mean) / self.std)
-        return functional.normalize(features.float(), dim=-1)
-
-    def embed_texts(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[batch, width], float32, each of length one."""
-        return functional.normalize(self.towers.text_features(tokens.long()).float(), dim=-1)
-
-    def gradient_checkpointing_enable(self) -> None:
-        """For the engine's setting of that name."""
-        self.towers.gradient_checkpointing_enable()
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,38 +158,11 @@ def random_weights(
 def _loaded(clip: Any, tokenizer: Any, captions: Sequence[str], about: str, *, pretrained: bool) -> Loaded:
     length = fixed_length(tokenizer, captions, clip.config.text_config.max_position_embeddings)
     return Loaded(
-        model=DualEncoder(HuggingFaceTowers(clip, tokenizer)),
+        model=DualEncoder(clip, tokenizer),
         tokenise=partial(tokenised, tokenizer, length=length),
         image_size=int(clip.config.vision_config.image_size),
         about=about,
         pretrained=pretrained,
-    )
-
-
-def load_open_clip(asked: str) -> Loaded:
-    """The model that ``asked`` names. Raises UsageError when open_clip or the model is not there."""
-    try:
-        import open_clip
-    except ImportError as error:
-        raise UsageError(f"{asked} needs open_clip", "Install it with: pip install open_clip_torch") from error
-    name, _, weights = asked.removeprefix(OPEN_CLIP).partition("/")
-    try:
-        clip = open_clip.create_model(name, pretrained=weights or None)
-        tokenizer = open_clip.get_tokenizer(name)
-    except Exception as error:  # its own RuntimeError for names, the hub's and the network's for weights
-        which = f"{name}{f' with weights {weights}' if weights else ''}"
-        remedy = "See open_clip.list_pretrained() for names and weights."
-        raise cannot_load("open_clip model", which, error, remedy) from error
-    side = clip.visual.image_size
-    mean, std = (
-        getattr(clip.visual, key, None) or usual for key, usual in (("image_mean", CLIP_MEAN), ("image_std", CLIP_STD))
-    )
-    return Loaded(
-        model=DualEncoder(OpenClipTowers(clip), tuple(mean), tuple(std)),
-        tokenise=lambda captions: tokenizer(captions).to(torch.int32),
-        image_size=int(side[0] if isinstance(side, tuple) else side),
-        about=f"{name} of open_clip, {f'weights {weights}' if weights else 'random weights'}",
-        pretrained=bool(weights),
     )
 
 

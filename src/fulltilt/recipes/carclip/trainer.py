@@ -9,17 +9,16 @@ from typing import Any
 import torch
 
 from fulltilt.errors import UsageError
-from fulltilt.recipes.carclip import BUILT_IN, GIVE, OPEN_CLIP, TEMPLATES, CarClipOptions
+from fulltilt.recipes.carclip import BUILT_IN, GIVE, TEMPLATES, CarClipOptions
 from fulltilt.recipes.carclip import data as table
 from fulltilt.recipes.carclip.data import CarPictures, CarViews, Label, Picture, captions_of, prompts
 from fulltilt.recipes.carclip.loss import compared, contrastive_loss
 from fulltilt.recipes.carclip.metrics import WholeSet
 from fulltilt.recipes.carclip.model import (
     TOKENIZER,
+    DualEncoder,
     Loaded,
-    Towers,
     load_hugging_face,
-    load_open_clip,
     random_weights,
 )
 from fulltilt.recipes.pretrained import own_tokenizer, refuse_unavailable
@@ -39,7 +38,7 @@ def check_options(request: Request) -> None:
     """Look at model name and templates. Raises UsageError."""
     options: CarClipOptions = request.options
     model = options.model
-    named = model in ("auto", *BUILT_IN) or model.startswith(OPEN_CLIP) or "/" in model or Path(model).is_dir()
+    named = model in ("auto", *BUILT_IN) or "/" in model or Path(model).is_dir()
     if not named:
         raise UsageError(
             f"there is no model {model!r}{did_you_mean(model, BUILT_IN)}",
@@ -52,7 +51,7 @@ def check_options(request: Request) -> None:
     if request.settings.batch_size * request.settings.accumulation == 1:
         raise UsageError("batch_size: 1 compares a picture with its own caption alone", "Set 2 or more; 64 is usual.")
     _templates(options)
-    if model not in ("auto", *BUILT_IN) and not model.startswith(OPEN_CLIP):
+    if model not in ("auto", *BUILT_IN):
         refuse_unavailable(model, GIVE)
         refuse_to_replace(model, request.out)
 
@@ -73,7 +72,7 @@ def run(request: Request) -> Mapping[str, float]:
     if request.options.export and detect().rank == 0:
         folder = request.out / "model"
         with written_by_library(folder) as private:
-            loaded.model.towers.save(private)
+            loaded.model.save(private)
         print(f"The trained model is in {folder}", flush=True)
     return metrics
 
@@ -107,7 +106,7 @@ def build(request: Request) -> tuple[Job, Loaded]:
         eval_augment=CarViews(loaded.image_size, augment=False),
         eval_loss=embed_for_metrics,
         eval_metrics=WholeSet(loaded.model, labels, all_prompts, loaded.tokenise),
-        stages=(Stage("training", request.settings.epochs, frozen=_frozen(options, loaded.model.towers)),),
+        stages=(Stage("training", request.settings.epochs, frozen=_frozen(options, loaded.model)),),
         name="carclip",
     )
     return job, loaded
@@ -119,8 +118,6 @@ def load_model(request: Request, captions: Sequence[str]) -> Loaded:
     name = options.model
     if name == "auto":
         name = "vit-b-32" if device_of(request.settings.device, 0).type == "cuda" else "small"
-    if name.startswith(OPEN_CLIP):
-        return load_open_clip(name)
     if name not in BUILT_IN:
         return load_hugging_face(name, captions)
     tokenizer = own_tokenizer(request, captions, **TOKENIZER)
@@ -160,9 +157,9 @@ def opening(pictures: Sequence[Picture], labels: Sequence[Label], loaded: Loaded
     return lines
 
 
-def _frozen(options: CarClipOptions, towers: Towers) -> tuple[str, ...]:
-    image = towers.image_part if options.freeze in ("image", "both") else ()
-    text = towers.text_part if options.freeze in ("text", "both") else ()
+def _frozen(options: CarClipOptions, model: DualEncoder) -> tuple[str, ...]:
+    image = model.image_part if options.freeze in ("image", "both") else ()
+    text = model.text_part if options.freeze in ("text", "both") else ()
     return (*image, *text, *(() if options.learn_temperature else ("*logit_scale",)))
 
 

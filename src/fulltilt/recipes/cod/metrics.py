@@ -1,17 +1,14 @@
 """The measures of the field, for a whole batch at once and on its device: one value for each picture.
 
-IoU at one half, S-measure (Fan 2017), weighted F-measure (Margolin 2014), mean E-measure (Fan 2018) and MAE. As in the
-reference implementation, pysodmetrics, a prediction is stretched to the range 0 to 1 first, except for IoU.
+IoU at one half, S-measure (Fan 2017) and MAE. As in the reference implementation, pysodmetrics, a prediction is
+stretched to the range 0 to 1 first, except for IoU.
 Pictures are measured at the size they are trained at, which is cheap enough for every epoch. Papers measure at the
 mask's own size: these figures compare runs of this recipe, not with theirs.
 """
 
 from __future__ import annotations
 
-import functools
-
 import torch
-from torch.nn import functional as F  # noqa: N812
 
 EPS = torch.finfo(torch.float64).eps
 LEVELS = 256
@@ -20,25 +17,19 @@ LEVELS = 256
 def measure(probability: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
     """Of probabilities and masks [batch, 1, height, width]: all measures, each [batch]. Only of mae less is better."""
     raw, inside = probability[:, 0].float(), mask[:, 0] > 0
-    exact = stretch(raw)
-    stretched = exact.float()
+    stretched = stretch(raw)
     return {
         "iou": iou(raw, inside),
         "s_measure": s_measure(stretched, inside),
-        "weighted_f": weighted_f(stretched, inside),
-        "mean_e": mean_e(exact, inside),
         "mae": (stretched - inside.float()).abs().mean(dim=(1, 2)),
     }
 
 
 def stretch(values: torch.Tensor) -> torch.Tensor:
-    """Each picture of [batch, height, width] in 256 levels from 0 to 1, as if saved as an image and loaded again.
-
-    In float64: the E-measure counts levels, and float32 would put some pixels on the level below.
-    """
+    """Each picture of [batch, height, width] in 256 levels from 0 to 1, as if saved as an image and loaded again."""
     values = torch.floor(values.double() * (LEVELS - 1)) / (LEVELS - 1)
     low, high = values.amin(dim=(1, 2), keepdim=True), values.amax(dim=(1, 2), keepdim=True)
-    return torch.where(high > low, (values - low) / (high - low).clamp(min=EPS), values)
+    return torch.where(high > low, (values - low) / (high - low).clamp(min=EPS), values).float()
 
 
 def iou(values: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
@@ -102,103 +93,3 @@ def _likeness(values: torch.Tensor, truth: torch.Tensor, where: torch.Tensor) ->
     apart = (x * x + y * y) * spread
     score = together / (apart + EPS)
     return torch.where(together != 0, score, (apart == 0).float())
-
-
-# --------------------------------------------------------------------------- weighted F-measure
-
-
-def weighted_f(values: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
-    """F-measure in which an error weighs less beside the object's other errors and more far away from the object."""
-    error = (values - inside.float()).abs()
-    distance, place = nearest_inside(inside)
-    nearest = error.flatten(1).gather(1, place.flatten(1)).view_as(error)
-    eased = torch.minimum(error, _blurred(torch.where(inside, error, nearest)))
-    importance = 2 - torch.exp(-0.6931471805599453 / 5 * distance)
-    inner = torch.where(inside, eased, 0).sum(dim=(1, 2))
-    outer = torch.where(inside, 0, error * importance).sum(dim=(1, 2))
-    count = inside.sum(dim=(1, 2))
-    recall = 1 - inner / count.clamp(min=1)
-    precision = (count - inner) / (count - inner + outer + EPS)
-    return torch.where(count > 0, 2 * recall * precision / (recall + precision + EPS), 0.0)
-
-
-def _blurred(values: torch.Tensor) -> torch.Tensor:
-    window = _gaussian(values.device, values.dtype)
-    rows = F.conv2d(values[:, None], window.view(1, 1, 7, 1), padding=(3, 0))
-    return F.conv2d(rows, window.view(1, 1, 1, 7), padding=(0, 3))[:, 0]
-
-
-@functools.cache
-def _gaussian(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Kept on the device: a copy from the host would wait for everything before it."""
-    places = torch.arange(-3, 4, dtype=torch.float64)
-    window = torch.exp(-places * places / (2 * 5**2))
-    return (window / window.sum()).to(device, dtype)
-
-
-# --------------------------------------------------------------------------- E-measure
-
-
-def mean_e(values: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
-    """Enhanced alignment, the mean over 256 thresholds, by counting each level once instead of each threshold."""
-    size = values[0].numel()
-    level = (values * (LEVELS - 1)).long().flatten(1)
-    at_least = _counts_from_above(level, inside.flatten(1))  # pixels of the object at or above each threshold
-    found = _counts_from_above(level, torch.ones_like(inside.flatten(1)))
-    object_size = inside.sum(dim=(1, 2), dtype=torch.float64)[:, None]
-    truth, guess = object_size / size, found / size
-    total = torch.zeros_like(found)
-    for count, guessed, true in (
-        (at_least, 1 - guess, 1 - truth),
-        (found - at_least, 1 - guess, -truth),
-        (object_size - at_least, -guess, 1 - truth),
-        (size - found - (object_size - at_least), -guess, -truth),
-    ):
-        aligned = 2 * guessed * true / (guessed**2 + true**2 + EPS)
-        total = total + count * (aligned + 1) ** 2 / 4
-    total = torch.where(object_size == 0, size - found, torch.where(object_size == size, found, total))
-    return (total / (size - 1 + EPS)).mean(dim=1).float()
-
-
-def _counts_from_above(level: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-    counts = torch.zeros(len(level), LEVELS, device=level.device, dtype=torch.float64)
-    counts.scatter_add_(1, level, where.to(torch.float64))
-    return counts.flip(1).cumsum(dim=1)
-
-
-# Bytes that the comparison of every row with every other may take at a time.
-WORKING_BYTES = 256 * 2**20
-
-
-def nearest_inside(inside: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For [batch, height, width]: the distance to the nearest pixel that is inside, and that pixel's flat index.
-
-    First the nearest in each row; then, for each column, the best of those over all rows: every row is compared with
-    every other, which suits a GPU better than anything cleverer. Where nothing is inside, the distance means nothing.
-    """
-    column, gap = _nearest_in_row(inside)
-    height, width = inside.shape[1:]
-    rows = torch.arange(height, device=inside.device)
-    squared_rows = ((rows[:, None] - rows[None, :]) ** 2).float()
-    squared_gap = gap * gap
-    distance = torch.empty_like(squared_gap)
-    place = torch.empty_like(column)
-    step = max(WORKING_BYTES // (4 * max(height * height * width, 1)), 1)
-    for first in range(0, len(inside), step):
-        part = slice(first, first + step)
-        # [batch, from row, via row, column]
-        best = (squared_rows[None, :, :, None] + squared_gap[part, None]).min(dim=2)
-        distance[part] = torch.sqrt(best.values)
-        place[part] = best.indices * width + column[part].gather(1, best.indices)
-    return distance, place
-
-
-def _nearest_in_row(inside: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The column of the nearest inside pixel of the same row, and how far it is; far beyond the picture without one."""
-    width = inside.shape[-1]
-    far = 4 * max(inside.shape[1:])
-    columns = torch.arange(width, device=inside.device).expand_as(inside)
-    before = torch.where(inside, columns, -far).cummax(dim=2).values
-    behind = torch.where(inside, columns, far + width).flip(2).cummin(dim=2).values.flip(2)
-    nearer = torch.where(columns - before <= behind - columns, before, behind)
-    return nearer.clamp(0, width - 1), (columns - nearer).abs().float()
