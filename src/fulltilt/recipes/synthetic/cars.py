@@ -1,7 +1,7 @@
 """Synthetic cars: makes, models, years and paints, in folders ``make/model/year`` with a table of captions.
 
-Pictures are side views. The make shows in badge, wheels and roof, the model in body and proportions, the year in lamps
-and trim. Street, weather, distance, direction and light change from picture to picture and mean nothing.
+Pictures are side views. The make shows in badge and wheels, the model in body and proportions, the year in the lamps.
+Street, weather, distance, direction and light change from picture to picture and mean nothing.
 """
 
 from __future__ import annotations
@@ -65,56 +65,16 @@ class Look:
     year: int
 
 
-# Length, height, outline above the sill, window: rear at x = 0 and front at 1, sill at y = 0 and roof at 1.
-BODIES: dict[str, tuple[float, float, list[Point], list[Point]]] = {
-    "saloon": (
-        1.00,
-        0.29,
-        [(0, 0.48), (0.17, 0.54), (0.31, 0.96), (0.58, 1), (0.73, 0.57), (1, 0.42)],
-        [(0.24, 0.58), (0.34, 0.9), (0.56, 0.93), (0.68, 0.58)],
-    ),
-    "hatchback": (
-        0.84,
-        0.31,
-        [(0, 0.5), (0.05, 0.58), (0.15, 0.95), (0.55, 1), (0.74, 0.56), (1, 0.42)],
-        [(0.13, 0.6), (0.19, 0.89), (0.53, 0.93), (0.68, 0.6)],
-    ),
-    "estate": (
-        1.02,
-        0.30,
-        [(0, 0.5), (0.03, 0.94), (0.6, 1), (0.75, 0.56), (1, 0.44)],
-        [(0.06, 0.6), (0.08, 0.88), (0.57, 0.93), (0.7, 0.6)],
-    ),
-    "coupe": (
-        0.94,
-        0.25,
-        [(0, 0.5), (0.12, 0.56), (0.42, 0.97), (0.55, 1), (0.74, 0.55), (1, 0.36)],
-        [(0.31, 0.62), (0.44, 0.9), (0.54, 0.92), (0.68, 0.62)],
-    ),
-    "suv": (
-        0.95,
-        0.38,
-        [(0, 0.55), (0.03, 0.97), (0.62, 1), (0.74, 0.62), (1, 0.56)],
-        [(0.07, 0.64), (0.09, 0.91), (0.59, 0.94), (0.69, 0.64)],
-    ),
-    "pickup": (
-        1.08,
-        0.35,
-        [(0, 0.52), (0.4, 0.52), (0.43, 0.98), (0.66, 1), (0.77, 0.58), (1, 0.52)],
-        [(0.47, 0.6), (0.48, 0.9), (0.64, 0.92), (0.72, 0.6)],
-    ),
-    "van": (
-        1.0,
-        0.42,
-        [(0, 0.97), (0.7, 1), (0.88, 0.58), (1, 0.44)],
-        [(0.56, 0.6), (0.56, 0.9), (0.7, 0.92), (0.82, 0.6)],
-    ),
-    "cabriolet": (
-        0.92,
-        0.24,
-        [(0, 0.54), (0.3, 0.6), (0.36, 0.72), (0.42, 0.6), (0.57, 0.58), (0.6, 1), (0.63, 1), (0.74, 0.56), (1, 0.4)],
-        [(0.6, 0.6), (0.61, 0.94), (0.63, 0.94), (0.71, 0.6)],
-    ),
+# Length and height, and the cabin on the lower half: its ends at the bottom and the roof's, rear at 0 and front at 1.
+BODIES = {
+    "saloon": (1.0, 0.29, 0.17, 0.73, 0.31, 0.58),
+    "hatchback": (0.84, 0.31, 0.05, 0.74, 0.15, 0.55),
+    "estate": (1.02, 0.3, 0.0, 0.75, 0.03, 0.6),
+    "coupe": (0.94, 0.25, 0.12, 0.74, 0.42, 0.55),
+    "suv": (0.95, 0.38, 0.0, 0.74, 0.03, 0.62),
+    "pickup": (1.08, 0.35, 0.4, 0.77, 0.43, 0.66),
+    "van": (1.0, 0.42, 0.0, 0.88, 0.0, 0.7),
+    "cabriolet": (0.92, 0.24, 0.57, 0.74, 0.6, 0.63),
 }
 COLOURS: dict[str, Rgb] = {
     "red": (196, 30, 34),
@@ -211,8 +171,8 @@ class _Sketch:
     """One car on the canvas, seen from its right side: its parts from the shadow up."""
 
     def __init__(self, pen: ImageDraw.ImageDraw, car: Look, rng: np.random.Generator, side: int, ground: float) -> None:
-        self.pen, self.car = pen, car
-        length, height, self.outline, self.window = BODIES[car.body]
+        self.pen, self.car, self.ground = pen, car, ground
+        length, height, *self.cabin = BODIES[car.body]
         scale = side * rng.uniform(0.72, 0.86)
         # Two models with the same body differ in proportion.
         self.length = scale * length * (0.94 + 0.04 * (car.model % 3))
@@ -220,17 +180,17 @@ class _Sketch:
         self.left = rng.uniform(0.02, 0.98 - self.length / side) * side
         self.wheel = scale * 0.085 * (1.2 if car.body in ("suv", "pickup") else 1.0)
         self.sill = ground - self.wheel * 0.75
-        self.ground = ground
-        shine = rng.uniform(-12, 12, 3)
-        self.paint = _rgb(np.clip(np.array(COLOURS[car.colour]) + shine, 0, 255))
+        self.paint = _rgb(np.clip(np.array(COLOURS[car.colour]) + rng.uniform(-12, 12, 3), 0, 255))
 
     def draw(self) -> None:
-        """Shadow, body, roof, window, trim, lamps, wheels, badge."""
+        """Shadow, body, cabin, window, lamps, wheels, badge."""
         self.pen.ellipse((*self.at(-0.02, 0, self.ground - 6), *self.at(1.02, 0, self.ground + 12)), fill=(30, 30, 32))
-        self.shape([(0, 0), *self.outline, (1, 0)], self.paint)
-        self.roof()
-        self.shape(self.window, (44, 58, 74))
-        self.trim()
+        rear, front, roof_rear, roof_front = self.cabin
+        self.shape([(0, 0), (0, 0.5), (rear, 0.56), (front, 0.56), (1, 0.42), (1, 0)], self.paint)
+        self.shape([(rear, 0.5), (roof_rear, 1), (roof_front, 1), (front, 0.5)], self.paint)
+        inner = [(rear, 0.58), (roof_rear, 0.92), (roof_front, 0.92), (front, 0.58)]
+        middle = (rear + front) / 2
+        self.shape([(middle + 0.85 * (x - middle), y) for x, y in inner], (44, 58, 74))
         self.lamps()
         for x in (0.2, 0.8):
             self.turn(x)
@@ -244,21 +204,6 @@ class _Sketch:
         """A filled polygon in the car's coordinates."""
         self.pen.polygon([self.at(x, y) for x, y in points], fill=colour)
 
-    def roof(self) -> None:
-        """A third of the makes paint the roof black, a third white."""
-        style = self.car.make % 3
-        if style:
-            top = [(x, y) for x, y in self.outline if y > 0.9]
-            colour = (24, 24, 26) if style == 1 else (238, 238, 238)
-            self.pen.line([self.at(x, y - 0.02) for x, y in top], fill=colour, width=max(int(0.1 * self.height), 3))
-
-    def trim(self) -> None:
-        """Lines along the side: their number and height tell the year."""
-        dark = tuple(int(0.55 * part) for part in self.paint)
-        for line in range(self.car.year % 3 + 1):
-            y = 0.16 + 0.09 * line + 0.05 * (self.car.year // 3)
-            self.pen.line((*self.at(0.02, y), *self.at(0.98, y)), fill=dark, width=3)
-
     def lamps(self) -> None:
         """Headlamps grow longer and flatter with the years; old ones are round."""
         year = self.car.year
@@ -270,10 +215,9 @@ class _Sketch:
     def turn(self, x: float) -> None:
         """A wheel; the spokes are the make's."""
         (cx, cy), r = self.at(x, 0), self.wheel
+        rim, spokes = 0.68 * r, 3 + self.car.make % 4
         self.pen.ellipse((cx - r, cy - r, cx + r, cy + r), fill=(22, 22, 24))
-        rim = 0.68 * r
         self.pen.ellipse((cx - rim, cy - rim, cx + rim, cy + rim), fill=(196, 198, 202))
-        spokes = 3 + self.car.make % 4
         for spoke in range(spokes):
             angle = 2 * math.pi * spoke / spokes + 0.3
             end = (cx + rim * math.cos(angle), cy + rim * math.sin(angle))
@@ -283,8 +227,5 @@ class _Sketch:
         """The make's sign on the door: a shape and a colour of its own."""
         (cx, cy), r = self.at(0.5, 0.3), 0.17 * self.height
         fill = ((250, 250, 250), (250, 214, 40), (20, 20, 20), (70, 200, 240))[self.car.make // 3]
-        corners = (0, 3, 4)[self.car.make % 3]
-        if corners:
-            self.pen.regular_polygon((cx, cy, r * 1.15), corners, fill=fill, outline=(128, 128, 128))
-        else:
-            self.pen.ellipse((cx - r, cy - r, cx + r, cy + r), fill=fill, outline=(128, 128, 128))
+        corners = (24, 3, 4)[self.car.make % 3]
+        self.pen.regular_polygon((cx, cy, r * 1.15), corners, fill=fill, outline=(128, 128, 128))
