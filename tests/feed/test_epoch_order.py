@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from fulltilt import feed
 from fulltilt.errors import UsageError
@@ -46,11 +46,10 @@ class Endless(Shuffled):
     [
         lambda data: {"batch_size": 4, "sampler": RandomSampler(data)},
         lambda data: {"batch_size": 4, "sampler": WeightedRandomSampler([1.0] * 20, 20)},
-        lambda data: {"batch_sampler": BatchSampler(RandomSampler(data), 4, drop_last=False)},
         lambda data: {"batch_size": 4, "sampler": RandomSampler(data, generator=torch.Generator().manual_seed(1))},
-        lambda data: {"batch_sampler": BatchSampler(Shuffled(20), 4, drop_last=False)},
+        lambda data: {"batch_size": 4, "sampler": Shuffled(20)},
     ],
-    ids=["random", "weighted", "batches", "its own generator", "its own in batches"],
+    ids=["random", "weighted", "its own generator", "its own random numbers"],
 )
 def test_a_random_sampler_goes_on_with_the_samples_that_were_left(given):
     """It draws from the global generator, which a run that goes on has elsewhere."""

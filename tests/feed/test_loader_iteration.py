@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     IterableDataset,
-    SequentialSampler,
     TensorDataset,
     get_worker_info,
 )
@@ -155,16 +153,6 @@ def test_a_tensor_data_set_is_read_by_the_batch(workers):
                 assert torch.equal(rows, x[numbers])
 
 
-def test_a_batch_sampler_decides_on_the_batches():
-    batches = [[1, 2], [7], [3, 4, 5, 6], [2]]
-    with feed.loader(Pixels(8), batch_sampler=batches, num_workers=2) as loader:
-        for _ in range(2):
-            assert [labels.tolist() for _, labels in loader] == batches
-        assert len(loader) == 4
-    with feed.loader(Pixels(8), batch_sampler=BatchSampler(SequentialSampler(range(8)), 3, True)) as loader:
-        assert [labels.tolist() for _, labels in loader] == [[0, 1, 2], [3, 4, 5]]
-
-
 def test_a_dataloader_call_works_as_it_stands_and_mistakes_are_told():
     options = {"pin_memory": True, "persistent_workers": True, "prefetch_factor": 4, "timeout": 0}
     with feed.loader(Pixels(8), batch_size=4, shuffle=True, num_workers=2, **options) as loader:
@@ -183,14 +171,14 @@ def test_a_dataloader_call_works_as_it_stands_and_mistakes_are_told():
         ((Pixels(8), None, {}), "batch_size is None"),
         ((Pixels(8), 2.5, {}), "batch_size is 2.5"),
         ((Pixels(8), 4, {"device": "gpu"}), "device 'gpu' is unknown"),
-        ((Pixels(8), 4, {"batch_sampler": [[1]]}), "batch_sampler decides"),
+        ((Pixels(8), 4, {"batch_sampler": [[1]]}), "has no batch_sampler"),
         ((Stream(), 4, {}), "keep the DataLoader for a stream"),
     ):
         dataset, batch_size, more = given
         with pytest.raises(UsageError, match=words):
             feed.loader(dataset, batch_size, **more)
     with (
-        pytest.raises(UsageError, match="goes in as batch_sampler"),
+        pytest.raises(UsageError, match="gives one sample after the other"),
         feed.loader(Pixels(8), sampler=[[1, 2]]) as loader,
     ):
         list(loader)

@@ -141,36 +141,6 @@ class Order:
         return indices.repeat(repeats)[:total][self.rank :: self.world_size]
 
 
-@dataclass(frozen=True)
-class GivenBatches:
-    """The batches that a batch sampler gives, as it gives them; ``batch_size`` is what it says of itself, or 1."""
-
-    samples: int
-    batch_sampler: Iterable[Iterable[int]]
-    seed: int = 0
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of a batch, as far as it is known beforehand."""
-        size = getattr(self.batch_sampler, "batch_size", 1)
-        return size if isinstance(size, int) else 1
-
-    def batches(self, epoch: int) -> list[torch.Tensor]:
-        """The batches of ``epoch``."""
-        given = _asked(self.batch_sampler, self.seed, epoch, self.samples)
-        try:
-            return [_numbers(list(batch), self.samples) for batch in given]
-        except TypeError as error:
-            raise UsageError(
-                f"the batch sampler gives {str(given[0])[:60]}, not a list of samples",
-                "A sampler that gives one sample after the other goes in as sampler=...",
-            ) from error
-
-    def batches_per_epoch(self) -> int:
-        """How many batches an epoch has. Raises TypeError for a batch sampler without a length."""
-        return len(self.batch_sampler)  # type: ignore[arg-type]
-
-
 def draws_of(order: BatchOrder, epoch: int) -> list[torch.Tensor]:
     """The batches of ``epoch`` as draws; only a sampler can repeat samples, others cost nothing."""
     batches = order.batches(epoch)
@@ -184,7 +154,7 @@ def _numbers(drawn: list[Any], samples: int) -> torch.Tensor:
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"the sampler gives {str(drawn[0])[:60]}, not the number of a sample",
-            "A sampler that gives whole batches goes in as batch_sampler=...",
+            "A sampler gives one sample after the other; batch_size cuts batches out of them.",
         ) from error
     wrong = indices[(indices < 0) | (indices >= samples)]
     if len(wrong):
@@ -234,17 +204,9 @@ def is_whole(number: Any, at_least: int = 0) -> bool:
     return type(number) is not bool and isinstance(number, Integral) and int(number) >= at_least
 
 
-def sampler_of(order: BatchOrder) -> Any:
-    """What the user has given to decide on the samples or batches; None without one."""
-    sampler = getattr(order, "sampler", None)
-    return getattr(order, "batch_sampler", None) if sampler is None else sampler
-
-
 def every_batch_counts(order: BatchOrder) -> bool:
     """Whether somebody waits for each batch: other ranks, or a trainer that made the order itself."""
-    if isinstance(order, Order):
-        return order.world_size > 1
-    return not isinstance(order, GivenBatches) or ranks()[1] > 1
+    return not isinstance(order, Order) or order.world_size > 1
 
 
 def spread(samples: int, count: int) -> Iterator[int]:
@@ -322,7 +284,7 @@ class PositionedLoader:
 
 def told_epoch(order: BatchOrder) -> int | None:
     """The epoch that the sampler stands at, as DistributedSampler's ``set_epoch`` keeps it; None where it has none."""
-    sampler = sampler_of(order)
+    sampler = getattr(order, "sampler", None)
     epoch: Any = getattr(sampler, "epoch", None)
     return int(epoch) if callable(getattr(sampler, "set_epoch", None)) and is_whole(epoch) else None
 

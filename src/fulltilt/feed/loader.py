@@ -24,14 +24,12 @@ from fulltilt.feed.dataset_objects import shared_handle
 from fulltilt.feed.device_prefetch import DeviceBatches
 from fulltilt.feed.epoch_order import (
     BatchOrder,
-    GivenBatches,
     Order,
     PositionedLoader,
     draws_of,
     every_batch_counts,
     ranks,
     resumed_at,
-    sampler_of,
     step_samples,
 )
 from fulltilt.feed.progress import progress
@@ -90,7 +88,6 @@ def loader(
     residency: Residency = "auto",
     shuffle: bool = False,
     sampler: Iterable[int] | None = None,
-    batch_sampler: Iterable[Iterable[int]] | None = None,
     drop_last: bool = False,
     seed: int = 0,
     device: torch.device | str | None = None,
@@ -144,15 +141,7 @@ def loader(
     if held := shared_handle(dataset) if workers else None:
         shared_by, workers = workers, 0
     found = _inspected(dataset, checks, on_bad_sample, workers)
-    order: BatchOrder
-    if batch_sampler is not None:
-        if shuffle or drop_last or sampler is not None or size != 1:
-            raise UsageError(
-                "a batch_sampler decides on the batches itself", "Leave out batch_size, shuffle, sampler and drop_last."
-            )
-        order = GivenBatches(len(dataset), batch_sampler, seed)
-    else:
-        order = Order(len(dataset), size, shuffle, seed, drop_last, *ranks(rank, world_size), sampler)
+    order = Order(len(dataset), size, shuffle, seed, drop_last, *ranks(rank, world_size), sampler)
     made = FeedLoader(
         dataset,
         order,
@@ -237,8 +226,8 @@ class FeedLoader(PositionedLoader):
 
     @property
     def sampler(self) -> Any:
-        """The sampler or batch sampler that was given; None without one. Its ``set_epoch`` is heeded."""
-        return sampler_of(self.order)
+        """The sampler that was given; None without one. Its ``set_epoch`` is heeded."""
+        return getattr(self.order, "sampler", None)
 
     @property
     def batch_size(self) -> int:
@@ -311,9 +300,6 @@ class FeedLoader(PositionedLoader):
         cache = self._cache
         cache.begin_epoch(epoch)
         drawn = draws_of(self.order, epoch)[start:]
-        largest = max((len(batch) for batch in drawn), default=0)
-        if largest > cache.rows.batch_size:  # a batch sampler may not say beforehand how large they get
-            cache.rows.resize(largest)
         batches = self._device_batches.batches(cache.rows, drawn, epoch)
         try:
             for number, (leaves, indices) in enumerate(batches):

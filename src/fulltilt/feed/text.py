@@ -7,25 +7,19 @@ its length out of a random window, other ones in each epoch, and hardly a token 
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from fulltilt.errors import DataError, MachineError, UsageError
+from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.epoch_order import PositionedLoader, ranks, saved_position
 from fulltilt.feed.progress import progress
 from fulltilt.feed.random_numbers import as_int64
 from fulltilt.feed.sample_store import device_or_default
-from fulltilt.store.owned_folder import write_named_file
-
-# How torch writes the second name of what ``save`` saves: a file with it holds tokens.
-_SIGNATURE = b"X\x07\x00\x00\x00offsets"
 
 
 @dataclass(frozen=True)
@@ -54,28 +48,6 @@ class Tokens:
     def lengths(self) -> torch.Tensor:
         """Tokens of each sample."""
         return self.offsets.diff()
-
-    def save(self, path: str | Path) -> None:
-        """Write them to ``path``, whole or not at all. Raises MachineError, and ForeignFiles for a file of others."""
-        path = Path(path)
-        written = io.BytesIO()
-        torch.save({"flat": self.flat, "offsets": self.offsets}, written)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_named_file(path, written.getvalue(), signature=_SIGNATURE)
-        except OSError as error:
-            raise MachineError(f"{path} cannot be written: {error.strerror or error}") from error
-
-    @classmethod
-    def load(cls, path: str | Path) -> Tokens:
-        """Read what ``save`` wrote. Raises DataError."""
-        try:
-            read = torch.load(path, weights_only=True)
-            return cls(read["flat"], read["offsets"])
-        except FileNotFoundError as error:
-            raise UsageError(f"{path} does not exist") from error
-        except Exception as error:
-            raise DataError(f"{path} does not hold tokens: {error}", "Tokenise the texts anew.") from error
 
 
 def _flat(ids: list[int]) -> torch.Tensor:
