@@ -497,8 +497,3 @@ def test_batches_of_a_tensor_subclass_are_of_the_type_that_a_dataloader_gives(wo
             served = list(loader)
             assert [type(part) for batch in served for part in batch] == [Measured, torch.Tensor] * 3
             assert torch.equal(torch.cat([batch[0] for batch in served]), torch.cat([batch[0] for batch in expected]))
-
-
-def test_settings_of_another_type_are_told():
-    with pytest.raises(UsageError, match="settings is a dict"):
-        feed.loader(Drawn(torch.tensor), settings={"num_workers": 2})

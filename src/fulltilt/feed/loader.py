@@ -33,11 +33,10 @@ from fulltilt.feed.epoch_order import (
     step_samples,
 )
 from fulltilt.feed.progress import progress
-from fulltilt.feed.sample_cache import Notes, SampleCache
+from fulltilt.feed.sample_cache import SampleCache
 from fulltilt.feed.sample_reader import BadSamples, Decoded, Policy
 from fulltilt.feed.sample_store import device_or_default
 from fulltilt.feed.tiers import Residency, Tier, default_workers
-from fulltilt.records import Settings
 
 # What a DataLoader can be told and the feed decides by itself, so that one can stand in for the other in a script.
 DECIDED_HERE = frozenset(
@@ -100,7 +99,6 @@ def loader(
     on_bad_sample: Policy = "stop",
     max_bad_share: float = 0.01,
     checks: int = 8,
-    settings: Settings | None = None,
     **of_a_dataloader: Any,
 ) -> FeedLoader:
     """A loader over ``dataset`` whose batches are on ``device`` (default: the current GPU, else the CPU).
@@ -109,9 +107,8 @@ def loader(
     seeded by (seed, epoch, sample), and is never kept. ``cache_key`` names the data and the version of ``decode`` for a
     disk cache that the next run finds. A data set of which nothing is declared is kept if a check finds it
     deterministic. ``residency`` is the tier the decoded samples live on; ``reserve_bytes`` the VRAM to leave for the
-    model (default: known after three steps). ``settings`` gives batch size, workers and residency where they are not
-    given here. What else a DataLoader takes about workers and pinning may stay in the call.
-    Raises UsageError, DataError, DoesNotFit.
+    model (default: known after three steps). What else a DataLoader takes about workers and pinning may stay in the
+    call. Raises UsageError, DataError, DoesNotFit.
     """
     given = dict(locals())
     if unknown := sorted(of_a_dataloader.keys() - DECIDED_HERE):
@@ -119,36 +116,28 @@ def loader(
             f"feed.loader has no {', '.join(unknown)}",
             "Random numbers follow from seed=..., batches from sampler=...; keep the DataLoader for a collate_fn.",
         )
-    settings = Settings() if settings is None else settings
-    if not isinstance(settings, Settings):
-        raise UsageError(f"settings is a {type(settings).__name__}", "Give fulltilt.records.Settings(num_workers=...).")
-    if settings.residency is not None and residency == "auto":
-        residency = settings.residency  # type: ignore[assignment]
-    workers = num_workers if num_workers is not None else settings.num_workers
-    size = settings.batch_size if settings.batch_size is not None and batch_size == 1 else batch_size
     for name, (right, expected) in _ARGUMENTS.items():
-        value = workers if name == "num_workers" else given[name]
-        if not right(value):
-            raise UsageError(f"{name} is {value!r}; it must be {expected}")
-    if workers and multiprocessing.current_process().daemon:
+        if not right(given[name]):
+            raise UsageError(f"{name} is {given[name]!r}; it must be {expected}")
+    if num_workers and multiprocessing.current_process().daemon:
         raise UsageError(
-            f"num_workers is {workers}, and this process is a daemon, which may start none", "Use num_workers=0."
+            f"num_workers is {num_workers}, and this process is a daemon, which may start none", "Use num_workers=0."
         )
     length_of(dataset)
     if decode is not None:
         dataset = Decoded(dataset, decode)
-    workers = default_workers() if workers is None else workers
+    workers = default_workers() if num_workers is None else num_workers
     if held := shared_handle(dataset) if workers else None:
         shared_by, workers = workers, 0
     found = _inspected(dataset, checks, on_bad_sample, workers)
-    order = Order(len(dataset), size, shuffle, seed, drop_last, *ranks(rank, world_size), sampler)
-    made = FeedLoader(
+    order = Order(len(dataset), batch_size, shuffle, seed, drop_last, *ranks(rank, world_size), sampler)
+    cache = SampleCache(
         dataset,
-        order,
         found,
-        augment=as_augmentation(augment),
-        residency=residency,
+        order.batch_size,
+        asked=residency,
         device=device_or_default(device),
+        seed=seed,
         workers=workers,
         bad=BadSamples(len(dataset), on_bad_sample, max_bad_share),
         reserve_bytes=reserve_bytes,
@@ -157,6 +146,7 @@ def loader(
         cache_key=cache_key,
         checks=checks,
     )
+    made = FeedLoader(order, cache, as_augmentation(augment))
     if held:
         made.notes.warn(
             f"read in this process alone: the data set holds an open {held}, which {shared_by} workers would share; "
@@ -182,40 +172,16 @@ def _inspected(dataset: Any, checks: int, policy: Policy, workers: int) -> Inspe
 class FeedLoader(PositionedLoader):
     """What ``feed.loader`` returns. ``notes`` collects in words what it decided; ``tier`` is where the samples live."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        order: BatchOrder,
-        found: Inspection,
-        *,
-        augment: Augmentation | None,
-        residency: Residency,
-        device: torch.device,
-        workers: int,
-        bad: BadSamples,
-        on_worker_start: Callable[[], None] | None = None,
-        **cache_options: Any,
-    ) -> None:
+    def __init__(self, order: BatchOrder, cache: SampleCache, augment: Augmentation | None) -> None:
         super().__init__()
-        self.dataset, self.order, self.device, self.workers = dataset, order, device, workers
-        self.notes = Notes()
-        self._augment, self._samples = augment, len(dataset)
-        assert found.layout is not None
-        self._device_batches = DeviceBatches(found.layout, device)
-        self._cache = SampleCache(
-            dataset,
-            found,
-            found.layout,
-            order.batch_size,
-            asked=residency,
-            device=device,
-            seed=order.seed,
-            workers=workers,
-            bad=bad,
-            notes=self.notes,
-            on_worker_start=on_worker_start,
-            **cache_options,
+        self.order, self._cache, self._augment = order, cache, augment
+        self.dataset, self.device, self.workers, self.notes = (
+            cache.dataset,
+            cache.device,
+            cache.rows.workers,
+            cache.notes,
         )
+        self._device_batches = DeviceBatches(cache.layout, cache.device)
 
     # ----------------------------------------------------------------- like a DataLoader
 
@@ -259,7 +225,7 @@ class FeedLoader(PositionedLoader):
         if not cache.wanted:
             return
         cache.settle(model_has_run=False)
-        everything = [*torch.split(torch.arange(self._samples), self.batch_size)]
+        everything = [*torch.split(torch.arange(cache.samples), self.batch_size)]
         if cache.rows.store is not None and len(cache.rows.lacking(everything)):
             batches = self._device_batches.batches(cache.rows, everything, 0)
             for _ in progress(batches, len(everything), f"Decoding into {self.tier}", shown=shown):
@@ -275,10 +241,8 @@ class FeedLoader(PositionedLoader):
     # ----------------------------------------------------------------- one epoch
 
     def _pass(self) -> Iterator[Any]:
-        if (now := len(self.dataset)) != self._samples:
-            raise UsageError(
-                f"the data set had {self._samples} samples and has {now} now", "Make another loader for it."
-            )
+        if (now := len(self.dataset)) != (before := self._cache.samples):
+            raise UsageError(f"the data set had {before} samples and has {now} now", "Make another loader for it.")
         epoch, start = self._position.begin(self.order)
         try:
             for number, (batch, indices) in enumerate(self._kept(epoch, start), start):

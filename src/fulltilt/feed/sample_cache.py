@@ -16,7 +16,6 @@ from fulltilt.feed.dataset_objects import Attributes, Generators, attributes, ch
 from fulltilt.feed.device_prefetch import RowReader, Store
 from fulltilt.feed.disk_cache import CacheFull, DiskStore, default_cache_dir, open_cache
 from fulltilt.feed.epoch_order import spread
-from fulltilt.feed.sample_layout import Layout
 from fulltilt.feed.sample_reader import BadSamples, Failure, SampleReader
 from fulltilt.feed.sample_store import DeviceStore, HostStore, pin, shared_bytes
 from fulltilt.feed.tiers import Choice, Residency, Room, Tier, choose_tier, measure_room
@@ -62,7 +61,6 @@ class SampleCache:
         self,
         dataset: Any,
         found: Inspection,
-        layout: Layout,
         batch_size: int,
         *,
         asked: Residency,
@@ -70,7 +68,6 @@ class SampleCache:
         seed: int,
         workers: int,
         bad: BadSamples,
-        notes: Notes,
         reserve_bytes: int | None = None,
         cache_dir: str | Path | None = None,
         cache_limit_bytes: int | None = None,
@@ -78,7 +75,9 @@ class SampleCache:
         checks: int = 8,
         on_worker_start: Callable[[], None] | None = None,
     ) -> None:
-        self.dataset, self.layout, self.asked, self.device, self.notes = dataset, layout, asked, device, notes
+        assert found.layout is not None
+        self.dataset, self.layout, self.asked, self.device = dataset, found.layout, asked, device
+        self.notes = Notes()
         self.samples = len(dataset)
         self.tier: Tier = "none"
         self.wanted = found.random_because is None and asked != "none"
@@ -94,13 +93,15 @@ class SampleCache:
         # An unknown tier or one that this machine lacks is the user's mistake: say so now, not in mid-epoch.
         choose_tier(0, self._room(model_has_run=True), asked)
         if found.random_because is not None:
-            notes.say(f"read by {workers} workers on every draw: {found.random_because}. {DECLARE}")
+            self.notes.say(f"read by {workers} workers on every draw: {found.random_because}. {DECLARE}")
             refuse_if_asked(asked, found.random_because, found)
         checked = self.wanted and not found.declared
-        self.reader = SampleReader(dataset, layout, seeded=found.random_because is not None, checked=checked, seed=seed)
+        self.reader = SampleReader(
+            dataset, found.layout, seeded=found.random_because is not None, checked=checked, seed=seed
+        )
         self.rows = RowReader(
             self.reader,
-            layout,
+            found.layout,
             batch_size,
             workers=workers,
             device=device,

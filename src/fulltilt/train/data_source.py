@@ -21,6 +21,7 @@ from fulltilt.feed.dataset_check import inspect
 from fulltilt.feed.dataset_objects import shared_handle
 from fulltilt.feed.loader import FeedLoader
 from fulltilt.feed.random_numbers import mix
+from fulltilt.feed.sample_cache import SampleCache
 from fulltilt.feed.sample_layout import mapping_like
 from fulltilt.feed.sample_reader import BadSamples, Failure, ShapesDiffer, failure_of
 from fulltilt.train.config import TrainSettings
@@ -473,15 +474,15 @@ def _fed(
                 "Use residency: auto or none, or return tensors of one shape.",
             )
         return None
-    loader = FeedLoader(
+    cache = SampleCache(
         data,
-        order,
         found,
-        augment=augment,
-        residency=settings.residency,
+        order.batch_size,
+        asked=settings.residency,
         device=device,
+        seed=order.seed,
         workers=part_of(settings.workers, Ranks(plan.rank, plan.world)),
         bad=BadSamples(len(data), settings.on_bad_sample, settings.max_bad_share),
         on_worker_start=WorkerStart(stack_log),
     )
-    return FeedSource(loader, plan)
+    return FeedSource(FeedLoader(order, cache, augment), plan)
