@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from fulltilt.train import checkpoint
-from fulltilt.train.checkpoint import KeepPolicy, newest_complete
+from fulltilt.train.checkpoint import KeepPolicy, Snapshot, newest_complete
 from tests.faults import ranks, victim
 from tests.faults.victim import Order
 from tests.train.test_checkpoint import claimed, snapshot
+from tests.train.test_checkpoint_shards import in_shards, one_rank
 
 
 def killed_at(number: int, act: Callable[[], None]) -> bool:
@@ -32,8 +33,23 @@ def killed_at(number: int, act: Callable[[], None]) -> bool:
 AGAIN = [pytest.param(False, id="a new step"), pytest.param(True, id="the same step once more", marks=pytest.mark.slow)]
 
 
+def write_whole(root: Path, snapshot: Snapshot) -> None:
+    checkpoint.write(root, snapshot)
+
+
+def write_in_shards(root: Path, snapshot: Snapshot) -> None:
+    mesh = one_rank()
+    checkpoint.write_shards(root, in_shards(snapshot, mesh), mesh.get_group())
+
+
+SHARDED = [pytest.param(write_whole, id="whole"), pytest.param(write_in_shards, id="in shards", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("write", SHARDED)
 @pytest.mark.parametrize("again", AGAIN)
-def test_killed_at_every_disk_call_of_the_protocol(tmp_path: Path, again: bool) -> None:
+def test_killed_at_every_disk_call_of_the_protocol(
+    tmp_path: Path, again: bool, write: Callable[[Path, Snapshot], None]
+) -> None:
     """Seen to fail: writing into the final folder instead of `.partial-…` leaves folders that `newest_complete` has to
     refuse; without `sweep` the leftovers stay; without `_settle` in it a kill between the two renames of a replaced
     step loses that step."""
@@ -45,7 +61,7 @@ def test_killed_at_every_disk_call_of_the_protocol(tmp_path: Path, again: bool) 
         saved = 2 if again else 3
 
         def save(root: Path = root, saved: int = saved) -> None:
-            checkpoint.write(root, snapshot(saved, metric=0.5))
+            write(root, snapshot(saved, metric=0.5))
             checkpoint.delete_old(root, KeepPolicy(last=1, best=0))
 
         died = killed_at(points + 1, save)
@@ -98,10 +114,12 @@ def run_once(out: Path, world: int, **order: Any) -> int | None:
 
 
 @pytest.mark.slow
-def test_two_ranks_killed_in_mid_write_go_on_with_the_same_hashes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_two_ranks_killed_in_mid_write_go_on_with_the_same_hashes(fsdp: bool, tmp_path: Path) -> None:
     """Seen to fail: with `random` left out of `TrainState.parts` the chain differs at the first step after a kill."""
-    assert run_once(tmp_path / "whole", 2) == 0
-    assert supervise(tmp_path / "cut", [14, 31], world=2) == 2
+    settings = {"fsdp": fsdp}
+    assert run_once(tmp_path / "whole", 2, settings=settings) == 0
+    assert supervise(tmp_path / "cut", [14, 31], world=2, settings=settings) == 2
     for rank in (0, 1):
         assert victim.chain(tmp_path / "cut", rank) == victim.chain(tmp_path / "whole", rank)
 
@@ -118,6 +136,7 @@ def test_two_ranks_killed_in_mid_write_go_on_with_the_same_hashes(tmp_path: Path
         ({"workers": 2, "accumulation": 3, "batch_size": 4, "precision": "fp16"}, 1),
         ({}, 2),
         ({"workers": 2, "accumulation": 3, "batch_size": 4, "precision": "fp16"}, 2),
+        ({"fsdp": True}, 2),
     ],
     ids=[
         "plain",
@@ -127,6 +146,7 @@ def test_two_ranks_killed_in_mid_write_go_on_with_the_same_hashes(tmp_path: Path
         "all together",
         "two ranks",
         "two ranks, all together",
+        "two ranks, FSDP",
     ],
 )
 def test_a_hundred_kills(settings: dict[str, Any], world: int, tmp_path: Path) -> None:

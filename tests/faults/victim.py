@@ -20,11 +20,12 @@ from typing import Any
 import numpy
 import torch
 import torch._dynamo  # the first optimizer imports it anyway; here it is done once for all children
+import torch.distributed.checkpoint  # likewise
 import torch.distributed.fsdp  # likewise
+from torch.distributed.tensor import DTensor
 
 from fulltilt.train import checkpoint
 from fulltilt.train.config import TrainSettings
-from fulltilt.train.distributed import gathered
 from fulltilt.train.job import Job
 from fulltilt.train.launch_ranks import exit_code_of
 from fulltilt.train.loop import train
@@ -89,6 +90,11 @@ def make_job(**changes: Any) -> Job:
     return Job(**{"model": Net(), "loss": loss, "data": NoisySamples(), "eval_data": NoisySamples(12), **changes})
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of it when each rank has a part; then all ranks take part."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def fingerprint(end: StepEnd) -> str:
     digest = hashlib.sha256(end.samples.encode())
     state = end.state
@@ -96,7 +102,7 @@ def fingerprint(end: StepEnd) -> str:
     for entry in state.stepper.optimizer.state.values():
         tensors.extend(value for value in entry.values() if isinstance(value, torch.Tensor))
     for tensor in [*tensors, state.stepper.scale.scale, state.stepper.scale.good_steps, *state.totals._sums.values()]:
-        digest.update(bytes(gathered(tensor.detach()).contiguous().reshape(-1).view(torch.uint8).numpy()))
+        digest.update(bytes(whole(tensor.detach()).contiguous().reshape(-1).view(torch.uint8).numpy()))
     digest.update(repr([group["lr"] for group in state.stepper.optimizer.param_groups]).encode())
     digest.update(
         repr(

@@ -100,10 +100,10 @@ def main(out: Path, device: str) -> None:
             found = {
                 "replica": trained(base / "replica", device, precision=precision),
                 "replica after memory ran out": trained(base / "failed", device, precision=precision, fails=True),
-                "shards": trained(base / "shards", device, precision=precision, sharding="full"),
+                "shards": trained(base / "shards", device, precision=precision, fsdp=True),
             }
-            trained(base / "cut", device, precision=precision, sharding="full", stop_at=5)
-            resumed = trained(base / "cut", device, precision=precision, sharding="full")
+            trained(base / "cut", device, precision=precision, fsdp=True, stop_at=5)
+            resumed = trained(base / "cut", device, precision=precision, fsdp=True)
         for name, weights in found.items():
             # Other sums: of smaller pieces after memory ran out, and of rounded numbers in half precision.
             near = 1e-5 if precision == "fp32" and "memory" not in name else 2e-2

@@ -161,12 +161,12 @@ def build(
         eval_source=eval_data,
         stepper=stepper,
         eval_micro=MicroBatch(splittable=job.splittable),
-        totals=EpochTotals(device),
+        totals=EpochTotals(group),
         guard=Guard(settings),
         history=MetricHistory(settings.monitor_mode),
         progress=Progress(),
         kept_settings=KeptSettings(settings, samples_in(job.data)),
-        writer=Writer(root, policy),
+        writer=Writer(root, policy, stepper.placement.saving),
         screen=shown,
         initially_frozen=frozenset(name for name, p in job.model.named_parameters() if not p.requires_grad),
     )
@@ -182,7 +182,9 @@ def build(
 def _stepper(job: Job, settings: TrainSettings, group: Group, screen: Screen, cleanup: contextlib.ExitStack) -> Stepper:
     """The model where it is trained, with everything that a step needs but the optimizer, which a stage brings."""
     device = group.device
-    sharded = settings.sharding == "full" and not group.alone
+    sharded = settings.fsdp and not group.alone
+    if settings.fsdp and group.alone:
+        screen.say("fsdp: a single rank has nobody to divide the model with, so it stays whole")
     memory_format = torch.channels_last if settings.channels_last else torch.preserve_format
     # A model that does not fit into one GPU goes there part by part.
     model = job.model.to(device="cpu" if sharded else device, memory_format=memory_format)  # type: ignore[call-overload]
@@ -257,7 +259,7 @@ def _restore(state: TrainState, folder: Path) -> None:
             f"{folder}, from which the first rank goes on, is not there for rank {state.group.ranks.rank}",
             "Give an --out on storage that all machines share.",
         )
-    loaded = checkpoint.load(folder)
+    loaded = state.load(folder)
     saved = loaded[1]
     # The optimizer has to be that of the last step before its state comes in: a new stage makes its own.
     train_state.take_over(folder, "progress", state.progress, saved)

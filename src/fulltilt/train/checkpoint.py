@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -11,19 +12,22 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fulltilt import store
 from fulltilt.errors import ForeignFiles, FulltiltError, MachineError
 from fulltilt.store.run_files import TRAINING
 from fulltilt.train import checkpoint_files
-from fulltilt.train.checkpoint_files import refusals_told
-from fulltilt.train.distributed import gathered
+from fulltilt.train.checkpoint_files import SHARDS_FILE, FileSum, refusals_told
+from fulltilt.train.distributed import Ranks, local_shard, lost_contact
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ METRICS_FILE = "metrics.csv"
 # What a training writes into OUT besides the files of its record.
 RESERVED = ("checkpoints", METRICS_FILE, "error.log", "profile", "tensorboard")
 _NAME = re.compile(r"step-(\d{8,})")
+_ALONE = Ranks()
+_MODEL = "model."  # before the names of the model's tensors, among the shards
 
 
 class DamagedCheckpoint(MachineError):  # noqa: N818 - reads as the thing it is
@@ -60,7 +66,7 @@ class DamagedCheckpoint(MachineError):  # noqa: N818 - reads as the thing it is
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of a run at one step, frozen on the host and ready to be written."""
+    """The state of a run at one step, frozen on the host and ready to be written; with FSDP this rank's part of it."""
 
     step: int
     epoch: int
@@ -137,31 +143,73 @@ def prepare(root: Path) -> None:
 
 def write(root: Path, snapshot: Snapshot) -> Checkpoint:
     """Write a checkpoint so that it is complete under its name or not there at all. Raises MachineError."""
-    folder, needed = _owner(root), snapshot.size_bytes
+    partial = root / _partial_name(snapshot)
+    try:
+        with refusals_told(partial, snapshot.size_bytes):
+            _begin(partial, [MODEL_FILE])
+            parts = checkpoint_files.tensor_parts(snapshot.model)
+            return _complete(partial, snapshot, {MODEL_FILE: checkpoint_files.write_file(partial / MODEL_FILE, parts)})
+    finally:
+        _discard(partial)
+
+
+def write_shards(root: Path, snapshot: Snapshot, group: dist.ProcessGroup) -> Checkpoint | None:
+    """Like ``write``, by all ranks of ``group`` at once: each writes its shards, the first the rest and the name.
+
+    Returns the checkpoint on the first rank. Raises what went wrong on any of them.
+    """
+    from fulltilt.train import checkpoint_shards
+
+    first, name, written = dist.get_rank(group) == 0, [_partial_name(snapshot)], []
+    dist.broadcast_object_list(name, src=0, group=group)
+    partial = root / name[0]
+    model = {_MODEL + key: tensor for key, tensor in snapshot.model.items()}
+    shards = {key: tensor for key, tensor in snapshot.tensors.items() if isinstance(tensor, DTensor)}
+    rest = replace(snapshot, tensors={key: snapshot.tensors[key] for key in snapshot.tensors if key not in shards})
+
+    def complete(sums: dict[str, FileSum]) -> None:
+        written.append(_complete(partial, rest, sums))
+
+    try:
+        with refusals_told(partial, snapshot.size_bytes):
+            begin = functools.partial(_begin, partial)
+            checkpoint_shards.write(partial, {**model, **shards}, group, begin, complete)
+    finally:
+        if first:
+            _discard(partial)
+    return written[0] if first else None
+
+
+def _partial_name(snapshot: Snapshot) -> str:
+    return f".partial-{folder_name(snapshot.step)}-{uuid.uuid4().hex[:12]}"
+
+
+def _begin(partial: Path, names: Sequence[str]) -> None:
+    """Make the folder, with files of these names and the rest to come. Raises OSError, ForeignFiles."""
+    files = (*names, TENSORS_FILE, VALUES_FILE, MANIFEST_FILE)
+    _owner(partial.parent).announce(partial, *(partial / name for name in files))
+    partial.mkdir()
+
+
+def _complete(partial: Path, snapshot: Snapshot, sums: dict[str, FileSum]) -> Checkpoint:
+    """Write what is missing besides the files of ``sums``, and give the folder its name. Raises OSError."""
     contents = {
-        MODEL_FILE: checkpoint_files.tensor_parts(snapshot.model),
         TENSORS_FILE: checkpoint_files.tensor_parts(snapshot.tensors),
         VALUES_FILE: iter([json.dumps(snapshot.values).encode()]),
     }
-    partial = root / f".partial-{folder_name(snapshot.step)}-{uuid.uuid4().hex[:12]}"
-    try:
-        with refusals_told(partial, needed):
-            folder.announce(partial, *(partial / name for name in (*contents, MANIFEST_FILE)))
-            partial.mkdir()
-            sums = {name: checkpoint_files.write_file(partial / name, parts) for name, parts in contents.items()}
-            manifest = {
-                "schema_version": SCHEMA_VERSION,
-                "step": snapshot.step,
-                "epoch": snapshot.epoch,
-                "metric": snapshot.metric,
-                "files": sums,
-            }
-            checkpoint_files.write_file(partial / MANIFEST_FILE, [_seal(manifest)])
-            folder.record(partial, *(partial / name for name in (*sums, MANIFEST_FILE)))
-            checkpoint_files.sync(partial)
-            return _appear(folder, partial, root / folder_name(snapshot.step), manifest)
-    finally:
-        _discard(partial)
+    sums = {**sums, **{name: checkpoint_files.write_file(partial / name, parts) for name, parts in contents.items()}}
+    manifest = {
+        "schema_version": SCHEMA_VERSION,
+        "step": snapshot.step,
+        "epoch": snapshot.epoch,
+        "metric": snapshot.metric,
+        "files": sums,
+    }
+    checkpoint_files.write_file(partial / MANIFEST_FILE, [_seal(manifest)])
+    folder = _owner(partial.parent)
+    folder.record(partial, *(partial / name for name in (*sums, MANIFEST_FILE)))
+    checkpoint_files.sync(partial)
+    return _appear(folder, partial, partial.with_name(folder_name(snapshot.step)), manifest)
 
 
 def _owner(root: Path) -> store.OwnedFolder:
@@ -258,10 +306,13 @@ def folders(root: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def verify(folder: Path) -> Checkpoint:
-    """Check every byte of a checkpoint against its manifest. Raises DamagedCheckpoint naming the file."""
+def verify(folder: Path, ranks: Ranks = _ALONE) -> Checkpoint:
+    """Check every byte of a checkpoint against its manifest; the files are divided among ``ranks``.
+
+    Raises DamagedCheckpoint naming the file.
+    """
     manifest = _manifest(folder)
-    for name, expected in manifest["files"].items():
+    for name, expected in list(manifest["files"].items())[ranks.rank :: ranks.world]:
         try:
             found = checkpoint_files.hash_file(folder / name)
         except OSError as error:
@@ -272,13 +323,27 @@ def verify(folder: Path) -> Checkpoint:
     return _described(folder, manifest)
 
 
-def load(folder: Path) -> tuple[dict[str, torch.Tensor], Any]:
-    """The model's tensors and the tree of the rest, after verifying every byte. Raises DamagedCheckpoint."""
-    verify(folder)
+def load(
+    folder: Path, model: Mapping[str, torch.Tensor] | None = None, ranks: Ranks = _ALONE
+) -> tuple[dict[str, torch.Tensor], Any]:
+    """The model's tensors and the tree of the rest, after verifying every byte. Raises DamagedCheckpoint.
+
+    Where ``model``, the state of the present one, is sharded over ``ranks``, so is what is read of a sharded one.
+    """
+    files = _manifest(folder)["files"]
+    sharded = SHARDS_FILE in files
+    verify(folder, ranks if sharded else _ALONE)
     try:
+        tensors = checkpoint_files.read_tensors(folder / TENSORS_FILE)
+        if sharded:
+            from fulltilt.train import checkpoint_shards
+
+            tensors |= checkpoint_shards.read(folder, files, model or {}, _MODEL)
+            weights = {key.removeprefix(_MODEL): tensors.pop(key) for key in list(tensors) if key.startswith(_MODEL)}
+        else:
+            weights = checkpoint_files.read_tensors(folder / MODEL_FILE)
         values = json.loads((folder / VALUES_FILE).read_bytes())
-        state = checkpoint_files.unflatten_state(values, checkpoint_files.read_tensors(folder / TENSORS_FILE))
-        return checkpoint_files.read_tensors(folder / MODEL_FILE), state
+        return weights, checkpoint_files.unflatten_state(values, tensors)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{folder}: cannot be read back ({error})") from error
 
@@ -291,7 +356,9 @@ def _manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads(raw)
         checksum = manifest.pop("manifest_sha256")
         plain_names = all(Path(name).name == name for name in manifest["files"])
-        complete = {MODEL_FILE, TENSORS_FILE, VALUES_FILE} <= set(manifest["files"])  # what is read is verified
+        names = set(manifest["files"])
+        # What is read is verified.
+        complete = {TENSORS_FILE, VALUES_FILE} <= names and {MODEL_FILE, SHARDS_FILE} & names
         intact = _seal(manifest) == raw and plain_names and complete
         newer = manifest["schema_version"] > SCHEMA_VERSION
         step_agrees = folder_name(manifest["step"]) == folder.name or not _NAME.fullmatch(folder.name)
@@ -360,16 +427,25 @@ class HostMemory:
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
 
-    def freeze(self, tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-        """Copies that no later step can change. The caller synchronises once, after the last of them."""
-        frozen = {}
+    def freeze(
+        self, tensors: Mapping[str, torch.Tensor], prefix: str, mesh: DeviceMesh | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Copies that no later step can change. The caller synchronises once, after the last of them.
+
+        Of what is sharded each rank copies its part; ``mesh`` has the same ranks, on their hosts.
+        """
+        frozen: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
-            source = gathered(tensor.detach())
+            source = local_shard(tensor.detach())
             key = f"{prefix}:{name}"
             buffer = self._buffers.get(key)
             if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
                 buffer = self._buffers[key] = _host_buffer(source)
             frozen[name] = buffer.copy_(source, non_blocking=source.is_cuda)
+            if isinstance(tensor, DTensor):
+                frozen[name] = DTensor.from_local(
+                    buffer, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+                )
         return frozen
 
 
@@ -385,11 +461,12 @@ def _host_buffer(source: torch.Tensor) -> torch.Tensor:
 class Writer:
     """Writes one checkpoint at a time in the background and deletes old ones by policy.
 
-    The next ``check``, ``wait`` or ``save`` raises its error: a run cannot end well without its checkpoint.
+    The next ``check``, ``wait`` or ``save`` raises its error: a run cannot end well without its checkpoint. With a
+    ``mesh`` of ranks on their hosts all of them save at once, each its shards.
     """
 
-    def __init__(self, root: Path, policy: KeepPolicy) -> None:
-        self.root, self.policy = root, policy
+    def __init__(self, root: Path, policy: KeepPolicy, mesh: DeviceMesh | None = None) -> None:
+        self.root, self.policy, self.mesh = root, policy, mesh
         self.newest: Checkpoint | None = None
         self.longest_save_s = 0.0
         self._thread: threading.Thread | None = None
@@ -399,7 +476,7 @@ class Writer:
         """Raise what the writer met since the last call, if anything. Never waits."""
         if self._error is not None:
             error, self._error = self._error, None
-            if isinstance(error, FulltiltError | KeyboardInterrupt):
+            if isinstance(error, FulltiltError | KeyboardInterrupt) or lost_contact(error):
                 raise error
             raise MachineError(f"the checkpoint was not written: {type(error).__name__}: {error}") from error
 
@@ -429,8 +506,10 @@ class Writer:
     def _write(self, snapshot: Snapshot) -> None:
         begun = time.monotonic()
         try:
-            self.newest = write(self.root, snapshot)
-            delete_old(self.root, self.policy)
+            group = None if self.mesh is None else self.mesh.get_group()
+            self.newest = write(self.root, snapshot) if group is None else write_shards(self.root, snapshot, group)
+            if self.newest is not None:  # else the first rank has done all of this
+                delete_old(self.root, self.policy)
         except BaseException as error:  # handed over to the training thread, which raises it
             self._error = error
         self.longest_save_s = max(self.longest_save_s, time.monotonic() - begun)

@@ -23,6 +23,8 @@ from fulltilt.store import OwnedFolder, open_plain
 
 # Small enough that a write never holds a page-cache lock for long, large enough that the call itself costs nothing.
 CHUNK_BYTES = 16 * 2**20
+# torch.distributed.checkpoint's own name: which part of which tensor lies where in the files of the ranks.
+SHARDS_FILE = ".metadata"
 _FLAGS = getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 

@@ -74,7 +74,7 @@ class TrainSettings:
     cuda_graphs: bool = option(False, "Record the model's kernels as CUDA graphs and replay them (one GPU).")
     gradient_checkpointing: bool = False
     deterministic: bool = False
-    sharding: Literal["none", "full"] = "none"
+    fsdp: bool = option(False, "Divide weights, gradients and optimizer state among the GPUs (FSDP2).")
     # how the data comes
     workers: int = option(0, "Loader workers, over all GPUs.", least=0)
     prefetch: int = option(2, least=1, most=MOST_OF_A_SETTING)
@@ -119,8 +119,8 @@ class TrainSettings:
         if self.warmup_steps is not None and self.warmup_epochs:
             found.append("give warmup_steps or warmup_epochs, not both")
         for name, refused in (("compile", True), ("channels_last", True), ("optimizer", "adamw8bit")):
-            if self.sharding == "full" and getattr(self, name) == refused:
-                found.append(f"sharding: full and {name}: {str(refused).lower()} do not go together")
+            if self.fsdp and getattr(self, name) == refused:
+                found.append(f"fsdp and {name}: {str(refused).lower()} do not go together")
         if self.on_spike == "rollback" and self.spike_factor is None:
             found.append("on_spike: rollback needs a spike_factor")
         if self.target is not None and self.monitor is None:

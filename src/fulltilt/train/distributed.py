@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -90,16 +91,18 @@ class Group:
     def __init__(self, ranks: Ranks, device: torch.device, timeout_s: float) -> None:
         self.ranks = ranks
         self.device = device
+        # Our own watchdog should be first: it writes the stacks. NCCL's would abort without a word for the user.
+        self.timeout = datetime.timedelta(seconds=timeout_s + _AFTER_THE_WATCHDOG_S)
         self._began = False
         if not self.alone and not dist.is_initialized():
             # CPU tensors go through gloo: flags can be agreed upon without waiting for any GPU.
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            # Our own watchdog should be first: it writes the stacks. NCCL's would abort without a word for the user.
-            timeout = datetime.timedelta(seconds=timeout_s + _AFTER_THE_WATCHDOG_S)
             try:
                 # With a device it connects at once, where a failure can still be told.
                 on = device if device.type == "cuda" else None
-                dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world, timeout=timeout, device_id=on)
+                dist.init_process_group(
+                    backend, rank=ranks.rank, world_size=ranks.world, timeout=self.timeout, device_id=on
+                )
             except (RuntimeError, ValueError) as error:
                 remedy = "Start the job with torchrun; MASTER_ADDR and MASTER_PORT must be reachable from every rank."
                 raise MachineError(
@@ -226,11 +229,13 @@ class SingleProcess:
 
     Losses go in multiplied by ``divisor``. With ``lockstep`` every forward needs all ranks at once, also those without
     data, and one that failed cannot be repeated. ``left_out``: this rank left some parameters out of its step.
+    ``saving``: the ranks that each save their own part of the model, on their hosts.
     """
 
     divisor = 1
     lockstep = False
     left_out = False
+    saving: DeviceMesh | None = None
 
     def __init__(self, whole: LossModule) -> None:
         self._whole = whole
@@ -369,13 +374,15 @@ class Sharded(SingleProcess):
         super().__init__(whole)
         self.divisor = group.ranks.world
         self._group = group
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard  # takes its time to import
 
         mesh = init_device_mesh(group.device.type, (group.ranks.world,))
         for block in blocks(whole.model):
             fully_shard(block, mesh=mesh)
         self._root = fully_shard(whole, mesh=mesh)
+        # They agree on a save from a thread beside the training, whose own collectives must not come in between.
+        agreeing: Any = dist.new_group(backend="gloo", timeout=group.timeout)
+        self.saving = DeviceMesh.from_group(agreeing, "cpu")
 
     def pieces(self, own: list[Piece]) -> list[Piece]:
         """See SingleProcess. As many as the rank with the most of them has; a rank without any borrows one."""
@@ -416,11 +423,6 @@ def blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
 # --------------------------------------------------------------------------- shards in the checkpoint
 
 
-def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or all of it when each rank has a part. Then all ranks take part."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of a tensor. Changes of it are changes of the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -434,7 +436,7 @@ def sharded_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class OptimizerState:
-    """An optimizer whose moments are divided as its parameters are, and whole in the checkpoint."""
+    """An optimizer whose moments are divided as its parameters are, however they lie in the checkpoint."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, warn: Callable[[str], None]) -> None:
         self.optimizer = optimizer

@@ -178,7 +178,7 @@ class Loop:
         state, progress = self.state, self.state.progress
         self._judge(everything=True)
         state.screen.epoch_trained()
-        self.metrics = {f"train_{name}": value for name, value in state.totals.means(state.group).items()}
+        self.metrics = {f"train_{name}": value for name, value in state.totals.means().items()}
         metric = None
         number = progress.epoch + 1
         due = cut_short or number == state.epochs or number % state.settings.eval_every == 0
@@ -257,7 +257,7 @@ class Loop:
                 raise Diverged(f"{why}; the weights themselves are not finite: {broken}", "Look where they come from.")
             raise Diverged(f"{why}; there is no checkpoint to go back to", "Lower lr, or save earlier with save_every.")
         parts = {name: part for name, part in state.parts().items() if name in train_state.WEIGHT_PARTS}
-        train_state.restore(found.folder, state.model, parts)
+        train_state.restore(found.folder, state.model, parts, state.load(found.folder))
         self.readout.clear()
         state.screen.warn(f"went back to the weights of {found.folder.name}; going on after the present data")
 
@@ -276,7 +276,7 @@ class Loop:
             self.stop.pause_done()
 
     def _freeze(self, metric: float | None = None) -> Snapshot | None:
-        """The state as it is now, for the writer; None on the other ranks.
+        """The state as it is now, for the writer; None on ranks that have nothing to write.
 
         Raises Diverged rather than keep weights that nothing can be trained from: the checkpoint before is better.
         """
@@ -318,7 +318,7 @@ def evaluate(
     None when a rank was ``stopping``: it is asked before every batch.
     """
     assert state.eval_source is not None
-    totals = EpochTotals(state.device)
+    totals = EpochTotals(state.group)
     kept: list[Mapping[str, torch.Tensor]] = []
     was_training = state.model.training
     state.model.eval()
@@ -333,7 +333,7 @@ def evaluate(
                     kept += _add(state, batch, totals)
     finally:
         state.model.train(was_training)
-    means = totals.means(state.group)
+    means = totals.means()
     if state.job.eval_metrics is not None:
         beat("computing the metrics of the whole set")
         means.update(plain_metrics(state.job.eval_metrics(_joined(kept, state.group))))

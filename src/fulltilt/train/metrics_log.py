@@ -7,6 +7,7 @@ import csv
 import importlib
 import importlib.util
 import io
+import itertools
 import math
 import uuid
 from collections import deque
@@ -77,8 +78,8 @@ class AsyncMetrics(Generic[Label]):
 class EpochTotals:
     """Weighted sums by name. Adding to them never waits for the device; what is not finite is left out."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, group: Group) -> None:
+        self.group = group
         self._sums: dict[tuple[str, ...], torch.Tensor] = {}
         self._read: dict[str, tuple[float, float]] = {}
 
@@ -102,10 +103,11 @@ class EpochTotals:
         self._sums.clear()
         self._read.clear()
 
-    def means(self, group: Group | None = None) -> dict[str, float]:
-        """The means so far, over the ranks of ``group`` if given. Waits for the device. NaN: nothing was finite."""
+    def means(self) -> dict[str, float]:
+        """The means so far, over all ranks. Waits for the device. NaN: nothing was finite."""
+        group = self.group
         sums, weights = self._by_name()
-        if group is not None and not group.alone:
+        if not group.alone:
             # A rank that got no sample does not know the names yet.
             names = list(dict.fromkeys(name for known in group.gather(list(sums)) for name in known))
             rows = [[known.get(name, 0.0) for name in names] for known in (sums, weights)]
@@ -123,15 +125,20 @@ class EpochTotals:
         return sums, weights
 
     def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint."""
-        return {
-            "sums": [[list(names), rows] for names, rows in self._sums.items()],
-            "read": [[name, *sums] for name, sums in self._read.items()],
-        }
+        """For the checkpoint: each rank has sums of its own; what was read is the same on all."""
+        own = [[list(names), rows.cpu()] for names, rows in self._sums.items()]
+        return {"ranks": self.group.gather(own), "read": [[name, *sums] for name, sums in self._read.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From the checkpoint. Raises ValueError for what ``state_dict`` has not made."""
-        self._sums = {tuple(names): rows.to(self.device).reshape(2, len(names)) for names, rows in state["sums"]}
+        """From the checkpoint. Sums of ranks that are no longer there go to others.
+
+        Raises ValueError for what ``state_dict`` has not made.
+        """
+        ranks = self.group.ranks
+        self._sums = {}
+        for names, rows in itertools.chain(*state["ranks"][ranks.rank :: ranks.world]):
+            key, taken = tuple(names), rows.to(self.group.device).reshape(2, len(names))
+            self._sums[key] = self._sums[key] + taken if key in self._sums else taken
         self._read = {name: (float(total), float(weight)) for name, total, weight in state.get("read", [])}
 
 

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fulltilt.errors import FulltiltError, MachineError, UsageError
 from fulltilt.train import checkpoint, checkpoint_files
 from fulltilt.train.checkpoint import Checkpoint, DamagedCheckpoint, HostMemory, Snapshot, Writer
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.data_source import Source
-from fulltilt.train.distributed import Group, OptimizerState, gathered, local_shard, same_everywhere, sharded_like
+from fulltilt.train.distributed import Group, OptimizerState, local_shard, same_everywhere, sharded_like
 from fulltilt.train.guards import Guard, MicroBatch, Stateful
 from fulltilt.train.job import Job, Stage
 from fulltilt.train.metrics_log import EpochTotals
@@ -107,18 +108,18 @@ class RandomStates:
 
 
 def freeze(state: TrainState, metric: float | None, memory: HostMemory) -> Snapshot | None:
-    """A snapshot on the host that later steps cannot change; None on ranks but the first, which give their shards.
+    """A snapshot on the host that later steps cannot change; None on ranks that have nothing to write.
 
-    All ranks take part. Waits for the device once.
+    The first rank writes everything, with FSDP the others their shards. All take part. Waits for the device once.
     """
     weights = state.model.state_dict()
     values, tensors = checkpoint_files.flatten_state({name: part.state_dict() for name, part in state.parts().items()})
+    mesh = state.writer.mesh
     if not state.group.first:
-        if state.stepper.placement.lockstep:
-            for tensor in [*weights.values(), *tensors.values()]:
-                gathered(tensor)  # one at a time is in memory
-        return None
-    frozen = memory.freeze(weights, "model"), memory.freeze(tensors, "state")
+        if mesh is None:
+            return None
+        tensors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    frozen = memory.freeze(weights, "model", mesh), memory.freeze(tensors, "state", mesh)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return Snapshot(state.progress.step, state.progress.epoch, metric, *frozen, values)
@@ -136,12 +137,12 @@ def _fits(saved: Any, own: Any) -> bool:
     return True
 
 
-def restore(folder: Path, model: torch.nn.Module, parts: dict[str, Part], loaded: Any = None) -> None:
-    """Put every part back as the checkpoint has it; ``loaded`` is what ``checkpoint.load`` gave, if it was read.
+def restore(folder: Path, model: torch.nn.Module, parts: dict[str, Part], loaded: Any) -> None:
+    """Put every part back as the checkpoint has it; ``loaded`` is what ``checkpoint.load`` gave.
 
     Raises DamagedCheckpoint when it lacks a part, UsageError listing the keys when it is of another model.
     """
-    weights, state = loaded or checkpoint.load(folder)
+    weights, state = loaded
     missing = [name for name in parts if name not in state]
     if missing:
         raise DamagedCheckpoint(
@@ -261,6 +262,10 @@ class TrainState:
         if self.stepper.ema is not None:
             parts["ema"] = self.stepper.ema
         return parts
+
+    def load(self, folder: Path) -> tuple[dict[str, torch.Tensor], Any]:
+        """See ``checkpoint.load``: of a sharded checkpoint this rank reads its own part, if the model is sharded."""
+        return checkpoint.load(folder, self.model.state_dict(), self.group.ranks)
 
     def unfreeze(self) -> None:
         """Leave the model as frozen as it came: it may be trained further by another call."""

@@ -50,6 +50,8 @@ def check_options(request: Request) -> None:
         raise UsageError("drop_last: false would end an epoch with a smaller, easier comparison", "Leave it out.")
     if request.settings.batch_size * request.settings.accumulation == 1:
         raise UsageError("batch_size: 1 compares a picture with its own caption alone", "Set 2 or more; 64 is usual.")
+    if request.settings.fsdp:
+        raise UsageError("carclip does not go with fsdp: its loss and metrics reach into the model", "Leave it out.")
     _templates(options)
     if model not in ("auto", *BUILT_IN):
         refuse_unavailable(model, GIVE)
